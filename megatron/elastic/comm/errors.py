@@ -1,0 +1,40 @@
+"""What can go wrong in communication, as types.
+
+``GenerationChanged`` is not a failure: it says that membership is being agreed
+anew and that whatever was in flight is void. ``PeerLost`` is evidence, handed
+to the control plane; only a decided generation makes a loss a fact.
+"""
+
+from __future__ import annotations
+
+__all__ = ["CommError", "CommTimeout", "GenerationChanged", "PeerLost"]
+
+
+class CommError(RuntimeError):
+    """Base of everything the communicator raises."""
+
+
+class PeerLost(CommError):
+    """The link to ``rank`` broke while something was in flight on it."""
+
+    def __init__(self, rank: int, why: str = "connection lost") -> None:
+        super().__init__(f"rank {rank}: {why}")
+        self.rank = rank
+        self.why = why
+
+
+class GenerationChanged(CommError):
+    """A newer generation was frozen; the caller's work belongs to an older one."""
+
+    def __init__(self, generation: int) -> None:
+        super().__init__(f"generation {generation} is being agreed")
+        self.generation = generation
+
+
+class CommTimeout(CommError):
+    """Nothing arrived within the time allowed; says from whom."""
+
+    def __init__(self, seconds: float, waiting_for: tuple[int, ...] = ()) -> None:
+        super().__init__(f"no answer within {seconds:.3g} s from ranks {list(waiting_for)}")
+        self.seconds = seconds
+        self.waiting_for = waiting_for

@@ -1,0 +1,133 @@
+"""All process groups of one process, edited together.
+
+A :class:`Fabric` owns the links of this process and every
+``torch.distributed`` group that runs over them. It is connected once, then
+edited at each generation: groups keep their object identity, dead members drop
+out, joiners come in. Two implementations: ``native`` (links edited in place,
+``csrc/comm``) and ``gloo`` (everything rebuilt, the baseline).
+
+Invariants
+- ``rank`` numbers are global slots, never renumbered. A group is an ordered
+  member list fixed when it was made; its *living* members (those of the present
+  generation, in that order) take part in collectives.
+- All waits end: in completion, ``PeerLost``, ``CommTimeout``, or, after
+  :meth:`Fabric.interrupt`, ``GenerationChanged``.
+- Group names are (role, members): never a process-local counter.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["Address", "BlockRange", "EditReport", "Fabric"]
+
+
+@dataclass(frozen=True)
+class Address:
+    """How to reach one incarnation of a rank. ``endpoint`` is the transport's own (JSON values)."""
+
+    rank: int
+    incarnation: int
+    host: str
+    endpoint: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class BlockRange:
+    """Elements ``[start, stop)`` of a flat tensor, owned by ``owner`` (a global rank)."""
+
+    start: int
+    stop: int
+    owner: int
+
+
+@dataclass(frozen=True)
+class EditReport:
+    """What one edit did, in seconds by phase and counts."""
+
+    generation: int
+    seconds: Mapping[str, float]
+    groups: int
+    links_opened: int
+    links_dropped: int
+
+
+class Fabric(ABC):
+    """See the module docstring. ``slots`` is the nominal world size W."""
+
+    rank: int
+    slots: int
+    generation: int
+
+    @abstractmethod
+    def address(self) -> Address:
+        """Where peers can reach this process; listening already when this returns."""
+
+    @abstractmethod
+    def edit(self, generation: int, members: Mapping[int, Address], timeout: float) -> EditReport:
+        """Make ``members`` (rank → address, this process included) the living ones.
+
+        The first call connects. Every member calls it with the same arguments.
+        Afterwards each existing group holds its living members only, and
+        collectives of ``generation`` can run. Raises ``GenerationChanged`` when
+        interrupted for a newer one, ``CommTimeout``, ``PeerLost``.
+        """
+
+    @abstractmethod
+    def interrupt(self, generation: int) -> None:
+        """Wake every wait of older generations with ``GenerationChanged(generation)``.
+
+        Callable from any thread, at any time, also before the first edit; returns
+        at once. Work begun afterwards fails likewise until :meth:`edit` reaches
+        ``generation``.
+        """
+
+    @property
+    @abstractmethod
+    def alive(self) -> tuple[int, ...]:
+        """Living ranks of the present generation, ascending."""
+
+    @property
+    @abstractmethod
+    def world(self) -> dist.ProcessGroup:
+        """The default group: the slot space. Collectives on it run over the living."""
+
+    @abstractmethod
+    def group(self, role: str, members: Sequence[int]) -> dist.ProcessGroup:
+        """The group of ``members`` (ordered) in ``role``; made on first use, the same object after.
+
+        Purely local: no rank outside ``members`` need call it, and no two members
+        wait for each other here. Usable with torch.distributed's functions.
+        """
+
+    @abstractmethod
+    def release(self, role_prefix: str) -> None:
+        """Forget groups whose role starts with ``role_prefix`` (made for an older plan)."""
+
+    @abstractmethod
+    def reduce_scatter_blocks(
+        self, group: dist.ProcessGroup, flat: torch.Tensor, blocks: Sequence[BlockRange]
+    ) -> None:
+        """Sum ``flat`` (1-D) over ``group`` in member order; each owner's ranges receive the sum in place.
+
+        Ranges this rank does not own are left unspecified.
+        """
+
+    @abstractmethod
+    def all_gather_blocks(
+        self, group: dist.ProcessGroup, flat: torch.Tensor, blocks: Sequence[BlockRange]
+    ) -> None:
+        """Fill every range of ``flat`` (1-D) from its owner, in place."""
+
+    @abstractmethod
+    def waiting_for(self) -> tuple[int, ...]:
+        """Ranks whose message this process is blocked on now (for hang detection)."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close links, remove segments. Idempotent."""

@@ -1,0 +1,99 @@
+"""Everything a user can set, in one dataclass.
+
+Each field becomes one ``--elastic-*`` flag (``mcore/arguments.py`` derives the
+flags, ``docs/flags.md`` is generated); the string under a field is its help
+text. Nothing outside ``mcore`` and ``launch`` sees argparse: the engine is
+handed an :class:`ElasticConfig`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Literal
+
+__all__ = ["ConfigError", "ElasticConfig", "flag_name"]
+
+
+class ConfigError(ValueError):
+    """A setting that cannot be honoured; the text names the flag and the fix."""
+
+
+def flag_name(field_name: str) -> str:
+    """``"mirror_count"`` → ``"--elastic-mirror-count"``."""
+    return "--elastic-" + field_name.replace("_", "-")
+
+
+@dataclass(frozen=True)
+class ElasticConfig:
+    """Settings of the elastic runtime (durations in seconds, sizes in bytes)."""
+
+    comm: Literal["elastic", "gloo"] = "elastic"
+    """Communicator: 'elastic' edits groups in place over native links; 'gloo' rebuilds every group (the baseline)."""
+
+    transport: Literal["auto", "shm", "tcp"] = "auto"
+    """Links between ranks of one host: shared memory, TCP, or shared memory where the mount has room."""
+
+    mirrors: int = 1
+    """Copies of every optimizer state block besides the owner's. 2 is recommended where losses are correlated."""
+
+    scatter_width: int = 4
+    """Over how many peers one owner's mirrors are spread (at most the group's size less one)."""
+
+    block_bytes: int = 1 << 18
+    """Upper bound on the fp32 bytes of one state block, the granule of ownership, copies and transfers."""
+
+    snapshot: Literal["gradient", "state"] = "gradient"
+    """How mirrors follow their owner: replaying the step from the reduced gradient, or receiving stepped state."""
+
+    policy: Literal["elaswave", "recycle", "torchft", "mindspeed"] = "elaswave"
+    """Planner used after a change of membership."""
+
+    exact: bool = False
+    """Weights of a disturbed run are bitwise those of an undisturbed one (slower)."""
+
+    detection_timeout: float = 1.0
+    """Floor of the hang time-out; every other time-out of the runtime is derived from it."""
+
+    max_losses_per_hour: int = 0
+    """End the job when more ranks than this are lost within an hour (0: no limit)."""
+
+    respawn: bool = True
+    """Start a lost worker again and let it rejoin at a step boundary."""
+
+    spares: int = 0
+    """Ranks that wait with open links to take a lost rank's place."""
+
+    verify_interval: int = 100
+    """Steps between rolling comparisons of owner and mirror hashes (0: never)."""
+
+    strict_flags: bool = False
+    """Refuse Megatron flags that would have to be substituted on this platform instead of substituting them."""
+
+    print_patches: bool = False
+    """Print every name replaced in megatron.training and megatron.core, then go on."""
+
+    event_log: str | None = None
+    """Directory for one JSON line an event: generations, losses, plans, phases, certificates."""
+
+    inject: str | None = None
+    """Faults on demand, e.g. 'kill:rank=2,step=5,point=after_reduce'; needs --elastic-allow-inject."""
+
+    allow_inject: bool = False
+    """Allow --elastic-inject; without it a fault script is refused."""
+
+    def __post_init__(self) -> None:
+        if self.mirrors < 0:
+            raise ConfigError("--elastic-mirrors must be 0 or more")
+        if self.scatter_width < 1:
+            raise ConfigError("--elastic-scatter-width must be 1 or more")
+        if self.block_bytes < 1024 or self.block_bytes % 64:
+            raise ConfigError("--elastic-block-bytes must be a multiple of 64 and at least 1024")
+        if self.detection_timeout <= 0:
+            raise ConfigError("--elastic-detection-timeout must be above 0")
+        if self.inject and not self.allow_inject:
+            raise ConfigError("--elastic-inject needs --elastic-allow-inject (it kills workers on purpose)")
+
+    @classmethod
+    def field_names(cls) -> tuple[str, ...]:
+        """Names of all settings, in order of declaration."""
+        return tuple(field.name for field in fields(cls))

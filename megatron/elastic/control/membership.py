@@ -1,0 +1,96 @@
+"""Who is here: the worker's view of generations.
+
+A change of membership takes two phases. FREEZE(g): every survivor stops,
+promises to act on no older generation, and hands in a report of what it holds.
+DECIDE(g): one compare-and-set record that names the members and carries every
+report, so that each process computes the same plan from the same bytes. A loss
+before DECIDE(g) is FREEZE(g+1), and members report anew.
+
+The control plane treats reports as opaque: what they mean is the business of
+``state`` (versions, gradients) and ``plan``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from megatron.elastic.comm.fabric import Address
+
+__all__ = ["Activity", "Decision", "Loss", "Membership"]
+
+Reason = Literal["start", "loss", "join", "drain"]
+
+
+@dataclass(frozen=True)
+class Loss:
+    """One lost incarnation and everything known of its end."""
+
+    rank: int
+    incarnation: int
+    host: str
+    cause: str
+    """'signal SIGKILL', 'exit code 1', 'stopped', 'node unreachable', 'hung'"""
+    last_lines: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A decided generation; the same bytes in every process."""
+
+    generation: int
+    members: Mapping[int, Address]
+    """Living ranks (parked ones included) → address."""
+    reason: Reason
+    lost: tuple[Loss, ...] = ()
+    """Losses since the generation before."""
+    joined: tuple[int, ...] = ()
+    reports: Mapping[int, str] = field(default_factory=dict)
+    """What each member handed in (text); absent for a joiner."""
+
+
+@dataclass(frozen=True)
+class Activity:
+    """What a worker is doing, published for hang detection."""
+
+    step: int
+    phase: str
+    waiting_for: tuple[int, ...] = ()
+
+
+class Membership(Protocol):
+    """A worker's handle on the control plane."""
+
+    rank: int
+    incarnation: int
+    slots: int
+
+    def start(self, on_freeze: Callable[[int], None]) -> None:
+        """Begin listening. ``on_freeze(g)`` runs on the control thread and must return at once."""
+
+    def frozen(self) -> int:
+        """Newest generation seen frozen; equals the newest decided one in quiet times."""
+
+    def decide(self, address: Address, report: str, timeout: float) -> Decision:
+        """Promise, hand in ``report`` for the newest frozen generation, wait for DECIDE.
+
+        Raises ``GenerationChanged`` when yet a newer one is frozen meanwhile: call
+        again with what is held *then*. The first call of a life joins generation 1
+        (or, for a respawned worker, waits to be admitted).
+        """
+
+    def suspect(self, rank: int, why: str) -> None:
+        """Evidence against ``rank``: a broken link, a failed check. Not yet a loss."""
+
+    def publish(self, activity: Activity) -> None:
+        """Say what this worker does and for whom it waits. Cheap: a shared-memory write."""
+
+    def pending(self) -> tuple[str, ...]:
+        """Requests to honour at the next boundary: 'join', 'drain', 'checkpoint'."""
+
+    def request(self, what: str) -> None:
+        """Ask for a change at a boundary ('join', 'drain', 'leave'): FREEZE follows."""
+
+    def finish(self, code: int) -> None:
+        """This worker is about to exit with ``code`` on purpose: its end is not a loss."""

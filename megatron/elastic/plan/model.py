@@ -1,0 +1,166 @@
+"""What a plan is: plain, immutable, hashable data.
+
+Nothing here computes. Planner inputs are integers (nanoseconds, bytes), so that
+every process gets the same plan from the same record and can compare hashes.
+
+Rows: the global batch of a step is rows ``0 … GBS-1`` in the order Megatron's
+nominal grid consumes them: nominal micro-batch ``q = row // MBS`` belongs to
+data-parallel rank ``q % DP`` as its ``q // DP``-th. Row → sample is the data
+source's business; the plan speaks of rows only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+__all__ = ["Action", "Cell", "Edge", "Grid", "Op", "Piece", "Plan", "Profile", "Replica", "Segment", "Topology", "UnitCost"]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The nominal sample grid, fixed at launch."""
+
+    global_batch_size: int
+    micro_batch_size: int
+    data_parallel_size: int
+
+    def nominal_microbatch(self, row: int) -> int:
+        """Which nominal micro-batch a row of the global batch belongs to."""
+        return row // self.micro_batch_size
+
+
+@dataclass(frozen=True)
+class UnitCost:
+    """Cost of one unit for one sample row, on a cell of speed 1."""
+
+    forward_ns: int
+    backward_ns: int
+    """Whole backward; input- and weight-gradient parts below."""
+    weight_grad_ns: int
+    param_bytes: int
+    state_bytes: int
+    activation_bytes: int
+    """Held from forward to backward, per row."""
+    boundary_bytes: int
+    """Sent to the next unit's cell, per row."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A tensor-parallel group at one place. ``ranks`` in TP order; ``speed_ppm`` relative to nominal."""
+
+    id: int
+    ranks: tuple[int, ...]
+    node: int = 0
+    speed_ppm: int = 1_000_000
+    memory_bytes: int = 1 << 62
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Units ``[first, end)`` computed by ``cell`` as part of one replica."""
+
+    cell: int
+    first: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Replica:
+    """Segments that together hold units ``0 … U-1`` once, in order: a pipeline."""
+
+    segments: tuple[Segment, ...]
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Measured costs, shared through the decision record."""
+
+    units: tuple[UnitCost, ...]
+    link_bytes_per_s: int = 10_000_000_000
+    latency_ns: int = 20_000
+
+
+@dataclass(frozen=True)
+class Topology:
+    """What is there: living cells, and which units each holds now.
+
+    ``replicas`` are the pipelines as they stood before the change, with dead
+    cells' segments still listed: a segment whose cell is not in ``cells`` is lost.
+    """
+
+    grid: Grid
+    units: int
+    cells: tuple[Cell, ...]
+    replicas: tuple[Replica, ...]
+    tied: tuple[tuple[int, int], ...] = ()
+    """Pairs of units that share a weight (tied embeddings)."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows that one cell runs through units ``[first, end)`` as one forward/backward."""
+
+    id: int
+    cell: int
+    first: int
+    end: int
+    rows: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Edge:
+    """Rows of ``source`` (ending where ``target`` begins) that ``target`` needs.
+
+    ``source_at``/``target_at`` are the positions of ``rows`` inside each piece.
+    """
+
+    source: int
+    target: int
+    rows: tuple[int, ...]
+    source_at: tuple[int, ...]
+    target_at: tuple[int, ...]
+
+
+class Op(Enum):
+    """What a rank does next in the schedule table."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    BACKWARD_INPUT = "BI"
+    BACKWARD_WEIGHT = "BW"
+    SEND_FORWARD = "SF"
+    RECV_FORWARD = "RF"
+    SEND_BACKWARD = "SB"
+    RECV_BACKWARD = "RB"
+
+
+@dataclass(frozen=True)
+class Action:
+    """One line of a cell's schedule. ``edge`` indexes ``Plan.edges`` for sends and receives, else -1."""
+
+    op: Op
+    piece: int
+    edge: int = -1
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a generation runs. ``tables[cell id]`` is executed in order by every rank of the cell."""
+
+    grid: Grid
+    cells: tuple[Cell, ...]
+    replicas: tuple[Replica, ...]
+    pieces: tuple[Piece, ...]
+    edges: tuple[Edge, ...]
+    tables: tuple[tuple[int, tuple[Action, ...]], ...]
+    """(cell id, actions), ascending by cell; idle (spare) cells are absent."""
+    frequencies_khz: tuple[tuple[int, int], ...] = ()
+    parked: tuple[int, ...] = ()
+    """Ranks that are members for state only."""
+    labels: tuple[str, ...] = field(default=())
+
+    def table(self, cell: int) -> tuple[Action, ...]:
+        """Actions of ``cell`` (empty when it has none)."""
+        return dict(self.tables).get(cell, ())
