@@ -1,0 +1,7 @@
+"""Where state lives: blocks, copies, step records, transfers, certificates.
+
+The layout half (``layout``, ``ownership``, ``record``, ``protocol``) is pure:
+no torch, no torch.distributed, no Megatron. The pool half (``adam``, ``pool``,
+``transfer``, ``certificate``, ``checkpoint_view``) handles tensors in host
+memory.
+"""

@@ -1,0 +1,72 @@
+"""The layout of a unit is a pure function, and its blocks tile it."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.elastic.state.layout import ALIGN, ParamSpec, UnitLayout
+
+SPECS = st.lists(
+    st.tuples(st.integers(1, 700), st.booleans(), st.sampled_from([0.0, 1.0]), st.sampled_from([1.0, 2.0])),
+    min_size=1,
+    max_size=12,
+)
+
+
+def build(raw: list[tuple[int, bool, float, float]], shard: int, block_bytes: int) -> UnitLayout:
+    specs = [ParamSpec(f"p{i}", n, (n,), s, w, lr) for i, (n, s, w, lr) in enumerate(raw)]
+    return UnitLayout.build(3, shard, specs, block_bytes)
+
+
+@given(SPECS, st.integers(0, 2), st.integers(16, 200).map(lambda q: q * 64))
+def test_blocks_and_runs_tile_the_unit_and_every_parameter_lies_once(raw, shard, block_bytes):
+    layout = build(raw, shard, block_bytes)
+    edges = [0, *[b.stop for b in layout.blocks]]
+    assert [b.start for b in layout.blocks] == edges[:-1] and edges[-1] == layout.numel
+    assert all(0 < b.numel * 4 <= block_bytes and b.start % ALIGN == 0 for b in layout.blocks)
+    for block in layout.blocks:
+        runs = layout.runs(block)
+        assert [block.start, *[r.stop for r in runs]] == [*[r.start for r in runs], block.stop]
+        assert len({r.counts_in_norm for r in runs}) == 1
+        assert all(s.spec.sharded == (block.start < layout.sharded_stop) for s in layout.params_in(block))
+    taken = sorted((s.start, s.stop) for s in layout.slots)
+    assert all(stop <= start for (_, stop), (start, _) in pairwise(taken))
+    assert all(s.start % ALIGN == 0 and s.stop - s.start == s.spec.numel for s in layout.slots)
+
+
+@given(SPECS, st.integers(16, 200).map(lambda q: q * 64))
+def test_runs_carry_each_element_its_own_parameters_multipliers(raw, block_bytes):
+    layout = build(raw, 0, block_bytes)
+    for block in layout.blocks:
+        for run in layout.runs(block):
+            for slot in layout.slots:
+                if slot.start < run.stop and run.start < slot.stop:
+                    assert (slot.spec.weight_decay_multiplier, slot.spec.lr_multiplier) == (run.wd_mult, run.lr_mult)
+
+
+@given(SPECS)
+def test_sizes_of_blocks_differ_by_at_most_one_quantum_within_each_part(raw):
+    layout = build(raw, 0, 1024)
+    for sharded in (True, False):
+        sizes = [b.numel for b in layout.blocks if (b.start < layout.sharded_stop) == sharded]
+        assert not sizes or max(sizes) - min(sizes) <= ALIGN
+
+
+def test_replicated_parameters_count_once_in_the_norm_over_tensor_parallel_ranks():
+    raw = [(100, True, 1.0, 1.0), (50, False, 0.0, 1.0)]
+    layouts = [build(raw, shard, 1024) for shard in (0, 1)]
+    counted = [[b.index for b in layout.blocks if layout.counts_in_norm(b)] for layout in layouts]
+    assert counted == [[0, 1], [0]]
+
+
+def test_bad_input_is_refused_by_name():
+    with pytest.raises(ValueError, match="p0"):
+        ParamSpec("p0", 7, (2, 3), True)
+    with pytest.raises(ValueError, match="duplicate"):
+        UnitLayout.build(0, 0, [ParamSpec("a", 1, (1,), True)] * 2, 1024)
+    with pytest.raises(ValueError, match="block-bytes"):
+        UnitLayout.build(0, 0, [ParamSpec("a", 1, (1,), True)], 32)
