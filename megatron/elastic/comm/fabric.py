@@ -10,6 +10,9 @@ Invariants
 - ``rank`` numbers are global slots, never renumbered. A group is an ordered
   member list fixed when it was made; its *living* members (those of the present
   generation, in that order) take part in collectives.
+- Before the first edit (generation 0) a fabric is a world of one: ranks and sizes
+  of groups are the nominal ones, and collectives complete with this process
+  alone. A joiner builds its model in that state and is then edited in.
 - All waits end: in completion, ``PeerLost``, ``CommTimeout``, or, after
   :meth:`Fabric.interrupt`, ``GenerationChanged``.
 - Group names are (role, members): never a process-local counter.

@@ -1,0 +1,121 @@
+"""Flat parameter and gradient storage of the units this process holds.
+
+Each unit has one flat parameter tensor (model type) and one flat fp32 gradient
+tensor in the element order of its :class:`UnitLayout`; neighbouring units lie
+side by side in one arena, so that units with the same holders are reduced and
+gathered by one call. Parameters become views of the arena: writing a block of
+the flat tensor writes the model.
+
+Invariant: ``arena.gradients`` is the only place gradients accumulate, in fp32,
+unscaled by anything but the loss scale; ``param.grad`` is ``None`` between
+backward passes of non-fp32 parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megatron.elastic.engine.port import ModelPort, UnitParameter
+from megatron.elastic.state.layout import UnitLayout
+
+__all__ = ["Arena", "UnitSlice"]
+
+
+@dataclass(frozen=True)
+class UnitSlice:
+    """Where a unit lies in the arena: elements ``[start, start + layout.numel)``."""
+
+    unit: int
+    start: int
+    layout: UnitLayout
+
+    @property
+    def stop(self) -> int:
+        """One past the unit's last element in the arena."""
+        return self.start + self.layout.numel
+
+
+class Arena:
+    """Storage for all held units; see the module docstring.
+
+    Raises ``ValueError`` when the parameters are of more than one type.
+    """
+
+    def __init__(self, port: ModelPort, layouts: Mapping[int, UnitLayout]) -> None:
+        self._port = port
+        self.slices: dict[int, UnitSlice] = {}
+        start = 0
+        for unit in port.held_units():
+            self.slices[unit] = UnitSlice(unit, start, layouts[unit])
+            start += layouts[unit].numel
+        members = {unit: tuple(port.unit_parameters(unit)) for unit in port.held_units()}
+        self.dtype, self.device = _common_type(members)
+        self.parameters = torch.zeros(start, dtype=self.dtype, device=self.device)
+        self.gradients = torch.zeros(start, dtype=torch.float32, device=self.device)
+        self._views: dict[int, list[torch.Tensor]] = {}
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        for unit, parameters in members.items():
+            self._views[unit] = [self._adopt(unit, index, item) for index, item in enumerate(parameters)]
+
+    def _adopt(self, unit: int, index: int, item: UnitParameter) -> torch.Tensor:
+        """Move one parameter's storage into the arena; returns its fp32 gradient view."""
+        where = self.slices[unit]
+        start = where.start + where.layout.offset(index)
+        stop = start + item.spec.numel
+        value = self.parameters[start:stop].view(item.spec.shape)
+        gradient = self.gradients[start:stop].view(item.spec.shape)
+        with torch.no_grad():
+            value.copy_(item.parameter)
+            item.parameter.data = value
+        if self.dtype == torch.float32:
+            item.parameter.grad = gradient
+        else:
+            self._hooks.append(item.parameter.register_post_accumulate_grad_hook(_accumulate_into(gradient)))
+        return gradient
+
+    def zero_gradients(self) -> None:
+        """Before a step; re-attaches fp32 views that someone's ``zero_grad`` dropped."""
+        self.gradients.zero_()
+        if self.dtype == torch.float32:
+            for unit, views in self._views.items():
+                for item, view in zip(self._port.unit_parameters(unit), views, strict=True):
+                    item.parameter.grad = view
+
+    def gradient_views(self) -> Mapping[int, Sequence[torch.Tensor]]:
+        """fp32 gradient of each parameter, shaped like it, per unit."""
+        return self._views
+
+    def unit_parameters(self, unit: int) -> torch.Tensor:
+        """Flat parameters of a unit: 1-D, model type, a view."""
+        where = self.slices[unit]
+        return self.parameters[where.start : where.stop]
+
+    def unit_gradients(self, unit: int) -> torch.Tensor:
+        """Flat fp32 gradients of a unit: 1-D, a view."""
+        where = self.slices[unit]
+        return self.gradients[where.start : where.stop]
+
+    def release(self) -> None:
+        """Detach from the model (hooks removed; parameters keep their storage)."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+
+def _common_type(members: Mapping[int, Sequence[UnitParameter]]) -> tuple[torch.dtype, torch.device]:
+    kinds = {(item.parameter.dtype, item.parameter.device) for items in members.values() for item in items}
+    if len(kinds) > 1:
+        raise ValueError(f"parameters of one rank must share a type and a device, found {sorted(map(str, kinds))}")
+    return kinds.pop() if kinds else (torch.float32, torch.device("cpu"))
+
+
+def _accumulate_into(gradient: torch.Tensor):  # type: ignore[no-untyped-def]
+    def hook(parameter: torch.nn.Parameter) -> None:
+        if parameter.grad is not None:
+            gradient.add_(parameter.grad)
+            parameter.grad = None
+
+    return hook

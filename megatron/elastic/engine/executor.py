@@ -1,0 +1,252 @@
+"""Runs one cell's line of a schedule table.
+
+The table is data (``plan/schedule.py``): the executor knows no pipeline
+schedule. It performs actions strictly in order; receives are posted when their
+action comes up and waited for by the action that consumes them; sends are
+asynchronous. Whatever order the table prescribes, a piece's backward runs in
+the process that ran its forward.
+
+Loss weights are those of the nominal sample grid (DESIGN §7): with per-token
+loss the plain sum, divided by the step's token count after the vote; otherwise
+each nominal micro-batch's own mean over the number of nominal micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from megatron.elastic.engine.port import ROW_DIM, ForwardStep, LossOutput, ModelPort
+from megatron.elastic.engine.transport import BoundaryTransport, Receipt
+from megatron.elastic.plan.model import Action, Cell, Edge, Op, Piece, Plan
+
+__all__ = ["Executor", "PassResult", "Work"]
+
+_BACKWARD_OPS = frozenset({Op.BACKWARD, Op.SEND_BACKWARD, Op.RECV_BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT})
+
+
+@dataclass(frozen=True)
+class Work:
+    """One pass over the batch: what to run it on and how to weigh its losses."""
+
+    step: int
+    forward_step: ForwardStep
+    batches: Callable[[Piece], Iterator[Any]]
+    scope: Callable[[Piece], AbstractContextManager[None]]
+    """Entered around forward and backward of a piece: dropout keys."""
+    reach: Callable[[str], None]
+    """Told of named points (fault injection)."""
+    loss_scale: float = 1.0
+    per_token: bool = False
+    nominal_microbatches: int = 1
+    training: bool = True
+
+
+@dataclass
+class PassResult:
+    """What this cell's last segments saw: sums of what the loss function reported."""
+
+    tokens: float = 0.0
+    report: dict[str, tuple[float, float]] = field(default_factory=dict)
+    samples: list[int] = field(default_factory=list)
+    """Rows of the global batch whose loss was computed here."""
+
+
+@dataclass
+class _Running:
+    """A piece between its forward and its backward."""
+
+    source: torch.Tensor | None
+    output: torch.Tensor
+
+
+class Executor:
+    """Executes ``plan``'s table for ``cell`` at tensor-parallel ``position``."""
+
+    def __init__(self, port: ModelPort, transport: BoundaryTransport, plan: Plan, cell: Cell, position: int) -> None:
+        self._port = port
+        self._transport = transport
+        self._plan = plan
+        self._cell = cell
+        self._position = position
+        self._pieces = {piece.id: piece for piece in plan.pieces}
+        self._cells = {c.id: c for c in plan.cells}
+        self._places = _places(plan, cell.id)
+        self._into: dict[int, list[int]] = {}
+        for index, edge in enumerate(plan.edges):
+            self._into.setdefault(edge.target, []).append(index)
+        self._reset()
+
+    def _reset(self) -> None:
+        self._running: dict[int, _Running] = {}
+        self._receipts: dict[tuple[int, bool], Receipt] = {}
+        self._local: dict[tuple[int, bool], torch.Tensor] = {}
+
+    def data_pieces(self) -> tuple[Piece, ...]:
+        """Pieces of this cell that read the data set, in order of their forwards."""
+        order = [a.piece for a in self._plan.table(self._cell.id) if a.op is Op.FORWARD]
+        ends = {0, self._port.compute_units}
+        return tuple(p for p in (self._pieces[i] for i in order) if {p.first, p.end} & ends)
+
+    def run(self, work: Work) -> PassResult:
+        """Execute every action; gradients accumulate in the arena. Raises the communicator's typed errors."""
+        result = PassResult()
+        self._reset()
+        try:
+            for action in self._plan.table(self._cell.id):
+                if work.training or action.op not in _BACKWARD_OPS:
+                    self._perform(action, work, result)
+            self._transport.flush()
+        finally:
+            self._reset()
+            self._transport.abandon()
+        return result
+
+    def _perform(self, action: Action, work: Work, result: PassResult) -> None:
+        piece = self._pieces[action.piece]
+        match action.op:
+            case Op.RECV_FORWARD | Op.RECV_BACKWARD:
+                self._post(action.edge, work.step, backward=action.op is Op.RECV_BACKWARD)
+            case Op.FORWARD:
+                work.reach("mid_forward")
+                self._forward(piece, work, result)
+            case Op.BACKWARD:
+                work.reach("mid_backward")
+                self._backward(piece, work)
+            case Op.SEND_FORWARD:
+                edge = self._plan.edges[action.edge]
+                running = self._running[piece.id]
+                self._emit(running.output, edge.source_at, action.edge, edge.target, work.step, backward=False)
+                if not work.training and self._last_send(action, piece):
+                    del self._running[piece.id]
+            case Op.SEND_BACKWARD:
+                edge = self._plan.edges[action.edge]
+                gradient = self._local[(-1 - piece.id, True)]
+                self._emit(gradient, edge.target_at, action.edge, edge.source, work.step, backward=True)
+            case _:
+                raise NotImplementedError(f"schedule action {action.op.value} needs a split backward")
+
+    def _forward(self, piece: Piece, work: Work, result: PassResult) -> None:
+        source = self._assemble(piece, backward=False) if piece.first > 0 else None
+        if source is not None and work.training:
+            source.requires_grad_(True)
+        grad_mode = nullcontext() if work.training else torch.no_grad()
+        with work.scope(piece), grad_mode:
+            output = self._port.forward(
+                work.forward_step, piece, self._places[(piece.first, piece.end)], source, work.batches(piece)
+            )
+        if isinstance(output, LossOutput):
+            _record(output, piece, result)
+            output = _weighted(output, piece, self._plan, work)
+            if not work.training:
+                return
+        self._running[piece.id] = _Running(source, output)
+
+    def _backward(self, piece: Piece, work: Work) -> None:
+        running = self._running.pop(piece.id)
+        gradient = self._assemble(piece, backward=True) if piece.end < self._port.compute_units else None
+        with work.scope(piece):
+            torch.autograd.backward(running.output, grad_tensors=gradient)
+        if running.source is not None:
+            assert running.source.grad is not None
+            self._local[(-1 - piece.id, True)] = running.source.grad
+
+    def _assemble(self, piece: Piece, *, backward: bool) -> torch.Tensor:
+        """Rows from every edge of ``piece`` as one ``[s, rows, h]`` tensor."""
+        if backward:
+            edges = [i for i, e in enumerate(self._plan.edges) if e.source == piece.id]
+        else:
+            edges = self._into.get(piece.id, [])
+        if len(edges) == 1 and _positions(self._plan.edges[edges[0]], backward) == tuple(range(len(piece.rows))):
+            return self._take(edges[0], backward)
+        shape, dtype = self._port.boundary(len(piece.rows))
+        whole: torch.Tensor | None = None
+        for index in edges:
+            part = self._take(index, backward)
+            if whole is None:
+                whole = torch.empty(shape, dtype=dtype, device=part.device)
+            at = torch.tensor(_positions(self._plan.edges[index], backward), device=part.device)
+            whole.index_copy_(ROW_DIM, at, part)
+        assert whole is not None, f"piece {piece.id} has no edge to read from"
+        return whole
+
+    def _take(self, edge: int, backward: bool) -> torch.Tensor:
+        if (edge, backward) in self._local:
+            return self._local.pop((edge, backward))
+        return self._receipts.pop((edge, backward)).wait()
+
+    def _post(self, index: int, step: int, *, backward: bool) -> None:
+        edge = self._plan.edges[index]
+        peer = self._pieces[edge.target if backward else edge.source].cell
+        if peer == self._cell.id:
+            return
+        shape, dtype = self._port.boundary(len(edge.rows))
+        self._receipts[(index, backward)] = self._transport.receive(
+            shape, dtype, torch.device("cpu"), self._cells[peer].ranks[self._position], step, index, backward
+        )
+
+    def _emit(
+        self, tensor: torch.Tensor, at: Sequence[int], index: int, other: int, step: int, *, backward: bool
+    ) -> None:
+        whole = tuple(at) == tuple(range(tensor.shape[ROW_DIM]))
+        rows = tensor if whole else tensor.index_select(ROW_DIM, torch.tensor(tuple(at), device=tensor.device))
+        peer = self._pieces[other].cell
+        if peer == self._cell.id:
+            self._local[(index, backward)] = rows.detach()
+        else:
+            self._transport.send(rows, self._cells[peer].ranks[self._position], step, index, backward)
+
+    def _last_send(self, action: Action, piece: Piece) -> bool:
+        """Whether no later forward send of ``piece`` remains (its output can go)."""
+        last = max(i for i, e in enumerate(self._plan.edges) if e.source == piece.id)
+        return action.edge == last
+
+
+def _positions(edge: Edge, backward: bool) -> tuple[int, ...]:
+    return edge.source_at if backward else edge.target_at
+
+
+def _places(plan: Plan, cell: int) -> dict[tuple[int, int], tuple[int, int]]:
+    """(first, end) of a segment on ``cell`` → (position in its pipeline, length of the pipeline)."""
+    places: dict[tuple[int, int], tuple[int, int]] = {}
+    for replica in plan.replicas:
+        for position, segment in enumerate(replica.segments):
+            if segment.cell == cell:
+                places[(segment.first, segment.end)] = (position, len(replica.segments))
+    return places
+
+
+def _record(output: LossOutput, piece: Piece, result: PassResult) -> None:
+    result.samples.extend(piece.rows)
+    if output.tokens is not None:
+        result.tokens += float(output.tokens)
+    for key, value in output.report.items():
+        flat = value.detach().reshape(-1).double()
+        if flat.numel() not in (1, 2):
+            raise ValueError(f"the loss function reports {key!r} with {flat.numel()} values; 1 or 2 are expected")
+        total, count = (float(flat[0]), float(flat[1])) if flat.numel() == 2 else (float(flat[0]), 1.0)
+        before = result.report.get(key, (0.0, 0.0))
+        result.report[key] = (before[0] + total, before[1] + count)
+
+
+def _weighted(output: LossOutput, piece: Piece, plan: Plan, work: Work) -> torch.Tensor:
+    """The scalar whose gradient is this piece's share of the step's, times the loss scale."""
+    if work.per_token:
+        if output.tokens is None:
+            raise ValueError(
+                "--calculate-per-token-loss needs a loss function that returns (sum, tokens, report); "
+                "this one returns a mean"
+            )
+        loss = output.loss
+    else:
+        if len(piece.rows) != plan.grid.micro_batch_size:
+            raise ValueError(
+                "a nominal micro-batch was split but its mean is needed: add --calculate-per-token-loss"
+            )
+        loss = output.loss if output.tokens is None else output.loss / torch.clamp(output.tokens, min=1)
+        loss = loss / work.nominal_microbatches
+    return loss * work.loss_scale if work.loss_scale != 1.0 else loss

@@ -1,0 +1,92 @@
+"""What the engine needs of a model, and nothing more.
+
+The model stays whoever's it is (Megatron's ``GPTModel`` behind
+``mcore/model.py``; a few linear layers in unit tests). It is cut into *units*:
+compute units ``0 … U-1`` in pipeline order, then state-only units (a weight
+that several compute units share, such as tied embeddings).
+
+Tensors between units are ``[sequence, rows, hidden]``: rows, the samples of a
+piece, are dimension 1 everywhere, as in Megatron.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from megatron.elastic.plan.model import Piece
+from megatron.elastic.state.layout import ParamSpec
+
+__all__ = ["ROW_DIM", "ForwardStep", "LossOutput", "ModelPort", "UnitParameter"]
+
+ROW_DIM = 1
+
+ForwardStep = Callable[[Iterator[Any], Any], tuple[torch.Tensor, Callable[[torch.Tensor], Any]]]
+"""Megatron's compute contract: ``forward_step_func(data_iterator, model) → (output, loss_func)``."""
+
+
+@dataclass(frozen=True)
+class LossOutput:
+    """What the last segment of a pipeline yields for one piece.
+
+    ``loss`` is a scalar: the sum over the piece's tokens when ``tokens`` is
+    given, else the piece's own mean. ``report`` holds what is logged, each a
+    tensor of one (mean) or two elements (sum, count).
+    """
+
+    loss: torch.Tensor
+    tokens: torch.Tensor | None
+    report: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class UnitParameter:
+    """One parameter of a unit: how it is laid out, and the live tensor whose storage the engine re-homes."""
+
+    spec: ParamSpec
+    parameter: torch.nn.Parameter
+
+
+class ModelPort(Protocol):
+    """The part of a model that this process holds."""
+
+    compute_units: int
+    """U: how many units a whole pipeline computes."""
+
+    def held_units(self) -> tuple[int, ...]:
+        """Units whose parameters live here (compute and state-only), ascending."""
+
+    def unit_parameters(self, unit: int) -> Sequence[UnitParameter]:
+        """Parameters of a held unit, in an order that is the same on every holder."""
+
+    def boundary(self, rows: int) -> tuple[torch.Size, torch.dtype]:
+        """Shape and type of the tensor that enters and leaves a segment of ``rows`` rows."""
+
+    def forward(
+        self,
+        step: ForwardStep,
+        piece: Piece,
+        place: tuple[int, int],
+        source: torch.Tensor | None,
+        batches: Iterator[Any],
+    ) -> torch.Tensor | LossOutput:
+        """Run ``piece`` through its units.
+
+        ``place``: (position of the segment in its pipeline, number of segments).
+        ``source``: ``[s, rows, h]`` from the units before, ``None`` for the first.
+        """
+
+    def reads_data(self) -> bool:
+        """Whether this rank reads the data set itself (others of its cell are sent it by the model code)."""
+
+    def finish_gradients(self, grads: Mapping[int, Sequence[torch.Tensor]]) -> None:
+        """Complete gradients inside the cell (layer norms under sequence parallelism), in place.
+
+        ``grads[unit]`` lists fp32 views in the order of :meth:`unit_parameters`.
+        """
+
+    def train(self, mode: bool) -> None:
+        """Switch dropout and the like on or off."""

@@ -1,0 +1,82 @@
+"""Activations and their gradients between the cells of a pipeline.
+
+One message per :class:`~megatron.elastic.plan.model.Edge` and direction: the
+rows of the edge, ``[s, rows, h]``, contiguous. A tensor-parallel rank talks to
+the rank at the same position of the neighbouring cell. Tags are a pure function
+of (step, edge, direction), so that order of posting never matters and messages
+of two consecutive steps cannot meet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from megatron.elastic.plan.model import Edge
+
+__all__ = ["BoundaryTransport", "Receipt"]
+
+_FORWARD, _BACKWARD = 0, 1
+
+
+@dataclass
+class Receipt:
+    """A posted receive: ``wait`` yields the rows of one edge."""
+
+    buffer: torch.Tensor
+    peer: int
+    work: dist.Work
+    blocking: Callable[[int], None]
+
+    def wait(self) -> torch.Tensor:
+        """The received ``[s, rows, h]``; raises the communicator's typed errors."""
+        if not self.work.is_completed():
+            self.blocking(self.peer)
+        self.work.wait()
+        return self.buffer
+
+
+@dataclass
+class BoundaryTransport:
+    """Point-to-point over ``group``; ``blocking(peer)`` is told before a wait that may last."""
+
+    group: dist.ProcessGroup
+    blocking: Callable[[int], None]
+    _sent: list[tuple[dist.Work, torch.Tensor, int]] = field(default_factory=list)
+
+    def send(self, rows: torch.Tensor, peer: int, step: int, edge: int, backward: bool) -> None:
+        """Start sending; the tensor is kept until :meth:`flush`."""
+        tensor = rows.detach().contiguous()
+        work = dist.isend(tensor, dst=peer, group=self.group, tag=_tag(step, edge, backward))
+        assert work is not None
+        self._sent.append((work, tensor, peer))
+
+    def receive(
+        self, shape: torch.Size, dtype: torch.dtype, device: torch.device, peer: int, step: int, edge: int, backward: bool
+    ) -> Receipt:
+        """Post a receive of one edge's rows."""
+        buffer = torch.empty(shape, dtype=dtype, device=device)
+        work = dist.irecv(buffer, src=peer, group=self.group, tag=_tag(step, edge, backward))
+        assert work is not None
+        return Receipt(buffer, peer, work, self.blocking)
+
+    def flush(self) -> None:
+        """Wait until every send of the step has left; storage may be reused after."""
+        for work, _, peer in self._sent:
+            if not work.is_completed():
+                self.blocking(peer)
+            work.wait()
+        self._sent.clear()
+
+    def abandon(self) -> None:
+        """Forget what is in flight: its generation is void."""
+        self._sent.clear()
+
+
+def _tag(step: int, edge: int, backward: bool) -> int:
+    """31 bits: 1 of direction, 26 of edge, 4 of step."""
+    return ((step & 0xF) << 27) | ((edge & 0x3FFFFFF) << 1) | (_BACKWARD if backward else _FORWARD)
+

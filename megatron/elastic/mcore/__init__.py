@@ -1,0 +1,1 @@
+"""The only folder that touches Megatron: patches, model surgery, arguments, checkpoint keys."""

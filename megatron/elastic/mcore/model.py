@@ -1,0 +1,193 @@
+"""Megatron's GPTModel behind the engine's :class:`ModelPort`.
+
+The model is built by Megatron for the nominal place of this rank. Units: 0 the
+embedding, 1 … L the transformer layers, L+1 final norm and head; where word
+embeddings are tied to the output layer they form one further, state-only unit
+L+2, held by every cell that holds either end.
+
+Traps this file closes (DESIGN §1–2): ``args.micro_batch_size`` is scoped to the
+piece around each ``forward_step_func``, and so is Megatron's idea of which
+pipeline stage is running; both return to their nominal values afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.utils import get_attr_wrapped_model, get_model_config
+
+from megatron.elastic.engine.port import ForwardStep, LossOutput, UnitParameter
+from megatron.elastic.mcore.param_groups import GroupKeys
+from megatron.elastic.plan.model import Piece
+from megatron.elastic.state.layout import ParamSpec
+
+__all__ = ["GptPort"]
+
+
+class GptPort:
+    """One pipeline stage of Megatron's GPT; ``chunk`` as Megatron's ``get_model`` returns it (unwrapped by DDP)."""
+
+    def __init__(self, chunk: torch.nn.Module, args: Any, groups: GroupKeys, reads_data: bool) -> None:
+        self._chunk = chunk
+        self._args = args
+        self._config = get_model_config(chunk)
+        self._groups = groups
+        self._reads_data = reads_data
+        self._inner = _unwrapped(chunk)
+        self.compute_units = args.num_layers + 2
+        self._units = self._sort_parameters()
+
+    @property
+    def chunk(self) -> torch.nn.Module:
+        """The module handed to ``forward_step_func``."""
+        return self._chunk
+
+    @property
+    def tied_unit(self) -> int | None:
+        """The state-only unit of tied embeddings, if the model ties them."""
+        return self.compute_units if getattr(self._inner, "share_embeddings_and_output_weights", False) else None
+
+    def segment(self) -> tuple[int, int]:
+        """Units ``[first, end)`` computed by the chunk."""
+        layers = [layer.layer_number for layer in self._inner.decoder.layers]
+        first = 0 if self._inner.pre_process else min(layers)
+        end = self.compute_units if self._inner.post_process else max(layers) + 1
+        return first, end
+
+    def held_units(self) -> tuple[int, ...]:
+        """See :class:`ModelPort`."""
+        return tuple(sorted(self._units))
+
+    def unit_parameters(self, unit: int) -> Sequence[UnitParameter]:
+        """See :class:`ModelPort`."""
+        return self._units[unit]
+
+    def reads_data(self) -> bool:
+        """See :class:`ModelPort`."""
+        return self._reads_data
+
+    def train(self, mode: bool) -> None:
+        """See :class:`ModelPort`."""
+        self._chunk.train(mode)
+
+    def boundary(self, rows: int) -> tuple[torch.Size, torch.dtype]:
+        """``[s, rows, h]``; the sequence is this rank's slice under sequence parallelism."""
+        length = self._args.seq_length
+        if self._config.sequence_parallel:
+            length //= self._config.tensor_model_parallel_size
+        dtype = torch.float32 if self._config.fp32_residual_connection else self._config.params_dtype
+        return torch.Size((length, rows, self._config.hidden_size)), dtype
+
+    def forward(
+        self,
+        step: ForwardStep,
+        piece: Piece,
+        place: tuple[int, int],
+        source: torch.Tensor | None,
+        batches: Iterator[Any],
+    ) -> torch.Tensor | LossOutput:
+        """See :class:`ModelPort`. Raises ``ValueError`` when the output has not the piece's rows."""
+        with self._running(piece, place):
+            get_attr_wrapped_model(self._chunk, "set_input_tensor")([source])
+            output, loss_function = step(batches, self._chunk)
+            if piece.end < self.compute_units:
+                expected, _ = self.boundary(len(piece.rows))
+                if output.shape != expected:
+                    raise ValueError(f"the model returned {tuple(output.shape)} for a boundary of {tuple(expected)}")
+                return output
+            return _loss_output(loss_function(output))
+
+    def finish_gradients(self, grads: Mapping[int, Sequence[torch.Tensor]]) -> None:
+        """Sum (or average) over the tensor-parallel group what each rank holds only a part of."""
+        group = parallel_state.get_tensor_model_parallel_group()
+        if self._config.tensor_model_parallel_size == 1:
+            return
+        summed: list[torch.Tensor] = []
+        averaged: list[torch.Tensor] = []
+        for unit, views in grads.items():
+            for item, view in zip(self._units[unit], views, strict=True):
+                if getattr(item.parameter, "average_gradients_across_tp_domain", False):
+                    averaged.append(view)
+                elif self._partial(item):
+                    summed.append(view)
+        for tensors, divisor in ((summed, 1), (averaged, self._config.tensor_model_parallel_size)):
+            if tensors:
+                flat = torch.cat([t.reshape(-1) for t in tensors])
+                dist.all_reduce(flat, group=group)
+                flat /= divisor
+                for view, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+                    view.copy_(part.view(view.shape))
+
+    def _partial(self, item: UnitParameter) -> bool:
+        normalises_qk = self._config.qk_layernorm and any(
+            name in item.spec.name for name in ("q_layernorm", "k_layernorm")
+        )
+        return bool(
+            (self._config.sequence_parallel and getattr(item.parameter, "sequence_parallel", False)) or normalises_qk
+        )
+
+    def _sort_parameters(self) -> dict[int, list[UnitParameter]]:
+        units: dict[int, list[UnitParameter]] = {}
+        for name, parameter in self._inner.named_parameters():
+            if not parameter.requires_grad:
+                continue
+            unit, local = self._home(name)
+            key = self._groups.key(name, parameter)
+            spec = ParamSpec(
+                name=local,
+                numel=parameter.numel(),
+                shape=tuple(parameter.shape),
+                sharded=bool(getattr(parameter, "tensor_model_parallel", False)),
+                weight_decay_multiplier=key.wd_mult,
+                group=key.index,
+            )
+            units.setdefault(unit, []).append(UnitParameter(spec, parameter))
+        return units
+
+    def _home(self, name: str) -> tuple[int, str]:
+        """Unit of a parameter, and its name within the unit (equal on every holder)."""
+        if self.tied_unit is not None and name in ("embedding.word_embeddings.weight", "output_layer.weight"):
+            return self.tied_unit, "word_embeddings.weight"
+        if name.startswith("decoder.layers."):
+            index, local = name.removeprefix("decoder.layers.").split(".", 1)
+            return int(self._inner.decoder.layers[int(index)].layer_number), local
+        if name.startswith("embedding."):
+            return 0, name
+        return self.compute_units - 1, name
+
+    @contextmanager
+    def _running(self, piece: Piece, place: tuple[int, int]) -> Iterator[None]:
+        """Megatron's global idea of stage and micro-batch size, for the time of one piece."""
+        nominal_rank = parallel_state.get_pipeline_model_parallel_rank()
+        nominal_size = parallel_state.get_pipeline_model_parallel_world_size()
+        nominal_rows = self._args.micro_batch_size
+        parallel_state.set_pipeline_model_parallel_rank(place[0])
+        parallel_state.set_pipeline_model_parallel_world_size(place[1])
+        self._args.micro_batch_size = len(piece.rows)
+        try:
+            yield
+        finally:
+            parallel_state.set_pipeline_model_parallel_rank(nominal_rank)
+            parallel_state.set_pipeline_model_parallel_world_size(nominal_size)
+            self._args.micro_batch_size = nominal_rows
+
+
+def _unwrapped(module: torch.nn.Module) -> Any:
+    """The GPTModel inside ``Float16Module`` and the like."""
+    while hasattr(module, "module"):
+        module = module.module
+    return module
+
+
+def _loss_output(result: Any) -> LossOutput:
+    """Megatron's two conventions: (loss, report) is a mean, (sum, tokens, report) a sum."""
+    if len(result) == 3:
+        return LossOutput(result[0], result[1], result[2])
+    if len(result) == 2:
+        return LossOutput(result[0], None, result[1])
+    raise ValueError("the loss function must return (loss, report) or (loss sum, tokens, report)")

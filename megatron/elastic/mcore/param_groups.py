@@ -1,0 +1,81 @@
+"""Megatron's optimizer parameter groups, without the collective that forms them.
+
+Megatron gathers the group keys of every rank in the world to agree on an order;
+a process that joins later cannot. Here a group is named by its overrides, the
+order is that of the sorted names, and the names are those the configuration can
+produce, so that every rank has the same list from its arguments alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.optimizer import get_standard_config_overrides
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
+
+__all__ = ["GroupKey", "GroupKeys"]
+
+Overrides = tuple[tuple[str, Any], ...]
+
+
+@dataclass(frozen=True)
+class GroupKey:
+    """One parameter group: position in the list, and what it overrides."""
+
+    index: int
+    overrides: Overrides
+
+    @property
+    def wd_mult(self) -> float:
+        """Multiplier on the scheduled weight decay."""
+        return float(dict(self.overrides).get("wd_mult", 1.0))
+
+
+class GroupKeys:
+    """All groups ``overrides`` (Megatron's ``config_overrides``) can give rise to."""
+
+    def __init__(self, config: OptimizerConfig, overrides: Mapping[Any, Mapping[str, Any]] | None) -> None:
+        self._config = config
+        self._overrides = dict(get_standard_config_overrides(config) if overrides is None else overrides)
+        combinations: set[Overrides] = {()}
+        for override in self._overrides.values():
+            combinations |= {_merged(dict(base), override) for base in combinations}
+        self.keys = tuple(GroupKey(i, o) for i, o in enumerate(sorted(combinations, key=repr)))
+        self._by_overrides = {key.overrides: key for key in self.keys}
+
+    def key(self, name: str, parameter: torch.nn.Parameter) -> GroupKey:
+        """The group of one parameter, by Megatron's own matching rules."""
+        merged: Overrides = ()
+        for pattern, override in self._overrides.items():
+            if pattern.matches(parameter, name):
+                merged = _merged(dict(merged), override)
+        return self._by_overrides[merged]
+
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Groups as Megatron's scheduler and checkpoints know them, without tensors."""
+        groups = []
+        for key in self.keys:
+            overrides = dict(key.overrides)
+            groups.append(
+                {
+                    "params": [],
+                    "is_expert_parallel": False,
+                    "default_config": not any("lr" in name for name in overrides),
+                    "wd_mult": 1.0,
+                    "lr_mult": 1.0,
+                    "is_decoupled_lr": False,
+                    "max_lr": self._config.lr,
+                    "min_lr": self._config.min_lr,
+                    "lr": self._config.lr,
+                    "weight_decay": self._config.weight_decay,
+                    **overrides,
+                }
+            )
+        return groups
+
+
+def _merged(base: dict[str, Any], override: Mapping[str, Any]) -> Overrides:
+    return tuple(sorted({**base, **override}.items()))
