@@ -289,7 +289,7 @@ class SampleDropout(nn.Module):
 
 @dataclass(frozen=True)
 class BiasDropoutAdd:
-    """In the place of Megatron's ``get_bias_dropout_add`` in a layer: ``bda(training, fused)(x_with_bias, residual, p)``.
+    """In the place of a layer's ``get_bias_dropout_add``: ``bda(training, fused)(x_with_bias, residual, p)``.
 
     Not a module, so that it adds nothing to the layer's state. Tensors are [s, b, h].
     """

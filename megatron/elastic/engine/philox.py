@@ -26,7 +26,7 @@ Word = Tensor | int
 
 
 def _halves(value: Word, multiplier: int) -> tuple[Word, Word]:
-    """High and low 32 bits of ``value * multiplier``; a tensor's int64 product wraps modulo 2^64, which loses nothing."""
+    """High and low 32 bits of a product; int64 wraps modulo 2^64, which loses none of them."""
     product = value * multiplier
     return (product >> 32) & _WORD, product & _WORD
 
