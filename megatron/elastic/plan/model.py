@@ -14,7 +14,20 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-__all__ = ["Action", "Cell", "Edge", "Grid", "Op", "Piece", "Plan", "Profile", "Replica", "Segment", "Topology", "UnitCost"]
+__all__ = [
+    "Action",
+    "Cell",
+    "Edge",
+    "Grid",
+    "Op",
+    "Piece",
+    "Plan",
+    "Profile",
+    "Replica",
+    "Segment",
+    "Topology",
+    "UnitCost",
+]
 
 
 @dataclass(frozen=True)
@@ -96,6 +109,8 @@ class Topology:
     replicas: tuple[Replica, ...]
     tied: tuple[tuple[int, int], ...] = ()
     """Pairs of units that share a weight (tied embeddings)."""
+    parked: tuple[int, ...] = ()
+    """Living ranks of broken tensor-parallel groups: members for state only."""
 
 
 @dataclass(frozen=True)

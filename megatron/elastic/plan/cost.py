@@ -1,0 +1,74 @@
+"""What pieces and edges cost on given cells: integers only.
+
+Idea: every consumer (list scheduler, simulator, planner) reads the same table
+of nanoseconds, so that they cannot disagree. Ceiling division throughout: a
+piece never costs less than its exact time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from megatron.elastic.plan.model import Cell, Edge, Piece, Profile
+
+__all__ = ["Costs", "PieceCost", "plan_costs", "unit_sums"]
+
+PPM = 1_000_000
+
+
+@dataclass(frozen=True)
+class PieceCost:
+    """Times of one piece on its cell, in ns. ``backward`` is the whole; ``weight`` the part that may be deferred."""
+
+    forward: int
+    backward: int
+    weight: int
+    activation_bytes: int
+
+
+@dataclass(frozen=True)
+class Costs:
+    """``pieces[piece id]`` and ``edges[edge index]`` (ns a transfer, the same both ways; 0 within a cell)."""
+
+    pieces: tuple[PieceCost, ...]
+    edges: tuple[int, ...]
+
+
+def unit_sums(values: Iterable[int]) -> list[int]:
+    """Prefix sums: ``sums[end] - sums[first]`` is the total of units ``[first, end)``."""
+    sums = [0]
+    for value in values:
+        sums.append(sums[-1] + value)
+    return sums
+
+
+def plan_costs(pieces: Sequence[Piece], edges: Sequence[Edge], cells: Sequence[Cell], profile: Profile) -> Costs:
+    """Times of all pieces and transfers under ``profile`` and the cells' speeds."""
+    speed = {cell.id: cell.speed_ppm for cell in cells}
+    forward = unit_sums(unit.forward_ns for unit in profile.units)
+    backward = unit_sums(unit.backward_ns for unit in profile.units)
+    weight = unit_sums(unit.weight_grad_ns for unit in profile.units)
+    held = unit_sums(unit.activation_bytes for unit in profile.units)
+
+    def scaled(sums: list[int], piece: Piece) -> int:
+        return -(-(sums[piece.end] - sums[piece.first]) * len(piece.rows) * PPM // speed[piece.cell])
+
+    piece_costs = tuple(
+        PieceCost(
+            scaled(forward, piece),
+            scaled(backward, piece),
+            scaled(weight, piece),
+            (held[piece.end] - held[piece.first]) * len(piece.rows),
+        )
+        for piece in pieces
+    )
+    return Costs(piece_costs, tuple(_transfer(edge, pieces, profile) for edge in edges))
+
+
+def _transfer(edge: Edge, pieces: Sequence[Piece], profile: Profile) -> int:
+    source, target = pieces[edge.source], pieces[edge.target]
+    if source.cell == target.cell:
+        return 0
+    size = profile.units[source.end - 1].boundary_bytes * len(edge.rows)
+    return profile.latency_ns + -(-size * 1_000_000_000 // profile.link_bytes_per_s)

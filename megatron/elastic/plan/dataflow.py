@@ -1,0 +1,337 @@
+"""The dataflow axis: which rows of the global batch run on which cell.
+
+Idea: a step is a set of pieces (cell, unit range, rows) such that every row
+passes every unit exactly once. Reroute and resize are two generators of that
+one representation. *Reroute* (ReCycle, arXiv 2405.14009) hands whole nominal
+micro-batches of a lost cell to living cells that hold the same units. *Resize*
+(ElasWave, arXiv 2510.00606) cuts the rows of each wave anew, so that every
+living cell of the stage gets almost the same number of rows per wave.
+
+Invariants: pieces with the same unit range partition the rows they carry; a
+piece's backward runs where its forward ran (there is one piece for both);
+nothing depends on anything but the arguments.
+
+Mixing: with ``mix_microbatches=False`` a piece never holds rows of two nominal
+micro-batches. The loss of a nominal micro-batch is then a sum over whole
+pieces, dropout and loss functions see one micro-batch at a time, and a cell
+that took rows over runs more, smaller kernels. With ``True`` a cell runs its
+own and the taken-over rows of a wave as one larger piece: fewer kernels and
+transfers, but whatever evaluates the loss must weigh rows by
+:func:`row_groups`, and statistics taken over a micro-batch (auxiliary losses of
+experts) would see another population.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from megatron.elastic.plan.model import Edge, Grid, Piece, Topology
+
+__all__ = [
+    "PlanError",
+    "RowGroup",
+    "Share",
+    "apportion",
+    "deal",
+    "home_rows",
+    "microbatch_rows",
+    "microbatches",
+    "number_pieces",
+    "piece_edges",
+    "reroute",
+    "resize",
+    "row_groups",
+]
+
+
+class PlanError(ValueError):
+    """No plan of the wanted kind exists; the text says which units or rows are at fault."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """Rows of one piece before pieces get their numbers; ``order`` is when the nominal schedule would run it."""
+
+    cell: int
+    first: int
+    end: int
+    rows: tuple[int, ...]
+    order: int
+
+
+@dataclass(frozen=True)
+class RowGroup:
+    """Positions inside a piece whose rows belong to one nominal micro-batch."""
+
+    microbatch: int
+    positions: tuple[int, ...]
+
+
+def microbatches(grid: Grid) -> int:
+    """Number of nominal micro-batches in the global batch.
+
+    Raises :class:`PlanError` when the global batch is not a multiple of MBS x DP.
+    """
+    wave = grid.micro_batch_size * grid.data_parallel_size
+    if grid.global_batch_size % wave or grid.global_batch_size <= 0:
+        raise PlanError(f"global batch {grid.global_batch_size} is not a multiple of micro-batch x DP = {wave}")
+    return grid.global_batch_size // grid.micro_batch_size
+
+
+def microbatch_rows(grid: Grid, microbatch: int) -> tuple[int, ...]:
+    """Rows of nominal micro-batch ``microbatch``, ascending."""
+    first = microbatch * grid.micro_batch_size
+    return tuple(range(first, first + grid.micro_batch_size))
+
+
+def row_groups(grid: Grid, piece: Piece) -> tuple[RowGroup, ...]:
+    """Rows of ``piece`` by nominal micro-batch, ascending; one group unless micro-batches were mixed."""
+    groups: dict[int, list[int]] = {}
+    for position, row in enumerate(piece.rows):
+        groups.setdefault(grid.nominal_microbatch(row), []).append(position)
+    return tuple(RowGroup(microbatch, tuple(groups[microbatch])) for microbatch in sorted(groups))
+
+
+def apportion(total: int, weights: Sequence[int], rotation: int = 0) -> tuple[int, ...]:
+    """Split ``total`` by ``weights`` (largest remainder; ties go round from ``rotation``).
+
+    The result sums to ``total``; each part is the exact share rounded down or up.
+    """
+    whole = sum(weights)
+    if whole <= 0:
+        raise PlanError("apportionment needs a positive weight")
+    parts = [total * weight // whole for weight in weights]
+    remainders = [total * weight % whole for weight in weights]
+    count = len(weights)
+    order = sorted(range(count), key=lambda i: (-remainders[i], (i - rotation) % count))
+    for index in order[: total - sum(parts)]:
+        parts[index] += 1
+    return tuple(parts)
+
+
+def deal(count: int, quotas: Sequence[int], rotation: int = 0) -> tuple[int, ...]:
+    """Who gets item ``0 … count-1``: smooth, so that each prefix is split almost like ``quotas``.
+
+    ``sum(quotas) == count``. Item ``i`` goes to the holder farthest behind its
+    proportional share of the first ``i + 1`` items (ties go round from ``rotation``).
+    """
+    if sum(quotas) != count:
+        raise PlanError(f"quotas {tuple(quotas)} do not sum to {count}")
+    holders = len(quotas)
+    given = [0] * holders
+    result = []
+    for item in range(count):
+        behind = [
+            (-(quotas[h] * (item + 1) - given[h] * count), (h - rotation) % holders, h)
+            for h in range(holders)
+            if given[h] < quotas[h]
+        ]
+        chosen = min(behind)[2]
+        given[chosen] += 1
+        result.append(chosen)
+    return tuple(result)
+
+
+def home_rows(topology: Topology, weights: Sequence[int] | None = None) -> tuple[tuple[int, ...], ...]:
+    """Nominal micro-batches of each replica, in the order the replica runs them.
+
+    As many replicas as nominal data-parallel ranks and no ``weights``: Megatron's
+    grid, micro-batch ``q`` on replica ``q % DP``. Otherwise micro-batches are
+    apportioned by ``weights`` over the whole step and dealt out smoothly.
+    """
+    total = microbatches(topology.grid)
+    count = len(topology.replicas)
+    if weights is None and count == topology.grid.data_parallel_size:
+        return tuple(tuple(range(replica, total, count)) for replica in range(count))
+    quotas = apportion(total, weights if weights is not None else [1] * count)
+    homes: list[list[int]] = [[] for _ in range(count)]
+    for microbatch, replica in enumerate(deal(total, quotas)):
+        homes[replica].append(microbatch)
+    return tuple(map(tuple, homes))
+
+
+@dataclass
+class _Holder:
+    """A living cell's claim on a unit range, while rows are dealt."""
+
+    cell: int
+    speed: int
+    load: int = 0
+
+
+def _holders(topology: Topology, first: int, end: int) -> list[tuple[int, int, list[int]]]:
+    """``[first, end)`` cut so that each part has the same living holders: (first, end, cells)."""
+    alive = {cell.id for cell in topology.cells}
+    spans = [(s.first, s.end, s.cell) for r in topology.replicas for s in r.segments if s.cell in alive]
+    cuts = {first, end} | {edge for a, b, _ in spans for edge in (a, b) if first < edge < end}
+    marks = sorted(cuts)
+    parts = []
+    for a, b in pairwise(marks):
+        cells = sorted({cell for x, y, cell in spans if x <= a and b <= y})
+        if not cells:
+            raise PlanError(f"units [{a}, {b}) have no living holder")
+        parts.append((a, b, cells))
+    return parts
+
+
+def _own_shares(topology: Topology, homes: Sequence[Sequence[int]]) -> tuple[list[Share], list[Share]]:
+    """Shares of the plan before the loss: those of living cells, and orphans of dead ones."""
+    alive = {cell.id for cell in topology.cells}
+    kept: list[Share] = []
+    orphans: list[Share] = []
+    for replica, owned in zip(topology.replicas, homes, strict=True):
+        for wave, microbatch in enumerate(owned):
+            rows = microbatch_rows(topology.grid, microbatch)
+            for segment in replica.segments:
+                share = Share(segment.cell, segment.first, segment.end, rows, wave)
+                (kept if segment.cell in alive else orphans).append(share)
+    return kept, orphans
+
+
+def _prefix(unit_cost: Sequence[int]) -> list[int]:
+    sums = [0]
+    for cost in unit_cost:
+        sums.append(sums[-1] + cost)
+    return sums
+
+
+def _least_loaded(claims: dict[int, _Holder], cells: Sequence[int], work: int, rotation: int) -> int:
+    """Holder that would finish first with ``work`` more (exact integer comparison), ties go round."""
+    count = len(cells)
+    ranked = (
+        ((claims[cell].load + work) * 1_000_000 // claims[cell].speed, (index - rotation) % count, cell)
+        for index, cell in enumerate(cells)
+    )
+    return min(ranked)[2]
+
+
+class _Dealer:
+    """Deals orphaned rows wave by wave: own work of a wave first, then what was lost in it.
+
+    Loads grow with the step, so every prefix of the step is balanced, not only its end.
+    """
+
+    def __init__(self, topology: Topology, unit_cost: Sequence[int], orphans: Sequence[Share]) -> None:
+        self.claims = {cell.id: _Holder(cell.id, cell.speed_ppm) for cell in topology.cells}
+        self.prefix = _prefix(unit_cost)
+        self.parts = {span: _holders(topology, *span) for span in sorted({(o.first, o.end) for o in orphans})}
+        self.turn = 0
+
+    def own(self, share: Share) -> None:
+        """Count what a living cell computes anyway."""
+        self.claims[share.cell].load += self.work(share.first, share.end, len(share.rows))
+
+    def work(self, first: int, end: int, rows: int) -> int:
+        """Cost of ``rows`` through units ``[first, end)`` at nominal speed."""
+        return rows * (self.prefix[end] - self.prefix[first])
+
+    def give(self, cells: Sequence[int], work: int) -> int:
+        """The holder that would be done first with ``work`` more; ties go round."""
+        cell = _least_loaded(self.claims, cells, work, self.turn)
+        self.claims[cell].load += work
+        self.turn += 1
+        return cell
+
+
+def _waves(kept: Sequence[Share], orphans: Sequence[Share]) -> Iterable[tuple[bool, Share]]:
+    """(is orphan, share), wave by wave, a wave's own shares before its orphans."""
+    marked = [(False, share) for share in kept] + [(True, share) for share in orphans]
+    return sorted(marked, key=lambda m: (m[1].order, m[0], m[1].rows, m[1].first))
+
+
+def reroute(topology: Topology, unit_cost: Sequence[int], homes: Sequence[Sequence[int]]) -> list[Share]:
+    """Whole nominal micro-batches of lost cells go to the living holder that would finish them first.
+
+    Every other share stays where it was. ``unit_cost[u]`` weighs unit ``u`` (ns a row).
+    Raises :class:`PlanError` when units have no living holder.
+    """
+    kept, orphans = _own_shares(topology, homes)
+    dealer = _Dealer(topology, unit_cost, orphans)
+    shares = list(kept)
+    for orphan, share in _waves(kept, orphans):
+        if not orphan:
+            dealer.own(share)
+            continue
+        for first, end, cells in dealer.parts[share.first, share.end]:
+            cell = dealer.give(cells, dealer.work(first, end, len(share.rows)))
+            shares.append(Share(cell, first, end, share.rows, share.order))
+    return shares
+
+
+def resize(
+    topology: Topology, unit_cost: Sequence[int], homes: Sequence[Sequence[int]], mix_microbatches: bool = False
+) -> list[Share]:
+    """Rows of lost cells are cut over all living holders, wave by wave, balanced over the whole step.
+
+    With ``mix_microbatches`` a cell's own and taken-over rows of a wave form one piece.
+    Raises :class:`PlanError` when units have no living holder.
+    """
+    kept, orphans = _own_shares(topology, homes)
+    dealer = _Dealer(topology, unit_cost, orphans)
+    shares = list(kept)
+    for orphan, share in _waves(kept, orphans):
+        if not orphan:
+            dealer.own(share)
+            continue
+        for first, end, cells in dealer.parts[share.first, share.end]:
+            counts = dict.fromkeys(cells, 0)
+            for _ in share.rows:
+                counts[dealer.give(cells, dealer.work(first, end, 1))] += 1
+            at = 0
+            for cell in cells:
+                rows = share.rows[at : at + counts[cell]]
+                at += counts[cell]
+                if rows:
+                    shares.append(Share(cell, first, end, rows, share.order))
+    return _mixed(shares) if mix_microbatches else shares
+
+
+def _mixed(shares: Iterable[Share]) -> list[Share]:
+    """Shares of one cell, unit range and wave as one."""
+    merged: dict[tuple[int, int, int, int], list[int]] = {}
+    for share in shares:
+        merged.setdefault((share.order, share.first, share.end, share.cell), []).extend(share.rows)
+    return [
+        Share(cell, first, end, tuple(sorted(rows)), order)
+        for (order, first, end, cell), rows in sorted(merged.items())
+    ]
+
+
+def number_pieces(shares: Iterable[Share]) -> tuple[tuple[Piece, ...], tuple[int, ...]]:
+    """Pieces with ids ``0 … n-1`` (in order of wave, rows, units) and the wave of each."""
+    ordered = sorted(shares, key=lambda s: (s.order, s.rows[0], s.first, s.cell, s.rows))
+    pieces = tuple(Piece(number, s.cell, s.first, s.end, s.rows) for number, s in enumerate(ordered))
+    return pieces, tuple(share.order for share in ordered)
+
+
+def piece_edges(pieces: Sequence[Piece]) -> tuple[Edge, ...]:
+    """Which rows each piece needs from which piece that ends where it begins.
+
+    Ordered by (target, source). Edges between pieces of one cell are listed too:
+    the executor keeps the tensor, tables hold no transfer for them.
+    Raises :class:`PlanError` when a row has no source.
+    """
+    at: dict[tuple[int, int], tuple[int, int]] = {}
+    for piece in pieces:
+        for position, row in enumerate(piece.rows):
+            if at.setdefault((piece.end, row), (piece.id, position)) != (piece.id, position):
+                raise PlanError(f"row {row} leaves units ending at {piece.end} twice")
+    edges: list[Edge] = []
+    for piece in pieces:
+        if piece.first == 0:
+            continue
+        found: dict[int, tuple[list[int], list[int], list[int]]] = {}
+        for position, row in enumerate(piece.rows):
+            source = at.get((piece.first, row))
+            if source is None:
+                raise PlanError(f"row {row} enters unit {piece.first} from nowhere")
+            rows, source_at, target_at = found.setdefault(source[0], ([], [], []))
+            rows.append(row)
+            source_at.append(source[1])
+            target_at.append(position)
+        for number in sorted(found):
+            rows, source_at, target_at = found[number]
+            edges.append(Edge(number, piece.id, tuple(rows), tuple(source_at), tuple(target_at)))
+    return tuple(edges)

@@ -1,0 +1,187 @@
+"""Nominal and instant plans, and the hash by which processes compare them.
+
+The *nominal* plan is Megatron's: micro-batch ``q`` runs through replica
+``q % DP``, 1F1B on every cell. The *instant* plan keeps every unit where it is
+and hands the rows of lost cells to living cells that hold the same units
+(DESIGN §7). Both are pure functions of integers.
+
+Plans are built from shares by :func:`assemble`: pieces get numbers, edges
+follow from row overlaps, independent groups of pieces get their tables one by
+one — a plain pipeline the fixed 1F1B order, anything else a list schedule.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+from megatron.elastic.plan.cost import plan_costs
+from megatron.elastic.plan.dataflow import PlanError, Share, home_rows, number_pieces, piece_edges, reroute, resize
+from megatron.elastic.plan.listing import list_schedule
+from megatron.elastic.plan.model import Cell, Edge, Op, Piece, Plan, Profile, Replica, Segment, Topology, UnitCost
+from megatron.elastic.plan.schedule import (
+    EdgeIndex,
+    Step,
+    components,
+    index_edges,
+    is_pipeline,
+    one_f_one_b,
+    tables_from_orders,
+)
+
+__all__ = ["assemble", "instant_plan", "nominal_plan", "plan_hash", "uniform_profile"]
+
+Dataflow = Literal["reroute", "resize"]
+
+
+def uniform_profile(units: int) -> Profile:
+    """Every unit alike (backward twice the forward): what is assumed before anything was measured."""
+    unit = UnitCost(1_000_000, 2_000_000, 1_000_000, 0, 0, 1, 0)
+    return Profile((unit,) * units, latency_ns=0)
+
+
+def nominal_plan(topology: Topology, profile: Profile | None = None) -> Plan:
+    """The plan at launch: Megatron's sample grid, 1F1B (interleaved replicas: list schedule).
+
+    Raises :class:`PlanError` when a cell is missing or the replicas are not the nominal ones.
+    """
+    alive = {cell.id for cell in topology.cells}
+    missing = sorted({s.cell for r in topology.replicas for s in r.segments} - alive)
+    if missing:
+        raise PlanError(f"nominal plan with lost cells {missing}: use instant_plan")
+    if len(topology.replicas) != topology.grid.data_parallel_size:
+        raise PlanError(f"{len(topology.replicas)} replicas, data-parallel size {topology.grid.data_parallel_size}")
+    return instant_plan(topology, profile)
+
+
+def instant_plan(
+    topology: Topology,
+    profile: Profile | None = None,
+    dataflow: Dataflow = "reroute",
+    mix_microbatches: bool = False,
+    split_backward: bool = False,
+) -> Plan:
+    """The plan right after a change: units stay where they are.
+
+    Raises :class:`PlanError` when a unit has no living holder (then units must
+    move first, see ``graph``) or rows do not fit the nominal grid.
+    """
+    profile = profile or uniform_profile(topology.units)
+    _check_topology(topology, profile)
+    work = [unit.forward_ns + unit.backward_ns for unit in profile.units]
+    homes = home_rows(topology)
+    if dataflow == "reroute":
+        shares = reroute(topology, work, homes)
+    else:
+        shares = resize(topology, work, homes, mix_microbatches)
+    return assemble(topology, profile, shares, split_backward, (dataflow,))
+
+
+def _check_topology(topology: Topology, profile: Profile) -> None:
+    if len(profile.units) != topology.units:
+        raise PlanError(f"profile of {len(profile.units)} units for a model of {topology.units}")
+    for number, replica in enumerate(topology.replicas):
+        at = 0
+        for segment in replica.segments:
+            if segment.first != at or segment.end <= segment.first:
+                raise PlanError(f"replica {number}: segment {segment} does not follow unit {at}")
+            at = segment.end
+        if at != topology.units:
+            raise PlanError(f"replica {number} ends at unit {at} of {topology.units}")
+
+
+def living_replicas(topology: Topology) -> tuple[Replica, ...]:
+    """Replicas with only the segments of living cells: what is held where after the loss."""
+    alive = {cell.id for cell in topology.cells}
+    kept = (Replica(tuple(s for s in r.segments if s.cell in alive)) for r in topology.replicas)
+    return tuple(replica for replica in kept if replica.segments)
+
+
+def assemble(
+    topology: Topology,
+    profile: Profile,
+    shares: Iterable[Share],
+    split_backward: bool = False,
+    labels: tuple[str, ...] = (),
+) -> Plan:
+    """Shares → plan: numbers, edges, tables. Raises :class:`PlanError` when shares do not fit together."""
+    pieces, waves = number_pieces(shares)
+    edges = piece_edges(pieces)
+    index = index_edges(pieces, edges)
+    costs = plan_costs(pieces, edges, topology.cells, profile)
+    orders: dict[int, list[Step]] = {}
+    for group in components(pieces, edges):
+        stages = None if split_backward else is_pipeline(group, pieces)
+        if stages is not None:
+            orders.update({cell: one_f_one_b(n, at, len(stages)) for at, (cell, n) in enumerate(stages)})
+        else:
+            caps = row_caps(group, pieces, edges, index, waves, topology.cells, profile)
+            listing = list_schedule(group, pieces, edges, index, waves, costs, caps, split_backward)
+            orders.update(listing.orders)
+    tables = tables_from_orders(orders, index)
+    replicas = living_replicas(topology)
+    return Plan(topology.grid, topology.cells, replicas, pieces, edges, tables, (), topology.parked, labels)
+
+
+def row_caps(
+    group: Sequence[int],
+    pieces: Sequence[Piece],
+    edges: Sequence[Edge],
+    index: EdgeIndex,
+    waves: Sequence[int],
+    cells: Sequence[Cell],
+    profile: Profile,
+) -> dict[int, int]:
+    """Rows each cell of a group may hold at once: 1F1B's bound, or what memory leaves.
+
+    1F1B holds (stages from here to the end) micro-batches; a cell that computes
+    for several pipelines holds that for each of them.
+    """
+    depth: dict[int, int] = {}
+    for number in sorted(group, key=lambda n: -pieces[n].first):
+        after = [depth[edges[e].target] for e in index.outgoing[number]]
+        depth[number] = 1 + max(after, default=0)
+    per_wave: dict[int, dict[int, int]] = {}
+    deepest: dict[int, int] = {}
+    for number in group:
+        piece = pieces[number]
+        rows = per_wave.setdefault(piece.cell, {})
+        rows[waves[number]] = rows.get(waves[number], 0) + len(piece.rows)
+        deepest[piece.cell] = max(deepest.get(piece.cell, 0), depth[number])
+    return {cell: deepest[cell] * max(rows.values()) for cell, rows in per_wave.items()}
+
+
+def plan_hash(plan: Plan) -> str:
+    """SHA-256 (hex) of a canonical encoding of everything in the plan; equal plans, equal hash, on any machine."""
+    digest = hashlib.sha256(b"elastic-plan-1")
+
+    def put(tag: str, numbers: Iterable[int]) -> None:
+        packed = array("q", numbers)
+        digest.update(f"{tag}{len(packed)}:".encode())
+        if array("q", [1]).tobytes()[0] != 1:
+            packed.byteswap()
+        digest.update(packed.tobytes())
+
+    grid = plan.grid
+    put("grid", (grid.global_batch_size, grid.micro_batch_size, grid.data_parallel_size))
+    put("cells", _flat((c.id, c.node, c.speed_ppm, c.memory_bytes, len(c.ranks), *c.ranks) for c in plan.cells))
+    put("replicas", _flat((len(r.segments), *_flat(_numbers(s) for s in r.segments)) for r in plan.replicas))
+    put("pieces", _flat((p.cell, p.first, p.end, len(p.rows), *p.rows) for p in plan.pieces))
+    put("edges", _flat((e.source, e.target, len(e.rows), *e.source_at, *e.target_at, *e.rows) for e in plan.edges))
+    code = {op: number for number, op in enumerate(Op)}
+    put("tables", _flat((cell, len(t), *_flat((code[a.op], a.piece, a.edge) for a in t)) for cell, t in plan.tables))
+    put("khz", _flat(plan.frequencies_khz))
+    put("parked", plan.parked)
+    digest.update("\0".join(plan.labels).encode())
+    return digest.hexdigest()
+
+
+def _numbers(segment: Segment) -> tuple[int, int, int]:
+    return segment.cell, segment.first, segment.end
+
+
+def _flat(parts: Iterable[Sequence[int]]) -> Iterable[int]:
+    for part in parts:
+        yield from part

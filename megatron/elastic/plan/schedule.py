@@ -1,0 +1,147 @@
+"""Schedule tables as data: what each cell does, in order.
+
+Idea: a table is a list of actions per cell. A compute order (which piece's
+forward or backward comes next) is turned into a table by putting each receive
+directly before the action that consumes it and each send directly after the
+action that produced it. With sends that never block the sender (isend) such
+tables cannot deadlock exactly if order and data dependencies together have no
+cycle, which ``validate`` checks by running them.
+
+Sources: 1F1B is Megatron's non-interleaved schedule (Narayanan et al., arXiv
+2104.04473): ``warm-up = stages - 1 - stage`` forwards, then one forward, one
+backward, then the remaining backwards. Irregular plans get their order from
+``listing``.
+
+Conventions: ``Action.edge`` of a send or receive is the index of the edge. A
+forward transfer goes edge.source → edge.target; a backward one carries the
+gradient edge.target → edge.source. ``Action.piece`` is the piece on this
+cell's side. Edges inside a cell have no transfer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from megatron.elastic.plan.model import Action, Edge, Op, Piece
+
+__all__ = [
+    "EdgeIndex",
+    "Step",
+    "build_table",
+    "components",
+    "index_edges",
+    "is_pipeline",
+    "one_f_one_b",
+    "tables_from_orders",
+]
+
+Step = tuple[Op, int]
+"""A compute action: (FORWARD | BACKWARD | BACKWARD_INPUT | BACKWARD_WEIGHT, piece id)."""
+
+
+@dataclass(frozen=True)
+class EdgeIndex:
+    """Edge indices by piece id: what comes in, what goes out (local edges included)."""
+
+    incoming: tuple[tuple[int, ...], ...]
+    outgoing: tuple[tuple[int, ...], ...]
+    local: tuple[bool, ...]
+    """Per edge: source and target are on the same cell."""
+
+
+def index_edges(pieces: Sequence[Piece], edges: Sequence[Edge]) -> EdgeIndex:
+    """Adjacency of a plan (piece ids are positions in ``pieces``)."""
+    incoming: list[list[int]] = [[] for _ in pieces]
+    outgoing: list[list[int]] = [[] for _ in pieces]
+    for number, edge in enumerate(edges):
+        incoming[edge.target].append(number)
+        outgoing[edge.source].append(number)
+    local = tuple(pieces[edge.source].cell == pieces[edge.target].cell for edge in edges)
+    return EdgeIndex(tuple(map(tuple, incoming)), tuple(map(tuple, outgoing)), local)
+
+
+def build_table(order: Iterable[Step], index: EdgeIndex) -> tuple[Action, ...]:
+    """Compute order of one cell → its table, with transfers around each action."""
+    actions: list[Action] = []
+    for op, piece in order:
+        incoming = [e for e in index.incoming[piece] if not index.local[e]]
+        outgoing = [e for e in index.outgoing[piece] if not index.local[e]]
+        if op is Op.FORWARD:
+            actions.extend(Action(Op.RECV_FORWARD, piece, e) for e in incoming)
+            actions.append(Action(op, piece))
+            actions.extend(Action(Op.SEND_FORWARD, piece, e) for e in outgoing)
+        elif op in (Op.BACKWARD, Op.BACKWARD_INPUT):
+            actions.extend(Action(Op.RECV_BACKWARD, piece, e) for e in outgoing)
+            actions.append(Action(op, piece))
+            actions.extend(Action(Op.SEND_BACKWARD, piece, e) for e in incoming)
+        else:
+            actions.append(Action(op, piece))
+    return tuple(actions)
+
+
+def one_f_one_b(pieces: Sequence[int], stage: int, stages: int) -> list[Step]:
+    """Megatron's 1F1B order of one stage; ``pieces`` are its micro-batches in order."""
+    warm_up = min(stages - 1 - stage, len(pieces))
+    order: list[Step] = [(Op.FORWARD, piece) for piece in pieces[:warm_up]]
+    for done, piece in enumerate(pieces[warm_up:]):
+        order.append((Op.FORWARD, piece))
+        order.append((Op.BACKWARD, pieces[done]))
+    order.extend((Op.BACKWARD, piece) for piece in pieces[len(pieces) - warm_up :])
+    return order
+
+
+def components(pieces: Sequence[Piece], edges: Sequence[Edge]) -> list[list[int]]:
+    """Piece ids in groups that share neither a cell nor an edge: each can be scheduled by itself."""
+    parent = list(range(len(pieces)))
+
+    def root(item: int) -> int:
+        while parent[item] != item:
+            parent[item] = parent[parent[item]]
+            item = parent[item]
+        return item
+
+    first_of_cell: dict[int, int] = {}
+    for piece in pieces:
+        a, b = root(first_of_cell.setdefault(piece.cell, piece.id)), root(piece.id)
+        parent[max(a, b)] = min(a, b)
+    for edge in edges:
+        a, b = root(edge.source), root(edge.target)
+        parent[max(a, b)] = min(a, b)
+    groups: dict[int, list[int]] = {}
+    for piece in pieces:
+        groups.setdefault(root(piece.id), []).append(piece.id)
+    return [groups[key] for key in sorted(groups)]
+
+
+def is_pipeline(group: Sequence[int], pieces: Sequence[Piece]) -> list[tuple[int, list[int]]] | None:
+    """``[(cell, its pieces in order)]`` by stage when ``group`` is one plain pipeline, else None.
+
+    Plain: every cell runs one unit range, ranges follow each other, and all
+    cells run the same row tuples in the same order.
+    """
+    by_cell: dict[int, list[int]] = {}
+    for number in group:
+        by_cell.setdefault(pieces[number].cell, []).append(number)
+    spans: dict[tuple[int, int], int] = {}
+    for cell, numbers in by_cell.items():
+        span = {(pieces[n].first, pieces[n].end) for n in numbers}
+        if len(span) != 1 or (only := span.pop()) in spans:
+            return None
+        spans[only] = cell
+    stages = [(spans[span], by_cell[spans[span]]) for span in sorted(spans)]
+    marks = sorted(spans)
+    if any(a[1] != b[0] for a, b in pairwise(marks)):
+        return None
+    rows = [pieces[n].rows for n in stages[0][1]]
+    if any([pieces[n].rows for n in numbers] != rows for _, numbers in stages[1:]):
+        return None
+    return stages
+
+
+def tables_from_orders(
+    orders: Mapping[int, Iterable[Step]], index: EdgeIndex
+) -> tuple[tuple[int, tuple[Action, ...]], ...]:
+    """Tables of all cells, ascending by cell id."""
+    return tuple((cell, build_table(orders[cell], index)) for cell in sorted(orders))
