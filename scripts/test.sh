@@ -1,0 +1,48 @@
+#!/usr/bin/env bash
+# Sets itself up (scripts/env.sh) and runs the checks.
+#
+#   bash scripts/test.sh            lint, types, unit, integration and short chaos tests: <= 15 minutes on 2 cores
+#   bash scripts/test.sh --all      everything, slow tests included
+#   bash scripts/test.sh -- ARGS    set up, then pytest ARGS (for one test while working on it)
+#
+# MEGATRON_ELASTIC_TEST_SECONDS bounds the run of pytest (default 780, with --all 14400).
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source scripts/env.sh
+elastic_env dev
+
+export OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1 MPLBACKEND=Agg
+limit="${MEGATRON_ELASTIC_TEST_SECONDS:-780}"
+selection=(-m "not slow")
+case "${1:-}" in
+    "") ;;
+    --all)
+        selection=()
+        limit="${MEGATRON_ELASTIC_TEST_SECONDS:-14400}"
+        ;;
+    --)
+        shift
+        exec python -m pytest "$@"
+        ;;
+    *)
+        echo "usage: bash scripts/test.sh [--all | -- PYTEST-ARGUMENTS]" >&2
+        exit 1
+        ;;
+esac
+
+# Every check runs, so that one call shows all that is wrong; the last line is pytest's.
+status=0
+check() {
+    printf '== %s\n' "$1"
+    shift
+    "$@" || { status=1; printf '== failed: %s\n' "$*" >&2; }
+}
+mapfile -t native < <(git ls-files 'csrc/*.cpp' 'csrc/*.hpp' 'csrc/*.h')
+mapfile -t shell < <(git ls-files '*.sh')
+check "ruff" ruff check --quiet .
+check "mypy --strict" mypy --no-error-summary -p megatron.elastic
+[[ ${#shell[@]} -eq 0 ]] || check "shellcheck" shellcheck -x --severity=warning "${shell[@]}"
+[[ ${#native[@]} -eq 0 ]] || check "clang-format" clang-format --dry-run --Werror "${native[@]}"
+# --kill-after: a hung test must not outlive the run.
+check "pytest" timeout --signal=INT --kill-after=30 "$limit" python -m pytest -q --durations=10 "${selection[@]}" tests
+exit "$status"
