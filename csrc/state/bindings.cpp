@@ -1,0 +1,68 @@
+// Python module megatron.elastic._state: addresses and sizes in, no torch headers.
+//
+// The caller (megatron/elastic/state/adam.py) checks dtype, contiguity and length
+// of the tensors whose addresses it passes. The GIL is released while computing.
+
+#include <pybind11/pybind11.h>
+
+#include <cmath>
+
+#include "update.hpp"
+
+namespace py = pybind11;
+namespace es = elastic::state;
+
+namespace {
+
+template <typename T>
+T* at(std::uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+void adam(std::uintptr_t master, std::uintptr_t exp_avg, std::uintptr_t exp_avg_sq, std::uintptr_t grad,
+          std::uintptr_t model, std::size_t count, double grad_multiplier, double lr, double beta1, double beta2,
+          double eps, double weight_decay, double bias_correction1, double bias_correction2, bool decoupled) {
+  // Scalars are combined in fp64 and rounded once to fp32, as torch does.
+  es::AdamScalars s;
+  s.grad_multiplier = static_cast<float>(grad_multiplier);
+  s.one_minus_beta1 = static_cast<float>(1.0 - beta1);
+  s.beta2 = static_cast<float>(beta2);
+  s.one_minus_beta2 = static_cast<float>(1.0 - beta2);
+  s.eps = static_cast<float>(eps);
+  s.decay = static_cast<float>(decoupled ? 1.0 - lr * weight_decay : weight_decay);
+  s.step_size = static_cast<float>(lr / bias_correction1);
+  s.sqrt_correction2 = static_cast<float>(std::sqrt(bias_correction2));
+  s.decoupled = decoupled;
+  es::adam_update(at<float>(master), at<float>(exp_avg), at<float>(exp_avg_sq), at<const float>(grad),
+                  at<std::uint16_t>(model), count, s);
+}
+
+void sgd(std::uintptr_t master, std::uintptr_t buffer, std::uintptr_t grad, std::uintptr_t model, std::size_t count,
+         double grad_multiplier, double lr, double momentum, double weight_decay) {
+  const es::SgdScalars s{static_cast<float>(grad_multiplier), static_cast<float>(lr), static_cast<float>(momentum),
+                         static_cast<float>(weight_decay)};
+  es::sgd_update(at<float>(master), at<float>(buffer), at<const float>(grad), at<std::uint16_t>(model), count, s);
+}
+
+void bf16(std::uintptr_t source, std::uintptr_t target, std::size_t count) {
+  es::round_to_bf16(at<const float>(source), at<std::uint16_t>(target), count);
+}
+
+double squares(std::uintptr_t values, std::size_t count) {
+  return es::sum_of_squares(at<const float>(values), count);
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_state, m) {
+  m.doc() = "Optimizer updates and norms with bits fixed by their inputs (see csrc/state/update.hpp)";
+  const auto free_gil = py::call_guard<py::gil_scoped_release>();
+  m.def("adam", &adam, free_gil, py::arg("master"), py::arg("exp_avg"), py::arg("exp_avg_sq"), py::arg("grad"),
+        py::arg("model"), py::arg("count"), py::arg("grad_multiplier"), py::arg("lr"), py::arg("beta1"),
+        py::arg("beta2"), py::arg("eps"), py::arg("weight_decay"), py::arg("bias_correction1"),
+        py::arg("bias_correction2"), py::arg("decoupled"));
+  m.def("sgd", &sgd, free_gil, py::arg("master"), py::arg("buffer"), py::arg("grad"), py::arg("model"),
+        py::arg("count"), py::arg("grad_multiplier"), py::arg("lr"), py::arg("momentum"), py::arg("weight_decay"));
+  m.def("round_to_bf16", &bf16, free_gil, py::arg("source"), py::arg("target"), py::arg("count"));
+  m.def("sum_of_squares", &squares, free_gil, py::arg("values"), py::arg("count"));
+}

@@ -1,0 +1,128 @@
+#include "update.hpp"
+
+#include <cstring>
+
+#include "float_mode.hpp"
+
+#if defined(__FAST_MATH__)
+#error "the state kernels need IEEE arithmetic: build without -ffast-math"
+#endif
+// Build with -ffp-contract=off (bits), and -fno-math-errno -fno-trapping-math (only
+// then does GCC vectorise square roots; same bits, a tenth of the time).
+
+// One body, compiled for several vector widths and picked at load time: the
+// operations are element-wise and individually rounded, so all give the same bits.
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define ELASTIC_CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
+#else
+#define ELASTIC_CLONES
+#endif
+
+namespace elastic::state {
+namespace {
+
+inline std::uint16_t bf16_bits(float value) {
+  std::uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  const auto rounded = static_cast<std::uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+  return (bits & 0x7fffffffu) > 0x7f800000u ? std::uint16_t{0x7fc0} : rounded;
+}
+
+ELASTIC_CLONES
+void adam_decoupled(float* __restrict master, float* __restrict exp_avg, float* __restrict exp_avg_sq,
+                    const float* __restrict grad, std::size_t count, const AdamScalars& scalars) {
+  const AdamScalars s = scalars;
+  for (std::size_t i = 0; i < count; ++i) {
+    const float g = grad[i] * s.grad_multiplier;
+    const float p = master[i] * s.decay;
+    const float m = exp_avg[i] + s.one_minus_beta1 * (g - exp_avg[i]);
+    const float v = exp_avg_sq[i] * s.beta2 + (s.one_minus_beta2 * g) * g;
+    const float denominator = __builtin_sqrtf(v) / s.sqrt_correction2 + s.eps;
+    exp_avg[i] = m;
+    exp_avg_sq[i] = v;
+    master[i] = p - (s.step_size * m) / denominator;
+  }
+}
+
+ELASTIC_CLONES
+void adam_l2(float* __restrict master, float* __restrict exp_avg, float* __restrict exp_avg_sq,
+             const float* __restrict grad, std::size_t count, const AdamScalars& scalars) {
+  const AdamScalars s = scalars;
+  for (std::size_t i = 0; i < count; ++i) {
+    const float g = grad[i] * s.grad_multiplier + s.decay * master[i];
+    const float m = exp_avg[i] + s.one_minus_beta1 * (g - exp_avg[i]);
+    const float v = exp_avg_sq[i] * s.beta2 + (s.one_minus_beta2 * g) * g;
+    const float denominator = __builtin_sqrtf(v) / s.sqrt_correction2 + s.eps;
+    exp_avg[i] = m;
+    exp_avg_sq[i] = v;
+    master[i] = master[i] - (s.step_size * m) / denominator;
+  }
+}
+
+ELASTIC_CLONES
+void sgd(float* __restrict master, float* __restrict buffer, const float* __restrict grad, std::size_t count,
+         const SgdScalars& scalars) {
+  const SgdScalars s = scalars;
+  for (std::size_t i = 0; i < count; ++i) {
+    const float g = grad[i] * s.grad_multiplier + s.weight_decay * master[i];
+    const float b = buffer[i] * s.momentum + g;
+    buffer[i] = b;
+    master[i] = master[i] - s.lr * b;
+  }
+}
+
+ELASTIC_CLONES
+void to_bf16(const float* __restrict source, std::uint16_t* __restrict target, std::size_t count) {
+  for (std::size_t i = 0; i < count; ++i) target[i] = bf16_bits(source[i]);
+}
+
+constexpr std::size_t kLanes = 16;
+
+ELASTIC_CLONES
+void add_squares(const float* __restrict values, std::size_t rows, double* __restrict lanes) {
+  double sum[kLanes] = {};
+  for (std::size_t row = 0; row < rows; ++row) {
+    for (std::size_t lane = 0; lane < kLanes; ++lane) {
+      const double x = values[row * kLanes + lane];
+      sum[lane] += x * x;
+    }
+  }
+  for (std::size_t lane = 0; lane < kLanes; ++lane) lanes[lane] = sum[lane];
+}
+
+}  // namespace
+
+void adam_update(float* master, float* exp_avg, float* exp_avg_sq, const float* grad, std::uint16_t* model,
+                 std::size_t count, const AdamScalars& s) {
+  const DefaultFloatMode mode;
+  (s.decoupled ? adam_decoupled : adam_l2)(master, exp_avg, exp_avg_sq, grad, count, s);
+  if (model != nullptr) to_bf16(master, model, count);
+}
+
+void sgd_update(float* master, float* buffer, const float* grad, std::uint16_t* model, std::size_t count,
+                const SgdScalars& s) {
+  const DefaultFloatMode mode;
+  sgd(master, buffer, grad, count, s);
+  if (model != nullptr) to_bf16(master, model, count);
+}
+
+void round_to_bf16(const float* source, std::uint16_t* target, std::size_t count) {
+  to_bf16(source, target, count);
+}
+
+double sum_of_squares(const float* values, std::size_t count) {
+  const DefaultFloatMode mode;
+  double lanes[kLanes];
+  const std::size_t rows = count / kLanes;
+  add_squares(values, rows, lanes);
+  for (std::size_t i = rows * kLanes; i < count; ++i) {
+    const double x = values[i];
+    lanes[i % kLanes] += x * x;
+  }
+  for (std::size_t width = kLanes / 2; width > 0; width /= 2) {
+    for (std::size_t lane = 0; lane < width; ++lane) lanes[lane] += lanes[lane + width];
+  }
+  return lanes[0];
+}
+
+}  // namespace elastic::state

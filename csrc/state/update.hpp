@@ -1,0 +1,56 @@
+// Optimizer updates as fixed sequences of correctly rounded IEEE-754 operations.
+//
+// Owner and mirrors of a state block replay the same step independently and must
+// end with the same bits (DESIGN.md section 6). Every element goes through the
+// same named operations, each rounded once to fp32: no fused multiply-add (the
+// build passes -ffp-contract=off), no reassociation, no flush of denormals, round
+// to nearest even. The result of an element depends on its inputs alone: not on
+// where a range is cut, how it is aligned, or which vector width the machine has.
+//
+// Formula: AdamW (Loshchilov and Hutter, arXiv 1711.05101) and Adam (Kingma and
+// Ba, arXiv 1412.6980), operations in the order of torch.optim's single-tensor
+// code; SGD with momentum likewise.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace elastic::state {
+
+struct AdamScalars {
+  float grad_multiplier;    // applied to the gradient first
+  float one_minus_beta1;
+  float beta2;
+  float one_minus_beta2;
+  float eps;
+  float decay;              // decoupled: 1 - lr * weight_decay; otherwise weight_decay (L2)
+  float step_size;          // lr / bias_correction1
+  float sqrt_correction2;   // sqrt(bias_correction2)
+  bool decoupled;
+};
+
+struct SgdScalars {
+  float grad_multiplier;
+  float lr;
+  float momentum;
+  float weight_decay;
+};
+
+// `model` (bf16, may be null) receives the new master rounded to nearest even.
+void adam_update(float* master, float* exp_avg, float* exp_avg_sq, const float* grad, std::uint16_t* model,
+                 std::size_t count, const AdamScalars& s);
+
+// `buffer` is the momentum; zero before the first step.
+void sgd_update(float* master, float* buffer, const float* grad, std::uint16_t* model, std::size_t count,
+                const SgdScalars& s);
+
+// Round to nearest even, NaN to the quiet NaN torch uses.
+void round_to_bf16(const float* source, std::uint16_t* target, std::size_t count);
+
+// Sum of squares in fp64 in a fixed order: element i goes to lane i % 16, each lane
+// adds sequentially, lanes are combined by a fixed binary tree. Squares of finite
+// fp32 values cannot overflow fp64, so the result is finite exactly when all
+// elements are.
+double sum_of_squares(const float* values, std::size_t count);
+
+}  // namespace elastic::state

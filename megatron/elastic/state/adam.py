@@ -1,0 +1,141 @@
+"""One optimizer update, the same bits wherever it runs.
+
+Host tensors go through one native kernel (``csrc/state/update.hpp``); tensors
+of another device through :func:`adam_step_tensors`, the same sequence of
+individually rounded fp32 operations as separate torch calls, which is bitwise
+equal on CPU (tested) and meant to be on CUDA. Only the square root needs care
+there: torch's fp32 ``sqrt`` on CPU is MKL's, which is off by one unit in the last
+place for about one value in six; taken in fp64 and rounded it is exact.
+
+Invariant: the result of an element depends on its own inputs and the scalars
+only, never on how the range was split or aligned. NaN payloads are not part of
+the promise.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from megatron.elastic import _state
+
+__all__ = ["AdamScalars", "SgdScalars", "adam_step", "adam_step_tensors", "round_to_bf16", "sgd_step", "sum_of_squares"]
+
+
+@dataclass(frozen=True)
+class AdamScalars:
+    """Scalars of one Adam step (fp64; each combination is rounded once to fp32).
+
+    ``grad_multiplier`` (1/(tokens · loss scale) · clip coefficient) is applied to
+    the gradient first. ``bias_correction1/2`` are ``1 - beta**step``, computed once
+    for everybody and carried in the StepRecord. ``decoupled`` chooses AdamW over L2.
+    """
+
+    grad_multiplier: float
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    bias_correction1: float
+    bias_correction2: float
+    decoupled: bool = True
+
+
+@dataclass(frozen=True)
+class SgdScalars:
+    """Scalars of one step of SGD with momentum (L2 weight decay), as torch.optim.SGD."""
+
+    grad_multiplier: float
+    lr: float
+    momentum: float
+    weight_decay: float
+
+
+def _address(tensor: torch.Tensor, count: int, dtype: torch.dtype = torch.float32) -> int:
+    if tensor.device.type != "cpu" or tensor.dtype != dtype or not tensor.is_contiguous() or tensor.numel() != count:
+        raise ValueError(
+            f"expected a contiguous host tensor of {count} {dtype}, got {tensor.numel()} {tensor.dtype} "
+            f"on {tensor.device}, strides {tensor.stride()}"
+        )
+    return tensor.data_ptr()
+
+
+def adam_step(
+    master: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    grad: torch.Tensor,
+    scalars: AdamScalars,
+    model: torch.Tensor | None = None,
+) -> None:
+    """Step ``master``, ``exp_avg``, ``exp_avg_sq`` in place (fp32 host tensors, same length).
+
+    ``model`` (bf16, optional) receives the rounded new master. Raises ``ValueError``
+    for tensors of another kind.
+    """
+    n, s = master.numel(), scalars
+    target = 0 if model is None else _address(model, n, torch.bfloat16)
+    _state.adam(
+        _address(master, n), _address(exp_avg, n), _address(exp_avg_sq, n), _address(grad, n), target, n,
+        s.grad_multiplier, s.lr, s.beta1, s.beta2, s.eps, s.weight_decay,
+        s.bias_correction1, s.bias_correction2, s.decoupled,
+    )  # fmt: skip
+
+
+def sgd_step(
+    master: torch.Tensor,
+    buffer: torch.Tensor,
+    grad: torch.Tensor,
+    scalars: SgdScalars,
+    model: torch.Tensor | None = None,
+) -> None:
+    """Step ``master`` and the momentum ``buffer`` in place (fp32 host tensors, same length)."""
+    n, s = master.numel(), scalars
+    target = 0 if model is None else _address(model, n, torch.bfloat16)
+    _state.sgd(
+        _address(master, n), _address(buffer, n), _address(grad, n), target, n,
+        s.grad_multiplier, s.lr, s.momentum, s.weight_decay,
+    )  # fmt: skip
+
+
+def adam_step_tensors(
+    master: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, grad: torch.Tensor, scalars: AdamScalars
+) -> None:
+    """The kernel's sequence as separate torch operations, for tensors of any device, in place.
+
+    No ``lerp``, ``addcmul``, ``addcdiv`` or ``alpha=``: those may contract to fused
+    multiply-adds.
+    """
+    s, single = scalars, _to_fp32
+    g = grad * single(s.grad_multiplier)
+    if s.decoupled:
+        master.mul_(single(1.0 - s.lr * s.weight_decay))
+    else:
+        g = g + single(s.weight_decay) * master
+    exp_avg.add_((g - exp_avg) * single(1.0 - s.beta1))
+    exp_avg_sq.mul_(single(s.beta2)).add_(g * single(1.0 - s.beta2) * g)
+    # Division by a tensor: a scalar divisor may be turned into a multiplication by its reciprocal.
+    correction = torch.full_like(master, single(math.sqrt(s.bias_correction2)))
+    denominator = (exp_avg_sq.double().sqrt().float() / correction).add_(single(s.eps))
+    master.sub_((exp_avg * single(s.lr / s.bias_correction1)) / denominator)
+
+
+def _to_fp32(value: float) -> float:
+    return float(torch.tensor(value, dtype=torch.float64).to(torch.float32))
+
+
+def round_to_bf16(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Write fp32 ``source`` into bf16 ``target``, to nearest even (the kernel's own rounding)."""
+    n = source.numel()
+    _state.round_to_bf16(_address(source, n), _address(target, n, torch.bfloat16), n)
+
+
+def sum_of_squares(values: torch.Tensor) -> float:
+    """Sum of squares of a host fp32 tensor in fp64, in one fixed order (16 lanes, then a binary tree).
+
+    Finite exactly when every element is.
+    """
+    return float(_state.sum_of_squares(_address(values, values.numel()), values.numel()))
