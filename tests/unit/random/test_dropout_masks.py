@@ -216,7 +216,7 @@ def test_coordinates_past_2_to_the_32_do_not_wrap():
 
 def test_misplaced_slices_and_miscounted_samples_are_refused():
     with dropout_scope(DropoutKey(0, 0, (1, 2))):
-        with pytest.raises(ValueError, match="3 rows .* names 2 samples"):
+        with pytest.raises(ValueError, match=r"3 rows .* names 2 samples"):
             sample_dropout(torch.ones(3, 4), P, unit=0, site=0, sample_dim=0, extent=(4,), offset=(0,))
         with pytest.raises(ValueError, match="outside extent"):
             sample_dropout(torch.ones(2, 4), P, unit=0, site=0, sample_dim=0, extent=(6,), offset=(3,))

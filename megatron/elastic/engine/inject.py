@@ -1,0 +1,287 @@
+"""Faults on demand: a script says who fails, when and how.
+
+Grammar of ``--elastic-inject``::
+
+    fault[;fault...]        fault = kind[:field=value,...]
+
+    kill:rank=2,step=5,point=after_reduce       SIGKILL
+    stop:rank=0|1,step=5                        SIGSTOP, in two ranks
+    exit:rank=3,step=4,code=7                   leaves at once with a status
+    raise:rank=1,step=2,point=mid_forward,nth=3 an exception, at the third time this step gets there
+    oom:rank=1,step=2                           an allocation no machine can serve
+    delay:rank=1,step=3|4,seconds=0.5           sleeps: a straggler
+    random:seed=7,rate=0.001                    each rank, each step, with this probability
+
+``|`` separates alternatives. Left out: ``rank`` is every rank, ``step`` every step,
+``point`` is before_step, ``nth`` 1, ``count`` 1 (how often in one process; 0: no limit),
+``incarnation`` the first life of a rank (``*``: every life). ``random`` also takes
+``kinds=kill|stop`` and ``points=...``.
+
+Invariant: a seed decides everything, per (rank, incarnation, step), so a run can be
+repeated and no two processes need talk about it. Without faults, a point costs one test.
+
+The shape, faults written like a script, is that of torchft's ``EventInjector``.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+import torch
+
+from megatron.elastic.config import ConfigError
+
+__all__ = ["FIRST_INCARNATION", "KILL_POINTS", "STEP_POINTS", "Fault", "InjectedFault", "Injector", "parse"]
+
+FIRST_INCARNATION = 0
+"""Number of a rank's first life."""
+
+KILL_POINTS: Mapping[str, str] = MappingProxyType(
+    {
+        "before_step": "the step's samples are not yet known",
+        "after_prepare": "samples and plan of the step are fixed, nothing computed",
+        "mid_forward": "between two forwards of the schedule table (nth: which)",
+        "mid_backward": "between two backwards of the schedule table (nth: which)",
+        "before_reduce": "all gradients are accumulated, none reduced",
+        "mid_reduce": "some unit groups are reduced, others not",
+        "after_reduce": "owners hold reduced blocks, mirrors not yet",
+        "after_ship": "mirrors hold the reduced blocks too",
+        "before_vote": "about to join the vote",
+        "after_vote": "the step is committed, no block is stepped",
+        "mid_update": "some owned blocks are stepped, others not",
+        "after_update": "all blocks are stepped, parameters not gathered",
+        "mid_gather": "some units have their new parameters",
+        "after_gather": "all parameters are of the new version",
+        "after_step": "the step is over, its record kept",
+        "between_steps": "in the host's loop",
+        "in_evaluate": "inside an evaluation pass",
+        "in_save": "inside a checkpoint save",
+        "in_recovery_freeze": "has promised to act on no older generation",
+        "in_recovery_decide": "knows the decision, has not acted on it",
+        "in_recovery_edit": "groups are being edited",
+        "in_recovery_promote": "mirrors are being promoted, blocks moved",
+        "in_recovery_resume": "recovered, about to finish or re-run the step",
+        "in_join": "a joiner is receiving state",
+    }
+)
+"""Every named point → what holds there. The engine reports reaching them; tests walk them all."""
+
+STEP_POINTS: tuple[str, ...] = tuple(list(KILL_POINTS)[: list(KILL_POINTS).index("between_steps")])
+"""The points that every undisturbed step passes, in order."""
+
+_KINDS = ("kill", "stop", "exit", "raise", "oom", "delay", "random")
+_FIELDS = {
+    "rank": _KINDS,
+    "step": tuple(kind for kind in _KINDS if kind != "random"),
+    "point": tuple(kind for kind in _KINDS if kind != "random"),
+    "nth": tuple(kind for kind in _KINDS if kind != "random"),
+    "count": _KINDS,
+    "incarnation": _KINDS,
+    "code": ("exit",),
+    "seconds": ("delay",),
+    "seed": ("random",),
+    "rate": ("random",),
+    "kinds": ("random",),
+    "points": ("random",),
+}
+
+
+class InjectedFault(RuntimeError):
+    """What ``raise`` raises."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One line of the script. Empty ``ranks``, ``steps`` or ``incarnations`` mean any."""
+
+    kind: str
+    ranks: frozenset[int] = frozenset()
+    steps: frozenset[int] = frozenset()
+    points: tuple[str, ...] = ("before_step",)
+    incarnations: frozenset[int] = frozenset({FIRST_INCARNATION})
+    nth: int = 1
+    count: int = 1
+    code: int = 1
+    seconds: float = 1.0
+    seed: int = 0
+    rate: float = 0.0
+    kinds: tuple[str, ...] = ("kill",)
+
+
+def _refuse(why: str) -> ConfigError:
+    return ConfigError(f"--elastic-inject: {why}")
+
+
+def _whole(field: str, text: str, least: int = 0) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        raise _refuse(f"{field}={text!r} is not a whole number") from None
+    if value < least:
+        raise _refuse(f"{field}={text} must be {least} or more")
+    return value
+
+
+def _real(field: str, text: str, most: float) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise _refuse(f"{field}={text!r} is not a number") from None
+    if not 0.0 <= value <= most:
+        raise _refuse(f"{field}={text} must be between 0 and {most:g}")
+    return value
+
+
+def _names(field: str, text: str, known: tuple[str, ...]) -> tuple[str, ...]:
+    names = tuple(text.split("|"))
+    for name in names:
+        if name not in known:
+            raise _refuse(f"unknown {field} {name!r}; one of {', '.join(known)}")
+    return names
+
+
+def _with_field(fault: Fault, field: str, text: str) -> Fault:
+    """``fault`` with one ``field=text`` applied."""
+    points = tuple(KILL_POINTS)
+    match field:
+        case "rank":
+            return replace(fault, ranks=frozenset(_whole(field, part) for part in text.split("|")))
+        case "step":
+            return replace(fault, steps=frozenset(_whole(field, part) for part in text.split("|")))
+        case "incarnation":
+            lives = frozenset() if text == "*" else frozenset(_whole(field, part) for part in text.split("|"))
+            return replace(fault, incarnations=lives)
+        case "point":
+            return replace(fault, points=_names(field, text, points))
+        case "points":
+            return replace(fault, points=_names("point", text, points))
+        case "kinds":
+            return replace(fault, kinds=_names("kind", text, tuple(kind for kind in _KINDS if kind != "random")))
+        case "nth":
+            return replace(fault, nth=_whole(field, text, least=1))
+        case "count":
+            return replace(fault, count=_whole(field, text))
+        case "code":
+            code = _whole(field, text)
+            if code > 255:
+                raise _refuse(f"code={code} must be 255 or less")
+            return replace(fault, code=code)
+        case "seed":
+            return replace(fault, seed=_whole(field, text))
+        case "rate":
+            return replace(fault, rate=_real(field, text, most=1.0))
+        case _:
+            return replace(fault, seconds=_real(field, text, most=86400.0))
+
+
+def _parse_one(text: str) -> Fault:
+    kind, _, rest = text.partition(":")
+    kind = kind.strip()
+    if kind not in _KINDS:
+        raise _refuse(f"unknown fault {kind!r}; one of {', '.join(_KINDS)}")
+    fault = Fault(kind, points=STEP_POINTS) if kind == "random" else Fault(kind)
+    seen: set[str] = set()
+    for part in filter(None, (part.strip() for part in rest.split(","))):
+        field, equals, value = (piece.strip() for piece in part.partition("="))
+        if not equals or not value:
+            raise _refuse(f"{part!r} is not field=value")
+        if kind not in _FIELDS.get(field, ()):
+            allowed = ", ".join(name for name, kinds in _FIELDS.items() if kind in kinds)
+            raise _refuse(f"{kind} has no field {field!r}; it takes {allowed}")
+        if field in seen:
+            raise _refuse(f"{field} is given twice in {text!r}")
+        seen.add(field)
+        fault = _with_field(fault, field, value)
+    if kind == "random" and not {"seed", "rate"} <= seen:
+        raise _refuse("random needs seed= and rate=")
+    return fault
+
+
+def parse(text: str | None) -> tuple[Fault, ...]:
+    """The faults of an ``--elastic-inject`` script; none for ``None`` or an empty one.
+
+    Raises ``ConfigError``, one line that names the flag.
+    """
+    return tuple(_parse_one(part.strip()) for part in (text or "").split(";") if part.strip())
+
+
+class Injector:
+    """Carries out a fault script in one process.
+
+    ``device`` is where ``oom`` asks for memory.
+    """
+
+    def __init__(
+        self,
+        faults: tuple[Fault, ...],
+        rank: int,
+        incarnation: int = FIRST_INCARNATION,
+        seed: int = 0,
+        device: str = "cpu",
+    ) -> None:
+        mine = [f for f in faults if rank in (f.ranks or {rank}) and incarnation in (f.incarnations or {incarnation})]
+        self._faults = tuple(mine)
+        self._rank = rank
+        self._incarnation = incarnation
+        self._seed = seed
+        self._device = device
+        self._fired: Counter[Fault] = Counter()
+        self._reached: Counter[tuple[int, str]] = Counter()
+        self._drawn: dict[tuple[Fault, int], Fault | None] = {}
+
+    def reach(self, point: str, step: int) -> None:
+        """The process is at ``point`` of ``step``. Returns, unless the script wants otherwise.
+
+        Raises ``InjectedFault`` (``raise``), torch's out-of-memory error (``oom``), ``ValueError`` for a
+        point that is not in ``KILL_POINTS``.
+        """
+        if not self._faults:
+            return
+        if point not in KILL_POINTS:
+            raise ValueError(f"{point!r} is not a named point")
+        self._reached[step, point] += 1
+        for scripted in self._faults:
+            fault = self._draw(scripted, step) if scripted.kind == "random" else scripted
+            if fault is None or (fault.steps and step not in fault.steps) or point not in fault.points:
+                continue
+            if self._reached[step, point] < fault.nth or 0 < scripted.count <= self._fired[scripted]:
+                continue
+            self._fired[scripted] += 1
+            self._fire(fault, point, step)
+
+    def _draw(self, fault: Fault, step: int) -> Fault | None:
+        """What a ``random`` fault means for this process at ``step``: the same answer however often asked."""
+        if (fault, step) not in self._drawn:
+            words = (fault.seed, self._seed, self._rank, self._incarnation, step)
+            dice = random.Random("/".join(map(str, words)))
+            hit = dice.random() < fault.rate
+            kind, point = dice.choice(fault.kinds), dice.choice(fault.points)
+            self._drawn[fault, step] = replace(fault, kind=kind, points=(point,)) if hit else None
+        return self._drawn[fault, step]
+
+    def _fire(self, fault: Fault, point: str, step: int) -> None:
+        if fault.kind == "delay":
+            time.sleep(fault.seconds)
+            return
+        line = f"injected {fault.kind}: rank {self._rank}, step {step}, {point} ({KILL_POINTS[point]})"
+        print(line, file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        match fault.kind:
+            case "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            case "exit":
+                os._exit(fault.code)  # as a crashing library would: no handlers run
+            case "raise":
+                raise InjectedFault(line)
+            case _:
+                torch.empty(1 << 58, dtype=torch.int8, device=self._device)  # 256 PiB: the allocator's own error

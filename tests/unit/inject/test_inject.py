@@ -1,0 +1,178 @@
+"""Fault scripts: what they mean, that they happen, and that bad ones are one clear line."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.elastic.config import ConfigError
+from megatron.elastic.engine.inject import KILL_POINTS, STEP_POINTS, InjectedFault, Injector, parse
+
+
+def fires(injector: Injector, point: str, step: int) -> bool:
+    try:
+        injector.reach(point, step)
+    except InjectedFault:
+        return True
+    return False
+
+
+def test_a_script_is_read_as_written():
+    kill, stop, leave = parse(
+        "kill:rank=2,step=5,point=after_reduce; stop:rank=0|1 ;exit:code=7,step=3|4,incarnation=*"
+    )
+    assert (kill.kind, kill.ranks, kill.steps, kill.points) == ("kill", {2}, {5}, ("after_reduce",))
+    assert (stop.kind, stop.ranks, stop.steps, stop.points) == ("stop", {0, 1}, frozenset(), ("before_step",))
+    assert (leave.code, leave.steps, leave.incarnations) == (7, {3, 4}, frozenset())
+    assert kill.incarnations == {0}
+    assert parse(None) == parse("") == parse(" ; ") == ()
+
+
+@pytest.mark.parametrize(
+    "script, says",
+    [
+        ("explode:rank=1", "unknown fault 'explode'"),
+        ("kill:rank=x", "rank='x' is not a whole number"),
+        ("kill:rank=-1", "must be 0 or more"),
+        ("kill:point=nowhere", "unknown point 'nowhere'"),
+        ("kill:rank", "'rank' is not field=value"),
+        ("kill:rank=", "is not field=value"),
+        ("kill:colour=red", "kill has no field 'colour'"),
+        ("kill:code=3", "kill has no field 'code'"),
+        ("kill:rank=1,rank=2", "rank is given twice"),
+        ("exit:code=256", "255 or less"),
+        ("random:seed=1", "random needs seed= and rate="),
+        ("random:seed=1,rate=2", "between 0 and 1"),
+        ("random:seed=1,rate=0.1,kinds=random", "unknown kind 'random'"),
+        ("delay:seconds=nan", "between 0 and"),
+        ("kill:nth=0", "must be 1 or more"),
+    ],
+)
+def test_a_bad_script_is_one_line_that_names_the_flag(script, says):
+    with pytest.raises(ConfigError) as caught:
+        parse(script)
+    text = str(caught.value)
+    assert text.startswith("--elastic-inject: ") and says in text and "\n" not in text
+
+
+@given(st.text(max_size=60))
+def test_any_text_is_a_script_or_a_refusal(text):
+    try:
+        parse(text)
+    except ConfigError as refusal:
+        assert str(refusal).startswith("--elastic-inject: ")
+
+
+@pytest.mark.parametrize("point", KILL_POINTS)
+def test_every_named_point_can_be_chosen_and_only_it_fires(point):
+    injector = Injector(parse(f"raise:rank=1,step=5,point={point}"), rank=1)
+    for step in (4, 5):
+        for other in KILL_POINTS:
+            assert fires(injector, other, step) == ((other, step) == (point, 5))
+
+
+def test_rank_incarnation_nth_and_count_narrow_a_fault():
+    def which(script: str, **who: int) -> list[int]:
+        injector = Injector(parse(script), **{"rank": 0, **who})
+        return [n for n in range(1, 7) if fires(injector, "mid_forward", 3)]
+
+    base = "raise:rank=0|2,step=3,point=mid_forward"
+    assert which(base) == [1]
+    assert which(base, rank=1) == [] and which(base, rank=2) == [1]
+    assert which(base, incarnation=1) == []
+    assert which(base + ",incarnation=1", incarnation=1) == [1]
+    assert which(base + ",incarnation=*", incarnation=3) == [1]
+    assert which(base + ",nth=3") == [3]
+    assert which(base + ",count=2") == [1, 2]
+    assert which(base + ",count=0,nth=5") == [5, 6]
+
+
+def test_without_faults_for_this_process_a_point_is_not_even_looked_up():
+    Injector((), rank=0).reach("no such point", 1)
+    Injector(parse("raise:rank=1"), rank=0).reach("no such point", 1)
+    with pytest.raises(ValueError, match="not a named point"):
+        Injector(parse("raise:rank=0"), rank=0).reach("no such point", 1)
+
+
+def test_delay_makes_a_straggler():
+    injector = Injector(parse("delay:rank=0,step=1,seconds=0.05,count=0"), rank=0)
+    began = time.monotonic()
+    injector.reach("before_step", 1)
+    injector.reach("before_step", 1)
+    assert time.monotonic() - began >= 0.1
+
+
+def test_random_faults_follow_their_seed_and_rate():
+    def trace(seed: int, rank: int, rate: float = 0.2, incarnation: int = 0) -> list[tuple[int, str]]:
+        script = f"random:seed={seed},rate={rate},kinds=raise,count=0,incarnation=*"
+        injector = Injector(parse(script), rank=rank, incarnation=incarnation)
+        return [(step, point) for step in range(400) for point in STEP_POINTS if fires(injector, point, step)]
+
+    assert trace(1, 0) == trace(1, 0)
+    assert len({tuple(trace(1, 0)), tuple(trace(2, 0)), tuple(trace(1, 1)), tuple(trace(1, 0, incarnation=1))}) == 4
+    assert 40 < len(trace(1, 0)) < 130  # 80 expected, 8 standard deviation
+    assert {point for _, point in trace(3, 0, rate=1.0)} == set(STEP_POINTS)
+    assert trace(1, 0, rate=0.0) == []
+
+
+CHILD = """
+import sys
+from megatron.elastic.engine.inject import Injector, parse
+print("alive", flush=True)
+Injector(parse(sys.argv[1]), rank=2).reach("after_vote", 7)
+print("survived", flush=True)
+"""
+
+
+def child(script: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", CHILD, script],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+@pytest.mark.parametrize(
+    "kind, code, says",
+    [
+        ("kill", -signal.SIGKILL, "injected kill: rank 2, step 7, after_vote"),
+        ("exit:code=7,", 7, "injected exit: rank 2, step 7, after_vote"),
+        ("raise", 1, "InjectedFault: injected raise: rank 2, step 7, after_vote"),
+        ("oom", 1, "can't allocate memory"),
+    ],
+)
+def test_a_process_really_ends_as_the_script_says(kind, code, says):
+    script = (kind if ":" in kind else kind + ":") + "rank=2,step=7,point=after_vote"
+    process = child(script)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == code, err
+    assert says in err and "survived" not in out
+
+
+def test_a_stopped_process_stays_until_someone_ends_it():
+    process = child("stop:rank=2,step=7,point=after_vote")
+    try:
+        _, status = os.waitpid(process.pid, os.WUNTRACED)
+        assert os.WIFSTOPPED(status) and os.WSTOPSIG(status) == signal.SIGSTOP
+        process.send_signal(signal.SIGCONT)
+        out, err = process.communicate(timeout=60)
+        assert process.returncode == 0 and "survived" in out and "injected stop" in err
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+
+
+def test_another_rank_of_the_same_script_goes_on():
+    process = child("kill:rank=1,step=7,point=after_vote")
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 0 and "survived" in out
