@@ -1,0 +1,4 @@
+"""What a run tells: events, one-line summaries, phase times.
+
+Depends on no other room, so that every room may use it.
+"""

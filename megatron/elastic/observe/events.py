@@ -1,0 +1,317 @@
+"""One JSON line an event.
+
+Each incarnation of a rank appends to its rank's file in the event directory; a
+line is one ``write`` to a descriptor opened with ``O_APPEND``, so lines of two
+incarnations never mix and a SIGKILL leaves whole lines. Every line carries
+rank, incarnation and generation (nothing outside a process is written without
+them), wall time for people and other hosts, and monotonic time for durations.
+
+Invariant: an event that was logged can be read back as the same dataclass
+(:func:`read_events`). Readers ignore fields they do not know, and keep events of
+a kind they do not know as plain fields. A log that cannot be written (disk full)
+is given up with one line on stderr: training goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from types import UnionType
+from typing import Any, ClassVar, Union, get_args, get_origin, get_type_hints
+
+__all__ = [
+    "EVENT_KINDS",
+    "Certificate",
+    "Event",
+    "EventLog",
+    "Generation",
+    "Phases",
+    "Plan",
+    "RankLost",
+    "Record",
+    "Recovery",
+    "SlowRank",
+    "Step",
+    "Substitution",
+    "read_events",
+]
+
+
+@dataclass(frozen=True)
+class Event:
+    """Base of what is logged. Fields hold JSON values, tuples and string-keyed dicts of them."""
+
+    kind: ClassVar[str] = ""
+
+
+@dataclass(frozen=True)
+class Generation(Event):
+    """A generation was decided."""
+
+    kind: ClassVar[str] = "generation"
+    number: int
+    reason: str
+    """'start', 'loss', 'join' or 'drain'."""
+    members: tuple[int, ...]
+    lost: tuple[int, ...] = ()
+    joined: tuple[int, ...] = ()
+    parked: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class RankLost(Event):
+    """One lost incarnation, where it stood, and everything known of its end."""
+
+    kind: ClassVar[str] = "loss"
+    lost_rank: int
+    lost_incarnation: int
+    host: str
+    cause: str
+    """'signal SIGKILL', 'exit code 1', 'stopped', 'node unreachable', 'hung'."""
+    step: int
+    last_lines: tuple[str, ...] = ()
+    tensor_parallel_group: tuple[int, ...] = ()
+    stage: int | None = None
+    replica: int | None = None
+
+
+@dataclass(frozen=True)
+class Plan(Event):
+    """The plan a generation runs."""
+
+    kind: ClassVar[str] = "plan"
+    step: int
+    plan_hash: str
+    stages: tuple[tuple[int, int, int, int], ...]
+    """(replica, cell, first unit, end unit) of every segment."""
+    rows: dict[str, int]
+    """Cell → rows of the global batch it computes."""
+    labels: tuple[str, ...] = ()
+    planning_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Phases(Event):
+    """Time one rank spent in each phase of one step, nanoseconds."""
+
+    kind: ClassVar[str] = "phases"
+    step: int
+    nanoseconds: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Recovery(Event):
+    """From noticing a loss to being able to go on, on one rank."""
+
+    kind: ClassVar[str] = "recovery"
+    step: int
+    """The first step committed afterwards."""
+    outcome: str
+    """'rolled forward', 're-run', 'between steps', 'checkpoint'."""
+    seconds: dict[str, float]
+    """By phase, in order: detect, freeze, decide, edit, promote, resume."""
+    lost_steps: int = 0
+
+
+@dataclass(frozen=True)
+class Certificate(Event):
+    """Outcome of a certificate: what was checked, over how much, how long it took."""
+
+    kind: ClassVar[str] = "certificate"
+    step: int
+    transition: str
+    """'start', 'recovery', 'join', 'migration', 'load', 'rolling'."""
+    passed: bool
+    blocks: int
+    mirrors: int
+    seconds: float
+    checks: tuple[str, ...] = ()
+    failures: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Step(Event):
+    """A committed step."""
+
+    kind: ClassVar[str] = "step"
+    step: int
+    samples: tuple[int, int]
+    """Consumed samples before and after: the step used [first, end) of the nominal grid."""
+    seconds: float
+    losses: dict[str, float] = field(default_factory=dict)
+    grad_norm: float | None = None
+    learning_rate: float | None = None
+    loss_scale: float | None = None
+    skipped: bool = False
+    attempts: int = 1
+    """1, or more when a loss had the step computed again."""
+    ledger: str = ""
+    """Hash of (row, sample) assignments."""
+
+
+@dataclass(frozen=True)
+class Substitution(Event):
+    """A setting replaced for this platform."""
+
+    kind: ClassVar[str] = "substitution"
+    flag: str
+    asked: str
+    used: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class SlowRank(Event):
+    """A rank's measured speed changed enough to plan anew."""
+
+    kind: ClassVar[str] = "slow_rank"
+    step: int
+    slow_rank: int
+    speed_ppm: int
+    """Relative to nominal: 500000 is half speed."""
+
+
+EVENT_KINDS: Mapping[str, type[Event]] = {
+    event.kind: event
+    for event in (Generation, RankLost, Plan, Phases, Recovery, Certificate, Step, Substitution, SlowRank)
+}
+
+
+def _to_json(value: Any) -> Any:
+    """JSON has no NaN and no infinity: they travel as strings."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return repr(value)
+    if isinstance(value, dict):
+        return {str(key): _to_json(item) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [_to_json(item) for item in value]
+    return value
+
+
+def _from_json(hint: Any, value: Any) -> Any:
+    """``value`` as the annotation ``hint`` wants it (tuples, floats, optional fields)."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        kept = next(arm for arm in arguments if arm is not type(None))
+        return None if value is None else _from_json(kept, value)
+    if origin is tuple:
+        if len(arguments) == 2 and arguments[1] is Ellipsis:
+            return tuple(_from_json(arguments[0], item) for item in value)
+        return tuple(_from_json(arm, item) for arm, item in zip(arguments, value, strict=True))
+    if origin is dict:
+        return {key: _from_json(arguments[1], item) for key, item in value.items()}
+    return float(value) if hint is float else value
+
+
+class EventLog:
+    """Appends events of one incarnation of a rank; does nothing when ``directory`` is None.
+
+    Set ``generation`` when a new one is decided: later lines carry it.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str] | None, rank: int, incarnation: int = 0) -> None:
+        self.rank = rank
+        self.incarnation = incarnation
+        self.generation = 0
+        self._file: int | None = None
+        if directory is None:
+            return
+        path = Path(directory)
+        path.mkdir(parents=True, exist_ok=True)
+        self._file = os.open(
+            path / f"rank{rank:05d}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644
+        )
+
+    @property
+    def enabled(self) -> bool:
+        """False when nothing would be written: lets a caller skip gathering what it would say."""
+        return self._file is not None
+
+    def write(self, event: Event) -> None:
+        """Append one line. Never raises for an unwritable file: says so once and stops logging."""
+        if self._file is None:
+            return
+        line: dict[str, Any] = {
+            "kind": event.kind,
+            "wall": time.time(),
+            "monotonic_ns": time.monotonic_ns(),
+            "rank": self.rank,
+            "incarnation": self.incarnation,
+            "generation": self.generation,
+        }
+        body = {item.name: _to_json(getattr(event, item.name)) for item in fields(event)}
+        data = (json.dumps({**line, "event": body}, separators=(",", ":")) + "\n").encode()
+        try:
+            written = os.write(self._file, data)
+            if written != len(data):
+                raise OSError(f"{written} of {len(data)} bytes written")
+        except OSError as error:
+            print(f"--elastic-event-log: rank {self.rank} stops logging events: {error}", file=sys.stderr, flush=True)
+            self.close()
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+
+@dataclass(frozen=True)
+class Record:
+    """A line read back. ``event`` is None for a kind this version does not know; ``fields`` has it raw."""
+
+    kind: str
+    wall: float
+    monotonic_ns: int
+    rank: int
+    incarnation: int
+    generation: int
+    event: Event | None
+    fields: dict[str, Any]
+
+
+def _parse(line: bytes) -> Record:
+    raw = json.loads(line)
+    body: dict[str, Any] = raw["event"]
+    event = None
+    if (known := EVENT_KINDS.get(raw["kind"])) is not None:
+        hints = get_type_hints(known)
+        event = known(**{f.name: _from_json(hints[f.name], body[f.name]) for f in fields(known) if f.name in body})
+    return Record(
+        raw["kind"], raw["wall"], raw["monotonic_ns"], raw["rank"], raw["incarnation"], raw["generation"], event, body
+    )
+
+
+def read_events(directory: str | os.PathLike[str]) -> list[Record]:
+    """All events of a run, by wall time (within a rank, in the order written).
+
+    A last line cut short by a full disk is left out. Raises ``ValueError`` with file and
+    line for anything else that is not an event, ``FileNotFoundError`` for a missing directory.
+    """
+    path = Path(directory)
+    if not path.is_dir():
+        raise FileNotFoundError(f"no event log directory {path}")
+    records: list[Record] = []
+    for file in sorted(path.glob("rank*.jsonl")):
+        lines = file.read_bytes().split(b"\n")
+        latest = -math.inf
+        for number, line in enumerate(lines, 1):
+            if number == len(lines):
+                break  # empty, or cut short
+            try:
+                record = _parse(line)
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(f"{file}:{number}: not an event: {error!r}") from error
+            latest = max(latest, record.wall)  # a clock set back must not reorder a rank's own lines
+            records.append(record if record.wall == latest else _at(record, latest))
+    return sorted(records, key=lambda record: record.wall)
+
+
+def _at(record: Record, wall: float) -> Record:
+    return Record(**{**{item.name: getattr(record, item.name) for item in fields(record)}, "wall": wall})

@@ -1,0 +1,195 @@
+"""An event written is the event read, whoever else writes and however the writer ends."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import resource
+import signal
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.elastic.observe.events import (
+    EVENT_KINDS,
+    Certificate,
+    EventLog,
+    Generation,
+    Phases,
+    Plan,
+    RankLost,
+    Recovery,
+    SlowRank,
+    Step,
+    Substitution,
+    read_events,
+)
+
+EVENTS = [
+    Generation(3, "loss", (0, 1, 3), lost=(2,), parked=(3,)),
+    RankLost(2, 0, "node-a", "signal SIGKILL", 7, ("Traceback", "boom ü"), (2, 3), stage=1, replica=0),
+    Plan(7, "ab12", ((0, 1, 0, 4), (1, 2, 0, 4)), {"1": 6, "2": 2}, ("instant",), 0.002),
+    Phases(7, {"compute": 12_000_000, "reduce": 5}),
+    Recovery(7, "re-run", {"freeze": 0.01, "edit": 0.2}),
+    Certificate(7, "recovery", True, 96, 96, 0.004, ("owners", "mirrors")),
+    Step(7, (56, 64), 0.3, {"lm loss": 3.5}, grad_norm=math.inf, learning_rate=1e-4, attempts=2, ledger="ff"),
+    Substitution("--transformer-impl", "transformer_engine", "local", "no CUDA"),
+    SlowRank(9, 4, 500_000),
+]
+
+
+def test_every_kind_survives_the_log(tmp_path):
+    assert {event.kind for event in EVENTS} == set(EVENT_KINDS)
+    log = EventLog(tmp_path / "new" / "events", rank=4, incarnation=2)
+    assert log.enabled
+    log.generation = 3
+    for event in EVENTS:
+        log.write(event)
+    log.close()
+    log.close()
+    records = read_events(tmp_path / "new" / "events")
+    assert [record.event for record in records] == EVENTS
+    assert {(r.rank, r.incarnation, r.generation) for r in records} == {(4, 2, 3)}
+    times = [(r.wall, r.monotonic_ns) for r in records]
+    assert times == sorted(times)
+
+
+def test_lines_are_plain_json(tmp_path):
+    log = EventLog(tmp_path, rank=0)
+    log.write(Step(1, (0, 8), 0.1, {"lm loss": math.nan}, grad_norm=-math.inf))
+    (file,) = tmp_path.iterdir()
+
+    def refuse(text: str) -> None:
+        raise AssertionError(f"{text} is not JSON")
+
+    assert json.loads(file.read_text(), parse_constant=refuse)["event"]["losses"] == {"lm loss": "nan"}
+    (record,) = read_events(tmp_path)
+    assert isinstance(record.event, Step)
+    assert math.isnan(record.event.losses["lm loss"]) and record.event.grad_norm == -math.inf
+
+
+@given(st.floats(), st.lists(st.text()), st.dictionaries(st.text(), st.integers(-(2**63), 2**63)))
+def test_any_value_survives_the_log(tmp_path_factory, number, lines, nanoseconds):
+    directory = tmp_path_factory.mktemp("events")
+    log = EventLog(directory, rank=0)
+    events = [
+        RankLost(0, 0, "h", "c", 1, tuple(lines)),
+        Phases(1, nanoseconds),
+        Certificate(1, "t", True, 1, 1, number),
+    ]
+    for event in events:
+        log.write(event)
+    log.close()
+    back = [record.event for record in read_events(directory)]
+    assert back[:2] == events[:2]
+    assert isinstance(back[2], Certificate)
+    assert back[2].seconds == number or (math.isnan(back[2].seconds) and math.isnan(number))
+
+
+def test_without_a_directory_nothing_is_written():
+    log = EventLog(None, rank=0)
+    assert not log.enabled
+    log.write(EVENTS[0])
+
+
+WRITER = """
+import sys
+from megatron.elastic.observe.events import EventLog, Step
+log = EventLog(sys.argv[1], rank=int(sys.argv[2]), incarnation=int(sys.argv[3]))
+print("ready", flush=True)
+step = 0
+while True:
+    step += 1
+    log.write(Step(step, (0, 8), 0.1, {"x" * 200: 1.0}))
+"""
+
+
+def test_killed_writers_leave_whole_lines_and_a_successor_appends(tmp_path):
+    writers = [
+        subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path), str(rank), str(life)], stdout=subprocess.PIPE)
+        for rank, life in ((0, 0), (1, 0), (0, 1))  # two lives of rank 0 at once: harsher than any real run
+    ]
+    try:
+        for writer in writers:
+            assert writer.stdout is not None and writer.stdout.readline() == b"ready\n"
+        while len(list(tmp_path.iterdir())) < 2 or min(f.stat().st_size for f in tmp_path.iterdir()) < 50_000:
+            assert all(writer.poll() is None for writer in writers)
+    finally:
+        for writer in writers:
+            writer.send_signal(signal.SIGKILL)
+            writer.wait()
+            assert writer.stdout is not None
+            writer.stdout.close()
+    log = EventLog(tmp_path, rank=1, incarnation=1)
+    log.write(EVENTS[0])
+    log.close()
+    records = read_events(tmp_path)
+    assert {(r.rank, r.incarnation) for r in records} == {(0, 0), (0, 1), (1, 0), (1, 1)}
+    for who in ((0, 0), (0, 1), (1, 0)):
+        steps = [r.event.step for r in records if (r.rank, r.incarnation) == who and isinstance(r.event, Step)]
+        assert steps == list(range(1, len(steps) + 1))
+
+
+def test_a_full_disk_ends_the_log_and_not_the_run(tmp_path, capfd):
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    log = EventLog(tmp_path, rank=6)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limit[1]))
+        for _ in range(50):
+            log.write(EVENTS[0])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, handler)
+    said = capfd.readouterr().err.splitlines()
+    assert len(said) == 1 and "--elastic-event-log" in said[0] and "rank 6" in said[0]
+    assert not log.enabled
+    records = read_events(tmp_path)
+    assert 3 < len(records) < 50 and all(record.event == EVENTS[0] for record in records)
+
+
+def test_foreign_lines_are_named_and_unknown_kinds_kept(tmp_path):
+    log = EventLog(tmp_path, rank=0)
+    log.write(EVENTS[3])
+    (file,) = tmp_path.iterdir()
+    line = json.loads(file.read_text())
+    newer = {**line, "kind": "weather", "event": {"rain": 3}}
+    extended = {**line, "event": {**line["event"], "new_field": 1}}
+    file.write_text("".join(json.dumps(one) + "\n" for one in (line, newer, extended)))
+    first, second, third = read_events(tmp_path)
+    assert first.event == third.event == EVENTS[3]
+    assert second.event is None and second.fields == {"rain": 3}
+    file.write_text("garbage\n")
+    with pytest.raises(ValueError, match=r"rank00000\.jsonl:1: not an event"):
+        read_events(tmp_path)
+    with pytest.raises(FileNotFoundError, match="no event log directory"):
+        read_events(tmp_path / "elsewhere")
+
+
+def test_a_clock_set_back_does_not_reorder_a_rank(tmp_path):
+    log = EventLog(tmp_path, rank=0)
+    for step in (1, 2, 3):
+        log.write(Phases(step, {}))
+    (file,) = tmp_path.iterdir()
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    lines[1]["wall"] -= 3600
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert [record.event for record in read_events(tmp_path)] == [Phases(step, {}) for step in (1, 2, 3)]
+
+
+def test_descriptors_do_not_leak_into_children(tmp_path):
+    log = EventLog(tmp_path, rank=0)
+    opened = [int(fd) for fd in os.listdir("/proc/self/fd") if _is(fd, str(tmp_path / "rank00000.jsonl"))]
+    assert len(opened) == 1 and not os.get_inheritable(opened[0])
+    log.close()
+
+
+def _is(descriptor: str, path: str) -> bool:
+    try:
+        return os.readlink(f"/proc/self/fd/{descriptor}") == path
+    except OSError:
+        return False
