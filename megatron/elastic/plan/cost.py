@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from megatron.elastic.plan.model import Cell, Edge, Piece, Profile
+from megatron.elastic.plan.model import Cell, Edge, Piece, Profile, Replica
 
-__all__ = ["Costs", "PieceCost", "plan_costs", "unit_sums"]
+__all__ = ["Costs", "PieceCost", "held_bytes", "plan_costs", "unit_sums"]
 
 PPM = 1_000_000
 
@@ -72,3 +72,25 @@ def _transfer(edge: Edge, pieces: Sequence[Piece], profile: Profile) -> int:
         return 0
     size = profile.units[source.end - 1].boundary_bytes * len(edge.rows)
     return profile.latency_ns + -(-size * 1_000_000_000 // profile.link_bytes_per_s)
+
+
+def held_bytes(replicas: Iterable[Replica], profile: Profile, tied: Sequence[tuple[int, int]] = ()) -> dict[int, int]:
+    """Bytes of parameters and optimizer state per cell.
+
+    Optimizer state counts divided by the number of cells that hold the unit
+    (ZeRO-1 over the unit group), rounded up. Tied units are one unit: a cell that
+    holds both holds the weights once, and both holders' groups are one group.
+    """
+    same = {second: first for first, second in tied}
+    holders: dict[int, set[int]] = {}
+    for replica in replicas:
+        for segment in replica.segments:
+            for unit in range(segment.first, segment.end):
+                holders.setdefault(same.get(unit, unit), set()).add(segment.cell)
+    need: dict[int, int] = {}
+    for unit, cells in holders.items():
+        cost = profile.units[unit]
+        each = cost.param_bytes + -(-cost.state_bytes // len(cells))
+        for cell in cells:
+            need[cell] = need.get(cell, 0) + each
+    return need

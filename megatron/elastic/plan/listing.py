@@ -1,9 +1,11 @@
 """List scheduling: tables for plans that fit no fixed pattern.
 
 Idea: run the plan forwards in simulated time; whenever a cell is idle it starts
-the best ready action: a backward before a forward (that frees memory), earlier
-waves before later ones, a deferred weight gradient only when nothing else may
-run (ZB-H1's use of bubbles: Qi et al., arXiv 2401.10241). The order in which
+the best ready action: a forward while the cap leaves room, else a backward,
+else a deferred weight gradient (ZB-H1's use of bubbles: Qi et al., arXiv
+2401.10241), earlier waves first. In a regular pipeline that is 1F1B. Where one
+cell serves two pipelines, the other preference (backwards first) tends to run
+forwards and backwards in batches; both can be asked for. The order in which
 actions started is the table. Since each action started after its inputs had
 arrived, tables made this way cannot deadlock.
 
@@ -60,9 +62,11 @@ class _Scheduler:
         costs: Costs,
         caps: Mapping[int, int],
         split_backward: bool,
+        forward_first: bool,
     ) -> None:
         self.pieces, self.edges, self.index = pieces, edges, index
         self.waves, self.costs, self.caps, self.split = waves, costs, caps, split_backward
+        self.forward_first = forward_first
         self.cells = {cell: _CellState() for cell in sorted({pieces[n].cell for n in group})}
         self.inputs = {n: len(index.incoming[n]) for n in group}
         self.grads = {n: len(index.outgoing[n]) + 1 for n in group}
@@ -105,9 +109,10 @@ class _Scheduler:
         state = self.cells[cell]
         if state.free_at > self.now:
             return
-        if state.backwards:
+        forward = bool(state.forwards) and (force or self._fits(cell, state))
+        if state.backwards and not (forward and self.forward_first):
             self._start_backward(cell, state, heapq.heappop(state.backwards)[1])
-        elif state.forwards and (force or self._fits(cell, state)):
+        elif forward:
             self._start_forward(cell, state, heapq.heappop(state.forwards)[1])
         elif state.weights:
             number = heapq.heappop(state.weights)[1]
@@ -162,6 +167,7 @@ def list_schedule(
     costs: Costs,
     caps: Mapping[int, int],
     split_backward: bool = False,
+    forward_first: bool = True,
 ) -> Listing:
     """Orders for the pieces ``group`` (closed under edges). ``caps[cell]``: rows held at once."""
-    return _Scheduler(group, pieces, edges, index, waves, costs, caps, split_backward).run()
+    return _Scheduler(group, pieces, edges, index, waves, costs, caps, split_backward, forward_first).run()

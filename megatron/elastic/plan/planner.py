@@ -19,17 +19,10 @@ from typing import Literal
 
 from megatron.elastic.plan.cost import plan_costs
 from megatron.elastic.plan.dataflow import PlanError, Share, home_rows, number_pieces, piece_edges, reroute, resize
-from megatron.elastic.plan.listing import list_schedule
-from megatron.elastic.plan.model import Cell, Edge, Op, Piece, Plan, Profile, Replica, Segment, Topology, UnitCost
-from megatron.elastic.plan.schedule import (
-    EdgeIndex,
-    Step,
-    components,
-    index_edges,
-    is_pipeline,
-    one_f_one_b,
-    tables_from_orders,
-)
+from megatron.elastic.plan.model import Op, Plan, Profile, Segment, Topology, UnitCost
+from megatron.elastic.plan.orders import Work, compute_orders, memory_rows
+from megatron.elastic.plan.schedule import Step, components, index_edges, tables_from_orders
+from megatron.elastic.plan.topology import living_replicas
 
 __all__ = ["assemble", "instant_plan", "nominal_plan", "plan_hash", "uniform_profile"]
 
@@ -92,13 +85,6 @@ def _check_topology(topology: Topology, profile: Profile) -> None:
             raise PlanError(f"replica {number} ends at unit {at} of {topology.units}")
 
 
-def living_replicas(topology: Topology) -> tuple[Replica, ...]:
-    """Replicas with only the segments of living cells: what is held where after the loss."""
-    alive = {cell.id for cell in topology.cells}
-    kept = (Replica(tuple(s for s in r.segments if s.cell in alive)) for r in topology.replicas)
-    return tuple(replica for replica in kept if replica.segments)
-
-
 def assemble(
     topology: Topology,
     profile: Profile,
@@ -111,46 +97,13 @@ def assemble(
     edges = piece_edges(pieces)
     index = index_edges(pieces, edges)
     costs = plan_costs(pieces, edges, topology.cells, profile)
+    work = Work(pieces, edges, index, waves, costs, memory_rows(pieces, topology, profile))
     orders: dict[int, list[Step]] = {}
     for group in components(pieces, edges):
-        stages = None if split_backward else is_pipeline(group, pieces)
-        if stages is not None:
-            orders.update({cell: one_f_one_b(n, at, len(stages)) for at, (cell, n) in enumerate(stages)})
-        else:
-            caps = row_caps(group, pieces, edges, index, waves, topology.cells, profile)
-            listing = list_schedule(group, pieces, edges, index, waves, costs, caps, split_backward)
-            orders.update(listing.orders)
+        orders.update(compute_orders(group, work, split_backward))
     tables = tables_from_orders(orders, index)
     replicas = living_replicas(topology)
     return Plan(topology.grid, topology.cells, replicas, pieces, edges, tables, (), topology.parked, labels)
-
-
-def row_caps(
-    group: Sequence[int],
-    pieces: Sequence[Piece],
-    edges: Sequence[Edge],
-    index: EdgeIndex,
-    waves: Sequence[int],
-    cells: Sequence[Cell],
-    profile: Profile,
-) -> dict[int, int]:
-    """Rows each cell of a group may hold at once: 1F1B's bound, or what memory leaves.
-
-    1F1B holds (stages from here to the end) micro-batches; a cell that computes
-    for several pipelines holds that for each of them.
-    """
-    depth: dict[int, int] = {}
-    for number in sorted(group, key=lambda n: -pieces[n].first):
-        after = [depth[edges[e].target] for e in index.outgoing[number]]
-        depth[number] = 1 + max(after, default=0)
-    per_wave: dict[int, dict[int, int]] = {}
-    deepest: dict[int, int] = {}
-    for number in group:
-        piece = pieces[number]
-        rows = per_wave.setdefault(piece.cell, {})
-        rows[waves[number]] = rows.get(waves[number], 0) + len(piece.rows)
-        deepest[piece.cell] = max(deepest.get(piece.cell, 0), depth[number])
-    return {cell: deepest[cell] * max(rows.values()) for cell, rows in per_wave.items()}
 
 
 def plan_hash(plan: Plan) -> str:

@@ -35,6 +35,7 @@ __all__ = [
     "is_pipeline",
     "one_f_one_b",
     "tables_from_orders",
+    "zero_bubble_h1",
 ]
 
 Step = tuple[Op, int]
@@ -92,6 +93,52 @@ def one_f_one_b(pieces: Sequence[int], stage: int, stages: int) -> list[Step]:
     return order
 
 
+def zero_bubble_h1(pieces: Sequence[int], stage: int, stages: int) -> list[Step]:
+    """ZB-H1 (Qi et al., arXiv 2401.10241, section 2.1): 1F1B with weight gradients ``stage`` micro-batches late.
+
+    Every stage then holds as much as 1F1B's first one (``stages`` micro-batches)
+    and the bubble is ``(stages - 1) (F + BI - BW)``.
+    """
+    count = len(pieces)
+    warm_up = min(stages - 1 - stage, count)
+    order: list[Step] = [(Op.FORWARD, piece) for piece in pieces[:warm_up]]
+    for done in range(count):
+        if done + warm_up < count:
+            order.append((Op.FORWARD, pieces[done + warm_up]))
+        order.append((Op.BACKWARD_INPUT, pieces[done]))
+        if done >= stage:
+            order.append((Op.BACKWARD_WEIGHT, pieces[done - stage]))
+    order.extend((Op.BACKWARD_WEIGHT, piece) for piece in pieces[max(0, count - stage) :])
+    return order
+
+
+def interleaved(chunks: Sequence[Sequence[int]], stage: int, stages: int) -> list[Step]:
+    """Megatron's interleaved 1F1B order of one cell that holds ``len(chunks)`` model chunks.
+
+    ``chunks[c]`` lists the cell's pieces of chunk ``c`` by micro-batch. Micro-batches
+    go in groups of ``stages`` through all chunks (Narayanan et al., arXiv 2104.04473,
+    section 2.2); warm-up is ``2 (stages - stage - 1) + (chunks - 1) stages`` forwards.
+    Raises ``ValueError`` unless the number of micro-batches is a multiple of ``stages``.
+    """
+    count, depth = len(chunks[0]), len(chunks)
+    if count % stages:
+        raise ValueError(f"{count} micro-batches are not a multiple of {stages} stages")
+    total = count * depth
+
+    def piece(virtual: int, backward: bool) -> int:
+        group, within = divmod(virtual, stages * depth)
+        chunk, offset = divmod(within, stages)
+        return chunks[depth - 1 - chunk if backward else chunk][group * stages + offset]
+
+    warm_up = min(2 * (stages - stage - 1) + (depth - 1) * stages, total)
+    order: list[Step] = [(Op.FORWARD, piece(k, False)) for k in range(warm_up)]
+    for k in range(total - warm_up):
+        order.append((Op.FORWARD, piece(k + warm_up, False)))
+        order.append((Op.BACKWARD, piece(k, True)))
+    order.extend((Op.BACKWARD, piece(k, True)) for k in range(total - warm_up, total))
+    return order
+
+
 def components(pieces: Sequence[Piece], edges: Sequence[Edge]) -> list[list[int]]:
     """Piece ids in groups that share neither a cell nor an edge: each can be scheduled by itself."""
     parent = list(range(len(pieces)))
@@ -138,6 +185,31 @@ def is_pipeline(group: Sequence[int], pieces: Sequence[Piece]) -> list[tuple[int
     if any([pieces[n].rows for n in numbers] != rows for _, numbers in stages[1:]):
         return None
     return stages
+
+
+def is_interleaved(group: Sequence[int], pieces: Sequence[Piece]) -> list[tuple[int, list[list[int]]]] | None:
+    """``[(cell, its chunks)]`` by stage when ``group`` is one regular interleaved pipeline, else None.
+
+    Regular: the chain of unit ranges visits the same cells in the same order
+    ``chunks`` times, all with the same rows, their number a multiple of the stages.
+    """
+    chain: dict[tuple[int, int], list[int]] = {}
+    for number in group:
+        chain.setdefault((pieces[number].first, pieces[number].end), []).append(number)
+    spans = sorted(chain)
+    if any(a[1] != b[0] for a, b in pairwise(spans)):
+        return None
+    cells = [{pieces[n].cell for n in chain[span]} for span in spans]
+    stages = len({cell for found in cells for cell in found})
+    if any(len(found) != 1 for found in cells) or len(spans) % stages or len(spans) == stages:
+        return None
+    by_stage = [next(iter(found)) for found in cells]
+    rows = [pieces[n].rows for n in chain[spans[0]]]
+    if by_stage != by_stage[:stages] * (len(spans) // stages) or len(set(by_stage[:stages])) != stages:
+        return None
+    if len(rows) % stages or any([pieces[n].rows for n in chain[span]] != rows for span in spans[1:]):
+        return None
+    return [(by_stage[at], [chain[span] for span in spans[at::stages]]) for at in range(stages)]
 
 
 def tables_from_orders(

@@ -14,10 +14,10 @@ piece, tables finish, rows held never exceed what memory allows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megatron.elastic.plan.cost import unit_sums
+from megatron.elastic.plan.cost import held_bytes, unit_sums
 from megatron.elastic.plan.model import Action, Op, Piece, Plan, Profile
 
 __all__ = ["InvalidPlan", "TableRun", "held_rows_peak", "memory_peaks", "run_tables", "validate_plan"]
@@ -239,22 +239,9 @@ def held_rows_peak(plan: Plan, cell: int) -> int:
     return peak
 
 
-def memory_peaks(plan: Plan, profile: Profile) -> dict[int, int]:
-    """Bytes each cell needs: parameters and optimizer state of the units it holds, plus held activations.
-
-    Optimizer state is counted divided by the number of cells that hold the unit
-    (ZeRO-1 over the unit group), rounded up.
-    """
-    holders: dict[int, set[int]] = {}
-    for replica in plan.replicas:
-        for segment in replica.segments:
-            for unit in range(segment.first, segment.end):
-                holders.setdefault(unit, set()).add(segment.cell)
-    need: dict[int, int] = {}
-    for unit, cells in holders.items():
-        cost = profile.units[unit]
-        for cell in cells:
-            need[cell] = need.get(cell, 0) + cost.param_bytes + -(-cost.state_bytes // len(cells))
+def memory_peaks(plan: Plan, profile: Profile, tied: Sequence[tuple[int, int]] = ()) -> dict[int, int]:
+    """Bytes each cell needs: parameters and optimizer state of the units it holds, plus held activations."""
+    need = held_bytes(plan.replicas, profile, tied)
     sums = unit_sums(unit.activation_bytes for unit in profile.units)
     for cell, table in plan.tables:
         peak = held = 0

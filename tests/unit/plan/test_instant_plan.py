@@ -11,21 +11,18 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megatron.elastic.plan.dataflow import PlanError, apportion, deal, row_groups
-from megatron.elastic.plan.model import Cell, Grid, Op, Plan, Replica, Segment, Topology
+from megatron.elastic.plan.model import Op, Plan, Replica, Segment, Topology
 from megatron.elastic.plan.planner import instant_plan, nominal_plan, plan_hash
+from megatron.elastic.plan.topology import regular_topology, without_cells, without_ranks
 from megatron.elastic.plan.validate import InvalidPlan, held_rows_peak, validate_plan
 
 
 def regular(dp: int, pp: int, layers: int, mbs: int = 1, waves: int = 4) -> Topology:
-    """``dp`` equal pipelines of ``pp`` one-rank cells."""
-    cuts = [stage * layers // pp for stage in range(pp + 1)]
-    cells = tuple(Cell(r * pp + s, (r * pp + s,)) for r in range(dp) for s in range(pp))
-    replicas = tuple(Replica(tuple(Segment(r * pp + s, cuts[s], cuts[s + 1]) for s in range(pp))) for r in range(dp))
-    return Topology(Grid(mbs * dp * waves, mbs, dp), layers, cells, replicas)
+    return regular_topology(dp, pp, layers, mbs, waves)
 
 
 def without(topology: Topology, *lost: int) -> Topology:
-    return replace(topology, cells=tuple(cell for cell in topology.cells if cell.id not in lost))
+    return without_cells(topology, lost)
 
 
 @st.composite
@@ -103,6 +100,13 @@ def test_a_slow_holder_takes_fewer_rows() -> None:
     assert rows == [50, 40]
 
 
+def test_the_other_ranks_of_a_broken_tensor_parallel_group_are_parked() -> None:
+    plan = instant_plan(without_ranks(regular_topology(2, 2, 4, waves=2, tp=2), [5]))
+    validate_plan(plan, 4)
+    assert plan.parked == (4,)
+    assert [cell.id for cell in plan.cells] == [0, 1, 3]
+
+
 def test_a_unit_without_holder_is_named() -> None:
     with pytest.raises(PlanError, match=r"units \[2, 4\) have no living holder"):
         instant_plan(without(regular(dp=2, pp=2, layers=4), 1, 3))
@@ -111,11 +115,10 @@ def test_a_unit_without_holder_is_named() -> None:
 def test_plan_hash_is_the_same_in_another_process_and_differs_for_another_plan() -> None:
     topology = without(regular(dp=3, pp=4, layers=8), 5)
     code = (
-        "import sys; sys.path.insert(0, sys.argv[1]); import test_instant_plan as t; "
-        "print(t.plan_hash(t.instant_plan(t.without(t.regular(dp=3, pp=4, layers=8), 5))))"
+        "from megatron.elastic.plan import planner, topology as t; "
+        "print(planner.plan_hash(planner.instant_plan(t.without_cells(t.regular_topology(3, 4, 8, 1, 4), [5]))))"
     )
-    here = __file__.rsplit("/", 1)[0]
-    out = subprocess.run([sys.executable, "-c", code, here], capture_output=True, text=True, timeout=60, check=True)
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     mine = plan_hash(instant_plan(topology))
     assert out.stdout.strip() == mine
     assert plan_hash(instant_plan(topology, None, "resize", True)) != plan_hash(nominal_plan(regular(3, 4, 8)))

@@ -1,0 +1,102 @@
+"""Compute orders: a fixed generator where the plan is regular, list scheduling elsewhere.
+
+Idea: plain pipelines get Megatron's 1F1B (or ZB-H1 with a split backward),
+regular interleaved ones Megatron's interleaved order, so that an undisturbed
+job runs what Megatron runs. Anything else is list-scheduled with several
+memory caps and preferences, and the fastest result is kept (ties: the first,
+which holds least). Deterministic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from megatron.elastic.plan.cost import Costs, held_bytes, unit_sums
+from megatron.elastic.plan.listing import list_schedule
+from megatron.elastic.plan.model import Edge, Piece, Profile, Topology
+from megatron.elastic.plan.schedule import (
+    EdgeIndex,
+    Step,
+    interleaved,
+    is_interleaved,
+    is_pipeline,
+    one_f_one_b,
+    zero_bubble_h1,
+)
+from megatron.elastic.plan.topology import living_replicas
+
+__all__ = ["Work", "compute_orders", "memory_rows", "row_caps"]
+
+
+@dataclass(frozen=True)
+class Work:
+    """Everything a compute order follows from. ``limit[cell]``: rows whose activations fit."""
+
+    pieces: Sequence[Piece]
+    edges: Sequence[Edge]
+    index: EdgeIndex
+    waves: Sequence[int]
+    costs: Costs
+    limit: Mapping[int, int]
+
+
+def compute_orders(group: Sequence[int], work: Work, split_backward: bool) -> dict[int, list[Step]]:
+    """Compute order of each cell of ``group``, pieces that share neither cell nor edge with others."""
+    stages = is_pipeline(group, work.pieces)
+    if stages is not None and not split_backward:
+        return {cell: one_f_one_b(own, at, len(stages)) for at, (cell, own) in enumerate(stages)}
+    if stages is not None and _zero_bubble_fits(stages, work):
+        return {cell: zero_bubble_h1(own, at, len(stages)) for at, (cell, own) in enumerate(stages)}
+    chunked = is_interleaved(group, work.pieces)
+    if chunked is not None and not split_backward:
+        return {cell: interleaved(chunks, at, len(chunked)) for at, (cell, chunks) in enumerate(chunked)}
+    tried = (
+        list_schedule(
+            group, work.pieces, work.edges, work.index, work.waves, work.costs, caps, split_backward, forward_first
+        )
+        for caps in row_caps(group, work)
+        for forward_first in (True, False)
+    )
+    return min(tried, key=lambda listing: listing.makespan).orders
+
+
+def row_caps(group: Sequence[int], work: Work) -> list[dict[int, int]]:
+    """Candidate bounds on the rows each cell of a group may hold at once, the thriftiest first.
+
+    1F1B holds (stages from here to the end) micro-batches; a cell that computes
+    for several pipelines holds that for each of them. The second candidate gives
+    every cell what the first gives the neediest (ZB-H1's reading of "1F1B's
+    memory"). Both are cut to what the cell's memory leaves.
+    """
+    depth: dict[int, int] = {}
+    for number in sorted(group, key=lambda n: -work.pieces[n].first):
+        after = [depth[work.edges[e].target] for e in work.index.outgoing[number]]
+        depth[number] = 1 + max(after, default=0)
+    per_wave: dict[int, dict[int, int]] = {}
+    deepest: dict[int, int] = {}
+    for number in group:
+        piece = work.pieces[number]
+        rows = per_wave.setdefault(piece.cell, {})
+        rows[work.waves[number]] = rows.get(work.waves[number], 0) + len(piece.rows)
+        deepest[piece.cell] = max(deepest.get(piece.cell, 0), depth[number])
+    thrifty = {cell: deepest[cell] * max(rows.values()) for cell, rows in per_wave.items()}
+    even = dict.fromkeys(thrifty, max(thrifty.values()))
+    caps = [{cell: max(1, min(rows, work.limit[cell])) for cell, rows in wanted.items()} for wanted in (thrifty, even)]
+    return caps if caps[0] != caps[1] else caps[:1]
+
+
+def memory_rows(pieces: Sequence[Piece], topology: Topology, profile: Profile) -> dict[int, int]:
+    """Rows per cell whose activations fit beside what it holds (its largest piece's units count for each row)."""
+    fixed = held_bytes(living_replicas(topology), profile, topology.tied)
+    sums = unit_sums(unit.activation_bytes for unit in profile.units)
+    widest: dict[int, int] = {}
+    for piece in pieces:
+        widest[piece.cell] = max(widest.get(piece.cell, 1), sums[piece.end] - sums[piece.first])
+    memory = {cell.id: cell.memory_bytes for cell in topology.cells}
+    return {cell: (memory[cell] - fixed.get(cell, 0)) // size for cell, size in widest.items()}
+
+
+def _zero_bubble_fits(stages: Sequence[tuple[int, list[int]]], work: Work) -> bool:
+    """Every stage of a zero-bubble pipeline holds as many micro-batches as there are stages."""
+    return all(len(stages) * max(len(work.pieces[n].rows) for n in own) <= work.limit[cell] for cell, own in stages)
