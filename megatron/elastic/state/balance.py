@@ -1,0 +1,174 @@
+"""Owners of each unit group brought within one block of each other, moving as little as possible.
+
+Making a mirror the owner is free; making a rank owner that has no copy costs one
+block on the wire. Per unit group the loads are first evened along *free* paths
+(rank r gives a block to r' that mirrors it, r' one of its own to r'', …). The
+loads reachable that way form an M-convex set, so steepest descent ends in the
+decreasingly minimal one, which minimises every symmetric convex function of the
+loads at once (Frank and Murota, "Decreasing minimization on M-convex sets", 2019),
+the number of paid moves still needed among them. Only those are paid.
+
+Then the ranks that own one block more are evened out over the units, so that
+ranks holding the same units own nearly the same bytes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+from megatron.elastic.state.layout import BlockKey
+from megatron.elastic.state.placement import Copies, UnitGroup
+
+__all__ = ["LEVEL_TOLERANCE", "balanced_owners"]
+
+LEVEL_TOLERANCE = 0.02
+"""Ranks with the same units may differ by this share of their owned blocks before bytes are moved for it."""
+
+
+class _Ownership:
+    """Owners of one unit group while they are being moved."""
+
+    def __init__(self, group: UnitGroup, copies: Mapping[BlockKey, Copies]) -> None:
+        self.holders = group.holders
+        self.owner = {block.key: copies[block.key].owner for block in group.blocks}
+        self.held = {block.key: copies[block.key].ranks for block in group.blocks}
+        self.load = dict.fromkeys(group.holders, 0)
+        for rank in self.owner.values():
+            if rank in self.load:
+                self.load[rank] += 1
+
+    def give(self, key: BlockKey, rank: int) -> None:
+        """Change the owner of ``key`` to ``rank``."""
+        if self.owner[key] in self.load:
+            self.load[self.owner[key]] -= 1
+        self.owner[key] = rank
+        self.load[rank] += 1
+
+    def _free_edges(self) -> dict[int, dict[int, BlockKey]]:
+        """r → r' → a block owned by r that r' mirrors."""
+        edges: dict[int, dict[int, BlockKey]] = {rank: {} for rank in self.holders}
+        for key in sorted(self.owner):
+            owner = self.owner[key]
+            if owner in edges:
+                for rank in self.held[key]:
+                    if rank != owner and rank in edges:
+                        edges[owner].setdefault(rank, key)
+        return edges
+
+    def free_path(self, source: int, targets: frozenset[int]) -> list[tuple[BlockKey, int]] | None:
+        """Shortest chain of free moves from ``source`` to the least loaded of ``targets`` at that distance."""
+        edges, came = self._free_edges(), dict[int, tuple[int, BlockKey]]()
+        queue, seen = deque([source]), {source}
+        while queue:
+            rank = queue.popleft()
+            if rank in targets:
+                return _trace(came, source, rank)
+            for other in sorted(edges[rank]):
+                if other not in seen:
+                    seen.add(other)
+                    came[other] = (rank, edges[rank][other])
+                    queue.append(other)
+        return None
+
+    def even_freely(self) -> None:
+        """Free moves from loaded to less loaded ranks (difference 2 or more) until none is left."""
+        progress = True
+        while progress:
+            progress = False
+            for source in sorted(self.load, key=lambda r: (-self.load[r], r)):
+                targets = frozenset(r for r, n in self.load.items() if self.load[source] - n >= 2)
+                path = self.free_path(source, targets) if targets else None
+                if path:
+                    for key, rank in path:
+                        self.give(key, rank)
+                    progress = True
+                    break
+
+    def adopt_orphans(self, paid: bool) -> None:
+        """Blocks owned outside the group go to the least loaded holder (with a copy, unless ``paid``)."""
+        orphans = sorted(key for key, rank in self.owner.items() if rank not in self.load)
+        for key in orphans:
+            able = self.holders if paid else tuple(r for r in self.held[key] if r in self.load)
+            if able:
+                self.give(key, min(able, key=lambda r: (self.load[r], r)))
+
+    def pay(self, source: int, target: int) -> None:
+        """One paid move; a block short of copies first, since it needs a new copy anyway."""
+        keys = sorted(key for key, rank in self.owner.items() if rank == source)
+        self.give(min(keys, key=lambda key: (len(self.held[key]), key)), target)
+
+    def even_by_paying(self, total: Mapping[int, int]) -> None:
+        """Paid moves from the most to the least loaded until within one block; ``total`` breaks ties."""
+        while True:
+            source = max(self.holders, key=lambda r: (self.load[r], total.get(r, 0), -r))
+            target = min(self.holders, key=lambda r: (self.load[r], total.get(r, 0), r))
+            if self.load[source] - self.load[target] < 2:
+                return
+            self.pay(source, target)
+
+
+def _trace(came: Mapping[int, tuple[int, BlockKey]], source: int, rank: int) -> list[tuple[BlockKey, int]]:
+    path = []
+    while rank != source:
+        before, key = came[rank]
+        path.append((key, rank))
+        rank = before
+    return path
+
+
+def balanced_owners(copies: Mapping[BlockKey, Copies], groups: Sequence[UnitGroup]) -> dict[BlockKey, int]:
+    """Owner of every block of ``groups``: a holder, at most one block apart within a group.
+
+    ``copies`` are those that exist; none of them need be at a holder.
+    """
+    states = [_Ownership(group, copies) for group in groups]
+    total: dict[int, int] = {}
+    for state in states:
+        state.adopt_orphans(paid=False)
+        state.even_freely()
+        state.adopt_orphans(paid=True)
+        state.even_freely()
+        for rank, load in state.load.items():
+            total[rank] = total.get(rank, 0) + load
+    for state in states:
+        for rank, load in state.load.items():
+            total[rank] -= load
+        state.even_by_paying(total)
+        for rank, load in state.load.items():
+            total[rank] += load
+    _level(states, total)
+    return {key: rank for state in states for key, rank in state.owner.items()}
+
+
+def _level(states: Sequence[_Ownership], total: dict[int, int]) -> None:
+    """Even owned blocks between ranks that hold the same units, freely first."""
+    classes: dict[tuple[int, ...], list[int]] = {}
+    for rank in sorted(total):
+        signature = tuple(i for i, state in enumerate(states) if rank in state.load)
+        classes.setdefault(signature, []).append(rank)
+    for signature, ranks in classes.items():
+        while len(ranks) > 1:
+            high = max(ranks, key=lambda r: (total[r], -r))
+            low = min(ranks, key=lambda r: (total[r], r))
+            gap = total[high] - total[low]
+            worth_paying = gap > max(1.0, LEVEL_TOLERANCE * total[high])
+            if gap < 2 or not _shift([states[i] for i in signature], high, low, worth_paying):
+                break
+            total[high] -= 1
+            total[low] += 1
+
+
+def _shift(states: Sequence[_Ownership], high: int, low: int, may_pay: bool) -> bool:
+    """Hand one block from ``high`` to ``low`` in a unit where that keeps the balance."""
+    able = [state for state in states if state.load[high] > state.load[low]]
+    for state in able:
+        path = state.free_path(high, frozenset({low}))
+        if path:
+            for key, rank in path:
+                state.give(key, rank)
+            return True
+    if may_pay and able:
+        able[0].pay(high, low)
+        return True
+    return False

@@ -1,0 +1,168 @@
+"""Where mirrors go: other failure domains, declustered, existing copies first.
+
+An owner's blocks are mirrored over S peers of its unit group, evenly, so that at
+its death S survivors already hold what is lost and each takes a like share
+(declustered placement after Holland and Gibson, "Parity declustering", ASPLOS
+1992). Peers are the S nearest on the ring of holders, on both sides: neighbours
+are peers of each other, and a change of membership alters few peer sets.
+
+Order of preference for one mirror
+1. tier: in the group and another failure domain; in the group; another group in
+   another domain; another group. The last of several mirrors leaves the owner's
+   domain, if need be to another group.
+2. a rank that has the block already: costs nothing;
+3. one of the owner's peers, with the fewest of its blocks in this unit;
+4. fewest mirrors in this unit, then in all, then nearest on the ring.
+
+A copy outside the owner's peers is tolerated (moving it only for that would cost
+bytes) and is the first to be moved when a peer has too little.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from megatron.elastic.state.layout import BlockKey
+from megatron.elastic.state.placement import Rules, UnitGroup
+
+__all__ = ["MirrorChoice"]
+
+
+class MirrorChoice:
+    """Chooses mirrors group by group, remembering how much each rank mirrors so far."""
+
+    def __init__(self, rules: Rules) -> None:
+        self.rules = rules
+        self._total: dict[int, int] = {}
+
+    def choose(
+        self, group: UnitGroup, owners: Mapping[BlockKey, int], held: Mapping[BlockKey, tuple[int, ...]]
+    ) -> dict[BlockKey, tuple[int, ...]]:
+        """Mirrors of every block of ``group``; ``held`` lists ranks that have a block already."""
+        table = _Table(group, self.rules, owners, held, self._total)
+        for block in group.blocks:
+            for position in range(self.rules.mirrors):
+                if not table.add_best(block.key, position):
+                    break
+        table.spread()
+        return table.mirrors
+
+
+class _Table:
+    """Mirrors of one unit group while they are being chosen."""
+
+    def __init__(
+        self,
+        group: UnitGroup,
+        rules: Rules,
+        owners: Mapping[BlockKey, int],
+        held: Mapping[BlockKey, tuple[int, ...]],
+        total: dict[int, int],
+    ) -> None:
+        self.rules, self.owners, self.held, self.total = rules, owners, held, total
+        self.holders = group.holders
+        self.home = frozenset(group.holders)
+        self.mirrors: dict[BlockKey, tuple[int, ...]] = {block.key: () for block in group.blocks}
+        self.pairs: dict[tuple[int, int], int] = {}
+        self.load: dict[int, int] = {}
+        self.order = {owner: self._ordered(owner) for owner in sorted({owners[key] for key in self.mirrors})}
+
+    def _tier(self, owner: int, rank: int) -> int:
+        away = self.rules.domains[rank] != self.rules.domains[owner]
+        return (0 if rank in self.home else 2) + (0 if away else 1)
+
+    def _ordered(self, owner: int) -> dict[int, tuple[int, int]]:
+        """Candidate rank → (0 for a peer or 1, place in the order of preference)."""
+        ring, slots = len(self.holders), max(self.rules.domains) + 1
+        at = self.holders.index(owner) if owner in self.home else 0
+        places = {rank: i for i, rank in enumerate(self.holders)}
+
+        def distance(rank: int) -> tuple[int, int]:
+            if rank in self.home:
+                ahead = (places[rank] - at) % ring
+                return min(ahead, ring - ahead), ahead
+            return (rank - owner) % slots, 0
+
+        ranked = sorted(
+            (r for r in self.rules.domains if r != owner), key=lambda r: (self._tier(owner, r), distance(r), r)
+        )
+        best = [r for r in ranked if self._tier(owner, r) == self._tier(owner, ranked[0])] if ranked else []
+        wanted = max(self.rules.scatter_width, self.rules.mirrors)
+        pool = best if len(best) >= self.rules.mirrors else ranked
+        peers = set(pool[:wanted]) | {r for r in ranked if self._tier(owner, r) == 2 and self.rules.mirrors > 1}
+        return {rank: (0 if rank in peers else 1, i) for i, rank in enumerate(ranked)}
+
+    def _wish(self, owner: int, rank: int, taken: tuple[int, ...], position: int) -> int:
+        """Tier of ``rank`` for the mirror at ``position``, given those ``taken``."""
+        domains, tier = self.rules.domains, self._tier(owner, rank)
+        covered = any(domains[r] != domains[owner] for r in taken)
+        if covered and tier in (0, 1):
+            return 0
+        last_chance = position == self.rules.mirrors - 1 and position > 0 and not covered
+        return 0 if last_chance and tier == 2 else tier
+
+    def add_best(self, key: BlockKey, position: int) -> bool:
+        """Append the best further mirror of ``key``; False when no rank is left."""
+        owner, taken, held = self.owners[key], self.mirrors[key], self.held[key]
+        order = self.order[owner]
+
+        def preference(rank: int) -> tuple[int, ...]:
+            outside, place = order[rank]
+            return (
+                self._wish(owner, rank, taken, position),
+                0 if rank in held else 1,
+                outside,
+                self.pairs.get((owner, rank), 0),
+                self.load.get(rank, 0),
+                self.total.get(rank, 0),
+                place,
+            )
+
+        candidates = [rank for rank in order if rank not in taken]
+        if not candidates:
+            return False
+        self._count(key, min(candidates, key=preference), 1)
+        return True
+
+    def _count(self, key: BlockKey, rank: int, sign: int) -> None:
+        pair = (self.owners[key], rank)
+        self.pairs[pair] = self.pairs.get(pair, 0) + sign
+        self.load[rank] = self.load.get(rank, 0) + sign
+        self.total[rank] = self.total.get(rank, 0) + sign
+        rest = tuple(r for r in self.mirrors[key] if r != rank)
+        self.mirrors[key] = (*rest, rank) if sign > 0 else rest
+
+    def spread(self) -> None:
+        """Move mirrors until every owner's are spread evenly over its peers (within one block)."""
+        blocks: dict[int, list[BlockKey]] = {}
+        for key in self.mirrors:
+            blocks.setdefault(self.owners[key], []).append(key)
+        for owner in sorted(blocks):
+            while self._spread_one(owner, blocks[owner]):
+                pass
+
+    def _spread_one(self, owner: int, keys: list[BlockKey]) -> bool:
+        """One move to a peer with too few of ``owner``'s blocks, from the rank with most; False when even."""
+        order = self.order[owner]
+        peers = [r for r in order if order[r][0] == 0]
+        counts = {r: n for (o, r), n in self.pairs.items() if o == owner and n > 0}
+        share = sum(counts.values()) // max(1, len(peers))
+        for low in sorted(peers, key=lambda r: (counts.get(r, 0), self.total.get(r, 0), order[r][1])):
+            few = counts.get(low, 0)
+            donors = [r for r, n in counts.items() if n - few >= 2 or (order[r][0] == 1 and few < share)]
+            for high in sorted(donors, key=lambda r: (-order[r][0], -counts[r], r)):
+                for key in keys:
+                    if self._movable(key, high, low):
+                        self._count(key, high, -1)
+                        self._count(key, low, 1)
+                        return True
+        return False
+
+    def _movable(self, key: BlockKey, high: int, low: int) -> bool:
+        """Whether the mirror of ``key`` may go from ``high`` to ``low`` without a worse tier."""
+        taken, owner = self.mirrors[key], self.owners[key]
+        if high not in taken or low in taken:
+            return False
+        rest = tuple(r for r in taken if r != high)
+        position = len(taken) - 1
+        return self._wish(owner, low, rest, position) <= self._wish(owner, high, rest, position)

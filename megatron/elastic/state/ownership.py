@@ -1,0 +1,104 @@
+"""Balanced, redundant placement with little movement: the considered stage of a change of membership.
+
+:func:`rebalance` restores balance (owners of a unit group differ by at most one
+block) and k declustered mirrors with few adds. Adds run in the background;
+promotions and drops follow at a boundary (DESIGN.md section 6).
+
+Pure functions of integers, so that each process derives the same placement from
+the same decision and compares ``Placement.digest()``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from megatron.elastic.state.balance import balanced_owners
+from megatron.elastic.state.layout import BlockKey
+from megatron.elastic.state.mirrors import MirrorChoice
+from megatron.elastic.state.placement import (
+    Copies,
+    Placement,
+    Promotion,
+    Rules,
+    Transition,
+    UnitGroup,
+    promote_only,
+)
+
+__all__ = [
+    "Copies",
+    "Placement",
+    "Promotion",
+    "Rules",
+    "Transition",
+    "UnitGroup",
+    "after",
+    "initial",
+    "promote_only",
+    "rebalance",
+]
+
+
+def initial(groups: Sequence[UnitGroup], rules: Rules) -> Placement:
+    """Balanced placement of a job that has no state yet: contiguous ranges of each unit per holder.
+
+    The ranks that own one block more rotate from unit to unit.
+    """
+    owners: dict[BlockKey, int] = {}
+    turn: dict[tuple[int, ...], int] = {}
+    for group in groups:
+        n, m = len(group.blocks), len(group.holders)
+        shift = turn.get(group.holders, 0)
+        turn[group.holders] = (shift + n) % m
+        sizes = [n // m + ((j - shift) % m < n % m) for j in range(m)]
+        ranks = [rank for rank, size in zip(group.holders, sizes, strict=True) for _ in range(size)]
+        owners |= {block.key: rank for block, rank in zip(group.blocks, ranks, strict=True)}
+    return Placement(_mirrored(groups, rules, owners, {key: (rank,) for key, rank in owners.items()}))
+
+
+def rebalance(
+    placement: Placement, groups: Sequence[UnitGroup], rules: Rules
+) -> tuple[Placement, tuple[Transition, ...]]:
+    """Restore balance and redundancy for ``groups`` with few adds; all adds, then promotions, then drops.
+
+    Blocks that ``placement`` does not know raise ``KeyError``: they have no state to copy.
+    """
+    owners = balanced_owners(placement.copies, groups)
+    held = {block.key: placement.copies[block.key].ranks for group in groups for block in group.blocks}
+    copies = _mirrored(groups, rules, owners, held)
+    changes = _difference(placement.copies, copies)
+    return Placement(copies), changes
+
+
+def after(
+    placement: Placement, groups: Sequence[UnitGroup], rules: Rules
+) -> tuple[Placement, tuple[Transition, ...], tuple[BlockKey, ...]]:
+    """Both stages at once, for simulators and tests: (placement, transitions, lost blocks)."""
+    first = promote_only(placement, rules.domains.keys(), groups)
+    if first.lost:
+        return first.placement, first.transitions, first.lost
+    second, changes = rebalance(first.placement, groups, rules)
+    return second, first.transitions + changes, ()
+
+
+def _mirrored(
+    groups: Sequence[UnitGroup],
+    rules: Rules,
+    owners: Mapping[BlockKey, int],
+    held: Mapping[BlockKey, tuple[int, ...]],
+) -> dict[BlockKey, Copies]:
+    choice, copies = MirrorChoice(rules), dict[BlockKey, Copies]()
+    for group in groups:
+        chosen = choice.choose(group, owners, held)
+        copies |= {block.key: Copies(owners[block.key], chosen[block.key]) for block in group.blocks}
+    return copies
+
+
+def _difference(before: Mapping[BlockKey, Copies], now: Mapping[BlockKey, Copies]) -> tuple[Transition, ...]:
+    adds, promotions, drops = list[Transition](), list[Transition](), list[Transition]()
+    for key, new in sorted(now.items()):
+        old = before[key]
+        adds += [Transition("add", key, r, old.owner) for r in new.ranks if r not in old.ranks]
+        promotions += [Transition("promote", key, new.owner)] if new.owner != old.owner else []
+        drops += [Transition("drop", key, r) for r in old.ranks if r not in new.ranks]
+    return (*adds, *promotions, *drops)

@@ -1,0 +1,176 @@
+"""Which rank owns each state block, which ranks mirror it, and the instant reaction to a loss.
+
+A :class:`Placement` names, for every block, one owner and its mirrors. It
+changes only by three transitions: *add* a copy, *promote* a mirror to owner,
+*drop* a copy (DESIGN.md section 6). A change of membership has two stages; this
+file has the first, ``ownership.rebalance`` is the second:
+
+- :func:`promote_only`, instant: where an owner died a surviving mirror becomes
+  owner. No byte moves; balance and redundancy may be off.
+- ``rebalance``: adds, promotions and drops that restore both.
+
+Everything here is a pure function of integers, so that each process derives the
+same placement from the same decision and compares :meth:`Placement.digest`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Literal
+
+from megatron.elastic.state.layout import BlockKey, StateBlock
+
+__all__ = ["Copies", "Placement", "Promotion", "Rules", "Transition", "UnitGroup", "promote_only"]
+
+
+@dataclass(frozen=True)
+class UnitGroup:
+    """All ranks that compute (unit, shard), in order, and the blocks of its flat state."""
+
+    unit: int
+    shard: int
+    blocks: tuple[StateBlock, ...]
+    holders: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not self.holders or len(set(self.holders)) != len(self.holders):
+            raise ValueError(f"unit {self.unit} shard {self.shard}: holders {self.holders}")
+
+
+@dataclass(frozen=True)
+class Copies:
+    """Ranks that hold one block; mirrors ascending (sorted here), so that equal copies compare equal."""
+
+    owner: int
+    mirrors: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "mirrors", tuple(sorted(self.mirrors)))
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Owner first."""
+        return (self.owner, *self.mirrors)
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How copies are spread. ``domains`` maps every living rank to its failure domain (node, rack)."""
+
+    mirrors: int
+    scatter_width: int
+    domains: Mapping[int, int]
+
+
+@dataclass(frozen=True)
+class Transition:
+    """One change of one copy. ``source`` is whom an add streams from, else -1."""
+
+    kind: Literal["add", "promote", "drop"]
+    block: BlockKey
+    rank: int
+    source: int = -1
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Owner and mirrors of every block of the job."""
+
+    copies: Mapping[BlockKey, Copies]
+
+    def owner(self, key: BlockKey) -> int:
+        """The rank that steps the block and contributes it to all-gathers."""
+        return self.copies[key].owner
+
+    def owned_by(self, rank: int) -> tuple[BlockKey, ...]:
+        """Blocks ``rank`` owns, ascending."""
+        return tuple(sorted(key for key, copies in self.copies.items() if copies.owner == rank))
+
+    def mirrored_by(self, rank: int) -> tuple[BlockKey, ...]:
+        """Blocks ``rank`` mirrors, ascending."""
+        return tuple(sorted(key for key, copies in self.copies.items() if rank in copies.mirrors))
+
+    def apply(self, transitions: Iterable[Transition]) -> Placement:
+        """The placement after ``transitions``, in order. Raises ``ValueError`` on one that makes no sense."""
+        copies = dict(self.copies)
+        for change in transitions:
+            copies[change.block] = _applied(copies[change.block], change)
+        return Placement(copies)
+
+    def to_json(self) -> str:
+        """Compact text: per (unit, shard) the copies of blocks 0, 1, …"""
+        ordered = sorted(self.copies.items())
+        rows = [
+            [unit, shard, [copies.ranks for _, copies in items]]
+            for (unit, shard), items in groupby(ordered, key=lambda item: item[0][:2])
+        ]
+        return json.dumps(rows, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> Placement:
+        """Inverse of :meth:`to_json`."""
+        return cls({
+            (unit, shard, index): Copies(ranks[0], tuple(ranks[1:]))
+            for unit, shard, blocks in json.loads(text)
+            for index, ranks in enumerate(blocks)
+        })  # fmt: skip
+
+    def digest(self) -> str:
+        """Hash to compare between processes."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()[:32]
+
+
+def _applied(copies: Copies, change: Transition) -> Copies:
+    rank = change.rank
+    if change.kind == "add" and rank not in copies.ranks:
+        return Copies(copies.owner, (*copies.mirrors, rank))
+    if change.kind == "promote" and rank in copies.mirrors:
+        return Copies(rank, tuple(copies.owner if r == rank else r for r in copies.mirrors))
+    if change.kind == "drop" and rank in copies.mirrors:
+        return Copies(copies.owner, tuple(r for r in copies.mirrors if r != rank))
+    raise ValueError(f"cannot {change.kind} block {change.block} at rank {rank}: copies are {copies.ranks}")
+
+
+@dataclass(frozen=True)
+class Promotion:
+    """Result of the instant stage. ``lost`` blocks have no copy left: the persistent checkpoint holds them."""
+
+    placement: Placement
+    transitions: tuple[Transition, ...]
+    lost: tuple[BlockKey, ...]
+
+
+def promote_only(placement: Placement, survivors: Collection[int], groups: Sequence[UnitGroup] = ()) -> Promotion:
+    """Make a surviving mirror the owner where the owner is gone, and forget dead copies. Moves nothing.
+
+    With ``groups`` (those of the new topology) a mirror that computes the unit is
+    preferred; among equals the one that owns least of the unit so far.
+    """
+    alive = frozenset(survivors)
+    holders = {(g.unit, g.shard): frozenset(g.holders) for g in groups}
+    copies: dict[BlockKey, Copies] = {}
+    changes: list[Transition] = []
+    lost: list[BlockKey] = []
+    load: dict[tuple[int, int, int], int] = {}
+    orphans: list[tuple[int, BlockKey, tuple[int, ...]]] = []
+    for key, held in sorted(placement.copies.items()):
+        left = tuple(r for r in held.mirrors if r in alive)
+        if held.owner in alive:
+            copies[key] = held if left == held.mirrors else Copies(held.owner, left)
+            load[key[0], key[1], held.owner] = load.get((key[0], key[1], held.owner), 0) + 1
+        elif left:
+            orphans.append((len(left), key, left))
+        else:
+            lost.append(key)
+    for _, key, left in sorted(orphans):  # those with the least choice first
+        unit, shard, _ = key
+        home = holders.get((unit, shard), frozenset())
+        chosen = min(left, key=lambda r: (r not in home, load.get((unit, shard, r), 0), r))
+        load[unit, shard, chosen] = load.get((unit, shard, chosen), 0) + 1
+        copies[key] = Copies(chosen, tuple(r for r in left if r != chosen))
+        changes.append(Transition("promote", key, chosen))
+    return Promotion(Placement(copies), tuple(changes), tuple(lost))

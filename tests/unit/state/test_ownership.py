@@ -1,0 +1,277 @@
+"""Placements stay balanced and redundant with little movement, whatever comes and goes."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, deque
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.elastic.state.balance import balanced_owners
+from megatron.elastic.state.layout import StateBlock
+from megatron.elastic.state.ownership import (
+    Copies,
+    Placement,
+    Rules,
+    Transition,
+    UnitGroup,
+    after,
+    initial,
+    promote_only,
+    rebalance,
+)
+
+
+def unit_groups(units: int, blocks: int, holders: list[int], shard: int = 0) -> list[UnitGroup]:
+    def flat(unit: int) -> tuple[StateBlock, ...]:
+        return tuple(StateBlock(unit, shard, i, 16 * i, 16 * (i + 1)) for i in range(blocks))
+
+    return [UnitGroup(unit, shard, flat(unit), tuple(holders)) for unit in range(units)]
+
+
+def same_domain(ranks: list[int], mirrors: int = 1, scatter: int = 4) -> Rules:
+    return Rules(mirrors, scatter, dict.fromkeys(ranks, 0))
+
+
+def owner_loads(placement: Placement, group: UnitGroup) -> dict[int, int]:
+    counts = Counter(placement.owner(block.key) for block in group.blocks)
+    assert set(counts) <= set(group.holders), "every owner computes the unit"
+    return {rank: counts[rank] for rank in group.holders}
+
+
+def check(placement: Placement, groups: list[UnitGroup], rules: Rules) -> None:
+    living = len(rules.domains)
+    for group in groups:
+        loads = owner_loads(placement, group).values()
+        assert max(loads) - min(loads) <= 1
+        for block in group.blocks:
+            ranks = placement.copies[block.key].ranks
+            assert len(set(ranks)) == len(ranks) == 1 + min(rules.mirrors, living - 1)
+            assert set(ranks) <= set(rules.domains)
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.integers(1, 9), st.integers(1, 40), st.integers(0, 3), st.integers(1, 6))
+def test_a_fresh_placement_is_balanced_and_every_owner_is_scattered_evenly(members, blocks, mirrors, scatter):
+    ranks = list(range(10, 10 + members))
+    rules, groups = same_domain(ranks, mirrors, scatter), unit_groups(3, blocks, ranks)
+    placement = initial(groups, rules)
+    check(placement, groups, rules)
+    width = min(members - 1, max(scatter, mirrors))
+    for group in groups:
+        for owner in ranks:
+            mine = [placement.copies[b.key] for b in group.blocks if placement.owner(b.key) == owner]
+            spread = Counter(rank for copies in mine for rank in copies.mirrors)
+            assert len(spread) <= width
+            if mine and width:
+                counts = [*spread.values(), *[0] * (width - len(spread))]
+                assert max(counts) - min(counts) <= 1
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.integers(2, 8), st.integers(1, 30), st.integers(1, 2), st.data())
+def test_any_single_loss_moves_nothing_and_loses_nothing(members, blocks, mirrors, data):
+    ranks = list(range(members))
+    placement = initial(unit_groups(3, blocks, ranks), same_domain(ranks, mirrors))
+    dead = data.draw(st.sampled_from(ranks))
+    left = [rank for rank in ranks if rank != dead]
+    result = promote_only(placement, left, unit_groups(3, blocks, left))
+    assert not result.lost
+    assert {change.kind for change in result.transitions} <= {"promote"}
+    for key, copies in result.placement.copies.items():
+        assert set(copies.ranks) == set(placement.copies[key].ranks) - {dead}
+
+
+def test_losing_every_copy_names_the_blocks():
+    ranks = [0, 1, 2, 3]
+    placement = initial(unit_groups(1, 8, ranks), same_domain(ranks))
+    gone = {0, 1}
+    expected = tuple(sorted(k for k, c in placement.copies.items() if set(c.ranks) <= gone))
+    assert expected and promote_only(placement, {2, 3}).lost == expected
+
+
+def least_paid_moves(copies: dict, group: UnitGroup) -> int:
+    """Fewest owner changes to ranks without a copy, over all balanced layouts: assignment by shortest paths.
+
+    Written independently of the code under test: blocks are assigned one by one to
+    holders (cost 0 with a copy, else 1) by Bellman-Ford augmentation, for every choice
+    of which holders own one block more.
+    """
+    from itertools import combinations
+
+    keys, n, m = [b.key for b in group.blocks], len(group.blocks), len(group.holders)
+    best = n
+    for heavy in combinations(group.holders, n % m):
+        room = {r: n // m + (r in heavy) for r in group.holders}
+        best = min(best, _assignment_cost(keys, copies, room))
+    return best
+
+
+def _assignment_cost(keys, copies, room) -> int:
+    assigned: dict = {}
+    total = 0
+    for key in keys:
+        distance, parent = {("b", key): 0}, {}
+        queue = deque([("b", key)])
+        while queue:
+            kind, x = queue.popleft()
+            if kind == "b":
+                edges = [(("r", r), int(r not in copies[x].ranks)) for r in room if assigned.get(x) != r]
+            else:
+                edges = [(("b", k), -int(x not in copies[k].ranks)) for k, r in assigned.items() if r == x]
+            for node, cost in edges:
+                if distance[kind, x] + cost < distance.get(node, 1 << 30):
+                    distance[node] = distance[kind, x] + cost
+                    parent[node] = (kind, x)
+                    queue.append(node)
+        used = Counter(assigned.values())
+        end = min((r for r in room if used[r] < room[r]), key=lambda r: distance[("r", r)])
+        total += distance[("r", end)]
+        node = ("r", end)
+        while node in parent:
+            before = parent[node]
+            if before[0] == "b":
+                assigned[before[1]] = node[1]
+            node = before
+    return total
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(2, 4), st.integers(1, 10), st.integers(1, 2), st.integers(0, 10_000))
+def test_owner_movement_is_the_least_of_all_balanced_layouts(members, blocks, mirrors, seed):
+    rng = random.Random(seed)
+    ranks = list(range(members + 1))
+    [group] = unit_groups(1, blocks, sorted(rng.sample(ranks, members)))
+    copies = {}
+    for block in group.blocks:
+        owner, *rest = rng.sample(ranks, 1 + min(mirrors, members))
+        copies[block.key] = Copies(owner, tuple(rest))
+    owners = balanced_owners(copies, [group])
+    paid = sum(owners[key] not in copies[key].ranks for key in owners)
+    loads = Counter(owners.values())
+    assert max(loads.values()) - min(loads[r] for r in group.holders) <= 1
+    assert paid == least_paid_moves(copies, group), f"seed {seed}"
+
+
+def test_a_thousand_random_changes_keep_balance_redundancy_and_little_movement():
+    seed, top, units, blocks = 11, 8, 4, 43
+    rng, ranks = random.Random(seed), list(range(8))
+    placement = initial(unit_groups(units, blocks, ranks), same_domain(ranks))
+    adds = bound = 0
+    alive = set(ranks)
+    for step in range(1000):
+        if (rng.random() < 0.5 and len(alive) > 2) or len(alive) == top:
+            alive.remove(rng.choice(sorted(alive)))
+        else:
+            alive.add(rng.choice([r for r in ranks if r not in alive]))
+        living = sorted(alive)
+        groups, rules = unit_groups(units, blocks, living), same_domain(living)
+        before = placement
+        placement, changes, lost = after(before, groups, rules)
+        assert not lost, f"seed {seed} step {step}"
+        check(placement, groups, rules)
+        adds += sum(change.kind == "add" for change in changes)
+        bound += movement_bound(before, groups, living)
+        owned = Counter(copies.owner for copies in placement.copies.values())
+        spread = max(owned.values()) - min(owned[r] for r in living)
+        assert spread <= max(1, 0.02 * max(owned.values())), f"seed {seed} step {step}: {owned}"
+    assert bound <= adds <= 1.15 * bound, f"moved {adds} blocks, at least {bound} are needed"
+
+
+def movement_bound(before: Placement, groups: list[UnitGroup], living: list[int]) -> int:
+    """No balanced layout (owners and mirrors per unit within one block) can be reached with fewer adds."""
+    needed = 0
+    for group in groups:
+        held = {b.key: [r for r in before.copies[b.key].ranks if r in living] for b in group.blocks}
+        have = Counter(r for ranks in held.values() for r in ranks)
+        short = sum(max(0, 2 - len(ranks)) for ranks in held.values())
+        share = 2 * (len(group.blocks) // len(living))
+        needed += max(short, sum(max(0, share - have[r]) for r in living))
+    return needed
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(2, 6), st.integers(1, 20), st.integers(1, 2), st.integers(0, 10_000))
+def test_transitions_lead_from_the_old_placement_to_the_new_one(members, blocks, mirrors, seed):
+    rng = random.Random(seed)
+    ranks = list(range(members))
+    start = initial(unit_groups(2, blocks, ranks), same_domain(ranks, mirrors))
+    living = sorted(rng.sample(range(members + 3), members))
+    survivors = [r for r in ranks if r in living]
+    first = promote_only(start, survivors)
+    if first.lost or not survivors:
+        return
+    rules, groups = same_domain(living, mirrors), unit_groups(2, blocks, living)
+    end, changes = rebalance(first.placement, groups, rules)
+    placement = first.placement
+    for change in changes:
+        placement = placement.apply([change])
+    assert placement.copies == end.copies and placement.digest() == end.digest()
+    order = [["add", "promote", "drop"].index(change.kind) for change in changes]
+    assert order == sorted(order), "a block never has fewer copies on the way than before or after"
+    assert all(c.source in first.placement.copies[c.block].ranks for c in changes if c.kind == "add")
+    assert rebalance(end, groups, rules)[1] == (), "a balanced placement stays"
+
+
+def test_mirrors_lie_in_other_failure_domains_where_there_are_any():
+    domains = {rank: rank // 2 for rank in range(4)}
+    groups = unit_groups(2, 12, [0, 1, 2, 3])
+    placement = initial(groups, Rules(1, 4, domains))
+    for copies in placement.copies.values():
+        assert domains[copies.owner] != domains[copies.mirrors[0]]
+
+
+def test_two_mirrors_of_a_group_on_one_node_leave_the_node_with_the_second():
+    """Stage 0 on node 0, stage 1 on node 1: the first mirror stays in the group, the second leaves the node."""
+    domains = {0: 0, 1: 0, 2: 0, 3: 1, 4: 1, 5: 1}
+    stage0 = unit_groups(1, 9, [0, 1, 2])
+    placement = initial(stage0, Rules(2, 4, domains))
+    for copies in placement.copies.values():
+        assert [domains[r] for r in copies.mirrors] == [0, 1]
+
+
+def test_a_group_of_one_mirrors_to_other_stages_away_from_its_host_and_evenly():
+    domains = {0: 0, 1: 0, 2: 1, 3: 1, 4: 1}
+    [group] = unit_groups(1, 30, [0])
+    placement = initial([group], Rules(1, 4, domains))
+    spread = Counter(copies.mirrors[0] for copies in placement.copies.values())
+    assert set(spread) == {2, 3, 4} and max(spread.values()) == 10
+
+
+def test_mirrors_come_home_when_a_group_grows_from_one_to_two():
+    domains = dict.fromkeys(range(4), 0)
+    [alone], [both] = unit_groups(1, 10, [0]), unit_groups(1, 10, [0, 1])
+    placement, changes = rebalance(initial([alone], Rules(1, 4, domains)), [both], Rules(1, 4, domains))
+    assert all(set(copies.ranks) == {0, 1} for copies in placement.copies.values())
+    assert sum(change.kind == "add" and change.rank != 1 for change in changes) == 0
+
+
+def test_a_parked_rank_keeps_its_copies_until_the_others_have_theirs():
+    """Rank 1 stops computing but lives: its blocks are streamed from it, nothing is lost."""
+    ranks = [0, 1, 2]
+    placement = initial(unit_groups(1, 9, ranks), Rules(0, 1, dict.fromkeys(ranks, 0)))
+    groups = unit_groups(1, 9, [0, 2])
+    first = promote_only(placement, ranks, groups)
+    assert not first.lost and not first.transitions
+    end, changes = rebalance(first.placement, groups, Rules(0, 1, dict.fromkeys(ranks, 0)))
+    assert {c.source for c in changes if c.kind == "add"} == {1}
+    assert set(owner_loads(end, groups[0]).values()) == {4, 5}
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 6), st.integers(1, 12), st.integers(0, 2))
+def test_text_round_trip_and_digest(members, blocks, mirrors):
+    ranks = list(range(members))
+    placement = initial(unit_groups(2, blocks, ranks), same_domain(ranks, mirrors))
+    again = Placement.from_json(placement.to_json())
+    assert again.copies == placement.copies and again.digest() == placement.digest()
+    assert {k for r in ranks for k in placement.owned_by(r)} == set(placement.copies)
+
+
+def test_transitions_that_make_no_sense_are_refused():
+    placement = Placement({(0, 0, 0): Copies(1, (2,))})
+    for wrong in (("add", 2), ("promote", 3), ("drop", 1)):
+        with pytest.raises(ValueError, match="cannot"):
+            placement.apply([Transition(wrong[0], (0, 0, 0), wrong[1])])
