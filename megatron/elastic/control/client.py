@@ -1,0 +1,248 @@
+"""The worker's end of the control plane.
+
+One thread listens on the socket this worker inherited from its node's agent.
+FREEZE reaches the worker there: the thread notes the generation, calls
+``on_freeze`` and wakes whoever waits in :meth:`WorkerMembership.decide`. The
+thread also fences: when the agent is gone, or when the agent's lease (a word in
+shared memory) has run out, this process and its children end at once, before
+anybody else may believe them dead.
+
+What a worker says is ordered by the socket; what it does is published in shared
+memory (:mod:`megatron.elastic.control.slot`), where the agent can read it also
+when the worker is stopped or dead.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+from megatron.elastic.comm.errors import CommTimeout, GenerationChanged
+from megatron.elastic.comm.fabric import Address
+from megatron.elastic.control import env
+from megatron.elastic.control.membership import Activity, Decision
+from megatron.elastic.control.slot import Slot
+from megatron.elastic.control.wire import (
+    FrameReader,
+    Message,
+    ProtocolError,
+    address_to_json,
+    as_object,
+    decision_from_json,
+    encode,
+    take_int,
+    take_list,
+    take_str,
+)
+
+__all__ = ["NotUnderLauncher", "WorkerMembership"]
+
+_LOOK_SECONDS = 0.25
+"""How often the control thread looks at the lease and the sampler when nothing arrives."""
+
+
+class NotUnderLauncher(RuntimeError):
+    """This process was not started by the elastic launcher."""
+
+    def __init__(self, missing: str) -> None:
+        super().__init__(
+            "--elastic needs the elastic launcher: python -m megatron.elastic.launch [torchrun arguments] "
+            f"script.py [script arguments] ({missing})"
+        )
+
+
+class WorkerMembership:
+    """Implements :class:`megatron.elastic.control.membership.Membership` over the agent's socket."""
+
+    def __init__(self, rank: int, incarnation: int, slots: int, channel: socket.socket, slot: Slot, host: str) -> None:
+        self.rank = rank
+        self.incarnation = incarnation
+        self.slots = slots
+        self.host = host
+        """This node's name, for :class:`Address`; two agents on one machine have two."""
+        self._channel = channel
+        self._slot = slot
+        self._reader = FrameReader()
+        self._sending = threading.Lock()
+        self._changed = threading.Condition()
+        self._frozen = 0
+        self._decided = 0
+        self._decision: Decision | None = None
+        self._pending: tuple[str, ...] = ()
+        self._on_freeze: Callable[[int], None] | None = None
+        self._sampler: Callable[[], Activity | None] | None = None
+        self._thread: threading.Thread | None = None
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] = os.environ) -> WorkerMembership:
+        """The membership of this process. Raises :class:`NotUnderLauncher` outside the elastic launcher."""
+        names = ("RANK", "WORLD_SIZE", env.INCARNATION, env.CONTROL_FD, env.SLOT_FD, env.HOST)
+        missing = [name for name in names if name not in environ]
+        if missing:
+            raise NotUnderLauncher(f"{missing[0]} is not set")
+        try:
+            channel = socket.socket(fileno=os.dup(int(environ[env.CONTROL_FD])))
+            slot = Slot(int(environ[env.SLOT_FD]))
+        except (OSError, ValueError) as error:
+            raise NotUnderLauncher(f"its socket is not inherited: {error}") from None
+        rank, incarnation, slots = int(environ["RANK"]), int(environ[env.INCARNATION]), int(environ["WORLD_SIZE"])
+        return cls(rank, incarnation, slots, channel, slot, environ[env.HOST])
+
+    # -- Membership -----------------------------------------------------------
+
+    def start(self, on_freeze: Callable[[int], None]) -> None:
+        """See :meth:`Membership.start`. Must be called before :meth:`decide`; once."""
+        if self._thread is not None:
+            raise RuntimeError("WorkerMembership.start was called twice")
+        self._on_freeze = on_freeze
+        self._thread = threading.Thread(target=self._listen, name="elastic-control", daemon=True)
+        self._thread.start()
+        self._send({"t": "hello"})
+
+    def frozen(self) -> int:
+        """See :meth:`Membership.frozen`."""
+        return self._frozen
+
+    def decide(self, address: Address, report: str, timeout: float) -> Decision:
+        """See :meth:`Membership.decide`.
+
+        In a quiet generation there is nothing to report to: the call waits for the
+        next FREEZE and then raises ``GenerationChanged``, so that the caller hands in
+        what it holds *then*. Raises ``CommTimeout`` after ``timeout`` seconds.
+        """
+        if self._thread is None:
+            raise RuntimeError("call start() before decide()")
+        end = time.monotonic() + timeout
+        with self._changed:
+            first, promised, decided = self._decided == 0, self._frozen, self._decided
+        if first or promised > decided:
+            generation = 0 if first else promised
+            self._send({"t": "report", "g": generation, "address": address_to_json(address), "report": report})
+        with self._changed:
+            while True:
+                if self._decided > decided and self._decision is not None and self._decision.generation >= self._frozen:
+                    return self._decision
+                if self._frozen > promised and not first:
+                    raise GenerationChanged(self._frozen)
+                left = end - time.monotonic()
+                if left <= 0:
+                    raise CommTimeout(timeout)
+                self._changed.wait(left)
+
+    def suspect(self, rank: int, why: str) -> None:
+        """See :meth:`Membership.suspect`."""
+        self._send({"t": "suspect", "rank": rank, "g": self._frozen, "why": why})
+
+    def publish(self, activity: Activity) -> None:
+        """See :meth:`Membership.publish`."""
+        self._slot.publish(activity)
+
+    def pending(self) -> tuple[str, ...]:
+        """See :meth:`Membership.pending`."""
+        return self._pending
+
+    def request(self, what: str) -> None:
+        """See :meth:`Membership.request`. 'join' and 'drain' take effect when every member has asked."""
+        self._send({"t": "request", "what": what, "g": self._decided})
+
+    def finish(self, code: int) -> None:
+        """See :meth:`Membership.finish`."""
+        self._slot.finish(code)
+        self._send({"t": "finish", "code": code})
+
+    # -- beyond the protocol ---------------------------------------------------
+
+    def sample(self, sampler: Callable[[], Activity | None]) -> None:
+        """Have the control thread publish ``sampler()`` a few times a second, when it returns something new.
+
+        For waits inside native code, during which nobody else could publish whom
+        this process waits for. Must be quick and must not take locks of the caller.
+        """
+        self._sampler = sampler
+
+    # -- the control thread ------------------------------------------------------
+
+    def _listen(self) -> None:
+        poll = select.poll()
+        poll.register(self._channel, select.POLLIN)
+        last: Activity | None = None
+        while True:
+            arrived = poll.poll(_LOOK_SECONDS * 1000)
+            self._fence()
+            if arrived:
+                self._receive()
+            elif self._sampler is not None:
+                activity = self._sampler()
+                if activity is not None and activity != last:
+                    self._slot.publish(activity)
+                    last = activity
+
+    def _receive(self) -> None:
+        try:
+            data = self._channel.recv(1 << 20)
+        except OSError:
+            data = b""
+        if not data:
+            _end_with_children("the agent of this node is gone")
+        try:
+            for message in self._reader.feed(data):
+                self._handle(message)
+        except ProtocolError as error:
+            _end_with_children(f"garbage from the agent: {error}")
+
+    def _handle(self, message: Message) -> None:
+        kind = take_str(message, "t")
+        if kind == "freeze":
+            self._freeze(take_int(message, "g"))
+        elif kind == "decision":
+            decision = decision_from_json(as_object(message.get("decision")))
+            with self._changed:
+                self._decision, self._decided = decision, decision.generation
+                self._frozen = max(self._frozen, decision.generation)
+                self._changed.notify_all()
+        elif kind == "pending":
+            self._pending = tuple(str(item) for item in take_list(message, "what"))
+        elif kind == "end":
+            sys.stdout.flush()
+            print(f"rank {self.rank}: {take_str(message, 'why')}", file=sys.stderr, flush=True)
+            os._exit(take_int(message, "code"))
+
+    def _freeze(self, generation: int) -> None:
+        if generation <= self._frozen:
+            return
+        with self._changed:
+            self._frozen = generation
+        # The callback first: it wakes communication; whoever waits in decide() is not in a hurry.
+        if self._on_freeze is not None:
+            self._on_freeze(generation)
+        with self._changed:
+            self._changed.notify_all()
+
+    def _fence(self) -> None:
+        end = self._slot.lease_end()
+        if end and time.monotonic_ns() > end:
+            _end_with_children("the lease of this node ran out: its agent is stopped or cannot reach the others")
+
+    def _send(self, message: Message) -> None:
+        data = encode(message)
+        with self._sending:
+            try:
+                self._channel.sendall(data)
+            except OSError:
+                _end_with_children("the agent of this node is gone")
+
+
+def _end_with_children(why: str) -> None:
+    """End this process and everything it started (its process group) at once; does not return."""
+    try:
+        os.write(2, f"rank {os.environ.get('RANK', '?')}: {why}; this worker ends\n".encode())
+    finally:
+        if os.getpgrp() == os.getpid():
+            os.killpg(0, signal.SIGKILL)
+        os._exit(4)

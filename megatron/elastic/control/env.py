@@ -1,0 +1,44 @@
+"""Names of the environment variables between the launcher and its workers.
+
+Named once, here. Everything else a worker finds in its environment is
+torchrun's (``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``, …).
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+__all__ = [
+    "CONTROL_FD",
+    "HOST",
+    "INCARNATION",
+    "NODE",
+    "RUN_ID",
+    "SECRET",
+    "SEGMENT_PREFIX",
+    "SLOT_FD",
+]
+
+SECRET: Final = "MEGATRON_ELASTIC_SECRET"
+"""Hex text, one per job: proves membership in handshakes. Set it yourself on every node to keep it off the store."""
+
+RUN_ID: Final = "MEGATRON_ELASTIC_RUN_ID"
+"""The job's name (``--rdzv-id``, or made up), as ``megatron.elastic.ctl`` takes it."""
+
+INCARNATION: Final = "MEGATRON_ELASTIC_INCARNATION"
+"""0 for a rank's first life, one more for each later one."""
+
+CONTROL_FD: Final = "MEGATRON_ELASTIC_CONTROL_FD"
+"""Inherited stream socket to this node's agent."""
+
+SLOT_FD: Final = "MEGATRON_ELASTIC_SLOT_FD"
+"""Inherited memfd shared with this node's agent (:mod:`megatron.elastic.control.slot`)."""
+
+HOST: Final = "MEGATRON_ELASTIC_HOST"
+"""Name of this node; two agents on one machine have two names, because they are two nodes."""
+
+NODE: Final = "MEGATRON_ELASTIC_NODE"
+"""Number of this node's agent, 0 … nodes−1 (equal to ``GROUP_RANK``)."""
+
+SEGMENT_PREFIX: Final = "MEGATRON_ELASTIC_SEGMENT_PREFIX"
+"""Shared-memory segments in /dev/shm must begin with this; the launcher removes what is left of them."""

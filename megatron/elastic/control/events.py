@@ -1,0 +1,238 @@
+"""What can happen to a job's membership, as values that travel in the journal.
+
+Agents agree by applying the same events in the same order
+(:mod:`megatron.elastic.control.generations`). Each event is one frozen
+dataclass; ``to_json`` / ``from_json`` are exact inverses and refuse anything
+malformed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.elastic.comm.fabric import Address
+from megatron.elastic.control.membership import Loss
+from megatron.elastic.control.wire import (
+    Message,
+    ProtocolError,
+    address_from_json,
+    address_to_json,
+    as_object,
+    as_rank,
+    loss_from_json,
+    loss_to_json,
+    take_int,
+    take_list,
+    take_str,
+)
+
+__all__ = [
+    "Abandoned",
+    "Decided",
+    "Ended",
+    "Entry",
+    "Event",
+    "Finished",
+    "Lost",
+    "NodeBack",
+    "NodeLost",
+    "Reformed",
+    "Reported",
+    "Requested",
+    "Suspected",
+    "Waiting",
+    "Wanted",
+    "from_json",
+    "to_json",
+]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What one incarnation hands in: where it is reached and, opaque, what it holds."""
+
+    address: Address
+    report: str
+
+    @property
+    def rank(self) -> int:
+        """The rank that handed this in."""
+        return self.address.rank
+
+
+@dataclass(frozen=True)
+class Lost:
+    """These incarnations ended without having said so."""
+
+    losses: tuple[Loss, ...]
+
+
+@dataclass(frozen=True)
+class NodeLost:
+    """Agent ``node`` in its ``epoch``-th life is gone or unreachable, and all its workers with it."""
+
+    node: int
+    epoch: int
+    why: str
+
+
+@dataclass(frozen=True)
+class NodeBack:
+    """A new agent took over a lost node's place."""
+
+    node: int
+    epoch: int
+    host: str
+
+
+@dataclass(frozen=True)
+class Reported:
+    """Members promise to act on nothing older than ``generation`` and report."""
+
+    generation: int
+    entries: tuple[Entry, ...]
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """Incarnations at the start of their life ask to become members."""
+
+    entries: tuple[Entry, ...]
+
+
+@dataclass(frozen=True)
+class Requested:
+    """Members of ``generation`` ask for ``what`` at the boundary they stand at."""
+
+    what: str
+    ranks: tuple[int, ...]
+    generation: int
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Somebody outside asks for ``what`` ('drain', 'checkpoint') at the next boundary; no ranks: all of them."""
+
+    what: str
+    ranks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Finished:
+    """An incarnation ended on purpose; ``announced``: it had said so, rather than just left with code 0."""
+
+    rank: int
+    incarnation: int
+    code: int
+    announced: bool = True
+
+
+@dataclass(frozen=True)
+class Abandoned:
+    """These ranks will not be started again."""
+
+    ranks: tuple[int, ...]
+    why: str
+
+
+@dataclass(frozen=True)
+class Suspected:
+    """Evidence by ``by`` against an incarnation of ``rank``."""
+
+    by: int
+    rank: int
+    incarnation: int
+    generation: int
+    why: str
+
+
+@dataclass(frozen=True)
+class Reformed:
+    """Generation ``generation`` is void although nobody is lost; agree anew."""
+
+    generation: int
+    why: str
+
+
+@dataclass(frozen=True)
+class Decided:
+    """THE compare-and-set: this journal position decides ``generation``."""
+
+    generation: int
+    author: int
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The job is over with this exit code."""
+
+    code: int
+    why: str
+
+
+Event = (
+    Lost
+    | NodeLost
+    | NodeBack
+    | Reported
+    | Waiting
+    | Requested
+    | Wanted
+    | Finished
+    | Abandoned
+    | Suspected
+    | Reformed
+    | Decided
+    | Ended
+)
+
+
+def to_json(event: Event) -> Message:
+    """JSON form, with the event's kind."""
+    body: Message = {"kind": type(event).__name__}
+    for name, value in vars(event).items():
+        if name == "losses":
+            body[name] = [loss_to_json(loss) for loss in value]
+        elif name == "entries":
+            body[name] = [{"address": address_to_json(e.address), "report": e.report} for e in value]
+        else:
+            body[name] = list(value) if isinstance(value, tuple) else value
+    return body
+
+
+def _entries(body: Mapping[str, Any]) -> tuple[Entry, ...]:
+    items = [as_object(item) for item in take_list(body, "entries")]
+    return tuple(Entry(address_from_json(as_object(i.get("address"))), take_str(i, "report")) for i in items)
+
+
+def _ranks(body: Mapping[str, Any]) -> tuple[int, ...]:
+    return tuple(as_rank(item) for item in take_list(body, "ranks"))
+
+
+_PARSERS: Mapping[str, Callable[[Mapping[str, Any]], Event]] = {
+    "Lost": lambda b: Lost(tuple(loss_from_json(as_object(i)) for i in take_list(b, "losses"))),
+    "NodeLost": lambda b: NodeLost(take_int(b, "node"), take_int(b, "epoch"), take_str(b, "why")),
+    "NodeBack": lambda b: NodeBack(take_int(b, "node"), take_int(b, "epoch"), take_str(b, "host")),
+    "Reported": lambda b: Reported(take_int(b, "generation"), _entries(b)),
+    "Waiting": lambda b: Waiting(_entries(b)),
+    "Requested": lambda b: Requested(take_str(b, "what"), _ranks(b), take_int(b, "generation")),
+    "Wanted": lambda b: Wanted(take_str(b, "what"), _ranks(b)),
+    "Finished": lambda b: Finished(take_int(b, "rank"), take_int(b, "incarnation"), take_int(b, "code"), bool(b.get("announced"))),
+    "Abandoned": lambda b: Abandoned(_ranks(b), take_str(b, "why")),
+    "Suspected": lambda b: Suspected(
+        take_int(b, "by"), take_int(b, "rank"), take_int(b, "incarnation"), take_int(b, "generation"), take_str(b, "why")
+    ),
+    "Reformed": lambda b: Reformed(take_int(b, "generation"), take_str(b, "why")),
+    "Decided": lambda b: Decided(take_int(b, "generation"), take_int(b, "author")),
+    "Ended": lambda b: Ended(take_int(b, "code"), take_str(b, "why")),
+}
+
+
+def from_json(body: Mapping[str, Any]) -> Event:
+    """Inverse of :func:`to_json`. Raises :class:`ProtocolError` for anything else."""
+    parser = _PARSERS.get(take_str(body, "kind"))
+    if parser is None:
+        raise ProtocolError(f"unknown event {body.get('kind')!r}")
+    return parser(body)

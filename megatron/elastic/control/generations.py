@@ -1,0 +1,349 @@
+"""The generations of one job: a pure state machine over the journal.
+
+Every agent applies the same events in the same order and so holds the same
+state; nothing here reads a clock, a socket or a random number. FREEZE(g) is not
+a message but a consequence of an event (a loss, a complete request); DECIDE(g)
+is the one event that must be appended at a given journal position, and therefore
+cannot pass a loss that came first (compare-and-set on the position).
+
+Standing of a rank's present incarnation::
+
+    starting ──report──▶ (fresh) ──DECIDE──▶ member ──▶ lost │ done
+    waiting  ──join request of all members, DECIDE──▶ member
+
+While there is no member (at the start, or after all were lost) the job is
+*fresh*: whoever arrives is part of the next decision, which waits for every rank
+that can still come. Otherwise a newcomer waits to be admitted.
+
+Invariants (tests/unit/control/test_generations.py walks all interleavings)
+- ``decided ≤ frozen ≤ decided + number of changes since``; both only grow.
+- A decision names no incarnation whose loss precedes it in the journal.
+- A decision of generation g carries reports handed in for g, none older.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from megatron.elastic.control.events import (
+    Abandoned,
+    Decided,
+    Ended,
+    Entry,
+    Event,
+    Finished,
+    Lost,
+    NodeBack,
+    NodeLost,
+    Reformed,
+    Reported,
+    Requested,
+    Waiting,
+    Wanted,
+)
+from megatron.elastic.control.membership import Decision, Loss, Reason
+
+__all__ = ["Generations", "Node", "RankState"]
+
+Standing = Literal["starting", "waiting", "member", "lost", "done"]
+
+
+@dataclass
+class Node:
+    """One agent and the ranks it starts."""
+
+    host: str
+    ranks: tuple[int, ...]
+    epoch: int = 0
+    alive: bool = True
+
+
+@dataclass
+class RankState:
+    """What is known of one rank's present incarnation."""
+
+    incarnation: int = 0
+    standing: Standing = "starting"
+    entry: Entry | None = None
+    """What it handed in when it asked to become a member."""
+    may_return: bool = True
+    code: int | None = None
+    announced: bool = True
+
+
+@dataclass
+class Generations:
+    """See the module docstring. ``nodes`` by node number; ``respawn``: lost ranks come again."""
+
+    nodes: Mapping[int, Node]
+    respawn: bool = True
+    frozen: int = 1
+    decided: int = 0
+    decision: Decision | None = None
+    reason: Reason = "start"
+    ended: Ended | None = None
+    ranks: dict[int, RankState] = field(init=False)
+    reports: dict[int, Entry] = field(default_factory=dict)
+    joiners: tuple[int, ...] = ()
+    losses: list[Loss] = field(default_factory=list)
+    drain: tuple[int, ...] | None = None
+    """Ranks asked to leave; empty: the whole job."""
+    _requests: dict[str, set[int]] = field(default_factory=dict)
+    _sticky: set[str] = field(default_factory=set)
+    _left: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        slots = sorted(rank for node in self.nodes.values() for rank in node.ranks)
+        if slots != list(range(len(slots))):
+            raise ValueError(f"nodes must hold ranks 0 … {len(slots) - 1} once each, got {slots}")
+        self.ranks = {rank: RankState() for rank in slots}
+
+    # -- questions ----------------------------------------------------------
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Ranks that belong to the decided generation and live, ascending."""
+        return self._standing("member")
+
+    @property
+    def fresh(self) -> bool:
+        """Nobody holds anything: the next decision is a start."""
+        return not self.members
+
+    @property
+    def quiet(self) -> bool:
+        """No change is being agreed."""
+        return self.frozen == self.decided
+
+    def expected(self) -> tuple[int, ...]:
+        """Ranks whose report the next decision waits for; empty in quiet times."""
+        if self.quiet:
+            return ()
+        if self.fresh:
+            return tuple(rank for rank, state in self.ranks.items() if self._can_start(state))
+        return tuple(sorted({*self.members, *self.joiners}))
+
+    def missing(self) -> tuple[int, ...]:
+        """Expected ranks that have not reported for the frozen generation."""
+        return tuple(rank for rank in self.expected() if rank not in self.reports)
+
+    def ready(self) -> bool:
+        """DECIDE may be tried."""
+        return not self.quiet and self.ended is None and bool(self.expected()) and not self.missing()
+
+    def pending(self) -> tuple[str, ...]:
+        """What members should honour at their next boundary."""
+        wanted = set(self._sticky)
+        if self.drain is not None:
+            wanted.add("drain")
+        return tuple(sorted(wanted))
+
+    def coordinator(self) -> int | None:
+        """The lowest living node: it decides."""
+        return min((number for number, node in self.nodes.items() if node.alive), default=None)
+
+    def node_of(self, rank: int) -> int:
+        """Which node starts ``rank``."""
+        return next(number for number, node in self.nodes.items() if rank in node.ranks)
+
+    def over(self) -> bool:
+        """The job is done, or nobody is left who could go on."""
+        if self.ended is not None:
+            return True
+        if self.members:
+            return False
+        if self.decided and any(s.standing == "done" and r not in self._left for r, s in self.ranks.items()):
+            return True
+        return not any(self._can_start(state) for state in self.ranks.values())
+
+    def codes(self) -> tuple[int, ...]:
+        """Exit codes of the ranks that finished."""
+        return tuple(state.code for state in self.ranks.values() if state.standing == "done" and state.code is not None)
+
+    # -- events -------------------------------------------------------------
+
+    def apply(self, event: Event) -> None:
+        """Take the next event of the journal. Stale or senseless ones change nothing."""
+        if self.ended is not None:
+            return
+        match event:
+            case Lost():
+                self._lose(event.losses)
+            case NodeLost():
+                self._lose_node(event)
+            case NodeBack():
+                self._node_back(event)
+            case Reported():
+                self._report(event)
+            case Waiting():
+                self._wait(event.entries)
+            case Requested():
+                self._request(event)
+            case Wanted():
+                self._want(event)
+            case Finished():
+                self._finish(event)
+            case Abandoned():
+                for rank in event.ranks:
+                    if rank in self.ranks:
+                        self.ranks[rank].may_return = False
+            case Reformed():
+                if event.generation == self.decided and self.quiet and not self.fresh:
+                    self._freeze("loss")
+            case Decided():
+                self._decide(event)
+            case Ended():
+                self.ended = event
+
+    def _lose(self, losses: Sequence[Loss]) -> None:
+        changed = False
+        for loss in losses:
+            state = self.ranks.get(loss.rank)
+            if state is None or loss.incarnation < state.incarnation:
+                continue
+            # A rank that left unannounced is done, until somebody misses it.
+            missed = state.standing == "done" and not state.announced and not self.fresh
+            if loss.incarnation == state.incarnation and state.standing in ("lost", "done") and not missed:
+                continue
+            counts = state.standing == "member" or loss.rank in self.joiners or missed
+            changed |= counts and loss.incarnation == state.incarnation
+            state.incarnation, state.standing, state.entry = loss.incarnation, "lost", None
+            state.may_return = state.may_return and self.respawn
+            self.reports.pop(loss.rank, None)
+            self.losses.append(loss)
+        if changed:
+            self._freeze("loss")
+
+    def _lose_node(self, event: NodeLost) -> None:
+        node = self.nodes.get(event.node)
+        if node is None or not node.alive or node.epoch != event.epoch:
+            return
+        node.alive = False
+        living = [r for r in node.ranks if self.ranks[r].standing not in ("lost", "done")]
+        losses = [Loss(rank, self.ranks[rank].incarnation, node.host, event.why) for rank in living]
+        self._lose(losses)
+        for rank in node.ranks:
+            self.ranks[rank].may_return = False
+
+    def _node_back(self, event: NodeBack) -> None:
+        node = self.nodes.get(event.node)
+        if node is None or node.alive or event.epoch <= node.epoch:
+            return
+        node.alive, node.epoch, node.host = True, event.epoch, event.host
+        for rank in node.ranks:
+            self.ranks[rank].may_return = self.respawn
+
+    def _report(self, event: Reported) -> None:
+        if event.generation != self.frozen or self.quiet or self.fresh:
+            return
+        for entry in event.entries:
+            state = self.ranks.get(entry.rank)
+            if state and state.standing == "member" and state.incarnation == entry.address.incarnation:
+                self.reports[entry.rank] = entry
+
+    def _wait(self, entries: Sequence[Entry]) -> None:
+        for entry in entries:
+            state = self.ranks.get(entry.rank)
+            incarnation = entry.address.incarnation
+            if state is None or incarnation < state.incarnation:
+                continue
+            if incarnation == state.incarnation and state.standing not in ("starting", "waiting"):
+                continue
+            state.incarnation, state.entry = incarnation, entry
+            if self.fresh:
+                state.standing = "starting"
+                self.reports[entry.rank] = entry
+            else:
+                state.standing = "waiting"
+                # Sticky until a decision: members that saw it must not wait for one that did not.
+                self._sticky.add("join")
+
+    def _request(self, event: Requested) -> None:
+        if event.generation != self.decided or not self.quiet or self.fresh:
+            return
+        asked = self._requests.setdefault(event.what, set())
+        asked |= {rank for rank in event.ranks if self.ranks.get(rank, RankState()).standing == "member"}
+        if event.what == "leave" and asked:
+            self.drain = tuple(sorted({*(self.drain or ()), *asked}))
+            self._freeze("drain")
+        elif not asked >= set(self.members):
+            return
+        elif event.what == "checkpoint":
+            self._sticky.discard("checkpoint")
+            del self._requests["checkpoint"]
+        elif event.what in ("join", "drain"):
+            self._freeze("join" if event.what == "join" else "drain")
+            self.joiners = self._standing("waiting") if event.what == "join" else ()
+            self._seat_joiners()
+
+    def _want(self, event: Wanted) -> None:
+        if event.what == "drain":
+            self.drain = tuple(sorted({*(self.drain or ()), *event.ranks})) if event.ranks and self.drain != () else ()
+        elif event.what == "checkpoint":
+            self._sticky.add("checkpoint")
+
+    def _finish(self, event: Finished) -> None:
+        state = self.ranks.get(event.rank)
+        if state is None or event.incarnation < state.incarnation or state.standing == "lost":
+            return
+        state.incarnation, state.standing, state.entry = event.incarnation, "done", None
+        state.code, state.announced = event.code, event.announced
+        self.reports.pop(event.rank, None)
+        self.joiners = tuple(rank for rank in self.joiners if rank != event.rank)
+
+    def _decide(self, event: Decided) -> None:
+        if event.generation != self.frozen or not self.ready():
+            return
+        leaving = set(self.drain or ()) if self.reason == "drain" else set()
+        entries = {rank: self.reports[rank] for rank in sorted(self.reports) if rank not in leaving}
+        self.decided = self.frozen
+        self.decision = Decision(
+            generation=self.frozen,
+            members={rank: entry.address for rank, entry in entries.items()},
+            reason=self.reason,
+            lost=tuple(self.losses),
+            joined=self.joiners,
+            reports={rank: entry.report for rank, entry in entries.items() if rank not in self.joiners},
+        )
+        for rank in entries:
+            self.ranks[rank].standing = "member"
+        for rank in leaving:
+            self.ranks[rank].standing, self.ranks[rank].may_return = "done", False
+        if leaving:
+            self.drain = None
+            self._left |= leaving
+        if not self._standing("waiting"):
+            self._sticky.discard("join")
+        self.losses, self.joiners, self.reports = [], (), {}
+
+    # -- helpers --------------------------------------------------------------
+
+    def _freeze(self, reason: Reason) -> None:
+        self.frozen += 1
+        self.reports, self.joiners = {}, ()
+        self._requests.clear()
+        self.reason = reason
+        if self.fresh:
+            # Everyone who held anything is gone: whoever waits starts the job anew.
+            self.reason = "start"
+            for rank in self._standing("waiting"):
+                state = self.ranks[rank]
+                state.standing = "starting"
+                if state.entry is not None:
+                    self.reports[rank] = state.entry
+
+    def _seat_joiners(self) -> None:
+        for rank in self.joiners:
+            entry = self.ranks[rank].entry
+            if entry is not None:
+                self.reports[rank] = entry
+
+    def _standing(self, standing: Standing) -> tuple[int, ...]:
+        return tuple(rank for rank, state in self.ranks.items() if state.standing == standing)
+
+    def _can_start(self, state: RankState) -> bool:
+        if state.standing == "lost":
+            return state.may_return
+        return state.standing in ("starting", "waiting")

@@ -1,0 +1,131 @@
+"""One worker's shared-memory slot: what it does, its last words, its lease.
+
+A memfd made by the agent and inherited by the worker. The worker writes what it
+is doing without a system call; the agent reads it while the worker is stopped,
+hung or dead, which no message could offer. Activity is guarded by a sequence
+word (odd while being written), so a reader never sees half an update; a writer
+that dies half way leaves it odd, and the reader keeps the last whole one.
+
+Layout (little endian): u64 lease end ns | u64 sequence | i64 step | u64 progress |
+u64 stamp ns | i32 finished, i32 code | u16 phase length, u16 waiting count |
+64 bytes phase | u32 × 256 waiting for | … | at 4096: u32 length, last words.
+Times are CLOCK_MONOTONIC, which all processes of a host share.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import time
+from dataclasses import dataclass
+
+from megatron.elastic.control.membership import Activity
+
+__all__ = ["SLOT_BYTES", "Glimpse", "Slot"]
+
+SLOT_BYTES = 1 << 16
+_WORDS_AT = 4096
+_PHASE_BYTES = 64
+_MAX_WAITING = 256
+_HEAD = struct.Struct("<qQQ")
+_FINISH = struct.Struct("<ii")
+_COUNTS = struct.Struct("<HH")
+_U64 = struct.Struct("<Q")
+_U32 = struct.Struct("<I")
+_AT_LEASE, _AT_SEQUENCE, _AT_HEAD, _AT_FINISH, _AT_COUNTS, _AT_PHASE = 0, 8, 16, 40, 48, 52
+_AT_WAITING = _AT_PHASE + _PHASE_BYTES
+_NO_STEP = -1
+
+
+@dataclass(frozen=True)
+class Glimpse:
+    """What the agent saw of a worker: its activity, how often and when it last changed (ns, monotonic)."""
+
+    activity: Activity
+    progress: int
+    stamp_ns: int
+
+
+class Slot:
+    """The slot behind ``fd``; either side maps it. ``fd`` stays the caller's."""
+
+    def __init__(self, fd: int) -> None:
+        self._map = mmap.mmap(fd, SLOT_BYTES)
+        self._sequence: int = _U64.unpack_from(self._map, _AT_SEQUENCE)[0] & ~1
+        self._progress = 0
+        self._last = Glimpse(Activity(_NO_STEP, "launch"), 0, 0)
+
+    @classmethod
+    def create(cls, name: str) -> tuple[int, Slot]:
+        """A new zeroed slot and its file descriptor (not inheritable until asked for)."""
+        fd = os.memfd_create(name)
+        os.ftruncate(fd, SLOT_BYTES)
+        slot = cls(fd)
+        slot.publish(Activity(_NO_STEP, "launch"), progress=0)
+        return fd, slot
+
+    # -- the worker's side ------------------------------------------------
+
+    def publish(self, activity: Activity, progress: int | None = None) -> None:
+        """Write what this worker does; costs a few stores."""
+        self._progress = self._progress + 1 if progress is None else progress
+        phase = activity.phase.encode()[:_PHASE_BYTES]
+        waiting = activity.waiting_for[:_MAX_WAITING]
+        self._sequence += 1
+        _U64.pack_into(self._map, _AT_SEQUENCE, self._sequence)
+        _HEAD.pack_into(self._map, _AT_HEAD, activity.step, self._progress, time.monotonic_ns())
+        _COUNTS.pack_into(self._map, _AT_COUNTS, len(phase), len(waiting))
+        self._map[_AT_PHASE : _AT_PHASE + len(phase)] = phase
+        struct.pack_into(f"<{len(waiting)}I", self._map, _AT_WAITING, *waiting)
+        self._sequence += 1
+        _U64.pack_into(self._map, _AT_SEQUENCE, self._sequence)
+
+    def finish(self, code: int) -> None:
+        """Mark the coming end as meant."""
+        _FINISH.pack_into(self._map, _AT_FINISH, 1, code)
+
+    def say_last_words(self, text: str) -> None:
+        """Leave the end of ``text`` (a traceback) for the agent to find."""
+        data = text.encode(errors="replace")[-(SLOT_BYTES - _WORDS_AT - 4) :]
+        self._map[_WORDS_AT + 4 : _WORDS_AT + 4 + len(data)] = data
+        _U32.pack_into(self._map, _WORDS_AT, len(data))
+
+    def lease_end(self) -> int:
+        """Until when (ns, monotonic) this worker may act; 0: no lease needed."""
+        return int(_U64.unpack_from(self._map, _AT_LEASE)[0])
+
+    # -- the agent's side -------------------------------------------------
+
+    def look(self) -> Glimpse:
+        """The newest whole activity; tolerant of anything a broken worker may have written."""
+        for _ in range(4):
+            before = _U64.unpack_from(self._map, _AT_SEQUENCE)[0]
+            if before & 1:
+                continue
+            step, progress, stamp = _HEAD.unpack_from(self._map, _AT_HEAD)
+            phase_length, count = _COUNTS.unpack_from(self._map, _AT_COUNTS)
+            phase = self._map[_AT_PHASE : _AT_PHASE + min(phase_length, _PHASE_BYTES)]
+            waiting = struct.unpack_from(f"<{min(count, _MAX_WAITING)}I", self._map, _AT_WAITING)
+            if _U64.unpack_from(self._map, _AT_SEQUENCE)[0] == before:
+                self._last = Glimpse(Activity(step, phase.decode(errors="replace"), waiting), progress, stamp)
+                break
+        return self._last
+
+    def finished(self) -> int | None:
+        """The code a worker announced for its purposeful end, if it did."""
+        flag, code = _FINISH.unpack_from(self._map, _AT_FINISH)
+        return int(code) if flag == 1 else None
+
+    def last_words(self) -> str:
+        """What :meth:`say_last_words` left, or nothing."""
+        length = min(_U32.unpack_from(self._map, _WORDS_AT)[0], SLOT_BYTES - _WORDS_AT - 4)
+        return self._map[_WORDS_AT + 4 : _WORDS_AT + 4 + length].decode(errors="replace")
+
+    def extend_lease(self, until_ns: int) -> None:
+        """Allow the worker to act until ``until_ns`` (monotonic)."""
+        _U64.pack_into(self._map, _AT_LEASE, until_ns)
+
+    def close(self) -> None:
+        """Unmap."""
+        self._map.close()

@@ -1,0 +1,115 @@
+"""The store the agents agree through: a small interface and its embedded form.
+
+Five operations, of which compare-and-set is the one that matters. The embedded
+store is torch's TCPStore, served by the first agent: its loss ends the job
+(:class:`StoreLost`). One connection serves one thread at a time and a waiting
+call occupies it, so each thread takes its own with :meth:`Store.clone`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from datetime import timedelta
+
+import torch.distributed as dist
+
+__all__ = ["EmbeddedStore", "Store", "StoreLost"]
+
+
+class StoreLost(ConnectionError):
+    """The store does not answer any more."""
+
+
+class Store(ABC):
+    """Byte strings under text keys. Every method raises :class:`StoreLost` when the store is gone."""
+
+    @abstractmethod
+    def put(self, key: str, value: bytes) -> None:
+        """Set ``key``, whatever it was."""
+
+    @abstractmethod
+    def get(self, key: str) -> bytes | None:
+        """The value, or None where the key does not exist."""
+
+    @abstractmethod
+    def create(self, key: str, value: bytes) -> bytes:
+        """Set ``key`` if it does not exist; returns what it holds afterwards. Atomic."""
+
+    @abstractmethod
+    def wait(self, key: str, timeout: float) -> bytes | None:
+        """Block until ``key`` exists and return its value; None after ``timeout`` seconds."""
+
+    @abstractmethod
+    def clone(self) -> Store:
+        """Another connection to the same store."""
+
+
+class EmbeddedStore(Store):
+    """TCPStore in the first agent. ``server`` says whether this process serves it."""
+
+    def __init__(self, store: dist.TCPStore, prefix: str, server: bool = False) -> None:
+        self._tcp = store
+        self._prefix = prefix
+        self.server = server
+
+    @classmethod
+    def open(cls, host: str, port: int, prefix: str, server: bool, timeout: float) -> EmbeddedStore:
+        """Serve (port 0: any free one) or reach the store within ``timeout`` seconds."""
+        try:
+            tcp = dist.TCPStore(
+                host, port, is_master=server, wait_for_workers=False, timeout=timedelta(seconds=timeout), multi_tenant=False
+            )
+        except (RuntimeError, ValueError) as error:
+            raise StoreLost(f"store at {host}:{port}: {_first_line(error)}") from None
+        return cls(tcp, prefix, server)
+
+    @property
+    def port(self) -> int:
+        """The port it is served at."""
+        return int(self._tcp.port)
+
+    @property
+    def host(self) -> str:
+        """The host it is served at."""
+        return str(self._tcp.host)
+
+    def put(self, key: str, value: bytes) -> None:
+        try:
+            self._tcp.set(self._prefix + key, value)  # type: ignore[arg-type]
+        except RuntimeError as error:
+            raise StoreLost(_first_line(error)) from None
+
+    def get(self, key: str) -> bytes | None:
+        try:
+            if not self._tcp.check([self._prefix + key]):
+                return None
+            return bytes(self._tcp.get(self._prefix + key))
+        except RuntimeError as error:
+            raise StoreLost(_first_line(error)) from None
+
+    def create(self, key: str, value: bytes) -> bytes:
+        try:
+            return bytes(self._tcp.compare_set(self._prefix + key, "", value.decode("ascii")))
+        except RuntimeError as error:
+            raise StoreLost(_first_line(error)) from None
+
+    def wait(self, key: str, timeout: float) -> bytes | None:
+        try:
+            self._tcp.wait([self._prefix + key], timedelta(seconds=timeout))
+            return bytes(self._tcp.get(self._prefix + key))
+        except dist.DistNetworkError as error:
+            raise StoreLost(_first_line(error)) from None
+        except dist.DistStoreError:
+            return None
+        except RuntimeError as error:
+            raise StoreLost(_first_line(error)) from None
+
+    def clone(self) -> EmbeddedStore:
+        try:
+            return EmbeddedStore(self._tcp.clone(), self._prefix, server=False)
+        except RuntimeError as error:
+            raise StoreLost(_first_line(error)) from None
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).split("\n", 1)[0]

@@ -1,0 +1,54 @@
+"""``python -m megatron.elastic.launch [torchrun arguments] script.py [script arguments]``.
+
+Like torchrun, but the loss of a worker ends neither the others nor the job. See
+``--help`` and docs/; exit codes: 0 done, 1 bad input, 3 drained and saved: requeue,
+4 state lost, 5 deterministic failure: do not requeue.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+__all__ = ["main"]
+
+
+def main(argv: list[str]) -> int:
+    """Run one node's agent to the end of the job."""
+    from megatron.elastic.launch.agent import Agent
+    from megatron.elastic.launch.arguments import BadInput, parse
+    from megatron.elastic.launch.loop import Loop
+    from megatron.elastic.launch.pool import Pool, PoolEvents
+    from megatron.elastic.launch.rendezvous import meet
+
+    loop = Loop()
+    pool: Pool | None = None
+    try:
+        job = parse(argv)
+        agents: list[Agent] = []
+        events = PoolEvents(
+            said=lambda worker, message: agents[0].said(worker, message),
+            ended=lambda worker, status: agents[0].ended(worker, status),
+            zygote_lost=lambda: agents[0].zygote_lost(),
+        )
+        if job.workers > 1:
+            os.environ.setdefault("OMP_NUM_THREADS", "1")
+        pool = Pool(loop, job.preload, events)
+        pool.start_zygote()
+        agents.append(Agent(job, loop, pool, meet(job)))
+        return agents[0].run()
+    except BadInput as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    finally:
+        if pool is not None:
+            pool.close()
+        loop.close()
+
+
+if __name__ == "__main__":
+    # _exit: daemon threads may wait in the store, and nothing is left to flush but these two.
+    code = main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

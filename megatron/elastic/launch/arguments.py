@@ -1,0 +1,182 @@
+"""The command line: torchrun's own parser, a few options more, and what the cluster says.
+
+``parse(argv, environ)`` → :class:`Job`, everything an agent needs, checked.
+Bad input raises :class:`BadInput` with one line that names the flag and the fix.
+The script's ``--elastic-*`` flags are read, not taken away.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+from torch.distributed.run import determine_local_world_size, get_args_parser, parse_min_max_nnodes
+
+from megatron.elastic.config import ConfigError, ElasticConfig
+from megatron.elastic.launch.cluster import Placement, derive
+from megatron.elastic.launch.settings import elastic_settings
+from megatron.elastic.launch.worker import Kind
+
+__all__ = ["BadInput", "Job", "parse"]
+
+_DEFAULT_PORT = 29500
+_UNUSED = ("--start-method", "--monitor-interval", "--event-log-handler", "--numa-binding", "--logs-specs")
+
+
+class BadInput(ValueError):
+    """One line: what is wrong with the command, which flag, what to do."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One agent's share of one job."""
+
+    run_id: str
+    node: int
+    nodes: int
+    workers: int
+    master_addr: str
+    master_port: int
+    """0: any free port (one node only)."""
+    local_addr: str
+    rendezvous_timeout: float
+    kind: Kind
+    target: str
+    arguments: tuple[str, ...]
+    adapt: bool
+    preload: tuple[str, ...]
+    role: str
+    logs: DefaultLogsSpecs
+    line_prefix: str | None
+    virtual_local_rank: bool
+    max_restarts: int
+    shutdown_timeout: float
+    elastic: bool
+    """The script was given ``--elastic``."""
+    settings: ElasticConfig
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """torchrun's parser with our own group of options."""
+    parser = get_args_parser()
+    parser.prog = "python -m megatron.elastic.launch"
+    parser.description = "Elastic launcher: torchrun's arguments, and workers whose loss does not end the others."
+    own = parser.add_argument_group("elastic launcher")
+    own.add_argument(
+        "--adapt", action="store_true", help="Import megatron.elastic.adaptor before the script: makes it elastic."
+    )
+    own.add_argument(
+        "--respawn",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="Start lost workers again (default: the script's --elastic-respawn).",
+    )
+    own.add_argument(
+        "--preload",
+        default="auto",
+        help="Modules the parent of all workers imports once, comma-separated; 'auto': torch, and the adaptor where "
+        "the script uses it; 'none'.",
+    )
+    return parser
+
+
+def parse(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> Job:
+    """The job described by ``argv``. Raises :class:`BadInput`; ``--help`` exits like argparse."""
+    args = build_parser().parse_args(list(argv))
+    try:
+        place = derive(args, environ)
+        settings = elastic_settings(args.training_script_args, respawn=args.respawn)
+        return _job(args, place, settings)
+    except (ConfigError, ValueError, AssertionError, RuntimeError, OSError) as error:
+        raise BadInput(str(error).split("\n", 1)[0]) from None
+
+
+def _job(args: argparse.Namespace, place: Placement, settings: ElasticConfig) -> Job:
+    kind, target = _target(args)
+    adapt = args.adapt or "--elastic" in args.training_script_args
+    return Job(
+        run_id=_run_id(args, place),
+        node=place.node,
+        nodes=place.nodes,
+        workers=_workers(args.nproc_per_node),
+        master_addr=place.master_addr,
+        master_port=place.master_port,
+        local_addr=args.local_addr or socket.gethostname(),
+        rendezvous_timeout=place.timeout,
+        kind=kind,
+        target=target,
+        arguments=tuple(args.training_script_args),
+        adapt=args.adapt,
+        preload=_preload(args.preload, adapt),
+        role=args.role,
+        logs=DefaultLogsSpecs(
+            log_dir=args.log_dir or _log_dir_if_needed(args),
+            redirects=Std.from_str(args.redirects),
+            tee=Std.from_str(args.tee),
+            local_ranks_filter={int(item) for item in args.local_ranks_filter.split(",")}
+            if args.local_ranks_filter
+            else None,
+        ),
+        line_prefix=os.getenv("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"),
+        virtual_local_rank=args.virtual_local_rank,
+        max_restarts=args.max_restarts,
+        shutdown_timeout=float(args.shutdown_timeout if args.shutdown_timeout is not None else 30),
+        elastic="--elastic" in args.training_script_args or args.adapt,
+        settings=settings,
+    )
+
+
+def _target(args: argparse.Namespace) -> tuple[Kind, str]:
+    script: str = args.training_script
+    if args.module and args.no_python:
+        raise ValueError("--no-python and --module exclude each other: drop one")
+    if args.module:
+        return "module", script
+    if args.no_python:
+        return "program", script
+    if not os.path.isfile(script):
+        raise ValueError(f"training_script {script!r} is not a file")
+    return "script", script
+
+
+def _run_id(args: argparse.Namespace, place: Placement) -> str:
+    if args.rdzv_id not in ("none", "") and not args.standalone:
+        return str(args.rdzv_id)
+    if place.run_id:
+        return place.run_id
+    # Several nodes must come to the same name without talking: the endpoint is what they share.
+    return f"{place.master_addr}-{place.master_port}" if place.nodes > 1 else uuid.uuid4().hex[:12]
+
+
+def _workers(nproc_per_node: str) -> int:
+    count = int(determine_local_world_size(nproc_per_node))
+    if count < 1:
+        raise ValueError(f"--nproc-per-node must be 1 or more, got {nproc_per_node}")
+    return count
+
+
+def _preload(wanted: str, adapt: bool) -> tuple[str, ...]:
+    if wanted == "none":
+        return ()
+    if wanted != "auto":
+        return tuple(name for name in wanted.split(",") if name)
+    modules = ("numpy", "torch", "torch.distributed", "megatron.elastic.control.client")
+    return (*modules, "megatron.elastic.adaptor") if adapt else modules
+
+
+def _log_dir_if_needed(args: argparse.Namespace) -> str | None:
+    # torch makes a temporary directory whether or not anything is logged; none is wanted for nothing.
+    return None if args.redirects != "0" or args.tee != "0" else os.devnull
+
+
+def nodes_of(nnodes: str) -> int:
+    """``--nnodes`` as a number; a range counts as its upper end, losses and gains being elastic anyway."""
+    low, high = parse_min_max_nnodes(nnodes)
+    if not 0 < low <= high:
+        raise ValueError(f"--nnodes must be N or MIN:MAX with 0 < MIN ≤ MAX, got {nnodes}")
+    return int(high)

@@ -1,0 +1,96 @@
+"""Which node of how many, and where the first one is: from flags, Slurm or Kubernetes.
+
+Flags win. Under ``srun`` (one launcher a task) and in an indexed Kubernetes job
+or a stateful set, what is not given comes from the environment there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch.distributed.run import parse_min_max_nnodes
+
+__all__ = ["Placement", "derive", "first_host"]
+
+_DEFAULT_PORT = 29500
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where this agent stands."""
+
+    node: int
+    nodes: int
+    master_addr: str
+    master_port: int
+    timeout: float
+    """Seconds to wait for the other nodes."""
+    run_id: str | None = None
+
+
+def derive(args: argparse.Namespace, environ: Mapping[str, str]) -> Placement:
+    """The placement of this agent. Raises ValueError with one line naming the flag and the fix."""
+    timeout = _rendezvous_timeout(args)
+    if args.standalone:
+        return Placement(0, 1, "127.0.0.1", 0, timeout)
+    _, nodes = parse_min_max_nnodes(args.nnodes)
+    node = int(args.node_rank)
+    host, port = _endpoint(args)
+    run_id = None
+    if nodes == 1 and host is None and _in_srun(environ):
+        nodes, node = int(environ["SLURM_STEP_NUM_TASKS"]), int(environ["SLURM_PROCID"])
+        host = first_host(environ.get("SLURM_STEP_NODELIST") or environ["SLURM_JOB_NODELIST"])
+        run_id = f"slurm-{environ['SLURM_JOB_ID']}-{environ['SLURM_STEP_ID']}"
+        if port is None:
+            port = 20000 + (int(environ["SLURM_JOB_ID"]) * 31 + int(environ["SLURM_STEP_ID"])) % 20000
+    elif nodes > 1 and node == 0 and "KUBERNETES_SERVICE_HOST" in environ:
+        node = _kubernetes_index(environ)
+    if not 0 <= node < nodes:
+        raise ValueError(f"--node-rank {node} is outside --nnodes {nodes}: it counts from 0")
+    if nodes == 1 and host is None and port is None:
+        port = 0
+    return Placement(
+        node, nodes, host or args.master_addr, port if port is not None else _DEFAULT_PORT, timeout, run_id
+    )
+
+
+def first_host(nodelist: str) -> str:
+    """First host of a Slurm node list: ``"gpu[003-007,12],cpu1"`` → ``"gpu003"``."""
+    match = re.match(r"([^\[,]+)(?:\[(\d+)[^\]]*\])?([^,\[]*)", nodelist)
+    if match is None:
+        raise ValueError(f"cannot read the Slurm node list {nodelist!r}: give --master-addr")
+    return match.group(1) + (match.group(2) or "") + (match.group(3) or "")
+
+
+def _in_srun(environ: Mapping[str, str]) -> bool:
+    needed = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
+    return all(name in environ for name in needed) and int(environ["SLURM_STEP_NUM_TASKS"]) > 1
+
+
+def _kubernetes_index(environ: Mapping[str, str]) -> int:
+    """Index of a pod in an indexed job, or at the end of a stateful pod's host name; 0 where there is none."""
+    if "JOB_COMPLETION_INDEX" in environ:
+        return int(environ["JOB_COMPLETION_INDEX"])
+    ordinal = re.search(r"-(\d+)$", environ.get("HOSTNAME", ""))
+    return int(ordinal.group(1)) if ordinal else 0
+
+
+def _endpoint(args: argparse.Namespace) -> tuple[str | None, int | None]:
+    """Host and port of the first agent as far as flags say."""
+    endpoint = args.rdzv_endpoint
+    if not endpoint:
+        host = args.master_addr if args.master_addr != "127.0.0.1" else None
+        return host, int(args.master_port) if args.master_port is not None else None
+    host, _, port = endpoint.rpartition(":") if re.search(r":\d+$", endpoint) else (endpoint, "", "")
+    return host.strip("[]"), int(port) if port else None
+
+
+def _rendezvous_timeout(args: argparse.Namespace) -> float:
+    options = dict(item.partition("=")[::2] for item in args.rdzv_conf.split(",") if item)
+    try:
+        return float(options.get("join_timeout") or options.get("timeout") or 600)
+    except ValueError:
+        raise ValueError("--rdzv-conf join_timeout takes seconds") from None

@@ -1,0 +1,99 @@
+"""A small event loop over epoll: descriptors, timers, signals, and calls from other threads.
+
+One thread runs everything; nothing it calls may block. Written here because the
+order matters: all that is readable is handled before timers, and handlers may
+forget descriptors whose event is still in the same batch.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import os
+import select
+import signal
+import time
+from collections import deque
+from collections.abc import Callable
+
+__all__ = ["Loop"]
+
+
+class Loop:
+    """Runs until :meth:`stop`."""
+
+    def __init__(self) -> None:
+        self._epoll = select.epoll()
+        self._handlers: dict[int, Callable[[int], None]] = {}
+        self._timers: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = itertools.count()
+        self._calls: deque[Callable[[], None]] = deque()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._epoll.register(self._wake, select.EPOLLIN)
+        self._running = False
+        self._signal_handlers: dict[int, Callable[[int], None]] = {}
+
+    def watch(self, fd: int, handler: Callable[[int], None]) -> None:
+        """Call ``handler(event mask)`` whenever ``fd`` is readable, hung up or in error."""
+        self._handlers[fd] = handler
+        self._epoll.register(fd, select.EPOLLIN)
+
+    def adjust(self, fd: int, writing: bool) -> None:
+        """Also watch ``fd`` for being writable, or no longer."""
+        if fd in self._handlers:
+            self._epoll.modify(fd, select.EPOLLIN | (select.EPOLLOUT if writing else 0))
+
+    def forget(self, fd: int) -> None:
+        """Watch ``fd`` no longer; silent if it is not watched."""
+        if self._handlers.pop(fd, None) is not None:
+            self._epoll.unregister(fd)
+
+    def after(self, seconds: float, call: Callable[[], None]) -> None:
+        """Call once, ``seconds`` from now."""
+        heapq.heappush(self._timers, (time.monotonic() + seconds, next(self._order), call))
+
+    def every(self, seconds: float, call: Callable[[], None]) -> None:
+        """Call again and again."""
+
+        def again() -> None:
+            call()
+            self.after(seconds, again)
+
+        self.after(seconds, again)
+
+    def post(self, call: Callable[[], None]) -> None:
+        """Have the loop's thread make ``call``; from any thread."""
+        self._calls.append(call)
+        os.eventfd_write(self._wake, 1)
+
+    def on_signal(self, number: int, handler: Callable[[int], None]) -> None:
+        """Handle a signal on the loop (main thread only)."""
+        signal.signal(number, lambda signum, _frame: self.post(lambda: handler(signum)))
+        self._signal_handlers[number] = handler
+
+    def stop(self) -> None:
+        """Leave :meth:`run` after the present batch."""
+        self._running = False
+
+    def run(self) -> None:
+        """Handle events until stopped."""
+        self._running = True
+        while self._running:
+            wait = -1.0
+            if self._timers:
+                wait = max(0.0, self._timers[0][0] - time.monotonic())
+            for fd, mask in self._epoll.poll(wait):
+                if fd == self._wake:
+                    os.eventfd_read(self._wake)
+                elif fd in self._handlers:
+                    self._handlers[fd](mask)
+            while self._calls:
+                self._calls.popleft()()
+            now = time.monotonic()
+            while self._running and self._timers and self._timers[0][0] <= now:
+                heapq.heappop(self._timers)[2]()
+
+    def close(self) -> None:
+        """Give back descriptors."""
+        self._epoll.close()
+        os.close(self._wake)

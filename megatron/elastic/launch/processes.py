@@ -1,0 +1,152 @@
+"""What Linux offers a launcher: death signals, process descriptors, messages that carry descriptors.
+
+Death is chained agent → zygote → worker → worker's children by
+``PR_SET_PDEATHSIG``, which covers SIGKILL of any of them. The signal is lost
+when the parent died before it was asked for, so every link checks its parent
+afterwards.
+"""
+
+from __future__ import annotations
+
+import array
+import ctypes
+import json
+import os
+import signal
+import socket
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+__all__ = [
+    "MessageSocket",
+    "describe_status",
+    "die_with_parent",
+    "exit_status",
+    "kill_group",
+    "process_state",
+    "thread_count",
+]
+
+_PR_SET_PDEATHSIG = 1
+_MAX_MESSAGE = 1 << 17
+_MAX_FDS = 8
+
+
+def die_with_parent(parent: int, sig: int = signal.SIGKILL) -> None:
+    """Have the kernel send ``sig`` when the thread that forked this process ends; end now if it already has."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, sig, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() != parent:
+        os._exit(128 + signal.SIGKILL)
+
+
+def chain_children() -> None:
+    """Every process forked from here on by this one's main thread dies with it (data-loader workers).
+
+    A child forked by another thread would get the signal when that *thread* ends,
+    so those are left to the process group, which the launcher kills.
+    """
+    parent = [0]
+
+    def before() -> None:
+        parent[0] = os.getpid() if threading.current_thread() is threading.main_thread() else 0
+
+    def after_in_child() -> None:
+        if parent[0]:
+            die_with_parent(parent[0])
+
+    os.register_at_fork(before=before, after_in_child=after_in_child)
+
+
+def kill_group(pid: int, sig: int = signal.SIGKILL) -> None:
+    """Signal the process group led by ``pid``, or the process alone where it leads none. Silent when gone."""
+    for kill in (os.killpg, os.kill):
+        try:
+            kill(pid, sig)
+            return
+        except (ProcessLookupError, PermissionError):
+            continue
+
+
+def process_state(pid: int) -> str | None:
+    """The kernel's state letter (R, S, D, T, Z, …), or None when there is no such process."""
+    fields = _stat_fields(pid)
+    return fields[0] if fields else None
+
+
+def exit_status(pid: int) -> int | None:
+    """Wait status of a process that has ended but is not reaped yet; None when unknown."""
+    fields = _stat_fields(pid)
+    if not fields or fields[0] not in ("Z", "X"):
+        return None
+    return int(fields[49])
+
+
+def thread_count() -> int:
+    """Threads of this process, native ones included."""
+    return len(os.listdir("/proc/self/task"))
+
+
+def describe_status(status: int) -> str:
+    """'signal SIGKILL' or 'exit code 1', from a wait status."""
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        try:
+            return f"signal {signal.Signals(number).name}"
+        except ValueError:
+            return f"signal {number}"
+    return f"exit code {os.waitstatus_to_exitcode(status)}"
+
+
+def _stat_fields(pid: int) -> list[str] | None:
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return None
+    # The command name is in parentheses and may hold anything; the rest follows the last one.
+    return text.rpartition(")")[2].split()
+
+
+class MessageSocket:
+    """JSON messages with file descriptors over a SOCK_SEQPACKET pair: one message, one datagram."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.socket = sock
+
+    @classmethod
+    def pair(cls) -> tuple[MessageSocket, MessageSocket]:
+        """Two connected ends."""
+        left, right = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        return cls(left), cls(right)
+
+    def fileno(self) -> int:
+        """For pollers."""
+        return self.socket.fileno()
+
+    def send(self, message: dict[str, Any], fds: Sequence[int] = ()) -> None:
+        """Send; the receiver gets duplicates of ``fds``."""
+        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+        self.socket.sendmsg([json.dumps(message).encode()], ancillary)
+
+    def receive(self) -> tuple[dict[str, Any], list[int]] | None:
+        """The next message and its descriptors; None when the other end is gone."""
+        room = socket.CMSG_SPACE(_MAX_FDS * array.array("i").itemsize)
+        try:
+            data, ancillary, _, _ = self.socket.recvmsg(_MAX_MESSAGE, room)
+        except ConnectionError:
+            return None
+        fds = array.array("i")
+        for level, kind, payload in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
+        if not data:
+            return None
+        message: dict[str, Any] = json.loads(data)
+        return message, list(fds)
+
+    def close(self) -> None:
+        """Close this end."""
+        self.socket.close()

@@ -1,0 +1,105 @@
+"""How the agents of one job find each other, before there is a journal.
+
+The first agent serves the store; every agent leaves a card there (host, number
+of workers) and reads all cards. Ranks follow node order. The job's secret comes
+from the environment of every node, or else from the first agent through the
+store: then whoever can read the store can join the job, which is torchrun's
+degree of trust.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import time
+from dataclasses import dataclass
+
+from megatron.elastic.control import env
+from megatron.elastic.control.generations import Node
+from megatron.elastic.control.journal import Seal
+from megatron.elastic.control.store import EmbeddedStore, StoreLost
+from megatron.elastic.control.wire import ProtocolError, parse, take_int, take_str
+from megatron.elastic.launch.arguments import BadInput, Job
+
+__all__ = ["Company", "meet"]
+
+
+@dataclass(frozen=True)
+class Company:
+    """The store, the secret, and who takes part."""
+
+    store: EmbeddedStore
+    secret: str
+    seal: Seal
+    nodes: dict[int, Node]
+    epoch: int
+    master_addr: str
+    master_port: int
+
+
+def meet(job: Job) -> Company:
+    """Serve or reach the store and wait for every node. Raises :class:`BadInput` when that fails."""
+    store = _open_store(job)
+    secret = _agree_on_secret(store, job)
+    seal = Seal(secret)
+    host = job.local_addr if job.nodes == 1 else f"{job.local_addr}/{job.node}"
+    card = json.dumps({"host": host, "workers": job.workers, "nodes": job.nodes})
+    place = f"card/{job.node}"
+    mine = seal.sign(place, card)
+    if store.create(place, mine) != mine:
+        raise BadInput(f"--node-rank {job.node} is already taken by another agent of job {job.run_id!r}")
+    nodes: dict[int, Node] = {}
+    end = time.monotonic() + job.rendezvous_timeout
+    for number in range(job.nodes):
+        found = store.wait(f"card/{number}", max(0.1, end - time.monotonic()))
+        if found is None:
+            raise BadInput(
+                f"node {number} of {job.nodes} did not come within {job.rendezvous_timeout:.0f} s: "
+                "check --nnodes, --node-rank and --master-addr there, or raise --rdzv-conf join_timeout=SECONDS"
+            )
+        _add_node(nodes, number, seal.open(f"card/{number}", found), job)
+    return Company(store, secret, seal, nodes, 0, job.master_addr, store.port)
+
+
+def _add_node(nodes: dict[int, Node], number: int, text: str | None, job: Job) -> None:
+    first = sum(len(node.ranks) for node in nodes.values())
+    try:
+        if text is None:
+            raise ProtocolError("signed with another secret")
+        card = parse(text)
+        workers, theirs = take_int(card, "workers"), take_int(card, "nodes")
+        if theirs != job.nodes or workers < 1:
+            raise BadInput(f"node {number} was started with --nnodes {theirs}, this one with {job.nodes}")
+        nodes[number] = Node(take_str(card, "host"), tuple(range(first, first + workers)))
+    except ProtocolError as error:
+        raise BadInput(f"node {number}: {error}; {env.SECRET} must be the same on every node") from None
+
+
+def _open_store(job: Job) -> EmbeddedStore:
+    prefix = f"elastic/{job.run_id}/"
+    server = job.node == 0
+    host = "127.0.0.1" if server and job.nodes == 1 else job.master_addr
+    try:
+        return EmbeddedStore.open(host, job.master_port, prefix, server, job.rendezvous_timeout)
+    except StoreLost as error:
+        if server:
+            raise BadInput(
+                f"cannot serve the store at port {job.master_port}: {error}; choose another --master-port"
+            ) from None
+        raise BadInput(
+            f"no first agent at {job.master_addr}:{job.master_port} within {job.rendezvous_timeout:.0f} s: "
+            "check --master-addr and --master-port"
+        ) from None
+
+
+def _agree_on_secret(store: EmbeddedStore, job: Job) -> str:
+    given = os.environ.get(env.SECRET)
+    if given:
+        return given
+    if job.node == 0:
+        return store.create("secret", secrets.token_hex(16).encode()).decode()
+    found = store.wait("secret", job.rendezvous_timeout)
+    if found is None:
+        raise BadInput(f"the first agent keeps its secret to itself: set {env.SECRET} here as it is there")
+    return found.decode()

@@ -1,0 +1,47 @@
+"""The script's ``--elastic-*`` flags, as far as the launcher needs them: read, never taken away."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, get_type_hints
+
+from megatron.elastic.config import ConfigError, ElasticConfig, flag_name
+
+__all__ = ["elastic_settings"]
+
+_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+
+
+def elastic_settings(arguments: Sequence[str], respawn: bool | None = None) -> ElasticConfig:
+    """The :class:`ElasticConfig` in a script's arguments; ``respawn`` overrides.
+
+    Accepts ``--elastic-x V``, ``--elastic-x=V``, underscores for dashes, and for
+    switches ``--elastic-x``, ``--no-elastic-x``, ``--elastic-no-x``. Raises
+    :class:`ConfigError` for a value of the wrong type; unknown flags are the script's.
+    """
+    hints = get_type_hints(ElasticConfig)
+    by_flag = {flag_name(field.name): field.name for field in dataclasses.fields(ElasticConfig)}
+    values: dict[str, Any] = {}
+    for index, argument in enumerate(arguments):
+        flag, equals, given = argument.partition("=")
+        flag = flag.replace("_", "-")
+        negated = flag.replace("--no-elastic-", "--elastic-").replace("--elastic-no-", "--elastic-")
+        following = arguments[index + 1] if index + 1 < len(arguments) else ""
+        if flag in by_flag and hints[by_flag[flag]] is bool:
+            text = given if equals else following if following.lower() in _TRUE + _FALSE else "true"
+            values[by_flag[flag]] = text.lower() in _TRUE
+        elif flag in by_flag:
+            values[by_flag[flag]] = _convert(flag, given if equals else following, hints[by_flag[flag]])
+        elif negated != flag and negated in by_flag and hints[by_flag[negated]] is bool:
+            values[by_flag[negated]] = False
+    if respawn is not None:
+        values["respawn"] = respawn
+    return ElasticConfig(**values)
+
+
+def _convert(flag: str, text: str, hint: Any) -> Any:
+    try:
+        return hint(text) if hint in (int, float) else text
+    except ValueError:
+        raise ConfigError(f"{flag} takes {'an integer' if hint is int else 'a number'}, got {text!r}") from None

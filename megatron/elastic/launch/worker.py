@@ -1,0 +1,178 @@
+"""From a fresh fork to the user's program.
+
+The forked process cuts its ties with the zygote (session, signals, descriptors),
+takes on the environment torchrun would have given it, and runs the script as
+``__main__`` the way ``python script.py`` does. An exception that ends the script
+is printed, and also left in the worker's slot, so that the launcher can tell a
+bug that will come back from a machine that died.
+"""
+
+from __future__ import annotations
+
+import builtins
+import os
+import runpy
+import signal
+import sys
+import traceback
+import types
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from megatron.elastic.control import env
+from megatron.elastic.control.slot import Slot
+from megatron.elastic.launch.processes import chain_children, die_with_parent
+
+__all__ = ["WorkerSpec", "become"]
+
+Kind = Literal["script", "module", "program"]
+
+
+@dataclass
+class WorkerSpec:
+    """What to run, and as whom. ``fds``: control socket, slot, standard output, standard error."""
+
+    number: int
+    """The agent's name for this incarnation, unique in the agent's life."""
+    kind: Kind
+    target: str
+    arguments: tuple[str, ...]
+    environ: dict[str, str]
+    """Added to the zygote's own environment."""
+    adapt: bool = False
+    """Import ``megatron.elastic.adaptor`` before the script."""
+    fds: list[int] = field(default_factory=list)
+    parent: int = 0
+    exec_python: bool = False
+
+    def to_message(self) -> dict[str, Any]:
+        """JSON form; the descriptors travel beside it."""
+        return {
+            "number": self.number,
+            "kind": self.kind,
+            "target": self.target,
+            "arguments": list(self.arguments),
+            "environ": self.environ,
+            "adapt": self.adapt,
+        }
+
+    @classmethod
+    def from_message(cls, message: dict[str, Any], fds: list[int]) -> WorkerSpec:
+        """Inverse of :meth:`to_message`."""
+        message["arguments"] = tuple(message["arguments"])
+        return cls(**message, fds=fds)
+
+    def close_fds(self) -> None:
+        """Close the parent's copies."""
+        for fd in self.fds:
+            os.close(fd)
+        self.fds = []
+
+
+def become(spec: WorkerSpec) -> int:
+    """Turn this forked process into the worker; returns the exit code of the user's program."""
+    die_with_parent(spec.parent)
+    os.setsid()
+    _reset_signals()
+    control, slot = _take_descriptors(spec)
+    os.environ.update(spec.environ)
+    os.environ[env.CONTROL_FD], os.environ[env.SLOT_FD] = str(control), str(slot)
+    if spec.kind == "program":
+        _exec(spec.target, [spec.target, *spec.arguments], control, slot)
+    if spec.exec_python:
+        # A death signal survives exec; fork hooks do not, and are set up again there.
+        runner = [sys.executable, "-u", "-m", "megatron.elastic.launch.worker", spec.kind, str(int(spec.adapt))]
+        _exec(sys.executable, [*runner, spec.target, *spec.arguments], control, slot)
+    return _run_python(spec, slot)
+
+
+def _take_descriptors(spec: WorkerSpec) -> tuple[int, int]:
+    control, slot, out, err = spec.fds
+    null = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((null, 0), (out, 1), (err, 2)):
+        os.dup2(source, target)
+        os.close(source)
+    return control, slot
+
+
+def _reset_signals() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _exec(path: str, argv: list[str], *keep: int) -> None:
+    for fd in keep:
+        os.set_inheritable(fd, True)
+    try:
+        os.execvp(path, argv)
+    except OSError as error:
+        print(f"cannot run {path}: {error.strerror}", file=sys.stderr, flush=True)
+        os._exit(127 if isinstance(error, FileNotFoundError) else 126)
+
+
+def _run_python(spec: WorkerSpec, slot_fd: int) -> int:
+    chain_children()
+    _refresh_interpreter()
+    code = 0
+    try:
+        if spec.adapt:
+            import importlib
+
+            importlib.import_module("megatron.elastic.adaptor")
+        _run_main(spec)
+    except SystemExit as end:
+        code = _exit_code(end)
+    except BaseException:
+        text = traceback.format_exc()
+        sys.stdout.flush()
+        print(text, file=sys.stderr, flush=True)
+        Slot(slot_fd).say_last_words(text)
+        code = 1
+    return code
+
+
+def _exit_code(end: SystemExit) -> int:
+    if end.code is None:
+        return 0
+    if isinstance(end.code, int):
+        return end.code
+    print(end.code, file=sys.stderr, flush=True)
+    return 1
+
+
+def _refresh_interpreter() -> None:
+    """What a process forked from a long-lived one must not share with its siblings."""
+    for stream in (sys.stdout, sys.stderr):
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:
+            reconfigure(write_through=True)
+    numpy_random = sys.modules.get("numpy.random")
+    if numpy_random is not None:
+        # Python reseeds `random` in a forked child; numpy would repeat one stream on every rank.
+        numpy_random.seed()
+
+
+def _run_main(spec: WorkerSpec) -> None:
+    sys.argv = [spec.target, *spec.arguments]
+    if spec.kind == "module":
+        sys.path[0] = os.getcwd()
+        runpy.run_module(spec.target, run_name="__main__", alter_sys=True)
+        return
+    sys.path[0] = os.path.dirname(os.path.realpath(spec.target))
+    with open(spec.target, "rb") as file:
+        code = compile(file.read(), spec.target, "exec")
+    main = types.ModuleType("__main__")
+    # A module of its own, so that the script can be pickled from and imported again by spawned children.
+    main.__dict__.update(__file__=spec.target, __builtins__=builtins, __cached__=None)
+    sys.modules["__main__"] = main
+    exec(code, main.__dict__)
+
+
+def main(argv: list[str]) -> int:
+    """Second half of a worker started by exec: ``KIND ADAPT TARGET ARGUMENTS…``."""
+    spec = WorkerSpec(0, argv[1], argv[3], tuple(argv[4:]), {}, argv[2] == "1")  # type: ignore[arg-type]
+    return _run_python(spec, int(os.environ[env.SLOT_FD]))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))
