@@ -1,0 +1,284 @@
+"""This rank's copies of state blocks, in host memory.
+
+Owned and mirrored blocks are kept alike: master, exp_avg, exp_avg_sq (fp32), a
+version, and up to two retained reduced gradients keyed (step, generation).
+:meth:`StatePool.apply` brings copies to the version of a StepRecord with one
+native kernel, so owner and mirror end with the same bits (ElasWave's snapshot
+pool, arXiv 2510.00606, "gradient" mode; DESIGN.md sections 3 and 6).
+
+Invariants
+- A gradient is dropped only when its copy has applied it, or when a decision
+  named another key (:meth:`discard`). A third one is refused: that is the
+  back-pressure, see :meth:`may_vote`.
+- ``apply`` is atomic per block and idempotent: a block at the record's version or
+  beyond is left alone; a block interrupted half-way is *torn* and counts as no
+  copy.
+- A copy being added does not count until :meth:`admit`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from megatron.elastic.state.adam import AdamScalars, SgdScalars, adam_step, round_to_bf16, sgd_step, sum_of_squares
+from megatron.elastic.state.layout import BlockKey, Run, StateBlock, UnitLayout
+from megatron.elastic.state.protocol import NOTHING, Holdings
+from megatron.elastic.state.record import GradientKey, Hyper, StepRecord
+
+__all__ = ["BlockCopy", "StateError", "StatePool"]
+
+TORN = -2
+_SLOTS = 2
+
+
+class StateError(RuntimeError):
+    """An operation that would break an invariant of the state; names block, version and rank."""
+
+
+@dataclass
+class BlockCopy:
+    """One block as this rank holds it. ``state``: fp32 [3, numel]: master, exp_avg, exp_avg_sq."""
+
+    block: StateBlock
+    runs: tuple[Run, ...]
+    counts_in_norm: bool
+    state: torch.Tensor
+    version: int
+    counted: bool = True
+    gradients: dict[GradientKey, torch.Tensor] = field(default_factory=dict)
+    spare: list[torch.Tensor] = field(default_factory=list)
+
+    @property
+    def master(self) -> torch.Tensor:
+        """fp32 [numel]."""
+        return self.state[0]
+
+    @property
+    def exp_avg(self) -> torch.Tensor:
+        """fp32 [numel]; the momentum under SGD."""
+        return self.state[1]
+
+    @property
+    def exp_avg_sq(self) -> torch.Tensor:
+        """fp32 [numel]; unused under SGD."""
+        return self.state[2]
+
+    def release(self, key: GradientKey) -> None:
+        """Forget a gradient, keep its buffer for the next."""
+        tensor = self.gradients.pop(key)
+        if len(self.spare) < _SLOTS:
+            self.spare.append(tensor)
+
+
+class StatePool:
+    """See the module docstring. ``layouts`` must cover every (unit, shard) this rank may hold blocks of."""
+
+    def __init__(self, rank: int, layouts: Mapping[tuple[int, int], UnitLayout], hyper: Hyper) -> None:
+        self.rank = rank
+        self.hyper = hyper
+        self.records: dict[int, StepRecord] = {}
+        self._layouts = dict(layouts)
+        self._copies: dict[BlockKey, BlockCopy] = {}
+        self._guards: list[Callable[[BlockCopy], None]] = []
+
+    # --- which blocks -------------------------------------------------------------------------
+
+    def layout(self, unit: int, shard: int) -> UnitLayout:
+        """Layout of (unit, shard). Raises ``KeyError``."""
+        return self._layouts[unit, shard]
+
+    def add_layout(self, layout: UnitLayout) -> None:
+        """Make blocks of another (unit, shard) known (mirrors of other stages, migrated units)."""
+        self._layouts[layout.unit, layout.shard] = layout
+
+    def block(self, key: BlockKey) -> StateBlock:
+        """The block of that name. Raises ``KeyError``."""
+        return self._layouts[key[0], key[1]].blocks[key[2]]
+
+    def put(self, key: BlockKey, master: torch.Tensor, version: int, exp_avg: torch.Tensor | None = None,
+            exp_avg_sq: torch.Tensor | None = None, counted: bool = True) -> BlockCopy:  # fmt: skip
+        """Take in a copy (values are copied; moments default to zero). ``counted=False`` while it is being added."""
+        layout, block = self._layouts[key[0], key[1]], self.block(key)
+        state = torch.zeros((3, block.numel), dtype=torch.float32)
+        for row, values in zip(state, (master, exp_avg, exp_avg_sq), strict=True):
+            if values is not None:
+                row.copy_(values)
+        copy = BlockCopy(block, layout.runs(block), layout.counts_in_norm(block), state, version, counted)
+        self._copies[key] = copy
+        return copy
+
+    def admit(self, key: BlockKey) -> None:
+        """Count an added copy from now on (its hash has matched)."""
+        self._copies[key].counted = True
+
+    def drop(self, key: BlockKey) -> None:
+        """Forget a copy and its gradients."""
+        self._guard(self._copies[key])
+        del self._copies[key]
+
+    def get(self, key: BlockKey) -> BlockCopy:
+        """The copy of ``key``. Raises :class:`StateError` when this rank has none."""
+        copy = self._copies.get(key)
+        if copy is None:
+            raise StateError(f"rank {self.rank} has no copy of block {key}")
+        return copy
+
+    def __contains__(self, key: BlockKey) -> bool:
+        return key in self._copies
+
+    def __iter__(self) -> Iterator[BlockKey]:
+        """All blocks held, ascending, those being added included."""
+        return iter(sorted(self._copies))
+
+    def bytes_held(self) -> int:
+        """Host memory of states and gradient buffers."""
+        tensors = [t for c in self._copies.values() for t in (c.state, *c.gradients.values(), *c.spare)]
+        return sum(t.numel() * t.element_size() for t in tensors)
+
+    # --- gradients ----------------------------------------------------------------------------
+
+    def retain(self, key: BlockKey, gradient: GradientKey, values: torch.Tensor) -> None:
+        """Keep the reduced gradient (fp32 [numel], copied) of one block until it is applied.
+
+        Replaces one of the same step and an older generation. Raises :class:`StateError`
+        for an older generation or step, and when both slots are taken.
+        """
+        copy = self.get(key)
+        if copy.version == TORN or gradient.step < copy.version:
+            raise StateError(f"rank {self.rank}: gradient {tuple(gradient)} for block {key} at version {copy.version}")
+        for held in [k for k in copy.gradients if k.step == gradient.step]:
+            if held.generation > gradient.generation:
+                raise StateError(f"rank {self.rank}: gradient {tuple(gradient)} of block {key} is void, holds {held}")
+            copy.release(held)
+        if len(copy.gradients) >= _SLOTS:
+            slots = [tuple(k) for k in sorted(copy.gradients)]
+            raise StateError(f"rank {self.rank}: both gradient slots of block {key} are taken: {slots}")
+        buffer = copy.spare.pop() if copy.spare else torch.empty(copy.block.numel, dtype=torch.float32)
+        buffer.copy_(values)
+        copy.gradients[gradient] = buffer
+
+    def may_vote(self, gradient: GradientKey) -> bool:
+        """Whether every counted copy is at ``gradient.step`` (earlier replays done) and retains that gradient."""
+        copies = [c for c in self._copies.values() if c.counted]
+        return all(c.version == gradient.step and gradient in c.gradients for c in copies)
+
+    def norm_sq(self, key: BlockKey, gradient: GradientKey) -> float:
+        """Sum of squares of the raw retained gradient, fp64 in a fixed order; finite exactly when all elements are.
+
+        Also given for blocks that do not count in the norm (for the finiteness check):
+        see ``BlockCopy.counts_in_norm``.
+        """
+        copy = self.get(key)
+        if gradient not in copy.gradients:
+            raise StateError(f"rank {self.rank}: block {key} has no gradient {tuple(gradient)}")
+        return sum_of_squares(copy.gradients[gradient])
+
+    def found_nonfinite(self, gradient: GradientKey, keys: Iterable[BlockKey]) -> bool:
+        """Whether any of the blocks' retained gradients has an infinity or NaN."""
+        return not all(math.isfinite(self.norm_sq(key, gradient)) for key in keys)
+
+    def discard(self, keep: GradientKey | None, step: int) -> None:
+        """Drop gradients of ``step`` and later under any key but ``keep``: what DECIDE did not name is void."""
+        for copy in self._copies.values():
+            for key in [k for k in copy.gradients if k.step >= step and k != keep]:
+                copy.release(key)
+
+    # --- versions -----------------------------------------------------------------------------
+
+    def start(self, record: StepRecord) -> None:
+        """Hold the record of the state just loaded or initialised."""
+        self.records = {record.version: record}
+
+    def apply(
+        self,
+        record: StepRecord,
+        keys: Collection[BlockKey] | None = None,
+        model: Mapping[BlockKey, torch.Tensor] | None = None,
+    ) -> tuple[BlockKey, ...]:
+        """Bring copies (all, or ``keys``) to ``record.version``; returns those that moved, ascending.
+
+        ``model``: bf16 tensors [numel] that receive the new masters. Idempotent. Raises
+        :class:`StateError` when a copy is neither at the version nor one step before it
+        with the gradient the record names; copies before it in order have been stepped.
+        """
+        self.remember(record)
+        moved = []
+        for key in sorted(self._copies if keys is None else keys):
+            copy = self.get(key)
+            if copy.version < record.version:
+                self._step(copy, record, None if model is None else model.get(key))
+                moved.append(key)
+        return tuple(moved)
+
+    def remember(self, record: StepRecord) -> None:
+        """Hold a record from the moment the vote is done: from now on the step is committed."""
+        held = self.records.get(record.version)
+        if held is not None and held != record:
+            raise StateError(f"rank {self.rank}: another record of version {record.version} is held")
+        self.records[record.version] = record
+        for version in [v for v in self.records if v < record.version - 1]:
+            del self.records[version]
+
+    def _step(self, copy: BlockCopy, record: StepRecord, model: torch.Tensor | None) -> None:
+        name = f"rank {self.rank}: block {copy.block.key} at version {copy.version}"
+        if copy.version != record.version - 1:
+            raise StateError(f"{name} cannot reach version {record.version}")
+        if not record.skipped:
+            gradient = copy.gradients.get(record.gradient) if record.gradient else None
+            if gradient is None:
+                raise StateError(f"{name} lacks gradient {record.gradient and tuple(record.gradient)}")
+            self._guard(copy)
+            copy.version = TORN
+            for run in copy.runs:
+                self._update(copy, run, gradient, record, model)
+        elif model is not None:
+            round_to_bf16(copy.master, model)
+        copy.version = record.version
+        for key in [k for k in copy.gradients if k.step < record.version]:
+            copy.release(key)
+
+    def _update(
+        self, copy: BlockCopy, run: Run, gradient: torch.Tensor, record: StepRecord, model: torch.Tensor | None
+    ) -> None:
+        part = slice(run.start - copy.block.start, run.stop - copy.block.start)
+        rate, hyper = record.rates[run.group], self.hyper
+        lr, decay = rate.lr * run.lr_mult, rate.weight_decay * run.wd_mult
+        master, target = copy.master[part], None if model is None else model[part]
+        if hyper.optimizer == "sgd":
+            sgd = SgdScalars(record.grad_multiplier, lr, hyper.sgd_momentum, decay)
+            sgd_step(master, copy.exp_avg[part], gradient[part], sgd, target)
+            return
+        adam = AdamScalars(
+            record.grad_multiplier, lr, hyper.beta1, hyper.beta2, hyper.eps, decay,
+            record.bias_correction1, record.bias_correction2, hyper.decoupled_weight_decay,
+        )  # fmt: skip
+        adam_step(master, copy.exp_avg[part], copy.exp_avg_sq[part], gradient[part], adam, target)
+
+    # --- reports and views --------------------------------------------------------------------
+
+    def holdings(
+        self, statistics: Mapping[GradientKey, Iterable[tuple[int, int]]] | None = None
+    ) -> Holdings:
+        """What this rank reports at FREEZE. ``statistics``: rows whose tokens and losses it knows, by key."""
+        counted = [c for c in self._copies.values() if c.counted]
+        whole = [c for c in counted if c.version != TORN]
+        versions = [c.version for c in whole] or [NOTHING]
+        keys = {key for c in whole for key in c.gradients}
+        complete = [k for k in sorted(keys) if all(c.version > k.step or k in c.gradients for c in whole)]
+        spans = tuple((key, tuple(sorted(rows))) for key, rows in sorted((statistics or {}).items()))
+        torn = tuple(sorted(c.block.key for c in counted if c.version == TORN))
+        records = tuple(self.records[v] for v in sorted(self.records))
+        return Holdings(self.rank, min(versions), max(versions), tuple(complete), records, spans, torn)
+
+    def add_guard(self, guard: Callable[[BlockCopy], None]) -> Callable[[], None]:
+        """Have ``guard(copy)`` called before a copy's values change or go; returns how to remove it."""
+        self._guards.append(guard)
+        return lambda: self._guards.remove(guard)
+
+    def _guard(self, copy: BlockCopy) -> None:
+        for guard in self._guards:
+            guard(copy)

@@ -1,0 +1,181 @@
+"""What survivors can still do after a loss: the rules of the step transaction, as one pure function.
+
+At FREEZE every survivor reports what it holds (:class:`Holdings`); DECIDE carries
+all reports; every process calls :func:`resolve` on the same bytes and acts alike
+(DESIGN.md section 3, rules 1 to 6):
+
+- a copy at version t that holds the reduced gradient of step t counts as t+1 once
+  the vote on that gradient is known, owner or mirror alike;
+- recovery goes to the newest version for which every block has a copy among the
+  survivors; if the record of t+1 exists anywhere, that is rolling forward;
+- if nobody has the record but every survivor has the gradients of step t under one
+  key, and the statistics of all samples are there, the vote is taken again;
+- otherwise step t is run again from t, its gradients discarded;
+- never a mixture of versions: if no version is complete, the blocks are named.
+
+Reports are per rank, not per block: a rank's copies move together, so its oldest
+and newest version and the gradient keys complete over all of its copies say
+everything; blocks that break the rule (torn by an interrupted update) are listed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron.elastic.state.layout import BlockKey
+from megatron.elastic.state.record import GradientKey, StepRecord
+
+__all__ = ["Holdings", "Resolution", "resolve"]
+
+NOTHING = -1
+"""Version reported by a rank without copies (a joiner, a surplus spare)."""
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """What one survivor holds when asked. Copies still being added are not counted."""
+
+    rank: int
+    oldest: int = NOTHING
+    newest: int = NOTHING
+    """Lowest and highest version of its copies; differ only while an update is under way."""
+    gradients: tuple[GradientKey, ...] = ()
+    """Keys (s, g) such that every copy at a version ≤ s retains that reduced gradient."""
+    records: tuple[StepRecord, ...] = ()
+    statistics: tuple[tuple[GradientKey, tuple[tuple[int, int], ...]], ...] = ()
+    """Per key the rows ``[start, stop)`` of the global batch whose tokens and losses this rank knows."""
+    torn: tuple[BlockKey, ...] = ()
+    """Blocks whose update was interrupted half-way: no copy."""
+
+    def to_json(self) -> str:
+        """Text for the membership report."""
+        return json.dumps(
+            [self.rank, self.oldest, self.newest, self.gradients, [r.to_json() for r in self.records],
+             self.statistics, self.torn], separators=(",", ":"))  # fmt: skip
+
+    @classmethod
+    def from_json(cls, text: str) -> Holdings:
+        """Inverse of :meth:`to_json`."""
+        rank, oldest, newest, gradients, records, statistics, torn = json.loads(text)
+        return cls(
+            rank,
+            oldest,
+            newest,
+            tuple(GradientKey(*key) for key in gradients),
+            tuple(StepRecord.from_json(record) for record in records),
+            tuple((GradientKey(*key), tuple((a, b) for a, b in rows)) for key, rows in statistics),
+            tuple((a, b, c) for a, b, c in torn),
+        )
+
+
+@dataclass(frozen=True)
+class Resolution:
+    """What every survivor does next.
+
+    ``roll_forward``: bring every copy to ``version`` by ``record`` (committed).
+    ``revote``: bring every copy to ``record``'s version, vote again over the
+    gradients ``gradient_key``; success commits ``version``, one above the record.
+    ``rerun``: every copy to ``version`` by ``record``, discard all gradients of that
+    step, compute it again. ``lost``: ``missing`` blocks have no copy at one common
+    version; back to the persistent checkpoint.
+    """
+
+    kind: Literal["roll_forward", "revote", "rerun", "lost"]
+    version: int
+    gradient_key: GradientKey | None = None
+    record: StepRecord | None = None
+    missing: tuple[BlockKey, ...] = ()
+    stale: tuple[int, ...] = ()
+    """Ranks whose copies cannot reach the version and must be dropped and added again."""
+
+
+def resolve(
+    reports: Mapping[int, Holdings], needed: Mapping[BlockKey, Sequence[int]], rows: int
+) -> Resolution:
+    """Apply the rules. ``needed`` lists for every block the ranks that had a copy (dead ones included),
+    ``rows`` is the global batch size. Pure; raises ``ValueError`` on two different records of one version.
+    """
+    records = _records(reports.values())
+    lost_at: dict[int, tuple[BlockKey, ...]] = {}
+    for version in sorted(records, reverse=True):
+        able = {rank for rank, held in reports.items() if _reaches(held, version, records)}
+        lost_at[version] = _without_copy(needed, reports, able)
+        if not lost_at[version]:
+            return _continue_from(version, records, reports, able, rows)
+    if not records:
+        return Resolution("lost", NOTHING, missing=tuple(sorted(needed)))
+    newest = max(records)
+    return Resolution("lost", newest, missing=lost_at[newest])
+
+
+def _records(reports: Iterable[Holdings]) -> dict[int, StepRecord]:
+    records: dict[int, StepRecord] = {}
+    for held in reports:
+        for record in held.records:
+            if records.setdefault(record.version, record) != record:
+                raise ValueError(f"two different records of version {record.version} (rank {held.rank})")
+    return records
+
+
+def _reaches(held: Holdings, version: int, records: Mapping[int, StepRecord]) -> bool:
+    """Whether all copies of a rank can be brought to exactly ``version`` with what is known."""
+    if held.newest == NOTHING or held.newest > version:
+        return False
+    for step in range(held.oldest, version):
+        record = records.get(step + 1)
+        if record is None or not (record.skipped or record.gradient in held.gradients):
+            return False
+    return True
+
+
+def _without_copy(
+    needed: Mapping[BlockKey, Sequence[int]], reports: Mapping[int, Holdings], able: set[int]
+) -> tuple[BlockKey, ...]:
+    torn = {(rank, key) for rank in able for key in reports[rank].torn}
+    covered: dict[tuple[int, ...], bool] = {}
+    missing = []
+    for key, ranks in needed.items():
+        if torn:
+            found = any(rank in able and (rank, key) not in torn for rank in ranks)
+        else:
+            found = covered.setdefault(tuple(ranks), any(rank in able for rank in ranks))
+        if not found:
+            missing.append(key)
+    return tuple(sorted(missing))
+
+
+def _continue_from(
+    version: int, records: Mapping[int, StepRecord], reports: Mapping[int, Holdings], able: set[int], rows: int
+) -> Resolution:
+    record = records[version]
+    holding = {rank: held for rank, held in reports.items() if held.newest != NOTHING}
+    stale = tuple(sorted(set(holding) - able))
+    key = _votable(version, holding, rows)
+    if key is not None and not stale:
+        return Resolution("revote", version + 1, key, record)
+    behind = any(held.oldest < version or all(r.version != version for r in held.records) for held in holding.values())
+    if behind and not stale:
+        return Resolution("roll_forward", version, record.gradient, record)
+    return Resolution("rerun", version, None, record, stale=stale)
+
+
+def _votable(version: int, holding: Mapping[int, Holdings], rows: int) -> GradientKey | None:
+    """The newest key of step ``version`` that every survivor retains, with all samples' statistics; or None."""
+    keys = [{key for key in held.gradients if key.step == version} for held in holding.values()]
+    for key in sorted(set.intersection(*keys) if keys else (), reverse=True):
+        intervals = [span for held in holding.values() for k, spans in held.statistics if k == key for span in spans]
+        if _covers(intervals, rows):
+            return key
+    return None
+
+
+def _covers(intervals: Iterable[tuple[int, int]], rows: int) -> bool:
+    reached = 0
+    for start, stop in sorted(intervals):
+        if start > reached:
+            return False
+        reached = max(reached, stop)
+    return reached >= rows

@@ -1,0 +1,252 @@
+"""The record of one committed step, and how the vote makes the next one.
+
+``StepRecord(t+1) = advance(StepRecord(t), vote, hyper)`` is the commit point of
+the step transaction (DESIGN.md section 3). It holds every scalar the update
+needs, so that whoever replays the step, now or later, does exactly the same:
+gradient multiplier, loss scale and its counters, rates, Adam's step and bias
+corrections. It is immutable, on every rank, and part of the version.
+
+Semantics are Megatron's (megatron.core.optimizer): norm of the unscaled
+gradients over all parameters once; clip coefficient ``clip / (norm + 1e-6)`` if
+below 1; a step with non-finite gradients is skipped only where there is a loss
+scaler; ``DynamicGradScaler`` holds its scale in fp32; a skipped step advances
+neither learning rate schedule nor Adam's step, but does consume its samples.
+
+Sums over blocks and ranks use ``math.fsum`` (exactly rounded), so a vote taken
+again in another order gives the same record.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Literal, NamedTuple, Protocol
+
+from megatron.elastic.state.layout import BlockKey
+
+__all__ = [
+    "ConstantSchedule",
+    "GradientKey",
+    "Hyper",
+    "Rate",
+    "Schedule",
+    "StepRecord",
+    "Vote",
+    "advance",
+    "multiplier_of",
+]
+
+
+class GradientKey(NamedTuple):
+    """Which computation a reduced gradient comes from: the step it was computed in (version t) and the generation."""
+
+    step: int
+    generation: int
+
+
+@dataclass(frozen=True)
+class Rate:
+    """Learning rate and weight decay of one parameter group."""
+
+    lr: float
+    weight_decay: float
+
+
+class Schedule(Protocol):
+    """Megatron's parameter scheduler as a pure function."""
+
+    def rates(self, scheduler_steps: int) -> tuple[Rate, ...]:
+        """Rates by parameter group when ``scheduler_steps`` (samples) have been scheduled."""
+
+
+@dataclass(frozen=True)
+class ConstantSchedule:
+    """The same rates for ever."""
+
+    constant: tuple[Rate, ...]
+
+    def rates(self, scheduler_steps: int) -> tuple[Rate, ...]:
+        """See :class:`Schedule`."""
+        return self.constant
+
+
+@dataclass(frozen=True)
+class Hyper:
+    """What does not change from step to step."""
+
+    schedule: Schedule
+    clip_grad: float = 1.0
+    """0: neither clipped nor, in Megatron, measured; the norm is recorded all the same."""
+    optimizer: Literal["adam", "sgd"] = "adam"
+    decoupled_weight_decay: bool = True
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    sgd_momentum: float = 0.9
+    scaler: Literal["none", "constant", "dynamic"] = "none"
+    """none: bf16 and fp32 without --loss-scale; non-finite gradients are applied, as Megatron does."""
+    initial_loss_scale: float = 1.0
+    min_loss_scale: float = 1.0
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 1000
+    hysteresis: int = 2
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """Everything global about the state at ``version``: the number of committed steps.
+
+    Fields up to ``gradient`` describe the update that led from ``version - 1`` to
+    ``version``; the rest is carried forward.
+    """
+
+    version: int
+    skipped: bool = False
+    grad_multiplier: float = 1.0
+    """What the raw reduced gradient is multiplied by: 1/(denominator · loss scale) · clip coefficient."""
+    clip_coefficient: float = 1.0
+    grad_norm: float = 0.0
+    """Of the unscaled gradients, before clipping."""
+    rates: tuple[Rate, ...] = ()
+    bias_correction1: float = 1.0
+    bias_correction2: float = 1.0
+    denominator: float = 1.0
+    tokens: float = 0.0
+    losses: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """Per key of the loss dictionary: (numerator, denominator), summed over the global batch."""
+    ledger_hash: str = ""
+    plan_hash: str = ""
+    gradient: GradientKey | None = None
+    """The gradients this version was made from; None for an initial or loaded state."""
+
+    loss_scale: float = 1.0
+    """For the next step."""
+    growth_tracker: int = 0
+    hysteresis_tracker: int = 2
+    adam_step: int = 0
+    scheduler_steps: int = 0
+    """Megatron's OptimizerParamScheduler.num_steps: samples of steps that were not skipped."""
+    consumed_samples: int = 0
+    skipped_steps: int = 0
+
+    @classmethod
+    def initial(cls, hyper: Hyper, version: int = 0, **carried: int) -> StepRecord:
+        """Record of a state no step has been taken from; ``carried`` sets counters after a checkpoint load."""
+        first = cls(version, loss_scale=_fp32(hyper.initial_loss_scale), hysteresis_tracker=hyper.hysteresis)
+        return replace(first, rates=hyper.schedule.rates(0), **carried)  # type: ignore[arg-type]
+
+    def to_json(self) -> str:
+        """Text; floats keep all their bits (Python writes the shortest that reads back equal)."""
+        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> StepRecord:
+        """Inverse of :meth:`to_json`."""
+        raw = json.loads(text)
+        raw["rates"] = tuple(Rate(**rate) for rate in raw["rates"])
+        raw["losses"] = {key: (num, den) for key, (num, den) in raw["losses"].items()}
+        raw["gradient"] = GradientKey(*raw["gradient"]) if raw["gradient"] is not None else None
+        return cls(**raw)
+
+
+@dataclass(frozen=True)
+class Vote:
+    """The sums every rank has after the vote's all-reduce."""
+
+    gradient: GradientKey
+    norm_sq: Mapping[BlockKey, float] | Sequence[float]
+    """Per block that counts in the norm: sum of squares of the raw reduced gradient."""
+    found_nonfinite: bool
+    denominator: float
+    """What summed gradients are divided by: all tokens with --calculate-per-token-loss, else 1."""
+    tokens: float
+    samples: int
+    """Samples of the global batch (consumed also by a skipped step)."""
+    losses: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    ledger_hash: str = ""
+    plan_hash: str = ""
+
+
+def _fp32(value: float) -> float:
+    """``value`` rounded to fp32, infinity where it does not fit."""
+    try:
+        return float(struct.unpack("<f", struct.pack("<f", value))[0])
+    except OverflowError:
+        return math.copysign(math.inf, value)
+
+
+def multiplier_of(loss_scale: float, denominator: float) -> float:
+    """1/(loss scale · denominator) as Megatron forms it: the reciprocal of the scale rounded to fp32 first.
+
+    No tokens at all (every label masked) divide by 1.
+    """
+    return _fp32(1.0 / loss_scale) / (denominator if denominator > 0 else 1.0)
+
+
+def advance(previous: StepRecord, vote: Vote, hyper: Hyper) -> StepRecord:
+    """The record of the next version. Pure; every rank computes the same from the same vote."""
+    if vote.gradient.step != previous.version:
+        raise ValueError(f"vote on gradients of step {vote.gradient.step} at version {previous.version}")
+    squares = vote.norm_sq.values() if isinstance(vote.norm_sq, Mapping) else vote.norm_sq
+    unscale = multiplier_of(previous.loss_scale, vote.denominator)
+    norm = _norm(list(squares)) * unscale
+    coefficient = _clip_coefficient(norm, hyper.clip_grad)
+    skipped = vote.found_nonfinite and hyper.scaler != "none"
+    adam_step = previous.adam_step + (not skipped)
+    scale, growth, hysteresis = _next_scale(previous, vote.found_nonfinite, hyper)
+    return StepRecord(
+        version=previous.version + 1,
+        skipped=skipped,
+        grad_multiplier=unscale * coefficient,
+        clip_coefficient=coefficient,
+        grad_norm=norm,
+        rates=hyper.schedule.rates(previous.scheduler_steps),
+        bias_correction1=1.0 - hyper.beta1**adam_step,
+        bias_correction2=1.0 - hyper.beta2**adam_step,
+        denominator=vote.denominator,
+        tokens=vote.tokens,
+        losses=dict(vote.losses),
+        ledger_hash=vote.ledger_hash,
+        plan_hash=vote.plan_hash,
+        gradient=vote.gradient,
+        loss_scale=scale,
+        growth_tracker=growth,
+        hysteresis_tracker=hysteresis,
+        adam_step=adam_step,
+        scheduler_steps=previous.scheduler_steps + (0 if skipped else vote.samples),
+        consumed_samples=previous.consumed_samples + vote.samples,
+        skipped_steps=previous.skipped_steps + skipped,
+    )
+
+
+def _norm(squares: list[float]) -> float:
+    if not all(math.isfinite(x) for x in squares):
+        return math.nan if any(math.isnan(x) for x in squares) else math.inf
+    return math.sqrt(math.fsum(squares))
+
+
+def _clip_coefficient(norm: float, clip_grad: float) -> float:
+    if clip_grad <= 0.0:
+        return 1.0
+    coefficient = clip_grad / (norm + 1.0e-6)
+    return coefficient if coefficient < 1.0 else 1.0  # a NaN norm does not clip, as in Megatron
+
+
+def _next_scale(previous: StepRecord, found: bool, hyper: Hyper) -> tuple[float, int, int]:
+    """(scale, growth tracker, hysteresis tracker) after DynamicGradScaler.update."""
+    scale, growth, hysteresis = previous.loss_scale, previous.growth_tracker, previous.hysteresis_tracker
+    if hyper.scaler != "dynamic":
+        return scale, growth, hysteresis
+    if found:
+        hysteresis -= 1
+        if hysteresis <= 0:
+            scale = max(_fp32(scale * _fp32(hyper.backoff_factor)), _fp32(hyper.min_loss_scale))
+        return scale, 0, hysteresis
+    growth += 1
+    if growth == hyper.growth_interval:
+        return _fp32(scale * _fp32(hyper.growth_factor)), 0, hyper.hysteresis
+    return scale, growth, hysteresis
