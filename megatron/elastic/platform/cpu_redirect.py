@@ -15,10 +15,12 @@ Invariants
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -64,11 +66,20 @@ def resolve(path: str) -> Any:
 
 
 def _constant(value: Any) -> Callable[[Any, str], Any]:
-    return lambda original, name: value
+    return lambda original, name: _own_copy(value) if isinstance(value, FunctionType) else value
+
+
+def _own_copy(function: Callable[..., Any]) -> Callable[..., Any]:
+    # torch._dynamo, where somebody imports it, maps function objects to rules and asserts that none occurs twice.
+    @functools.wraps(function)
+    def redirected(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return redirected
 
 
 def _nothing(original: Any, name: str) -> Any:
-    return sub.do_nothing
+    return _own_copy(sub.do_nothing)
 
 
 def _wrap(wrapper: Callable[[Any], Any]) -> Callable[[Any, str], Any]:
@@ -94,7 +105,7 @@ ROWS: tuple[Row, ...] = (
     Row("torch.cuda", ("Event",), _constant(sub.HostEvent),
         "events mark device work: always complete, timed by the host clock"),
     Row("torch.cuda", ("stream",), _constant(sub.use_stream), "with torch.cuda.stream(s): one order of execution"),
-    Row("torch.cuda", ("current_stream", "default_stream"), _constant(sub.HostStream),
+    Row("torch.cuda", ("current_stream", "default_stream"), _constant(sub.the_stream),
         "the one order of execution"),
     Row("torch.cuda.nvtx", ("range_push", "range_pop", "range_start", "range_end", "mark"), _nothing,
         "annotates a GPU profiler's trace"),
@@ -135,6 +146,8 @@ ROWS: tuple[Row, ...] = (
     Row("torch.nn.Module", ("cuda",), _constant(sub.module_as_is), ".cuda() stays where it is"),
     Row("torch", ("load",), _wrap(sub.load_to_cpu), 'map_location="cuda"'),
     Row("torch", ("Generator",), _wrap(sub.generator_on_cpu), 'torch.Generator(device="cuda")'),
+    Row("torch.optim.Adam", ("step",), _wrap(sub.step_without_dynamo), "its decorator imports torch._dynamo (seconds)"),
+    Row("torch.optim.SGD", ("step",), _wrap(sub.step_without_dynamo), "its decorator imports torch._dynamo (seconds)"),
     Row("torch.utils.data", ("DataLoader",), _wrap(sub.loader_without_pinning),
         "Megatron's loaders ask for pin_memory=True; torch warns in every process and ignores it"),
 )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import logging
 import os
 import platform as host
@@ -24,13 +25,13 @@ from megatron.elastic.platform.host_memory import machine_memory, process_memory
 from megatron.elastic.platform.streams import HostEvent, HostStream, use_stream
 
 __all__ = [
-    "DYNAMO_FREE", "LAUNCH_ORDER", "NO_KERNELS", "RNG_LOGGER", "AnyIndexGenerators", "DeviceContext", "HostEvent", "HostStream",
-    "TypeName", "call_now", "current_device", "device_capability", "device_name", "device_properties", "do_nothing",
-    "dynamo_free", "factory_on_cpu", "generator_on_cpu", "get_rng_state", "identity_compile", "load_to_cpu",
-    "loader_without_pinning", "manual_seed", "mem_get_info", "memory_stats", "module_as_is", "move_to_cpu", "no",
-    "one_device", "order_launches", "peak_resident_bytes", "resident_bytes", "set_rng_state", "silence_missing_kernels",
-    "silence_rng_warning",
-    "tensor_as_is", "tensor_cuda", "type_name", "use_stream",
+    "DYNAMO_FREE", "LAUNCH_ORDER", "NO_KERNELS", "RNG_LOGGER", "AnyIndexGenerators", "DeviceContext", "HostEvent",
+    "HostStream", "TypeName", "call_now", "current_device", "device_capability", "device_name", "device_properties",
+    "do_nothing", "dynamo_free", "factory_on_cpu", "generator_on_cpu", "get_rng_state", "identity_compile",
+    "load_to_cpu", "loader_without_pinning", "manual_seed", "mem_get_info", "memory_stats", "module_as_is",
+    "move_to_cpu", "no", "one_device", "order_launches", "peak_resident_bytes", "resident_bytes", "set_rng_state",
+    "silence_missing_kernels", "silence_rng_warning", "step_without_dynamo", "tensor_as_is", "tensor_cuda",
+    "the_stream", "type_name", "use_stream",
 ]
 
 _CPU = torch.device("cpu")
@@ -56,6 +57,10 @@ def one_device() -> int:
 
 def call_now(function: Callable[..., object], **_: object) -> None:
     function()
+
+
+def the_stream(device: object = None) -> HostStream:
+    return HostStream()
 
 
 class DeviceContext:
@@ -282,6 +287,19 @@ DYNAMO_FREE: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("torch.utils.checkpoint.CheckpointFunction", ("forward", "backward")),
 )
 """Functions torch wraps in ``_disable_dynamo``: their first call imports torch._dynamo."""
+
+
+def step_without_dynamo(decorated: Callable[..., Any]) -> Callable[..., Any]:
+    """An optimizer's ``step`` as torch decorates it, less the graph breaks that nothing here compiles."""
+    plain = inspect.unwrap(decorated)
+
+    @functools.wraps(plain)
+    def step(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        with torch.set_grad_enabled(bool(self.defaults["differentiable"])):
+            return plain(self, *args, **kwargs)
+
+    return step
+
 
 _CACHED = "__dynamo_disable"
 """Where ``_disable_dynamo`` caches what it calls; the plain function does as well."""

@@ -1,0 +1,72 @@
+"""Bad input ends a run with one line that names the flag and the fix, exit code 1.
+
+Megatron reports most of it as an ``AssertionError`` deep in a stack, some without
+a text. Checks made here raise :class:`BadInput`; Megatron's own are translated by
+:func:`translated`. :func:`install_hook` prints either as one line instead of a
+traceback; any other exception keeps its traceback.
+"""
+
+from __future__ import annotations
+
+import functools
+import linecache
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+
+from megatron.elastic.config import ConfigError
+
+__all__ = ["EXIT_CODE", "BadInput", "explain_assertion", "install_hook", "translated"]
+
+EXIT_CODE = 1
+
+
+class BadInput(ValueError):
+    """Settings or data that cannot be honoured. ``rank0_only``: every rank finds the same, one says it."""
+
+    def __init__(self, text: str, rank0_only: bool = True) -> None:
+        super().__init__(text)
+        self.rank0_only = rank0_only
+
+
+def explain_assertion(error: AssertionError) -> str:
+    """The text of a failed assertion, or the asserted source when it has none."""
+    text = " ".join(str(error).split())
+    if text:
+        return text
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    if frame is None:
+        return "a check on the flags failed"
+    source = linecache.getline(frame.tb_frame.f_code.co_filename, frame.tb_lineno).strip()
+    return f"the check `{source.removeprefix('assert ').rstrip(', ')}` on the flags failed"
+
+
+@contextmanager
+def translated(*kinds: type[Exception]) -> Iterator[None]:
+    """Turn Megatron's ``AssertionError`` (and ``kinds``) on its arguments into :class:`BadInput`."""
+    try:
+        yield
+    except AssertionError as error:
+        raise BadInput(explain_assertion(error)) from error
+    except kinds as error:
+        raise BadInput(" ".join(str(error).split())) from error
+
+
+def _report(kind: type[BaseException], error: BaseException, trace: TracebackType | None, otherwise: object) -> None:
+    if isinstance(error, BadInput | ConfigError):
+        if not getattr(error, "rank0_only", True) or os.environ.get("RANK", "0") == "0":
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        return
+    assert callable(otherwise)
+    otherwise(kind, error, trace)
+
+
+def install_hook() -> None:
+    """Print bad input as one line (the interpreter then exits with code 1). Idempotent."""
+    present = sys.excepthook
+    if not (isinstance(present, functools.partial) and present.func is _report):
+        sys.excepthook = functools.partial(_report, otherwise=present)

@@ -1,0 +1,187 @@
+"""Checks of sizes and data before anything is built: one line that names the flag and the fix.
+
+Megatron finds the same faults later, on some ranks only, as assertions inside
+constructors. Here every rank checks alike, before a group or a file is opened.
+The data check reads headers only: the index (``.idx``) begins with a magic, a
+version, a type code and two counts, and fixes the size that ``.bin`` must have.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from megatron.elastic.mcore.bad_input import BadInput
+
+__all__ = ["check_data", "check_index", "check_sizes", "data_prefixes", "launch_environment"]
+
+_MAGIC = b"MMIDIDX\x00\x00"
+_ITEM_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 8, 7: 4, 8: 2}
+"""Megatron's type codes (``IndexedDataset``'s DType): uint8, int8, int16, int32, int64, float64, float32, uint16."""
+
+
+def _divides(what: int, what_flag: str, by: int, by_flag: str) -> None:
+    if what % by:
+        raise BadInput(f"{what_flag} {what} is not a multiple of {by_flag} {by}: change one of the two")
+
+
+def check_sizes(args: Namespace) -> None:
+    """Sizes that must divide each other, by flag. Raises :class:`BadInput`."""
+    tp, pp, cp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size
+    world = args.world_size
+    if world < tp * pp * cp:
+        raise BadInput(
+            f"too few ranks: --tensor-model-parallel-size {tp} × --pipeline-model-parallel-size {pp} × "
+            f"--context-parallel-size {cp} needs {tp * pp * cp}, there are {world}: start more (--nproc-per-node, "
+            "--nnodes) or make the layout smaller"
+        )
+    if world % (tp * pp * cp):
+        raise BadInput(
+            f"{world} ranks do not divide into --tensor-model-parallel-size {tp} × --pipeline-model-parallel-size {pp}"
+            f" × --context-parallel-size {cp} = {tp * pp * cp}: change --nproc-per-node or the layout"
+        )
+    _check_model(args, tp, pp)
+    _check_batch(args, world // (tp * pp * cp))
+
+
+def _check_model(args: Namespace, tp: int, pp: int) -> None:
+    tp_flag = "--tensor-model-parallel-size"
+    if args.num_attention_heads:
+        _divides(args.num_attention_heads, "--num-attention-heads", tp, tp_flag)
+        if args.hidden_size and args.kv_channels is None:
+            _divides(args.hidden_size, "--hidden-size", args.num_attention_heads, "--num-attention-heads")
+    if args.group_query_attention and args.num_query_groups > tp:
+        _divides(args.num_query_groups, "--num-query-groups", tp, tp_flag)
+    if args.sequence_parallel and args.seq_length:
+        _divides(args.seq_length, "--seq-length", tp, tp_flag)
+    uneven = (
+        "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "pipeline_model_parallel_layout",
+        "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "hybrid_layer_pattern",
+        "heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json",
+    )
+    if args.num_layers and not any(getattr(args, name, None) for name in uneven):
+        _divides(args.num_layers, "--num-layers", pp, "--pipeline-model-parallel-size")
+
+
+def _check_batch(args: Namespace, dp: int) -> None:
+    if args.global_batch_size is None or args.micro_batch_size is None or args.rampup_batch_size:
+        return
+    if getattr(args, "decrease_batch_size_if_needed", False):
+        return
+    if args.global_batch_size % (args.micro_batch_size * dp):
+        raise BadInput(
+            f"--global-batch-size {args.global_batch_size} is not a multiple of --micro-batch-size "
+            f"{args.micro_batch_size} × {dp} data-parallel replicas"
+        )
+
+
+# ---------------------------------------------------------------- data
+
+
+def data_prefixes(args: Namespace) -> tuple[tuple[str, str], ...]:
+    """(flag, path prefix) of every dataset the arguments name; weights of a blend left out.
+
+    Raises :class:`BadInput` when a file that lists datasets cannot be read.
+    """
+    found: list[tuple[str, str]] = []
+    for attribute in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
+        words = getattr(args, attribute, None) or []
+        found += [("--" + attribute.replace("_", "-"), word) for word in _prefixes(words)]
+    for attribute in ("data_args_path", "per_split_data_args_path"):
+        path = getattr(args, attribute, None)
+        if path is not None:
+            flag = "--" + attribute.replace("_", "-")
+            found += [(flag, word) for word in _listed(flag, path)]
+    return tuple(found)
+
+
+def _prefixes(words: list[str]) -> list[str]:
+    """Megatron's blends: one prefix, or weight and prefix in turn (or prefixes alone)."""
+    return [word for word in words if not _is_number(word)]
+
+
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
+
+
+def _listed(flag: str, path: str) -> list[str]:
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        if flag == "--data-args-path":
+            return _prefixes(text.split())
+        splits = json.loads(text)
+        return [word for words in splits.values() for word in
+                _prefixes(words.split() if isinstance(words, str) else [str(item) for item in words])]
+    except (OSError, ValueError, AttributeError) as error:
+        raise BadInput(f"{flag} {path}: {error}") from error
+
+
+def check_data(args: Namespace) -> None:
+    """Every named dataset exists and its index fits its data. Raises :class:`BadInput`.
+
+    Datasets in object storage are left to Megatron, as is mock data.
+    """
+    if args.mock_data:
+        return
+    for flag, prefix in data_prefixes(args):
+        if "://" not in prefix:
+            check_index(flag, prefix)
+    for flag in ("--vocab-file", "--merge-file"):
+        path = getattr(args, flag[2:].replace("-", "_"), None)
+        if path is not None and not Path(path).is_file():
+            raise BadInput(f"{flag} {path}: no such file")
+
+
+def check_index(flag: str, prefix: str) -> None:
+    """``prefix.idx`` and ``prefix.bin`` are there, well formed, and agree in size."""
+    index, data = Path(prefix + ".idx"), Path(prefix + ".bin")
+    for path in (index, data):
+        if not path.is_file():
+            raise BadInput(f"{flag} {prefix}: {path} is not there (give the path without .idx or .bin; "
+                           "make it with tools/preprocess_data.py)")
+    with index.open("rb") as file:
+        header = file.read(34)
+        if len(header) < 34 or header[:9] != _MAGIC:
+            raise BadInput(f"{flag} {prefix}: {index} is not a Megatron index (damaged?): preprocess the data again")
+        _version, code, sequences, documents = struct.unpack("<QBQQ", header[9:34])
+        expected = 34 + sequences * 12 + documents * 8
+        size = index.stat().st_size
+        if code not in _ITEM_BYTES or size not in (expected, expected + sequences):
+            raise BadInput(f"{flag} {prefix}: {index} has {size} bytes where its header says {expected}: "
+                           "it was cut or damaged; preprocess the data again")
+        tokens = _sum_lengths(file.read(sequences * 4))
+    if data.stat().st_size < tokens * _ITEM_BYTES[code]:
+        raise BadInput(f"{flag} {prefix}: {data} has {data.stat().st_size} bytes where {index.name} says "
+                       f"{tokens * _ITEM_BYTES[code]}: it was cut; preprocess the data again")
+
+
+def _sum_lengths(raw: bytes) -> int:
+    """Sum of int32 sequence lengths."""
+    import numpy  # here: only a run with real data needs it at this point
+
+    return int(numpy.frombuffer(raw, dtype=numpy.int32).sum(dtype=numpy.int64))
+
+
+# ---------------------------------------------------------------- environment
+
+
+@contextmanager
+def launch_environment(platform: str, args: Namespace) -> Iterator[None]:
+    """Environment that Megatron asserts for NCCL, given where there is no NCCL, taken back afterwards."""
+    needed = platform == "cpu" and args.deterministic_mode and "NCCL_ALGO" not in os.environ
+    if needed:
+        os.environ["NCCL_ALGO"] = "Tree"
+    try:
+        yield
+    finally:
+        if needed:
+            os.environ.pop("NCCL_ALGO", None)

@@ -1,0 +1,160 @@
+"""What the adaptor replaces at start: arguments on every platform, a little more where there is no GPU.
+
+The rows of ``group="platform"``. With ``--elastic`` the rows of ``host`` follow,
+applied the moment arguments are parsed: before Megatron initialises, after every
+module that binds a name by value is loaded.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron.elastic.mcore import arguments, norms, preflight, substitutions, support
+from megatron.elastic.mcore.bad_input import translated
+from megatron.elastic.mcore.patches import Patch, PatchSet, apply, bound, describe
+from megatron.elastic.platform.base import Platform
+
+__all__ = ["Startup"]
+
+_ALL = ">=0.12,<0.20"
+_TRAINING = ">=0.17,<0.20"
+
+
+@dataclass
+class Startup:
+    """The patches of one process, in force from the moment ``megatron.training`` is loaded."""
+
+    platform: Platform
+    in_force: PatchSet = field(default_factory=PatchSet)
+
+    def begin(self) -> None:
+        """Apply the platform's rows. Idempotent."""
+        apply(self.rows(), into=self.in_force)
+
+    def rows(self) -> Sequence[Patch]:
+        """The platform's rows, in the order they are applied."""
+        return (*self._argument_rows, *(self._cpu_rows if self.platform.name == "cpu" else ()))
+
+    @functools.cached_property
+    def _argument_rows(self) -> tuple[Patch, ...]:
+        return (
+            Patch("megatron.training.arguments.parse_args",
+                  "adds the --elastic flags to Megatron's parser; a bad flag is one line, not a page of usage",
+                  self._make_parse, _TRAINING, "platform"),
+            Patch("megatron.training.arguments.validate_args",
+                  "support matrix, substitutions and data checks before Megatron's own checks",
+                  self._make_validate, _TRAINING, "platform"),
+            Patch("megatron.training.initialize.initialize_megatron",
+                  "parses arguments first, so that --elastic can replace it; without a GPU passes allow_no_cuda",
+                  self._make_initialize, _TRAINING, "platform"),
+            Patch("megatron.core.datasets.utils.compile_helpers",
+                  "runs make where the package has no makefile: skipped when the compiled helper is there",
+                  _make_compile_helpers, _ALL, "platform"),
+        )
+
+    @functools.cached_property
+    def _cpu_rows(self) -> tuple[Patch, ...]:
+        config_reason = (
+            "deallocate_pipeline_outputs off: gloo's asynchronous send still reads what Megatron frees after posting it"
+        )
+        return (
+            Patch("megatron.training.arguments.core_transformer_config_from_args", config_reason,
+                  _make_config, _TRAINING, "platform"),
+            Patch("megatron.core.transformer.torch_norm.WrappedTorchNorm.__new__",
+                  "torch's norms under sequence parallelism and with --apply-layernorm-1p (no Apex on a CPU)",
+                  norms.make_wrapped_norm, _ALL, "platform"),
+        )
+
+    # ------------------------------------------------------------ replacements
+
+    def _make_parse(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def parse_args(*args: Any, **kwargs: Any) -> Any:
+            call = bound(original, args, kwargs)
+            call["extra_args_provider"] = arguments.chained(call["extra_args_provider"])
+            parsed = original(**call)
+            if not hasattr(parsed, "elastic"):
+                parsed.elastic = False  # a YAML configuration that does not speak of it
+            self._parsed(parsed)
+            return parsed
+
+        return parse_args
+
+    def _make_validate(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def validate_args(*args: Any, **kwargs: Any) -> Any:
+            call = bound(original, args, kwargs)
+            parsed = call["args"]
+            config = arguments.config_from_args(parsed)
+            machine = substitutions.Machine.detect(self.platform.name)
+            changed = substitutions.substitute(parsed, machine)
+            if config.strict_flags:
+                substitutions.refuse(changed)
+            _say(substitutions.table(changed, self.platform.name), parsed)
+            _say("\n".join(support.check(parsed, self.platform.name)), parsed)
+            preflight.check_sizes(parsed)
+            with translated(), preflight.launch_environment(self.platform.name, parsed):
+                result = original(**call)
+            preflight.check_data(parsed)
+            return result
+
+        return validate_args
+
+    def _make_initialize(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def initialize_megatron(*args: Any, **kwargs: Any) -> Any:
+            call = bound(original, args, kwargs)
+            call["allow_no_cuda"] = call["allow_no_cuda"] or self.platform.name == "cpu"
+            if call.get("parsed_args", self) is not None:
+                return original(**call)
+            home = sys.modules["megatron.training.initialize"]
+            call["parsed_args"] = home.parse_args(call["extra_args_provider"], call["ignore_unknown_args"])
+            # Parsing may have put --elastic's replacement in place: it is the one to run.
+            present = home.initialize_megatron
+            return original(**call) if present is initialize_megatron else present(**call)
+
+        return initialize_megatron
+
+    def _parsed(self, args: Namespace) -> None:
+        """Arguments are known: put ``--elastic``'s rows in force, print the table if asked."""
+        rows = list(self.rows())
+        config = arguments.config_from_args(args)
+        if args.elastic:
+            host = importlib.import_module("megatron.elastic.mcore.host")
+            elastic = host.patches(args, config)
+            apply(elastic, into=self.in_force)
+            rows += elastic
+        if config.print_patches:
+            _say(describe(rows), args)
+
+
+def _say(text: str, args: Namespace) -> None:
+    if text and args.rank == 0:
+        print(text, flush=True)
+
+
+def _make_compile_helpers(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def compile_helpers() -> None:
+        if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is None:
+            original()
+
+    return compile_helpers
+
+
+def _make_config(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def core_transformer_config_from_args(*args: Any, **kwargs: Any) -> Any:
+        config = original(*args, **kwargs)
+        config.deallocate_pipeline_outputs = False
+        config.batch_p2p_sync = False
+        return config
+
+    return core_transformer_config_from_args

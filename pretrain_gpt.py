@@ -1,0 +1,202 @@
+"""Pretrain a GPT with Megatron-LM's own loop; with ``--elastic`` it outlives the loss of workers.
+
+    torchrun --nproc-per-node 4 pretrain_gpt.py --tensor-model-parallel-size 2 ... --mock-data
+    python -m megatron.elastic.launch --nproc-per-node 4 pretrain_gpt.py --elastic ...
+
+A thin script in Megatron-LM's shape: model, batch, loss, datasets. Flags, loop,
+logging and checkpoints are ``megatron.training``'s. The first import makes it run
+without a GPU as well; any other Megatron-LM script becomes elastic the same way.
+"""
+
+from __future__ import annotations
+
+import megatron.elastic.adaptor  # noqa: F401  # first: before anything of Megatron is imported
+
+# isort: split
+
+from argparse import Namespace
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from megatron.core import mpu
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.enums import ModelType
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+    get_gpt_mtp_block_spec,
+)
+from megatron.core.transformer.spec_utils import import_module
+from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank
+from megatron.training import get_args, get_timers, get_tokenizer, pretrain, print_rank_0
+from megatron.training.arguments import core_transformer_config_from_args
+from megatron.training.utils import get_batch_on_this_tp_rank, get_blend_and_blend_per_split
+
+Batch = tuple[torch.Tensor | None, ...]
+
+
+def layer_spec(args: Namespace, config: Any, vp_stage: int | None) -> Any:
+    """The modules a layer is made of: Transformer Engine's where asked for, else megatron.core's own."""
+    transformer_engine = args.transformer_impl == "transformer_engine"
+    if args.spec is not None:
+        return import_module(args.spec)
+    if args.num_experts:
+        return get_gpt_decoder_block_spec(
+            config, transformer_engine, normalization=args.normalization, qk_l2_norm=args.qk_l2_norm, vp_stage=vp_stage
+        )
+    shared = {
+        "num_experts": args.num_experts,
+        "moe_grouped_gemm": args.moe_grouped_gemm,
+        "qk_layernorm": args.qk_layernorm,
+        "multi_latent_attention": args.multi_latent_attention,
+        "qk_l2_norm": args.qk_l2_norm,
+    }
+    if transformer_engine:
+        return get_gpt_layer_with_transformer_engine_spec(**shared)
+    return get_gpt_layer_local_spec(**shared, normalization=args.normalization)
+
+
+def model_provider(
+    pre_process: bool = True,
+    post_process: bool = True,
+    vp_stage: int | None = None,
+    config: Any = None,
+    pg_collection: Any = None,
+) -> GPTModel:
+    """This rank's part of the model. ``pre_process``: holds the embedding; ``post_process``: holds the head."""
+    args = get_args()
+    config = config or core_transformer_config_from_args(args)
+    spec = layer_spec(args, config, vp_stage)
+    mtp_spec = None
+    if args.mtp_num_layers is not None:
+        transformer_engine = args.transformer_impl == "transformer_engine"
+        mtp_spec = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=transformer_engine, vp_stage=vp_stage)
+    return GPTModel(
+        config=config,
+        transformer_layer_spec=spec,
+        vocab_size=args.padded_vocab_size,
+        max_sequence_length=args.max_position_embeddings,
+        pre_process=pre_process,
+        post_process=post_process,
+        fp16_lm_cross_entropy=args.fp16_lm_cross_entropy,
+        parallel_output=True,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        position_embedding_type=args.position_embedding_type,
+        rotary_percent=args.rotary_percent,
+        rotary_base=args.rotary_base,
+        rope_scaling=args.use_rope_scaling,
+        seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
+        mtp_block_spec=mtp_spec,
+        pg_collection=pg_collection,
+        vp_stage=vp_stage,
+    )
+
+
+def get_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None = None) -> Batch:
+    """(tokens, labels, loss_mask, attention_mask, position_ids), each [micro-batch, sequence]; Nones mid-pipeline."""
+    first = mpu.is_pipeline_first_stage(ignore_virtual=vp_stage is None, vp_stage=vp_stage)
+    last = mpu.is_pipeline_last_stage(ignore_virtual=vp_stage is None, vp_stage=vp_stage)
+    if not (first or last):
+        return (None,) * 5
+    batch = get_batch_on_this_cp_rank(get_batch_on_this_tp_rank(data_iterator))
+    names = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
+    return tuple(batch[name] for name in names)
+
+
+def loss_func(loss_mask: torch.Tensor, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+    """Sum of the unmasked token losses, their count, and what to report: ``[sum, count]``.
+
+    ``loss_mask``, ``output``: [micro-batch, sequence]. Megatron divides by the count,
+    per micro-batch or (``--calculate-per-token-loss``) once over the global batch.
+    """
+    losses = output.view(-1).float()
+    mask = loss_mask.view(-1).float()
+    total = torch.sum(losses * mask)
+    tokens = mask.sum().detach().to(torch.int)
+    report = torch.cat([total.detach().clone().view(1), tokens.view(1)])
+    return total, tokens, {"lm loss": report}
+
+
+def forward_step(data_iterator: Iterator[Any] | None, model: GPTModel) -> tuple[torch.Tensor, Any]:
+    """One micro-batch forward: (per-token losses or activations, loss function)."""
+    timers = get_timers()
+    timers("batch-generator", log_level=2).start()
+    vp_stage = get_attr_wrapped_model(model, "vp_stage")
+    tokens, labels, loss_mask, attention_mask, position_ids = get_batch(data_iterator, vp_stage)
+    timers("batch-generator").stop()
+    output = model(tokens, position_ids, attention_mask, labels=labels, loss_mask=loss_mask)
+    return output, partial(loss_func, loss_mask)
+
+
+def reads_data(vp_stage: int | None = None) -> bool:
+    """Whether this rank feeds a pipeline: first or last stage, first of its tensor-parallel group."""
+    ignore = vp_stage is None
+    ends = mpu.is_pipeline_first_stage(ignore_virtual=ignore, vp_stage=vp_stage) or mpu.is_pipeline_last_stage(
+        ignore_virtual=ignore, vp_stage=vp_stage
+    )
+    return bool(ends and mpu.get_tensor_model_parallel_rank() == 0)
+
+
+def dataset_config(args: Namespace) -> GPTDatasetConfig:
+    """What Megatron's dataset builder needs, from Megatron's flags."""
+    blend, blend_per_split = get_blend_and_blend_per_split(args)
+    return GPTDatasetConfig(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        blend=blend,
+        blend_per_split=blend_per_split,
+        split=args.split,
+        multiple_validation_sets=args.multiple_validation_sets,
+        full_validation=args.full_validation,
+        num_dataset_builder_threads=args.num_dataset_builder_threads,
+        path_to_cache=args.data_cache_path,
+        mmap_bin_files=args.mmap_bin_files,
+        tokenizer=get_tokenizer(),
+        reset_position_ids=args.reset_position_ids,
+        reset_attention_mask=args.reset_attention_mask,
+        eod_mask_loss=args.eod_mask_loss,
+        create_attention_mask=args.create_attention_mask_in_dataloader,
+        object_storage_cache_path=args.object_storage_cache_path,
+        mid_level_dataset_surplus=args.mid_level_dataset_surplus,
+        allow_ambiguous_pad_tokens=args.allow_ambiguous_pad_tokens,
+        data_parallel_size=args.data_parallel_size,
+        sequence_parallel_size=args.tensor_model_parallel_size * args.sequence_parallel,
+        context_parallel_size=args.context_parallel_size,
+    )
+
+
+def datasets_provider(sample_counts: list[int], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
+    """Train, validation and test datasets of at least ``sample_counts`` samples each."""
+    args = get_args()
+    print_rank_0("> building train, validation, and test datasets for GPT ...")
+    kind = MockGPTDataset if args.mock_data else GPTDataset
+    builder = BlendedMegatronDatasetBuilder(
+        kind, sample_counts, partial(reads_data, vp_stage), dataset_config(args)
+    )
+    train, valid, test = builder.build()
+    print_rank_0("> finished creating GPT datasets ...")
+    return train, valid, test
+
+
+datasets_provider.is_distributed = True  # type: ignore[attr-defined]  # every rank builds: Megatron's own convention
+
+
+def main() -> None:
+    """Megatron-LM's loop over the four functions above."""
+    pretrain(
+        datasets_provider,
+        model_provider,
+        ModelType.encoder_or_decoder,
+        forward_step,
+        args_defaults={"tokenizer_type": "GPT2BPETokenizer"},
+    )
+
+
+if __name__ == "__main__":
+    main()
