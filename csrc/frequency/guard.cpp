@@ -1,0 +1,40 @@
+// See guard.h. Signals that end a job do not end the guard: it ends with its owner.
+#include "guard.h"
+
+#include <poll.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <csignal>
+#include <system_error>
+
+#include "driver.h"
+
+namespace megatron_elastic::frequency {
+
+bool guard(int owner, const std::string& kind, const std::string& device, const std::string& path,
+           const std::string& snapshot) {
+  for (const int signal : {SIGTERM, SIGINT, SIGHUP, SIGPIPE}) std::signal(signal, SIG_IGN);
+  const std::unique_ptr<Driver> driver = open_driver(kind, device, path);
+  if (write(STDOUT_FILENO, "ready\n", 6) != 6) return false;  // nobody is there to have set anything
+  bool listening = true;
+  for (;;) {
+    // A closed standard input says nothing by itself: only the pidfd tells of the owner's end.
+    pollfd watched[2] = {{owner, POLLIN, 0}, {listening ? STDIN_FILENO : -1, POLLIN, 0}};
+    if (poll(watched, 2, -1) < 0) {
+      if (errno == EINTR) continue;
+      throw std::system_error(errno, std::generic_category(), "poll");
+    }
+    if (watched[1].revents) {
+      char byte;
+      if (read(STDIN_FILENO, &byte, 1) > 0) return false;
+      listening = false;
+    }
+    if (watched[0].revents) {
+      driver->restore(snapshot);
+      return true;
+    }
+  }
+}
+
+}  // namespace megatron_elastic::frequency

@@ -1,0 +1,277 @@
+"""Clocks of the device a rank computes on: GPU (NVML), NPU (DCMI) or CPUs (cpufreq).
+
+The frequency axis absorbs what imbalance is left after the other axes (DESIGN
+section 7). A clock outlives the process that set it, so nothing is set before a
+*guard* stands by: a small process that watches this one through a pidfd and puts
+the clocks back when it ends, however it ends.
+
+Invariant: between the first ``set`` and ``restore`` a guard is alive, and what it
+restores is what was found before that first ``set``. A control that cannot be used
+says why in one line; it never pretends.
+
+Native part: ``csrc/frequency``.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from contextlib import suppress
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Literal, Protocol
+
+from megatron.elastic import _frequency
+
+__all__ = [
+    "Applied",
+    "FrequencyControl",
+    "FrequencyUnavailable",
+    "Limits",
+    "NativeFrequency",
+    "NoFrequency",
+    "frequency_of",
+    "open_frequency",
+]
+
+Kind = Literal["nvml", "dcmi", "cpufreq"]
+
+_FIX: dict[str, str] = {
+    "nvml": "locking GPU clocks needs root on the host (as nvidia-smi --lock-gpu-clocks does)",
+    "dcmi": "setting an NPU's working level needs root on the host, outside containers",
+    "cpufreq": "write access to scaling_min_freq and scaling_max_freq of these CPUs is needed",
+}
+
+# Loads the extension by path: the guard starts without torch, in milliseconds.
+_GUARD = """
+import importlib.util, sys
+spec = importlib.util.spec_from_file_location("_frequency", sys.argv[1])
+module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+if module.guard(int(sys.argv[2]), *sys.argv[3:7]):
+    print(f"clocks of {sys.argv[3]} device {sys.argv[4]} restored: their owner is gone", file=sys.stderr, flush=True)
+"""
+
+
+class FrequencyUnavailable(RuntimeError):
+    """Clocks cannot be read or set here; one line that says why and what would help."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What can be asked for, in kHz. Without ``steps_khz`` any value between the two."""
+
+    min_khz: int
+    max_khz: int
+    steps_khz: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Applied:
+    """What became of a request."""
+
+    asked_khz: int
+    set_khz: int
+    """The lowest step that is not below the request (the highest, if all are)."""
+    observed_khz: int
+    """What the device ran at when last read; a hot or power-capped device runs slower than it was set to."""
+    verified: bool
+    """The setting was read back, or its clock was seen."""
+
+
+class FrequencyControl(Protocol):
+    """One device's clock."""
+
+    def available(self) -> bool:
+        """Whether there is anything to set. That it is *permitted* only :meth:`set` finds out."""
+
+    def why(self) -> str:
+        """One line: what is controlled, or why nothing is."""
+
+    def limits(self) -> Limits:
+        """Raises ``FrequencyUnavailable``."""
+
+    def current(self) -> int:
+        """kHz the device runs at now. Raises ``FrequencyUnavailable``."""
+
+    def set(self, khz: int) -> Applied:
+        """Raises ``FrequencyUnavailable``; then nothing was changed."""
+
+    def restore(self) -> None:
+        """Back to what was found before the first :meth:`set`. Idempotent."""
+
+    def power_mw(self) -> int | None:
+        """Milliwatts; None where the platform does not say. CPUs: the mean since the call before."""
+
+
+@dataclass(frozen=True)
+class NoFrequency:
+    """The control of a platform that offers none."""
+
+    reason: str
+
+    def available(self) -> bool:
+        return False
+
+    def why(self) -> str:
+        return self.reason
+
+    def limits(self) -> Limits:
+        raise FrequencyUnavailable(self.reason)
+
+    def current(self) -> int:
+        raise FrequencyUnavailable(self.reason)
+
+    def set(self, khz: int) -> Applied:
+        raise FrequencyUnavailable(self.reason)
+
+    def restore(self) -> None:
+        return
+
+    def power_mw(self) -> int | None:
+        return None
+
+
+class NativeFrequency:
+    """A driver of ``csrc/frequency`` with its guard. Usable as a context manager."""
+
+    def __init__(self, kind: Kind, device: str, path: str = "") -> None:
+        """Raises ``FrequencyUnavailable`` when library, device or feature are missing."""
+        self._kind, self._device, self._path = kind, device, path
+        self._guard: subprocess.Popen[bytes] | None = None
+        self._before = ""
+        try:
+            self._driver = _frequency.Driver(kind, device, path)
+            self._driver.limits()
+        except (_frequency.Unavailable, _frequency.NotPermitted, ValueError) as error:
+            raise self._refusal(error) from error
+
+    def available(self) -> bool:
+        return True
+
+    def why(self) -> str:
+        return self._driver.describe()
+
+    def limits(self) -> Limits:
+        try:
+            limits = self._driver.limits()
+        except (_frequency.Unavailable, _frequency.NotPermitted) as error:
+            raise self._refusal(error) from error
+        return Limits(limits.min_khz, limits.max_khz, tuple(limits.steps_khz))
+
+    def current(self) -> int:
+        try:
+            return self._driver.current_khz()
+        except (_frequency.Unavailable, _frequency.NotPermitted) as error:
+            raise self._refusal(error) from error
+
+    def set(self, khz: int) -> Applied:
+        first = self._guard is None
+        try:
+            if first:
+                self._before = self._driver.snapshot()
+                self._guard = self._start_guard()
+            done = self._driver.set(khz)
+        except (_frequency.Unavailable, _frequency.NotPermitted) as error:
+            if first:
+                self._undo()
+            raise self._refusal(error) from error
+        return Applied(done.asked_khz, done.set_khz, done.observed_khz, done.verified)
+
+    def restore(self) -> None:
+        if self._guard is None:
+            return
+        try:
+            self._driver.restore(self._before)
+        except (_frequency.Unavailable, _frequency.NotPermitted) as error:
+            raise self._refusal(error) from error  # the guard stays: it will try again
+        self._release_guard()
+
+    def power_mw(self) -> int | None:
+        try:
+            power = self._driver.power_mw()
+        except (_frequency.Unavailable, _frequency.NotPermitted):
+            return None
+        return None if power < 0 else power
+
+    def __enter__(self) -> NativeFrequency:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.restore()
+
+    def _undo(self) -> None:
+        """A first ``set`` that failed may have reached some CPUs: put them back, then let the guard go."""
+        with suppress(_frequency.Unavailable, _frequency.NotPermitted):
+            self._driver.restore(self._before)
+        self._release_guard()
+
+    def _refusal(self, error: Exception) -> FrequencyUnavailable:
+        hint = f"; {_FIX[self._kind]}" if isinstance(error, _frequency.NotPermitted) else ""
+        return FrequencyUnavailable(f"frequency axis off for {self._kind} device {self._device}: {error}{hint}")
+
+    def _start_guard(self) -> subprocess.Popen[bytes]:
+        """A guard that has opened the device and watches this process. Raises ``FrequencyUnavailable``."""
+        try:
+            owner = os.pidfd_open(os.getpid())
+        except OSError as error:
+            raise FrequencyUnavailable(f"frequency axis off: pidfd_open (Linux 5.3) failed: {error}") from error
+        arguments = [_frequency.__file__, str(owner), self._kind, self._device, self._path, self._before]
+        try:
+            guard = subprocess.Popen(
+                [sys.executable, "-I", "-S", "-c", _GUARD, *arguments],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                pass_fds=(owner,),
+                start_new_session=True,  # signals to the job's process group must not end it
+            )
+        finally:
+            os.close(owner)
+        assert guard.stdout is not None
+        said = guard.stdout.readline()
+        guard.stdout.close()
+        if said != b"ready\n":
+            guard.wait()
+            raise FrequencyUnavailable(f"frequency axis off: the guard process ended with status {guard.returncode}")
+        return guard
+
+    def _release_guard(self) -> None:
+        guard, self._guard = self._guard, None
+        if guard is None or guard.stdin is None:
+            return
+        with suppress(BrokenPipeError):
+            guard.stdin.write(b"r")
+            guard.stdin.close()
+        guard.wait()
+
+
+def open_frequency(kind: Kind, device: str, path: str = "") -> FrequencyControl:
+    """The control of ``device``; a :class:`NoFrequency` that says why when there is none.
+
+    ``device``: nvml: index, PCI bus id or ``GPU-…`` UUID; dcmi: index or ``card:device``;
+    cpufreq: CPU list (``0-3,8``). ``path``: vendor library, or root of sysfs, instead of the usual.
+    """
+    try:
+        return NativeFrequency(kind, device, path)
+    except FrequencyUnavailable as error:
+        return NoFrequency(str(error))
+
+
+def frequency_of(platform: str, index: int = 0) -> FrequencyControl:
+    """The control of this process's device: ``platform`` is 'cpu', 'cuda' or 'npu', ``index`` as torch counts.
+
+    CPU: the CPUs this process is bound to.
+    """
+    if platform == "cpu":
+        return open_frequency("cpufreq", ",".join(map(str, sorted(os.sched_getaffinity(0)))))
+    if platform == "cuda":
+        import torch
+
+        return open_frequency("nvml", f"GPU-{torch.cuda.get_device_properties(index).uuid}")
+    if platform == "npu":
+        visible = os.environ.get("ASCEND_RT_VISIBLE_DEVICES", "")
+        return open_frequency("dcmi", visible.split(",")[index].strip() if visible else str(index))
+    return NoFrequency(f"frequency axis off: no clocks are known for platform {platform!r}")

@@ -1,0 +1,121 @@
+/* A driver library with NVML's names and calling conventions, for one GPU with a
+ * 405 / 600 ... 1980 MHz clock. Its state is a file (STANDIN_STATE), so that a second
+ * process, the guard, sees the same device, as it would with a real driver.
+ *
+ * State file: "<locked MHz or 0> <permitted> <throttled MHz or 0>\n" */
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+struct device { int index; };
+static struct device gpu = {0};
+static int initialised = 0;
+
+struct state { unsigned locked, permitted, throttled; };
+
+static struct state load(void) {
+  struct state s = {0, 1, 0};
+  FILE *f = fopen(getenv("STANDIN_STATE"), "r");
+  if (f) {
+    if (fscanf(f, "%u %u %u", &s.locked, &s.permitted, &s.throttled) != 3) abort();
+    fclose(f);
+  }
+  return s;
+}
+
+static void store(struct state s) {
+  FILE *f = fopen(getenv("STANDIN_STATE"), "w");
+  fprintf(f, "%u %u %u\n", s.locked, s.permitted, s.throttled);
+  fclose(f);
+}
+
+int nvmlInit_v2(void) { initialised++; return 0; }
+int nvmlShutdown(void) { return initialised-- > 0 ? 0 : 1; }
+
+const char *nvmlErrorString(int code) {
+  switch (code) {
+    case 2: return "Invalid Argument";
+    case 4: return "Insufficient Permissions";
+    case 6: return "Not Found";
+    case 7: return "Insufficient Size";
+    default: return "Unknown Error";
+  }
+}
+
+int nvmlDeviceGetHandleByIndex_v2(unsigned index, struct device **out) {
+  if (!initialised) return 1;
+  if (index != 0) return 2;
+  *out = &gpu;
+  return 0;
+}
+
+int nvmlDeviceGetHandleByPciBusId_v2(const char *id, struct device **out) {
+  if (strcmp(id, "00000000:1B:00.0")) return 6;
+  *out = &gpu;
+  return 0;
+}
+
+int nvmlDeviceGetHandleByUUID(const char *id, struct device **out) {
+  if (strcmp(id, "GPU-00000000-1111-2222-3333-444444444444")) return 6;
+  *out = &gpu;
+  return 0;
+}
+
+int nvmlDeviceGetName(struct device *d, char *name, unsigned length) {
+  if (d != &gpu) return 2;
+  snprintf(name, length, "Stand-in GPU");
+  return 0;
+}
+
+static int list(unsigned *count, unsigned *out, const unsigned *values, unsigned have) {
+  unsigned room = *count;
+  *count = have;
+  if (!out || room < have) return 7;
+  memcpy(out, values, have * sizeof(*values));
+  return 0;
+}
+
+int nvmlDeviceGetSupportedMemoryClocks(struct device *d, unsigned *count, unsigned *out) {
+  static const unsigned clocks[] = {2619, 1593};
+  return d == &gpu ? list(count, out, clocks, 2) : 2;
+}
+
+int nvmlDeviceGetSupportedGraphicsClocks(struct device *d, unsigned memory, unsigned *count, unsigned *out) {
+  static const unsigned fast[] = {1980, 1755, 1500, 1200, 900, 600}, slow[] = {405};
+  if (d != &gpu) return 2;
+  if (memory == 2619) return list(count, out, fast, 6);
+  if (memory == 1593) return list(count, out, slow, 1);
+  return 6;
+}
+
+int nvmlDeviceGetClockInfo(struct device *d, int type, unsigned *mhz) {
+  struct state s = load();
+  if (d != &gpu || type != 1) return 2;
+  *mhz = s.locked ? s.locked : 1980;
+  if (s.throttled && *mhz > s.throttled) *mhz = s.throttled;
+  return 0;
+}
+
+int nvmlDeviceSetGpuLockedClocks(struct device *d, unsigned low, unsigned high) {
+  struct state s = load();
+  if (d != &gpu || low != high) return 2;
+  if (!s.permitted) return 4;
+  s.locked = low;
+  store(s);
+  return 0;
+}
+
+int nvmlDeviceResetGpuLockedClocks(struct device *d) {
+  struct state s = load();
+  if (d != &gpu) return 2;
+  if (!s.permitted) return 4;
+  s.locked = 0;
+  store(s);
+  return 0;
+}
+
+int nvmlDeviceGetPowerUsage(struct device *d, unsigned *milliwatts) {
+  if (d != &gpu) return 2;
+  *milliwatts = 412345;
+  return 0;
+}
