@@ -30,6 +30,7 @@ from megatron.elastic.control.wire import (
 
 __all__ = [
     "Abandoned",
+    "Condemned",
     "Decided",
     "Ended",
     "Entry",
@@ -38,6 +39,7 @@ __all__ = [
     "Lost",
     "NodeBack",
     "NodeLost",
+    "Readmitted",
     "Reformed",
     "Reported",
     "Requested",
@@ -64,9 +66,11 @@ class Entry:
 
 @dataclass(frozen=True)
 class Lost:
-    """These incarnations ended without having said so."""
+    """These incarnations ended without having said so; at which step (−1: none yet), and whether by an error."""
 
     losses: tuple[Loss, ...]
+    steps: tuple[int, ...] = ()
+    raised: tuple[bool, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -138,6 +142,13 @@ class Abandoned:
 
 
 @dataclass(frozen=True)
+class Readmitted:
+    """Ranks that were given up may be started again; none given: all of them."""
+
+    ranks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
 class Suspected:
     """Evidence by ``by`` against an incarnation of ``rank``."""
 
@@ -145,6 +156,15 @@ class Suspected:
     rank: int
     incarnation: int
     generation: int
+    why: str
+
+
+@dataclass(frozen=True)
+class Condemned:
+    """The agent of ``rank`` shall execute this incarnation."""
+
+    rank: int
+    incarnation: int
     why: str
 
 
@@ -182,7 +202,9 @@ Event = (
     | Wanted
     | Finished
     | Abandoned
+    | Readmitted
     | Suspected
+    | Condemned
     | Reformed
     | Decided
     | Ended
@@ -207,23 +229,39 @@ def _entries(body: Mapping[str, Any]) -> tuple[Entry, ...]:
     return tuple(Entry(address_from_json(as_object(i.get("address"))), take_str(i, "report")) for i in items)
 
 
+def _lost(body: Mapping[str, Any]) -> Event:
+    losses = tuple(loss_from_json(as_object(item)) for item in take_list(body, "losses"))
+    steps = tuple(item if isinstance(item, int) else -1 for item in take_list(body, "steps"))
+    return Lost(losses, steps, tuple(item is True for item in take_list(body, "raised")))
+
+
+def _finished(body: Mapping[str, Any]) -> Event:
+    announced = body.get("announced") is True
+    return Finished(take_int(body, "rank"), take_int(body, "incarnation"), take_int(body, "code"), announced)
+
+
+def _suspected(body: Mapping[str, Any]) -> Event:
+    by, rank, incarnation = take_int(body, "by"), take_int(body, "rank"), take_int(body, "incarnation")
+    return Suspected(by, rank, incarnation, take_int(body, "generation"), take_str(body, "why"))
+
+
 def _ranks(body: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(as_rank(item) for item in take_list(body, "ranks"))
 
 
 _PARSERS: Mapping[str, Callable[[Mapping[str, Any]], Event]] = {
-    "Lost": lambda b: Lost(tuple(loss_from_json(as_object(i)) for i in take_list(b, "losses"))),
+    "Lost": _lost,
     "NodeLost": lambda b: NodeLost(take_int(b, "node"), take_int(b, "epoch"), take_str(b, "why")),
     "NodeBack": lambda b: NodeBack(take_int(b, "node"), take_int(b, "epoch"), take_str(b, "host")),
     "Reported": lambda b: Reported(take_int(b, "generation"), _entries(b)),
     "Waiting": lambda b: Waiting(_entries(b)),
     "Requested": lambda b: Requested(take_str(b, "what"), _ranks(b), take_int(b, "generation")),
     "Wanted": lambda b: Wanted(take_str(b, "what"), _ranks(b)),
-    "Finished": lambda b: Finished(take_int(b, "rank"), take_int(b, "incarnation"), take_int(b, "code"), bool(b.get("announced"))),
+    "Finished": _finished,
     "Abandoned": lambda b: Abandoned(_ranks(b), take_str(b, "why")),
-    "Suspected": lambda b: Suspected(
-        take_int(b, "by"), take_int(b, "rank"), take_int(b, "incarnation"), take_int(b, "generation"), take_str(b, "why")
-    ),
+    "Readmitted": lambda b: Readmitted(_ranks(b)),
+    "Suspected": _suspected,
+    "Condemned": lambda b: Condemned(take_int(b, "rank"), take_int(b, "incarnation"), take_str(b, "why")),
     "Reformed": lambda b: Reformed(take_int(b, "generation"), take_str(b, "why")),
     "Decided": lambda b: Decided(take_int(b, "generation"), take_int(b, "author")),
     "Ended": lambda b: Ended(take_int(b, "code"), take_str(b, "why")),

@@ -37,6 +37,7 @@ from megatron.elastic.control.events import (
     Lost,
     NodeBack,
     NodeLost,
+    Readmitted,
     Reformed,
     Reported,
     Requested,
@@ -189,6 +190,10 @@ class Generations:
                 for rank in event.ranks:
                     if rank in self.ranks:
                         self.ranks[rank].may_return = False
+            case Readmitted():
+                for rank, state in self.ranks.items():
+                    if (not event.ranks or rank in event.ranks) and state.standing == "lost":
+                        state.may_return = self.nodes[self.node_of(rank)].alive
             case Reformed():
                 if event.generation == self.decided and self.quiet and not self.fresh:
                     self._freeze("loss")

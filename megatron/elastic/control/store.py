@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from datetime import timedelta
 
-import torch.distributed as dist
+from torch.distributed import DistNetworkError, DistStoreError, TCPStore  # type: ignore[attr-defined]
 
 __all__ = ["EmbeddedStore", "Store", "StoreLost"]
 
@@ -21,7 +21,7 @@ class StoreLost(ConnectionError):
 
 
 class Store(ABC):
-    """Byte strings under text keys. Every method raises :class:`StoreLost` when the store is gone."""
+    """ASCII byte strings under text keys. Every method raises :class:`StoreLost` when the store is gone."""
 
     @abstractmethod
     def put(self, key: str, value: bytes) -> None:
@@ -47,7 +47,7 @@ class Store(ABC):
 class EmbeddedStore(Store):
     """TCPStore in the first agent. ``server`` says whether this process serves it."""
 
-    def __init__(self, store: dist.TCPStore, prefix: str, server: bool = False) -> None:
+    def __init__(self, store: TCPStore, prefix: str, server: bool = False) -> None:
         self._tcp = store
         self._prefix = prefix
         self.server = server
@@ -56,9 +56,8 @@ class EmbeddedStore(Store):
     def open(cls, host: str, port: int, prefix: str, server: bool, timeout: float) -> EmbeddedStore:
         """Serve (port 0: any free one) or reach the store within ``timeout`` seconds."""
         try:
-            tcp = dist.TCPStore(
-                host, port, is_master=server, wait_for_workers=False, timeout=timedelta(seconds=timeout), multi_tenant=False
-            )
+            wait = timedelta(seconds=timeout)
+            tcp = TCPStore(host, port, is_master=server, wait_for_workers=False, timeout=wait)
         except (RuntimeError, ValueError) as error:
             raise StoreLost(f"store at {host}:{port}: {_first_line(error)}") from None
         return cls(tcp, prefix, server)
@@ -75,7 +74,7 @@ class EmbeddedStore(Store):
 
     def put(self, key: str, value: bytes) -> None:
         try:
-            self._tcp.set(self._prefix + key, value)  # type: ignore[arg-type]
+            self._tcp.set(self._prefix + key, value.decode("ascii"))
         except RuntimeError as error:
             raise StoreLost(_first_line(error)) from None
 
@@ -97,16 +96,16 @@ class EmbeddedStore(Store):
         try:
             self._tcp.wait([self._prefix + key], timedelta(seconds=timeout))
             return bytes(self._tcp.get(self._prefix + key))
-        except dist.DistNetworkError as error:
+        except DistNetworkError as error:
             raise StoreLost(_first_line(error)) from None
-        except dist.DistStoreError:
+        except DistStoreError:
             return None
         except RuntimeError as error:
             raise StoreLost(_first_line(error)) from None
 
     def clone(self) -> EmbeddedStore:
         try:
-            return EmbeddedStore(self._tcp.clone(), self._prefix, server=False)
+            return EmbeddedStore(self._tcp.clone(), self._prefix, server=False)  # type: ignore[attr-defined]
         except RuntimeError as error:
             raise StoreLost(_first_line(error)) from None
 

@@ -4,31 +4,38 @@ Everything it hears from its workers becomes an event in the journal, and
 everything it does to them follows from the state after an entry of the journal
 (:class:`Generations`), so all agents act alike. It never waits: not for a worker,
 not for the store.
+
+The lowest living agent coordinates: it alone tries DECIDE, judges suspicions and
+hangs, and counts losses. Its successor needs nothing from it but the journal.
 """
 
 from __future__ import annotations
 
 import os
 import signal
-import socket
-import sys
+import time
 
-from megatron.elastic.control import env
 from megatron.elastic.control.events import (
+    Abandoned,
+    Condemned,
     Decided,
     Ended,
     Entry,
     Event,
-    Finished,
     Lost,
+    NodeBack,
+    NodeLost,
+    Readmitted,
     Reported,
     Requested,
+    Suspected,
     Waiting,
     Wanted,
 )
+from megatron.elastic.control.failures import Failures
 from megatron.elastic.control.generations import Generations
 from megatron.elastic.control.membership import Loss
-from megatron.elastic.control.slot import Slot
+from megatron.elastic.control.timing import Timing
 from megatron.elastic.control.wire import (
     Message,
     ProtocolError,
@@ -40,36 +47,63 @@ from megatron.elastic.control.wire import (
 )
 from megatron.elastic.launch.arguments import Job
 from megatron.elastic.launch.couriers import Couriers
+from megatron.elastic.launch.judge import Judge
+from megatron.elastic.launch.logs import WorkerLogs
 from megatron.elastic.launch.loop import Loop
+from megatron.elastic.launch.losses import classify, say, summarize
+from megatron.elastic.launch.neighbours import Neighbours, Table
+from megatron.elastic.launch.nursery import Nursery
 from megatron.elastic.launch.pool import Pool, Worker
-from megatron.elastic.launch.processes import describe_status
+from megatron.elastic.launch.processes import process_state
 from megatron.elastic.launch.rendezvous import Company
-from megatron.elastic.launch.worker import WorkerSpec
+from megatron.elastic.launch.watch import Watch
 
 __all__ = ["Agent"]
 
 _STATE_LOST, _DETERMINISTIC = 4, 5
+_GOODBYE_SECONDS = 5.0
+_SEVERITY = (5, 4, 1, 3)
+_REQUESTS = ("join", "drain", "leave", "checkpoint")
 
 
 class Agent:
-    """See the module docstring. Made before the rendezvous, so that the zygote preloads meanwhile."""
+    """See the module docstring. ``pool`` may be preloading already."""
 
     def __init__(self, job: Job, loop: Loop, pool: Pool, company: Company) -> None:
-        self.job = job
-        self.company = company
+        self.job, self.company = job, company
+        self.node = company.node
+        self.timing = Timing.derive(job.settings.detection_timeout)
         self.state = Generations(company.nodes, respawn=job.settings.respawn)
         self.exit_code: int | None = None
-        self._loop = loop
-        self._pool = pool
-        self._node = company.nodes[job.node]
+        self.by_rank: dict[int, Worker] = {}
+        self._loop, self._pool = loop, pool
+        self._mine = company.nodes[self.node]
+        self._logs = WorkerLogs(job, self._mine.ranks)
+        self._nursery = Nursery(job, company, pool, self._logs)
         self._couriers = Couriers(loop, company.store, company.seal, self._deliver, self._store_lost)
+        self.append = self._couriers.append
+        self._watch = Watch(self.timing, lambda worker: self._pool.kill(worker, "stopped"))
+        self._neighbours = self._make_neighbours() if len(company.nodes) > 1 else None
+        self._judge = Judge(self.state, self.timing, loop, self.append)
+        self._failures = Failures(job.settings.max_losses_per_hour)
+        self._active = not company.returning
         self._next_position = 0
         self._tried_position = -1
         self._entries: dict[int, Entry] = {}
         self._reported = 0
-        self._numbers = 0
         self._signals = 0
-        self._by_rank: dict[int, Worker] = {}
+
+    def _make_neighbours(self) -> Neighbours:
+        return Neighbours(
+            self._loop,
+            self.company.store,
+            self.company.seal,
+            self.timing,
+            self.node,
+            self.company.nodes,
+            extend=self._extend_leases,
+            lost=lambda node, epoch, why: self.append(NodeLost(node, epoch, why)),
+        )
 
     # -- life -------------------------------------------------------------------
 
@@ -78,53 +112,45 @@ class Agent:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             self._loop.on_signal(number, self._signalled)
         self._couriers.start()
-        for rank in self._node.ranks:
-            self._spawn(rank, 0)
+        self._loop.every(self.timing.look, lambda: self._watch.look(self._pool.workers.values()))
+        self._loop.every(self.timing.beat, self._beat)
+        if self._neighbours is not None:
+            self._neighbours.start(self.job.master_addr)
+        if self._active:
+            for rank in self._mine.ranks:
+                self._start(rank, 0)
+        else:
+            self._loop.after(2 * self.timing.lease, self._give_up_return)
         self._loop.run()
+        self._leave()
         return self.exit_code if self.exit_code is not None else _STATE_LOST
 
-    def _spawn(self, rank: int, incarnation: int) -> None:
-        self._numbers += 1
-        mine, theirs = socket.socketpair()
-        slot_fd, slot = Slot.create(f"elastic-slot-{rank}")
-        local = rank - self._node.ranks[0]
-        worker = Worker(self._numbers, rank, local, incarnation, mine, slot)
-        spec = WorkerSpec(
-            self._numbers, self.job.kind, self.job.target, self.job.arguments, self._environ(worker), self.job.adapt
-        )
-        self._by_rank[rank] = worker
-        self._pool.fork(spec, worker, slot_fd, theirs, os.dup(1), os.dup(2))
+    def _start(self, rank: int, incarnation: int) -> None:
+        state = self.state.ranks[rank]
+        if self.exit_code is None and rank not in self.by_rank and (state.may_return or incarnation == 0):
+            self.by_rank[rank] = self._nursery.start(rank, incarnation)
 
-    def _environ(self, worker: Worker) -> dict[str, str]:
-        world = len(self.state.ranks)
-        job = self.job
-        return {
-            "RANK": str(worker.rank),
-            "LOCAL_RANK": str(worker.local_rank),
-            "WORLD_SIZE": str(world),
-            "LOCAL_WORLD_SIZE": str(job.workers),
-            "GROUP_RANK": str(job.node),
-            "GROUP_WORLD_SIZE": str(job.nodes),
-            "ROLE_RANK": str(worker.rank),
-            "ROLE_NAME": job.role,
-            "ROLE_WORLD_SIZE": str(world),
-            "MASTER_ADDR": self.company.master_addr,
-            "MASTER_PORT": str(self.company.master_port),
-            "TORCHELASTIC_RESTART_COUNT": "0",
-            "TORCHELASTIC_MAX_RESTARTS": str(job.max_restarts),
-            "TORCHELASTIC_RUN_ID": job.run_id,
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.getenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
-            env.SECRET: self.company.secret,
-            env.RUN_ID: job.run_id,
-            env.INCARNATION: str(worker.incarnation),
-            env.HOST: self._node.host,
-            env.NODE: str(job.node),
-            env.SEGMENT_PREFIX: self._segment_prefix(),
-        }
+    def _beat(self) -> None:
+        table = self.table()
+        if self._neighbours is not None:
+            self._neighbours.beat(table)
+            for other in self._neighbours.tables.values():
+                table.update(other)
+        if self.state.coordinator() == self.node and self._active:
+            self._judge.consider(table)
 
-    def _segment_prefix(self) -> str:
-        return f"mel-{self.company.seal.sign('segments', self.job.run_id)[:12].decode()}-{self.job.node}-"
+    def table(self) -> Table:
+        """What this node's workers do, and since when nothing changed there."""
+        rows = {}
+        for worker in self.by_rank.values():
+            idle = self._watch.idle(worker)
+            if idle is not None:
+                rows[worker.rank] = (worker.incarnation, idle)
+        return rows
+
+    def _extend_leases(self, until_ns: int) -> None:
+        for worker in self._pool.workers.values():
+            worker.slot.extend_lease(until_ns)
 
     # -- what workers do ------------------------------------------------------------
 
@@ -136,8 +162,8 @@ class Agent:
             self._update(worker)
         elif kind == "report":
             self._take_report(worker, message)
-        elif kind == "request":
-            self._couriers.append(Requested(take_str(message, "what"), (worker.rank,), take_int(message, "g")))
+        elif kind == "request" and take_str(message, "what") in _REQUESTS:
+            self.append(Requested(take_str(message, "what"), (worker.rank,), take_int(message, "g")))
         elif kind == "suspect":
             self._take_suspicion(worker, message)
         elif kind != "finish":
@@ -150,49 +176,40 @@ class Agent:
         entry = Entry(address, take_str(message, "report"))
         generation = take_int(message, "g")
         if generation == 0:
-            self._couriers.append(Waiting((entry,)))
+            self.append(Waiting((entry,)))
         elif generation == self.state.frozen:
             self._entries[worker.rank] = entry
             self._report_if_complete()
 
     def _report_if_complete(self) -> None:
-        """One entry for all of this node's members, once all have reported."""
+        """One journal entry for all of this node's members, once all have reported."""
         state = self.state
-        mine = [rank for rank in self._node.ranks if rank in state.members]
+        mine = [rank for rank in self._mine.ranks if state.ranks[rank].standing == "member"]
         if state.quiet or self._reported == state.frozen or not mine:
             return
         if all(rank in self._entries for rank in mine):
             self._reported = state.frozen
-            self._couriers.append(Reported(state.frozen, tuple(self._entries[rank] for rank in mine)))
+            self.append(Reported(state.frozen, tuple(self._entries[rank] for rank in mine)))
 
     def _take_suspicion(self, worker: Worker, message: Message) -> None:
-        take_int(message, "rank")
+        rank, generation = take_int(message, "rank"), take_int(message, "g")
+        decision = self.state.decision
+        if decision is not None and decision.generation == generation and rank in decision.members:
+            incarnation = decision.members[rank].incarnation
+            self.append(Suspected(worker.rank, rank, incarnation, generation, take_str(message, "why")[:500]))
 
     def ended(self, worker: Worker, status: int) -> None:
         """A worker's process is gone."""
-        if self._by_rank.get(worker.rank) is worker:
-            del self._by_rank[worker.rank]
-        if self.exit_code is not None:
-            return
-        announced = worker.slot.finished()
-        if announced is not None or status == 0:
-            code = announced if announced is not None else 0
-            self._couriers.append(Finished(worker.rank, worker.incarnation, code, announced is not None))
-        elif not worker.elastic and self.state.decided == 0 and not os.WIFSIGNALED(status):
-            code = os.waitstatus_to_exitcode(status)
-            self._couriers.append(Ended(code, f"rank {worker.rank} ended with exit code {code} before it took part"))
-        elif not worker.elastic and not self.job.elastic:
-            self._couriers.append(Ended(1, f"rank {worker.rank} ended: {describe_status(status)}"))
-        else:
-            self._couriers.append(Lost((self._loss(worker, status),)))
-
-    def _loss(self, worker: Worker, status: int) -> Loss:
-        cause = worker.doomed or describe_status(status)
-        lines = tuple(worker.slot.last_words().splitlines()[-20:])
-        return Loss(worker.rank, worker.incarnation, self._node.host, cause, lines)
+        if self.by_rank.get(worker.rank) is worker:
+            del self.by_rank[worker.rank]
+        if self.exit_code is None:
+            lines = self._logs.last_lines(worker.local_rank)
+            elastic = worker.elastic or self.job.elastic
+            self.append(classify(worker, status, self._mine.host, self.state.decided > 0, elastic, lines))
 
     def zygote_lost(self) -> None:
         """Its workers are lost with it; a new one takes over for the next."""
+        say("the parent of this node's workers is gone, and they with it; starting another")
         self._pool.start_zygote()
 
     # -- what the journal says --------------------------------------------------------
@@ -201,58 +218,125 @@ class Agent:
         self._next_position = position + 1
         if event is None or self.exit_code is not None:
             return
-        frozen = self.state.frozen
+        frozen, decided = self.state.frozen, self.state.decided
         self.state.apply(event)
         if self.state.frozen != frozen:
             self._entries.clear()
-        if isinstance(event, Lost):
-            self._mourn(event)
-        for worker in list(self._by_rank.values()):
+        if self._active:
+            self._react(event)
+        elif not self._mine.alive or isinstance(event, NodeBack):
+            self._return(event)
+        for worker in list(self.by_rank.values()):
             self._update(worker)
+        if self.state.decided != decided and self.state.decision is not None:
+            for rank in self.state.decision.joined:
+                self._failures.admitted(rank)
         self._report_if_complete()
         self._decide_if_ready()
         if self.state.over():
             self._finish()
 
+    def _react(self, event: Event) -> None:
+        match event:
+            case Lost():
+                for index, loss in enumerate(event.losses):
+                    step = event.steps[index] if index < len(event.steps) else -1
+                    self._mourn(loss, step, event.raised[index : index + 1] == (True,))
+            case NodeLost(node=node) if node == self.node:
+                say("the others have given this node up: its workers end, and it comes back with new ones")
+                self._active = False
+                for worker in list(self._pool.workers.values()):
+                    self._pool.kill(worker, "node given up")
+                self._return(event)
+            case NodeLost(node=node) if self.state.coordinator() == self.node:
+                host, ranks = self.state.nodes[node].host, list(self.state.nodes[node].ranks)
+                say(f"lost node {node} ({host}) with ranks {ranks}: {event.why}")
+            case Suspected():
+                self._look_into(event)
+            case Condemned() if event.rank in self.by_rank:
+                if self.by_rank[event.rank].incarnation == event.incarnation:
+                    self._pool.kill(self.by_rank[event.rank], event.why)
+            case Wanted(what="drain") if not event.ranks:
+                self._loop.after(self.job.shutdown_timeout, lambda: self._stop(128 + signal.SIGTERM))
+            case Abandoned() if set(event.ranks) & set(self._mine.ranks):
+                say(f"ranks {list(event.ranks)} are not started again: {event.why}")
+            case Readmitted():
+                for rank in self._mine.ranks:
+                    if self.state.ranks[rank].standing == "lost":
+                        self._start(rank, self.state.ranks[rank].incarnation + 1)
+
+    def _mourn(self, loss: Loss, step: int, raised: bool) -> None:
+        state = self.state.ranks[loss.rank]
+        if loss.rank in self._mine.ranks:
+            summarize(loss, step)
+        # Every agent keeps the same count, so that any of them can take over as coordinator.
+        verdict = self._failures.record(loss.rank, loss.incarnation, step, raised, time.monotonic())
+        if verdict is not None and self.state.coordinator() == self.node:
+            self.append(Ended(_DETERMINISTIC, "\n".join((verdict, *loss.last_lines))))
+        if loss.rank not in self._mine.ranks or state.standing != "lost" or loss.incarnation != state.incarnation:
+            return
+        if loss.incarnation > 0 and step < 0 and self._failures.stillborn(loss.rank):
+            self.append(Abandoned((loss.rank,), "several incarnations in a row ended before they took part"))
+        elif state.may_return:
+            incarnation = loss.incarnation + 1
+            delay = self._failures.cool_down(loss.rank)
+            self._loop.after(delay, lambda: self._start(loss.rank, incarnation))
+
+    def _look_into(self, event: Suspected) -> None:
+        """Death is the usual cause of a broken link, and stops the next: ask the kernel before anybody is blamed."""
+        state = self.state.ranks.get(event.rank)
+        if state is None or state.incarnation != event.incarnation or event.generation != self.state.decided:
+            return
+        if event.rank in self._mine.ranks:
+            worker = self.by_rank.get(event.rank)
+            if worker is None and state.standing == "done" and not state.announced:
+                loss = Loss(event.rank, event.incarnation, self._mine.host, "exit code 0")
+                self.append(Lost((loss,), (-1,), (False,)))
+            elif worker is not None and process_state(worker.pid) == "T":
+                self._pool.kill(worker, "stopped")
+        if self.state.coordinator() == self.node:
+            self._judge.hear(event)
+
     def _update(self, worker: Worker) -> None:
         """Tell one worker what it does not know yet."""
-        state = self.state
-        rank_state = state.ranks[worker.rank]
-        if not worker.elastic or rank_state.incarnation != worker.incarnation:
+        state, mine = self.state, self.state.ranks[worker.rank]
+        if not worker.elastic or mine.incarnation != worker.incarnation:
             return
-        if rank_state.standing == "member" and state.frozen > max(worker.sent_frozen, state.decided):
+        if mine.standing == "member" and state.frozen > max(worker.sent_frozen, state.decided):
             worker.sent_frozen = state.frozen
             self._pool.tell(worker, {"t": "freeze", "g": state.frozen})
         decision = state.decision
-        if decision is not None and decision.generation > worker.sent_decided and worker.rank in decision.members:
-            if decision.members[worker.rank].incarnation == worker.incarnation:
+        if decision is not None and decision.generation > worker.sent_decided:
+            member = decision.members.get(worker.rank)
+            if member is not None and member.incarnation == worker.incarnation:
                 worker.sent_decided = decision.generation
                 self._pool.tell(worker, {"t": "decision", "decision": decision_to_json(decision)})
         pending = state.pending()
-        if rank_state.standing == "member" and pending != worker.sent_pending:
+        if mine.standing == "member" and pending != worker.sent_pending:
             worker.sent_pending = pending
             self._pool.tell(worker, {"t": "pending", "what": list(pending)})
 
     def _decide_if_ready(self) -> None:
         state = self.state
-        if state.ready() and state.coordinator() == self.job.node and self._tried_position != self._next_position:
+        if state.ready() and state.coordinator() == self.node and self._tried_position != self._next_position:
             self._tried_position = self._next_position
-            self._couriers.append_at(self._next_position, Decided(state.frozen, self.job.node))
+            self._couriers.append_at(self._next_position, Decided(state.frozen, self.node))
 
-    def _mourn(self, event: Lost) -> None:
-        for loss in event.losses:
-            rank_state = self.state.ranks[loss.rank]
-            if loss.rank not in self._node.ranks:
-                continue
-            print(
-                f"[launch] lost rank {loss.rank} (incarnation {loss.incarnation}) on {loss.host}: {loss.cause}",
-                *(f"    {line}" for line in loss.last_lines),
-                sep="\n",
-                file=sys.stderr,
-                flush=True,
-            )
-            if rank_state.may_return and rank_state.standing == "lost" and loss.rank not in self._by_rank:
-                self._spawn(loss.rank, loss.incarnation + 1)
+    # -- coming back ------------------------------------------------------------------------
+
+    def _return(self, event: Event) -> None:
+        """Take this node's place again once the others know that its former workers are gone."""
+        if not self._mine.alive:
+            self.append(NodeBack(self.node, self._mine.epoch + 1, self._mine.host))
+        elif isinstance(event, NodeBack) and event.node == self.node:
+            self._active = True
+            for rank in self._mine.ranks:
+                self._start(rank, self.state.ranks[rank].incarnation + 1)
+
+    def _give_up_return(self) -> None:
+        if not self._active and self.exit_code is None:
+            say(f"--node-rank {self.node} is already taken by another agent of job {self.job.run_id!r}")
+            self._stop(1)
 
     # -- the end --------------------------------------------------------------------------
 
@@ -260,36 +344,63 @@ class Agent:
         ended = self.state.ended
         if ended is not None:
             self.exit_code = ended.code
-            if self.job.node == 0 or ended.code:
-                print(f"[launch] {ended.why}", file=sys.stderr, flush=True)
+            if self.node == self.state.coordinator():
+                say(*_head_and_rest(ended.why))
         else:
             codes = self.state.codes()
-            self.exit_code = next((code for code in (5, 4, 1, 3) if code in codes), max(codes, default=_STATE_LOST))
+            self.exit_code = next((code for code in _SEVERITY if code in codes), max(codes, default=_STATE_LOST))
+            if not codes:
+                say("no rank is left that could go on")
         self._loop.stop()
 
     def _store_lost(self, why: str) -> None:
         if self.exit_code is None:
-            print(
-                f"[launch] the first agent, which holds the store, is gone ({why}): "
-                "the job ends at its last checkpoint",
-                file=sys.stderr,
-                flush=True,
-            )
-            self.exit_code = _STATE_LOST
-        self._loop.stop()
+            say(f"the first agent, which holds the store, is gone ({why}): the job ends at its last checkpoint")
+            for worker in self._pool.workers.values():
+                if worker.elastic:
+                    text = "the job's store is gone; this worker ends"
+                    self._pool.tell(worker, {"t": "end", "code": _STATE_LOST, "why": text})
+            self._neighbours = None
+            self._stop(_STATE_LOST)
+
+    def _stop(self, code: int) -> None:
+        if self.exit_code is None:
+            self.exit_code = code
+            self._loop.stop()
 
     def _signalled(self, number: int) -> None:
         self._signals += 1
-        if self._signals > 1 or not any(worker.elastic for worker in self._by_rank.values()):
-            self.exit_code = 128 + number
-            self._loop.stop()
+        name = signal.Signals(number).name
+        elastic = any(worker.elastic for worker in self.by_rank.values())
+        if self._signals > 1:
+            self.append(Ended(128 + number, f"{name} again: the job ends at once"))
+            self._loop.after(1.0, lambda: self._stop(128 + number))
+        elif elastic:
+            say(f"{name}: asking the workers to save and end (again: at once)")
+            self.append(Wanted("drain"))
+        else:
+            for worker in self._pool.workers.values():
+                if worker.pid:
+                    os.killpg(worker.pid, number)
+            end = Ended(128 + number, f"{name}: the job ends")
+            self._loop.after(self.job.shutdown_timeout, lambda: self.append(end))
+
+    def _leave(self) -> None:
+        """Everything of this node ends; the first agent stays until the others have read the journal's end."""
+        self._pool.close()
+        self._logs.close()
+        self._nursery.sweep()
+        if self._neighbours is None:
             return
-        self._couriers.append(Wanted("drain"))
+        try:
+            if self.company.store.server:
+                self._neighbours.wait_for_goodbyes(self.company.store, _GOODBYE_SECONDS)
+            else:
+                self.company.store.put(f"bye/{self.node}", b"bye")
+        except ConnectionError:
+            pass
 
-        def give_up() -> None:
-            if self.exit_code is None:
-                self.exit_code = 128 + number
-                self._loop.stop()
 
-        self._loop.after(self.job.shutdown_timeout, give_up)
-
+def _head_and_rest(text: str) -> tuple[str, list[str]]:
+    head, *rest = text.split("\n")
+    return head, rest

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
-from torch.distributed.run import determine_local_world_size, get_args_parser, parse_min_max_nnodes
+from torch.distributed.run import determine_local_world_size, get_args_parser
 
 from megatron.elastic.config import ConfigError, ElasticConfig
 from megatron.elastic.launch.cluster import Placement, derive
@@ -24,8 +24,6 @@ from megatron.elastic.launch.worker import Kind
 
 __all__ = ["BadInput", "Job", "parse"]
 
-_DEFAULT_PORT = 29500
-_UNUSED = ("--start-method", "--monitor-interval", "--event-log-handler", "--numa-binding", "--logs-specs")
 
 
 class BadInput(ValueError):
@@ -37,7 +35,8 @@ class Job:
     """One agent's share of one job."""
 
     run_id: str
-    node: int
+    node: int | None
+    """None: to be agreed at the rendezvous."""
     nodes: int
     workers: int
     master_addr: str
@@ -52,6 +51,8 @@ class Job:
     preload: tuple[str, ...]
     role: str
     logs: DefaultLogsSpecs
+    shown: frozenset[int] | None
+    """Local ranks whose output reaches the console; None: all."""
     line_prefix: str | None
     virtual_local_rank: bool
     max_restarts: int
@@ -118,10 +119,9 @@ def _job(args: argparse.Namespace, place: Placement, settings: ElasticConfig) ->
             log_dir=args.log_dir or _log_dir_if_needed(args),
             redirects=Std.from_str(args.redirects),
             tee=Std.from_str(args.tee),
-            local_ranks_filter={int(item) for item in args.local_ranks_filter.split(",")}
-            if args.local_ranks_filter
-            else None,
+            local_ranks_filter=set(_shown(args.local_ranks_filter) or ()) or None,
         ),
+        shown=_shown(args.local_ranks_filter),
         line_prefix=os.getenv("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"),
         virtual_local_rank=args.virtual_local_rank,
         max_restarts=args.max_restarts,
@@ -174,9 +174,8 @@ def _log_dir_if_needed(args: argparse.Namespace) -> str | None:
     return None if args.redirects != "0" or args.tee != "0" else os.devnull
 
 
-def nodes_of(nnodes: str) -> int:
-    """``--nnodes`` as a number; a range counts as its upper end, losses and gains being elastic anyway."""
-    low, high = parse_min_max_nnodes(nnodes)
-    if not 0 < low <= high:
-        raise ValueError(f"--nnodes must be N or MIN:MAX with 0 < MIN ≤ MAX, got {nnodes}")
-    return int(high)
+def _shown(local_ranks_filter: str) -> frozenset[int] | None:
+    try:
+        return frozenset(int(item) for item in local_ranks_filter.split(",")) if local_ranks_filter else None
+    except ValueError:
+        raise ValueError(f"--local-ranks-filter takes numbers like 0,1, got {local_ranks_filter!r}") from None

@@ -22,7 +22,8 @@ _DEFAULT_PORT = 29500
 class Placement:
     """Where this agent stands."""
 
-    node: int
+    node: int | None
+    """None: whichever place is free (rendezvous backend c10d, as torchrun has it)."""
     nodes: int
     master_addr: str
     master_port: int
@@ -37,7 +38,9 @@ def derive(args: argparse.Namespace, environ: Mapping[str, str]) -> Placement:
     if args.standalone:
         return Placement(0, 1, "127.0.0.1", 0, timeout)
     _, nodes = parse_min_max_nnodes(args.nnodes)
-    node = int(args.node_rank)
+    if args.rdzv_backend not in ("static", "c10d"):
+        raise ValueError(f"--rdzv-backend {args.rdzv_backend} is not supported: use static or c10d")
+    node: int | None = int(args.node_rank)
     host, port = _endpoint(args)
     run_id = None
     if nodes == 1 and host is None and _in_srun(environ):
@@ -48,7 +51,9 @@ def derive(args: argparse.Namespace, environ: Mapping[str, str]) -> Placement:
             port = 20000 + (int(environ["SLURM_JOB_ID"]) * 31 + int(environ["SLURM_STEP_ID"])) % 20000
     elif nodes > 1 and node == 0 and "KUBERNETES_SERVICE_HOST" in environ:
         node = _kubernetes_index(environ)
-    if not 0 <= node < nodes:
+    elif nodes > 1 and node == 0 and args.rdzv_backend == "c10d":
+        node = None
+    if node is not None and not 0 <= node < nodes:
         raise ValueError(f"--node-rank {node} is outside --nnodes {nodes}: it counts from 0")
     if nodes == 1 and host is None and port is None:
         port = 0

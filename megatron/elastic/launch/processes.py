@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import array
 import ctypes
+import glob
 import json
 import os
 import signal
@@ -25,6 +26,7 @@ __all__ = [
     "exit_status",
     "kill_group",
     "process_state",
+    "sweep_segments",
     "thread_count",
 ]
 
@@ -98,6 +100,15 @@ def describe_status(status: int) -> str:
         except ValueError:
             return f"signal {number}"
     return f"exit code {os.waitstatus_to_exitcode(status)}"
+
+
+def sweep_segments(prefix: str) -> None:
+    """Remove shared-memory segments whose name begins with ``prefix``."""
+    for path in glob.glob(f"/dev/shm/{glob.escape(prefix)}*"):
+        try:
+            os.unlink(path)
+        except OSError:
+            continue
 
 
 def _stat_fields(pid: int) -> list[str] | None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import socket
 import time
 from dataclasses import dataclass
 
@@ -27,13 +28,15 @@ __all__ = ["Company", "meet"]
 
 @dataclass(frozen=True)
 class Company:
-    """The store, the secret, and who takes part."""
+    """The store, the secret, and who takes part; ``node`` is this agent."""
 
+    node: int
     store: EmbeddedStore
     secret: str
     seal: Seal
     nodes: dict[int, Node]
-    epoch: int
+    returning: bool
+    """An earlier agent had this place; it must be known as lost before this one may act."""
     master_addr: str
     master_port: int
 
@@ -43,12 +46,7 @@ def meet(job: Job) -> Company:
     store = _open_store(job)
     secret = _agree_on_secret(store, job)
     seal = Seal(secret)
-    host = job.local_addr if job.nodes == 1 else f"{job.local_addr}/{job.node}"
-    card = json.dumps({"host": host, "workers": job.workers, "nodes": job.nodes})
-    place = f"card/{job.node}"
-    mine = seal.sign(place, card)
-    if store.create(place, mine) != mine:
-        raise BadInput(f"--node-rank {job.node} is already taken by another agent of job {job.run_id!r}")
+    node, returning = _take_place(store, seal, job)
     nodes: dict[int, Node] = {}
     end = time.monotonic() + job.rendezvous_timeout
     for number in range(job.nodes):
@@ -59,7 +57,23 @@ def meet(job: Job) -> Company:
                 "check --nnodes, --node-rank and --master-addr there, or raise --rdzv-conf join_timeout=SECONDS"
             )
         _add_node(nodes, number, seal.open(f"card/{number}", found), job)
-    return Company(store, secret, seal, nodes, 0, job.master_addr, store.port)
+    return Company(node, store, secret, seal, nodes, returning, job.master_addr, store.port)
+
+
+def _take_place(store: EmbeddedStore, seal: Seal, job: Job) -> tuple[int, bool]:
+    """This agent's node number, and whether it takes over from an earlier agent of that number."""
+    candidates = [job.node] if job.node is not None else [0] if store.server else list(range(1, job.nodes))
+    for node in candidates:
+        host = job.local_addr if job.nodes == 1 else f"{job.local_addr}/{node}"
+        card = json.dumps({"host": host, "workers": job.workers, "nodes": job.nodes, "agent": secrets.token_hex(4)})
+        place = f"card/{node}"
+        mine = seal.sign(place, card)
+        if store.create(place, mine) == mine:
+            return node, False
+    if job.node is None:
+        raise BadInput(f"all {job.nodes} places of job {job.run_id!r} are taken: raise --nnodes, or give --node-rank")
+    # Either an agent restarted in the place of a dead one, or a second one by mistake: the journal tells.
+    return job.node, True
 
 
 def _add_node(nodes: dict[int, Node], number: int, text: str | None, job: Job) -> None:
@@ -78,26 +92,40 @@ def _add_node(nodes: dict[int, Node], number: int, text: str | None, job: Job) -
 
 def _open_store(job: Job) -> EmbeddedStore:
     prefix = f"elastic/{job.run_id}/"
-    server = job.node == 0
-    host = "127.0.0.1" if server and job.nodes == 1 else job.master_addr
+    host = "127.0.0.1" if job.nodes == 1 else job.master_addr
     try:
-        return EmbeddedStore.open(host, job.master_port, prefix, server, job.rendezvous_timeout)
+        if job.node == 0 or (job.node is None and _is_local(host)):
+            return EmbeddedStore.open(host, job.master_port, prefix, server=True, timeout=job.rendezvous_timeout)
     except StoreLost as error:
-        if server:
+        if job.node == 0:
             raise BadInput(
-                f"cannot serve the store at port {job.master_port}: {error}; choose another --master-port"
+                f"cannot serve the store at port {job.master_port} ({error}): choose another --master-port"
             ) from None
+    try:
+        return EmbeddedStore.open(host, job.master_port, prefix, server=False, timeout=job.rendezvous_timeout)
+    except StoreLost:
         raise BadInput(
-            f"no first agent at {job.master_addr}:{job.master_port} within {job.rendezvous_timeout:.0f} s: "
-            "check --master-addr and --master-port"
+            f"no first agent at {host}:{job.master_port} within {job.rendezvous_timeout:.0f} s: "
+            "check --master-addr and --master-port (or --rdzv-endpoint)"
         ) from None
+
+
+def _is_local(host: str) -> bool:
+    """Only an address of this machine can be bound."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.bind(address)
+        return True
+    except OSError:
+        return False
 
 
 def _agree_on_secret(store: EmbeddedStore, job: Job) -> str:
     given = os.environ.get(env.SECRET)
     if given:
         return given
-    if job.node == 0:
+    if store.server:
         return store.create("secret", secrets.token_hex(16).encode()).decode()
     found = store.wait("secret", job.rendezvous_timeout)
     if found is None:

@@ -24,7 +24,14 @@ import signal
 import sys
 from typing import Any
 
-from megatron.elastic.launch.processes import MessageSocket, die_with_parent, kill_group, thread_count
+from megatron.elastic.control import env
+from megatron.elastic.launch.processes import (
+    MessageSocket,
+    die_with_parent,
+    kill_group,
+    sweep_segments,
+    thread_count,
+)
 from megatron.elastic.launch.worker import WorkerSpec, become
 
 __all__ = ["Zygote", "main"]
@@ -38,6 +45,7 @@ class Zygote:
         self._workers: dict[int, tuple[int, int]] = {}
         """pidfd → (worker number, pid)."""
         self._may_fork = True
+        self._segments = ""
 
     def preload(self, modules: list[str]) -> None:
         """Import ``modules`` and tell the agent what came of it."""
@@ -88,6 +96,7 @@ class Zygote:
                 os.close(fd)
             return None
         pidfd = os.pidfd_open(pid)
+        self._segments = spec.environ.get(env.SEGMENT_PREFIX, "")
         self._workers[pidfd] = (spec.number, pid)
         spec.close_fds()
         self._tell({"forked": spec.number, "pid": pid}, [pidfd])
@@ -114,6 +123,8 @@ class Zygote:
             kill_group(pid)
         for _, pid in self._workers.values():
             os.waitpid(pid, 0)
+        if self._segments:
+            sweep_segments(self._segments)
 
 
 def main(argv: list[str]) -> int:

@@ -1,0 +1,52 @@
+"""Losses that would come back: pure rules that end a job instead of looping.
+
+A machine that dies does so anywhere; a bug strikes at the same step again. A
+program that ended by itself with an error (not by a signal) at a step where one
+already did, in an earlier life or on another rank, is deterministic.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+__all__ = ["Failures"]
+
+_STARTS = 3
+
+
+@dataclass
+class Failures:
+    """What was lost so far. Times are seconds on any steady clock of the caller."""
+
+    max_per_hour: int = 0
+    _raised_at: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+    _times: list[float] = field(default_factory=list)
+    _stillborn: dict[int, int] = field(default_factory=dict)
+
+    def record(self, rank: int, incarnation: int, step: int, raised: bool, now: float) -> str | None:
+        """Note a loss; a text when the job should end for it (``raised``: ended by itself with an error)."""
+        self._times = [time for time in self._times if now - time < 3600.0]
+        self._times.append(now)
+        if raised and step >= 0:
+            at = self._raised_at.setdefault(step, [])
+            at.append((rank, incarnation))
+            if len(at) > 1:
+                who = ", ".join(f"rank {r} (incarnation {i})" for r, i in at)
+                return f"step {step} fails deterministically: {who} ended with an error there"
+        if self.max_per_hour and len(self._times) > self.max_per_hour:
+            return f"{len(self._times)} ranks lost within an hour; --elastic-max-losses-per-hour is {self.max_per_hour}"
+        return None
+
+    def stillborn(self, rank: int) -> bool:
+        """Note that a new incarnation of ``rank`` ended before it became a member; True: do not try again."""
+        self._stillborn[rank] = self._stillborn.get(rank, 0) + 1
+        return self._stillborn[rank] >= _STARTS
+
+    def admitted(self, rank: int) -> None:
+        """``rank`` became a member."""
+        self._stillborn.pop(rank, None)
+
+    def cool_down(self, rank: int) -> float:
+        """Seconds to wait before starting ``rank`` again: none the first time, growing with stillbirths."""
+        count = self._stillborn.get(rank, 0)
+        return 0.0 if count == 0 else min(60.0, 2.0**count)

@@ -1,0 +1,124 @@
+"""Whom to blame: pure rules over who waits for whom and who accuses whom.
+
+A hang stalls everyone, so silence blames nobody (DESIGN §4). Blame falls on the
+*sinks* of the wait-for graph: ranks that others wait for, directly or through a
+chain, and that wait for nobody themselves. A cycle has no sink and blames nobody.
+
+A broken link between two processes whose agents vouch for them gets one
+reconnection (the generation is formed anew). If the same two fall out again, the
+rank accused by more others goes; when that is even, the higher one. The rule is
+arbitrary on purpose: both ends, asked separately, must give the same answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+__all__ = ["Accusation", "Idle", "Suspicions", "Verdict", "hang_verdict", "sinks"]
+
+
+@dataclass(frozen=True)
+class Accusation:
+    """``by`` has evidence against ``rank``."""
+
+    by: int
+    rank: int
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Form the generation anew, or execute ``rank``."""
+
+    kind: Literal["reform", "condemn"]
+    rank: int = -1
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Idle:
+    """A member's published activity and for how long it has not changed."""
+
+    step: int
+    phase: str
+    waiting_for: tuple[int, ...]
+    seconds: float
+    limit: float
+    """How long this is normal."""
+
+
+def sinks(waiting: Mapping[int, Sequence[int]]) -> tuple[int, ...]:
+    """Ranks somebody waits for that wait for nobody, most waited-for first (then by rank).
+
+    ``waiting`` maps each living rank to the ranks it waits for; a rank that is
+    waited for but not in the map is a sink too (it is gone, or says nothing).
+    """
+    counts: dict[int, int] = {}
+    for rank in waiting:
+        for reached in _reachable(rank, waiting):
+            if not waiting.get(reached):
+                counts[reached] = counts.get(reached, 0) + 1
+    return tuple(sorted(counts, key=lambda rank: (-counts[rank], rank)))
+
+
+def _reachable(start: int, waiting: Mapping[int, Sequence[int]]) -> set[int]:
+    found: set[int] = set()
+    front = [rank for rank in waiting.get(start, ()) if rank != start]
+    while front:
+        rank = front.pop()
+        if rank not in found:
+            found.add(rank)
+            front.extend(waiting.get(rank, ()))
+    found.discard(start)
+    return found
+
+
+def hang_verdict(table: Mapping[int, Idle]) -> Verdict | None:
+    """Whom to execute when nobody makes progress; None while anybody does, or nobody can be blamed."""
+    if not table or any(idle.seconds <= idle.limit for idle in table.values()):
+        return None
+    found = sinks({rank: idle.waiting_for for rank, idle in table.items()})
+    if not found:
+        return None
+    idle_at = table.get(found[0])
+    where = f" in {idle_at.phase!r} of step {idle_at.step}" if idle_at else ""
+    return Verdict("condemn", found[0], f"hung{where}: {len(table) - 1} others made no progress waiting for it")
+
+
+@dataclass
+class Suspicions:
+    """Accusations of one generation, and the pairs that fell out before."""
+
+    generation: int = 0
+    _now: list[Accusation] = field(default_factory=list)
+    _before: set[frozenset[tuple[int, int]]] = field(default_factory=set)
+
+    def add(self, generation: int, accusation: Accusation) -> bool:
+        """Note an accusation made in ``generation``; True when it is the first there."""
+        if generation != self.generation:
+            self.generation, self._now = generation, []
+        self._now.append(accusation)
+        return len(self._now) == 1
+
+    def verdict(self, incarnations: Mapping[int, int]) -> Verdict | None:
+        """What follows if none of those involved died or was stopped. ``incarnations``: of living members."""
+        standing = [a for a in self._now if a.by in incarnations and a.rank in incarnations and a.by != a.rank]
+        if not standing:
+            return None
+        pairs = {frozenset(((a.by, incarnations[a.by]), (a.rank, incarnations[a.rank]))) for a in standing}
+        again = pairs & self._before
+        self._before |= pairs
+        if not again:
+            return Verdict("reform", why=_describe(standing))
+        involved = {rank for pair in again for rank, _ in pair}
+        accusers = {rank: len({a.by for a in standing if a.rank == rank}) for rank in involved}
+        worst = max(involved, key=lambda rank: (accusers[rank], rank))
+        return Verdict("condemn", worst, f"link broken again ({_describe(standing)})")
+
+
+def _describe(accusations: Sequence[Accusation]) -> str:
+    first = accusations[0]
+    more = f" and {len(accusations) - 1} more" if len(accusations) > 1 else ""
+    return f"rank {first.by} against rank {first.rank}: {first.why or 'no reason given'}{more}"

@@ -1,0 +1,53 @@
+"""Every time-out of the control plane, derived from one setting.
+
+``--elastic-detection-timeout`` (seconds, default 1) says how soon a *stopped*
+process is to be found. Everything that could blame a healthy process on a busy
+machine is a generous multiple of it: a loss found late costs seconds, a false
+one costs a rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["Timing"]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds."""
+
+    look: float
+    """Between two looks at the workers' process states."""
+    stopped: float
+    """A process seen stopped for this long is executed."""
+    grace: float
+    """How long a suspicion waits for the usual cause, a death, to become known."""
+    beat: float
+    """Between two renewals of an agent's lease."""
+    lease: float
+    """An agent not heard of for this long is unreachable, and its workers are lost."""
+    fence: float
+    """Workers whose agent could not renew for this long end themselves; well before ``lease``."""
+    hang: float
+    """Least time without progress, anywhere, before the wait-for graph is asked."""
+    hang_factor: float
+    """The same as a multiple of the longest time the phase has taken so far."""
+    hang_unknown: float
+    """The same while a phase has never been seen to end."""
+
+    @classmethod
+    def derive(cls, detection_timeout: float) -> Timing:
+        """All of them from ``--elastic-detection-timeout``."""
+        unit = detection_timeout
+        return cls(
+            look=min(max(unit / 5, 0.01), 0.25),
+            stopped=unit / 2,
+            grace=unit / 2,
+            beat=unit / 2,
+            lease=10 * unit,
+            fence=6 * unit,
+            hang=30 * unit,
+            hang_factor=10.0,
+            hang_unknown=600 * unit,
+        )

@@ -1,0 +1,59 @@
+"""What becomes of a worker that ended: a purposeful end, a loss, or the end of the job.
+
+Also the one readable summary a loss gets in the launcher's output.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from megatron.elastic.control.events import Ended, Event, Finished, Lost
+from megatron.elastic.control.membership import Loss
+from megatron.elastic.launch.pool import Worker
+from megatron.elastic.launch.processes import describe_status
+
+__all__ = ["classify", "say", "summarize"]
+
+_LINES = 20
+
+
+def classify(worker: Worker, status: int, host: str, started: bool, elastic: bool, log_lines: Sequence[str]) -> Event:
+    """The event that tells the others how ``worker`` ended.
+
+    ``started``: generation 1 is decided. ``elastic``: the job is meant to survive
+    losses; without it, the first failure ends the job, as torchrun has it.
+    """
+    announced = worker.slot.finished()
+    if announced is not None:
+        return Finished(worker.rank, worker.incarnation, announced)
+    if status == 0:
+        return Finished(worker.rank, worker.incarnation, 0, announced=False)
+    cause = worker.doomed or describe_status(status)
+    words = worker.slot.last_words().splitlines()
+    raised = not os.WIFSIGNALED(status) and worker.doomed is None
+    if raised and not started:
+        code = os.waitstatus_to_exitcode(status)
+        return Ended(code, f"rank {worker.rank} on {host} ended with {cause} before it took part: the job ends")
+    if not elastic:
+        code = os.waitstatus_to_exitcode(status)
+        code = code if code > 0 else 128 - code
+        return Ended(code, f"rank {worker.rank} on {host} ended with {cause}: the job ends (it is not elastic)")
+    lines = tuple(words[-_LINES:]) or tuple(log_lines)
+    step = worker.slot.look().activity.step
+    return Lost((Loss(worker.rank, worker.incarnation, host, cause, lines),), (step,), (raised,))
+
+
+def summarize(loss: Loss, step: int) -> None:
+    """Print host, rank, cause and last log lines of a loss."""
+    where = f" at step {step}" if step >= 0 else ""
+    life = f" (incarnation {loss.incarnation})" if loss.incarnation else ""
+    say(f"lost rank {loss.rank}{life} on {loss.host}{where}: {loss.cause}", loss.last_lines)
+
+
+def say(text: str, lines: Sequence[str] = ()) -> None:
+    """One line of the launcher's own, with others indented below. Written at once, so that agents do not mix."""
+    body = "".join(f"    | {line}\n" for line in lines)
+    sys.stderr.write(f"[launch] {text}\n{body}")
+    sys.stderr.flush()
