@@ -1,0 +1,383 @@
+"""A bounded model of the step transaction, explored state by state.
+
+A few ranks own and mirror a few blocks and run a few steps; each takes its
+protocol actions (compute, reduce and ship, receive, join the vote, learn its
+result, update one block, gather) in any interleaving. A rank may be killed
+between any two actions; messages it sent may still arrive or not. A kill leads
+to FREEZE, which reaches each survivor at any later time; once all have
+reported, DECIDE calls the real ``resolve`` on real ``Holdings`` and each
+survivor acts on it in its own time, during which more may be killed.
+
+What a copy contains is written as its *chain*: the generations whose gradients it
+has applied, one per step. Two copies agree exactly when their chains do.
+
+Two merges keep the state space small without hiding an outcome. Gathering and
+computing are one action: reports do not distinguish them, and a kill in between
+looks to everyone like one just after. A rank takes all shipped gradients of a step
+in one action: with a part of them it reports, and later discards, the same as with
+none (not merged where a fault makes the parts matter).
+
+Claims checked in every reachable state: see :class:`Violation`. ``Faults`` switch
+single rules off, to see that the exploration notices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
+
+from megatron.elastic.state.protocol import Holdings, Resolution, resolve
+from megatron.elastic.state.record import GradientKey, StepRecord
+
+Chain = tuple[int, ...]
+Gradient = tuple[int, int, int]  # block, step, generation
+
+
+class Violation(AssertionError):
+    """A reachable state breaks a claim; the text carries the interleaving that leads to it."""
+
+
+@dataclass(frozen=True)
+class Faults:
+    """Rules that can be switched off one by one."""
+
+    gradient_does_not_count: bool = False
+    """Rule 1 off: a copy at t with the gradient of t is not reported as able to reach t+1."""
+    dropped_before_update: bool = False
+    """Rule 1, second half, off: mirrors drop the gradient when the vote is done, before replaying."""
+    vote_before_mirrors: bool = False
+    """A rank joins the vote without waiting for the gradients it mirrors."""
+    no_back_pressure: bool = False
+    """A rank joins the next vote before its replay of the last step is done."""
+    generation_ignored: bool = False
+    """Rule 4 off: gradients are taken and applied whatever generation they come from."""
+    newest_copy_wins: bool = False
+    """Rule 2 off: recovery goes to the newest version anybody has."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is explored. Block b is owned by rank b and mirrored by the next ``mirrors`` ranks."""
+
+    ranks: int = 2
+    mirrors: int = 1
+    steps: int = 2
+    kills: int = 1
+    statistics_travel: bool = True
+    """Token counts and losses travel with the reduce, so whoever has reduced knows them for all samples."""
+    faults: Faults = Faults()
+
+    def __str__(self) -> str:
+        travel = "" if self.statistics_travel else "-local_statistics"
+        return f"ranks{self.ranks}-mirrors{self.mirrors}-steps{self.steps}-kills{self.kills}{travel}"
+
+
+class Rank(NamedTuple):
+    alive: bool
+    generation: int
+    frozen: int
+    phase: str  # R computed, S reduced and shipped, V voting, U update and gather, E ended
+    step: int
+    key: int  # generation of the gradients this step uses
+    chain: Chain  # records known: the newest has version len(chain)
+    copies: tuple[tuple[int, Chain], ...]
+    gradients: frozenset[Gradient]
+
+
+class Decision(NamedTuple):
+    kind: str
+    chain: Chain
+    key: int
+    members: frozenset[int]
+    owners: tuple[int, ...]
+
+
+class State(NamedTuple):
+    ranks: tuple[Rank, ...]
+    network: frozenset[tuple[int, int, int, int]]  # destination, block, step, generation
+    freeze: int  # newest generation frozen
+    seen_dead: int  # losses that the newest FREEZE covers
+    decision: Decision  # newest decided
+    decided: int  # its generation
+    kills: int
+    committed: Chain  # the newest vote result anybody ever had
+    committed_alive: bool
+
+
+def initial_state(setting: Setting) -> State:
+    """Everybody at version 0 in generation 1."""
+    n = setting.ranks
+    ranks = []
+    for r in range(n):
+        held = sorted({(r - d) % n for d in range(setting.mirrors + 1)})
+        copies = tuple((b, ()) for b in held)
+        ranks.append(Rank(True, 1, 1, "R", 0, 1, (), copies, frozenset()))
+    first = Decision("start", (), 1, frozenset(range(n)), tuple(range(n)))
+    return State(tuple(ranks), frozenset(), 1, 0, first, 1, setting.kills, (), True)
+
+
+class Model:
+    """Successors of a state, with the claims asserted on the way."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        self.faults = setting.faults
+        start = initial_state(setting)
+        self.needed = {
+            (b, 0, 0): tuple(r for r, rank in enumerate(start.ranks) if b in dict(rank.copies))
+            for b in range(setting.ranks)
+        }
+
+    def successors(self, state: State) -> Iterator[tuple[str, State]]:
+        """All (action, next state)."""
+        dead = sum(not rank.alive for rank in state.ranks)
+        if dead > state.seen_dead:
+            yield f"freeze {state.freeze + 1}", state._replace(freeze=state.freeze + 1, seen_dead=dead)
+        yield from self._decide(state, dead)
+        for r, rank in enumerate(state.ranks):
+            if not rank.alive:
+                continue
+            if state.kills:
+                yield f"kill {r}", self._with(state, r, rank._replace(alive=False))._replace(kills=state.kills - 1)
+            if rank.frozen < state.freeze:
+                yield f"{r} freezes", self._with(state, r, rank._replace(frozen=state.freeze))
+            if rank.frozen == rank.generation:
+                yield from self._act(state, r, rank)
+            elif state.decided == rank.frozen and state.decision.kind != "lost":
+                yield f"{r} adopts", self._adopt(state, r, rank)
+
+    @staticmethod
+    def _with(state: State, r: int, rank: Rank) -> State:
+        return state._replace(ranks=(*state.ranks[:r], rank, *state.ranks[r + 1 :]))
+
+    # --- one rank's step ----------------------------------------------------------------------
+
+    def _act(self, state: State, r: int, rank: Rank) -> Iterator[tuple[str, State]]:
+        peers = [state.ranks[m] for m in state.decision.members]
+        if rank.phase == "R" and all(self._past(p, rank, "RSVU") for p in peers):
+            yield f"{r} reduces", self._reduce(state, r, rank)
+        elif rank.phase == "S" and self._may_join(rank):
+            yield f"{r} joins", self._with(state, r, rank._replace(phase="V"))
+        elif rank.phase == "V" and all(self._past(p, rank, "VU") for p in peers):
+            yield f"{r} learns the vote", self._commit(state, r, rank)
+        elif rank.phase == "U" and self._gatherable(state, rank):
+            ended = len(rank.chain) == self.setting.steps
+            after = rank._replace(phase="E" if ended else "R", step=len(rank.chain), key=rank.generation)
+            yield f"{r} gathers and computes", self._with(state, r, after)
+        yield from self._receive(state, r, rank)
+        yield from self._update(state, r, rank)
+
+    @staticmethod
+    def _past(peer: Rank, rank: Rank, phases: str) -> bool:
+        """Whether what ``peer`` sends on entering one of ``phases`` of this step was sent in this generation."""
+        return peer.generation == rank.generation and (
+            peer.step > rank.step or peer.phase == "E" or (peer.step == rank.step and peer.phase in phases)
+        )
+
+    def _reduce(self, state: State, r: int, rank: Rank) -> State:
+        owned = [b for b, _ in rank.copies if state.decision.owners[b] == r]
+        gradients = rank.gradients | {(b, rank.step, rank.key) for b in owned}
+        messages = {
+            (m, b, rank.step, rank.key)
+            for b in owned
+            for m in state.decision.members
+            if m != r and b in dict(state.ranks[m].copies)
+        }
+        after = self._with(state, r, rank._replace(phase="S", gradients=gradients))
+        return after._replace(network=state.network | messages)
+
+    def _receive(self, state: State, r: int, rank: Rank) -> Iterator[tuple[str, State]]:
+        mine = frozenset(message for message in state.network if message[0] == r)
+        current = frozenset(m for m in mine if m[2:] == (rank.step, rank.key) and rank.phase in "RS")
+        mirrored = sum(state.decision.owners[b] != r for b, _ in rank.copies)
+        if self.faults != Faults():
+            parts = [frozenset({message}) for message in sorted(mine)]
+        else:
+            parts = [current] if current and len(current) == mirrored else []
+        for messages in parts:
+            gradients = rank.gradients
+            for _, block, step, generation in messages:
+                wanted = generation == rank.generation or self.faults.generation_ignored
+                if wanted and len(dict(rank.copies)[block]) <= step:
+                    gradients |= {(block, step, generation)}
+                if sum(g[0] == block for g in gradients) > 2:
+                    raise Violation(f"rank {r} needs a third gradient slot for block {block}")
+            after = self._with(state, r, rank._replace(gradients=gradients))
+            yield f"{r} receives {len(messages)}", after._replace(network=state.network - messages)
+
+    def _may_join(self, rank: Rank) -> bool:
+        held = {(b, s) for b, s, g in rank.gradients if g == rank.key or self.faults.generation_ignored}
+        arrived = self.faults.vote_before_mirrors or all((b, rank.step) in held for b, _ in rank.copies)
+        replayed = self.faults.no_back_pressure or all(len(chain) == rank.step for _, chain in rank.copies)
+        return arrived and replayed
+
+    def _commit(self, state: State, r: int, rank: Rank) -> State:
+        gradients, chain = rank.gradients, (*rank.chain, rank.key)
+        if self.faults.dropped_before_update:
+            gradients = frozenset(g for g in gradients if state.decision.owners[g[0]] == r)
+        after = self._with(state, r, rank._replace(phase="U", chain=chain, gradients=gradients))
+        return after._replace(committed=max(state.committed, chain, key=len))
+
+    def _update(self, state: State, r: int, rank: Rank) -> Iterator[tuple[str, State]]:
+        for i, (block, chain) in enumerate(rank.copies):
+            step = len(chain)
+            usable = sorted(
+                g for g in rank.gradients
+                if g[:2] == (block, step) and step < len(rank.chain)
+                and (g[2] == rank.chain[step] or self.faults.generation_ignored)
+            )  # fmt: skip
+            if not usable:
+                continue
+            new = (*chain, usable[0][2])
+            if new != rank.chain[: step + 1]:
+                raise Violation(f"rank {r} block {block} becomes {new}, the record says {rank.chain}")
+            copies = (*rank.copies[:i], (block, new), *rank.copies[i + 1 :])
+            left = frozenset(g for g in rank.gradients if g[0] != block or g[1] > step)
+            yield f"{r} updates {block}", self._with(state, r, rank._replace(copies=copies, gradients=left))
+
+    def _gatherable(self, state: State, rank: Rank) -> bool:
+        for block, owner in enumerate(state.decision.owners):
+            peer = state.ranks[owner]
+            chain = dict(peer.copies)[block]
+            if peer.generation != rank.generation or len(chain) < len(rank.chain):
+                return False
+            if chain[: len(rank.chain)] != rank.chain:
+                raise Violation(f"gather mixes block {block} at {chain} with record {rank.chain}")
+        return True
+
+    # --- a change of membership ---------------------------------------------------------------
+
+    def _decide(self, state: State, dead: int) -> Iterator[tuple[str, State]]:
+        alive = [r for r, rank in enumerate(state.ranks) if rank.alive]
+        waiting = state.decided < state.freeze and dead == state.seen_dead
+        if not alive or not waiting or any(state.ranks[r].frozen != state.freeze for r in alive):
+            return
+        survivors = tuple((r, state.ranks[r]) for r in alive)
+        outcome = self._resolve(survivors)
+        self._check_decision(state, alive, outcome)
+        chain = self._chain_of(survivors, outcome)
+        owners = tuple(self._owner(state, b, alive) for b in range(self.setting.ranks))
+        key = outcome.gradient_key.generation if outcome.gradient_key else state.freeze
+        decision = Decision(outcome.kind, chain, key, frozenset(alive), owners)
+        late = state.network if self.faults.generation_ignored else frozenset()
+        after = state._replace(decision=decision, decided=state.freeze, network=late)
+        yield f"decide {outcome.kind} {outcome.version}", after
+
+    def _owner(self, state: State, block: int, alive: list[int]) -> int:
+        held = [r for r in self.needed[block, 0, 0] if r in alive]
+        before = state.decision.owners[block]
+        return before if before in held or not held else held[0]
+
+    @staticmethod
+    def _chain_of(survivors: tuple[tuple[int, Rank], ...], outcome: Resolution) -> Chain:
+        version = outcome.record.version if outcome.record else 0
+        return next((rank.chain[:version] for _, rank in survivors if len(rank.chain) >= version), ())
+
+    @cache  # noqa: B019  (a model lives as long as its exploration)
+    def _resolve(self, survivors: tuple[tuple[int, Rank], ...]) -> Resolution:
+        reports = {r: self._report(r, rank) for r, rank in survivors}
+        if self.faults.newest_copy_wins:
+            newest = max((record for held in reports.values() for record in held.records), key=lambda x: x.version)
+            return Resolution("roll_forward", newest.version, newest.gradient, newest)
+        return resolve(reports, self.needed, rows=self.setting.ranks)
+
+    def _report(self, r: int, rank: Rank) -> Holdings:
+        versions = [len(chain) for _, chain in rank.copies]
+        keys = sorted({GradientKey(s, g) for _, s, g in rank.gradients})
+        complete = tuple(
+            k for k in keys
+            if all(len(chain) > k.step or (b, *k) in rank.gradients for b, chain in rank.copies)
+        )  # fmt: skip
+        statistics = []
+        if rank.phase in "RSV":
+            own = ((r, r + 1),)
+            rows = ((0, self.setting.ranks),) if self.setting.statistics_travel and rank.phase != "R" else own
+            statistics = [(GradientKey(rank.step, rank.key), rows)]
+        if self.faults.gradient_does_not_count:
+            complete = ()
+        records = tuple(_record(rank.chain[:v]) for v in range(max(0, len(rank.chain) - 1), len(rank.chain) + 1))
+        return Holdings(r, min(versions), max(versions), complete, records, tuple(statistics))
+
+    def _check_decision(self, state: State, alive: list[int], outcome: Resolution) -> None:
+        orphaned = [b for b, ranks in self.needed.items() if not any(r in alive for r in ranks)]
+        if outcome.kind == "lost":
+            if not orphaned:
+                raise Violation(f"state declared lost though every block has a copy: missing {outcome.missing}")
+            return
+        if orphaned:
+            raise Violation(f"going on without any copy of {orphaned}")
+        known = max((state.ranks[r].chain for r in alive), key=len)
+        owed = state.committed if self.setting.statistics_travel else known
+        if outcome.version < len(owed):
+            raise Violation(f"committed version {len(owed)} is lost: {outcome}")
+        if outcome.kind == "revote" and len(owed) == outcome.version and owed[-1] != outcome.gradient_key.generation:
+            raise Violation(f"the vote is taken again on other gradients than those committed: {outcome}")
+
+    def _adopt(self, state: State, r: int, rank: Rank) -> State:
+        decision = state.decision
+        version = len(decision.chain)
+        revote = decision.kind == "revote"
+        kept = frozenset(
+            g for g in rank.gradients
+            if self.faults.generation_ignored or g[1] < version or (revote and g[1:] == (version, decision.key))
+        )  # fmt: skip
+        for block, chain in rank.copies:
+            if chain != decision.chain[: len(chain)]:
+                raise Violation(f"rank {r} block {block} at {chain} beside decision {decision.chain}")
+        after = rank._replace(
+            generation=state.decided,
+            phase="S" if revote else "U",
+            step=version,
+            key=decision.key if revote else state.decided,
+            chain=decision.chain,
+            gradients=kept,
+        )
+        return self._with(state, r, after)
+
+
+@cache
+def _record(chain: Chain) -> StepRecord:
+    gradient = GradientKey(len(chain) - 1, chain[-1]) if chain else None
+    return StepRecord(len(chain), gradient=gradient, ledger_hash=str(chain))
+
+
+def done(state: State) -> bool:
+    """Whether it is right that nothing more can happen here."""
+    alive = [rank for rank in state.ranks if rank.alive]
+    return state.decision.kind == "lost" or all(rank.phase == "E" for rank in alive)
+
+
+def explore(setting: Setting, limit: int = 3_000_000) -> dict[str, int]:
+    """Visit every reachable state, depth first. Returns counts; raises :class:`Violation` with the way there."""
+    model, start = Model(setting), initial_state(setting)
+    came: dict[State, tuple[State, str] | None] = {start: None}
+    stack, kinds, edges = [start], dict[str, int](), 0
+    while stack:
+        state = stack.pop()
+        progress = False
+        try:
+            for action, following in model.successors(state):
+                edges += 1
+                progress = progress or not action.startswith("kill")
+                if following not in came:
+                    came[following] = (state, action)
+                    stack.append(following)
+                    if action.startswith("decide"):
+                        kinds[action] = kinds.get(action, 0) + 1
+            if not progress and not done(state):
+                raise Violation("stuck: nobody can go on")
+        except Violation as error:
+            raise Violation(f"{error}; after: {' | '.join(_path(came, state))}") from None
+        if len(came) > limit:
+            raise RuntimeError(f"more than {limit} states")
+    return {"states": len(came), "edges": edges, **dict(sorted(kinds.items()))}
+
+
+def _path(came: dict[State, tuple[State, str] | None], state: State) -> list[str]:
+    actions = []
+    while (step := came[state]) is not None:
+        state, action = step
+        actions.append(action)
+    return actions[::-1]

@@ -1,0 +1,130 @@
+"""What survivors decide from their reports: one case a rule."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.elastic.state.protocol import Holdings, resolve
+from megatron.elastic.state.record import GradientKey, StepRecord
+
+A, B = (0, 0, 0), (0, 0, 1)
+NEEDED = {A: (0, 1), B: (1, 0)}
+ROWS = 8
+ALL = ((0, 8),)
+
+
+def record(version: int, generation: int = 1, skipped: bool = False) -> StepRecord:
+    return StepRecord(version, skipped=skipped, gradient=GradientKey(version - 1, generation) if version else None)
+
+
+def held(rank, oldest, newest=None, gradients=(), records=None, rows=(), torn=()) -> Holdings:
+    newest = oldest if newest is None else newest
+    records = (record(newest),) if records is None else records
+    keys = tuple(GradientKey(*key) for key in gradients)
+    statistics = tuple((key, rows) for key in keys) if rows else ()
+    return Holdings(rank, oldest, newest, keys, records, statistics, torn)
+
+
+def decide(*reports: Holdings, needed=NEEDED, rows=ROWS):
+    return resolve({report.rank: report for report in reports}, needed, rows)
+
+
+def test_between_steps_the_step_is_run_again_from_there():
+    result = decide(held(1, 4))
+    assert (result.kind, result.version, result.record) == ("rerun", 4, record(4))
+
+
+def test_rule_one_a_copy_behind_with_the_gradient_counts_as_stepped_and_is_rolled_forward():
+    result = decide(held(1, 4, gradients=[(4, 1)], records=(record(4), record(5))))
+    assert (result.kind, result.version, result.gradient_key) == ("roll_forward", 5, (4, 1))
+
+
+def test_an_update_under_way_is_finished():
+    result = decide(held(0, 4, 5, gradients=[(4, 1)], records=(record(4), record(5))), held(1, 5))
+    assert (result.kind, result.version) == ("roll_forward", 5)
+
+
+def test_the_record_of_one_survivor_serves_all():
+    result = decide(held(0, 5), held(1, 4, gradients=[(4, 1)], records=(record(4),)))
+    assert (result.kind, result.version, result.record) == ("roll_forward", 5, record(5))
+
+
+def test_a_survivor_at_the_version_but_without_its_record_is_given_it():
+    result = decide(held(0, 5), held(1, 5, records=()))
+    assert (result.kind, result.version) == ("roll_forward", 5)
+
+
+def test_rule_three_without_the_record_the_vote_is_taken_again_over_complete_gradients():
+    result = decide(held(0, 4, gradients=[(4, 1)], rows=ALL), held(1, 4, gradients=[(4, 1)]))
+    assert (result.kind, result.version, result.gradient_key, result.record) == ("revote", 5, (4, 1), record(4))
+
+
+@pytest.mark.parametrize(
+    ("why", "first", "second"),
+    [
+        ("a survivor lacks the gradient", [(4, 1)], []),
+        ("gradients are of different generations", [(4, 1)], [(4, 2)]),
+    ],
+)
+def test_incomplete_gradients_mean_running_the_step_again(why, first, second):
+    result = decide(held(0, 4, gradients=first, rows=ALL), held(1, 4, gradients=second, rows=ALL))
+    assert (result.kind, result.version) == ("rerun", 4), why
+
+
+def test_statistics_of_some_samples_missing_mean_running_the_step_again():
+    gradients = [(4, 1)]
+    part = decide(held(0, 4, gradients=gradients, rows=((0, 3),)), held(1, 4, gradients=gradients, rows=((4, 8),)))
+    whole = decide(held(0, 4, gradients=gradients, rows=((0, 4),)), held(1, 4, gradients=gradients, rows=((3, 8),)))
+    assert (part.kind, whole.kind) == ("rerun", "revote")
+
+
+def test_of_two_complete_keys_the_newest_generation_is_voted_on():
+    both = [(4, 1), (4, 3)]
+    result = decide(held(0, 4, gradients=both, rows=ALL), held(1, 4, gradients=both, rows=ALL))
+    assert result.gradient_key == (4, 3)
+
+
+def test_a_skipped_step_is_rolled_forward_without_gradients():
+    result = decide(held(0, 4, records=(record(4), record(5, skipped=True))), held(1, 4))
+    assert (result.kind, result.version, result.record.skipped) == ("roll_forward", 5, True)
+
+
+def test_rule_six_a_block_without_copies_is_named():
+    result = decide(held(0, 4), needed={A: (0, 1), B: (1, 2)})
+    assert (result.kind, result.missing) == ("lost", (B,))
+
+
+def test_mixed_versions_are_never_taken_for_a_state():
+    """Rank 0 has stepped its block, rank 1 can not: no common version."""
+    result = decide(held(0, 5), held(1, 4), needed={A: (0,), B: (1,)})
+    assert (result.kind, result.missing) == ("lost", (B,))
+
+
+def test_an_older_complete_version_is_better_than_none_and_the_odd_rank_is_named():
+    result = decide(held(0, 5, records=(record(5),)), held(1, 4), needed={A: (0, 1), B: (1,)})
+    assert (result.kind, result.version, result.stale) == ("rerun", 4, (0,))
+
+
+def test_a_torn_block_is_no_copy():
+    needed = {A: (0, 1), B: (1, 0)}
+    torn = held(0, 4, 5, gradients=[(4, 1)], records=(record(5),), torn=(A,))
+    assert decide(torn, needed=needed).missing == (A,)
+    assert decide(torn, held(1, 5), needed=needed).kind == "roll_forward"
+
+
+def test_joiners_and_spares_without_copies_do_not_hold_up_anything():
+    joiner = Holdings(7)
+    assert decide(held(0, 4), joiner).kind == "rerun"
+    gradients = [(4, 1)]
+    assert decide(held(0, 4, gradients=gradients, rows=ALL), joiner).kind == "revote"
+    assert decide(joiner).missing == (A, B)
+
+
+def test_two_different_records_of_one_version_are_an_error():
+    with pytest.raises(ValueError, match="two different records of version 5"):
+        decide(held(0, 5, records=(record(5, 1),)), held(1, 5, records=(record(5, 2),)))
+
+
+def test_the_first_step_of_all():
+    start = (StepRecord(0),)
+    assert decide(held(0, 0, records=start), held(1, 0, records=start)).kind == "rerun"
