@@ -1,0 +1,213 @@
+"""The fabric under ``torch.distributed``: default group, ``new_group``, backend name ``elastic``.
+
+``install`` makes the fabric's world the default process group. Nobody waits for
+anybody: a joiner does it alone, in a world of one. What is replaced in
+``torch.distributed`` is listed in :data:`REPLACED` and undone by
+``Installation.undo``:
+
+- ``distributed_c10d._new_group_with_tag``, through which every ``new_group``
+  goes: stock torch names groups by process-local counters and adds barriers,
+  so that a survivor and a newcomer wait for each other for ever. Ours is local
+  and names by (role, members), the n-th of the same kind getting a ``#n``.
+- ``distributed_c10d._tensor_to_object``: the object of a hole in the slot
+  space is None (its size is 0, which no pickle has).
+- ``broadcast_object_list``: a root that is gone is stood in for by the first
+  living member, as for tensors.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from megatron.elastic.comm import registry
+from megatron.elastic.comm.errors import CommError
+from megatron.elastic.comm.fabric import Fabric
+from megatron.elastic.comm.gloo import GlooFabric
+from megatron.elastic.config import ConfigError, ElasticConfig
+
+__all__ = ["REPLACED", "Installation", "install", "make_fabric", "register_backend"]
+
+REPLACED = ("_new_group_with_tag", "_tensor_to_object", "broadcast_object_list")
+"""Names replaced in torch.distributed.distributed_c10d (the last also in torch.distributed)."""
+
+DEFAULT_ROLE = "group"
+
+
+def make_fabric(
+    config: ElasticConfig,
+    rank: int,
+    slots: int,
+    incarnation: int,
+    run_id: str,
+    secret: bytes,
+    store: dist.Store | Callable[[], dist.Store],
+    *,
+    host: str = "127.0.0.1",
+    timeout: float = 60.0,
+) -> Fabric:
+    """The fabric ``config.comm`` names, connected to nobody yet.
+
+    ``store`` (or a function that connects to it: clients do not survive a fork)
+    is served outside the ranks; only gloo needs it. ``secret`` authenticates
+    native links.
+    """
+    if config.comm == "gloo":
+        client = store() if callable(store) else store
+        return GlooFabric(rank, slots, incarnation, client, run_id=run_id, host=host, timeout=timeout)
+    try:
+        from megatron.elastic.comm.native import NativeFabric
+    except ImportError as error:
+        raise ConfigError(
+            f"--elastic-comm elastic needs the native core ({error}); build it or use --elastic-comm gloo"
+        ) from error
+    return NativeFabric(
+        rank,
+        slots,
+        incarnation,
+        run_id=run_id,
+        secret=secret,
+        transport=config.transport,
+        host=host,
+        timeout=timeout,
+    )
+
+
+@dataclass
+class Installation:
+    """What :func:`install` changed, and how to undo it."""
+
+    fabric: Fabric
+    originals: dict[str, Any] = field(default_factory=dict)
+    counts: Counter[tuple[str, tuple[int, ...]]] = field(default_factory=Counter)
+
+    def new_group(
+        self, ranks: Sequence[int] | None, description: str | None, sort_ranks: bool
+    ) -> dist.ProcessGroup:
+        """The group of ``ranks``; ``NON_GROUP_MEMBER`` elsewhere. Purely local."""
+        world = self.fabric.slots
+        chosen = list(range(world)) if ranks is None else [int(rank) for rank in ranks]
+        if len(set(chosen)) != len(chosen):
+            raise ValueError(f"ranks list must not contain duplicate entries, got {chosen}")
+        if any(not 0 <= rank < world for rank in chosen):
+            raise ValueError(f"ranks {chosen} are not all within the {world} slots of the job")
+        members = tuple(sorted(chosen) if sort_ranks else chosen)
+        if self.fabric.rank not in members:
+            return dist.GroupMember.NON_GROUP_MEMBER  # type: ignore[no-any-return]
+        role = description if description and description != "undefined" else DEFAULT_ROLE
+        self.counts[role, members] += 1
+        if self.counts[role, members] > 1:
+            role = f"{role}#{self.counts[role, members]}"
+        group = self.fabric.group(role, members)
+        group._set_group_desc(role)
+        return group
+
+    def undo(self) -> None:
+        """Take the default group away and put torch's functions back. Idempotent."""
+        for name, original in self.originals.items():
+            setattr(c10d, name, original)
+            if hasattr(dist, name):
+                setattr(dist, name, original)
+        self.originals.clear()
+        if c10d._world.default_pg is self.fabric.world:
+            registry.unregister(self.fabric.world)
+            c10d._update_default_pg(None)
+
+
+def install(fabric: Fabric, store: dist.Store | None = None) -> Installation:
+    """Make ``fabric.world`` the default process group and ``new_group`` local.
+
+    ``store`` is what ``distributed_c10d._get_default_store()`` will return.
+    Raises ``CommError`` when another default group is there already.
+    """
+    if dist.is_initialized():
+        raise CommError("torch.distributed is initialized already: install the fabric before it")
+    os.environ.setdefault("TORCH_DIST_INIT_BARRIER", "0")
+    members = range(fabric.slots)
+    registry.register(fabric.world, "default_pg", store or dist.HashStore(), members)
+    c10d._world.pg_group_ranks[fabric.world] = {rank: rank for rank in members}
+    c10d._update_default_pg(fabric.world)
+    installation = Installation(fabric)
+    _replace_functions(installation)
+    return installation
+
+
+def _replace_functions(installation: Installation) -> None:
+    fabric = installation.fabric
+    originals = {name: getattr(c10d, name) for name in REPLACED}
+
+    def new_group_with_tag(
+        ranks: Sequence[int] | None = None,
+        timeout: timedelta | None = None,
+        backend: str | None = None,
+        *args: Any,
+        group_desc: str | None = None,
+        sort_ranks: bool = True,
+        **kwargs: Any,
+    ) -> dist.ProcessGroup:
+        return installation.new_group(ranks, group_desc, sort_ranks)
+
+    def tensor_to_object(tensor: torch.Tensor, tensor_size: Any, group: Any) -> Any:
+        if int(tensor_size) == 0:
+            return None
+        return originals["_tensor_to_object"](tensor, tensor_size, group)
+
+    def broadcast_object_list(
+        object_list: list[Any],
+        src: int | None = None,
+        group: dist.ProcessGroup | None = None,
+        device: torch.device | None = None,
+        group_src: int | None = None,
+    ) -> None:
+        if src is None and group_src is None:
+            src = 0
+        if group is not dist.GroupMember.NON_GROUP_MEMBER:
+            src, group_src = _standing_in(fabric, group, src, group_src)
+        originals["broadcast_object_list"](object_list, src, group, device, group_src)
+
+    ours = (new_group_with_tag, tensor_to_object, broadcast_object_list)
+    for name, function in zip(REPLACED, ours, strict=True):
+        setattr(c10d, name, function)
+        if hasattr(dist, name):
+            setattr(dist, name, function)
+    installation.originals = originals
+
+
+def _standing_in(
+    fabric: Fabric, group: dist.ProcessGroup | None, src: int | None, group_src: int | None
+) -> tuple[int | None, int | None]:
+    """The root of an object broadcast, replaced by the first living member where it is gone."""
+    alive = fabric.alive
+    if group is None or group is fabric.world:
+        root = src if src is not None else group_src
+        return (root if root in alive else alive[0]), None
+    living = dist.get_process_group_ranks(group)
+    if src is not None and src not in living:
+        return living[0], None
+    return src, group_src
+
+
+def register_backend(factory: Callable[[dist.Store, int, int, timedelta], Fabric]) -> None:
+    """Teach torch the backend name ``elastic`` (CPU).
+
+    ``init_process_group(backend="elastic")`` then calls
+    ``factory(store, rank, world_size, timeout)`` for a fabric that has been
+    edited to its first generation, and uses its world as the default group.
+    """
+    if hasattr(dist.Backend, registry.BACKEND_NAME.upper()):
+        return
+
+    def create(options: Any, _: object) -> dist.ProcessGroup:
+        fabric = factory(options.store, options.group_rank, options.group_size, options.timeout)
+        _replace_functions(Installation(fabric))
+        return fabric.world
+
+    dist.Backend.register_backend(registry.BACKEND_NAME, create, extended_api=True, devices=["cpu"])

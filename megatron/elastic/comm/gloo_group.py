@@ -1,0 +1,479 @@
+"""A process group whose object lives for ever while the gloo group inside is rebuilt.
+
+Two ranks to keep apart. *Group ranks* are what callers use: positions among the
+living members, or, in the slot space (the default group), global slots.
+*Inner ranks* are positions in the gloo group, which only the living are in. A
+:class:`Seating` maps between them; it is replaced as a whole by an edit.
+
+Data that is only moved travels as bytes, so every dtype goes; what gloo cannot
+add (bool, int16) is widened, ``AVG`` is a sum divided afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from megatron.elastic.comm.errors import CommError, PeerLost
+from megatron.elastic.comm.gloo_work import GlooWork, Waits
+
+__all__ = ["GlooGroup", "Host", "Seating"]
+
+Tensors = list[torch.Tensor]
+Op = dist.ReduceOp | dist.ReduceOp.RedOpType
+
+WIDENED = {torch.bool: torch.uint8, torch.int16: torch.int32}
+"""Types gloo cannot reduce → the type the reduction is done in."""
+
+
+@dataclass(frozen=True)
+class Seating:
+    """Who takes part in one group in one generation."""
+
+    generation: int
+    living: tuple[int, ...]
+    """Global ranks in member order: inner rank → global rank."""
+    own: int
+    """Inner rank of this process."""
+    slots: int | None
+    """Number of slots for the default group; None for a sub-group."""
+
+    @property
+    def size(self) -> int:
+        return len(self.living) if self.slots is None else self.slots
+
+    @property
+    def rank(self) -> int:
+        return self.own if self.slots is None else self.living[self.own]
+
+    def seats(self) -> tuple[int, ...]:
+        """Group rank of every inner rank."""
+        return tuple(range(len(self.living))) if self.slots is None else self.living
+
+    def inner(self, group_rank: int) -> int | None:
+        """Inner rank of ``group_rank``; None when that member is not living."""
+        if self.slots is None:
+            return group_rank if 0 <= group_rank < len(self.living) else None
+        return self.living.index(group_rank) if group_rank in self.living else None
+
+    def root(self, group_rank: int) -> int:
+        """Inner rank of a collective's root; the first living member stands in for a dead one."""
+        inner = self.inner(group_rank)
+        return 0 if inner is None else inner
+
+
+class Host(Waits, Protocol):
+    """What a group needs from its fabric."""
+
+    timeout: float
+
+    def inner(self, group: GlooGroup) -> tuple[dist.ProcessGroupGloo, Seating]:
+        """The gloo group of the present generation; raises ``GenerationChanged`` when one is frozen."""
+
+    def forget(self, group: GlooGroup) -> None:
+        """Drop the group (``destroy_process_group``)."""
+
+
+class GlooGroup(dist.ProcessGroup):
+    """See the module docstring. Made by ``GlooFabric.group`` only."""
+
+    def __init__(self, host: Host, role: str, members: tuple[int, ...], seating: Seating) -> None:
+        super().__init__(seating.rank, seating.size)
+        self.role = role
+        self.members = members
+        self.seating = seating
+        self._host = host
+
+    # -- identity -----------------------------------------------------------
+
+    def getRank(self) -> int:  # noqa: N802  (name of the C++ virtual)
+        return self.seating.rank
+
+    def getSize(self) -> int:  # noqa: N802
+        return self.seating.size
+
+    def rank(self) -> int:
+        return self.seating.rank
+
+    def size(self) -> int:
+        return self.seating.size
+
+    def getBackendName(self) -> str:  # noqa: N802
+        return "elastic"
+
+    def name(self) -> str:
+        return "elastic"
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Ignored: every wait of the runtime has the fabric's time-out."""
+
+    def abort(self) -> None:
+        """Nothing to do here: waits are ended by ``Fabric.interrupt``, groups by ``Fabric.edit``."""
+
+    def shutdown(self) -> None:
+        self._host.forget(self)
+
+    # -- reductions ---------------------------------------------------------
+
+    def allreduce(self, tensors: Any, *args: Any, **kwargs: Any) -> dist.Work:
+        """Sum (or ``opts.reduceOp``) over the living, in place."""
+        tensors = _tensor_list(tensors)
+        return self._reduce_all(tensors, _op(args, kwargs))
+
+    def allreduce_coalesced(self, tensors: Any, *args: Any, **kwargs: Any) -> dist.Work:
+        return self._reduce_all(_tensor_list(tensors), _op(args, kwargs))
+
+    def _reduce_all(self, tensors: Tensors, op: Op) -> dist.Work:
+        inner, seating = self._host.inner(self)
+        travelling = [_Reducible(tensor, op, len(seating.living)) for tensor in tensors]
+        works = []
+        for item in travelling:
+            opts = dist.AllreduceOptions()
+            opts.reduceOp = item.op
+            if item.data.numel():
+                works.append(inner.allreduce([item.data], opts))
+        return self._work(works, seating, tensors, _finishing(travelling))
+
+    def reduce(self, tensors: Any, *args: Any, **kwargs: Any) -> dist.Work:
+        tensors, opts = _tensor_list(tensors), _options(args, kwargs, dist.ReduceOptions)
+        if args and not isinstance(args[0], dist.ReduceOptions):
+            opts.rootRank, opts.reduceOp = int(args[0]), args[1] if len(args) > 1 else dist.ReduceOp.SUM
+        inner, seating = self._host.inner(self)
+        item = _Reducible(tensors[0], opts.reduceOp, len(seating.living))
+        own = dist.ReduceOptions()
+        own.reduceOp, own.rootRank = item.op, seating.root(opts.rootRank)
+        works = [inner.reduce([item.data], own)] if item.data.numel() else []
+        finish = item.finish if seating.own == own.rootRank else None
+        return self._work(works, seating, tensors, finish)
+
+    def reduce_scatter(self, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> dist.Work:
+        """``inputs[0]``: a tensor per group rank; those of holes are not read."""
+        if isinstance(outputs, torch.Tensor):
+            outputs, inputs = [outputs], [inputs]
+        return self._reduce_scatter(outputs, [list(row) for row in inputs], _op(args, kwargs))
+
+    def reduce_scatter_single(
+        self, output: torch.Tensor, input: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> dist.Work:
+        """``input`` holds ``size()`` equal parts, in order of group rank."""
+        return self._reduce_scatter([output], [self._parts(input)], _op(args, kwargs))
+
+    _reduce_scatter_base = reduce_scatter_single
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, *args: Any, **kwargs: Any
+    ) -> dist.Work:
+        return self._reduce_scatter(outputs, [self._parts(part) for part in inputs], _op(args, kwargs))
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def _reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], op: Op) -> dist.Work:
+        """All-reduce of the concatenation, then the own part: faster on gloo than its reduce-scatter."""
+        inner, seating = self._host.inner(self)
+        works: list[dist.Work] = []
+        endings: list[Callable[[], None]] = []
+        for output, parts in zip(outputs, inputs, strict=True):
+            rows = [parts[seat].reshape(-1) for seat in seating.seats()]
+            starts = [0]
+            for row in rows:
+                starts.append(starts[-1] + row.numel())
+            item = _Reducible(torch.cat(rows), op, len(seating.living))
+            opts = dist.AllreduceOptions()
+            opts.reduceOp = item.op
+            if item.data.numel():
+                works.append(inner.allreduce([item.data], opts))
+            endings.append(_taking(item, output, starts[seating.own], starts[seating.own + 1]))
+        return self._work(works, seating, outputs, _all(endings))
+
+    # -- gathers ------------------------------------------------------------
+
+    def allgather(self, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> dist.Work:
+        """``outputs[0]``: a tensor per group rank; those of holes are left untouched."""
+        if isinstance(inputs, torch.Tensor):
+            outputs, inputs = [outputs], [inputs]
+        return self._gather_all([list(row) for row in outputs], list(inputs))
+
+    def allgather_coalesced(self, outputs: Any, inputs: Tensors, *args: Any, **kwargs: Any) -> dist.Work:
+        return self._gather_all([list(row) for row in outputs], list(inputs))
+
+    def all_gather_single(
+        self, output: torch.Tensor, input: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> dist.Work:
+        """``output`` holds ``size()`` equal parts, in order of group rank."""
+        return self._gather_all([self._parts(output)], [input], [output])
+
+    _allgather_base = all_gather_single
+
+    def all_gather_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, *args: Any, **kwargs: Any
+    ) -> dist.Work:
+        return self._gather_all([self._parts(output) for output in outputs], inputs, outputs)
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def _gather_all(self, outputs: list[Tensors], inputs: Tensors, result: Tensors | None = None) -> dist.Work:
+        inner, seating = self._host.inner(self)
+        works: list[dist.Work] = []
+        endings: list[Callable[[], None]] = []
+        for row, tensor in zip(outputs, inputs, strict=True):
+            targets = [_Movable(row[seat]) for seat in seating.seats()]
+            source = _Movable(tensor)
+            if source.data.numel():
+                works.append(inner.allgather([[target.data for target in targets]], [source.data]))
+            endings.extend(target.finish for target in targets)
+        return self._work(works, seating, result or [t for row in outputs for t in row], _all(endings))
+
+    def gather(self, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> dist.Work:
+        opts = _options(args, kwargs, dist.GatherOptions)
+        tensor = inputs[0] if isinstance(inputs, list) else inputs
+        inner, seating = self._host.inner(self)
+        own = dist.GatherOptions()
+        own.rootRank = seating.root(opts.rootRank)
+        source = _Movable(tensor)
+        targets: list[_Movable] = []
+        if seating.own == own.rootRank:
+            row = outputs[0] if outputs else []
+            # A root that is gone asked for nothing: its stand-in receives into scratch.
+            targets = [
+                _Movable(row[seat]) if row else _Movable(torch.empty_like(tensor)) for seat in seating.seats()
+            ]
+        lists = [[target.data for target in targets]] if targets else []
+        works = [inner.gather(lists, [source.data], own)] if source.data.numel() else []
+        return self._work(works, seating, [tensor], _all([target.finish for target in targets]))
+
+    def scatter(self, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> dist.Work:
+        opts = _options(args, kwargs, dist.ScatterOptions)
+        output = outputs[0] if isinstance(outputs, list) else outputs
+        inner, seating = self._host.inner(self)
+        root = seating.inner(opts.rootRank)
+        if root is None:
+            raise CommError(f"scatter: group rank {opts.rootRank} of {self.role!r} is not living")
+        own = dist.ScatterOptions()
+        own.rootRank = root
+        target = _Movable(output)
+        lists = []
+        if seating.own == root:
+            lists = [[_Movable(inputs[0][seat]).data for seat in seating.seats()]]
+        works = [inner.scatter([target.data], lists, own)] if target.data.numel() else []
+        return self._work(works, seating, [output], target.finish)
+
+    def broadcast(self, tensors: Any, *args: Any, **kwargs: Any) -> dist.Work:
+        tensors, opts = _tensor_list(tensors), _options(args, kwargs, dist.BroadcastOptions)
+        if args and isinstance(args[0], int):
+            opts.rootRank = args[0]
+        inner, seating = self._host.inner(self)
+        own = dist.BroadcastOptions()
+        own.rootRank = seating.root(opts.rootRank)
+        item = _Movable(tensors[0])
+        works = [inner.broadcast([item.data], own)] if item.data.numel() else []
+        return self._work(works, seating, tensors, item.finish)
+
+    # -- all-to-all ---------------------------------------------------------
+
+    def alltoall(self, outputs: Tensors, inputs: Tensors, *args: Any, **kwargs: Any) -> dist.Work:
+        return self._exchange(list(outputs), list(inputs), list(outputs))
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_splits: Sequence[int] = (),
+        input_splits: Sequence[int] = (),
+        *args: Any,
+        **kwargs: Any,
+    ) -> dist.Work:
+        """Splits count rows of dimension 0, one entry a group rank; empty: equal parts."""
+        return self._exchange(self._rows(output, output_splits), self._rows(input, input_splits), [output])
+
+    alltoall_base = all_to_all_single
+
+    def _exchange(self, outputs: Tensors, inputs: Tensors, result: Tensors) -> dist.Work:
+        """One gloo all-to-all over bytes: what goes to or comes from holes is left out."""
+        inner, seating = self._host.inner(self)
+        sources = [_Movable(inputs[seat]) for seat in seating.seats()]
+        targets = [_Movable(outputs[seat]) for seat in seating.seats()]
+        sent = torch.cat([source.data for source in sources])
+        received = torch.empty(sum(target.data.numel() for target in targets), dtype=torch.uint8)
+        out_splits = [target.data.numel() for target in targets]
+        in_splits = [source.data.numel() for source in sources]
+        works = [inner.alltoall_base(received, sent, out_splits, in_splits)]
+
+        def finish() -> None:
+            for target, piece in zip(targets, received.split(out_splits), strict=True):
+                target.data.copy_(piece)
+                target.finish()
+
+        return self._work(works, seating, result, finish)
+
+    # -- point to point -----------------------------------------------------
+
+    def send(self, tensors: Any, dst: int, tag: int = 0) -> dist.Work:
+        inner, seating = self._host.inner(self)
+        item = _Movable(_tensor_list(tensors)[0])
+        peer = self._peer(seating, dst)
+        works = [inner.send([item.data], peer, tag)] if item.data.numel() else []
+        return self._work(works, seating, [item.tensor], None, (seating.living[peer],))
+
+    def recv(self, tensors: Any, src: int, tag: int = 0) -> dist.Work:
+        inner, seating = self._host.inner(self)
+        item = _Movable(_tensor_list(tensors)[0])
+        peer = self._peer(seating, src)
+        works = [inner.recv([item.data], peer, tag)] if item.data.numel() else []
+        return self._work(works, seating, [item.tensor], item.finish, (seating.living[peer],))
+
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> dist.Work:
+        inner, seating = self._host.inner(self)
+        item = _Movable(_tensor_list(tensors)[0])
+        work = inner.recv_anysource([item.data], tag)
+        return self._work(
+            [work],
+            seating,
+            [item.tensor],
+            item.finish,
+            source=lambda: seating.seats()[work._source_rank()],
+        )
+
+    # -- synchronisation ----------------------------------------------------
+
+    def barrier(self, *args: Any, **kwargs: Any) -> dist.Work:
+        inner, seating = self._host.inner(self)
+        return self._work([inner.barrier()], seating, [], None)
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """A barrier; who is missing is named by ``CommTimeout`` or ``PeerLost``."""
+        self.barrier().wait()
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        """Nothing to batch on gloo: operations between start and end run at once."""
+
+    def _end_coalescing(self, device: torch.device) -> dist.Work:
+        return self._work([], self.seating, [], None)
+
+    # -- helpers ------------------------------------------------------------
+
+    def _parts(self, flat: torch.Tensor) -> Tensors:
+        """``size()`` equal parts of a tensor, as views where it is contiguous."""
+        return self._rows(flat, ())
+
+    def _rows(self, tensor: torch.Tensor, splits: Sequence[int]) -> Tensors:
+        if splits:
+            return list(tensor.split(list(splits)))
+        if not tensor.is_contiguous():
+            return list(tensor.chunk(self.seating.size))
+        if tensor.numel() % self.seating.size:
+            raise ValueError(f"{tensor.numel()} elements do not divide by group size {self.seating.size}")
+        return list(tensor.view(-1).view(self.seating.size, -1).unbind())
+
+    def _peer(self, seating: Seating, group_rank: int) -> int:
+        inner = seating.inner(group_rank)
+        if inner is not None:
+            return inner
+        dead = group_rank
+        if seating.slots is None:
+            beyond = group_rank - len(seating.living)
+            dead = self.members[beyond] if 0 <= beyond < len(self.members) else group_rank
+        raise PeerLost(dead, f"not a living member of {self.role!r}")
+
+    def _work(
+        self,
+        works: Sequence[dist.Work],
+        seating: Seating,
+        result: Tensors,
+        finish: Callable[[], None] | None,
+        peers: tuple[int, ...] | None = None,
+        source: Callable[[], int] | None = None,
+    ) -> GlooWork:
+        if peers is None:
+            peers = tuple(rank for rank in seating.living if rank != seating.living[seating.own])
+        return GlooWork(
+            self._host, works, peers, seating.generation, self._host.timeout, result, finish, source
+        )
+
+
+class _Movable:
+    """A tensor as contiguous bytes, with the way back."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self._dense = tensor.detach().contiguous()
+        self.data = self._dense.reshape(-1).view(torch.uint8)
+
+    def finish(self) -> None:
+        """Write received bytes to the tensor they are for."""
+        if self._dense.data_ptr() != self.tensor.data_ptr():
+            self.tensor.detach().copy_(self._dense)
+
+
+class _Reducible:
+    """A tensor in a form gloo can reduce, with the way back."""
+
+    def __init__(self, tensor: torch.Tensor, op: Op, count: int) -> None:
+        self.tensor = tensor
+        self._average = op == dist.ReduceOp.AVG
+        self._count = count
+        self.op = dist.ReduceOp.SUM if self._average else op
+        if tensor.dtype == torch.bool:
+            self.op = {dist.ReduceOp.SUM: dist.ReduceOp.MAX, dist.ReduceOp.PRODUCT: dist.ReduceOp.MIN}.get(
+                _kind(self.op), self.op
+            )
+        dense = tensor.detach().contiguous()
+        self.data = dense.to(WIDENED[tensor.dtype]) if tensor.dtype in WIDENED else dense
+
+    def reduced(self) -> torch.Tensor:
+        """The result in the tensor's own type and shape."""
+        data = self.data
+        if self._average:
+            data.div_(self._count, rounding_mode=None if data.is_floating_point() else "trunc")
+        if self.tensor.dtype == torch.bool:
+            return data != 0
+        return data
+
+    def finish(self) -> None:
+        data = self.reduced()
+        if data.data_ptr() != self.tensor.data_ptr():
+            self.tensor.detach().copy_(data)
+
+
+def _kind(op: Op) -> dist.ReduceOp.RedOpType:
+    return op if isinstance(op, dist.ReduceOp.RedOpType) else op.op  # type: ignore[attr-defined,no-any-return]
+
+
+def _taking(item: _Reducible, output: torch.Tensor, start: int, stop: int) -> Callable[[], None]:
+    return lambda: output.detach().copy_(item.reduced()[start:stop].view(output.shape)) and None
+
+
+def _finishing(items: Sequence[_Reducible]) -> Callable[[], None]:
+    return _all([item.finish for item in items])
+
+
+def _all(actions: Sequence[Callable[[], None]]) -> Callable[[], None]:
+    def run() -> None:
+        for action in actions:
+            action()
+
+    return run
+
+
+def _tensor_list(tensors: Any) -> Tensors:
+    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+
+
+def _options(args: tuple[Any, ...], kwargs: dict[str, Any], kind: Callable[[], Any]) -> Any:
+    for value in (*args, *kwargs.values()):
+        if hasattr(value, "rootRank") or hasattr(value, "reduceOp"):
+            return value
+    return kind()
+
+
+def _op(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Op:
+    for value in (*args, *kwargs.values()):
+        if hasattr(value, "reduceOp"):
+            return value.reduceOp  # type: ignore[no-any-return]
+        if isinstance(value, (dist.ReduceOp, dist.ReduceOp.RedOpType)):
+            return value
+    return dist.ReduceOp.SUM

@@ -1,0 +1,114 @@
+"""One collective in flight on a gloo group, with errors as types and results put in place.
+
+A tensor gloo cannot take as it is (not contiguous, a type it cannot add, an
+average) travels as a copy; ``finish`` writes the result back when the transfer
+is done, and only then, so that an aborted collective leaves no late write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from megatron.elastic.comm.errors import CommError
+
+__all__ = ["GlooWork", "Waits"]
+
+
+class Waits(Protocol):
+    """What a work needs from its fabric."""
+
+    def waiting(self, peers: tuple[int, ...]) -> AbstractContextManager[None]:
+        """Publish, for as long as it lasts, that this thread is blocked on ``peers``."""
+
+    def translate(
+        self, error: BaseException, peers: tuple[int, ...], generation: int, seconds: float
+    ) -> CommError:
+        """The typed form of gloo's ``RuntimeError``."""
+
+
+class GlooWork(dist.Work):
+    """``inner`` works of one collective that began in ``generation`` and waits for global ranks ``peers``."""
+
+    def __init__(
+        self,
+        waits: Waits,
+        inner: Sequence[dist.Work],
+        peers: tuple[int, ...],
+        generation: int,
+        seconds: float,
+        result: list[torch.Tensor],
+        finish: Callable[[], None] | None = None,
+        source: Callable[[], int] | None = None,
+    ) -> None:
+        super().__init__()
+        self._waits = waits
+        self._inner = list(inner)
+        self._peers = peers
+        self._generation = generation
+        self._seconds = seconds
+        self._result = result
+        self._finish = finish
+        self._source = source
+        self._error: CommError | None = None
+        self._done = False
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Block until done. Raises ``PeerLost``, ``GenerationChanged`` or ``CommTimeout``."""
+        if self._done:
+            return True
+        if self._error is not None:
+            raise self._error
+        allowed = timeout or timedelta(seconds=self._seconds)
+        try:
+            with self._waits.waiting(self._peers):
+                for work in self._inner:
+                    work.wait(allowed)  # without a time, c10d waits for ever
+        except CommError as error:
+            self._error = error
+            raise
+        except (RuntimeError, TimeoutError) as error:
+            seconds = allowed.total_seconds()
+            self._error = self._waits.translate(error, self._peers, self._generation, seconds)
+            raise self._error from error
+        if self._finish is not None:
+            self._finish()
+        self._done = True
+        return True
+
+    def is_completed(self) -> bool:
+        return self._done or self._error is not None or all(work.is_completed() for work in self._inner)
+
+    def is_success(self) -> bool:
+        return self._error is None and all(work.is_completed() and work.is_success() for work in self._inner)
+
+    def exception(self) -> BaseException | None:  # type: ignore[override]
+        return self._error
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def result(self) -> list[torch.Tensor]:
+        return self._result
+
+    def source_rank(self) -> int:
+        """Group rank a ``recv_anysource`` was served by."""
+        if self._source is None:
+            raise RuntimeError("source_rank() is for works of recv_anysource")
+        return self._source()
+
+    _source_rank = source_rank
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """A future of the result; it completes when waited upon or when gloo completes."""
+        futures = [work.get_future() for work in self._inner]
+        return torch.futures.collect_all(futures).then(self._settle)
+
+    def _settle(self, _: object) -> list[torch.Tensor]:
+        self.wait()
+        return self._result

@@ -1,0 +1,83 @@
+"""What ``torch.distributed``'s Python layer remembers about a group, kept true.
+
+``dist.get_rank(group)``, ``get_process_group_ranks`` and every collective that
+takes a global root read ``_world.pg_group_ranks``, not the group. An edit
+therefore rewrites that table (:class:`LivingRanks`). All access to torch's
+tables from this package goes through here.
+
+Names are (role, members), so that processes with different histories agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+__all__ = ["LivingRanks", "group_name", "register", "set_ranks", "unregister"]
+
+BACKEND_NAME = "elastic"
+
+
+def group_name(role: str, members: Sequence[int]) -> str:
+    """``("tp", (0, 1))`` → ``"tp:0,1"``."""
+    return f"{role}:{','.join(map(str, members))}"
+
+
+class LivingRanks(dict[int, int]):
+    """Global rank → group rank of the living, in member order.
+
+    Iteration and length show the living only. A dead member can still be named:
+    Megatron keeps source ranks of groups for ever. It answers with a group rank
+    beyond the living ones, ``size + index of the member``, from which the group
+    recognises it: a collective's root is then stood in for by the first living
+    member, a point-to-point peer is reported lost.
+    """
+
+    def __init__(self, members: Sequence[int], living: Sequence[int]) -> None:
+        super().__init__({rank: index for index, rank in enumerate(living)})
+        self._members = tuple(members)
+
+    def __contains__(self, rank: object) -> bool:
+        return super().__contains__(rank) or rank in self._members
+
+    def __missing__(self, rank: int) -> int:
+        return len(self) + self._members.index(rank)
+
+
+def register(group: dist.ProcessGroup, name: str, store: dist.Store, members: Sequence[int]) -> None:
+    """Make ``group`` known to torch.distributed under ``name``."""
+    world = c10d._world
+    world.pg_map[group] = (BACKEND_NAME, store)
+    world.pg_names[group] = c10d.GroupName(name)
+    world.pg_backend_config[group] = f"cpu:{BACKEND_NAME}"
+    world.tags_to_pg.setdefault("", []).append(group)
+    world.tags_to_pg.setdefault(f"ptd:{name}", []).append(group)
+    world.pg_to_tag[group] = f"ptd:{name}"
+    c10d._register_process_group(name, group)
+    set_ranks(group, members, members)
+
+
+def set_ranks(group: dist.ProcessGroup, members: Sequence[int], living: Sequence[int]) -> None:
+    """Say who of ``members`` takes part now."""
+    c10d._world.pg_group_ranks[group] = LivingRanks(members, living)
+
+
+def unregister(group: dist.ProcessGroup) -> None:
+    """Take ``group`` out of every table; harmless when it is in none."""
+    world = c10d._world
+    name = world.pg_names.pop(group, None)
+    world.pg_map.pop(group, None)
+    world.pg_group_ranks.pop(group, None)
+    world.pg_backend_config.pop(group, None)
+    world.pg_coalesce_state.pop(group, None)
+    tag = world.pg_to_tag.pop(group, None)
+    for key in ("", tag):
+        groups = world.tags_to_pg.get(key) if key is not None else None
+        if groups and group in groups:
+            groups.remove(group)
+            if not groups and key:
+                del world.tags_to_pg[key]
+    if name is not None:
+        c10d._unregister_process_group(name)

@@ -1,0 +1,198 @@
+"""What every benchmark (and every test with real processes) shares.
+
+- :class:`Ranks` forks ranks that talk to their parent over a pipe, so that the
+  parent can kill one at a named point and collect what the others say.
+- :func:`machine` describes where figures were taken, :func:`median_of` repeats a
+  measurement, :func:`print_result` writes the one JSON object that ends a bench.
+
+No process outlives the ``with`` block: leftovers are killed by pid.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import multiprocessing.connection
+import os
+import platform
+import signal
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["Failed", "Here", "Machine", "Ranks", "Spread", "machine", "median_of", "print_result"]
+
+
+class Failed(RuntimeError):
+    """A rank raised; the text is its traceback."""
+
+
+@dataclass(frozen=True)
+class Here:
+    """A rank's side of the harness."""
+
+    rank: int
+    size: int
+    port: int
+    pipe: Connection
+
+    def store(self) -> dist.TCPStore:
+        """A client of the parent's store."""
+        return dist.TCPStore("127.0.0.1", self.port, is_master=False, timeout=timedelta(seconds=60))
+
+    def tell(self, what: Any) -> None:
+        """Say something to the parent."""
+        self.pipe.send(("said", what))
+
+    def ask(self) -> Any:
+        """Wait for the parent's word."""
+        return self.pipe.recv()
+
+
+class Ranks:
+    """``size`` forked processes running ``body(here)``; more by :meth:`start`."""
+
+    def __init__(self, size: int, body: Callable[[Here], Any], seconds: float = 60.0) -> None:
+        self._body = body
+        self._size = size
+        self._deadline = time.monotonic() + seconds
+        self._pipes: dict[int, Connection] = {}
+        self._processes: dict[int, Any] = {}
+
+    def __enter__(self) -> Ranks:
+        torch.set_num_threads(1)
+        self.store = dist.TCPStore(
+            "127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=60), wait_for_workers=False
+        )
+        for rank in range(self._size):
+            self.start(rank)
+        return self
+
+    def start(self, rank: int, body: Callable[[Here], Any] | None = None) -> None:
+        """Fork ``rank``; in place of an earlier process of that rank, if there was one."""
+        context = multiprocessing.get_context("fork")
+        ours, theirs = context.Pipe()
+        here = Here(rank, self._size, self.store.port, theirs)
+        process = context.Process(target=_run, args=(body or self._body, here), daemon=True)
+        process.start()
+        theirs.close()
+        self._pipes[rank], self._processes[rank] = ours, process
+
+    def hear(self, rank: int) -> Any:
+        """Next word of ``rank``. Raises :class:`Failed` when it raised or died, ``TimeoutError``."""
+        kind, what = self._next(rank)
+        if kind == "raised":
+            raise Failed(f"rank {rank}:\n{what}")
+        return what
+
+    def results(self, ranks: Iterable[int]) -> dict[int, Any]:
+        """What ``body`` returned in each of ``ranks``."""
+        return {rank: self.hear(rank) for rank in ranks}
+
+    def say(self, rank: int, what: Any) -> None:
+        self._pipes[rank].send(what)
+
+    def kill(self, rank: int, number: int = signal.SIGKILL) -> float:
+        """Send a signal; the time at which it was sent (``time.monotonic``)."""
+        sent = time.monotonic()
+        os.kill(self.pid(rank), number)
+        return sent
+
+    def pid(self, rank: int) -> int:
+        return int(self._processes[rank].pid)
+
+    def _next(self, rank: int) -> tuple[str, Any]:
+        pipe = self._pipes[rank]
+        if not pipe.poll(max(0.0, self._deadline - time.monotonic())):
+            raise TimeoutError(f"rank {rank} said nothing in time")
+        try:
+            kind, what = pipe.recv()
+        except EOFError:
+            raise Failed(f"rank {rank} died (exit code {self._processes[rank].exitcode})") from None
+        return str(kind), what
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for process in self._processes.values():
+            process.join(timeout=0.0 if kind else 5.0)
+            if process.is_alive():
+                os.kill(process.pid, signal.SIGKILL)
+                process.join()
+        for pipe in self._pipes.values():
+            pipe.close()
+
+
+def _run(body: Callable[[Here], Any], here: Here) -> None:
+    torch.set_num_threads(1)
+    try:
+        here.pipe.send(("returned", body(here)))
+    except BaseException:  # noqa: BLE001  (whatever it was, the parent must hear of it)
+        here.pipe.send(("raised", traceback.format_exc()))
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where a figure was taken."""
+
+    cpu: str
+    cores: int
+    memory_gib: float
+    kernel: str
+    python: str
+    torch: str
+    load: float
+
+
+def machine() -> Machine:
+    """This machine, and how busy it is (1-minute load average)."""
+    model = "unknown"
+    with open("/proc/cpuinfo", encoding="utf-8") as lines:
+        for line in lines:
+            if line.startswith("model name"):
+                model = line.split(":", 1)[1].strip()
+                break
+    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return Machine(
+        model,
+        len(os.sched_getaffinity(0)),
+        round(pages / 2**30, 1),
+        platform.release(),
+        platform.python_version(),
+        torch.__version__,
+        round(os.getloadavg()[0], 2),
+    )
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A repeated measurement."""
+
+    median: float
+    low: float
+    high: float
+    trials: int
+
+
+def median_of(values: Sequence[float]) -> Spread:
+    """Median, extremes and count of ``values`` (at least one)."""
+    return Spread(statistics.median(values), min(values), max(values), len(values))
+
+
+def print_result(bench: str, figures: dict[str, Any]) -> None:
+    """The one JSON object that ends a bench, on one line."""
+    print(json.dumps({"bench": bench, "machine": asdict(machine()), **figures}, default=asdict), flush=True)
