@@ -33,6 +33,6 @@ PYBIND11_MODULE(_frequency, m) {
       .def("restore", &ef::Driver::restore, py::arg("snapshot"), Released())
       .def("power_mw", &ef::Driver::power_mw, "Milliwatts, -1 where the platform does not say.");
   m.def("symbols", &ef::symbols, py::arg("kind"), "Names looked up in the vendor's library.");
-  m.def("guard", &ef::guard, py::arg("owner"), py::arg("kind"), py::arg("device"), py::arg("path"),
-        py::arg("snapshot"), Released(), "Runs until the owner ends or says it has restored; see guard.h.");
+  m.def("guard", &ef::guard, py::arg("owner"), py::arg("kind"), py::arg("device"), py::arg("path"), py::arg("snapshot"),
+        Released(), "Runs until the owner ends or says it has restored; see guard.h.");
 }

@@ -5,19 +5,18 @@
 //
 // A policy may cover CPUs outside the set (a shared clock domain); it is then set
 // for all of them, and `describe` says so.
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <map>
 #include <set>
 #include <sstream>
-
-#include <fcntl.h>
-#include <unistd.h>
-
-#include <algorithm>
-#include <chrono>
 #include <utility>
 
 #include "driver.h"
@@ -79,9 +78,11 @@ std::set<int> parse_cpus(const std::string& text) {
 
 class Cpufreq final : public Driver {
  public:
-  Cpufreq(const std::string& cpus, const std::string& root) : root_(root.empty() ? "/sys" : root), cpus_(parse_cpus(cpus)) {
+  Cpufreq(const std::string& cpus, const std::string& root)
+      : root_(root.empty() ? "/sys" : root), cpus_(parse_cpus(cpus)) {
     const fs::path base = root_ / "devices/system/cpu/cpufreq";
-    if (!fs::is_directory(base)) throw Unavailable("no " + base.string() + ": this machine's CPUs have no frequency control");
+    if (!fs::is_directory(base))
+      throw Unavailable("no " + base.string() + ": this machine's CPUs have no frequency control");
     for (const auto& entry : fs::directory_iterator(base)) {
       if (entry.path().filename().string().rfind("policy", 0) != 0) continue;
       const std::string affected = read_text(entry.path() / "affected_cpus");
@@ -97,10 +98,11 @@ class Cpufreq final : public Driver {
   }
 
   std::string describe() const override {
-    const size_t others = covered_.size() - static_cast<size_t>(std::count_if(
-                              covered_.begin(), covered_.end(), [this](int cpu) { return cpus_.count(cpu) > 0; }));
-    std::string text = "cpufreq, " + std::to_string(policies_.size()) + " policies, " +
-                       std::to_string(covered_.size()) + " CPUs";
+    const size_t others =
+        covered_.size() - static_cast<size_t>(std::count_if(covered_.begin(), covered_.end(),
+                                                            [this](int cpu) { return cpus_.count(cpu) > 0; }));
+    std::string text =
+        "cpufreq, " + std::to_string(policies_.size()) + " policies, " + std::to_string(covered_.size()) + " CPUs";
     if (others) text += " (" + std::to_string(others) + " of them shared with others)";
     return text;
   }
@@ -135,8 +137,8 @@ class Cpufreq final : public Driver {
 
   Applied set(int64_t khz) override {
     const Limits bounds = limits();
-    const int64_t step = bounds.steps_khz.empty() ? std::clamp(khz, bounds.min_khz, bounds.max_khz)
-                                                  : choose_step(bounds.steps_khz, khz);
+    const int64_t step =
+        bounds.steps_khz.empty() ? std::clamp(khz, bounds.min_khz, bounds.max_khz) : choose_step(bounds.steps_khz, khz);
     bool verified = true;
     for (const fs::path& policy : policies_) {
       write_range(policy, step, step);
@@ -170,7 +172,8 @@ class Cpufreq final : public Driver {
     const auto now = std::chrono::steady_clock::now();
     const std::map<std::string, std::pair<int64_t, int64_t>> energy = read_energy();
     const auto before = std::exchange(energy_, energy);
-    const auto since = std::chrono::duration_cast<std::chrono::microseconds>(now - std::exchange(energy_at_, now)).count();
+    const auto since =
+        std::chrono::duration_cast<std::chrono::microseconds>(now - std::exchange(energy_at_, now)).count();
     if (energy.empty() || before.size() != energy.size() || since <= 0) return kUnknown;
     int64_t microjoules = 0;
     for (const auto& [name, reading] : energy) {

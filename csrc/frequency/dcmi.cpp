@@ -62,7 +62,8 @@ struct Api {
 class Dcmi final : public Driver {
  public:
   Dcmi(const std::string& device, const std::string& path)
-      : library_(path, {"libdcmi.so", "/usr/local/dcmi/libdcmi.so", "/usr/local/Ascend/driver/lib64/driver/libdcmi.so"}) {
+      : library_(path,
+                 {"libdcmi.so", "/usr/local/dcmi/libdcmi.so", "/usr/local/Ascend/driver/lib64/driver/libdcmi.so"}) {
     library_.bind(api_.init, kDcmiSymbols[0]);
     library_.bind(api_.cards, kDcmiSymbols[1]);
     library_.bind(api_.devices, kDcmiSymbols[2]);

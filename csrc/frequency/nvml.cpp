@@ -65,8 +65,9 @@ class Nvml final : public Driver {
 
   Limits limits() override {
     // Graphics clocks are listed per memory clock; the highest memory clock is the one training runs at.
-    const std::vector<unsigned> memory = list([this](unsigned* n, unsigned* v) { return api_.memory_clocks(device_, n, v); },
-                                              "nvmlDeviceGetSupportedMemoryClocks");
+    const std::vector<unsigned> memory =
+        list([this](unsigned* n, unsigned* v) { return api_.memory_clocks(device_, n, v); },
+             "nvmlDeviceGetSupportedMemoryClocks");
     if (memory.empty()) throw Unavailable("this GPU lists no memory clocks");
     const unsigned highest = *std::max_element(memory.begin(), memory.end());
     const std::vector<unsigned> graphics =
@@ -140,7 +141,8 @@ class Nvml final : public Driver {
       check(api_.by_uuid(device.c_str(), &found), "nvmlDeviceGetHandleByUUID");
     } else if (device.find(':') != std::string::npos) {
       check(api_.by_pci_bus_id(device.c_str(), &found), "nvmlDeviceGetHandleByPciBusId_v2");
-    } else if (!device.empty() && std::all_of(device.begin(), device.end(), [](unsigned char c) { return isdigit(c); })) {
+    } else if (!device.empty() &&
+               std::all_of(device.begin(), device.end(), [](unsigned char c) { return isdigit(c); })) {
       check(api_.by_index(static_cast<unsigned>(std::stoul(device)), &found), "nvmlDeviceGetHandleByIndex_v2");
     } else {
       throw std::invalid_argument("GPU '" + device + "' is not an index, PCI bus id or UUID");

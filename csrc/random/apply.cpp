@@ -13,7 +13,9 @@
 namespace megatron_elastic::random {
 namespace {
 
-inline bool kept(const uint64_t* bits, size_t i) { return bits[i >> 6] >> (i & 63) & 1; }
+inline bool kept(const uint64_t* bits, size_t i) {
+  return bits[i >> 6] >> (i & 63) & 1;
+}
 
 inline uint32_t bits_of(float value) {
   uint32_t bits;

@@ -21,7 +21,9 @@ er::Isa isa_of(int wanted) {
   return static_cast<er::Isa>(wanted);
 }
 
-er::Block philox(const er::Block& counter, const er::Key& key) { return er::philox4x32_10(counter, key); }
+er::Block philox(const er::Block& counter, const er::Key& key) {
+  return er::philox4x32_10(counter, key);
+}
 
 void dropout(uintptr_t dst, uintptr_t src, uintptr_t residual, size_t bytes, int dtype,
              const std::vector<int64_t>& sizes, int64_t sample_dim, const std::vector<int64_t>& extent,
@@ -50,7 +52,7 @@ PYBIND11_MODULE(_random, m) {
   m.def("widest_isa", [] { return static_cast<int>(er::widest_isa()); }, "0 generic, 1 AVX2, 2 AVX-512.");
   m.def("dropout", &dropout, py::kw_only(), py::arg("dst"), py::arg("src"), py::arg("residual"), py::arg("bytes"),
         py::arg("dtype"), py::arg("sizes"), py::arg("sample_dim"), py::arg("extent"), py::arg("offset"),
-        py::arg("seed"), py::arg("step"), py::arg("unit"), py::arg("site"), py::arg("samples"),
-        py::arg("drop_below"), py::arg("scale"), py::arg("isa") = -1,
+        py::arg("seed"), py::arg("step"), py::arg("unit"), py::arg("site"), py::arg("samples"), py::arg("drop_below"),
+        py::arg("scale"), py::arg("isa") = -1,
         "dst = dropout(src) (+ residual, when its address is not 0); all contiguous, of the same dtype and shape.");
 }

@@ -51,8 +51,9 @@ struct Stream {
 // the key, 64 whiten the sample number. Philox is a bijection of the counter for
 // a fixed key, so two sites of one seed never get the same 128 bits.
 inline Stream stream_of(const Site& at, uint64_t sample) {
-  const Block d = philox4x32_10({static_cast<uint32_t>(at.step), static_cast<uint32_t>(at.step >> 32), at.unit, at.site},
-                                {static_cast<uint32_t>(at.seed), static_cast<uint32_t>(at.seed >> 32)});
+  const Block d =
+      philox4x32_10({static_cast<uint32_t>(at.step), static_cast<uint32_t>(at.step >> 32), at.unit, at.site},
+                    {static_cast<uint32_t>(at.seed), static_cast<uint32_t>(at.seed >> 32)});
   return {{d[0], d[1]}, d[2] ^ static_cast<uint32_t>(sample), d[3] ^ static_cast<uint32_t>(sample >> 32)};
 }
 

@@ -184,7 +184,11 @@ class _Dropout(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         (grad,) = grads
         wants_x, wants_residual, _ = ctx.needs_input_grad
-        grad_x: Tensor | None = _Dropout.apply(grad, None, ctx.mask) if wants_x else None  # type: ignore[no-untyped-call]
+        grad_x: Tensor | None = None
+        if wants_x and torch.is_grad_enabled():  # a graph of the backward pass is wanted
+            grad_x = _Dropout.apply(grad, None, ctx.mask)  # type: ignore[no-untyped-call]
+        elif wants_x:
+            grad_x = ctx.mask.apply(grad, None)
         return grad_x, grad if wants_residual else None, None
 
 
@@ -222,6 +226,8 @@ def sample_dropout(
         raise RuntimeError("sample-keyed dropout ran outside dropout_scope: no step and samples to draw its mask for")
     _check(x, key, sample_dim, extent, offset)
     mask = _Mask(key, p, unit, int(site), sample_dim, extent, offset)
+    if not torch.is_grad_enabled():
+        return mask.apply(x, residual)
     out: Tensor = _Dropout.apply(x, residual, mask)  # type: ignore[no-untyped-call]
     return out
 
