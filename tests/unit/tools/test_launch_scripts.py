@@ -1,0 +1,171 @@
+"""The launch scripts run, and every flag in them is one that the launcher and Megatron's parser know.
+
+The scripts are executed as they are, with an interpreter of ours first in PATH
+that writes down what it is called with instead of training.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[3]
+SCRIPTS = ROOT / "scripts"
+SHELL = sorted([*SCRIPTS.glob("*.sh"), *SCRIPTS.glob("*.slurm"), ROOT / ".ci" / "run"])
+MANIFESTS = sorted((SCRIPTS / "kubernetes").glob("*.yaml"))
+RECORDER = """#!{python}
+import json, os, sys
+with open(os.environ["RECORD"], "a") as record:
+    record.write(json.dumps({{"program": os.path.basename(sys.argv[0]), "argv": sys.argv[1:],
+                              "environment": dict(os.environ)}}) + "\\n")
+{then}
+"""
+
+# srun runs its command once, as it would on one node.
+RUN_COMMAND = """
+import subprocess
+command = sys.argv[1:]
+while command[0].startswith("-"):
+    command.pop(0)
+sys.exit(subprocess.call(command))
+"""
+
+
+def record(tmp_path: Path, script: str, arguments: list[str], environment: dict[str, str]) -> list[dict[str, Any]]:
+    """What the programs a script starts were called with, in order."""
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    for name, then in (("python", ""), ("srun", RUN_COMMAND), ("scontrol", 'print("node0")')):
+        (tools / name).write_text(RECORDER.format(python=sys.executable, then=then))
+        (tools / name).chmod(0o755)
+    log = tmp_path / "record"
+    path = f"{tools}:{os.environ['PATH']}"
+    base = {"PATH": path, "RECORD": str(log), "HOME": os.environ.get("HOME", "/")}
+    done = subprocess.run(
+        ["bash", str(SCRIPTS / script), *arguments],
+        env=base | environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in log.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def megatron_parser() -> argparse.ArgumentParser:
+    from megatron.training.arguments import add_megatron_arguments
+
+    from megatron.elastic.mcore.arguments import add_arguments
+
+    parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)
+    return add_arguments(add_megatron_arguments(parser))
+
+
+def parsed(argv: list[str], parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, argparse.Namespace]:
+    """(launcher's, Megatron's) reading of ``python -m megatron.elastic.launch …``; fails on an unknown flag."""
+    from megatron.elastic.launch.arguments import build_parser
+
+    assert argv[:2] == ["-m", "megatron.elastic.launch"]
+    launcher = build_parser().parse_args(argv[2:])
+    assert launcher.training_script == "pretrain_gpt.py"
+    known, unknown = parser.parse_known_args(launcher.training_script_args)
+    assert unknown == []
+    return launcher, known
+
+
+@pytest.mark.parametrize("script", SHELL, ids=lambda path: path.name)
+def test_shell_scripts_parse_and_shellcheck_has_nothing_to_say(script: Path) -> None:
+    assert subprocess.run(["bash", "-n", str(script)], capture_output=True, check=False).returncode == 0
+    if shutil.which("shellcheck") is None:
+        pytest.skip("shellcheck is not installed (requirements/dev.txt)")
+    done = subprocess.run(
+        ["shellcheck", "-x", "--severity=warning", str(script)], capture_output=True, text=True, cwd=ROOT, check=False
+    )
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("script", ["pretrain_gpt_cpu.sh", "pretrain_gpt_cuda.sh", "pretrain_gpt_ascend.sh"])
+def test_flags_of_a_launch_script_exist_and_hold_together(
+    tmp_path: Path, megatron_parser: argparse.ArgumentParser, script: str
+) -> None:
+    paths = [str(tmp_path / name) for name in ("checkpoints", "tensorboard", "tokenizer", "data")]
+    environment = {"NUM_NODES": "2", "NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "node0"}
+    calls = record(tmp_path, script, [*paths, "--train-iters", "7"], environment)
+    launcher, megatron = parsed(calls[-1]["argv"], megatron_parser)
+    assert megatron.elastic
+    assert megatron.train_iters == 7  # flags after the paths win
+    assert (megatron.save, megatron.data_path) == (paths[0], [paths[3]])
+    if script != "pretrain_gpt_cpu.sh":
+        assert (launcher.nnodes, launcher.node_rank, launcher.master_addr) == ("2", 1, "node0")
+    workers = int(launcher.nproc_per_node) * int(launcher.nnodes.split(":")[-1])
+    model = megatron.tensor_model_parallel_size * megatron.pipeline_model_parallel_size
+    assert workers % model == 0
+    assert megatron.global_batch_size % (megatron.micro_batch_size * workers // model) == 0
+    assert megatron.num_layers % megatron.pipeline_model_parallel_size == 0
+
+
+def test_slurm_script_starts_a_launcher_a_node_that_outlives_others(
+    tmp_path: Path, megatron_parser: argparse.ArgumentParser
+) -> None:
+    environment = {
+        "SLURM_JOB_NODELIST": "node[0-3]",
+        "SLURM_JOB_NUM_NODES": "4",
+        "SLURM_NODEID": "2",
+        "SLURM_JOB_ID": "1",
+    }
+    # sbatch runs a copy; the job starts in the folder it was submitted from.
+    calls = record(tmp_path, "pretrain_gpt.slurm", ["checkpoints", "tensorboard", "tokenizer", "data"], environment)
+    srun = next(call for call in calls if call["program"] == "srun")
+    assert {"--no-kill", "--kill-on-bad-exit=0", "--wait=0"} <= set(srun["argv"])
+    launcher, _ = parsed(calls[-1]["argv"], megatron_parser)
+    assert (launcher.nnodes, launcher.node_rank, launcher.master_addr) == ("4", 2, "node0")
+    directives = [
+        line.split()[1] for line in (SCRIPTS / "pretrain_gpt.slurm").read_text().splitlines() if "#SBATCH" in line
+    ]
+    assert {"--no-kill", "--requeue", "--signal=TERM@180", "--ntasks-per-node=1"} <= set(directives)
+
+
+@pytest.mark.parametrize("manifest", MANIFESTS, ids=lambda path: path.name)
+def test_manifests_parse(manifest: Path) -> None:
+    documents = list(yaml.safe_load_all(manifest.read_text()))
+    assert documents and all({"apiVersion", "kind"} <= set(document) for document in documents)
+
+
+def test_kubernetes_job_has_identity_shared_memory_and_exit_statuses(
+    tmp_path: Path, megatron_parser: argparse.ArgumentParser
+) -> None:
+    service, job = yaml.safe_load_all((SCRIPTS / "kubernetes" / "pretrain-gpt.yaml").read_text())
+    pod = job["spec"]["template"]["spec"]
+    assert job["spec"]["completionMode"] == "Indexed"
+    assert pod["subdomain"] == service["metadata"]["name"] and service["spec"]["clusterIP"] == "None"
+    container = pod["containers"][0]
+    mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    assert volumes[mounts["/dev/shm"]]["emptyDir"]["medium"] == "Memory"
+    actions = {
+        status: rule["action"]
+        for rule in job["spec"]["podFailurePolicy"]["rules"]
+        for status in rule.get("onExitCodes", {}).get("values", [])
+    }
+    assert actions == {3: "Ignore", 4: "Ignore", 1: "FailJob", 5: "FailJob"}
+    environment = {item["name"]: item.get("value", "1") for item in container["env"]}
+    assert int(environment["NUM_NODES"]) == job["spec"]["completions"] == job["spec"]["parallelism"]
+    script = Path(container["command"][1]).name
+    launcher, _ = parsed(record(tmp_path, script, container["args"], environment)[-1]["argv"], megatron_parser)
+    assert launcher.master_addr == "pretrain-gpt-0.pretrain-gpt"
+
+
+def test_kubelet_kills_one_process_not_the_pod() -> None:
+    (kubelet,) = yaml.safe_load_all((SCRIPTS / "kubernetes" / "kubelet.yaml").read_text())
+    assert kubelet["singleProcessOOMKill"] is True
