@@ -74,12 +74,16 @@ def _transfer(edge: Edge, pieces: Sequence[Piece], profile: Profile) -> int:
     return profile.latency_ns + -(-size * 1_000_000_000 // profile.link_bytes_per_s)
 
 
-def held_bytes(replicas: Iterable[Replica], profile: Profile, tied: Sequence[tuple[int, int]] = ()) -> dict[int, int]:
-    """Bytes of parameters and optimizer state per cell.
+def held_bytes(
+    replicas: Iterable[Replica], profile: Profile, tied: Sequence[tuple[int, int]] = (), shares: int = 1
+) -> dict[int, int]:
+    """Device bytes of parameters and optimizer state per cell.
 
     Optimizer state counts divided by the number of cells that hold the unit
-    (ZeRO-1 over the unit group), rounded up. Tied units are one unit: a cell that
-    holds both holds the weights once, and both holders' groups are one group.
+    (ZeRO-1 over the unit group), but by no less than ``shares``, the nominal
+    data-parallel size: what a survivor is promoted to own beyond its nominal part
+    is stepped where its mirror lies, in host memory. Tied units are one unit: a
+    cell that holds both holds the weights once, and their groups are one group.
     """
     same = {second: first for first, second in tied}
     holders: dict[int, set[int]] = {}
@@ -90,7 +94,7 @@ def held_bytes(replicas: Iterable[Replica], profile: Profile, tied: Sequence[tup
     need: dict[int, int] = {}
     for unit, cells in holders.items():
         cost = profile.units[unit]
-        each = cost.param_bytes + -(-cost.state_bytes // len(cells))
+        each = cost.param_bytes + -(-cost.state_bytes // max(len(cells), shares))
         for cell in cells:
             need[cell] = need.get(cell, 0) + each
     return need

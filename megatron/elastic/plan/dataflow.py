@@ -114,24 +114,19 @@ def apportion(total: int, weights: Sequence[int], rotation: int = 0) -> tuple[in
 def deal(count: int, quotas: Sequence[int], rotation: int = 0) -> tuple[int, ...]:
     """Who gets item ``0 … count-1``: smooth, so that each prefix is split almost like ``quotas``.
 
-    ``sum(quotas) == count``. Item ``i`` goes to the holder farthest behind its
-    proportional share of the first ``i + 1`` items (ties go round from ``rotation``).
+    ``sum(quotas) == count``. The ``j``-th item of a holder with quota ``q`` stands
+    at ``(2 j + 1) / (2 q)`` of the way (ties go round from ``rotation``);
+    O(count log count).
     """
     if sum(quotas) != count:
         raise PlanError(f"quotas {tuple(quotas)} do not sum to {count}")
     holders = len(quotas)
-    given = [0] * holders
-    result = []
-    for item in range(count):
-        behind = [
-            (-(quotas[h] * (item + 1) - given[h] * count), (h - rotation) % holders, h)
-            for h in range(holders)
-            if given[h] < quotas[h]
-        ]
-        chosen = min(behind)[2]
-        given[chosen] += 1
-        result.append(chosen)
-    return tuple(result)
+    places = [
+        (((2 * j + 1) << 60) // (2 * quota), (holder - rotation) % holders, holder)
+        for holder, quota in enumerate(quotas)
+        for j in range(quota)
+    ]
+    return tuple(holder for _, _, holder in sorted(places))
 
 
 def home_rows(topology: Topology, weights: Sequence[int] | None = None) -> tuple[tuple[int, ...], ...]:

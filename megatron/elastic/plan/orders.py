@@ -88,7 +88,7 @@ def row_caps(group: Sequence[int], work: Work) -> list[dict[int, int]]:
 
 def memory_rows(pieces: Sequence[Piece], topology: Topology, profile: Profile) -> dict[int, int]:
     """Rows per cell whose activations fit beside what it holds (its largest piece's units count for each row)."""
-    fixed = held_bytes(living_replicas(topology), profile, topology.tied)
+    fixed = held_bytes(living_replicas(topology), profile, topology.tied, topology.grid.data_parallel_size)
     sums = unit_sums(unit.activation_bytes for unit in profile.units)
     widest: dict[int, int] = {}
     for piece in pieces:

@@ -24,7 +24,7 @@ from megatron.elastic.plan.orders import Work, compute_orders, memory_rows
 from megatron.elastic.plan.schedule import Step, components, index_edges, tables_from_orders
 from megatron.elastic.plan.topology import living_replicas
 
-__all__ = ["assemble", "instant_plan", "nominal_plan", "plan_hash", "uniform_profile"]
+__all__ = ["Dataflow", "assemble", "instant_plan", "nominal_plan", "plan_hash", "uniform_profile"]
 
 Dataflow = Literal["reroute", "resize"]
 

@@ -241,7 +241,7 @@ def held_rows_peak(plan: Plan, cell: int) -> int:
 
 def memory_peaks(plan: Plan, profile: Profile, tied: Sequence[tuple[int, int]] = ()) -> dict[int, int]:
     """Bytes each cell needs: parameters and optimizer state of the units it holds, plus held activations."""
-    need = held_bytes(plan.replicas, profile, tied)
+    need = held_bytes(plan.replicas, profile, tied, plan.grid.data_parallel_size)
     sums = unit_sums(unit.activation_bytes for unit in profile.units)
     for cell, table in plan.tables:
         peak = held = 0

@@ -1,0 +1,363 @@
+"""The graph axis: which units sit on which cells, over whole-topology shapes.
+
+Idea: a shape is a set of pipelines with a quota of nominal micro-batches each;
+the step lasts as long as its slowest pipeline. Because quotas are free, a
+damaged pipeline need not match the others: it is cut anew over the cells it has
+left and computes fewer samples. The candidates:
+
+* *alike*: every pipeline the same length, left-over cells idle;
+* *recut*: damaged (or unbalanced) pipelines by themselves, the others untouched;
+* *pool*: damaged pipelines and a few healthy ones are dissolved and their cells
+  form pipelines of the best lengths (merged, re-lengthened, cells of a dead
+  replica joining others), found by an unbounded knapsack;
+* *drop*: damaged pipelines idle.
+
+Sources: ElasWave (arXiv 2510.00606) migrates layers between stages; unequal
+replicas and quotas go beyond it. The knapsack is Dinkelbach-like: with the best
+time so far as deadline, it maximises the micro-batches that fit, and repeats
+while that is enough for the whole batch in less time.
+
+All integers, all ties broken by position: deterministic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from megatron.elastic.plan.cost import PPM
+from megatron.elastic.plan.dataflow import PlanError, microbatches
+from megatron.elastic.plan.model import Profile, Replica, Segment, Topology
+from megatron.elastic.plan.partition import Model, PipelineTime, Place, cut_pipeline, nearest_cuts, pipeline_time
+
+__all__ = [
+    "GraphOptions",
+    "Pipeline",
+    "Shape",
+    "candidate_shapes",
+    "idle_cells",
+    "knapsack",
+    "pipeline_bound",
+    "share_out",
+    "work_bound",
+]
+
+Range = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class GraphOptions:
+    """Which shapes may be considered (ablations switch them off)."""
+
+    alike: bool = True
+    recut: bool = True
+    pool: bool = True
+    drop: bool = True
+    pool_cells: int = 128
+    """Largest number of cells dissolved into one pool."""
+    pool_replicas: int = 12
+    """Most healthy replicas dissolved beside the damaged ones."""
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """One replica to be: its segments and how many nominal micro-batches it computes a step."""
+
+    segments: tuple[Segment, ...]
+    quota: int
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Pipelines that share a batch; ``time_ns`` by the closed form, ``kind`` names the generator."""
+
+    pipelines: tuple[Pipeline, ...]
+    time_ns: int
+    kind: str
+
+    def replicas(self) -> tuple[Replica, ...]:
+        """The shape as replicas, pipelines without quota included (they hold units and own state)."""
+        return tuple(Replica(pipeline.segments) for pipeline in self.pipelines)
+
+
+@dataclass(frozen=True)
+class _Line:
+    """A pipeline under consideration."""
+
+    segments: tuple[Segment, ...]
+    time: PipelineTime
+
+
+def share_out(total: int, times: Sequence[PipelineTime]) -> tuple[tuple[int, ...], int]:
+    """Quotas that minimise the slowest pipeline's time, and that time in ns.
+
+    Raises :class:`PlanError` without pipelines.
+    """
+    if not times:
+        raise PlanError("no pipeline is left to compute anything")
+    classes: dict[PipelineTime, int] = {}
+    for time in times:
+        classes[time] = classes.get(time, 0) + 1
+    low, high = 0, min(time.of(total) for time in classes)
+    while low < high:
+        middle = (low + high) // 2
+        if sum(time.fits(middle) * count for time, count in classes.items()) >= total:
+            high = middle
+        else:
+            low = middle + 1
+    quotas = [time.fits(low) for time in times]
+    excess = sum(quotas) - total
+    for number in range(len(times) - 1, -1, -1):
+        if excess and quotas[number] and times[number].of(quotas[number]) == low:
+            quotas[number] -= 1
+            excess -= 1
+    return tuple(quotas), low
+
+
+class _Search:
+    """Candidate generation over one topology; caches cuts by what the cells are like and hold."""
+
+    def __init__(self, topology: Topology, profile: Profile, options: GraphOptions) -> None:
+        self.total = microbatches(topology.grid)
+        self.options = options
+        self.model = Model(profile, topology.grid.micro_batch_size, topology.grid.data_parallel_size, topology.tied)
+        self.places = {cell.id: Place(cell.speed_ppm, cell.memory_bytes) for cell in topology.cells}
+        self.cuts: dict[tuple[tuple[Place, ...], tuple[tuple[Range, ...], ...]], tuple[int, ...] | None] = {}
+        self.holds: dict[int, tuple[Range, ...]] = {}
+        for replica in topology.replicas:
+            for segment in replica.segments:
+                span = (segment.first, segment.end)
+                self.holds[segment.cell] = (*self.holds.get(segment.cell, ()), span)
+        self.idle = [cell for cell in self.places if cell not in self.holds]
+        self.healthy: list[_Line] = []
+        self.damaged: list[list[int]] = []
+        self.as_is: dict[tuple[tuple[Range, Place], ...], _Line | None] = {}
+        for replica in topology.replicas:
+            self._sort_in(replica)
+
+    def _sort_in(self, replica: Replica) -> None:
+        """A replica is healthy when all its cells live and cutting it anew would gain less than 1%."""
+        cells = list(dict.fromkeys(segment.cell for segment in replica.segments))
+        living = [cell for cell in cells if cell in self.places]
+        if len(living) == len(cells):
+            now = self._time_as_is(replica, cells)
+            better = self.line(cells)
+            if better is None or now.each * 99 <= better.time.each * 100:
+                self.healthy.append(_Line(replica.segments, now))
+                return
+        self.damaged.append(living)
+
+    def _time_as_is(self, replica: Replica, cells: Sequence[int]) -> PipelineTime:
+        """Closed form for a replica as it stands; interleaving divides the bubble by the chunks."""
+        spans = [self.model.stage_time(s.first, s.end, self.places[s.cell]) for s in replica.segments]
+        work = dict.fromkeys(cells, 0)
+        for segment, time in zip(replica.segments, spans, strict=True):
+            work[segment.cell] += time
+        hop = self.model.transfer if len(spans) > 1 else 0
+        slowest = max(work.values())
+        fill = (sum(work.values()) - slowest) * len(cells) // len(spans)
+        return PipelineTime(fill + (2 * (len(spans) - 1) - 1) * hop, slowest + hop)
+
+    def line(self, cells: Sequence[int]) -> _Line | None:
+        """``cells`` in this order as one pipeline, or None when memory forbids it."""
+        places = tuple(self.places[cell] for cell in cells)
+        holds = tuple(self.holds.get(cell, ()) for cell in cells)
+        key = (places, holds)
+        if key not in self.cuts:
+            cuts = cut_pipeline(self.model, places)
+            if cuts is not None:
+                slowest = max(self.model.stage_time(a, b, p) for a, b, p in zip(cuts, cuts[1:], places, strict=False))
+                cuts = nearest_cuts(self.model, places, slowest, holds) or cuts
+            self.cuts[key] = cuts
+        found = self.cuts[key]
+        if found is None:
+            return None
+        segments = tuple(Segment(cell, a, b) for cell, a, b in zip(cells, found, found[1:], strict=False) if b > a)
+        return _Line(segments, pipeline_time(self.model, places, found))
+
+    def shape(self, lines: Sequence[_Line], kind: str) -> Shape:
+        quotas, time = share_out(self.total, [line.time for line in lines])
+        pipelines = tuple(Pipeline(line.segments, quota) for line, quota in zip(lines, quotas, strict=True))
+        return Shape(pipelines, time, kind)
+
+    def recut(self) -> list[_Line]:
+        """Healthy lines as they are, damaged ones cut anew by themselves (dropped where memory forbids)."""
+        again = (self.line(cells) for cells in self.damaged if cells)
+        return self.healthy + [line for line in again if line is not None]
+
+    def dropped(self) -> Shape:
+        """Damaged lines compute nothing; their living cells still hold what they hold. Nothing moves."""
+        shape = self.shape(self.healthy, "drop")
+        resting = []
+        for cells in self.damaged:
+            held = tuple(Segment(cell, a, b) for cell in cells for a, b in self.holds[cell])
+            if held:
+                resting.append(Pipeline(held, 0))
+        return replace(shape, pipelines=shape.pipelines + tuple(resting))
+
+    def alike(self) -> Iterable[list[_Line]]:
+        """All living cells in pipelines of one length, for each length worth trying."""
+        cells = [s.cell for line in self.healthy for s in line.segments]
+        cells += [cell for damaged in self.damaged for cell in damaged] + self.idle
+        cells = list(dict.fromkeys(cells))
+        nominal = len(self.healthy) + len(self.damaged)
+        for count in range(nominal, 0, -1):
+            length = min(len(cells) // count, self.model.units)
+            lines = self.form(cells, [length] * count) if length else None
+            if lines is not None:
+                yield lines
+                return
+
+    def pools(self, best: int) -> Iterable[list[_Line]]:
+        """Dissolve damaged lines, idle cells and ``k`` healthy lines; re-form them against deadline ``best``."""
+        loose = [cell for damaged in self.damaged for cell in damaged] + self.idle
+        for count in range(min(len(self.healthy), self.options.pool_replicas) + 1):
+            kept = self.healthy[: len(self.healthy) - count]
+            cells = loose + [s.cell for line in self.healthy[len(kept) :] for s in line.segments]
+            if len(cells) > self.options.pool_cells:
+                return
+            if cells:
+                yield from self._fill(kept, list(dict.fromkeys(cells)), best)
+
+    def _fill(self, kept: list[_Line], cells: list[int], best: int) -> Iterable[list[_Line]]:
+        table = self.lengths(cells)
+        deadline = best
+        while table:
+            rest = sum(line.time.fits(deadline - 1) for line in kept)
+            lengths, fits = knapsack(len(cells), {p: time.fits(deadline - 1) for p, time in table.items()})
+            if rest + fits < self.total or not lengths:
+                return
+            times = [line.time for line in kept] + [table[p] for p in lengths]
+            _, reached = share_out(self.total, times)
+            lines = self.form(cells, lengths)
+            if lines is not None:
+                yield kept + lines
+            if reached >= deadline:
+                return
+            deadline = reached
+
+    def lengths(self, cells: Sequence[int]) -> dict[int, PipelineTime]:
+        """Pipeline lengths worth having over average cells of the pool: each faster than all shorter ones."""
+        speed = sum(self.places[cell].speed_ppm for cell in cells) // len(cells)
+        place = Place(speed, min(self.places[cell].memory_bytes for cell in cells))
+        found: dict[int, PipelineTime] = {}
+        fastest: int | None = None
+        for length in range(1, min(len(cells), self.model.units) + 1):
+            places = (place,) * length
+            key = (places, ((),) * length)
+            if key not in self.cuts:
+                self.cuts[key] = cut_pipeline(self.model, places)
+            cuts = self.cuts[key]
+            if cuts is None:
+                continue
+            time = pipeline_time(self.model, places, cuts)
+            if fastest is None or time.each < fastest:
+                found[length] = time
+                fastest = time.each
+        return found
+
+    def form(self, cells: Sequence[int], lengths: Sequence[int]) -> list[_Line] | None:
+        """Pipelines of ``lengths`` over ``cells``; a cell goes where the units are that it holds already."""
+        middle = {cell: self._middle(cell) for cell in cells}
+        ordered = sorted(cells, key=lambda cell: (middle[cell], cell))[: sum(lengths)]
+        slots = sorted(
+            ((2 * stage + 1) * PPM // (2 * length), number, stage)
+            for number, length in enumerate(lengths)
+            for stage in range(length)
+        )
+        placed: list[list[tuple[int, int]]] = [[] for _ in lengths]
+        for (_, number, stage), cell in zip(slots, ordered, strict=False):
+            placed[number].append((stage, cell))
+        lines = [self.line([cell for _, cell in sorted(pipeline)]) for pipeline in placed]
+        return [line for line in lines if line] if all(lines) else None
+
+    def _middle(self, cell: int) -> int:
+        spans = self.holds.get(cell)
+        if not spans:
+            return PPM // 2
+        return sum(a + b for a, b in spans) * PPM // (2 * len(spans) * self.model.units)
+
+
+def knapsack(room: int, values: dict[int, int]) -> tuple[list[int], int]:
+    """Lengths (any number of each) of total at most ``room`` with the largest total value, and that value."""
+    best = [0] * (room + 1)
+    choice = [0] * (room + 1)
+    items = [(length, value) for length, value in sorted(values.items()) if value > 0]
+    for size in range(1, room + 1):
+        best[size], choice[size] = best[size - 1], 0
+        for length, value in items:
+            if length <= size and best[size - length] + value > best[size]:
+                best[size], choice[size] = best[size - length] + value, length
+    lengths, size = [], room
+    while size > 0:
+        if choice[size]:
+            lengths.append(choice[size])
+        size -= choice[size] or 1
+    return sorted(lengths, reverse=True), best[room]
+
+
+def candidate_shapes(topology: Topology, profile: Profile, options: GraphOptions | None = None) -> list[Shape]:
+    """Shapes for the living cells, the fastest first (ties: the one that moves less, by generator order).
+
+    Raises :class:`PlanError` when no shape fits the cells' memory.
+    """
+    options = options or GraphOptions()
+    search = _Search(topology, profile, options)
+    shapes: list[Shape] = []
+    if options.recut and (lines := search.recut()):
+        shapes.append(search.shape(lines, "recut" if search.damaged else "keep"))
+    if options.drop and search.healthy and search.damaged:
+        shapes.append(search.dropped())
+    if options.alike:
+        shapes.extend(search.shape(lines, "alike") for lines in search.alike())
+    if options.pool:
+        worst = min((shape.time_ns for shape in shapes), default=_serial_time(search))
+        shapes.extend(search.shape(lines, "pool") for lines in search.pools(worst))
+    if not shapes:
+        raise PlanError("no shape of the living cells fits their memory")
+    return sorted(shapes, key=lambda shape: shape.time_ns)
+
+
+def _serial_time(search: _Search) -> int:
+    """An upper bound when nothing else is known: one slow pipeline computes everything."""
+    slowest = min(place.speed_ppm for place in search.places.values())
+    return (search.total + 1) * (
+        search.model.work[-1] * PPM // slowest + search.model.transfer * 2 * search.model.units
+    )
+
+
+def idle_cells(topology: Topology, shape: Shape) -> tuple[int, ...]:
+    """Living cells the shape has no work for."""
+    used = {segment.cell for pipeline in shape.pipelines for segment in pipeline.segments}
+    return tuple(cell.id for cell in topology.cells if cell.id not in used)
+
+
+def pipeline_bound(topology: Topology, profile: Profile) -> int:
+    """Least step time (ns) of any set of 1F1B pipelines over the living cells, under their memory.
+
+    Exact for equal cells: for a deadline, an unbounded knapsack over pipeline
+    lengths (each with its minimax cut) gives the most micro-batches that any set
+    of pipelines can finish; bisection gives the least sufficient deadline. Unequal
+    cells are taken at their mean speed and smallest memory. Unlike the shapes
+    above it ignores where units are now. Raises :class:`PlanError` if nothing fits.
+    """
+    search = _Search(topology, profile, GraphOptions())
+    cells = list(search.places)
+    table = search.lengths(cells)
+    if not table:
+        raise PlanError("no shape of the living cells fits their memory")
+    low, high = 0, max(time.of(search.total) for time in table.values())
+    while low < high:
+        middle = (low + high) // 2
+        _, fits = knapsack(len(cells), {length: time.fits(middle) for length, time in table.items()})
+        if fits >= search.total:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def work_bound(topology: Topology, profile: Profile) -> int:
+    """Step time (ns) if all living cells were busy all the time: no schedule can do better."""
+    work = sum(unit.forward_ns + unit.backward_ns for unit in profile.units) * topology.grid.global_batch_size
+    return -(-work * PPM // sum(cell.speed_ppm for cell in topology.cells))

@@ -1,0 +1,164 @@
+"""Cutting the model over one pipeline's cells.
+
+Idea: for ordered cells, "can every stage finish a micro-batch within T?" is
+answered exactly by letting each cell take as many units as T and its memory
+allow (starting later never lets a cell reach less far). Bisection over T gives
+the minimax cut; a second pass picks, among all cuts within that T, the one that
+moves the fewest bytes.
+
+A 1F1B pipeline with stage times ``t_s`` (forward and backward of one nominal
+micro-batch) takes ``sum(t_s) + (n - 1) max(t_s)`` for ``n`` micro-batches plus
+transfers: :class:`PipelineTime`. Tables are timed exactly elsewhere; this
+closed form only ranks shapes.
+
+Memory of stage ``s`` of ``p``: parameters, its share of optimizer state, and
+activations of the ``p - s`` micro-batches that 1F1B holds there.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron.elastic.plan.cost import PPM, unit_sums
+from megatron.elastic.plan.model import Profile
+
+__all__ = ["Model", "PipelineTime", "Place", "cut_pipeline", "nearest_cuts", "pipeline_time"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """What partitioning needs to know of a cell."""
+
+    speed_ppm: int = PPM
+    memory_bytes: int = 1 << 62
+
+
+@dataclass(frozen=True)
+class PipelineTime:
+    """Step time of a pipeline for ``n >= 1`` nominal micro-batches: ``fixed + n * each`` ns."""
+
+    fixed: int
+    each: int
+
+    def of(self, count: int) -> int:
+        """Time for ``count`` micro-batches; an unused pipeline takes none."""
+        return self.fixed + count * self.each if count else 0
+
+    def fits(self, time: int) -> int:
+        """Most micro-batches within ``time``."""
+        return max(0, (time - self.fixed) // self.each)
+
+
+class Model:
+    """Prefix sums over units for one micro-batch size; ``holders`` share each unit's optimizer state."""
+
+    def __init__(
+        self, profile: Profile, micro_batch_size: int, holders: int, tied: Sequence[tuple[int, int]] = ()
+    ) -> None:
+        self.units = len(profile.units)
+        self.micro_batch_size = micro_batch_size
+        self.work = unit_sums((u.forward_ns + u.backward_ns) * micro_batch_size for u in profile.units)
+        self.static = unit_sums(u.param_bytes + -(-u.state_bytes // max(1, holders)) for u in profile.units)
+        self.held = unit_sums(u.activation_bytes * micro_batch_size for u in profile.units)
+        self.moved = unit_sums(u.param_bytes + u.state_bytes // max(1, holders) for u in profile.units)
+        widest = max((u.boundary_bytes for u in profile.units), default=0) * micro_batch_size
+        self.transfer = profile.latency_ns + -(-widest * 1_000_000_000 // profile.link_bytes_per_s)
+        self.tied = tuple(tied)
+
+    def stage_time(self, first: int, end: int, place: Place) -> int:
+        """Forward and backward of one micro-batch through ``[first, end)``, ns."""
+        return -(-(self.work[end] - self.work[first]) * PPM // place.speed_ppm)
+
+    def stage_bytes(self, first: int, end: int, in_flight: int) -> int:
+        """Memory of a stage that holds ``in_flight`` micro-batches; a tied weight counts once."""
+        need = self.static[end] - self.static[first] + in_flight * (self.held[end] - self.held[first])
+        for one, other in self.tied:
+            if first <= one < end and first <= other < end:
+                need -= self.static[other + 1] - self.static[other]
+        return need
+
+    def reach(self, first: int, place: Place, time: int, in_flight: int) -> int:
+        """Largest ``end`` such that ``[first, end)`` fits time and memory."""
+        end = bisect_right(self.work, self.work[first] + time * place.speed_ppm // PPM) - 1
+        end = max(first, min(end, self.units))
+        if self.stage_bytes(first, end, in_flight) <= place.memory_bytes:
+            return end
+        low, high = first, end
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.stage_bytes(first, middle, in_flight) <= place.memory_bytes:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+
+def _greedy(model: Model, places: Sequence[Place], time: int) -> tuple[int, ...] | None:
+    cuts = [0]
+    for stage, place in enumerate(places):
+        cuts.append(model.reach(cuts[-1], place, time, len(places) - stage))
+    return tuple(cuts) if cuts[-1] == model.units else None
+
+
+def cut_pipeline(model: Model, places: Sequence[Place]) -> tuple[int, ...] | None:
+    """Minimax cut of all units over ordered ``places`` (``len(places) + 1`` points), or None if memory forbids.
+
+    Stages may be empty: such a cell has nothing to do.
+    """
+    if not places:
+        return None
+    high = model.work[-1] * PPM // min(place.speed_ppm for place in places) + 1
+    best = _greedy(model, places, high)
+    if best is None:
+        return None
+    low = max(0, model.work[-1] * PPM // sum(place.speed_ppm for place in places) - 1)
+    high = pipeline_time(model, places, best).each
+    while low < high:
+        middle = (low + high) // 2
+        cuts = _greedy(model, places, middle)
+        if cuts is None:
+            low = middle + 1
+        else:
+            best = cuts
+            high = min(middle, max(model.stage_time(a, b, p) for a, b, p in zip(cuts, cuts[1:], places, strict=False)))
+    return best
+
+
+def pipeline_time(model: Model, places: Sequence[Place], cuts: Sequence[int]) -> PipelineTime:
+    """Closed form for a 1F1B pipeline; transfers add one latency a micro-batch and a round trip to fill and drain."""
+    stages = [model.stage_time(a, b, place) for a, b, place in zip(cuts, cuts[1:], places, strict=False) if b > a]
+    hop = model.transfer if len(stages) > 1 else 0
+    each = max(stages) + hop
+    return PipelineTime(sum(stages) + 2 * (len(stages) - 1) * hop - max(stages) - hop, each)
+
+
+def nearest_cuts(
+    model: Model, places: Sequence[Place], time: int, holds: Sequence[tuple[tuple[int, int], ...]]
+) -> tuple[int, ...] | None:
+    """Among cuts with every stage within ``time``: the one whose cells fetch the fewest bytes.
+
+    ``holds[i]``: unit ranges cell ``i`` has now. Ties: shorter first stages.
+    """
+    best: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, (0,))}
+    for stage, place in enumerate(places):
+        onward: dict[int, tuple[int, tuple[int, ...]]] = {}
+        for first, (cost, cuts) in best.items():
+            reach = model.reach(first, place, time, len(places) - stage)
+            for end in range(first, reach + 1):
+                candidate = (cost + _fetched(model, first, end, holds[stage]), (*cuts, end))
+                if end not in onward or candidate < onward[end]:
+                    onward[end] = candidate
+        best = onward
+    return best[model.units][1] if model.units in best else None
+
+
+def _fetched(model: Model, first: int, end: int, ranges: Sequence[tuple[int, int]]) -> int:
+    """Bytes of ``[first, end)`` outside ``ranges`` (which do not overlap)."""
+    need = model.moved[end] - model.moved[first]
+    for a, b in ranges:
+        low, high = max(a, first), min(b, end)
+        if low < high:
+            need -= model.moved[high] - model.moved[low]
+    return need

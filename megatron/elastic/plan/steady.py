@@ -1,0 +1,240 @@
+"""From shapes to plans: the steady plan, what has to move for it, and whether it pays back.
+
+Idea: after a change there are two answers. The *instant* one moves nothing:
+rows of lost cells go to peers, or damaged pipelines rest and the others take
+their micro-batches. The *steady* one is the best shape once units have moved
+(state's add, promote, drop), streamed in the background while the instant one
+runs. A shape is worth its migration when, over the expected time to the next
+change, more steps get done: ``mig / T_now + (horizon - mig) / T_new`` against
+``horizon / T_now``.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from megatron.elastic.plan.dataflow import PlanError, Share, deal, microbatch_rows
+from megatron.elastic.plan.graph import GraphOptions, Shape, candidate_shapes
+from megatron.elastic.plan.model import Plan, Profile, Replica, Segment, Topology
+from megatron.elastic.plan.planner import Dataflow, assemble, instant_plan
+from megatron.elastic.plan.timing import plan_time
+
+__all__ = ["Decision", "DecisionOptions", "Move", "decide", "migration_ns", "shape_plan", "steady_plan", "transition"]
+
+MAX_SOURCES = 16
+MAX_SHAPES = 4
+HOUR_NS = 3_600_000_000_000
+
+
+@dataclass(frozen=True)
+class Move:
+    """``cell`` must come to hold ``unit``; any of ``sources`` holds it now (none: only mirrors of its state do)."""
+
+    cell: int
+    unit: int
+    sources: tuple[int, ...]
+    bytes: int
+
+
+@dataclass(frozen=True)
+class DecisionOptions:
+    """What the planner may use (ablations switch axes off)."""
+
+    graph: GraphOptions | None = field(default_factory=GraphOptions)
+    """None: units never move."""
+    reroute: bool = True
+    resize: bool = True
+    split_backward: bool = False
+    mix_microbatches: bool = False
+    horizon_ns: int = HOUR_NS
+    """Expected time to the next change of membership."""
+    max_pieces: int = 6_000
+    """Above this many pieces rerouting is not tried: with so many replicas, resting the damaged one costs less."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Instant answer and, if it pays back, the steady one. Times in ns a step."""
+
+    instant: Plan | Shape | None
+    instant_ns: int
+    steady: Shape | None
+    steady_ns: int
+    moves: tuple[Move, ...]
+    migration_ns: int
+
+
+def shape_plan(
+    topology: Topology, shape: Shape, profile: Profile, split_backward: bool = False, only: Sequence[int] | None = None
+) -> Plan:
+    """The plan of a shape; ``only`` restricts it to some pipelines (they are independent of each other).
+
+    Micro-batches are dealt smoothly by quota, so that any prefix of the step is balanced.
+    """
+    quotas = [pipeline.quota for pipeline in shape.pipelines]
+    homes: list[list[int]] = [[] for _ in quotas]
+    for microbatch, number in enumerate(deal(sum(quotas), quotas)):
+        homes[number].append(microbatch)
+    wanted = range(len(quotas)) if only is None else only
+    shares = [
+        Share(segment.cell, segment.first, segment.end, microbatch_rows(topology.grid, microbatch), wave)
+        for number in wanted
+        for wave, microbatch in enumerate(homes[number])
+        for segment in shape.pipelines[number].segments
+    ]
+    moved = replace(topology, replicas=shape.replicas())
+    return assemble(moved, profile, shares, split_backward, (shape.kind,))
+
+
+def steady_plan(
+    topology: Topology, profile: Profile, options: GraphOptions | None = None, split_backward: bool = False
+) -> Plan:
+    """The fastest plan the living cells can run once units have moved (no pay-back considered)."""
+    return shape_plan(topology, candidate_shapes(topology, profile, options)[0], profile, split_backward)
+
+
+def transition(
+    before: Iterable[Replica], after: Iterable[Replica], profile: Profile, alive: Iterable[int]
+) -> tuple[Move, ...]:
+    """Units that cells of ``after`` lack, ascending by (cell, unit). Dead holders are no sources.
+
+    Bytes are parameters plus the new holder's share of optimizer state. At most
+    ``MAX_SOURCES`` sources are named a unit, and they differ from mover to mover.
+    """
+    living = set(alive)
+    now = _spans(segment for replica in before for segment in replica.segments if segment.cell in living)
+    then = _spans(segment for replica in after for segment in replica.segments)
+    lacking = [
+        (cell, unit)
+        for cell in sorted(cell for cell, spans in then.items() if now.get(cell) != spans)
+        for unit in _units(then[cell])
+        if not any(a <= unit < b for a, b in now.get(cell, ()))
+    ]
+    wanted = sorted({unit for _, unit in lacking})
+    sources = _holders(now, wanted)
+    owners = _holders(then, wanted)
+    moves = []
+    for number, (cell, unit) in enumerate(lacking):
+        state = profile.units[unit].state_bytes // len(owners[unit])
+        some = _some(sources[unit], number)
+        moves.append(Move(cell, unit, some, profile.units[unit].param_bytes + state))
+    return tuple(moves)
+
+
+def _spans(segments: Iterable[Segment]) -> dict[int, tuple[tuple[int, int], ...]]:
+    """Unit ranges by cell."""
+    spans: dict[int, tuple[tuple[int, int], ...]] = {}
+    for segment in segments:
+        spans[segment.cell] = (*spans.get(segment.cell, ()), (segment.first, segment.end))
+    return spans
+
+
+def _units(spans: Iterable[tuple[int, int]]) -> list[int]:
+    return sorted({unit for a, b in spans for unit in range(a, b)})
+
+
+def _holders(spans: dict[int, tuple[tuple[int, int], ...]], units: Sequence[int]) -> dict[int, list[int]]:
+    """Cells that hold each of ``units``."""
+    found: dict[int, list[int]] = {unit: [] for unit in units}
+    by_range: dict[tuple[int, int], list[int]] = {}
+    for cell, ranges in spans.items():
+        for span in ranges:
+            by_range.setdefault(span, []).append(cell)
+    for (a, b), cells in by_range.items():
+        for unit in units[bisect_left(units, a) : bisect_left(units, b)]:
+            found[unit].extend(cells)
+    return {unit: sorted(set(cells)) for unit, cells in found.items()}
+
+
+def _some(cells: Sequence[int], start: int) -> tuple[int, ...]:
+    """At most ``MAX_SOURCES`` of ``cells``, another window for each ``start``."""
+    if len(cells) <= MAX_SOURCES:
+        return tuple(cells)
+    first = start * MAX_SOURCES % len(cells)
+    return tuple(sorted((*cells[first : first + MAX_SOURCES], *cells[: max(0, first + MAX_SOURCES - len(cells))])))
+
+
+def migration_ns(moves: Sequence[Move], profile: Profile) -> int:
+    """Time of a migration: the busiest link end, each unit's sources sharing the sending."""
+    load: dict[tuple[bool, int], int] = {}
+    for move in moves:
+        load[True, move.cell] = load.get((True, move.cell), 0) + move.bytes
+        for source in move.sources:
+            load[False, source] = load.get((False, source), 0) + -(-move.bytes // len(move.sources))
+    return -(-max(load.values(), default=0) * 1_000_000_000 // profile.link_bytes_per_s)
+
+
+def decide(topology: Topology, profile: Profile, options: DecisionOptions | None = None) -> Decision:
+    """Instant and steady answer to the present topology.
+
+    Raises :class:`PlanError` when neither exists: no unit group survives and no
+    shape fits memory.
+    """
+    options = options or DecisionOptions()
+    shapes = _shapes(topology, profile, options)
+    instant, instant_ns = _instant(topology, profile, options, shapes)
+    best: Shape | None = None
+    best_ns, best_moves, best_migration = instant_ns, tuple[Move, ...](), 0
+    best_done = _steps(options.horizon_ns, 0, instant_ns, instant_ns)
+    for shape in shapes[:MAX_SHAPES] if options.graph is not None else ():
+        moves = transition(topology.replicas, shape.replicas(), profile, (cell.id for cell in topology.cells))
+        migration = migration_ns(moves, profile)
+        done = _steps(options.horizon_ns, migration, instant_ns, shape.time_ns)
+        if done > best_done:
+            best, best_ns, best_moves, best_migration, best_done = shape, shape.time_ns, moves, migration, done
+    if instant is None and best is None:
+        raise PlanError("no living holder for some unit, and no shape of the living cells fits their memory")
+    return Decision(instant, instant_ns, best, best_ns, best_moves, best_migration)
+
+
+def _shapes(topology: Topology, profile: Profile, options: DecisionOptions) -> list[Shape]:
+    """Shapes to consider; without the graph axis only those that move nothing."""
+    still = GraphOptions(alike=False, recut=False, pool=False, drop=True)
+    try:
+        return candidate_shapes(topology, profile, options.graph or still)
+    except PlanError:
+        return []
+
+
+def _instant(
+    topology: Topology, profile: Profile, options: DecisionOptions, shapes: Sequence[Shape]
+) -> tuple[Plan | Shape | None, int]:
+    """The fastest answer that moves nothing, and its time (0: there is none)."""
+    found: list[tuple[int, int, Plan | Shape]] = []
+    for shape in shapes:
+        if shape.kind == "drop" or (shape.kind == "keep" and all(pipeline.quota for pipeline in shape.pipelines)):
+            found.append((shape.time_ns, 0, shape))
+    if _piece_count(topology) <= options.max_pieces:
+        flows: list[Dataflow] = []
+        if options.reroute:
+            flows.append("reroute")
+        if options.resize:
+            flows.append("resize")
+        for number, flow in enumerate(flows, start=1):
+            try:
+                plan = instant_plan(topology, profile, flow, options.mix_microbatches, options.split_backward)
+            except PlanError:
+                continue
+            found.append((plan_time(plan, profile), number, plan))
+    if not found:
+        return None, 0
+    time, _, best = min(found, key=lambda item: item[:2])
+    return best, time
+
+
+def _piece_count(topology: Topology) -> int:
+    """Nominal number of pieces of a step."""
+    segments = sum(len(replica.segments) for replica in topology.replicas)
+    grid = topology.grid
+    return segments * grid.global_batch_size // max(1, grid.micro_batch_size * len(topology.replicas))
+
+
+def _steps(horizon: int, migration: int, now: int, new: int) -> int:
+    """Millionths of steps done within ``horizon`` when the first ``migration`` ns run at ``now`` (0: stalled)."""
+    if not new:
+        return 0
+    migration = min(migration, horizon)
+    waiting = migration * 1_000_000 // now if now else 0
+    return waiting + (horizon - migration) * 1_000_000 // new
