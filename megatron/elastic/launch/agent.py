@@ -251,6 +251,8 @@ class Agent:
             case NodeLost(node=node) if self.state.coordinator() == self.node:
                 host, ranks = self.state.nodes[node].host, list(self.state.nodes[node].ranks)
                 say(f"lost node {node} ({host}) with ranks {ranks}: {event.why}")
+                if self.state.decided == 0:
+                    self.append(Ended(_STATE_LOST, f"node {node} was lost before the job had started: it ends"))
             case Suspected():
                 self._look_into(event)
             case Condemned() if event.rank in self.by_rank:

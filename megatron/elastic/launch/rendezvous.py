@@ -25,6 +25,8 @@ from megatron.elastic.launch.arguments import BadInput, Job
 
 __all__ = ["Company", "meet"]
 
+_SLICE_SECONDS = 0.5
+
 
 @dataclass(frozen=True)
 class Company:
@@ -50,7 +52,7 @@ def meet(job: Job) -> Company:
     nodes: dict[int, Node] = {}
     end = time.monotonic() + job.rendezvous_timeout
     for number in range(job.nodes):
-        found = store.wait(f"card/{number}", max(0.1, end - time.monotonic()))
+        found = _wait(store, f"card/{number}", end)
         if found is None:
             raise BadInput(
                 f"node {number} of {job.nodes} did not come within {job.rendezvous_timeout:.0f} s: "
@@ -58,6 +60,14 @@ def meet(job: Job) -> Company:
             )
         _add_node(nodes, number, seal.open(f"card/{number}", found), job)
     return Company(node, store, secret, seal, nodes, returning, job.master_addr, store.port)
+
+
+def _wait(store: EmbeddedStore, key: str, end: float) -> bytes | None:
+    """Wait until ``end`` (monotonic) in slices, between which Python sees signals."""
+    while True:
+        found = store.wait(key, min(_SLICE_SECONDS, max(0.01, end - time.monotonic())))
+        if found is not None or time.monotonic() >= end:
+            return found
 
 
 def _take_place(store: EmbeddedStore, seal: Seal, job: Job) -> tuple[int, bool]:
@@ -127,7 +137,7 @@ def _agree_on_secret(store: EmbeddedStore, job: Job) -> str:
         return given
     if store.server:
         return store.create("secret", secrets.token_hex(16).encode()).decode()
-    found = store.wait("secret", job.rendezvous_timeout)
+    found = _wait(store, "secret", time.monotonic() + job.rendezvous_timeout)
     if found is None:
         raise BadInput(f"the first agent keeps its secret to itself: set {env.SECRET} here as it is there")
     return found.decode()

@@ -64,7 +64,7 @@ class Zygote:
         # Keeps the collector from writing to (and so copying) pages shared with the workers.
         gc.collect()
         gc.freeze()
-        self._agent.send({"ready": True, "notes": notes})
+        self._tell({"ready": True, "notes": notes}, [])
 
     def serve(self) -> WorkerSpec | None:
         """Fork on request and reap. Returns a spec in a forked worker, None in the zygote once the agent is gone."""

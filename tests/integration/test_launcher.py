@@ -1,0 +1,98 @@
+"""The launcher with real processes and real kills, without training (workers run the rehearsal loop)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+from launcher_cluster import cluster
+
+ALL = list(range(8))
+
+
+def test_a_killed_worker_touches_nobody_else_and_comes_back() -> None:
+    with cluster(8, script_options=("--seconds", "600")) as job:
+        job.wait_members(ALL)
+        before = {rank: job.pid(rank) for rank in ALL}
+        job.kill(3)
+        back = job.wait_members(ALL, minimum=3)
+        shrunk = [e for e in job.of("decided") if e["reason"] == "loss"]
+        assert {e["rank"] for e in shrunk} == set(ALL) - {3}
+        assert all(e["lost"] == [[3, 0, "signal SIGKILL"]] for e in shrunk)
+        joined = job.of("decided", generation=back)
+        assert {e["rank"] for e in joined} == set(ALL) and all(e["joined"] == [3] for e in joined)
+        assert job.of("begin", rank=3)[-1]["incarnation"] == 1
+        assert {rank: job.pid(rank) for rank in ALL if rank != 3} == {r: p for r, p in before.items() if r != 3}
+        os.kill(job.agents[0].pid, signal.SIGTERM)
+        assert job.exit_code() == 3
+        assert {e["rank"] for e in job.of("drained")} == set(ALL)
+
+
+def test_a_stopped_worker_is_executed_and_replaced() -> None:
+    with cluster(4, script_options=("--seconds", "600")) as job:
+        job.wait_members([0, 1, 2, 3])
+        job.kill(1, signal.SIGSTOP)
+        job.wait_members([0, 1, 2, 3], minimum=2)
+        lost = [e["lost"] for e in job.of("decided") if e["reason"] == "loss"]
+        assert lost and all(entry == [[1, 0, "stopped"]] for entry in lost)
+
+
+def test_a_second_loss_during_recovery_is_a_generation_of_its_own() -> None:
+    options = ("--seconds", "600", "--report-seconds", "1.0", "--elastic-no-respawn")
+    with cluster(8, script_options=options) as job:
+        job.wait_members(ALL)
+        job.kill(0)
+        job.wait(lambda: len(job.of("freeze", generation=2)) == 7, "everybody frozen")
+        job.kill(5)
+        job.wait_members([1, 2, 3, 4, 6, 7], minimum=3)
+        assert not job.of("decided", generation=2), "generation 2 must not be decided with a dead member"
+        assert all(e["lost"] == [[0, 0, "signal SIGKILL"], [5, 0, "signal SIGKILL"]] for e in job.of("decided", generation=3))
+
+
+def test_losing_an_agent_with_its_workers_and_starting_it_again() -> None:
+    with cluster(4, nodes=2, script_options=("--seconds", "600")) as job:
+        job.wait_members(ALL)
+        job.kill(6)
+        job.wait_members(ALL, minimum=2)
+        theirs = [job.pid(rank) for rank in (4, 5, 6, 7)]
+        survivors = {rank: job.pid(rank) for rank in (0, 1, 2, 3)}
+        job.agents[1].kill()
+        generation = job.wait_members([0, 1, 2, 3], minimum=3)
+        lost = job.of("decided", generation=generation)[0]["lost"]
+        assert [entry[0] for entry in lost] == [4, 5, 6, 7]
+        assert all("node unreachable" in entry[2] for entry in lost)
+        job.start_agent(1)
+        job.wait_members(ALL, minimum=generation + 1)
+        assert {rank: job.pid(rank) for rank in survivors} == survivors
+        assert not set(theirs) & {job.pid(rank) for rank in (4, 5, 6, 7)}
+
+
+def test_the_end_of_the_store_holding_agent_ends_the_job_with_one_line() -> None:
+    with cluster(2, nodes=2, script_options=("--seconds", "600")) as job:
+        job.wait_members([0, 1, 2, 3])
+        job.agents[0].kill()
+        assert job.exit_code(1) == 4
+        assert job.text().count("which holds the store, is gone") == 1
+        assert not job.survivors()
+        assert "Traceback" not in job.text()
+
+
+def test_sigkill_of_the_launcher_leaves_nothing() -> None:
+    with cluster(4, script_options=("--seconds", "600")) as job:
+        job.wait_members([0, 1, 2, 3])
+        job.agents[0].kill()
+        job.agents[0].wait()
+        assert not job.survivors()
+        assert job.port_is_free()
+
+
+def test_a_job_that_lost_every_worker_starts_anew() -> None:
+    with cluster(3, script_options=("--seconds", "600")) as job:
+        job.wait_members([0, 1, 2])
+        for rank in (0, 1, 2):
+            job.kill(rank)
+        generation = job.wait_members([0, 1, 2], minimum=2)
+        assert all(e["reason"] == "start" for e in job.of("decided", generation=generation))
