@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 import torch
 
 from megatron.elastic.state.adam import AdamScalars, SgdScalars, adam_step, round_to_bf16, sgd_step, sum_of_squares
+from megatron.elastic.state.hashing import content_hash, next_lineage
 from megatron.elastic.state.layout import BlockKey, Run, StateBlock, UnitLayout
 from megatron.elastic.state.protocol import NOTHING, Holdings
 from megatron.elastic.state.record import GradientKey, Hyper, StepRecord
@@ -49,6 +50,8 @@ class BlockCopy:
     state: torch.Tensor
     version: int
     counted: bool = True
+    lineage: str = ""
+    """Hash chain over everything the copy was made from: equal lineages mean equal bits (``hashing``)."""
     gradients: dict[GradientKey, torch.Tensor] = field(default_factory=dict)
     spare: list[torch.Tensor] = field(default_factory=list)
 
@@ -108,6 +111,7 @@ class StatePool:
             if values is not None:
                 row.copy_(values)
         copy = BlockCopy(block, layout.runs(block), layout.counts_in_norm(block), state, version, counted)
+        copy.lineage = content_hash(key, state)
         self._copies[key] = copy
         return copy
 
@@ -232,11 +236,14 @@ class StatePool:
             if gradient is None:
                 raise StateError(f"{name} lacks gradient {record.gradient and tuple(record.gradient)}")
             self._guard(copy)
+            copy.lineage = next_lineage(copy.lineage, content_hash(copy.block.key, gradient), record.digest)
             copy.version = TORN
             for run in copy.runs:
                 self._update(copy, run, gradient, record, model)
-        elif model is not None:
-            round_to_bf16(copy.master, model)
+        else:
+            copy.lineage = next_lineage(copy.lineage, "", record.digest)
+            if model is not None:
+                round_to_bf16(copy.master, model)
         copy.version = record.version
         for key in [k for k in copy.gradients if k.step < record.version]:
             copy.release(key)

@@ -18,11 +18,13 @@ again in another order gives the same record.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from typing import Literal, NamedTuple, Protocol
 
 from megatron.elastic.state.layout import BlockKey
@@ -142,6 +144,11 @@ class StepRecord:
     def to_json(self) -> str:
         """Text; floats keep all their bits (Python writes the shortest that reads back equal)."""
         return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
+
+    @cached_property
+    def digest(self) -> str:
+        """Hash of everything in the record, to compare between processes and to chain (32 hex digits)."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()[:32]
 
     @classmethod
     def from_json(cls, text: str) -> StepRecord:
