@@ -58,12 +58,12 @@ class Arena:
         self._views: dict[int, list[torch.Tensor]] = {}
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         for unit, parameters in members.items():
-            self._views[unit] = [self._adopt(unit, index, item) for index, item in enumerate(parameters)]
+            self._views[unit] = [self._adopt(unit, item) for item in parameters]
 
-    def _adopt(self, unit: int, index: int, item: UnitParameter) -> torch.Tensor:
+    def _adopt(self, unit: int, item: UnitParameter) -> torch.Tensor:
         """Move one parameter's storage into the arena; returns its fp32 gradient view."""
         where = self.slices[unit]
-        start = where.start + where.layout.offset(index)
+        start = where.start + where.layout.slot(item.spec.name).start
         stop = start + item.spec.numel
         value = self.parameters[start:stop].view(item.spec.shape)
         gradient = self.gradients[start:stop].view(item.spec.shape)

@@ -23,10 +23,11 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
 from megatron.elastic.engine.port import ForwardStep, LossOutput, UnitParameter
 from megatron.elastic.mcore.param_groups import GroupKeys
+from megatron.elastic.mcore.stage import as_stage
 from megatron.elastic.plan.model import Piece
 from megatron.elastic.state.layout import ParamSpec
 
-__all__ = ["GptPort"]
+__all__ = ["GptPort", "unwrapped"]
 
 
 class GptPort:
@@ -38,7 +39,7 @@ class GptPort:
         self._config = get_model_config(chunk)
         self._groups = groups
         self._reads_data = reads_data
-        self._inner = _unwrapped(chunk)
+        self._inner = unwrapped(chunk)
         self.compute_units = args.num_layers + 2
         self._units = self._sort_parameters()
 
@@ -163,21 +164,16 @@ class GptPort:
     @contextmanager
     def _running(self, piece: Piece, place: tuple[int, int]) -> Iterator[None]:
         """Megatron's global idea of stage and micro-batch size, for the time of one piece."""
-        nominal_rank = parallel_state.get_pipeline_model_parallel_rank()
-        nominal_size = parallel_state.get_pipeline_model_parallel_world_size()
         nominal_rows = self._args.micro_batch_size
-        parallel_state.set_pipeline_model_parallel_rank(place[0])
-        parallel_state.set_pipeline_model_parallel_world_size(place[1])
         self._args.micro_batch_size = len(piece.rows)
         try:
-            yield
+            with as_stage(*place):
+                yield
         finally:
-            parallel_state.set_pipeline_model_parallel_rank(nominal_rank)
-            parallel_state.set_pipeline_model_parallel_world_size(nominal_size)
             self._args.micro_batch_size = nominal_rows
 
 
-def _unwrapped(module: torch.nn.Module) -> Any:
+def unwrapped(module: torch.nn.Module) -> Any:
     """The GPTModel inside ``Float16Module`` and the like."""
     while hasattr(module, "module"):
         module = module.module

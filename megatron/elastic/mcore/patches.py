@@ -78,7 +78,7 @@ class PatchSet:
 
     def add(self, patch: Patch) -> None:
         """Apply one row, unless a row with this symbol and maker is in force."""
-        if any(patch.symbol == other.symbol and patch.make is other.make for other in self.applied):
+        if any(patch.symbol == other.symbol and patch.make == other.make for other in self.applied):
             return
         owner, name = _locate(patch.symbol)
         raw = inspect.getattr_static(owner, name)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.elastic.mcore import arguments, norms, preflight, substitutions, support
+from megatron.elastic.mcore import arguments, norms, preflight, substitutions, support, torch_adam
 from megatron.elastic.mcore.bad_input import translated
 from megatron.elastic.mcore.patches import Patch, PatchSet, apply, bound, describe
 from megatron.elastic.platform.base import Platform
@@ -33,6 +33,7 @@ class Startup:
 
     platform: Platform
     in_force: PatchSet = field(default_factory=PatchSet)
+    _elastic_rows: tuple[Patch, ...] = ()
 
     def begin(self) -> None:
         """Apply the platform's rows. Idempotent."""
@@ -70,6 +71,15 @@ class Startup:
             Patch("megatron.core.transformer.torch_norm.WrappedTorchNorm.__new__",
                   "torch's norms under sequence parallelism and with --apply-layernorm-1p (no Apex on a CPU)",
                   norms.make_wrapped_norm, _ALL, "platform"),
+            Patch("megatron.core.optimizer.distrib_optimizer.DistributedOptimizer.state_dict",
+                  "torch's Adam has no step count before its first step: loading a checkpoint asserts on it",
+                  torch_adam.make_state_dict, _ALL, "platform"),
+            Patch("megatron.core.optimizer.distrib_optimizer.DistributedOptimizer.load_state_dict",
+                  "torch's Adam counts steps per parameter: loading makes all share one tensor, counted many times",
+                  torch_adam.make_load_state_dict, _ALL, "platform"),
+            Patch("megatron.core.optimizer.distrib_optimizer.DistributedOptimizer._set_main_param_and_optimizer_states",
+                  "torch's Adam counts steps per parameter: reshardable checkpoints carry the count once",
+                  torch_adam.make_set_states, _ALL, "platform"),
         )
 
     # ------------------------------------------------------------ replacements
@@ -115,7 +125,7 @@ class Startup:
             if call.get("parsed_args", self) is not None:
                 return original(**call)
             home = sys.modules["megatron.training.initialize"]
-            call["parsed_args"] = home.parse_args(call["extra_args_provider"], call["ignore_unknown_args"])
+            call["parsed_args"] = home.parse_args(call.get("extra_args_provider"), bool(call.get("ignore_unknown_args")))
             # Parsing may have put --elastic's replacement in place: it is the one to run.
             present = home.initialize_megatron
             return original(**call) if present is initialize_megatron else present(**call)
@@ -127,10 +137,11 @@ class Startup:
         rows = list(self.rows())
         config = arguments.config_from_args(args)
         if args.elastic:
-            host = importlib.import_module("megatron.elastic.mcore.host")
-            elastic = host.patches(args, config)
-            apply(elastic, into=self.in_force)
-            rows += elastic
+            if not self._elastic_rows:  # Megatron parses more than once (ft_integration)
+                host = importlib.import_module("megatron.elastic.mcore.host")
+                self._elastic_rows = tuple(host.patches(args, config))
+            apply(self._elastic_rows, into=self.in_force)
+            rows += self._elastic_rows
         if config.print_patches:
             _say(describe(rows), args)
 

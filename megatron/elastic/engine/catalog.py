@@ -1,0 +1,48 @@
+"""What state the job consists of, known to every rank.
+
+Each rank lays out its own units from its parameters; mirrors may lie on other
+stages, so every rank also needs the layouts of the others. They are exchanged
+once, at the start (a joiner is handed them): afterwards layouts are constants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron.elastic.engine.port import ModelPort
+from megatron.elastic.state.layout import ParamSpec, UnitLayout
+
+__all__ = ["build_layouts", "exchange_catalog"]
+
+Catalog = dict[tuple[int, int], tuple[ParamSpec, ...]]
+
+
+def exchange_catalog(port: ModelPort, shard: int, group: dist.ProcessGroup, size: int) -> Catalog:
+    """(unit, shard) → parameter specs, of the whole job. Collective over ``group`` (``size`` members).
+
+    Raises ``ValueError`` when two holders of a unit disagree about it.
+    """
+    mine: Catalog = {
+        (unit, shard): tuple(item.spec for item in port.unit_parameters(unit)) for unit in port.held_units()
+    }
+    gathered: list[Any] = [None] * size
+    dist.all_gather_object(gathered, mine, group=group)
+    catalog: Catalog = {}
+    for part in gathered:
+        for key, specs in (part or {}).items():
+            if catalog.setdefault(key, specs) != specs:
+                raise ValueError(f"unit {key[0]}, tensor-parallel rank {key[1]}: ranks disagree about its parameters")
+    return catalog
+
+
+def build_layouts(catalog: Mapping[tuple[int, int], tuple[ParamSpec, ...]], block_bytes: int) -> dict[
+    tuple[int, int], UnitLayout
+]:
+    """The layout of every (unit, shard)."""
+    return {
+        (unit, shard): UnitLayout.build(unit, shard, specs, block_bytes)
+        for (unit, shard), specs in sorted(catalog.items())
+    }

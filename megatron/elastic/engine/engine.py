@@ -1,0 +1,308 @@
+"""The engine's surface: ``step``, ``evaluate``, ``fenced``.
+
+A call returns when its work is committed on every living rank. In between,
+ranks may be lost at any instant: whoever survives agrees on a generation
+(:mod:`recovery`), finishes or re-runs the step, and the caller notices nothing
+but the time it took. No committed step is undone, no process that is still
+healthy is restarted.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from megatron.elastic.comm.errors import CommError
+from megatron.elastic.engine.inject import Injector
+from megatron.elastic.engine.port import ForwardStep
+from megatron.elastic.engine.recovery import Outcome, Recovery
+from megatron.elastic.engine.report import Report
+from megatron.elastic.engine.settings import StepResult
+from megatron.elastic.engine.source import SampleSource, StepAddress
+from megatron.elastic.engine.standing import Standing
+from megatron.elastic.engine.transaction import StepBody, StepInput, Tools
+from megatron.elastic.engine.vote import Tally, VoteLayout, ledger_digest, plan_digest
+from megatron.elastic.observe.phases import PhaseTimer
+from megatron.elastic.state.layout import BlockKey
+from megatron.elastic.state.record import GradientKey, StepRecord, Vote, advance
+
+__all__ = ["Engine", "NotFinite"]
+
+T = TypeVar("T")
+
+
+class NotFinite(RuntimeError):
+    """A gradient is not finite and the run does not allow it; the same on every rank."""
+
+
+@dataclass
+class _Attempt:
+    """What one attempt at a step has gathered so far, kept for a vote taken again."""
+
+    step: StepInput
+    key: GradientKey | None = None
+    tally: Tally | None = None
+    """Set once every gradient is reduced and shipped: from then on the vote can be taken again."""
+
+
+@dataclass
+class Engine:
+    """Owns the record, the standing and the position in the program of one rank."""
+
+    tools: Tools
+    recovery: Recovery
+    record: StepRecord
+    standing: Standing
+    injector: Injector
+    timer: PhaseTimer
+    blocks: tuple[BlockKey, ...]
+    """Every block of the job, in the order of the vote."""
+    on_settled: Callable[[Outcome, Standing, float], None]
+    """Told of every finished recovery and the seconds it took."""
+    phase: int = 0
+    done: bool = False
+    parameters: int = 0
+    _attempt: _Attempt | None = None
+    _catching_up: bool = False
+    _zeros: int = 0
+    _keys: tuple[str, ...] = ()
+    _keys_of: int = -1
+    _body: StepBody | None = field(default=None, repr=False)
+
+    # -- before the first step -----------------------------------------------------
+
+    def adopt_parameters(self) -> None:
+        """Masters of owned blocks are what the model's parameters say; moments are zero."""
+        pool, arena = self.tools.pool, self.tools.arena
+        for block in self.standing.owned:
+            pool.put(block.key, arena.unit_parameters(block.unit)[block.start : block.stop], self.record.version)
+        pool.start(self.record)
+
+    def share_state(self) -> None:
+        """Bring mirrors and every replica's parameters to what the owners hold: the run starts from one state."""
+        body = self._steps()
+        body.share(self.record.version)
+        body.gather(self.record.version)
+        self.parameters = self.record.version
+
+    # -- surface -----------------------------------------------------------------
+
+    def step(self, forward_step: ForwardStep, source: SampleSource | None, address: StepAddress) -> StepResult:
+        """Compute and commit the next step; ``address`` says which samples it consumes."""
+        self._enter()
+        target = self.record.version + 1
+        work = StepInput(target, address, forward_step, source)
+        self.injector.reach("before_step", target)
+        while True:
+            try:
+                if self.record.version < target:
+                    self._commit(work)
+                self._finish()
+                break
+            except CommError as error:
+                self._recover(error)
+        self._attempt = None
+        self.injector.reach("after_step", target)
+        return self._result()
+
+    def evaluate(
+        self, forward_step: ForwardStep, source: SampleSource | None, addresses: Sequence[StepAddress]
+    ) -> dict[str, tuple[float, float]]:
+        """Sums of what the loss function reports over whole batches, forward only."""
+
+        def body() -> dict[str, tuple[float, float]]:
+            self.tools.port.train(False)
+            try:
+                tally = Tally()
+                for number, address in enumerate(addresses):
+                    self.injector.reach("in_evaluate", self.record.version)
+                    step = StepInput(number, address, forward_step, source)
+                    result = self._steps().compute(step, 1.0, training=False)
+                    if self.standing.position == 0:
+                        for key, (total, count) in result.report.items():
+                            before = tally.report.get(key, (0.0, 0.0))
+                            tally.report[key] = (before[0] + total, before[1] + count)
+                layout = VoteLayout((), self._report_keys(tally.report))
+                tally.plan = 0
+                vector = layout.pack(tally)
+                dist.all_reduce(vector, group=self.tools.fabric.world)
+                return layout.unpack(vector).report
+            finally:
+                self.tools.port.train(True)
+
+        return self.fenced(body)
+
+    def fenced(self, body: Callable[[], T]) -> T:
+        """Run a collective action; repeat it in the next generation if one begins before all have finished.
+
+        ``body`` must be repeatable. Returns its last result on this rank.
+        """
+        self._enter()
+        result = body_result = None
+        while True:
+            try:
+                if not self.done:
+                    body_result = body()
+                    self.done = True
+                result = body_result
+                dist.barrier(group=self.tools.fabric.world)
+                return result  # type: ignore[return-value]
+            except CommError as error:
+                if self._recover(error):
+                    return body_result  # type: ignore[return-value]
+                self.done = False
+
+    @property
+    def is_reporter(self) -> bool:
+        """Whether this rank speaks for the job (the highest living one, as Megatron's last rank)."""
+        return self.standing.living[-1] == self.tools.fabric.rank
+
+    # -- a step ------------------------------------------------------------------
+
+    def _enter(self) -> None:
+        self.phase += 1
+        self.done = False
+
+    def _steps(self) -> StepBody:
+        if self._body is None:
+            self._body = StepBody(self.tools, self.standing)
+        return self._body
+
+    def _commit(self, work: StepInput) -> None:
+        """Compute, reduce, ship, vote. On return ``self.record`` is that of ``work.step``."""
+        body, step = self._steps(), work.step
+        self._attempt = _Attempt(work)
+        self.injector.reach("after_prepare", step)
+        with self.timer.phase("compute"):
+            result = body.compute(work, self.record.loss_scale)
+        self.injector.reach("before_reduce", step)
+        with self.timer.phase("reduce"):
+            body.reduce(step)
+        self.injector.reach("after_reduce", step)
+        with self.timer.phase("ship"):
+            body.ship(step)
+        self.injector.reach("after_ship", step)
+        self._attempt.key = body.key(step)
+        self._attempt.tally = body.tally(work, result)
+        self._vote(body, self._attempt)
+
+    def _vote(self, body: StepBody, attempt: _Attempt) -> None:
+        """The commit point: with the vote's sum every rank computes the same record."""
+        assert attempt.tally is not None and attempt.key is not None
+        step, address = attempt.step.step, attempt.step.address
+        with self.timer.phase("vote"):
+            layout = VoteLayout(self.blocks, self._report_keys(attempt.tally.report))
+            self.injector.reach("before_vote", step)
+            total = body.vote(layout, attempt.tally)
+        check_ledger(total, address, step)
+        settings = self.tools.settings
+        if total.overflows and settings.check_finite:
+            raise NotFinite(f"step {step}: a gradient is not finite (--no-check-for-nan-in-loss-and-grad lets it pass)")
+        vote = Vote(
+            gradient=attempt.key,
+            norm_sq=total.norms,
+            found_nonfinite=total.overflows > 0,
+            denominator=total.tokens if settings.per_token_loss else 1.0,
+            tokens=total.tokens,
+            samples=total.samples,
+            losses=total.report,
+            ledger_hash=f"{total.ledger:x}",
+            plan_hash=self.standing.plan_hash,
+        )
+        self.record = advance(self.record, vote, settings.hyper)
+        self._zeros = total.zeros
+        self.injector.reach("after_vote", step)
+
+    def _finish(self) -> None:
+        """From a committed record to parameters: update, then gather. Safe to repeat."""
+        pool, step = self.tools.pool, self.record.version
+        with self.timer.phase("update"):
+            keys = tuple(pool)
+            pool.apply(self.record, keys[: len(keys) // 2])
+            self.injector.reach("mid_update", step)
+            pool.apply(self.record)
+        self.injector.reach("after_update", step)
+        if self.parameters < step:
+            if not self.record.skipped or self._catching_up:
+                with self.timer.phase("gather"):
+                    self._steps().gather(step)
+            self.parameters = step
+        self.injector.reach("after_gather", step)
+
+    def _report_keys(self, mine: dict[str, tuple[float, float]]) -> tuple[str, ...]:
+        """Names the loss functions report, agreed once a generation (and anew when one is unknown)."""
+        if self._keys_of != self.standing.generation:
+            gathered: list[object] = [None] * self.tools.fabric.slots
+            dist.all_gather_object(gathered, tuple(mine), group=self.tools.fabric.world)
+            found = {key for keys in gathered if isinstance(keys, tuple) for key in keys}
+            self._keys = tuple(sorted(found | set(self._keys)))
+            self._keys_of = self.standing.generation
+        return self._keys
+
+    def _result(self) -> StepResult:
+        record = self.record
+        losses = {key: total / count if count else 0.0 for key, (total, count) in record.losses.items()}
+        zeros = self._zeros if self.tools.settings.count_zeros else None
+        return StepResult(losses, record.skipped, record.grad_norm, zeros, record.loss_scale)
+
+    # -- recovery ----------------------------------------------------------------
+
+    def _report(self) -> Report:
+        attempt, statistics = self._attempt, dict[GradientKey, list[tuple[int, int]]]()
+        if attempt is not None and attempt.tally is not None and attempt.key is not None:
+            statistics[attempt.key] = [(row, row + 1) for row in attempt.tally.rows]
+        return Report(self.tools.pool.holdings(statistics), self.phase, self.done, self.parameters)
+
+    def _recover(self, error: CommError) -> bool:
+        """Agree on a generation and settle in it. Returns whether the present phase is over."""
+        started = time.monotonic()
+        while True:
+            try:
+                self.timer.enter("recover")
+                report = self._report()
+                self.standing, outcome = self.recovery.agree(error, report, self.standing.placement)
+                self._body = None
+                self.injector.reach("in_recovery_promote", self.record.version)
+                self._settle(outcome)
+                self.injector.reach("in_recovery_resume", self.record.version)
+                self.on_settled(outcome, self.standing, time.monotonic() - started)
+                return outcome.phase_over
+            except CommError as again:
+                error = again
+
+    def _settle(self, outcome: Outcome) -> None:
+        """Bring every survivor to the same version, with parameters to match."""
+        resolution = outcome.resolution
+        record = resolution.record
+        assert record is not None, "only a lost state has no record"
+        self.record = record
+        self.tools.pool.discard(resolution.gradient_key, record.version)
+        # Everybody gathers when anybody has to: a gather cut short left some parameters behind.
+        self.parameters = min(outcome.oldest_parameters, record.version)
+        self._catching_up = True
+        try:
+            self._finish()
+            if resolution.kind == "revote":
+                attempt, body = self._attempt, self._steps()
+                assert attempt is not None and attempt.tally is not None and resolution.gradient_key is not None
+                attempt.key = resolution.gradient_key
+                body.weigh(attempt.tally, attempt.key)
+                self._vote(body, attempt)
+                self._finish()
+        finally:
+            self._catching_up = False
+
+
+def check_ledger(total: Tally, address: StepAddress, step: int) -> None:
+    """Every sample of the step was computed exactly once, by whoever computed it. Raises ``RuntimeError``."""
+    expected = range(address.first, address.first + address.size)
+    if total.samples != len(expected) or total.ledger != ledger_digest(expected):
+        raise RuntimeError(
+            f"step {step}: {total.samples} samples were computed, {len(expected)} belong to it; "
+            "each must be computed exactly once"
+        )

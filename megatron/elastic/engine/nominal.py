@@ -1,0 +1,100 @@
+"""The topology at launch, which stays part of the job for ever.
+
+Ranks are numbered as Megatron does (tensor, then data, then pipeline):
+``rank = t + TP · (d + DP · p)``. Cell ``d · PP + p`` is the tensor-parallel
+group of stage ``p`` in replica ``d``; its id never changes, also when a new
+incarnation takes a rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from megatron.elastic.plan.model import Cell, Grid, Replica, Segment, Topology
+
+__all__ = ["Nominal"]
+
+
+@dataclass(frozen=True)
+class Nominal:
+    """Sizes and cuts at launch."""
+
+    tensor: int
+    pipeline: int
+    data: int
+    stages: tuple[tuple[int, int], ...]
+    """Units ``[first, end)`` of each pipeline stage."""
+    grid: Grid
+    tied_unit: int | None = None
+    """State-only unit shared by the first and last stage, if embeddings are tied."""
+
+    @property
+    def slots(self) -> int:
+        """W: ranks at launch."""
+        return self.tensor * self.pipeline * self.data
+
+    @property
+    def compute_units(self) -> int:
+        """U."""
+        return self.stages[-1][1]
+
+    def rank(self, shard: int, replica: int, stage: int) -> int:
+        """Global rank at a place."""
+        return shard + self.tensor * (replica + self.data * stage)
+
+    def place(self, rank: int) -> tuple[int, int, int]:
+        """(tensor-parallel shard, replica, stage) of a rank."""
+        rest, shard = divmod(rank, self.tensor)
+        stage, replica = divmod(rest, self.data)
+        return shard, replica, stage
+
+    def cell(self, replica: int, stage: int) -> Cell:
+        """The cell at (replica, stage)."""
+        ranks = tuple(self.rank(shard, replica, stage) for shard in range(self.tensor))
+        return Cell(replica * self.pipeline + stage, ranks)
+
+    def cell_of(self, rank: int) -> Cell:
+        """The nominal cell of a rank."""
+        _, replica, stage = self.place(rank)
+        return self.cell(replica, stage)
+
+    def units_of_stage(self, stage: int) -> tuple[int, ...]:
+        """Units whose state lives at a stage, ascending (the tied unit included)."""
+        first, end = self.stages[stage]
+        units = list(range(first, end))
+        if self.tied_unit is not None and stage in (0, self.pipeline - 1):
+            units.append(self.tied_unit)
+        return tuple(units)
+
+    def state_groups(self) -> dict[tuple[int, int], tuple[int, ...]]:
+        """(unit, shard) → ranks that hold it, ordered by stage, then replica."""
+        groups: dict[tuple[int, int], list[int]] = {}
+        for stage in range(self.pipeline):
+            for unit in self.units_of_stage(stage):
+                for shard in range(self.tensor):
+                    holders = groups.setdefault((unit, shard), [])
+                    holders += [self.rank(shard, replica, stage) for replica in range(self.data)]
+        return {key: tuple(dict.fromkeys(holders)) for key, holders in groups.items()}
+
+    def topology(self, living: Collection[int]) -> Topology:
+        """What is there when only ``living`` ranks are: whole cells compute, the rest are parked."""
+        cells, parked = [], list[int]()
+        for replica in range(self.data):
+            for stage in range(self.pipeline):
+                cell = self.cell(replica, stage)
+                if all(rank in living for rank in cell.ranks):
+                    cells.append(cell)
+                else:
+                    parked += [rank for rank in cell.ranks if rank in living]
+        replicas = tuple(
+            Replica(
+                tuple(
+                    Segment(self.cell(replica, stage).id, first, end)
+                    for stage, (first, end) in enumerate(self.stages)
+                )
+            )
+            for replica in range(self.data)
+        )
+        tied = () if self.tied_unit is None else ((0, self.compute_units - 1),)
+        return Topology(self.grid, self.compute_units, tuple(cells), replicas, tied, tuple(sorted(parked)))

@@ -1,0 +1,122 @@
+"""From a broken step to the next generation (DESIGN §3, §4).
+
+    report   what this rank holds, and where in the program it stands
+    decide   wait for the one record everybody reads (control plane)
+    edit     links and groups follow the members; nothing of a survivor is rebuilt
+    promote  mirrors of lost blocks become owners where they lie: no byte moves
+    resolve  which version is finished: roll forward, vote again, or run again
+
+All of it is a pure function of the decision record but the edit. Any further
+loss raises a ``CommError``; the caller reports again with what it holds then.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from megatron.elastic.comm.errors import CommError, PeerLost
+from megatron.elastic.comm.fabric import EditReport, Fabric
+from megatron.elastic.config import ElasticConfig
+from megatron.elastic.control.membership import Decision, Membership
+from megatron.elastic.engine.buffers import Arena
+from megatron.elastic.engine.nominal import Nominal
+from megatron.elastic.engine.report import Report, phase_is_over
+from megatron.elastic.engine.standing import Standing, stand, unit_groups
+from megatron.elastic.state.layout import BlockKey, UnitLayout
+from megatron.elastic.state.placement import Placement, promote_only
+from megatron.elastic.state.protocol import Resolution, resolve
+
+__all__ = ["Outcome", "Recovery", "StateLost"]
+
+
+class StateLost(RuntimeError):
+    """No survivor holds some block: only the persistent checkpoint does. Names what was lost."""
+
+    def __init__(self, version: int, blocks: tuple[BlockKey, ...]) -> None:
+        units = sorted({unit for unit, _, _ in blocks})
+        super().__init__(
+            f"state of step {version} is lost: {len(blocks)} blocks of units {units} have no surviving copy; "
+            "resume from the last checkpoint (--load)"
+        )
+        self.version = version
+        self.blocks = blocks
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a generation has to do before work goes on, the same on every rank."""
+
+    decision: Decision
+    resolution: Resolution
+    phase_over: bool
+    oldest_parameters: int
+    promoted: int
+    """Blocks that changed owner."""
+    seconds: Mapping[str, float]
+    edit: EditReport
+
+
+@dataclass
+class Recovery:
+    """The steps above for one rank; holds what is constant over generations."""
+
+    membership: Membership
+    fabric: Fabric
+    nominal: Nominal
+    config: ElasticConfig
+    layouts: Mapping[tuple[int, int], UnitLayout]
+    arena: Arena
+    reach: Callable[[str, int], None]
+    timeout: float
+
+    def agree(self, error: CommError, report: Report, placement: Placement) -> tuple[Standing, Outcome]:
+        """One attempt. Raises ``CommError`` when a newer generation began meanwhile, :class:`StateLost`."""
+        step, seconds = report.holdings.newest, dict[str, float]()
+        if isinstance(error, PeerLost):
+            self.membership.suspect(error.rank, error.why)
+        self.reach("in_recovery_freeze", step)
+        started = time.monotonic()
+        decision = self.membership.decide(self.fabric.address(), report.to_text(), self.timeout)
+        seconds["decide"] = time.monotonic() - started
+        self.reach("in_recovery_decide", step)
+        edit = self.fabric.edit(decision.generation, decision.members, self.timeout)
+        seconds["edit"] = time.monotonic() - started - seconds["decide"]
+        self.reach("in_recovery_edit", step)
+        reports = {rank: Report.from_text(text) for rank, text in decision.reports.items()}
+        promotion = promote_only(
+            placement, decision.members.keys(), unit_groups(self.nominal, self.layouts, decision.members)
+        )
+        if promotion.lost:
+            raise StateLost(step, promotion.lost)
+        needed = {key: copies.ranks for key, copies in placement.copies.items()}
+        rows = self.nominal.grid.global_batch_size
+        resolution = resolve({rank: r.holdings for rank, r in reports.items()}, needed, rows)
+        if resolution.kind == "lost":
+            raise StateLost(resolution.version, resolution.missing)
+        standing = self.stand(decision, promotion.placement)
+        seconds["plan"] = time.monotonic() - started - seconds["decide"] - seconds["edit"]
+        outcome = Outcome(
+            decision=decision,
+            resolution=resolution,
+            phase_over=phase_is_over(report.phase, reports),
+            oldest_parameters=min(r.parameters for r in reports.values()),
+            promoted=len(promotion.transitions),
+            seconds=seconds,
+            edit=edit,
+        )
+        return standing, outcome
+
+    def stand(self, decision: Decision, placement: Placement) -> Standing:
+        """This rank's standing in a decided generation."""
+        return stand(
+            self.fabric.rank,
+            decision.generation,
+            decision.members.keys(),
+            self.nominal,
+            placement,
+            self.layouts,
+            self.arena,
+            self.fabric,
+        )

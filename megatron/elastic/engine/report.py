@@ -1,0 +1,57 @@
+"""What a rank reports at FREEZE: versions, gradients, and where in the program it stands.
+
+The control plane carries the text without reading it; every member reads every
+report from the decision record and draws the same conclusion.
+
+Phases: each step and each fenced action of the host's loop has a number, equal
+on all ranks. ``done`` says that this rank finished the action's body and was
+only waiting for the others. If anybody is at a later phase, or all are done,
+the phase is over for everybody; otherwise it is repeated.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megatron.elastic.state.protocol import Holdings
+
+__all__ = ["Report", "phase_is_over"]
+
+
+@dataclass(frozen=True)
+class Report:
+    """One rank's answer to FREEZE."""
+
+    holdings: Holdings
+    phase: int
+    done: bool
+    parameters: int
+    """Version of the parameters; older than the state when a gather was cut short."""
+
+    def to_text(self) -> str:
+        """One line of JSON."""
+        return json.dumps(
+            {
+                "holdings": self.holdings.to_json(),
+                "phase": self.phase,
+                "done": self.done,
+                "parameters": self.parameters,
+            },
+            separators=(",", ":"),
+        )
+
+    @classmethod
+    def from_text(cls, text: str) -> Report:
+        """Inverse of :meth:`to_text`. Raises ``ValueError`` for anything else."""
+        raw = json.loads(text)
+        return cls(Holdings.from_json(raw["holdings"]), int(raw["phase"]), bool(raw["done"]), int(raw["parameters"]))
+
+
+def phase_is_over(phase: int, reports: Mapping[int, Report]) -> bool:
+    """Whether fenced phase ``phase`` need not be repeated, as every member concludes alike."""
+    newest = max(report.phase for report in reports.values())
+    if newest > phase:
+        return True
+    return all(report.done for report in reports.values() if report.phase == phase)

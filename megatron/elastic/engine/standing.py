@@ -1,0 +1,141 @@
+"""What one rank stands on for the length of a generation.
+
+Derived, by pure functions, from a decision and the placement: the plan, this
+rank's cell, which slices of the arena are reduced over which group and who owns
+each block, and who ships gradients to whom. Replaced as a whole at the next
+generation; nothing in it is edited.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch.distributed as dist
+
+from megatron.elastic.comm.fabric import BlockRange, Fabric
+from megatron.elastic.engine.buffers import Arena
+from megatron.elastic.engine.nominal import Nominal
+from megatron.elastic.plan.model import Cell, Plan
+from megatron.elastic.plan.planner import instant_plan, plan_hash
+from megatron.elastic.state.layout import BlockKey, StateBlock, UnitLayout
+from megatron.elastic.state.placement import Placement, UnitGroup
+
+__all__ = ["Span", "Standing", "block_index", "stand", "unit_groups"]
+
+UnitShard = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Span:
+    """Neighbouring units of the arena with the same holders: one collective call.
+
+    Elements ``[start, stop)`` of the arena; ``blocks`` are relative to ``start``.
+    """
+
+    group: dist.ProcessGroup
+    members: tuple[int, ...]
+    start: int
+    stop: int
+    blocks: tuple[BlockRange, ...]
+
+
+@dataclass(frozen=True)
+class Standing:
+    """See the module docstring."""
+
+    generation: int
+    living: tuple[int, ...]
+    plan: Plan
+    plan_hash: str
+    cell: Cell | None
+    """This rank's cell, ``None`` when the rank is parked."""
+    position: int
+    spans: tuple[Span, ...]
+    placement: Placement
+    owned: tuple[StateBlock, ...]
+    mirrored: tuple[StateBlock, ...]
+    outgoing: Mapping[int, tuple[StateBlock, ...]]
+    """Mirror rank → owned blocks whose reduced gradient it is sent."""
+    incoming: Mapping[int, tuple[StateBlock, ...]]
+    """Owner rank → blocks mirrored here."""
+
+
+def stand(
+    rank: int,
+    generation: int,
+    living: Iterable[int],
+    nominal: Nominal,
+    placement: Placement,
+    layouts: Mapping[UnitShard, UnitLayout],
+    arena: Arena,
+    fabric: Fabric,
+) -> Standing:
+    """Raises ``PlanError`` when some unit has no living cell."""
+    alive = tuple(sorted(living))
+    topology = nominal.topology(alive)
+    plan = instant_plan(topology)
+    cell = next((c for c in plan.cells if rank in c.ranks), None)
+    blocks = {block.key: block for layout in layouts.values() for block in layout.blocks}
+    owned = tuple(blocks[key] for key in placement.owned_by(rank))
+    mirrored = tuple(blocks[key] for key in placement.mirrored_by(rank))
+    return Standing(
+        generation=generation,
+        living=alive,
+        plan=plan,
+        plan_hash=plan_hash(plan),
+        cell=cell,
+        position=nominal.place(rank)[0],
+        spans=_spans(rank, alive, nominal, placement, arena, fabric),
+        placement=placement,
+        owned=owned,
+        mirrored=mirrored,
+        outgoing=_by_peer((peer, block) for block in owned for peer in placement.copies[block.key].mirrors),
+        incoming=_by_peer((placement.owner(block.key), block) for block in mirrored),
+    )
+
+
+def _by_peer(pairs: Iterable[tuple[int, StateBlock]]) -> dict[int, tuple[StateBlock, ...]]:
+    table: dict[int, list[StateBlock]] = {}
+    for peer, block in pairs:
+        table.setdefault(peer, []).append(block)
+    return {peer: tuple(sorted(table[peer])) for peer in sorted(table)}
+
+
+def _spans(
+    rank: int, living: tuple[int, ...], nominal: Nominal, placement: Placement, arena: Arena, fabric: Fabric
+) -> tuple[Span, ...]:
+    shard = nominal.place(rank)[0]
+    groups = nominal.state_groups()
+    alive = frozenset(living)
+    units = sorted(arena.slices)
+    spans = []
+    for members, run in groupby(units, key=lambda unit: tuple(r for r in groups[unit, shard] if r in alive)):
+        slices = [arena.slices[unit] for unit in run]
+        start = slices[0].start
+        ranges = tuple(
+            BlockRange(piece.start + block.start - start, piece.start + block.stop - start, placement.owner(block.key))
+            for piece in slices
+            for block in piece.layout.blocks
+        )
+        spans.append(Span(fabric.group("state", members), members, start, slices[-1].stop, ranges))
+    return tuple(spans)
+
+
+def block_index(layouts: Mapping[UnitShard, UnitLayout]) -> tuple[BlockKey, ...]:
+    """Every block of the job, ascending: the order of the vote's norm slots."""
+    return tuple(sorted(block.key for layout in layouts.values() for block in layout.blocks))
+
+
+def unit_groups(
+    nominal: Nominal, layouts: Mapping[UnitShard, UnitLayout], living: Collection[int]
+) -> tuple[UnitGroup, ...]:
+    """Living holders of every (unit, shard) that has any."""
+    alive = frozenset(living)
+    groups = []
+    for (unit, shard), members in sorted(nominal.state_groups().items()):
+        holders = tuple(rank for rank in members if rank in alive)
+        if holders:
+            groups.append(UnitGroup(unit, shard, layouts[unit, shard].blocks, holders))
+    return tuple(groups)

@@ -1,0 +1,279 @@
+"""One step from samples to vote, and from vote to parameters (DESIGN §3).
+
+    compute  forward/backward by the schedule table; unscaled gradients per unit
+    reduce   reduce-scatter per unit group by block owner
+    ship     owners send reduced blocks to their mirrors
+    vote     one all-reduce; with it the step is committed
+    update   owners step their blocks, mirrors replay
+    gather   parameters from masters
+
+Everything up to the vote may be thrown away and run again; everything after it
+is finished by whoever survives. A rank joins the vote when its reduces are done
+and the gradients it mirrors have arrived, so a committed step is complete on
+every copy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.elastic.comm.fabric import Fabric
+from megatron.elastic.engine.buffers import Arena
+from megatron.elastic.engine.dropout import DropoutKey, dropout_scope
+from megatron.elastic.engine.executor import Executor, PassResult, Work
+from megatron.elastic.engine.port import ForwardStep, ModelPort
+from megatron.elastic.engine.settings import Settings
+from megatron.elastic.engine.source import SampleSource, StepAddress
+from megatron.elastic.engine.standing import Standing
+from megatron.elastic.engine.transport import BoundaryTransport
+from megatron.elastic.engine.vote import Tally, VoteLayout, ledger_digest, plan_digest
+from megatron.elastic.plan.model import Piece
+from megatron.elastic.state.layout import StateBlock, UnitLayout
+from megatron.elastic.state.pool import StatePool
+from megatron.elastic.state.record import GradientKey
+
+__all__ = ["StepBody", "StepInput", "Tools"]
+
+_SHIP_TAG = 1 << 30
+
+
+@dataclass(frozen=True)
+class Tools:
+    """What every phase works with, for the life of the process."""
+
+    port: ModelPort
+    arena: Arena
+    pool: StatePool
+    layouts: Mapping[tuple[int, int], UnitLayout]
+    fabric: Fabric
+    settings: Settings
+    reach: Callable[[str, int], None]
+    """Fault injection: (point, step)."""
+    publish: Callable[[str, tuple[int, ...]], None]
+    """Activity for hang detection: (phase, waiting for)."""
+
+
+@dataclass(frozen=True)
+class StepInput:
+    """What a step computes: ``step`` is the version it produces."""
+
+    step: int
+    address: StepAddress
+    forward_step: ForwardStep
+    source: SampleSource | None
+
+
+class StepBody:
+    """The phases of steps within one generation."""
+
+    def __init__(self, tools: Tools, standing: Standing) -> None:
+        self._tools = tools
+        self._standing = standing
+        self._transport = BoundaryTransport(
+            tools.fabric.group("pipeline", range(tools.fabric.slots)), lambda peer: tools.publish("pipeline", (peer,))
+        )
+        self._executor = (
+            None
+            if standing.cell is None
+            else Executor(tools.port, self._transport, standing.plan, standing.cell, standing.position)
+        )
+
+    # -- compute ---------------------------------------------------------------
+
+    def compute(self, step: StepInput, loss_scale: float, *, training: bool = True) -> PassResult:
+        """Forward (and backward) of this rank's pieces; a parked rank computes nothing."""
+        tools = self._tools
+        if training:
+            tools.arena.zero_gradients()
+        if self._executor is None:
+            return PassResult()
+        pieces = self._executor.data_pieces()
+        batches = _no_data
+        if step.source is not None and tools.port.reads_data():
+            step.source.plan(pieces)
+            batches = step.source.begin(step.address)
+        tools.publish("compute", ())
+        grid = self._standing.plan.grid
+        work = Work(
+            step=step.step,
+            forward_step=step.forward_step,
+            batches=batches,
+            scope=lambda piece: self._scope(step, piece),
+            reach=(lambda point: tools.reach(point, step.step)) if training else _nowhere,
+            loss_scale=loss_scale,
+            per_token=tools.settings.per_token_loss,
+            nominal_microbatches=grid.global_batch_size // grid.micro_batch_size,
+            training=training,
+        )
+        result = self._executor.run(work)
+        if training:
+            tools.port.finish_gradients(tools.arena.gradient_views())
+        return result
+
+    def _scope(self, step: StepInput, piece: Piece) -> AbstractContextManager[None]:
+        samples = tuple(step.address.first + row for row in piece.rows)
+        return dropout_scope(DropoutKey(self._tools.settings.seed, step.step, samples))
+
+    # -- reduce and ship -------------------------------------------------------
+
+    def key(self, step: int) -> GradientKey:
+        """Name of the gradients that lead to version ``step``, as this generation computes them."""
+        return GradientKey(step - 1, self._standing.generation)
+
+    def reduce(self, step: int) -> None:
+        """Owners receive the sum over their unit group and retain it under (step, generation)."""
+        tools = self._tools
+        for span in self._standing.spans:
+            if span is self._standing.spans[-1]:
+                tools.reach("mid_reduce", step)
+            tools.publish("reduce", span.members)
+            if len(span.members) > 1:
+                tools.fabric.reduce_scatter_blocks(
+                    span.group, tools.arena.gradients[span.start : span.stop], span.blocks
+                )
+        for block in self._standing.owned:
+            gradient = tools.arena.unit_gradients(block.unit)[block.start : block.stop]
+            tools.pool.retain(block.key, self.key(step), gradient)
+
+    def ship(self, step: int) -> None:
+        """Reduced blocks from owners to mirrors."""
+        tools, key = self._tools, self.key(step)
+        self._exchange(
+            lambda block: tools.arena.unit_gradients(block.unit)[block.start : block.stop],
+            lambda block, gradient: tools.pool.retain(block.key, key, gradient),
+            width=1,
+            tag=_SHIP_TAG + (step & 0xFF),
+        )
+
+    def share(self, version: int) -> None:
+        """Whole state (master and moments) from owners to mirrors, as after a start or a load."""
+        pool = self._tools.pool
+        self._exchange(
+            lambda block: pool.get(block.key).state.reshape(-1),
+            lambda block, state: _put(pool, block, state, version),
+            width=3,
+            tag=_SHIP_TAG + 0x100,
+        )
+
+    def _exchange(
+        self,
+        value: Callable[[StateBlock], torch.Tensor],
+        sink: Callable[[StateBlock, torch.Tensor], None],
+        width: int,
+        tag: int,
+    ) -> None:
+        """Send ``value`` (fp32 ``[width · numel]``) of every owned block to its mirrors, one message a pair of ranks."""
+        tools, standing = self._tools, self._standing
+        group = tools.fabric.group("mirror", range(tools.fabric.slots))
+        arriving: list[tuple[dist.Work, torch.Tensor, Sequence[StateBlock], int]] = []
+        for owner, blocks in standing.incoming.items():
+            buffer = torch.empty(width * sum(block.numel for block in blocks), dtype=torch.float32)
+            arriving.append((_started(dist.irecv(buffer, src=owner, group=group, tag=tag)), buffer, blocks, owner))
+        leaving: list[tuple[dist.Work, torch.Tensor]] = []
+        for mirror, blocks in standing.outgoing.items():
+            packed = torch.cat([value(block) for block in blocks])
+            leaving.append((_started(dist.isend(packed, dst=mirror, group=group, tag=tag)), packed))
+        for work, buffer, blocks, owner in arriving:
+            tools.publish("mirror", (owner,))
+            work.wait()
+            for block, part in zip(blocks, buffer.split([width * b.numel for b in blocks]), strict=True):
+                sink(block, part)
+        for work, _ in leaving:
+            work.wait()
+
+    # -- vote ------------------------------------------------------------------
+
+    def tally(self, step: StepInput, result: PassResult) -> Tally:
+        """What this rank adds to the vote."""
+        tools, standing = self._tools, self._standing
+        counted = standing.position == 0
+        samples = [step.address.first + row for row in result.samples] if counted else []
+        tally = Tally(
+            tokens=result.tokens if counted else 0.0,
+            zeros=self._zeros() if tools.settings.count_zeros else 0,
+            samples=len(samples),
+            ledger=ledger_digest(samples),
+            report=result.report if counted else {},
+            rows=tuple(sorted(result.samples)) if counted else (),
+        )
+        self.weigh(tally, self.key(step.step))
+        return tally
+
+    def weigh(self, tally: Tally, key: GradientKey) -> None:
+        """(Re)compute what follows from the gradients owned in this generation: norms, overflow, plan."""
+        pool, layouts = self._tools.pool, self._tools.layouts
+        squares = {block: pool.norm_sq(block.key, key) for block in self._standing.owned}
+        tally.norms = {
+            block.key: square for block, square in squares.items() if layouts[block.unit, block.shard].counts_in_norm(block)
+        }
+        tally.overflows = sum(not math.isfinite(square) for square in squares.values())
+        tally.plan = plan_digest(self._standing.plan_hash)
+
+    def vote(self, layout: VoteLayout, tally: Tally) -> Tally:
+        """The sum over all living ranks. Raises ``RuntimeError`` when plans or ledgers disagree."""
+        tools = self._tools
+        tools.publish("vote", self._standing.living)
+        vector = layout.pack(tally)
+        dist.all_reduce(vector, group=tools.fabric.world)
+        total = layout.unpack(vector)
+        if total.voters != len(self._standing.living):
+            raise RuntimeError(f"{total.voters} of {len(self._standing.living)} ranks voted")
+        if total.plan != plan_digest(self._standing.plan_hash) * total.voters:
+            raise RuntimeError("ranks disagree about the plan of this generation")
+        return total
+
+    def _zeros(self) -> int:
+        """Zero gradient elements of the blocks this rank owns (padding excluded)."""
+        count = 0
+        for block in self._standing.owned:
+            layout = self._tools.layouts[block.unit, block.shard]
+            if not layout.counts_in_norm(block):
+                continue
+            gradient = self._tools.arena.unit_gradients(block.unit)
+            for slot in layout.params_in(block):
+                part = gradient[max(slot.start, block.start) : min(slot.stop, block.stop)]
+                count += int(part.numel() - torch.count_nonzero(part).item())
+        return count
+
+    # -- after the vote --------------------------------------------------------
+
+    def gather(self, step: int) -> None:
+        """Parameters of every held unit from the masters of their owners."""
+        tools = self._tools
+        for block in self._standing.owned:
+            target = tools.arena.unit_parameters(block.unit)[block.start : block.stop]
+            target.copy_(tools.pool.get(block.key).master)
+        for span in self._standing.spans:
+            if span is self._standing.spans[-1]:
+                tools.reach("mid_gather", step)
+            tools.publish("gather", span.members)
+            if len(span.members) > 1:
+                tools.fabric.all_gather_blocks(
+                    span.group, tools.arena.parameters[span.start : span.stop], span.blocks
+                )
+
+
+def _no_data(piece: Piece) -> Iterator[Any]:
+    return iter(())
+
+
+def _nowhere(point: str) -> None:
+    return None
+
+
+def _started(work: dist.Work | None) -> dist.Work:
+    if work is None:
+        raise RuntimeError("a mirror's rank is not part of its group")
+    return work
+
+
+def _put(pool: StatePool, block: StateBlock, state: torch.Tensor, version: int) -> None:
+    master, exp_avg, exp_avg_sq = state.view(3, block.numel)
+    pool.put(block.key, master, version, exp_avg, exp_avg_sq)

@@ -1,0 +1,120 @@
+"""The one all-reduce by which a step commits.
+
+Every living rank adds a float64 vector: one slot a state block for the squared
+gradient norm (its owner's), and a few counters. When it has arrived everywhere
+the step is decided: the ``StepRecord`` is a pure function of the record
+before and of this vector, the same on every rank.
+
+A slot has one contributor or holds integers below 2^53, so the sum does not
+depend on who contributed or in which order; loss sums are the exception, they
+are added over cells in member order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+import torch
+
+from megatron.elastic.state.layout import BlockKey
+
+__all__ = ["Tally", "VoteLayout", "ledger_digest", "plan_digest"]
+
+_MODULUS = 1 << 40
+"""Digests are summed over at most 2^13 contributors and must stay exact in float64."""
+
+
+class _Slot(IntEnum):
+    VOTERS = 0
+    TOKENS = 1
+    OVERFLOWS = 2
+    ZEROS = 3
+    SAMPLES = 4
+    LEDGER = 5
+    PLAN = 6
+    SIZE = 7
+
+
+@dataclass
+class Tally:
+    """What one rank adds, and, summed, what all ranks agree on."""
+
+    norms: dict[BlockKey, float] = field(default_factory=dict)
+    """Sum of squares of the raw reduced gradient, of the blocks this rank owns (those that count)."""
+    voters: int = 1
+    tokens: float = 0.0
+    overflows: int = 0
+    zeros: int = 0
+    samples: int = 0
+    ledger: int = 0
+    """Sum of digests of the samples whose loss was computed here, exact."""
+    plan: int = 0
+    report: dict[str, tuple[float, float]] = field(default_factory=dict)
+    rows: tuple[int, ...] = ()
+    """Rows behind ``samples``, ascending; not part of the vector, reported if the vote is cut short."""
+
+
+@dataclass(frozen=True)
+class VoteLayout:
+    """Where what stands in the vector; the same on every rank of a generation."""
+
+    blocks: tuple[BlockKey, ...]
+    report_keys: tuple[str, ...]
+
+    @property
+    def size(self) -> int:
+        """Length of the vector."""
+        return _Slot.SIZE + len(self.blocks) + 2 * len(self.report_keys)
+
+    def pack(self, tally: Tally) -> torch.Tensor:
+        """``tally`` as a float64 vector. Raises ``KeyError`` for a report key nobody announced."""
+        vector = torch.zeros(self.size, dtype=torch.float64)
+        counters = (
+            tally.voters, tally.tokens, tally.overflows, tally.zeros, tally.samples, tally.ledger, tally.plan,
+        )  # fmt: skip
+        vector[: _Slot.SIZE] = torch.tensor(counters, dtype=torch.float64)
+        at = {key: _Slot.SIZE + i for i, key in enumerate(self.blocks)}
+        for key, norm in tally.norms.items():
+            vector[at[key]] = norm
+        start = _Slot.SIZE + len(self.blocks)
+        where = {key: start + 2 * i for i, key in enumerate(self.report_keys)}
+        for name, (total, count) in tally.report.items():
+            vector[where[name]], vector[where[name] + 1] = total, count
+        return vector
+
+    def unpack(self, vector: torch.Tensor) -> Tally:
+        """The summed vector as a tally of the whole step."""
+        values: list[float] = vector.tolist()
+        start = _Slot.SIZE + len(self.blocks)
+        return Tally(
+            norms=dict(zip(self.blocks, values[_Slot.SIZE : start], strict=True)),
+            voters=int(values[_Slot.VOTERS]),
+            tokens=values[_Slot.TOKENS],
+            overflows=int(values[_Slot.OVERFLOWS]),
+            zeros=int(values[_Slot.ZEROS]),
+            samples=int(values[_Slot.SAMPLES]),
+            ledger=int(values[_Slot.LEDGER]),
+            plan=int(values[_Slot.PLAN]),
+            report={
+                key: (values[start + 2 * i], values[start + 2 * i + 1]) for i, key in enumerate(self.report_keys)
+            },
+        )
+
+
+def ledger_digest(samples: Iterable[int]) -> int:
+    """Order-free digest of a set of sample numbers: each counted once, sums of two disjoint sets add up."""
+    return sum(_digest(sample) for sample in samples)
+
+
+def plan_digest(plan_hash: str) -> int:
+    """A plan's hash, short enough for a slot."""
+    return int(plan_hash[:10], 16) % _MODULUS
+
+
+def _digest(sample: int) -> int:
+    raw = hashlib.blake2b(sample.to_bytes(8, "little"), digest_size=5).digest()
+    return int.from_bytes(raw, "little") % (1 << 24)
+

@@ -1,0 +1,309 @@
+"""Megatron-LM's training loop as the host of the engine.
+
+Everything replaced stands in :meth:`Host.patches`: the step and its fenced
+siblings go to the engine, world-wide barriers that only align clocks are left
+out, and whoever is the highest living rank prints what Megatron's last rank
+would. The loop itself, its arguments and its log lines stay Megatron's.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.rerun_state_machine import RerunMode, get_rerun_state_machine
+from megatron.training import get_args, training
+from megatron.training.checkpointing import load_checkpoint
+
+from megatron.elastic.config import ElasticConfig
+from megatron.elastic.engine.engine import Engine
+from megatron.elastic.engine.recovery import Outcome
+from megatron.elastic.engine.source import SampleSource, StepAddress
+from megatron.elastic.engine.standing import Standing
+from megatron.elastic.mcore.bringup import Links, build_engine, open_links
+from megatron.elastic.mcore.data import source_for
+from megatron.elastic.mcore.dropout import key_dropout
+from megatron.elastic.mcore.model import GptPort, unwrapped
+from megatron.elastic.mcore.narrate import narrate
+from megatron.elastic.mcore.optimizer import EngineOptimizer, MegatronSchedule
+from megatron.elastic.mcore.param_groups import GroupKeys
+from megatron.elastic.mcore.patches import Patch, bound, return_names
+from megatron.elastic.mcore.settings import engine_settings, nominal_topology, sample_grid
+
+__all__ = ["Host", "patches"]
+
+
+def patches(args: Any, config: ElasticConfig) -> tuple[Patch, ...]:
+    """The elastic rows of the patch table for this process."""
+    return Host(config).patches()
+
+
+@dataclass
+class Reading:
+    """A validation or test set and how far evaluation has read it (what Megatron's iterator remembers)."""
+
+    source: SampleSource | None
+    consumed: int
+
+
+class Host:
+    """One process's side of the bargain between Megatron's loop and the engine."""
+
+    def __init__(self, config: ElasticConfig) -> None:
+        self._config = config
+        self._links: Links | None = None
+        self._engine: Engine | None = None
+        self._optimizer: EngineOptimizer | None = None
+
+    @property
+    def engine(self) -> Engine:
+        """The engine; raises ``RuntimeError`` before the model is built."""
+        if self._engine is None:
+            raise RuntimeError("the elastic engine is used before the model is set up")
+        return self._engine
+
+    def patches(self) -> tuple[Patch, ...]:
+        """The elastic rows of the patch table, bound to this host."""
+        loop = "megatron.training.training."
+        return (
+            Patch(
+                "megatron.training.initialize._initialize_distributed",
+                "links, groups and membership are the elastic runtime's; Megatron then finds a default group",
+                self._initialize_distributed,
+            ),
+            Patch(
+                loop + "setup_model_and_optimizer",
+                "the model is not wrapped in DDP: gradients, optimizer and their groups are the engine's",
+                self._setup_model_and_optimizer,
+            ),
+            Patch(
+                loop + "build_train_valid_test_data_iterators",
+                "samples are addressed by number, so that any rank can read any sample of any step",
+                self._build_data_iterators,
+            ),
+            Patch(loop + "train_step", "a step is a transaction that survives the loss of ranks", self._train_step),
+            Patch(loop + "evaluate", "evaluation is repeated as a phase when ranks are lost in it", self._evaluate),
+            Patch(loop + "training_log", "a collective outside the step: repeated after a loss", self._training_log),
+            Patch(loop + "save_checkpoint", "a collective outside the step: repeated after a loss", self._fence),
+            Patch(loop + "print_datetime", "a barrier that only aligns clocks would wait for the dead", _without_barrier),
+            Patch(
+                "megatron.core.timers.Timer.start",
+                "a barrier that only aligns clocks would wait for the dead",
+                _drops_barrier,
+            ),
+            Patch(
+                "megatron.core.timers.Timer.stop",
+                "a barrier that only aligns clocks would wait for the dead",
+                _drops_barrier,
+            ),
+            Patch(
+                "megatron.training.utils.is_last_rank",
+                "the highest living rank reports when the last one is gone",
+                self._is_last_rank,
+            ),
+            Patch(
+                "megatron.training.ft_integration.shutdown",
+                "Megatron's last act: leaving now is not a loss",
+                self._shutdown,
+            ),
+        )
+
+    # -- before training -----------------------------------------------------------
+
+    def _initialize_distributed(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            settings = get_args()
+            settings.rerun_mode = "disabled"
+            self._links = open_links(self._config, 60.0 * settings.distributed_timeout_minutes)
+            result = original(*args, **kwargs)
+            _pin_nominal_sizes()
+            return result
+
+        return replacement
+
+    def _setup_model_and_optimizer(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            call = bound(original, args, kwargs)
+            return self._build(
+                call["model_provider_func"], call["model_type"], call.get("checkpointing_context")
+            )
+
+        return replacement
+
+    def _build(self, provider: Any, model_type: Any, context: Any) -> tuple[Any, Any, Any]:
+        args, links = get_args(), self._links
+        assert links is not None
+        get_rerun_state_machine().set_mode(RerunMode.DISABLED)
+        model = training.get_model(provider, model_type, wrap_with_ddp=False)
+        if len(model) != 1:
+            raise RuntimeError("--elastic with --num-layers-per-virtual-pipeline-stage is not supported")
+        optimizer_config, overrides = training.get_megatron_optimizer_config(args)
+        groups = GroupKeys(optimizer_config, overrides)
+        inner = unwrapped(model[0])
+        key_dropout(inner, parallel_state.get_tensor_model_parallel_rank())
+        port = GptPort(model[0], args, groups, parallel_state.get_tensor_model_parallel_rank() == 0)
+        self._optimizer = EngineOptimizer(groups, lambda: self.engine.record.loss_scale)
+        scheduler = training.get_optimizer_param_scheduler(self._optimizer)
+        nominal = nominal_topology(args, inner.config, port.tied_unit is not None)
+        settings = engine_settings(args, MegatronSchedule(scheduler, groups))
+        assert links.decision is not None
+        self._engine = build_engine(links, links.decision, port, nominal, self._config, settings, self._settled)
+        self._engine.adopt_parameters()
+        args.iteration = args.num_floating_point_operations_so_far = 0
+        if args.load is not None or args.pretrained_checkpoint is not None:
+            args.iteration, args.num_floating_point_operations_so_far = load_checkpoint(
+                model, self._optimizer, scheduler, checkpointing_context=context
+            )
+        self._engine.share_state()
+        return model, self._optimizer, scheduler
+
+    def _settled(self, outcome: Outcome, standing: Standing, seconds: float) -> None:
+        assert self._links is not None
+        speaks = standing.living[0] == self._links.fabric.rank
+        nominal, step = self.engine.recovery.nominal, self.engine.record.version
+        narrate(self._links.events, nominal, outcome, standing, step, seconds, speaks)
+
+    def _build_data_iterators(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            provider = bound(original, args, kwargs)["build_train_valid_test_datasets_provider"]
+            return self._sources(provider)
+
+        return replacement
+
+    def _sources(self, provider: Any) -> tuple[SampleSource | None, Reading, Reading]:
+        args = get_args()
+        if args.iteration > 0 and args.consumed_train_samples == 0:
+            args.consumed_train_samples = args.iteration * args.global_batch_size
+        reads = getattr(provider, "is_distributed", False) or parallel_state.get_tensor_model_parallel_rank() == 0
+        datasets = training.build_train_valid_test_datasets(provider) if reads else (None, None, None)
+        flags = torch.tensor(
+            [int(args.train_iters > 0), int(args.eval_iters > 0), int(args.eval_iters > 0 and datasets[2] is not None)]
+        )
+        torch.distributed.broadcast(flags, 0)
+        args.do_train, args.do_valid, args.do_test = (bool(flag) for flag in flags.tolist())
+        grid = sample_grid(args)
+        train, valid, test = (source_for(dataset, args, grid) for dataset in datasets)
+        return train, Reading(valid, args.consumed_valid_samples), Reading(test, 0)
+
+    # -- the loop --------------------------------------------------------------------
+
+    def _train_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        names = return_names(original)
+
+        @functools.wraps(original)
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            call = bound(original, args, kwargs)
+            settings = get_args()
+            address = StepAddress(settings.consumed_train_samples, settings.global_batch_size)
+            result = self.engine.step(call["forward_step_func"], call["data_iterator"], address)
+            scheduler = call["opt_param_scheduler"]
+            scheduler.num_steps = self.engine.record.scheduler_steps
+            scheduler.step(increment=0)
+            losses = {key: torch.tensor(value) for key, value in result.losses.items()}
+            values = {
+                "{}": losses,  # what Megatron returns where there is no last stage; here every rank knows the losses
+                "skipped_iter": int(result.skipped),
+                "should_checkpoint": False,
+                "should_exit": False,
+                "exit_code": 0,
+                "grad_norm": result.grad_norm,
+                "num_zeros_in_grad": result.zeros,
+                "log_max_attention_logit": 0,
+            }
+            return tuple(values[name] for name in names)
+
+        return replacement
+
+    def _evaluate(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            call = bound(original, args, kwargs)
+            settings = get_args()
+            iterations = call.get("eval_iters") or settings.eval_iters
+            size = settings.global_batch_size
+            reading: Reading = call["data_iterator"]
+            addresses = [StepAddress(reading.consumed + number * size, size) for number in range(iterations)]
+            sums = self.engine.evaluate(call["forward_step_func"], reading.source, addresses)
+            reading.consumed += iterations * size
+            settings.consumed_valid_samples += iterations * size
+            return {key: torch.tensor(total / count) for key, (total, count) in sums.items()}, None, False
+
+        return replacement
+
+    def _training_log(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            call = bound(original, args, kwargs)
+            if call["iteration"] % get_args().log_interval:
+                return original(**call)
+            totals = call["total_loss_dict"]
+            before = copy.deepcopy(totals)
+
+            def body() -> Any:
+                totals.clear()
+                totals.update(copy.deepcopy(before))
+                return original(**call)
+
+            return self.engine.fenced(body)
+
+        return replacement
+
+    def _fence(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            return self.engine.fenced(lambda: original(*args, **kwargs))
+
+        return replacement
+
+    def _is_last_rank(self, original: Callable[..., bool]) -> Callable[..., bool]:
+        @functools.wraps(original)
+        def replacement() -> bool:
+            return original() if self._engine is None else self._engine.is_reporter
+
+        return replacement
+
+    def _shutdown(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            if self._links is not None:
+                self._links.membership.finish(0)
+            return result
+
+        return replacement
+
+
+def _without_barrier(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def replacement(string: str, override_timestamp: float | None = None) -> None:
+        moment = datetime.now() if override_timestamp is None else datetime.fromtimestamp(override_timestamp)
+        training.print_rank_0(f"[{string}] datetime: {moment:%Y-%m-%d %H:%M:%S.%f} ")
+
+    return replacement
+
+
+def _drops_barrier(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def replacement(self: Any, barrier: bool = False) -> Any:
+        return original(self, barrier=False)
+
+    return replacement
+
+
+def _pin_nominal_sizes() -> None:
+    """Megatron's sizes and ranks stay those of the launch, whatever becomes of the groups."""
+    parallel_state.set_tensor_model_parallel_rank(parallel_state.get_tensor_model_parallel_rank())
+    parallel_state.set_tensor_model_parallel_world_size(parallel_state.get_tensor_model_parallel_world_size())
+    parallel_state.set_pipeline_model_parallel_rank(parallel_state.get_pipeline_model_parallel_rank())
+    parallel_state.set_pipeline_model_parallel_world_size(parallel_state.get_pipeline_model_parallel_world_size())
+    parallel_state.set_data_parallel_rank(parallel_state.get_data_parallel_rank())
+    parallel_state._MPU_DATA_PARALLEL_WORLD_SIZE = parallel_state.get_data_parallel_world_size()

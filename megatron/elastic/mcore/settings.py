@@ -1,0 +1,74 @@
+"""Megatron's arguments in the engine's words."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+from megatron.elastic.engine.nominal import Nominal
+from megatron.elastic.engine.settings import Settings
+from megatron.elastic.mcore.stage import as_stage
+from megatron.elastic.plan.model import Grid
+from megatron.elastic.state.record import Hyper, Schedule
+
+__all__ = ["engine_settings", "nominal_topology", "sample_grid"]
+
+
+def sample_grid(args: Any) -> Grid:
+    """The nominal grid of a training step."""
+    return Grid(args.global_batch_size, args.micro_batch_size, args.data_parallel_size)
+
+
+def nominal_topology(args: Any, config: Any, tied: bool) -> Nominal:
+    """Sizes and cuts at launch, for every stage, from arguments alone (no communication)."""
+    stages = []
+    for stage in range(args.pipeline_model_parallel_size):
+        # A pipeline layout makes Megatron ignore the pp_rank argument, so the stage is set globally too.
+        with as_stage(stage, args.pipeline_model_parallel_size):
+            first = get_transformer_layer_offset(config, None, pp_rank=stage)
+            count = get_num_layers_to_build(config, None, pp_rank=stage)
+        begins = 0 if stage == 0 else first + 1
+        ends = args.num_layers + 2 if stage == args.pipeline_model_parallel_size - 1 else first + count + 1
+        stages.append((begins, ends))
+    return Nominal(
+        tensor=args.tensor_model_parallel_size,
+        pipeline=args.pipeline_model_parallel_size,
+        data=args.data_parallel_size,
+        stages=tuple(stages),
+        grid=sample_grid(args),
+        tied_unit=args.num_layers + 2 if tied else None,
+    )
+
+
+def engine_settings(args: Any, schedule: Schedule) -> Settings:
+    """Numerics of the run."""
+    scaler: Literal["none", "constant", "dynamic"] = "none"
+    if args.loss_scale:
+        scaler = "constant"
+    elif args.fp16:
+        scaler = "dynamic"
+    hyper = Hyper(
+        schedule=schedule,
+        clip_grad=float(args.clip_grad),
+        optimizer=args.optimizer,
+        decoupled_weight_decay=bool(getattr(args, "decoupled_weight_decay", True)),
+        beta1=args.adam_beta1,
+        beta2=args.adam_beta2,
+        eps=args.adam_eps,
+        sgd_momentum=args.sgd_momentum,
+        scaler=scaler,
+        initial_loss_scale={"none": 1.0, "constant": args.loss_scale, "dynamic": args.initial_loss_scale}[scaler],
+        min_loss_scale=float(args.min_loss_scale),
+        growth_interval=int(args.loss_scale_window),
+        hysteresis=int(args.hysteresis),
+    )
+    return Settings(
+        seed=args.seed,
+        hyper=hyper,
+        per_token_loss=bool(args.calculate_per_token_loss),
+        count_zeros=bool(args.log_num_zeros_in_grad),
+        check_finite=bool(args.check_for_nan_in_loss_and_grad) and not args.fp16,
+        communication_timeout=60.0 * float(args.distributed_timeout_minutes),
+    )
