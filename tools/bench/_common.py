@@ -50,6 +50,12 @@ class Here:
         """A client of the parent's store."""
         return dist.TCPStore("127.0.0.1", self.port, is_master=False, timeout=timedelta(seconds=60))
 
+    def exchange(self, topic: str, value: Any, ranks: Iterable[int]) -> dict[int, Any]:
+        """Every one of ``ranks`` puts a JSON value under ``topic``; all values, by rank."""
+        store = self.store()
+        store.set(f"exchange/{topic}/{self.rank}", json.dumps(value))
+        return {rank: json.loads(store.get(f"exchange/{topic}/{rank}")) for rank in ranks}
+
     def tell(self, what: Any) -> None:
         """Say something to the parent."""
         self.pipe.send(("said", what))
@@ -137,7 +143,7 @@ def _run(body: Callable[[Here], Any], here: Here) -> None:
     torch.set_num_threads(1)
     try:
         here.pipe.send(("returned", body(here)))
-    except BaseException:  # noqa: BLE001  (whatever it was, the parent must hear of it)
+    except BaseException:
         here.pipe.send(("raised", traceback.format_exc()))
     finally:
         sys.stdout.flush()

@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -89,9 +89,7 @@ class Installation:
     originals: dict[str, Any] = field(default_factory=dict)
     counts: Counter[tuple[str, tuple[int, ...]]] = field(default_factory=Counter)
 
-    def new_group(
-        self, ranks: Sequence[int] | None, description: str | None, sort_ranks: bool
-    ) -> dist.ProcessGroup:
+    def new_group(self, ranks: Sequence[int] | None, description: str | None, sort_ranks: bool) -> dist.ProcessGroup:
         """The group of ``ranks``; ``NON_GROUP_MEMBER`` elsewhere. Purely local."""
         world = self.fabric.slots
         chosen = list(range(world)) if ranks is None else [int(rank) for rank in ranks]
@@ -101,7 +99,7 @@ class Installation:
             raise ValueError(f"ranks {chosen} are not all within the {world} slots of the job")
         members = tuple(sorted(chosen) if sort_ranks else chosen)
         if self.fabric.rank not in members:
-            return dist.GroupMember.NON_GROUP_MEMBER  # type: ignore[no-any-return]
+            return cast(dist.ProcessGroup, dist.GroupMember.NON_GROUP_MEMBER)
         role = description if description and description != "undefined" else DEFAULT_ROLE
         self.counts[role, members] += 1
         if self.counts[role, members] > 1:
@@ -131,8 +129,8 @@ def install(fabric: Fabric, store: dist.Store | None = None) -> Installation:
     if dist.is_initialized():
         raise CommError("torch.distributed is initialized already: install the fabric before it")
     os.environ.setdefault("TORCH_DIST_INIT_BARRIER", "0")
-    members = range(fabric.slots)
-    registry.register(fabric.world, "default_pg", store or dist.HashStore(), members)
+    members = tuple(range(fabric.slots))
+    registry.register(fabric.world, registry.group_name("world", members), store or dist.HashStore(), members)
     c10d._world.pg_group_ranks[fabric.world] = {rank: rank for rank in members}
     c10d._update_default_pg(fabric.world)
     installation = Installation(fabric)
@@ -169,7 +167,7 @@ def _replace_functions(installation: Installation) -> None:
     ) -> None:
         if src is None and group_src is None:
             src = 0
-        if group is not dist.GroupMember.NON_GROUP_MEMBER:
+        if not c10d._rank_not_in_group(group):
             src, group_src = _standing_in(fabric, group, src, group_src)
         originals["broadcast_object_list"](object_list, src, group, device, group_src)
 

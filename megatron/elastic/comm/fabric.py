@@ -113,18 +113,14 @@ class Fabric(ABC):
         """Forget groups whose role starts with ``role_prefix`` (made for an older plan)."""
 
     @abstractmethod
-    def reduce_scatter_blocks(
-        self, group: dist.ProcessGroup, flat: torch.Tensor, blocks: Sequence[BlockRange]
-    ) -> None:
+    def reduce_scatter_blocks(self, group: dist.ProcessGroup, flat: torch.Tensor, blocks: Sequence[BlockRange]) -> None:
         """Sum ``flat`` (1-D) over ``group`` in member order; each owner's ranges receive the sum in place.
 
         Ranges this rank does not own are left unspecified.
         """
 
     @abstractmethod
-    def all_gather_blocks(
-        self, group: dist.ProcessGroup, flat: torch.Tensor, blocks: Sequence[BlockRange]
-    ) -> None:
+    def all_gather_blocks(self, group: dist.ProcessGroup, flat: torch.Tensor, blocks: Sequence[BlockRange]) -> None:
         """Fill every range of ``flat`` (1-D) from its owner, in place."""
 
     @abstractmethod

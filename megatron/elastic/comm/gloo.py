@@ -18,12 +18,14 @@ Three things gloo does not give are made here.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -48,7 +50,7 @@ GRACE_SECONDS = 1.0
 class _Built:
     """One gloo group and the store it asks: torch keeps the C++ half of a Python store only."""
 
-    inner: dist.ProcessGroupGloo | None
+    inner: Any
     store: dist.Store
 
 
@@ -89,7 +91,6 @@ class GlooFabric(Fabric):
         self._inner: dict[GlooGroup, _Built] = {}
         self._listeners: set[Endpoint] = set()
         self._waits: dict[int, tuple[int, ...]] = {}
-        self._wakers = 0
         slots_tuple = tuple(range(slots))
         self._world = GlooGroup(self, WORLD_ROLE, slots_tuple, self._seating(slots_tuple, slots))
         self._groups[WORLD_ROLE, slots_tuple] = self._world
@@ -137,7 +138,7 @@ class GlooFabric(Fabric):
                 return
             self._frozen = generation
         self._shut_sockets()
-        threading.Thread(target=self._wake, args=(generation,), name="elastic-wake", daemon=True).start()
+        self._start_waking()
 
     @property
     def alive(self) -> tuple[int, ...]:
@@ -181,7 +182,7 @@ class GlooFabric(Fabric):
         registry.unregister(group)
         _bury([built] if built is not None else [])
 
-    def inner(self, group: GlooGroup) -> tuple[dist.ProcessGroupGloo, Seating]:
+    def inner(self, group: GlooGroup) -> tuple[Any, Seating]:
         """The gloo group of this generation, made on first use; waits for nobody."""
         with self._lock:
             self._check_frozen(self.generation)
@@ -190,21 +191,16 @@ class GlooFabric(Fabric):
             built = self._inner.get(group)
             if built is None:
                 built = self._inner[group] = self._make(group)
-            assert built.inner is not None
             return built.inner, group.seating
 
     # -- blocks -------------------------------------------------------------
 
-    def reduce_scatter_blocks(
-        self, group: dist.ProcessGroup, flat: torch.Tensor, blocks: Sequence[BlockRange]
-    ) -> None:
+    def reduce_scatter_blocks(self, group: dist.ProcessGroup, flat: torch.Tensor, blocks: Sequence[BlockRange]) -> None:
         """One all-reduce over all ranges: gloo's own reduce-scatter is slower than that."""
         if blocks:
             _spread(flat, blocks, lambda data: group.allreduce([data]).wait())
 
-    def all_gather_blocks(
-        self, group: dist.ProcessGroup, flat: torch.Tensor, blocks: Sequence[BlockRange]
-    ) -> None:
+    def all_gather_blocks(self, group: dist.ProcessGroup, flat: torch.Tensor, blocks: Sequence[BlockRange]) -> None:
         """Owners' bits are kept: the sum is taken over integers, to which others add zero."""
         if not blocks:
             return
@@ -217,17 +213,17 @@ class GlooFabric(Fabric):
     # -- waits and errors ---------------------------------------------------
 
     @contextmanager
-    def waiting(self, peers: tuple[int, ...]) -> Iterator[None]:
+    def waiting(self, peers: tuple[int, ...], generation: int) -> Iterator[None]:
         me = threading.get_ident()
         self._waits[me] = peers
+        if self._frozen > generation:
+            self._start_waking()  # interrupted before we were seen to wait
         try:
             yield
         finally:
             self._waits.pop(me, None)
 
-    def translate(
-        self, error: BaseException, peers: tuple[int, ...], generation: int, seconds: float
-    ) -> CommError:
+    def translate(self, error: BaseException, peers: tuple[int, ...], generation: int, seconds: float) -> CommError:
         """gloo says only that a connection broke or time ran out; find out what that means."""
         text = str(error)
         deadline = time.monotonic() + GRACE_SECONDS
@@ -254,13 +250,13 @@ class GlooFabric(Fabric):
         if self._frozen > generation:
             raise GenerationChanged(self._frozen)
 
-    def _wake(self, generation: int) -> None:
-        """Keep shutting sockets until no wait of an older generation is left or it has been decided."""
-        while self._frozen == generation and self.generation < generation and not self._closed:
-            if not self._waits:
-                time.sleep(0.002)
-                if not self._waits:
-                    return
+    def _start_waking(self) -> None:
+        threading.Thread(target=self._wake, name="elastic-wake", daemon=True).start()
+
+    def _wake(self) -> None:
+        """Keep shutting sockets, some of which are only being connected, until nothing waits or an edit begins."""
+        began_in = self.generation
+        while self._waits and self.generation == began_in and not self._closed:
             self._shut_sockets()
             time.sleep(0.001)
 
@@ -289,15 +285,13 @@ class GlooFabric(Fabric):
         store: dist.Store = dist.HashStore()
         if len(seating.living) > 1:
             store = self._meeting_point(group, generation, seating, listener)
-        options = dist.ProcessGroupGloo._Options()
+        options = cast(Any, dist.ProcessGroupGloo)._Options()
         options._devices = [device]
         options._timeout = timedelta(seconds=self.timeout)
         options._threads = self._threads
         return _Built(dist.ProcessGroupGloo(store, seating.own, len(seating.living), options), store)
 
-    def _meeting_point(
-        self, group: GlooGroup, generation: int, seating: Seating, listener: Endpoint
-    ) -> GuardedStore:
+    def _meeting_point(self, group: GlooGroup, generation: int, seating: Seating, listener: Endpoint) -> GuardedStore:
         """Where the members' gloo addresses are exchanged; learns their listeners before gloo connects."""
         name = registry.group_name(group.role, group.members)
         prefix = f"{self._run_id}/{generation}/{name}/"
@@ -350,7 +344,7 @@ class GlooFabric(Fabric):
 
 
 def _at(address: Address, key: str) -> Endpoint:
-    host, port = address.endpoint[key]  # type: ignore[misc]
+    host, port = cast("list[Any]", address.endpoint[key])
     return (str(host), int(port))
 
 
@@ -365,12 +359,11 @@ def _bury(groups: list[_Built]) -> None:
         threading.Thread(target=destroy, name="elastic-bury", daemon=True).start()
 
 
-def _spread(flat: torch.Tensor, blocks: Sequence[BlockRange], collective: object) -> None:
+def _spread(flat: torch.Tensor, blocks: Sequence[BlockRange], collective: Callable[[torch.Tensor], object]) -> None:
     """Run ``collective`` on the ranges, as one tensor, in place where they cover ``flat`` without gaps."""
-    assert callable(collective)
     ordered = sorted((block.start, block.stop) for block in blocks)
     whole = ordered[0][0], ordered[-1][1]
-    gapless = all(a[1] == b[0] for a, b in zip(ordered, ordered[1:], strict=False))
+    gapless = all(a[1] == b[0] for a, b in itertools.pairwise(ordered))
     if gapless and flat.is_contiguous():
         collective(flat[whole[0] : whole[1]])
         return

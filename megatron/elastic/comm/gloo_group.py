@@ -1,3 +1,4 @@
+# mypy: disable-error-code="override, assignment"
 """A process group whose object lives for ever while the gloo group inside is rebuilt.
 
 Two ranks to keep apart. *Group ranks* are what callers use: positions among the
@@ -7,6 +8,9 @@ living members, or, in the slot space (the default group), global slots.
 
 Data that is only moved travels as bytes, so every dtype goes; what gloo cannot
 add (bool, int16) is widened, ``AVG`` is a sum divided afterwards.
+
+(Type checking of overrides is off here: torch's stubs give each collective
+several overloads of its own wording, and lack others that exist.)
 """
 
 from __future__ import annotations
@@ -14,13 +18,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
 
 from megatron.elastic.comm.errors import CommError, PeerLost
 from megatron.elastic.comm.gloo_work import GlooWork, Waits
+from megatron.elastic.comm.registry import group_name
 
 __all__ = ["GlooGroup", "Host", "Seating"]
 
@@ -72,7 +77,7 @@ class Host(Waits, Protocol):
 
     timeout: float
 
-    def inner(self, group: GlooGroup) -> tuple[dist.ProcessGroupGloo, Seating]:
+    def inner(self, group: GlooGroup) -> tuple[Any, Seating]:
         """The gloo group of the present generation; raises ``GenerationChanged`` when one is frozen."""
 
     def forget(self, group: GlooGroup) -> None:
@@ -83,7 +88,7 @@ class GlooGroup(dist.ProcessGroup):
     """See the module docstring. Made by ``GlooFabric.group`` only."""
 
     def __init__(self, host: Host, role: str, members: tuple[int, ...], seating: Seating) -> None:
-        super().__init__(seating.rank, seating.size)
+        super().__init__(seating.rank, seating.size)  # type: ignore[call-arg]
         self.role = role
         self.members = members
         self.seating = seating
@@ -91,10 +96,10 @@ class GlooGroup(dist.ProcessGroup):
 
     # -- identity -----------------------------------------------------------
 
-    def getRank(self) -> int:  # noqa: N802  (name of the C++ virtual)
+    def getRank(self) -> int:
         return self.seating.rank
 
-    def getSize(self) -> int:  # noqa: N802
+    def getSize(self) -> int:
         return self.seating.size
 
     def rank(self) -> int:
@@ -103,8 +108,14 @@ class GlooGroup(dist.ProcessGroup):
     def size(self) -> int:
         return self.seating.size
 
-    def getBackendName(self) -> str:  # noqa: N802
+    def getBackendName(self) -> str:
         return "elastic"
+
+    def getGroupName(self) -> str:
+        return group_name(self.role, self.members)
+
+    def setGroupName(self, name: str) -> None:
+        """The name is (role, members) and stays so."""
 
     def name(self) -> str:
         return "elastic"
@@ -157,9 +168,7 @@ class GlooGroup(dist.ProcessGroup):
             outputs, inputs = [outputs], [inputs]
         return self._reduce_scatter(outputs, [list(row) for row in inputs], _op(args, kwargs))
 
-    def reduce_scatter_single(
-        self, output: torch.Tensor, input: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> dist.Work:
+    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, *args: Any, **kwargs: Any) -> dist.Work:
         """``input`` holds ``size()`` equal parts, in order of group rank."""
         return self._reduce_scatter([output], [self._parts(input)], _op(args, kwargs))
 
@@ -201,17 +210,13 @@ class GlooGroup(dist.ProcessGroup):
     def allgather_coalesced(self, outputs: Any, inputs: Tensors, *args: Any, **kwargs: Any) -> dist.Work:
         return self._gather_all([list(row) for row in outputs], list(inputs))
 
-    def all_gather_single(
-        self, output: torch.Tensor, input: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> dist.Work:
+    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, *args: Any, **kwargs: Any) -> dist.Work:
         """``output`` holds ``size()`` equal parts, in order of group rank."""
         return self._gather_all([self._parts(output)], [input], [output])
 
     _allgather_base = all_gather_single
 
-    def all_gather_single_coalesced(
-        self, outputs: Tensors, inputs: Tensors, *args: Any, **kwargs: Any
-    ) -> dist.Work:
+    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, *args: Any, **kwargs: Any) -> dist.Work:
         return self._gather_all([self._parts(output) for output in outputs], inputs, outputs)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
@@ -239,9 +244,7 @@ class GlooGroup(dist.ProcessGroup):
         if seating.own == own.rootRank:
             row = outputs[0] if outputs else []
             # A root that is gone asked for nothing: its stand-in receives into scratch.
-            targets = [
-                _Movable(row[seat]) if row else _Movable(torch.empty_like(tensor)) for seat in seating.seats()
-            ]
+            targets = [_Movable(row[seat]) if row else _Movable(torch.empty_like(tensor)) for seat in seating.seats()]
         lists = [[target.data for target in targets]] if targets else []
         works = [inner.gather(lists, [source.data], own)] if source.data.numel() else []
         return self._work(works, seating, [tensor], _all([target.finish for target in targets]))
@@ -390,9 +393,7 @@ class GlooGroup(dist.ProcessGroup):
     ) -> GlooWork:
         if peers is None:
             peers = tuple(rank for rank in seating.living if rank != seating.living[seating.own])
-        return GlooWork(
-            self._host, works, peers, seating.generation, self._host.timeout, result, finish, source
-        )
+        return GlooWork(self._host, works, peers, seating.generation, self._host.timeout, result, finish, source)
 
 
 class _Movable:
@@ -440,11 +441,14 @@ class _Reducible:
 
 
 def _kind(op: Op) -> dist.ReduceOp.RedOpType:
-    return op if isinstance(op, dist.ReduceOp.RedOpType) else op.op  # type: ignore[attr-defined,no-any-return]
+    return op if isinstance(op, dist.ReduceOp.RedOpType) else cast(dist.ReduceOp.RedOpType, cast(Any, op).op)
 
 
 def _taking(item: _Reducible, output: torch.Tensor, start: int, stop: int) -> Callable[[], None]:
-    return lambda: output.detach().copy_(item.reduced()[start:stop].view(output.shape)) and None
+    def take() -> None:
+        output.detach().copy_(item.reduced()[start:stop].view(output.shape))
+
+    return take
 
 
 def _finishing(items: Sequence[_Reducible]) -> Callable[[], None]:
@@ -473,7 +477,7 @@ def _options(args: tuple[Any, ...], kwargs: dict[str, Any], kind: Callable[[], A
 def _op(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Op:
     for value in (*args, *kwargs.values()):
         if hasattr(value, "reduceOp"):
-            return value.reduceOp  # type: ignore[no-any-return]
+            return cast(Op, value.reduceOp)
         if isinstance(value, (dist.ReduceOp, dist.ReduceOp.RedOpType)):
             return value
     return dist.ReduceOp.SUM

@@ -23,12 +23,10 @@ __all__ = ["GlooWork", "Waits"]
 class Waits(Protocol):
     """What a work needs from its fabric."""
 
-    def waiting(self, peers: tuple[int, ...]) -> AbstractContextManager[None]:
-        """Publish, for as long as it lasts, that this thread is blocked on ``peers``."""
+    def waiting(self, peers: tuple[int, ...], generation: int) -> AbstractContextManager[None]:
+        """Publish, for as long as it lasts, that this thread is blocked on ``peers`` in ``generation``."""
 
-    def translate(
-        self, error: BaseException, peers: tuple[int, ...], generation: int, seconds: float
-    ) -> CommError:
+    def translate(self, error: BaseException, peers: tuple[int, ...], generation: int, seconds: float) -> CommError:
         """The typed form of gloo's ``RuntimeError``."""
 
 
@@ -66,7 +64,7 @@ class GlooWork(dist.Work):
             raise self._error
         allowed = timeout or timedelta(seconds=self._seconds)
         try:
-            with self._waits.waiting(self._peers):
+            with self._waits.waiting(self._peers, self._generation):
                 for work in self._inner:
                     work.wait(allowed)  # without a time, c10d waits for ever
         except CommError as error:
@@ -87,7 +85,7 @@ class GlooWork(dist.Work):
     def is_success(self) -> bool:
         return self._error is None and all(work.is_completed() and work.is_success() for work in self._inner)
 
-    def exception(self) -> BaseException | None:  # type: ignore[override]
+    def exception(self) -> BaseException | None:
         return self._error
 
     def synchronize(self) -> None:

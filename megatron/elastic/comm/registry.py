@@ -55,7 +55,7 @@ def register(group: dist.ProcessGroup, name: str, store: dist.Store, members: Se
     world.tags_to_pg.setdefault("", []).append(group)
     world.tags_to_pg.setdefault(f"ptd:{name}", []).append(group)
     world.pg_to_tag[group] = f"ptd:{name}"
-    c10d._register_process_group(name, group)
+    c10d._register_process_group(c10d.GroupName(name), group)
     set_ranks(group, members, members)
 
 
