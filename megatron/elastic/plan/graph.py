@@ -131,7 +131,7 @@ class _Search:
         self.idle = [cell for cell in self.places if cell not in self.holds]
         self.healthy: list[_Line] = []
         self.damaged: list[list[int]] = []
-        self.as_is: dict[tuple[tuple[Range, Place], ...], _Line | None] = {}
+        self.as_is: dict[tuple[tuple[tuple[int, int, int], ...], tuple[Place, ...]], PipelineTime | None] = {}
         for replica in topology.replicas:
             self._sort_in(replica)
 
@@ -139,13 +139,20 @@ class _Search:
         """A replica is healthy when all its cells live and cutting it anew would gain less than 1%."""
         cells = list(dict.fromkeys(segment.cell for segment in replica.segments))
         living = [cell for cell in cells if cell in self.places]
-        if len(living) == len(cells):
+        if len(living) < len(cells):
+            self.damaged.append(living)
+            return
+        spans = tuple((s.first, s.end, cells.index(s.cell)) for s in replica.segments)
+        key = (spans, tuple(self.places[cell] for cell in cells))
+        if key not in self.as_is:
             now = self._time_as_is(replica, cells)
             better = self.line(cells)
-            if better is None or now.each * 99 <= better.time.each * 100:
-                self.healthy.append(_Line(replica.segments, now))
-                return
-        self.damaged.append(living)
+            self.as_is[key] = now if better is None or now.each * 99 <= better.time.each * 100 else None
+        known = self.as_is[key]
+        if known is None:
+            self.damaged.append(living)
+        else:
+            self.healthy.append(_Line(replica.segments, known))
 
     def _time_as_is(self, replica: Replica, cells: Sequence[int]) -> PipelineTime:
         """Closed form for a replica as it stands; interleaving divides the bubble by the chunks."""

@@ -8,8 +8,9 @@ moves the fewest bytes.
 
 A 1F1B pipeline with stage times ``t_s`` (forward and backward of one nominal
 micro-batch) takes ``sum(t_s) + (n - 1) max(t_s)`` for ``n`` micro-batches plus
-transfers: :class:`PipelineTime`. Tables are timed exactly elsewhere; this
-closed form only ranks shapes.
+transfers: :class:`PipelineTime`. That is exact for even stages and somewhat
+pessimistic for uneven ones with few micro-batches; it only ranks shapes
+(``timing`` runs the tables).
 
 Memory of stage ``s`` of ``p``: parameters, its share of optimizer state, and
 activations of the ``p - s`` micro-batches that 1F1B holds there.

@@ -179,6 +179,8 @@ def decide(topology: Topology, profile: Profile, options: DecisionOptions | None
     best_ns, best_moves, best_migration = instant_ns, tuple[Move, ...](), 0
     best_done = _steps(options.horizon_ns, 0, instant_ns, instant_ns)
     for shape in shapes[:MAX_SHAPES] if options.graph is not None else ():
+        if _steps(options.horizon_ns, 0, instant_ns, shape.time_ns) <= best_done:
+            break
         moves = transition(topology.replicas, shape.replicas(), profile, (cell.id for cell in topology.cells))
         migration = migration_ns(moves, profile)
         done = _steps(options.horizon_ns, migration, instant_ns, shape.time_ns)
