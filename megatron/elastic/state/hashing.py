@@ -25,7 +25,7 @@ __all__ = ["content_hash", "next_lineage", "tensor_hash", "text_hash"]
 
 
 def _bits(values: torch.Tensor) -> memoryview:
-    return memoryview(values.detach().reshape(-1).view(torch.uint8).numpy())
+    return values.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
 def tensor_hash(values: torch.Tensor) -> str:

@@ -147,8 +147,9 @@ class Promotion:
 def promote_only(placement: Placement, survivors: Collection[int], groups: Sequence[UnitGroup] = ()) -> Promotion:
     """Make a surviving mirror the owner where the owner is gone, and forget dead copies. Moves nothing.
 
-    With ``groups`` (those of the new topology) a mirror that computes the unit is
-    preferred; among equals the one that owns least of the unit so far.
+    With ``groups`` (those of the new topology) an owner that no longer computes the
+    unit (parked) hands over to a mirror that does, where there is one. Among equals
+    the one that owns least of the unit so far is chosen.
     """
     alive = frozenset(survivors)
     holders = {(g.unit, g.shard): frozenset(g.holders) for g in groups}
@@ -156,20 +157,21 @@ def promote_only(placement: Placement, survivors: Collection[int], groups: Seque
     changes: list[Transition] = []
     lost: list[BlockKey] = []
     load: dict[tuple[int, int, int], int] = {}
-    orphans: list[tuple[int, BlockKey, tuple[int, ...]]] = []
+    orphans: list[tuple[int, BlockKey, tuple[int, ...], tuple[int, ...]]] = []
     for key, held in sorted(placement.copies.items()):
-        left = tuple(r for r in held.mirrors if r in alive)
-        if held.owner in alive:
-            copies[key] = held if left == held.mirrors else Copies(held.owner, left)
+        left = tuple(r for r in held.ranks if r in alive)
+        home = holders.get(key[:2])
+        able = left if home is None else tuple(r for r in left if r in home) or left
+        if held.owner in able:
+            copies[key] = held if left == held.ranks else Copies(held.owner, left[1:])
             load[key[0], key[1], held.owner] = load.get((key[0], key[1], held.owner), 0) + 1
-        elif left:
-            orphans.append((len(left), key, left))
+        elif able:
+            orphans.append((len(able), key, able, left))
         else:
             lost.append(key)
-    for _, key, left in sorted(orphans):  # those with the least choice first
+    for _, key, able, left in sorted(orphans):  # those with the least choice first
         unit, shard, _ = key
-        home = holders.get((unit, shard), frozenset())
-        chosen = min(left, key=lambda r: (r not in home, load.get((unit, shard, r), 0), r))
+        chosen = min(able, key=lambda r: (load.get((unit, shard, r), 0), r))
         load[unit, shard, chosen] = load.get((unit, shard, chosen), 0) + 1
         copies[key] = Copies(chosen, tuple(r for r in left if r != chosen))
         changes.append(Transition("promote", key, chosen))

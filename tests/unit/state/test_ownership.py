@@ -260,6 +260,16 @@ def test_a_parked_rank_keeps_its_copies_until_the_others_have_theirs():
     assert set(owner_loads(end, groups[0]).values()) == {4, 5}
 
 
+def test_a_parked_owner_hands_over_to_a_mirror_that_computes_the_unit_for_free():
+    """Two replicas of TP 2; rank 0 dies, so rank 1 is parked: shard 1 is computed by rank 3 alone."""
+    shard1 = unit_groups(2, 10, [1, 3], shard=1)
+    placement = initial(shard1, same_domain([0, 1, 2, 3]))
+    result = promote_only(placement, {1, 2, 3}, unit_groups(2, 10, [3], shard=1))
+    assert not result.lost
+    assert {copies.owner for copies in result.placement.copies.values()} == {3}
+    assert all(copies.mirrors == (1,) for copies in result.placement.copies.values()), "its copies count still"
+
+
 @settings(max_examples=30, deadline=None)
 @given(st.integers(1, 6), st.integers(1, 12), st.integers(0, 2))
 def test_text_round_trip_and_digest(members, blocks, mirrors):

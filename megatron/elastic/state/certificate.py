@@ -1,0 +1,290 @@
+"""The proof that a transition left one consistent state behind, or the exact finding.
+
+After every change of membership, and after a checkpoint load, each rank makes a
+:class:`Statement` of what it holds and will do; all statements are gathered, and
+every rank runs :func:`certify` on the same set. It passes only if (DESIGN.md
+section 6)
+
+- placement, plan, generation and record (learning rates, step counters, loss
+  scale) are the same everywhere;
+- every block has one owner, a holder of its unit, and k mirrors, all at the
+  record's version with equal lineages (``hashing``) and, where contents were
+  hashed (what moved), equal contents;
+- every rank computes with parameters that are the owner's masters, tagged with the
+  record's version;
+- each row of the global batch is assigned once;
+- the random key of the next step is (seed, version), so no mask is used twice.
+
+A failed certificate raises :class:`CertificateError`: the transition must stop.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+
+import torch
+
+from megatron.elastic.state.hashing import content_hash, text_hash
+from megatron.elastic.state.layout import BlockKey
+from megatron.elastic.state.placement import Placement, UnitGroup
+from megatron.elastic.state.pool import StatePool
+from megatron.elastic.state.record import StepRecord
+
+__all__ = ["Certificate", "CertificateError", "Claim", "ParamClaim", "Statement", "certify", "state_claims"]
+
+
+class CertificateError(RuntimeError):
+    """The state after a transition is not one consistent state; ``findings`` says what, where."""
+
+    def __init__(self, findings: Sequence[str]) -> None:
+        shown = "; ".join(findings[:10]) + (f"; and {len(findings) - 10} more" if len(findings) > 10 else "")
+        super().__init__(f"certificate failed: {shown}")
+        self.findings = tuple(findings)
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A rank's word on one copy. ``content`` is the hash of its contents, or '' where not computed."""
+
+    role: str
+    version: int
+    lineage: str
+    content: str = ""
+    master: str = ""
+    """Hash of what the master is cast to for computing; compared with :class:`ParamClaim`."""
+
+
+@dataclass(frozen=True)
+class ParamClaim:
+    """A rank's word on the parameters of one block that it computes with: version tag, and hash or ''."""
+
+    version: int
+    content: str = ""
+
+
+@dataclass(frozen=True)
+class Statement:
+    """Everything one rank asserts after a transition."""
+
+    rank: int
+    generation: int
+    placement: str
+    plan: str
+    record: StepRecord
+    blocks: Mapping[BlockKey, Claim]
+    params: Mapping[BlockKey, ParamClaim] = field(default_factory=dict)
+    rows: tuple[int, ...] = ()
+    """Rows of the next global batch whose first unit this rank's cell computes (stated by the cell's first rank)."""
+    random_key: tuple[int, int] = (0, 0)
+    """(seed, step) from which the next step's dropout masks are drawn."""
+
+    def to_json(self) -> str:
+        """Text for an all-gather of objects."""
+        claims = [[*key, c.role, c.version, c.lineage, c.content, c.master] for key, c in sorted(self.blocks.items())]
+        params = [[*key, p.version, p.content] for key, p in sorted(self.params.items())]
+        head = [self.rank, self.generation, self.placement, self.plan, self.record.to_json()]
+        return json.dumps([head, claims, params, self.rows, self.random_key], separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> Statement:
+        """Inverse of :meth:`to_json`."""
+        (rank, generation, placement, plan, record), claims, params, rows, key = json.loads(text)
+        return cls(
+            rank, generation, placement, plan, StepRecord.from_json(record),
+            {(u, s, i): Claim(*rest) for u, s, i, *rest in claims},
+            {(u, s, i): ParamClaim(*rest) for u, s, i, *rest in params},
+            tuple(rows), (key[0], key[1]),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """A passed check: what the event log and a checkpoint manifest carry."""
+
+    generation: int
+    version: int
+    ranks: tuple[int, ...]
+    blocks: int
+    copies: int
+    contents_compared: int
+    digest: str
+    """Hash over all statements."""
+
+
+def state_claims(
+    pool: StatePool,
+    placement: Placement,
+    contents: Collection[BlockKey] = (),
+    model_dtype: torch.dtype | None = None,
+) -> dict[BlockKey, Claim]:
+    """Claims over every copy of the pool that counts. ``contents``: blocks to hash in full (what moved).
+
+    ``model_dtype``: also hash the masters as cast to that type, to compare with parameters.
+    """
+    claims = {}
+    for key in pool:
+        copy = pool.get(key)
+        if not copy.counted:
+            continue
+        role = "owner" if placement.owner(key) == pool.rank else "mirror"
+        content = content_hash(key, copy.state) if key in contents else ""
+        cast = content_hash(key, copy.master.to(model_dtype)) if model_dtype and role == "owner" else ""
+        claims[key] = Claim(role, copy.version, copy.lineage, content, cast)
+    return claims
+
+
+def certify(
+    statements: Mapping[int, Statement],
+    groups: Sequence[UnitGroup],
+    mirrors: int,
+    rows: int,
+    members: Collection[int],
+    parked_owners: bool = False,
+) -> Certificate:
+    """Check all ``statements`` of ``members``; ``mirrors`` is k, ``rows`` the global batch size.
+
+    ``parked_owners``: a block may be owned by a rank that does not compute its unit (right
+    after a loss, where the only copy is there). Raises :class:`CertificateError` with every finding. Pure: all ranks agree.
+    """
+    findings = list(_all_findings(statements, groups, mirrors, rows, members, parked_owners))
+    if findings:
+        raise CertificateError(findings)
+    claims = [claim for statement in statements.values() for claim in statement.blocks.values()]
+    first = next(iter(statements.values()))
+    return Certificate(
+        generation=first.generation,
+        version=first.record.version,
+        ranks=tuple(sorted(statements)),
+        blocks=sum(len(group.blocks) for group in groups),
+        copies=len(claims),
+        contents_compared=sum(bool(claim.content) for claim in claims),
+        digest=text_hash("".join(statements[rank].to_json() for rank in sorted(statements))),
+    )
+
+
+def _all_findings(
+    statements: Mapping[int, Statement],
+    groups: Sequence[UnitGroup],
+    mirrors: int,
+    rows: int,
+    members: Collection[int],
+    parked_owners: bool,
+) -> Iterator[str]:
+    for rank in sorted(set(members) - set(statements)):
+        yield f"no statement of rank {rank}"
+    for rank in sorted(set(statements) - set(members)):
+        yield f"statement of rank {rank}, which is not a member"
+    if not statements:
+        return
+    yield from _common(statements)
+    version = statements[min(statements)].record.version
+    holders = {block.key: group.holders for group in groups for block in group.blocks}
+    yield from _copies(statements, holders, min(mirrors, len(members) - 1), version, parked_owners)
+    yield from _parameters(statements, holders, version)
+    yield from _samples(statements, rows)
+    for rank, statement in sorted(statements.items()):
+        if statement.random_key[1] != version:
+            yield f"rank {rank} would draw the masks of step {statement.random_key[1]} again, the state is at {version}"
+
+
+def _common(statements: Mapping[int, Statement]) -> Iterator[str]:
+    """Everything that must be the same everywhere, field by field, against the most frequent value."""
+    for name in ("generation", "placement", "plan"):
+        yield from _odd_ones(name, {rank: getattr(s, name) for rank, s in statements.items()})
+    for item in fields(StepRecord):
+        values = {rank: getattr(s.record, item.name) for rank, s in statements.items()}
+        yield from _odd_ones(f"record field {item.name}", values)
+    yield from _odd_ones("random seed", {rank: s.random_key[0] for rank, s in statements.items()})
+
+
+def _odd_ones(name: str, values: Mapping[int, object]) -> Iterator[str]:
+    counts = Counter(repr(value) for value in values.values())
+    usual = min(counts, key=lambda text: (-counts[text], text))
+    for rank, value in sorted(values.items()):
+        if repr(value) != usual:
+            yield f"rank {rank}: {name} is {value!r}, elsewhere {usual}"
+
+
+def _copies(
+    statements: Mapping[int, Statement],
+    holders: Mapping[BlockKey, tuple[int, ...]],
+    mirrors: int,
+    version: int,
+    parked_owners: bool,
+) -> Iterator[str]:
+    held: dict[BlockKey, dict[int, Claim]] = defaultdict(dict)
+    for rank, statement in statements.items():
+        for key, claim in statement.blocks.items():
+            held[key][rank] = claim
+    for key in sorted(set(held) - set(holders)):
+        yield f"block {key} is held by ranks {sorted(held[key])} but no unit has it"
+    for key, ranks in sorted(holders.items()):
+        owners = sorted(rank for rank, claim in held[key].items() if claim.role == "owner")
+        if len(owners) != 1:
+            yield f"block {key} has {'no owner' if not owners else f'owners {owners}'}"
+            continue
+        if owners[0] not in ranks and not parked_owners:
+            yield f"block {key} is owned by rank {owners[0]}, which does not compute its unit (ranks {list(ranks)})"
+        if len(held[key]) != 1 + mirrors:
+            yield f"block {key} has {len(held[key]) - 1} mirrors on ranks {sorted(held[key])}, {mirrors} are due"
+        yield from _equal_copies(key, owners[0], held[key], version)
+
+
+def _equal_copies(key: BlockKey, owner: int, held: Mapping[int, Claim], version: int) -> Iterator[str]:
+    reference = held[owner]
+    for rank, claim in sorted(held.items()):
+        where = f"block {key} at rank {rank} ({claim.role})"
+        if claim.version != version:
+            yield f"{where} is at version {claim.version}, the record at {version}"
+        elif claim.lineage != reference.lineage:
+            yield f"{where} was made from other state or gradients than the owner's (rank {owner})"
+        elif claim.content and reference.content and claim.content != reference.content:
+            yield f"{where} differs in contents from the owner's (rank {owner})"
+
+
+def _parameters(
+    statements: Mapping[int, Statement], holders: Mapping[BlockKey, tuple[int, ...]], version: int
+) -> Iterator[str]:
+    masters = {
+        key: claim.master
+        for statement in statements.values()
+        for key, claim in statement.blocks.items()
+        if claim.role == "owner"
+    }
+    for key, ranks in sorted(holders.items()):
+        for rank in ranks:
+            claim = statements[rank].params.get(key) if rank in statements else None
+            if claim is None:
+                yield f"rank {rank} has no parameters of block {key}, whose unit it computes"
+            elif claim.version != version:
+                yield f"rank {rank} computes block {key} with parameters of version {claim.version}, not {version}"
+            elif claim.content and masters.get(key) and claim.content != masters[key]:
+                yield f"rank {rank}: parameters of block {key} are not their masters"
+
+
+def _samples(statements: Mapping[int, Statement], rows: int) -> Iterator[str]:
+    takers: dict[int, list[int]] = defaultdict(list)
+    for rank, statement in sorted(statements.items()):
+        for row in statement.rows:
+            takers[row].append(rank)
+    missing = [row for row in range(rows) if row not in takers]
+    if missing:
+        yield f"rows {_spans(missing)} of the global batch are assigned to nobody"
+    for row, ranks in sorted(takers.items()):
+        if not 0 <= row < rows:
+            yield f"row {row} is outside the global batch of {rows} (ranks {ranks})"
+        elif len(ranks) > 1:
+            yield f"row {row} of the global batch is assigned to ranks {ranks}"
+
+
+def _spans(rows: Iterable[int]) -> str:
+    spans: list[list[int]] = []
+    for row in rows:
+        if spans and spans[-1][1] == row - 1:
+            spans[-1][1] = row
+        else:
+            spans.append([row, row])
+    return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in spans)
