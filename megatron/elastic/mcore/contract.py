@@ -66,11 +66,19 @@ class Wheel:
         for node in _definitions(tree):
             if isinstance(node, ast.ImportFrom):
                 if node.module and any((alias.asname or alias.name) == names[0] for alias in node.names):
-                    source = node.module if not node.level else f"{module.rsplit('.', node.level)[0]}.{node.module}"
-                    return self.find(".".join([source, *names]))
+                    return self.find(".".join([self._source(node, module), *names]))
             elif isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == names[0]:
                 return node if len(names) == 1 else self._within(node, names[1:], module)
         return None
+
+    def _source(self, node: ast.ImportFrom, module: str) -> str:
+        """Absolute name of the module that an import statement of ``module`` reads."""
+        if not node.level:
+            return node.module or ""
+        is_package = f"{module.replace('.', '/')}/__init__.py" in self._names
+        ups = node.level - 1 if is_package else node.level
+        base = module.rsplit(".", ups)[0] if ups else module
+        return f"{base}.{node.module}"
 
 
 def _definitions(tree: ast.AST) -> Iterator[ast.AST]:
@@ -137,7 +145,8 @@ def used_names(source: str) -> frozenset[str]:
     the replacement does without them where a version has none.
     """
     tree = ast.parse(source)
-    read, optional = set(), set()
+    read: set[str] = set()
+    optional: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name) and node.value.id == "call" \
                 and isinstance(node.slice, ast.Constant) and isinstance(node.slice.value, str):

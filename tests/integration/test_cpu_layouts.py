@@ -1,0 +1,142 @@
+"""Megatron on a CPU: the same training, whatever the layout, with no CPU flag given.
+
+Every layout continues one checkpoint written by (tp, pp, dp) = (1, 1, 1), since
+Megatron seeds each pipeline stage's initial weights differently. Losses are read
+from Megatron's own log lines (seven digits).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+STEPS = 6
+LAYOUTS = [(1, 1, 1), (2, 1, 1), (1, 2, 2), (2, 2, 1), (1, 1, 4), (1, 4, 2)]
+FP32_ROUNDING = 3e-6
+"""Largest relative difference of a loss allowed between layouts, over all steps."""
+
+MODEL = ["--num-layers", "4", "--hidden-size", "64", "--num-attention-heads", "4", "--seq-length", "32", "--max-position-embeddings", "32", "--micro-batch-size", "2", "--global-batch-size", "16", "--lr", "1e-3", "--min-lr", "1e-4", "--lr-decay-style", "cosine", "--lr-decay-iters", "12", "--lr-warmup-iters", "1", "--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "255", "--log-interval", "1", "--eval-interval", "1000", "--eval-iters", "0", "--split", "98,1,1", "--hidden-dropout", "0", "--attention-dropout", "0", "--make-vocab-size-divisible-by", "64", "--use-distributed-optimizer", "--ckpt-format", "torch_dist", "--dist-ckpt-optim-fully-reshardable"]
+TRAIN = ["--train-iters", str(STEPS)]
+
+
+def layout_flags(layout: tuple[int, int, int]) -> list[str]:
+    """Flags of (tp, pp, dp)."""
+    return ["--tensor-model-parallel-size", str(layout[0]), "--pipeline-model-parallel-size", str(layout[1])]
+
+
+def job(name: str, world: int, *arguments: str) -> dict[str, Any]:
+    return {"name": name, "world": world, "arguments": [*MODEL, *arguments], "seconds": 240}
+
+
+def name_of(layout: tuple[int, int, int]) -> str:
+    return "tp{}-pp{}-dp{}".format(*layout)
+
+
+def run_jobs(folder: Path, jobs: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
+    """Exit codes of every job's ranks; the logs lie in ``folder``."""
+    path = folder / "jobs.json"
+    path.write_text(json.dumps(jobs))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tests/integration/forked_ranks.py"), str(path)],
+        env=environment, capture_output=True, text=True, timeout=1200, check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    codes: dict[str, list[int]] = json.loads(done.stdout.splitlines()[-1])
+    return codes
+
+
+def logs(folder: Path, name: str) -> str:
+    """Output of all ranks of a job."""
+    return "\n".join(path.read_text() for path in sorted(folder.glob(f"{name}.*.log")))
+
+
+def losses(text: str) -> dict[int, float]:
+    """Iteration → training loss, from Megatron's log lines."""
+    found = re.findall(r"iteration\s+(\d+)/.*?lm loss: (\S+)", text)
+    return {int(step): float(loss) for step, loss in found}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with the logs of every run of this file, all jobs forked from one process."""
+    folder = tmp_path_factory.mktemp("layouts")
+    common = str(folder / "common")
+    load = ["--load", common, *TRAIN]
+    save = [*TRAIN, "--save", common, "--save-interval", "1", "--exit-interval", "1"]
+    jobs = [job("common", 1, *layout_flags((1, 1, 1)), *save)]
+    jobs += [job(name_of(each), each[0] * each[1] * each[2], *layout_flags(each), *load) for each in LAYOUTS]
+    jobs += [
+        job("uninterrupted", 1, *layout_flags((1, 1, 1)), *TRAIN),
+        job("sequence-parallel", 2, *layout_flags((2, 1, 1)), "--sequence-parallel", *load),
+        job("bf16", 2, *layout_flags((2, 1, 1)), "--bf16", "--sequence-parallel", "--train-iters", "12"),
+    ]
+    codes = run_jobs(folder, jobs)
+    for name, ranks in codes.items():
+        assert set(ranks) == {0}, f"{name}: exit codes {ranks}\n{logs(folder, name)[-4000:]}"
+    return folder
+
+
+def worst_difference(one: Mapping[int, float], other: Mapping[int, float]) -> float:
+    """Largest relative difference over the steps that both ran (they must be the same)."""
+    assert one.keys() == other.keys() and len(one) == STEPS - 1, (one, other)
+    return max(abs(one[step] - other[step]) / abs(one[step]) for step in one)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[1:], ids=name_of)
+def test_losses_do_not_depend_on_the_layout(trained: Path, layout: tuple[int, int, int]) -> None:
+    alone = losses(logs(trained, name_of((1, 1, 1))))
+    assert worst_difference(alone, losses(logs(trained, name_of(layout)))) < FP32_ROUNDING
+
+
+def test_sequence_parallel_gives_the_same_losses(trained: Path) -> None:
+    alone = losses(logs(trained, name_of((1, 1, 1))))
+    assert worst_difference(alone, losses(logs(trained, "sequence-parallel"))) < FP32_ROUNDING
+
+
+def test_a_resumed_run_goes_on_as_if_never_stopped(trained: Path) -> None:
+    never_stopped = losses(logs(trained, "uninterrupted"))
+    del never_stopped[1]  # trained before the checkpoint
+    assert worst_difference(never_stopped, losses(logs(trained, name_of((1, 1, 1))))) == 0.0
+
+
+def test_the_losses_compared_do_move(trained: Path) -> None:
+    """Equal losses would mean little if nothing was learnt between them."""
+    alone = losses(logs(trained, name_of((1, 1, 1))))
+    assert alone[STEPS] < alone[2] * 0.99
+
+
+def test_bf16_learns(trained: Path) -> None:
+    curve = losses(logs(trained, "bf16"))
+    assert len(curve) == 12 and curve[12] < curve[1] * 0.95
+
+
+def test_substitutions_are_printed_once_by_rank_0(trained: Path) -> None:
+    name = name_of((1, 2, 2))
+    said = [path for path in sorted(trained.glob(f"{name}.*.log")) if "substituted on cpu" in path.read_text()]
+    assert [path.name for path in said] == [f"{name}.0.log"]
+    table = said[0].read_text()
+    for flag in ("--transformer-impl", "--distributed-backend", "--no-gradient-accumulation-fusion"):
+        assert flag in table
+
+
+def test_plain_torchrun_trains_without_a_cpu_flag(tmp_path: Path) -> None:
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone",
+        str(ROOT / "pretrain_gpt.py"), *MODEL, *layout_flags((1, 1, 2)), "--train-iters", "2",
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    assert sorted(losses(done.stdout + done.stderr)) == [1, 2]
