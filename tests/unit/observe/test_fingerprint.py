@@ -25,7 +25,10 @@ def tensors(nudge):
     square = square.bfloat16()
     if nudge:
         square.view(torch.int16)[5, 3] ^= 1
-    return {"layers.weight": weight, "optimizer.exp_avg.layers.weight": mean, "optimizer.exp_avg_sq.layers.weight": square}
+    return {
+        "layers.weight": weight, "optimizer.exp_avg.layers.weight": mean,
+        "optimizer.exp_avg_sq.layers.weight": square
+    }
 
 def save(rank, size, path, nudge, rng):
     import torch.distributed as dist
