@@ -135,10 +135,10 @@ class Cluster:
         def claim() -> bool:
             for event in reversed(self.of("decided")):
                 g = event["generation"]
-                if g >= minimum and event["members"] == members:
-                    if {e["rank"] for e in self.of("decided", generation=g)} >= set(members):
-                        found[0] = g
-                        return True
+                informed = {e["rank"] for e in self.of("decided", generation=g)}
+                if g >= minimum and event["members"] == members and informed >= set(members):
+                    found[0] = g
+                    return True
             return False
 
         self.wait(claim, f"a decision with members {members}")

@@ -49,7 +49,9 @@ def test_a_second_loss_during_recovery_is_a_generation_of_its_own() -> None:
         job.kill(5)
         job.wait_members([1, 2, 3, 4, 6, 7], minimum=3)
         assert not job.of("decided", generation=2), "generation 2 must not be decided with a dead member"
-        assert all(e["lost"] == [[0, 0, "signal SIGKILL"], [5, 0, "signal SIGKILL"]] for e in job.of("decided", generation=3))
+        assert all(
+            e["lost"] == [[0, 0, "signal SIGKILL"], [5, 0, "signal SIGKILL"]] for e in job.of("decided", generation=3)
+        )
 
 
 def test_losing_an_agent_with_its_workers_and_starting_it_again() -> None:

@@ -6,7 +6,7 @@ chain, and that wait for nobody themselves. A cycle has no sink and blames nobod
 
 A broken link between two processes whose agents vouch for them gets one
 reconnection (the generation is formed anew). If the same two fall out again, the
-rank accused by more others goes; when that is even, the higher one. The rule is
+one with more broken links goes; when that is even, the higher rank. The rule is
 arbitrary on purpose: both ends, asked separately, must give the same answer.
 """
 
@@ -113,8 +113,9 @@ class Suspicions:
         if not again:
             return Verdict("reform", why=_describe(standing))
         involved = {rank for pair in again for rank, _ in pair}
-        accusers = {rank: len({a.by for a in standing if a.rank == rank}) for rank in involved}
-        worst = max(involved, key=lambda rank: (accusers[rank], rank))
+        # Who accused whom is a matter of who noticed first: what counts is how many fell out with a rank.
+        broken = {rank: sum(any(rank == one for one, _ in pair) for pair in pairs) for rank in involved}
+        worst = max(involved, key=lambda rank: (broken[rank], rank))
         return Verdict("condemn", worst, f"link broken again ({_describe(standing)})")
 
 

@@ -41,7 +41,7 @@ class Timing:
         """All of them from ``--elastic-detection-timeout``."""
         unit = detection_timeout
         return cls(
-            look=min(max(unit / 5, 0.01), 0.25),
+            look=min(unit / 5, 0.25),
             stopped=unit / 2,
             grace=unit / 2,
             beat=unit / 2,

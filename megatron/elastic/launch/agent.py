@@ -46,7 +46,9 @@ from megatron.elastic.control.wire import (
     take_str,
 )
 from megatron.elastic.launch.arguments import Job
+from megatron.elastic.launch.console import Console
 from megatron.elastic.launch.couriers import Couriers
+from megatron.elastic.launch.desk import Desk
 from megatron.elastic.launch.judge import Judge
 from megatron.elastic.launch.logs import WorkerLogs
 from megatron.elastic.launch.loop import Loop
@@ -85,6 +87,7 @@ class Agent:
         self._watch = Watch(self.timing, lambda worker: self._pool.kill(worker, "stopped"))
         self._neighbours = self._make_neighbours() if len(company.nodes) > 1 else None
         self._judge = Judge(self.state, self.timing, loop, self.append)
+        self._console = Console(loop, job.run_id, self.node, Desk(self, self.append).handle)
         self._failures = Failures(job.settings.max_losses_per_hour)
         self._active = not company.returning
         self._next_position = 0
@@ -389,6 +392,7 @@ class Agent:
 
     def _leave(self) -> None:
         """Everything of this node ends; the first agent stays until the others have read the journal's end."""
+        self._console.close()
         self._pool.close()
         self._logs.close()
         self._nursery.sweep()

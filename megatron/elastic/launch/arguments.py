@@ -25,7 +25,6 @@ from megatron.elastic.launch.worker import Kind
 __all__ = ["BadInput", "Job", "parse"]
 
 
-
 class BadInput(ValueError):
     """One line: what is wrong with the command, which flag, what to do."""
 

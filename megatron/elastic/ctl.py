@@ -1,0 +1,100 @@
+"""Talk to a running job: ``python -m megatron.elastic.ctl status|drain|admit|checkpoint``.
+
+Run it on any node of the job. Jobs are found by run id (``--run-id``, the launcher's
+``--rdzv-id``); with one job on the machine the id can be left out.
+
+    status      members, generation, what is pending, what each local worker does
+    drain       save and end the job at the next boundary (--ranks 4,5: only these leave)
+    admit       start ranks again that had been given up (--ranks, default: all such)
+    checkpoint  save at the next boundary and go on
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import socket
+import sys
+from typing import Any
+
+from megatron.elastic.control.wire import FrameReader, ProtocolError, encode
+
+__all__ = ["CtlError", "ask", "consoles", "main"]
+
+_PREFIX = "@megatron-elastic/"
+_SECONDS = 10.0
+
+
+class CtlError(RuntimeError):
+    """One line: why the job could not be reached or would not do it."""
+
+
+def consoles() -> dict[str, list[int]]:
+    """Run ids with an agent on this machine (network namespace) → their node numbers here."""
+    found: dict[str, list[int]] = {}
+    with open("/proc/net/unix", encoding="utf-8", errors="replace") as table:
+        for line in table:
+            name = line.split(maxsplit=7)[-1].strip()
+            # Listening sockets carry the flag __SO_ACCEPTCON.
+            if name.startswith(_PREFIX) and line.split()[3] == "00010000":
+                run_id, _, node = name[len(_PREFIX) :].rpartition("/")
+                if node.isdigit():
+                    found.setdefault(run_id, []).append(int(node))
+    return {run_id: sorted(nodes) for run_id, nodes in found.items()}
+
+
+def choose(run_id: str | None, found: dict[str, list[int]]) -> tuple[str, int]:
+    """The job meant and one of its nodes here. Raises :class:`CtlError` when none or several fit."""
+    if run_id is None and len(found) == 1:
+        run_id = next(iter(found))
+    if run_id is None:
+        jobs = ", ".join(sorted(found)) or "none"
+        raise CtlError(f"which job? give --run-id; running on this machine: {jobs}")
+    key = run_id[:80]
+    if key not in found:
+        raise CtlError(f"no agent of job {run_id!r} on this machine; running: {', '.join(sorted(found)) or 'none'}")
+    return key, found[key][0]
+
+
+def ask(run_id: str, node: int, request: dict[str, Any]) -> dict[str, Any]:
+    """Send one request to an agent and return its answer. Raises :class:`CtlError`."""
+    reader = FrameReader()
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as console:
+            console.settimeout(_SECONDS)
+            console.connect(f"\0{_PREFIX[1:]}{run_id}/{node}")
+            console.sendall(encode(request))
+            while data := console.recv(1 << 20):
+                for answer in reader.feed(data):
+                    return answer
+    except (OSError, ProtocolError) as error:
+        raise CtlError(f"the agent of job {run_id!r} does not answer: {error}") from None
+    raise CtlError(f"the agent of job {run_id!r} closed the connection: it serves its own user only")
+
+
+def main(argv: list[str]) -> int:
+    """Returns the exit code: 0 done, 1 refused or not found."""
+    parser = argparse.ArgumentParser(prog="python -m megatron.elastic.ctl", description="Talk to a running job.")
+    parser.add_argument("do", choices=["status", "drain", "admit", "checkpoint"])
+    parser.add_argument("--run-id", default=None, help="The launcher's --rdzv-id; not needed with one job running.")
+    parser.add_argument("--ranks", default="", help="For drain and admit: these ranks only, e.g. 4,5.")
+    args = parser.parse_args(argv)
+    try:
+        ranks = [int(rank) for rank in args.ranks.split(",") if rank]
+        run_id, node = choose(args.run_id, consoles())
+        answer = ask(run_id, node, {"do": args.do, "ranks": ranks})
+    except ValueError:
+        print(f"error: --ranks takes numbers like 4,5, got {args.ranks!r}", file=sys.stderr)
+        return 1
+    except CtlError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    if "error" in answer:
+        print(f"error: {answer['error']}", file=sys.stderr)
+        return 1
+    print(json.dumps(answer, indent=2))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,64 @@
+"""What an agent answers to ``megatron.elastic.ctl``: the state of the job, and requests to it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from megatron.elastic.control.events import Event, Readmitted, Wanted
+from megatron.elastic.control.wire import Message, as_rank, take_list, take_str
+
+if TYPE_CHECKING:
+    from megatron.elastic.launch.agent import Agent
+
+__all__ = ["Desk"]
+
+
+class Desk:
+    """Serves one agent's console."""
+
+    def __init__(self, agent: Agent, append: Callable[[Event], None]) -> None:
+        self._agent, self._append = agent, append
+        self._since = time.monotonic()
+
+    def handle(self, request: Message) -> Message:
+        """The answer to one request. Raises ProtocolError for what is no request."""
+        what = take_str(request, "do")
+        ranks = tuple(as_rank(rank) for rank in take_list(request, "ranks")) if "ranks" in request else ()
+        unknown = [rank for rank in ranks if rank not in self._agent.state.ranks]
+        if unknown:
+            return {"error": f"no such ranks: {unknown}; there are 0 … {len(self._agent.state.ranks) - 1}"}
+        if what == "status":
+            return self._status()
+        if what in ("drain", "checkpoint"):
+            self._append(Wanted(what, ranks))
+        elif what == "admit":
+            self._append(Readmitted(ranks))
+        else:
+            return {"error": f"unknown request {what!r}"}
+        return {"accepted": what, "ranks": list(ranks)}
+
+    def _status(self) -> Message:
+        state = self._agent.state
+        rows = {}
+        for rank, (_, idle) in sorted(self._agent.table().items()):
+            rows[str(rank)] = {
+                "step": idle.step,
+                "phase": idle.phase,
+                "waiting_for": list(idle.waiting_for),
+                "idle_s": round(idle.seconds, 3),
+            }
+        return {
+            "run_id": self._agent.job.run_id,
+            "up_s": round(time.monotonic() - self._since, 1),
+            "generation": {"decided": state.decided, "frozen": state.frozen, "missing": list(state.missing())},
+            "members": list(state.members),
+            "pending": list(state.pending()),
+            "ranks": {
+                str(rank): {"standing": each.standing, "incarnation": each.incarnation, "returns": each.may_return}
+                for rank, each in state.ranks.items()
+            },
+            "nodes": {str(n): {"host": node.host, "alive": node.alive} for n, node in state.nodes.items()},
+            "workers_here": rows,
+        }

@@ -1,0 +1,192 @@
+"""Messages, events, slots and the journal: exact inverses, and indifferent to garbage."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import struct
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.elastic.comm.fabric import Address
+from megatron.elastic.control import events as ev
+from megatron.elastic.control.journal import Journal, Seal
+from megatron.elastic.control.membership import Activity, Decision, Loss
+from megatron.elastic.control.slot import SLOT_BYTES, Slot
+from megatron.elastic.control.store import EmbeddedStore, StoreLost
+from megatron.elastic.control.wire import (
+    FrameReader,
+    ProtocolError,
+    decision_from_json,
+    decision_to_json,
+    encode,
+    parse,
+)
+
+ADDRESS = Address(3, 1, "host/0", {"port": 1234, "segment": "mel-1", "list": [1, "x", None]})
+LOSS = Loss(2, 4, "h", "signal SIGKILL", ("last", "lines é"))
+EXAMPLES: list[ev.Event] = [
+    ev.Lost((LOSS, LOSS), (3, -1), (True, False)),
+    ev.NodeLost(1, 2, "why"),
+    ev.NodeBack(1, 2, "h"),
+    ev.Reported(7, (ev.Entry(ADDRESS, "opaque"),)),
+    ev.Waiting((ev.Entry(ADDRESS, ""),)),
+    ev.Requested("join", (1, 2), 3),
+    ev.Wanted("drain", ()),
+    ev.Finished(1, 2, 3, False),
+    ev.Abandoned((1,), "w"),
+    ev.Readmitted((1, 2)),
+    ev.Suspected(1, 2, 3, 4, "w"),
+    ev.Condemned(1, 2, "w"),
+    ev.Reformed(1, "w"),
+    ev.Decided(2, 0),
+    ev.Ended(5, "w"),
+]
+
+
+@pytest.mark.parametrize("event", EXAMPLES, ids=lambda event: type(event).__name__)
+def test_every_event_survives_the_journal_unchanged(event: ev.Event) -> None:
+    assert ev.from_json(json.loads(json.dumps(ev.to_json(event)))) == event
+
+
+def test_the_examples_cover_every_kind_of_event() -> None:
+    assert {type(event) for event in EXAMPLES} == set(ev.Event.__args__)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=10,
+)
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.sampled_from(EXAMPLES), st.data())
+def test_a_damaged_event_is_refused_or_an_event_but_never_anything_else(event: ev.Event, data: st.DataObject) -> None:
+    body = ev.to_json(event)
+    key = data.draw(st.sampled_from(sorted(body)))
+    body[key] = data.draw(JSON)
+    with contextlib.suppress(ProtocolError):
+        assert isinstance(ev.from_json(body), ev.Event.__args__)
+
+
+def test_a_decision_is_the_same_bytes_in_every_process() -> None:
+    one = Decision(4, {3: ADDRESS, 11: Address(11, 0, "h")}, "loss", (LOSS,), (3,), {11: "r"})
+    text = encode({"decision": decision_to_json(one)})
+    again = decision_from_json(parse(text[4:])["decision"])
+    assert again == one and list(again.members) == [3, 11]
+    assert encode({"decision": decision_to_json(again)}) == text
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.dictionaries(st.text(max_size=5), JSON, max_size=3), max_size=5), st.integers(1, 7))
+def test_frames_arrive_whatever_the_chunks(messages: list[dict[str, object]], size: int) -> None:
+    data = b"".join(encode(message) for message in messages)
+    reader, found = FrameReader(), []
+    for at in range(0, len(data), size):
+        found += list(reader.feed(data[at : at + size]))
+    assert found == [json.loads(json.dumps(message)) for message in messages]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.binary(max_size=64))
+def test_garbage_on_a_stream_is_a_protocol_error_at_worst(data: bytes) -> None:
+    reader = FrameReader(max_frame=1 << 16)
+    try:
+        for message in reader.feed(data):
+            assert isinstance(message, dict)
+    except ProtocolError:
+        pass
+
+
+def test_a_frame_beyond_the_limit_is_refused_before_it_is_read() -> None:
+    with pytest.raises(ProtocolError, match="limit"):
+        list(FrameReader(100).feed(struct.pack(">I", 101)))
+
+
+def test_deeply_nested_json_is_refused() -> None:
+    with pytest.raises(ProtocolError):
+        parse("[" * 100_000)
+
+
+# -- slots ---------------------------------------------------------------------------------
+
+
+def test_a_slot_shows_the_other_side_what_is_done_and_last_words() -> None:
+    fd, agent = Slot.create("t")
+    worker = Slot(fd)
+    assert agent.look().activity == Activity(-1, "launch")
+    worker.publish(Activity(7, "reduce", (1, 5)))
+    seen = agent.look()
+    assert seen.activity == Activity(7, "reduce", (1, 5))
+    worker.publish(Activity(7, "reduce", (1, 5)))
+    assert agent.look().progress == seen.progress + 1
+    assert agent.finished() is None
+    worker.finish(3)
+    assert agent.finished() == 3
+    worker.say_last_words("x" * SLOT_BYTES + "the end")
+    assert agent.last_words().endswith("the end") and len(agent.last_words()) < SLOT_BYTES
+    os.close(fd)
+
+
+def test_a_writer_that_dies_half_way_leaves_the_last_whole_activity() -> None:
+    fd, agent = Slot.create("t")
+    worker = Slot(fd)
+    worker.publish(Activity(1, "a"))
+    agent.look()
+    os.pwrite(fd, struct.pack("<Q", 99), 8)
+    os.pwrite(fd, struct.pack("<q", 12345), 16)
+    assert agent.look().activity == Activity(1, "a")
+    os.close(fd)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.binary(min_size=1, max_size=300), st.integers(0, 400))
+def test_no_bytes_in_a_slot_upset_the_agent(data: bytes, at: int) -> None:
+    fd, agent = Slot.create("t")
+    os.pwrite(fd, data, at)
+    agent.look()
+    agent.last_words()
+    agent.finished()
+    os.close(fd)
+
+
+# -- the journal over a real store -------------------------------------------------------------
+
+
+@pytest.fixture
+def store() -> EmbeddedStore:
+    return EmbeddedStore.open("127.0.0.1", 0, "test/", server=True, timeout=10)
+
+
+def test_two_writers_see_one_order_and_a_decision_cannot_pass_a_loss(store: EmbeddedStore) -> None:
+    seal = Seal("secret")
+    one, two = Journal(store, seal), Journal(store.clone(), seal)
+    list(one.append(ev.Wanted("drain")))
+    assert [position for position, _ in two.append(ev.NodeLost(1, 0, "gone"))] == [0, 1]
+    assert not one.append_at(1, ev.Decided(1, 0)), "position 1 holds the loss"
+    assert one.append_at(2, ev.Decided(2, 0))
+    reader = Journal(store.clone(), seal)
+    seen = [event for _ in range(3) for _, event in reader.follow(5)]
+    assert seen == [ev.Wanted("drain"), ev.NodeLost(1, 0, "gone"), ev.Decided(2, 0)]
+    assert list(reader.follow(0.05)) == []
+
+
+def test_entries_without_the_seal_are_skipped_by_every_reader(store: EmbeddedStore) -> None:
+    seal = Seal("secret")
+    store.put("journal/0", b"garbage")
+    store.put("journal/1", Seal("another").sign("journal/1", json.dumps(ev.to_json(ev.Ended(0, "forged")))))
+    store.put("journal/2", seal.sign("journal/5", json.dumps(ev.to_json(ev.Ended(0, "replayed elsewhere")))))
+    store.put("journal/3", seal.sign("journal/3", "[]"))
+    journal = Journal(store, seal)
+    got = list(journal.append(ev.Decided(1, 0)))
+    assert got == [(0, None), (1, None), (2, None), (3, None), (4, ev.Decided(1, 0))]
+    assert journal.dropped == 4
+
+
+def test_an_unreachable_store_is_store_lost() -> None:
+    with pytest.raises(StoreLost):
+        EmbeddedStore.open("127.0.0.1", 9, "test/", server=False, timeout=0.5)

@@ -1,0 +1,346 @@
+"""The generation state machine, walked through every order of a few events."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.elastic.comm.fabric import Address
+from megatron.elastic.control.events import (
+    Abandoned,
+    Decided,
+    Entry,
+    Event,
+    Finished,
+    Lost,
+    NodeBack,
+    NodeLost,
+    Readmitted,
+    Reformed,
+    Reported,
+    Requested,
+    Waiting,
+    Wanted,
+)
+from megatron.elastic.control.generations import Generations, Node
+from megatron.elastic.control.membership import Loss
+
+
+def entry(rank: int, incarnation: int = 0, report: str = "") -> Entry:
+    return Entry(Address(rank, incarnation, "h"), report or f"held by {rank}")
+
+
+def loss(rank: int, incarnation: int = 0) -> Lost:
+    return Lost((Loss(rank, incarnation, "h", "signal SIGKILL"),), (0,), (False,))
+
+
+def machine(*sizes: int, respawn: bool = True) -> Generations:
+    nodes, first = {}, 0
+    for number, size in enumerate(sizes):
+        nodes[number] = Node(f"h{number}", tuple(range(first, first + size)))
+        first += size
+    return Generations(nodes, respawn=respawn)
+
+
+def started(*sizes: int, respawn: bool = True) -> Generations:
+    state = machine(*sizes, respawn=respawn)
+    for rank in state.ranks:
+        state.apply(Waiting((entry(rank),)))
+    state.apply(Decided(1, 0))
+    assert state.quiet and state.decided == 1
+    return state
+
+
+def report_all(state: Generations) -> None:
+    for rank in state.missing():
+        state.apply(Reported(state.frozen, (entry(rank, state.ranks[rank].incarnation),)))
+
+
+def test_the_start_waits_for_every_rank_in_any_order() -> None:
+    for order in itertools.permutations(range(4)):
+        state = machine(2, 2)
+        for rank in order:
+            assert not state.ready()
+            state.apply(Decided(1, 0))
+            assert state.decided == 0
+            state.apply(Waiting((entry(rank),)))
+        state.apply(Decided(1, 0))
+        assert state.decision is not None
+        assert list(state.decision.members) == [0, 1, 2, 3] and state.decision.reason == "start"
+
+
+def test_a_loss_before_the_first_decision_is_replaced_without_a_new_generation() -> None:
+    state = machine(3)
+    for rank in range(3):
+        state.apply(Waiting((entry(rank),)))
+    state.apply(loss(1))
+    assert not state.ready() and state.missing() == (1,)
+    state.apply(Waiting((entry(1, 1),)))
+    state.apply(Decided(1, 0))
+    assert state.decision is not None and state.decision.members[1].incarnation == 1
+
+
+def test_a_loss_frozen_before_decide_cannot_be_passed() -> None:
+    state = started(4)
+    state.apply(loss(2))
+    assert state.frozen == 2 and state.members == (0, 1, 3)
+    report_all(state)
+    assert state.ready()
+    state.apply(loss(0))
+    state.apply(Decided(2, 0))
+    assert state.decided == 1 and state.frozen == 3, "reports of generation 2 must not decide 3"
+    assert state.missing() == (1, 3)
+    state.apply(Reported(2, (entry(1), entry(3))))
+    assert state.missing() == (1, 3), "a report for an older generation counts for nothing"
+    report_all(state)
+    state.apply(Decided(3, 0))
+    assert state.decision is not None
+    assert list(state.decision.members) == [1, 3]
+    assert [(lost.rank, lost.incarnation) for lost in state.decision.lost] == [(2, 0), (0, 0)]
+
+
+def test_a_newcomer_waits_until_every_member_has_asked_at_its_boundary() -> None:
+    state = started(3)
+    state.apply(loss(2))
+    report_all(state)
+    state.apply(Decided(2, 0))
+    state.apply(Waiting((entry(2, 1),)))
+    assert state.quiet and state.pending() == ("join",)
+    state.apply(Requested("join", (0,), 2))
+    assert state.quiet
+    state.apply(Requested("join", (0,), 2))
+    state.apply(Requested("join", (1,), 1))
+    assert state.quiet, "asked twice, and asked in another generation"
+    state.apply(Requested("join", (1,), 2))
+    assert state.frozen == 3 and state.missing() == (0, 1)
+    report_all(state)
+    state.apply(Decided(3, 0))
+    assert state.decision is not None
+    assert state.decision.joined == (2,) and set(state.decision.reports) == {0, 1}
+    assert state.decision.reason == "join" and state.members == (0, 1, 2) and state.pending() == ()
+
+
+def test_a_loss_while_admitting_sends_the_joiner_back_to_wait() -> None:
+    state = started(3)
+    state.apply(loss(2))
+    report_all(state)
+    state.apply(Decided(2, 0))
+    state.apply(Waiting((entry(2, 1),)))
+    for rank in (0, 1):
+        state.apply(Requested("join", (rank,), 2))
+    state.apply(loss(1))
+    assert state.frozen == 4 and state.expected() == (0,)
+    report_all(state)
+    state.apply(Decided(4, 0))
+    assert state.decision is not None and state.decision.joined == () and state.pending() == ("join",)
+
+
+def test_members_that_asked_are_answered_although_the_joiner_died() -> None:
+    state = started(3)
+    state.apply(loss(2))
+    report_all(state)
+    state.apply(Decided(2, 0))
+    state.apply(Waiting((entry(2, 1),)))
+    state.apply(Requested("join", (0,), 2))
+    state.apply(loss(2, 1))
+    assert "join" in state.pending(), "those who have not asked must still do so"
+    state.apply(Requested("join", (1,), 2))
+    assert state.frozen == 3
+    report_all(state)
+    state.apply(Decided(3, 0))
+    assert state.decision is not None and state.decision.joined == () and state.pending() == ()
+
+
+def test_losing_everybody_starts_anew_with_whoever_comes() -> None:
+    state = started(2)
+    state.apply(loss(0))
+    state.apply(Waiting((entry(0, 1),)))
+    state.apply(loss(1))
+    assert state.fresh and state.missing() == (1,)
+    state.apply(Waiting((entry(1, 1),)))
+    state.apply(Decided(state.frozen, 0))
+    assert state.decision is not None and state.decision.reason == "start" and state.members == (0, 1)
+
+
+def test_without_respawn_losing_everybody_is_the_end() -> None:
+    state = started(2, respawn=False)
+    state.apply(loss(0))
+    state.apply(loss(1))
+    assert state.over()
+
+
+def test_a_lost_node_takes_its_ranks_and_gives_them_back() -> None:
+    state = started(2, 2)
+    state.apply(NodeLost(1, 0, "node unreachable"))
+    state.apply(NodeLost(1, 0, "node unreachable"))
+    assert state.frozen == 2 and state.members == (0, 1) and state.coordinator() == 0
+    state.apply(NodeBack(1, 1, "h1"))
+    state.apply(NodeLost(1, 0, "late news of its former life"))
+    assert state.nodes[1].alive
+    report_all(state)
+    state.apply(Decided(2, 0))
+    state.apply(Waiting((entry(2, 1), entry(3, 1))))
+    assert state.pending() == ("join",)
+
+
+def test_purposeful_ends_are_no_losses_and_end_the_job() -> None:
+    state = started(2)
+    state.apply(Finished(0, 0, 0))
+    assert state.quiet and not state.over()
+    state.apply(Finished(1, 0, 3))
+    assert state.over() and state.codes() == (0, 3)
+
+
+def test_leaving_without_a_word_is_a_loss_once_somebody_misses_it() -> None:
+    state = started(2)
+    state.apply(Finished(0, 0, 0, announced=False))
+    assert state.quiet
+    state.apply(loss(0))
+    assert state.frozen == 2
+    announced = started(2)
+    announced.apply(Finished(0, 0, 0, announced=True))
+    announced.apply(loss(0))
+    assert announced.quiet
+
+
+def test_one_rank_may_leave_at_a_boundary() -> None:
+    state = started(3)
+    state.apply(Requested("leave", (1,), 1))
+    assert state.frozen == 2
+    state.apply(Finished(1, 0, 0))
+    report_all(state)
+    state.apply(Decided(2, 0))
+    assert state.decision is not None and list(state.decision.members) == [0, 2] and state.decision.reason == "drain"
+    assert state.pending() == () and not state.over()
+
+
+def test_a_checkpoint_is_pending_until_every_member_took_note() -> None:
+    state = started(2)
+    state.apply(Wanted("checkpoint"))
+    assert state.pending() == ("checkpoint",)
+    state.apply(Requested("checkpoint", (0,), 1))
+    assert state.pending() == ("checkpoint",)
+    state.apply(Requested("checkpoint", (1,), 1))
+    assert state.pending() == () and state.quiet
+
+
+def test_ranks_must_be_numbered_without_holes() -> None:
+    with pytest.raises(ValueError, match="once each"):
+        Generations({0: Node("h", (0, 2))})
+
+
+# -- every interleaving ---------------------------------------------------------------------
+
+
+def interleavings(*threads: list[Event]) -> Iterator[list[Event]]:
+    """Every merge of the given sequences."""
+    if not any(threads):
+        yield []
+        return
+    for index, thread in enumerate(threads):
+        if thread:
+            rest = [*threads[:index], thread[1:], *threads[index + 1 :]]
+            for tail in interleavings(*rest):
+                yield [thread[0], *tail]
+
+
+def check_step(before: tuple[int, int], state: Generations, dead: set[tuple[int, int]]) -> None:
+    frozen, decided = before
+    assert state.frozen >= frozen and state.decided >= decided, "generations only grow"
+    assert state.decided <= state.frozen
+    if state.decided > decided:
+        decision = state.decision
+        assert decision is not None and decision.generation == state.decided
+        named = {(rank, address.incarnation) for rank, address in decision.members.items()}
+        assert not named & dead, "a decision names an incarnation whose loss came first"
+        assert set(decision.reports) == set(decision.members) - set(decision.joined)
+        for rank, report in decision.reports.items():
+            assert decision.reason == "start" or report == f"{rank}@{decision.generation}"
+
+
+def apply_checked(state: Generations, event: Event, dead: set[tuple[int, int]]) -> None:
+    before = (state.frozen, state.decided)
+    state.apply(event)
+    if isinstance(event, Lost):
+        dead |= {(item.rank, item.incarnation) for item in event.losses}
+    check_step(before, state, dead)
+
+
+def test_every_order_of_two_losses_a_join_and_their_reports_keeps_the_invariants() -> None:
+    """Threads: two losses with a respawn, reports for generations 2 and 3, decisions tried at any time."""
+    walked = 0
+    threads: list[list[Event]] = [
+        [loss(2), Waiting((entry(2, 1),))],
+        [loss(1)],
+        [Reported(2, (entry(0, report="0@2"), entry(1, report="1@2"))), Reported(3, (entry(0, report="0@3"),))],
+        [Decided(2, 0), Decided(3, 0), Decided(4, 0)],
+    ]
+    for order in interleavings(*threads):
+        state, dead = started(3), set[tuple[int, int]]()
+        for event in order:
+            apply_checked(state, event, dead)
+        walked += 1
+        assert state.members == (0,)
+    assert walked == 1680
+
+
+EVENTS = st.one_of(
+    st.builds(loss, st.integers(0, 3), st.integers(0, 2)),
+    st.builds(lambda r, i: Waiting((entry(r, i),)), st.integers(0, 4), st.integers(0, 3)),
+    st.builds(
+        lambda g, ranks: Reported(g, tuple(entry(r, i, f"{r}@{g}") for r, i in ranks)),
+        st.integers(0, 8),
+        st.lists(st.tuples(st.integers(0, 4), st.integers(0, 2)), max_size=4),
+    ),
+    st.builds(Decided, st.integers(0, 8), st.integers(0, 1)),
+    st.builds(
+        lambda w, r, g: Requested(w, tuple(r), g),
+        st.sampled_from(["join", "drain", "leave", "checkpoint", "x"]),
+        st.lists(st.integers(0, 4), max_size=4),
+        st.integers(0, 8),
+    ),
+    st.builds(Finished, st.integers(0, 4), st.integers(0, 2), st.integers(0, 5), st.booleans()),
+    st.builds(NodeLost, st.integers(0, 2), st.integers(0, 2), st.just("gone")),
+    st.builds(NodeBack, st.integers(0, 2), st.integers(0, 3), st.just("h")),
+    st.builds(Reformed, st.integers(0, 8), st.just("why")),
+    st.builds(lambda r: Abandoned(tuple(r), "why"), st.lists(st.integers(0, 4), max_size=2)),
+    st.builds(lambda r: Readmitted(tuple(r)), st.lists(st.integers(0, 4), max_size=2)),
+    st.builds(
+        lambda w, r: Wanted(w, tuple(r)), st.sampled_from(["drain", "checkpoint", "x"]), st.lists(st.integers(0, 3))
+    ),
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.lists(EVENTS, max_size=40), st.booleans())
+def test_no_sequence_of_events_breaks_the_invariants_or_two_agents_apart(events: list[Event], start: bool) -> None:
+    left, right = (started(2, 2), started(2, 2)) if start else (machine(2, 2), machine(2, 2))
+    dead: set[tuple[int, int]] = set()
+    for event in events:
+        apply_checked(left, event, dead)
+        right.apply(event)
+        assert (left.decision, left.frozen, left.pending()) == (right.decision, right.frozen, right.pending())
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(EVENTS, max_size=30))
+def test_once_quiet_again_survivors_can_always_decide(events: list[Event]) -> None:
+    """Whatever happened, if every expected rank reports, DECIDE succeeds: no state is a dead end."""
+    state = started(2, 2)
+    for event in events:
+        state.apply(event)
+    if state.over() or state.quiet:
+        return
+    for rank in state.missing():
+        waiting = state.ranks[rank]
+        if state.fresh:
+            state.apply(Waiting((entry(rank, waiting.incarnation + 1),)))
+        else:
+            state.apply(Reported(state.frozen, (entry(rank, waiting.incarnation),)))
+    assert state.ready(), state
+    state.apply(Decided(state.frozen, 0))
+    assert state.quiet

@@ -1,0 +1,118 @@
+"""Whom suspicions, hangs and repeated failures blame."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.elastic.control.failures import Failures
+from megatron.elastic.control.suspicion import Accusation, Idle, Suspicions, hang_verdict, sinks
+from megatron.elastic.control.timing import Timing
+
+
+def idle(*waiting_for: int, seconds: float = 100.0, limit: float = 30.0) -> Idle:
+    return Idle(5, "reduce", waiting_for, seconds, limit)
+
+
+def test_the_sink_of_a_chain_is_blamed_not_those_who_wait() -> None:
+    assert sinks({0: (1,), 1: (2,), 2: (3,), 3: ()}) == (3,)
+
+
+def test_a_circle_blames_nobody() -> None:
+    assert sinks({0: (1,), 1: (2,), 2: (0,)}) == ()
+    assert hang_verdict({0: idle(1), 1: idle(0)}) is None
+
+
+def test_the_sink_most_waited_for_comes_first_and_a_rank_without_a_row_is_one() -> None:
+    assert sinks({0: (7,), 1: (7,), 2: (3,), 3: ()}) == (7, 3)
+
+
+def test_nobody_is_blamed_while_anybody_makes_progress() -> None:
+    table = {0: idle(2), 1: idle(2), 2: idle()}
+    verdict = hang_verdict(table)
+    assert verdict is not None and verdict.rank == 2 and "step 5" in verdict.why
+    assert hang_verdict({**table, 3: idle(seconds=1.0)}) is None
+    assert hang_verdict({**table, 2: idle(limit=600.0)}) is None
+
+
+@given(st.dictionaries(st.integers(0, 7), st.lists(st.integers(0, 7), max_size=4).map(tuple), max_size=8))
+def test_a_sink_never_waits_and_is_always_waited_for(waiting: dict[int, tuple[int, ...]]) -> None:
+    for rank in sinks(waiting):
+        assert not waiting.get(rank)
+        assert any(rank in targets for targets in waiting.values())
+
+
+LIVING = {0: 0, 1: 0, 2: 0, 3: 0}
+
+
+def test_two_that_blame_each_other_reconnect_first_and_then_the_higher_goes() -> None:
+    suspicions = Suspicions()
+    suspicions.add(4, Accusation(1, 2, "link"))
+    suspicions.add(4, Accusation(2, 1, "link"))
+    first = suspicions.verdict(LIVING)
+    assert first is not None and first.kind == "reform"
+    suspicions.add(5, Accusation(2, 1, "link"))
+    again = suspicions.verdict(LIVING)
+    assert again is not None and (again.kind, again.rank) == ("condemn", 2)
+
+
+def test_the_one_blamed_by_more_goes() -> None:
+    suspicions = Suspicions()
+    for generation in (1, 2):
+        for by in (2, 3):
+            suspicions.add(generation, Accusation(by, 0))
+        verdict = suspicions.verdict(LIVING)
+    assert verdict is not None and (verdict.kind, verdict.rank) == ("condemn", 0)
+
+
+def test_a_healthy_rank_is_not_blamed_for_a_dead_peer() -> None:
+    suspicions = Suspicions()
+    suspicions.add(1, Accusation(0, 3))
+    suspicions.add(1, Accusation(3, 0))
+    assert suspicions.verdict({0: 0, 1: 0, 2: 0}) is None, "3 died: neither accusation stands"
+
+
+def test_a_new_incarnation_starts_with_a_clean_record() -> None:
+    suspicions = Suspicions()
+    suspicions.add(1, Accusation(0, 3))
+    suspicions.verdict(LIVING)
+    suspicions.add(2, Accusation(0, 3))
+    verdict = suspicions.verdict({**LIVING, 3: 1})
+    assert verdict is not None and verdict.kind == "reform"
+
+
+def test_an_error_at_the_same_step_twice_ends_the_job_but_signals_do_not() -> None:
+    failures = Failures()
+    assert failures.record(1, 0, 7, raised=False, now=0) is None
+    assert failures.record(2, 0, 7, raised=False, now=1) is None
+    assert failures.record(1, 1, 7, raised=True, now=2) is None
+    assert failures.record(1, 2, 8, raised=True, now=3) is None
+    assert "step 7" in (failures.record(3, 0, 7, raised=True, now=4) or "")
+
+
+def test_losses_per_hour_are_counted_in_a_sliding_hour() -> None:
+    failures = Failures(max_per_hour=2)
+    assert failures.record(0, 0, 1, False, now=0) is None
+    assert failures.record(1, 0, 2, False, now=10) is None
+    assert failures.record(2, 0, 3, False, now=3605) is None
+    assert "--elastic-max-losses-per-hour" in (failures.record(3, 0, 3, False, now=3606) or "")
+
+
+def test_a_rank_that_never_gets_anywhere_is_given_up_with_growing_pauses() -> None:
+    failures = Failures()
+    assert failures.cool_down(1) == 0
+    assert not failures.stillborn(1)
+    first = failures.cool_down(1)
+    assert not failures.stillborn(1)
+    assert failures.cool_down(1) > first > 0
+    assert failures.stillborn(1)
+    failures.admitted(1)
+    assert failures.cool_down(1) == 0
+
+
+@given(st.floats(0.01, 100))
+def test_all_timeouts_keep_their_order_whatever_the_setting(unit: float) -> None:
+    timing = Timing.derive(unit)
+    assert 2 * timing.look + timing.stopped <= unit, "a stopped process is found within the detection time-out"
+    assert timing.beat < timing.fence < timing.lease < timing.hang < timing.hang_unknown
+    assert timing.fence + 2 * timing.beat < timing.lease, "workers fence themselves before others count them lost"

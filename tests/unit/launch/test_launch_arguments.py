@@ -1,0 +1,135 @@
+"""The command line: torchrun's, ours, Slurm's and Kubernetes'."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron.elastic.config import ConfigError, ElasticConfig
+from megatron.elastic.launch.arguments import BadInput, build_parser, parse
+from megatron.elastic.launch.cluster import derive, first_host
+from megatron.elastic.launch.settings import elastic_settings
+
+SRUN = {
+    "SLURM_JOB_ID": "77",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "2",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_JOB_NODELIST": "gpu[003-006]",
+}
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    path = tmp_path / "train.py"
+    path.write_text("")
+    return str(path)
+
+
+def test_torchruns_own_options_are_all_there() -> None:
+    from torch.distributed.run import get_args_parser
+
+    theirs = {option for action in get_args_parser()._actions for option in action.option_strings}
+    ours = {option for action in build_parser()._actions for option in action.option_strings}
+    assert theirs <= ours
+    assert ours - theirs == {"--adapt", "--respawn", "--no-respawn", "--preload"}
+
+
+def test_script_arguments_are_passed_on_untouched(script: str) -> None:
+    arguments = ["--elastic", "--elastic-detection-timeout", "0.5", "--nnodes", "9", "--no-elastic-respawn"]
+    job = parse(["--nproc-per-node", "3", script, *arguments], {})
+    assert job.arguments == tuple(arguments)
+    assert (job.workers, job.nodes, job.node, job.elastic) == (3, 1, 0, True)
+    assert job.settings == ElasticConfig(detection_timeout=0.5, respawn=False)
+
+
+def test_the_launchers_own_respawn_switch_wins(script: str) -> None:
+    assert parse(["--respawn", script, "--no-elastic-respawn"], {}).settings.respawn
+    assert not parse(["--no-respawn", script], {}).settings.respawn
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--elastic-max-losses-per-hour=5"], ElasticConfig(max_losses_per_hour=5)),
+        (["--elastic_max_losses_per_hour", "5"], ElasticConfig(max_losses_per_hour=5)),
+        (["--elastic-no-respawn"], ElasticConfig(respawn=False)),
+        (["--elastic-respawn", "false"], ElasticConfig(respawn=False)),
+        (["--elastic-respawn", "--lr", "1"], ElasticConfig()),
+        (["--elastic-unknown", "x", "--lr", "5"], ElasticConfig()),
+    ],
+)
+def test_elastic_flags_are_read_in_every_usual_spelling(arguments: list[str], expected: ElasticConfig) -> None:
+    assert elastic_settings(arguments) == expected
+
+
+def test_a_wrong_value_names_the_flag() -> None:
+    with pytest.raises(ConfigError, match="--elastic-detection-timeout"):
+        elastic_settings(["--elastic-detection-timeout", "soon"])
+
+
+@pytest.mark.parametrize(
+    ("argv", "flag"),
+    [
+        (["--nnodes", "0", "S"], "nnodes"),
+        (["--nnodes", "2", "--node-rank", "2", "S"], "--node-rank"),
+        (["--nproc-per-node", "0", "S"], "--nproc-per-node"),
+        (["--nproc-per-node", "many", "S"], "nproc_per_node"),
+        (["--rdzv-backend", "etcd", "S"], "--rdzv-backend"),
+        (["--local-ranks-filter", "a", "S"], "--local-ranks-filter"),
+        (["--no-python", "-m", "S"], "--no-python"),
+        (["/nowhere/train.py"], "training_script"),
+        (["S", "--elastic-detection-timeout", "-1"], "--elastic-detection-timeout"),
+    ],
+)
+def test_bad_input_is_one_line_that_names_the_flag(argv: list[str], flag: str, script: str) -> None:
+    with pytest.raises(BadInput, match=flag) as caught:
+        parse([script if item == "S" else item for item in argv], {})
+    assert "\n" not in str(caught.value)
+
+
+def test_srun_tells_node_count_rank_and_master(script: str) -> None:
+    place = derive(build_parser().parse_args([script]), SRUN)
+    assert (place.node, place.nodes, place.master_addr, place.run_id) == (2, 4, "gpu003", "slurm-77-0")
+    same = derive(build_parser().parse_args([script]), {**SRUN, "SLURM_PROCID": "3"})
+    assert same.master_port == place.master_port and 1024 < place.master_port < 65536
+
+
+def test_flags_win_over_slurm(script: str) -> None:
+    argv = ["--nnodes", "2", "--node-rank", "1", "--master-addr", "here", "--master-port", "5", script]
+    place = derive(build_parser().parse_args(argv), SRUN)
+    assert (place.node, place.nodes, place.master_addr, place.master_port) == (1, 2, "here", 5)
+
+
+@pytest.mark.parametrize(
+    ("nodelist", "host"),
+    [
+        ("n1", "n1"),
+        ("gpu[003-007,12],cpu1", "gpu003"),
+        ("a-b[1,3]", "a-b1"),
+        ("x1.y,x2.y", "x1.y"),
+        ("r[1-2]-ib", "r1-ib"),
+    ],
+)
+def test_the_first_host_of_a_slurm_list(nodelist: str, host: str) -> None:
+    assert first_host(nodelist) == host
+
+
+def test_kubernetes_index_from_an_indexed_job_or_a_stateful_pod(script: str) -> None:
+    args = build_parser().parse_args(["--nnodes", "4", "--master-addr", "m", script])
+    pod = {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}
+    assert derive(args, {**pod, "JOB_COMPLETION_INDEX": "3"}).node == 3
+    assert derive(args, {**pod, "HOSTNAME": "trainer-2"}).node == 2
+
+
+def test_c10d_leaves_the_node_number_to_the_rendezvous(script: str) -> None:
+    argv = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "[::1]:99", script]
+    place = derive(build_parser().parse_args(argv), {})
+    assert (place.node, place.master_addr, place.master_port) == (None, "::1", 99)
+
+
+def test_standalone_takes_any_port(script: str) -> None:
+    assert parse(["--standalone", script], {}).master_port == 0
+    assert parse([script], {}).master_port == 0
+    assert parse(["--nnodes", "2", script], {}).master_port == 29500
