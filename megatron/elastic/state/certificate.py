@@ -147,7 +147,8 @@ def certify(
     """Check all ``statements`` of ``members``; ``mirrors`` is k, ``rows`` the global batch size.
 
     ``parked_owners``: a block may be owned by a rank that does not compute its unit (right
-    after a loss, where the only copy is there). Raises :class:`CertificateError` with every finding. Pure: all ranks agree.
+    after a loss, where the only copy is there). Raises :class:`CertificateError` with
+    every finding. Pure: all ranks agree.
     """
     findings = list(_all_findings(statements, groups, mirrors, rows, members, parked_owners))
     if findings:

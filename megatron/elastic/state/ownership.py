@@ -95,10 +95,15 @@ def _mirrored(
 
 
 def _difference(before: Mapping[BlockKey, Copies], now: Mapping[BlockKey, Copies]) -> tuple[Transition, ...]:
+    """Adds (each from the copy whose rank sends least so far), then promotions, then drops."""
     adds, promotions, drops = list[Transition](), list[Transition](), list[Transition]()
+    sent: dict[int, int] = {}
     for key, new in sorted(now.items()):
         old = before[key]
-        adds += [Transition("add", key, r, old.owner) for r in new.ranks if r not in old.ranks]
+        for rank in (r for r in new.ranks if r not in old.ranks):
+            source = min(old.ranks, key=lambda r: (sent.get(r, 0), r))
+            sent[source] = sent.get(source, 0) + 1
+            adds.append(Transition("add", key, rank, source))
         promotions += [Transition("promote", key, new.owner)] if new.owner != old.owner else []
         drops += [Transition("drop", key, r) for r in old.ranks if r not in new.ranks]
     return (*adds, *promotions, *drops)

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -77,6 +78,9 @@ class BlockCopy:
             self.spare.append(tensor)
 
 
+Guard = Callable[[BlockCopy, StepRecord | None], AbstractContextManager[None]]
+
+
 class StatePool:
     """See the module docstring. ``layouts`` must cover every (unit, shard) this rank may hold blocks of."""
 
@@ -86,7 +90,7 @@ class StatePool:
         self.records: dict[int, StepRecord] = {}
         self._layouts = dict(layouts)
         self._copies: dict[BlockKey, BlockCopy] = {}
-        self._guards: list[Callable[[BlockCopy], None]] = []
+        self._guards: list[Guard] = []
 
     # --- which blocks -------------------------------------------------------------------------
 
@@ -102,17 +106,25 @@ class StatePool:
         """The block of that name. Raises ``KeyError``."""
         return self._layouts[key[0], key[1]].blocks[key[2]]
 
+    def shape(self, key: BlockKey, state: torch.Tensor, version: int, lineage: str = "") -> BlockCopy:
+        """A copy made of ``state`` (fp32 [3, numel], kept, not copied), not yet in the pool."""
+        layout, block = self._layouts[key[0], key[1]], self.block(key)
+        lineage = lineage or content_hash(key, state)
+        return BlockCopy(block, layout.runs(block), layout.counts_in_norm(block), state, version, lineage=lineage)
+
+    def take_in(self, copy: BlockCopy) -> None:
+        """Put a finished copy into the pool; it counts from now on."""
+        self._copies[copy.block.key] = copy
+
     def put(self, key: BlockKey, master: torch.Tensor, version: int, exp_avg: torch.Tensor | None = None,
             exp_avg_sq: torch.Tensor | None = None, counted: bool = True) -> BlockCopy:  # fmt: skip
         """Take in a copy (values are copied; moments default to zero). ``counted=False`` while it is being added."""
-        layout, block = self._layouts[key[0], key[1]], self.block(key)
-        state = torch.zeros((3, block.numel), dtype=torch.float32)
+        state = torch.zeros((3, self.block(key).numel), dtype=torch.float32)
         for row, values in zip(state, (master, exp_avg, exp_avg_sq), strict=True):
             if values is not None:
                 row.copy_(values)
-        copy = BlockCopy(block, layout.runs(block), layout.counts_in_norm(block), state, version, counted)
-        copy.lineage = content_hash(key, state)
-        self._copies[key] = copy
+        copy = self._copies[key] = self.shape(key, state, version)
+        copy.counted = counted
         return copy
 
     def admit(self, key: BlockKey) -> None:
@@ -121,8 +133,8 @@ class StatePool:
 
     def drop(self, key: BlockKey) -> None:
         """Forget a copy and its gradients."""
-        self._guard(self._copies[key])
-        del self._copies[key]
+        with self._guarded(self._copies[key], None):
+            del self._copies[key]
 
     def get(self, key: BlockKey) -> BlockCopy:
         """The copy of ``key``. Raises :class:`StateError` when this rank has none."""
@@ -218,6 +230,10 @@ class StatePool:
                 moved.append(key)
         return tuple(moved)
 
+    def replay(self, copy: BlockCopy, record: StepRecord) -> None:
+        """Step a copy outside the pool (one being added) by ``record``, with a gradient it retains."""
+        self._step(copy, record, None)
+
     def remember(self, record: StepRecord) -> None:
         """Hold a record from the moment the vote is done: from now on the step is committed."""
         held = self.records.get(record.version)
@@ -231,20 +247,21 @@ class StatePool:
         name = f"rank {self.rank}: block {copy.block.key} at version {copy.version}"
         if copy.version != record.version - 1:
             raise StateError(f"{name} cannot reach version {record.version}")
-        if not record.skipped:
-            gradient = copy.gradients.get(record.gradient) if record.gradient else None
-            if gradient is None:
-                raise StateError(f"{name} lacks gradient {record.gradient and tuple(record.gradient)}")
-            self._guard(copy)
-            copy.lineage = next_lineage(copy.lineage, content_hash(copy.block.key, gradient), record.digest)
-            copy.version = TORN
-            for run in copy.runs:
-                self._update(copy, run, gradient, record, model)
-        else:
-            copy.lineage = next_lineage(copy.lineage, "", record.digest)
-            if model is not None:
+        gradient = copy.gradients.get(record.gradient) if record.gradient else None
+        if gradient is None and not record.skipped:
+            raise StateError(f"{name} lacks gradient {record.gradient and tuple(record.gradient)}")
+        with self._guarded(copy, record):
+            copy.lineage = next_lineage(
+                copy.lineage, "" if record.skipped or gradient is None else content_hash(copy.block.key, gradient),
+                record.digest,
+            )  # fmt: skip
+            if gradient is not None and not record.skipped:
+                copy.version = TORN
+                for run in copy.runs:
+                    self._update(copy, run, gradient, record, model)
+            elif model is not None:
                 round_to_bf16(copy.master, model)
-        copy.version = record.version
+            copy.version = record.version
         for key in [k for k in copy.gradients if k.step < record.version]:
             copy.release(key)
 
@@ -281,11 +298,19 @@ class StatePool:
         records = tuple(self.records[v] for v in sorted(self.records))
         return Holdings(self.rank, min(versions), max(versions), tuple(complete), records, spans, torn)
 
-    def add_guard(self, guard: Callable[[BlockCopy], None]) -> Callable[[], None]:
-        """Have ``guard(copy)`` called before a copy's values change or go; returns how to remove it."""
+    def add_guard(self, guard: Guard) -> Callable[[], None]:
+        """Have every change of a copy happen inside ``guard(copy, record)``, a context manager.
+
+        It is entered before the copy is brought to ``record.version`` (its gradient still
+        there) or, with ``None``, before it goes. Returns how to remove it.
+        """
         self._guards.append(guard)
         return lambda: self._guards.remove(guard)
 
-    def _guard(self, copy: BlockCopy) -> None:
-        for guard in self._guards:
-            guard(copy)
+    def _guarded(self, copy: BlockCopy, record: StepRecord | None) -> AbstractContextManager[object]:
+        if not self._guards:
+            return nullcontext()
+        with ExitStack() as stack:
+            for guard in self._guards:
+                stack.enter_context(guard(copy, record))
+            return stack.pop_all()

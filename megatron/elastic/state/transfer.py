@@ -1,0 +1,290 @@
+"""Adding a copy while everybody else trains: base, then log, then it counts.
+
+Every change of placement is made of three transitions (DESIGN.md section 6). Two
+need no bytes: *promote* changes only who is called owner, *drop* forgets. This
+file has the third. To *add* a copy, a rank that has one (:class:`BlockSender`)
+streams
+
+    base    the block's state at the version v it has when its turn comes, copied at
+            once, with its content hash;
+    step    for every version after v: the gradient and, once, the StepRecord;
+
+and the new holder (:class:`BlockReceiver`) checks the hash, takes the base in
+uncounted, and replays each step with the kernel everybody uses. At a boundary
+:meth:`BlockSender.finish` sends what is left and the version reached;
+:func:`commit` then makes the added copies count and drops the dropped ones.
+
+Invariants
+- A block being added is not reported, voted on, or stepped by its rank's own
+  ``apply`` until ``commit``; a base whose hash does not match never is.
+- The sender holds one base, and at most ``memory_bytes`` of unsent gradients: when
+  steps outrun the link, the last blocks taken up are given up and sent again
+  later, so a slow receiver never stalls the step. The receiver holds one message.
+- Messages of one transfer arrive in order; any loss ends the transfer with a
+  ``CommError``, and what was not committed is dropped. Nothing needs undoing.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+
+from megatron.elastic.state.hashing import content_hash
+from megatron.elastic.state.layout import BlockKey
+from megatron.elastic.state.placement import Transition
+from megatron.elastic.state.pool import BlockCopy, StateError, StatePool
+from megatron.elastic.state.record import StepRecord
+
+__all__ = ["BlockReceiver", "BlockSender", "Channel", "TransferError", "commit"]
+
+HEADER_BYTES = 512
+Kind = Literal["base", "step", "record", "end"]
+
+
+class TransferError(RuntimeError):
+    """A block could not be taken in; names block, source and reason."""
+
+
+class Channel(Protocol):
+    """Ordered, reliable messages between two ranks, implemented over the fabric's links."""
+
+    def send(self, peer: int, tag: str, payload: torch.Tensor) -> None:
+        """Send a contiguous host tensor; it may be reused when this returns. Raises ``CommError``."""
+
+    def recv(self, peer: int, tag: str, out: torch.Tensor) -> None:
+        """Receive the next message of (peer, tag) into ``out``, of the sender's size. Raises ``CommError``."""
+
+
+@dataclass(frozen=True)
+class _Header:
+    kind: Kind
+    key: BlockKey = (0, 0, 0)
+    version: int = 0
+    """base: its version; step: the version it leads to; end: the version everything sent has reached."""
+    lineage: str = ""
+    content: str = ""
+    length: int = 0
+    """record: bytes of its text."""
+
+    def pack(self) -> torch.Tensor:
+        values = [self.kind, *self.key, self.version, self.lineage, self.content, self.length]
+        return _padded(json.dumps(values, separators=(",", ":")).encode(), HEADER_BYTES)
+
+    @classmethod
+    def unpack(cls, raw: torch.Tensor) -> _Header:
+        kind, unit, shard, index, *rest = json.loads(bytes(raw.tolist()).rstrip(b"\0"))
+        return cls(kind, (unit, shard, index), *rest)
+
+
+def _padded(text: bytes, length: int) -> torch.Tensor:
+    if len(text) > length:
+        raise ValueError(f"message of {len(text)} bytes does not fit {length}")
+    return torch.tensor(list(text.ljust(length, b"\0")), dtype=torch.uint8)
+
+
+_Step = tuple[StepRecord, torch.Tensor | None]
+_Message = tuple[_Header, torch.Tensor | None]
+
+
+class BlockSender:
+    """Streams copies of this rank's blocks to ``peer``. See the module docstring.
+
+    ``offer``, ``finish`` and the pool belong to the training thread; ``pump`` may run on
+    another. No lock is held while sending.
+    """
+
+    def __init__(self, pool: StatePool, channel: Channel, peer: int, memory_bytes: int, tag: str = "state") -> None:
+        self._pool, self._channel, self.peer, self._tag = pool, channel, peer, tag
+        self._memory = memory_bytes
+        self._lock = threading.Lock()  # over the fields below, and while a block is stepped
+        self._wire = threading.Lock()  # keeps header and payload together
+        self._waiting: deque[BlockKey] = deque()
+        self._logs: dict[BlockKey, deque[_Step]] = {}
+        """Blocks whose base is sent → steps since then that are not."""
+        self._log_bytes = 0
+        self._sent_record = -1
+        self.restarts = 0
+        self._remove = pool.add_guard(self._around_change)
+
+    def offer(self, keys: Iterable[BlockKey]) -> None:
+        """Queue copies of these blocks, which this rank must hold. Call at a boundary."""
+        with self._lock:
+            self._waiting.extend(keys)
+
+    @property
+    def pending(self) -> int:
+        """Blocks whose base has not been sent yet."""
+        with self._lock:
+            return len(self._waiting)
+
+    @property
+    def log_bytes(self) -> int:
+        """Memory held for gradients that are not sent yet."""
+        with self._lock:
+            return self._log_bytes
+
+    def pump(self) -> bool:
+        """Send one step (oldest first) or one base; False when there is nothing to send now."""
+        with self._wire:
+            with self._lock:
+                messages = self._next_step() or self._next_base()
+            for header, payload in messages:
+                self._channel.send(self.peer, self._tag, header.pack())
+                if payload is not None:
+                    self._channel.send(self.peer, self._tag, payload)
+        return bool(messages)
+
+    def finish(self, version: int) -> None:
+        """Send everything left and say that all of it is at ``version``. Call at a boundary; ends the transfer."""
+        while self.pump():
+            pass
+        self._channel.send(self.peer, self._tag, _Header("end", version=version).pack())
+        self.close()
+
+    def close(self) -> None:
+        """Stop following the pool and forget what is unsent. Idempotent."""
+        self._remove()
+        self._remove = lambda: None
+        with self._lock:
+            self._waiting.clear()
+            self._logs.clear()
+            self._log_bytes = 0
+
+    # --- what to send next (lock held) ----------------------------------------------------------
+
+    def _next_step(self) -> list[_Message]:
+        ready = [(log[0][0].version, key) for key, log in self._logs.items() if log]
+        if not ready:
+            return []
+        version, key = min(ready)
+        record, gradient = self._logs[key].popleft()
+        messages: list[_Message] = []
+        if version != self._sent_record:
+            text = record.to_json().encode()
+            messages.append((_Header("record", version=version, length=len(text)), _padded(text, len(text))))
+            self._sent_record = version
+        length = 0 if gradient is None else gradient.numel()
+        self._log_bytes -= 4 * length
+        return [*messages, (_Header("step", key, version, length=length), gradient)]
+
+    def _next_base(self) -> list[_Message]:
+        if not self._waiting:
+            return []
+        key = self._waiting.popleft()
+        copy = self._pool.get(key)
+        self._logs[key] = deque()
+        state = copy.state.clone()  # the training thread goes on as soon as the lock is released
+        content = content_hash(key, state)
+        return [(_Header("base", key, copy.version, copy.lineage, content, state.numel()), state)]
+
+    # --- the pool moves on (training thread) ---------------------------------------------------
+
+    @contextmanager
+    def _around_change(self, copy: BlockCopy, record: StepRecord | None) -> Iterator[None]:
+        key = copy.block.key
+        with self._lock:
+            known = key in self._logs or key in self._waiting
+            if known and record is None:
+                raise StateError(f"block {key} is dropped while it is streamed to rank {self.peer}")
+            if record is not None and key in self._logs and self._pool.get(key) is copy:
+                skip = record.skipped or record.gradient is None
+                gradient = None if skip else copy.gradients[record.gradient].clone()  # type: ignore[index]
+                self._logs[key].append((record, gradient))
+                self._log_bytes += 0 if gradient is None else 4 * gradient.numel()
+                self._stay_within_memory()
+            yield
+
+    def _stay_within_memory(self) -> None:
+        """Give up the blocks taken up last until within bounds; they start again from a later version."""
+        while self._log_bytes > self._memory and self._logs:
+            key, log = self._logs.popitem()
+            self._log_bytes -= sum(4 * gradient.numel() for _, gradient in log if gradient is not None)
+            self._waiting.append(key)
+            self.restarts += 1
+
+
+class BlockReceiver:
+    """Takes in what one :class:`BlockSender` streams. ``take()`` blocks on the channel; run it on its own thread."""
+
+    def __init__(self, pool: StatePool, channel: Channel, source: int, tag: str = "state") -> None:
+        self._pool, self._channel, self.source, self._tag = pool, channel, source, tag
+        self._records: dict[int, StepRecord] = {}
+        self.blocks: dict[BlockKey, BlockCopy] = {}
+        """Copies received so far, uncounted; ``commit`` moves them into the pool."""
+        self.finished_at: int | None = None
+
+    def take(self) -> bool:
+        """Receive and act on one message; False after the last. Raises :class:`TransferError`, ``CommError``."""
+        raw = torch.empty(HEADER_BYTES, dtype=torch.uint8)
+        self._channel.recv(self.source, self._tag, raw)
+        header = _Header.unpack(raw)
+        if header.kind == "base":
+            self._base(header)
+        elif header.kind == "record":
+            text = torch.empty(header.length, dtype=torch.uint8)
+            self._channel.recv(self.source, self._tag, text)
+            self._records = {header.version: StepRecord.from_json(bytes(text.tolist()).decode())}
+        elif header.kind == "step":
+            self._step(header)
+        else:
+            self._end(header.version)
+            return False
+        return True
+
+    def _base(self, header: _Header) -> None:
+        block = self._pool.block(header.key)
+        state = torch.empty((3, block.numel), dtype=torch.float32)
+        if header.length != state.numel():
+            due = f"{header.length} elements, {state.numel()} due"
+            raise TransferError(f"block {header.key} from rank {self.source}: {due}")
+        self._channel.recv(self.source, self._tag, state)
+        if content_hash(header.key, state) != header.content:
+            raise TransferError(f"block {header.key} from rank {self.source}: contents do not match their hash")
+        self.blocks[header.key] = self._pool.shape(header.key, state, header.version, header.lineage)
+
+    def _step(self, header: _Header) -> None:
+        gradient = torch.empty(header.length, dtype=torch.float32)
+        if header.length:
+            self._channel.recv(self.source, self._tag, gradient)
+        copy, record = self.blocks.get(header.key), self._records.get(header.version)
+        if copy is None or record is None:
+            raise TransferError(f"block {header.key} from rank {self.source}: step {header.version} before its base")
+        if record.gradient is not None and header.length:
+            copy.gradients[record.gradient] = gradient
+        self._pool.replay(copy, record)
+
+    def _end(self, version: int) -> None:
+        behind = {key: copy.version for key, copy in self.blocks.items() if copy.version != version}
+        if behind:
+            raise TransferError(f"rank {self.source} ended at version {version}, but blocks are at {behind}")
+        self.finished_at = version
+
+
+def commit(
+    pool: StatePool, transitions: Iterable[Transition], received: Mapping[BlockKey, BlockCopy], version: int
+) -> tuple[BlockKey, ...]:
+    """This rank's part of ``transitions`` at a boundary at ``version``; returns blocks it was made owner of.
+
+    Raises :class:`StateError` before anything changes when a copy to be added is not
+    there or not at ``version``.
+    """
+    mine = [change for change in transitions if change.rank == pool.rank]
+    for change in mine:
+        if change.kind == "add":
+            copy = received.get(change.block)
+            if copy is None or copy.version != version:
+                at = "missing" if copy is None else f"at version {copy.version}"
+                raise StateError(f"rank {pool.rank}: block {change.block} to be added is {at}, the state at {version}")
+    for change in mine:
+        if change.kind == "add":
+            pool.take_in(received[change.block])
+        elif change.kind == "drop":
+            pool.drop(change.block)
+    return tuple(change.block for change in mine if change.kind == "promote")

@@ -1,0 +1,291 @@
+"""A copy is added while its source trains on, checked before it counts; a broken transfer leaves nothing behind."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from megatron.elastic.comm.errors import PeerLost
+from megatron.elastic.state.layout import ParamSpec, UnitLayout
+from megatron.elastic.state.ownership import Rules, UnitGroup, initial, promote_only, rebalance
+from megatron.elastic.state.placement import Transition
+from megatron.elastic.state.pool import StateError, StatePool
+from megatron.elastic.state.record import ConstantSchedule, GradientKey, Hyper, Rate, StepRecord, Vote, advance
+from megatron.elastic.state.transfer import BlockReceiver, BlockSender, TransferError, commit
+
+LAYOUT = UnitLayout.build(0, 0, [ParamSpec("w", 3000, (3000,), True), ParamSpec("b", 100, (100,), False, 0.0)], 2048)
+KEYS = [block.key for block in LAYOUT.blocks]
+HYPER = Hyper(ConstantSchedule((Rate(1e-2, 0.1),)), scaler="dynamic", initial_loss_scale=64.0)
+PLENTY = 1 << 30
+
+
+class SocketChannel:
+    """A Channel over one end of a socket pair. ``damage`` is added to the payloads of that size."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self.end = end
+        self.damage_numel = -1
+
+    def send(self, peer: int, tag: str, payload: torch.Tensor) -> None:
+        if payload.numel() == self.damage_numel and payload.dtype == torch.float32:
+            payload = payload.clone()
+            payload.reshape(-1).view(torch.int32)[7] ^= 1 << 12
+        self.end.sendall(payload.reshape(-1).view(torch.uint8).numpy().data)
+
+    def recv(self, peer: int, tag: str, out: torch.Tensor) -> None:
+        view = memoryview(out.reshape(-1).view(torch.uint8).numpy())
+        while len(view):
+            count = self.end.recv_into(view)
+            if count == 0:
+                raise PeerLost(peer)
+            view = view[count:]
+
+
+@contextmanager
+def channels() -> Iterator[tuple[SocketChannel, SocketChannel]]:
+    a, b = socket.socketpair()
+    with a, b:
+        yield SocketChannel(a), SocketChannel(b)
+
+
+def source_pool(rank: int = 0) -> tuple[StatePool, StepRecord]:
+    pool = StatePool(rank, {(0, 0): LAYOUT}, HYPER)
+    flat = torch.randn(LAYOUT.numel, generator=torch.Generator().manual_seed(4))
+    for block in LAYOUT.blocks:
+        pool.put(block.key, flat[block.start : block.stop], 0)
+    record = StepRecord.initial(HYPER)
+    pool.start(record)
+    return pool, record
+
+
+def train(pools: list[StatePool], record: StepRecord, found: bool = False) -> StepRecord:
+    key = GradientKey(record.version, 1)
+    flat = torch.randn(LAYOUT.numel, generator=torch.Generator().manual_seed(50 + record.version))
+    after = advance(record, Vote(key, [4.0], found, 1.0, 1.0, 8), HYPER)
+    for pool in pools:
+        for name in pool:
+            block = pool.block(name)
+            pool.retain(name, key, flat[block.start : block.stop])
+        pool.apply(after)
+    return after
+
+
+def run(receiver: BlockReceiver, errors: list[BaseException]) -> threading.Thread:
+    def loop() -> None:
+        try:
+            while receiver.take():
+                pass
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=loop, daemon=True)
+    thread.start()
+    return thread
+
+
+def equal(a: StatePool, b: StatePool, keys=KEYS) -> bool:
+    return all(
+        torch.equal(a.get(k).state.view(torch.int32), b.get(k).state.view(torch.int32))
+        and (a.get(k).lineage, a.get(k).version) == (b.get(k).lineage, b.get(k).version)
+        for k in keys
+    )
+
+
+def adds(keys, rank: int, source: int) -> list[Transition]:
+    return [Transition("add", key, rank, source) for key in keys]
+
+
+def test_copies_added_during_training_have_the_sources_bits_and_lineage():
+    source, record = source_pool()
+    joiner, errors = StatePool(1, {(0, 0): LAYOUT}, HYPER), []
+    with channels() as (near, far):
+        sender, receiver = BlockSender(source, near, 1, PLENTY), BlockReceiver(joiner, far, 0)
+        thread = run(receiver, errors)
+        sender.offer(KEYS)
+        for step in range(6):
+            for _ in range(step):
+                sender.pump()
+            record = train([source], record, found=step == 3)
+            assert not list(joiner), "nothing counts yet"
+        assert joiner.holdings().newest == -1
+        sender.finish(record.version)
+        thread.join(20)
+    assert not errors and receiver.finished_at == 6 and not thread.is_alive()
+    commit(joiner, adds(KEYS, 1, 0), receiver.blocks, 6)
+    assert equal(source, joiner)
+    record = train([source, joiner], record)
+    assert equal(source, joiner)
+
+
+def test_with_a_thread_that_streams_while_the_owner_steps():
+    source, record = source_pool()
+    joiner, errors, stop = StatePool(1, {(0, 0): LAYOUT}, HYPER), [], threading.Event()
+    with channels() as (near, far):
+        sender, receiver = BlockSender(source, near, 1, PLENTY), BlockReceiver(joiner, far, 0)
+        receiving = run(receiver, errors)
+
+        def stream() -> None:
+            while not stop.is_set():
+                if not sender.pump():
+                    stop.wait(0.0005)
+
+        streaming = threading.Thread(target=stream, daemon=True)
+        streaming.start()
+        sender.offer(KEYS)
+        for _ in range(60):
+            record = train([source], record)
+        stop.set()
+        streaming.join(20)
+        sender.finish(record.version)
+        receiving.join(20)
+    assert not errors
+    commit(joiner, adds(KEYS, 1, 0), receiver.blocks, record.version)
+    assert equal(source, joiner)
+
+
+def test_memory_stays_bounded_when_steps_outrun_the_link_and_everything_still_arrives():
+    source, record = source_pool()
+    joiner, errors = StatePool(1, {(0, 0): LAYOUT}, HYPER), []
+    bound = 3 * 4 * LAYOUT.blocks[0].numel
+    with channels() as (near, far):
+        sender, receiver = BlockSender(source, near, 1, bound), BlockReceiver(joiner, far, 0)
+        thread = run(receiver, errors)
+        sender.offer(KEYS)
+        for step in range(8):
+            for _ in range(0 if step % 2 else 6):
+                sender.pump()
+            record = train([source], record)
+            assert sender.log_bytes <= bound
+        assert sender.restarts > 0, "the case must exceed the bound"
+        sender.finish(record.version)
+        thread.join(20)
+    assert not errors and sender.log_bytes == 0
+    commit(joiner, adds(KEYS, 1, 0), receiver.blocks, record.version)
+    assert equal(source, joiner)
+
+
+def test_a_base_damaged_on_the_way_is_refused_and_never_counts():
+    source, record = source_pool()
+    joiner, errors = StatePool(1, {(0, 0): LAYOUT}, HYPER), []
+    with channels() as (near, far):
+        near.damage_numel = 3 * LAYOUT.blocks[1].numel
+        receiver = BlockReceiver(joiner, far, 0)
+        thread = run(receiver, errors)
+        sender = BlockSender(source, near, 1, PLENTY)
+        sender.offer(KEYS)
+        while sender.pump():
+            pass
+        thread.join(20)
+    [error] = errors
+    assert isinstance(error, TransferError) and "contents do not match" in str(error) and "rank 0" in str(error)
+    with pytest.raises(StateError, match="to be added is missing"):
+        commit(joiner, adds(KEYS, 1, 0), receiver.blocks, record.version)
+    assert not list(joiner)
+
+
+def test_a_gradient_damaged_on_the_way_shows_in_the_lineage():
+    source, record = source_pool()
+    joiner, errors = StatePool(1, {(0, 0): LAYOUT}, HYPER), []
+    with channels() as (near, far):
+        receiver = BlockReceiver(joiner, far, 0)
+        thread = run(receiver, errors)
+        sender = BlockSender(source, near, 1, PLENTY)
+        sender.offer(KEYS[:1])
+        sender.pump()
+        near.damage_numel = LAYOUT.blocks[0].numel
+        record = train([source], record)
+        sender.finish(record.version)
+        thread.join(20)
+    assert not errors
+    assert receiver.blocks[KEYS[0]].lineage != source.get(KEYS[0]).lineage
+
+
+def test_a_source_that_dies_leaves_the_joiner_empty():
+    source, _ = source_pool()
+    joiner, errors = StatePool(1, {(0, 0): LAYOUT}, HYPER), []
+    with channels() as (near, far):
+        receiver = BlockReceiver(joiner, far, 0)
+        thread = run(receiver, errors)
+        sender = BlockSender(source, near, 1, PLENTY)
+        sender.offer(KEYS)
+        sender.pump()
+        near.end.close()
+        thread.join(20)
+    assert isinstance(errors[0], PeerLost) and not list(joiner)
+    assert joiner.holdings().newest == -1
+
+
+def test_commit_changes_nothing_when_one_copy_is_behind():
+    pool, _ = source_pool()
+    behind = pool.shape(KEYS[0], torch.zeros(3, LAYOUT.blocks[0].numel), 2)
+    changes = [Transition("drop", KEYS[1], 0), Transition("add", KEYS[0], 0, 1)]
+    with pytest.raises(StateError, match="at version 2, the state at 3"):
+        commit(pool, changes, {KEYS[0]: behind}, 3)
+    assert KEYS[1] in pool
+
+
+def test_a_block_cannot_be_dropped_while_it_is_streamed():
+    source, _ = source_pool()
+    with channels() as (near, _):
+        sender = BlockSender(source, near, 1, PLENTY)
+        sender.offer(KEYS[:1])
+        with pytest.raises(StateError, match="dropped while it is streamed to rank 1"):
+            source.drop(KEYS[0])
+        source.drop(KEYS[1])
+        sender.close()
+        source.drop(KEYS[0])
+
+
+def execute(pools: dict[int, StatePool], changes, version: int) -> None:
+    """All adds over real channels, then the boundary."""
+    received: dict[int, dict] = {rank: {} for rank in pools}
+    routes = sorted({(c.source, c.rank) for c in changes if c.kind == "add"})
+    for source, target in routes:
+        errors: list[BaseException] = []
+        with channels() as (near, far):
+            sender = BlockSender(pools[source], near, target, PLENTY)
+            receiver = BlockReceiver(pools[target], far, source)
+            thread = run(receiver, errors)
+            sender.offer([c.block for c in changes if (c.source, c.rank) == (source, target)])
+            sender.finish(version)
+            thread.join(20)
+        assert not errors
+        received[target] |= receiver.blocks
+    for rank, pool in pools.items():
+        commit(pool, changes, received[rank], version)
+
+
+def test_shrink_promotes_then_adds_and_a_rejoin_brings_the_rank_back_all_by_the_same_transitions():
+    def group(ranks) -> list[UnitGroup]:
+        return [UnitGroup(0, 0, LAYOUT.blocks, tuple(ranks))]
+
+    def rules(ranks) -> Rules:
+        return Rules(1, 4, dict.fromkeys(ranks, 0))
+
+    reference, record = source_pool(9)
+    placement = initial(group([0, 1, 2]), rules([0, 1, 2]))
+    pools = {rank: StatePool(rank, {(0, 0): LAYOUT}, HYPER) for rank in range(3)}
+    for key, copies in placement.copies.items():
+        for rank in copies.ranks:
+            pools[rank].put(key, reference.get(key).master, 0)
+    record = train([reference, *pools.values()], record)
+
+    del pools[1]
+    first = promote_only(placement, pools, group([0, 2]))
+    assert not first.lost
+    record = train([reference, *pools.values()], record)
+    placement, changes = rebalance(first.placement, group([0, 2]), rules([0, 2]))
+    execute(pools, changes, record.version)
+
+    pools[1] = StatePool(1, {(0, 0): LAYOUT}, HYPER)
+    placement, changes = rebalance(placement, group([0, 1, 2]), rules([0, 1, 2]))
+    execute(pools, changes, record.version)
+    record = train([reference, *pools.values()], record)
+    for rank, pool in pools.items():
+        assert set(pool) == set(placement.owned_by(rank)) | set(placement.mirrored_by(rank))
+        assert equal(pool, reference, list(pool)) and pool.holdings().newest == record.version
