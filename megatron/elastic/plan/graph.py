@@ -53,6 +53,8 @@ class GraphOptions:
     recut: bool = True
     pool: bool = True
     drop: bool = True
+    split_backward: bool = False
+    """Rank shapes by zero-bubble tables instead of 1F1B."""
     pool_cells: int = 128
     """Largest number of cells dissolved into one pool."""
     pool_replicas: int = 12
@@ -120,7 +122,13 @@ class _Search:
     def __init__(self, topology: Topology, profile: Profile, options: GraphOptions) -> None:
         self.total = microbatches(topology.grid)
         self.options = options
-        self.model = Model(profile, topology.grid.micro_batch_size, topology.grid.data_parallel_size, topology.tied)
+        self.model = Model(
+            profile,
+            topology.grid.micro_batch_size,
+            topology.grid.data_parallel_size,
+            topology.tied,
+            options.split_backward,
+        )
         self.places = {cell.id: Place(cell.speed_ppm, cell.memory_bytes) for cell in topology.cells}
         self.cuts: dict[tuple[tuple[Place, ...], tuple[tuple[Range, ...], ...]], tuple[int, ...] | None] = {}
         self.holds: dict[int, tuple[Range, ...]] = {}
@@ -162,7 +170,8 @@ class _Search:
             work[segment.cell] += time
         hop = self.model.transfer if len(spans) > 1 else 0
         slowest = max(work.values())
-        fill = (sum(work.values()) - slowest) * len(cells) // len(spans)
+        ratio = self.model.fill[-1] * PPM // max(1, self.model.work[-1])
+        fill = (sum(work.values()) - slowest) * len(cells) // len(spans) * ratio // PPM
         return PipelineTime(fill + (2 * (len(spans) - 1) - 1) * hop, slowest + hop)
 
     def line(self, cells: Sequence[int]) -> _Line | None:
@@ -339,8 +348,8 @@ def idle_cells(topology: Topology, shape: Shape) -> tuple[int, ...]:
     return tuple(cell.id for cell in topology.cells if cell.id not in used)
 
 
-def pipeline_bound(topology: Topology, profile: Profile) -> int:
-    """Least step time (ns) of any set of 1F1B pipelines over the living cells, under their memory.
+def pipeline_bound(topology: Topology, profile: Profile, split_backward: bool = False) -> int:
+    """Least step time (ns) of any set of 1F1B (or ZB-H1) pipelines over the living cells, under their memory.
 
     Exact for equal cells: for a deadline, an unbounded knapsack over pipeline
     lengths (each with its minimax cut) gives the most micro-batches that any set
@@ -348,7 +357,7 @@ def pipeline_bound(topology: Topology, profile: Profile) -> int:
     cells are taken at their mean speed and smallest memory. Unlike the shapes
     above it ignores where units are now. Raises :class:`PlanError` if nothing fits.
     """
-    search = _Search(topology, profile, GraphOptions())
+    search = _Search(topology, profile, GraphOptions(split_backward=split_backward))
     cells = list(search.places)
     table = search.lengths(cells)
     if not table:

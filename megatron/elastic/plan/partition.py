@@ -8,12 +8,14 @@ moves the fewest bytes.
 
 A 1F1B pipeline with stage times ``t_s`` (forward and backward of one nominal
 micro-batch) takes ``sum(t_s) + (n - 1) max(t_s)`` for ``n`` micro-batches plus
-transfers: :class:`PipelineTime`. That is exact for even stages and somewhat
+transfers: :class:`PipelineTime`. With a split backward a stage's fill and drain
+shrink by twice its weight-gradient time (ZB-H1, arXiv 2401.10241). That is exact for even stages and somewhat
 pessimistic for uneven ones with few micro-batches; it only ranks shapes
 (``timing`` runs the tables).
 
 Memory of stage ``s`` of ``p``: parameters, its share of optimizer state, and
-activations of the ``p - s`` micro-batches that 1F1B holds there.
+activations of the ``p - s`` micro-batches that 1F1B holds there (``p`` with a
+split backward, whose weight gradients come late).
 """
 
 from __future__ import annotations
@@ -56,11 +58,21 @@ class Model:
     """Prefix sums over units for one micro-batch size; ``holders`` share each unit's optimizer state."""
 
     def __init__(
-        self, profile: Profile, micro_batch_size: int, holders: int, tied: Sequence[tuple[int, int]] = ()
+        self,
+        profile: Profile,
+        micro_batch_size: int,
+        holders: int,
+        tied: Sequence[tuple[int, int]] = (),
+        split_backward: bool = False,
     ) -> None:
         self.units = len(profile.units)
+        self.split_backward = split_backward
         self.micro_batch_size = micro_batch_size
         self.work = unit_sums((u.forward_ns + u.backward_ns) * micro_batch_size for u in profile.units)
+        late = 2 if split_backward else 0
+        self.fill = unit_sums(
+            max(0, u.forward_ns + u.backward_ns - late * u.weight_grad_ns) * micro_batch_size for u in profile.units
+        )
         self.static = unit_sums(u.param_bytes + -(-u.state_bytes // max(1, holders)) for u in profile.units)
         self.held = unit_sums(u.activation_bytes * micro_batch_size for u in profile.units)
         self.moved = unit_sums(u.param_bytes + u.state_bytes // max(1, holders) for u in profile.units)
@@ -79,6 +91,10 @@ class Model:
             if first <= one < end and first <= other < end:
                 need -= self.static[other + 1] - self.static[other]
         return need
+
+    def in_flight(self, stage: int, stages: int) -> int:
+        """Micro-batches a stage holds at most: fewer towards the end in 1F1B, ``stages`` everywhere in ZB-H1."""
+        return stages if self.split_backward else stages - stage
 
     def reach(self, first: int, place: Place, time: int, in_flight: int) -> int:
         """Largest ``end`` such that ``[first, end)`` fits time and memory."""
@@ -99,7 +115,7 @@ class Model:
 def _greedy(model: Model, places: Sequence[Place], time: int) -> tuple[int, ...] | None:
     cuts = [0]
     for stage, place in enumerate(places):
-        cuts.append(model.reach(cuts[-1], place, time, len(places) - stage))
+        cuts.append(model.reach(cuts[-1], place, time, model.in_flight(stage, len(places))))
     return tuple(cuts) if cuts[-1] == model.units else None
 
 
@@ -129,10 +145,13 @@ def cut_pipeline(model: Model, places: Sequence[Place]) -> tuple[int, ...] | Non
 
 def pipeline_time(model: Model, places: Sequence[Place], cuts: Sequence[int]) -> PipelineTime:
     """Closed form for a 1F1B pipeline; transfers add one latency a micro-batch and a round trip to fill and drain."""
-    stages = [model.stage_time(a, b, place) for a, b, place in zip(cuts, cuts[1:], places, strict=False) if b > a]
+    spans = [(a, b, place) for a, b, place in zip(cuts, cuts[1:], places, strict=False) if b > a]
+    stages = [model.stage_time(a, b, place) for a, b, place in spans]
+    fills = [(model.fill[b] - model.fill[a]) * PPM // place.speed_ppm for a, b, place in spans]
     hop = model.transfer if len(stages) > 1 else 0
-    each = max(stages) + hop
-    return PipelineTime(sum(stages) + 2 * (len(stages) - 1) * hop - max(stages) - hop, each)
+    slowest = max(stages)
+    fill = sum(fills) - fills[stages.index(slowest)]
+    return PipelineTime(fill + (2 * (len(stages) - 1) - 1) * hop if hop else fill, slowest + hop)
 
 
 def nearest_cuts(
@@ -146,7 +165,7 @@ def nearest_cuts(
     for stage, place in enumerate(places):
         onward: dict[int, tuple[int, tuple[int, ...]]] = {}
         for first, (cost, cuts) in best.items():
-            reach = model.reach(first, place, time, len(places) - stage)
+            reach = model.reach(first, place, time, model.in_flight(stage, len(places)))
             for end in range(first, reach + 1):
                 candidate = (cost + _fetched(model, first, end, holds[stage]), (*cuts, end))
                 if end not in onward or candidate < onward[end]:

@@ -50,8 +50,9 @@ class DecisionOptions:
     mix_microbatches: bool = False
     horizon_ns: int = HOUR_NS
     """Expected time to the next change of membership."""
-    max_pieces: int = 6_000
-    """Above this many pieces rerouting is not tried: with so many replicas, resting the damaged one costs less."""
+    max_pieces: int = 2_000
+    """Above this many pieces rerouting is not tried and shapes are ranked by the closed form alone: with so many
+    replicas, resting the damaged one costs little."""
 
 
 @dataclass(frozen=True)
@@ -192,12 +193,24 @@ def decide(topology: Topology, profile: Profile, options: DecisionOptions | None
 
 
 def _shapes(topology: Topology, profile: Profile, options: DecisionOptions) -> list[Shape]:
-    """Shapes to consider; without the graph axis only those that move nothing."""
-    still = GraphOptions(alike=False, recut=False, pool=False, drop=True)
-    try:
-        return candidate_shapes(topology, profile, options.graph or still)
-    except PlanError:
-        return []
+    """Shapes to consider, fastest first; without the graph axis only those that move nothing."""
+    wanted = options.graph or GraphOptions(alike=False, recut=False, pool=False, drop=True)
+    shapes: list[Shape] = []
+    for split in (True, False) if options.split_backward else (False,):
+        try:
+            shapes += candidate_shapes(topology, profile, replace(wanted, split_backward=split))
+        except PlanError:
+            continue
+    shapes.sort(key=lambda shape: shape.time_ns)
+    if _piece_count(topology) > options.max_pieces:
+        return shapes
+    near = [shape for number, shape in enumerate(shapes) if number < MAX_SHAPES or shape.kind == "drop"]
+    return sorted((_timed(topology, shape, profile, options) for shape in near), key=lambda shape: shape.time_ns)
+
+
+def _timed(topology: Topology, shape: Shape, profile: Profile, options: DecisionOptions) -> Shape:
+    """The shape with the time of its own tables."""
+    return replace(shape, time_ns=plan_time(shape_plan(topology, shape, profile, options.split_backward), profile))
 
 
 def _instant(

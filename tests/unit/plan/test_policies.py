@@ -1,0 +1,91 @@
+"""Policies differ as their papers say they do, on the design's example."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megatron.elastic.plan.dataflow import PlanError
+from megatron.elastic.plan.model import Profile, Topology, UnitCost
+from megatron.elastic.plan.partition import Model
+from megatron.elastic.plan.policy import (
+    POLICIES,
+    CheckpointRestart,
+    ElasWave,
+    MindSpeed,
+    Outcome,
+    ReCycle,
+    Spares,
+    TorchFT,
+    policy_named,
+)
+from megatron.elastic.plan.steady import DecisionOptions
+from megatron.elastic.plan.topology import regular_topology, without_cells
+from megatron.elastic.plan.validate import validate_plan
+
+PROFILE = Profile((UnitCost(1000, 2000, 1000, 100, 600, 30, 0),) * 32, latency_ns=0)
+BEFORE = 32 / (23 * 12_000)
+
+
+def damaged(*lost: int, headroom: float = 1.25) -> Topology:
+    topology = regular_topology(2, 8, 32, waves=16)
+    memory = int(Model(PROFILE, 1, 2).stage_bytes(0, 4, 8) * headroom)
+    topology = replace(topology, cells=tuple(replace(cell, memory_bytes=memory) for cell in topology.cells))
+    return without_cells(topology, lost)
+
+
+def ratio(outcome: Outcome) -> float:
+    return outcome.rate() / BEFORE
+
+
+def test_one_loss_at_dp_2_pp_8() -> None:
+    topology = damaged(3, headroom=2)
+    assert ratio(ElasWave().respond(topology, PROFILE)) >= 0.92
+    assert ratio(TorchFT().respond(topology, PROFILE)) == pytest.approx(0.50)
+    assert ratio(TorchFT(keep_batch=True).respond(topology, PROFILE)) == pytest.approx(92 / 156)
+    recycle = ReCycle().respond(topology, PROFILE)
+    assert 92 * 3000 / recycle.ideal_ns == pytest.approx(92 / 128)
+    assert 0.6 <= ratio(recycle) <= 92 / 128
+
+
+def test_no_loss_costs_no_policy_anything() -> None:
+    for name in POLICIES:
+        assert ratio(policy_named(name).respond(damaged(), PROFILE)) >= 1 - 1e-9, name
+
+
+def test_losing_a_stage_everywhere_stops_all_but_elaswave() -> None:
+    topology = damaged(3, 11, headroom=2)
+    assert ratio(ElasWave().respond(topology, PROFILE)) > 0.8
+    for policy in (ReCycle(), TorchFT(), MindSpeed(), CheckpointRestart()):
+        assert policy.respond(topology, PROFILE).answer is None
+
+
+def test_mindspeed_shrinks_once() -> None:
+    topology = regular_topology(4, 2, 32, waves=4)
+    assert not MindSpeed().respond(without_cells(topology, [0]), PROFILE).restarts
+    assert not MindSpeed().respond(without_cells(topology, [0, 1]), PROFILE).restarts
+    assert MindSpeed().respond(without_cells(topology, [0, 2]), PROFILE).restarts
+
+
+def test_spares_keep_the_rate_until_they_run_out() -> None:
+    assert ratio(Spares(1).respond(damaged(3), PROFILE)) == pytest.approx(1)
+    assert Spares(1).respond(damaged(3, 4), PROFILE).restarts
+
+
+def test_each_answer_is_a_valid_plan() -> None:
+    for name in ("elaswave", "recycle", "torchft-batch", "mindspeed"):
+        topology = damaged(6, headroom=2)
+        validate_plan(policy_named(name).respond(topology, PROFILE).plan(topology, PROFILE), 32)
+
+
+def test_switching_axes_off_never_helps() -> None:
+    topology = damaged(3, headroom=2)
+    full = ratio(ElasWave().respond(topology, PROFILE))
+    for options in (DecisionOptions(graph=None), DecisionOptions(graph=None, reroute=False, resize=False)):
+        assert ratio(ElasWave(options).respond(topology, PROFILE)) < full
+
+
+def test_an_unknown_policy_is_refused_by_name() -> None:
+    with pytest.raises(PlanError, match="one of"):
+        policy_named("none")
