@@ -10,15 +10,17 @@ healthy is restarted.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from megatron.elastic.comm.errors import CommError
+from megatron.elastic.comm.errors import CommError, GenerationChanged
 from megatron.elastic.engine.inject import Injector
+from megatron.elastic.engine.joining import Welcome, send_welcome
+from megatron.elastic.engine.movement import Movement, settle_movement, stream, undo_movement
 from megatron.elastic.engine.port import ForwardStep
 from megatron.elastic.engine.recovery import Outcome, Recovery
 from megatron.elastic.engine.report import Report
@@ -64,11 +66,21 @@ class Engine:
     """Every block of the job, in the order of the vote."""
     on_settled: Callable[[Outcome, Standing, float], None]
     """Told of every finished recovery and the seconds it took."""
+    host_state: Callable[[], Mapping[str, Any]] = dict
+    """The host's counters, for whoever joins."""
     phase: int = 0
     done: bool = False
     parameters: int = 0
+    draining: bool = False
+    """Everybody was asked to save and leave at the next boundary."""
+    movement_bytes: int = 0
+    """State bytes received by added copies so far."""
     _attempt: _Attempt | None = None
     _catching_up: bool = False
+    _admitting: bool = False
+    _unsettled: bool = False
+    """Placement may be out of balance or short of mirrors."""
+    _movement: Movement | None = None
     _zeros: int = 0
     _keys: tuple[str, ...] = ()
     _keys_of: int = -1
@@ -94,6 +106,7 @@ class Engine:
 
     def step(self, forward_step: ForwardStep, source: SampleSource | None, address: StepAddress) -> StepResult:
         """Compute and commit the next step; ``address`` says which samples it consumes."""
+        self._at_boundary()
         self._enter()
         target = self.record.version + 1
         work = StepInput(target, address, forward_step, source)
@@ -162,6 +175,33 @@ class Engine:
         """Whether this rank speaks for the job (the highest living one, as Megatron's last rank)."""
         return self.standing.living[-1] == self.tools.fabric.rank
 
+    # -- between steps -----------------------------------------------------------
+
+    def _at_boundary(self) -> None:
+        """Let newcomers in, then restore balance and redundancy, before the next step."""
+        if self._admitting:
+            self._admitting = False
+            self.recovery.membership.request("join")
+            self._enter()
+            self._recover(GenerationChanged(self.standing.generation + 1))
+        if self._unsettled:
+            self._rebalance()
+
+    def _rebalance(self) -> None:
+        """Bring placement to balance and k mirrors: add, then promote and drop everywhere at once."""
+
+        def body() -> None:
+            self._movement = self.recovery.movement(self.standing)
+            self.movement_bytes += stream(self._movement, self.tools.pool, self.tools.fabric, self.record.version)
+
+        with self.timer.phase("rebalance"):
+            self.fenced(body)
+            movement, self._movement = self._movement, None
+            if movement is not None:  # else a recovery has put it in force already
+                settle_movement(movement, self.tools.pool, self.tools.fabric.rank)
+                self.standing, self._body = self.recovery.restand(self.standing, movement.target), None
+        self._unsettled = False
+
     # -- a step ------------------------------------------------------------------
 
     def _enter(self) -> None:
@@ -189,6 +229,8 @@ class Engine:
         self.injector.reach("after_ship", step)
         self._attempt.key = body.key(step)
         self._attempt.tally = body.tally(work, result)
+        pending = self.recovery.membership.pending()
+        self._attempt.tally.joins, self._attempt.tally.drains = "join" in pending, "drain" in pending
         self._vote(body, self._attempt)
 
     def _vote(self, body: StepBody, attempt: _Attempt) -> None:
@@ -216,6 +258,7 @@ class Engine:
         )
         self.record = advance(self.record, vote, settings.hyper)
         self._zeros = total.zeros
+        self._admitting, self.draining = total.joins == total.voters, total.drains == total.voters
         self.injector.reach("after_vote", step)
 
     def _finish(self) -> None:
@@ -264,9 +307,15 @@ class Engine:
         while True:
             try:
                 self.timer.enter("recover")
-                report = self._report()
-                self.standing, outcome = self.recovery.agree(error, report, self.standing.placement)
-                self._body = None
+                moving = self._movement
+                standing, outcome = self.recovery.agree(
+                    error, self._report(), self.standing.placement, None if moving is None else moving.target
+                )
+                if moving is not None:
+                    finish = settle_movement if outcome.phase_over else undo_movement
+                    finish(moving, self.tools.pool, self.tools.fabric.rank)
+                self._movement = None
+                self.standing, self._body, self._unsettled = standing, None, True
                 self.injector.reach("in_recovery_promote", self.record.version)
                 self._settle(outcome)
                 self.injector.reach("in_recovery_resume", self.record.version)
@@ -275,8 +324,30 @@ class Engine:
             except CommError as again:
                 error = again
 
+    def _welcome(self) -> Welcome:
+        return Welcome(
+            catalog={key: tuple(slot.spec for slot in layout.slots) for key, layout in self.recovery.layouts.items()},
+            placement=self.standing.placement.to_json(),
+            record=self.record,
+            phase=self.phase - 1,
+            report_keys=self._keys,
+            host=self.host_state(),
+        )
+
+    def joined(self, welcome: Welcome) -> None:
+        """A newcomer's first act as a member: take the members' position, then the parameters."""
+        self.record, self.phase, self._keys = welcome.record, welcome.phase, welcome.report_keys
+        self.tools.pool.start(self.record)
+        self.injector.reach("in_join", self.record.version)
+        self._unsettled, self._catching_up = True, True
+        self._steps().gather(self.record.version)
+        self._catching_up = False
+        self.parameters = self.record.version
+
     def _settle(self, outcome: Outcome) -> None:
         """Bring every survivor to the same version, with parameters to match."""
+        if outcome.newcomers:
+            send_welcome(self.tools.fabric, outcome.decision, self._welcome())
         resolution = outcome.resolution
         record = resolution.record
         assert record is not None, "only a lost state has no record"

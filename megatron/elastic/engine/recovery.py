@@ -14,18 +14,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megatron.elastic.comm.errors import CommError, PeerLost
 from megatron.elastic.comm.fabric import EditReport, Fabric
 from megatron.elastic.config import ElasticConfig
 from megatron.elastic.control.membership import Decision, Membership
 from megatron.elastic.engine.buffers import Arena
+from megatron.elastic.engine.joining import NEWCOMER, newcomers
 from megatron.elastic.engine.nominal import Nominal
+from megatron.elastic.engine.movement import Movement
 from megatron.elastic.engine.report import Report, phase_is_over
 from megatron.elastic.engine.standing import Standing, stand, unit_groups
 from megatron.elastic.state.layout import BlockKey, UnitLayout
-from megatron.elastic.state.placement import Placement, promote_only
+from megatron.elastic.state.ownership import rebalance
+from megatron.elastic.state.placement import Placement, Rules, promote_only
 from megatron.elastic.state.protocol import Resolution, resolve
 
 __all__ = ["Outcome", "Recovery", "StateLost"]
@@ -51,6 +54,8 @@ class Outcome:
     decision: Decision
     resolution: Resolution
     phase_over: bool
+    newcomers: tuple[int, ...]
+    """Members that have to be told everything (:mod:`joining`)."""
     oldest_parameters: int
     promoted: int
     """Blocks that changed owner."""
@@ -70,9 +75,17 @@ class Recovery:
     arena: Arena
     reach: Callable[[str, int], None]
     timeout: float
+    domains: Mapping[int, int] = field(default_factory=dict)
+    """Rank → failure domain, of the present generation."""
 
-    def agree(self, error: CommError, report: Report, placement: Placement) -> tuple[Standing, Outcome]:
-        """One attempt. Raises ``CommError`` when a newer generation began meanwhile, :class:`StateLost`."""
+    def agree(
+        self, error: CommError, report: Report, placement: Placement, moving_to: Placement | None = None
+    ) -> tuple[Standing, Outcome]:
+        """One attempt. Raises ``CommError`` when a newer generation began meanwhile, :class:`StateLost`.
+
+        ``moving_to`` is the placement that the present phase was moving copies
+        to: it is in force when the phase turns out to be over.
+        """
         step, seconds = report.holdings.newest, dict[str, float]()
         if isinstance(error, PeerLost):
             self.membership.suspect(error.rank, error.why)
@@ -84,7 +97,10 @@ class Recovery:
         edit = self.fabric.edit(decision.generation, decision.members, self.timeout)
         seconds["edit"] = time.monotonic() - started - seconds["decide"]
         self.reach("in_recovery_edit", step)
-        reports = {rank: Report.from_text(text) for rank, text in decision.reports.items()}
+        reports = {rank: Report.from_text(text) for rank, text in decision.reports.items() if text != NEWCOMER}
+        over = phase_is_over(report.phase, reports)
+        if moving_to is not None and over:
+            placement = moving_to
         promotion = promote_only(
             placement, decision.members.keys(), unit_groups(self.nominal, self.layouts, decision.members)
         )
@@ -100,23 +116,45 @@ class Recovery:
         outcome = Outcome(
             decision=decision,
             resolution=resolution,
-            phase_over=phase_is_over(report.phase, reports),
-            oldest_parameters=min(r.parameters for r in reports.values()),
+            phase_over=over,
+            newcomers=newcomers(decision),
+            oldest_parameters=-1 if newcomers(decision) else min(r.parameters for r in reports.values()),
             promoted=len(promotion.transitions),
             seconds=seconds,
             edit=edit,
         )
         return standing, outcome
 
+    def movement(self, standing: Standing) -> Movement:
+        """What balance and redundancy ask for, among those who are here."""
+        groups = unit_groups(self.nominal, self.layouts, standing.living)
+        rules = Rules(self.config.mirrors, self.config.scatter_width, self.domains)
+        target, changes = rebalance(standing.placement, groups, rules)
+        return Movement(target, changes)
+
+    def restand(self, standing: Standing, placement: Placement) -> Standing:
+        """The same generation on another placement."""
+        return self._stand(standing.generation, standing.living, placement)
+
     def stand(self, decision: Decision, placement: Placement) -> Standing:
         """This rank's standing in a decided generation."""
+        self.domains = failure_domains(decision)
+        return self._stand(decision.generation, tuple(decision.members), placement)
+
+    def _stand(self, generation: int, living: tuple[int, ...], placement: Placement) -> Standing:
         return stand(
             self.fabric.rank,
-            decision.generation,
-            decision.members.keys(),
+            generation,
+            living,
             self.nominal,
             placement,
             self.layouts,
             self.arena,
             self.fabric,
         )
+
+
+def failure_domains(decision: Decision) -> dict[int, int]:
+    """Rank → number of its host: what fails together."""
+    hosts = sorted({address.host for address in decision.members.values()})
+    return {rank: hosts.index(address.host) for rank, address in decision.members.items()}

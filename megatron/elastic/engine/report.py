@@ -29,6 +29,8 @@ class Report:
     done: bool
     parameters: int
     """Version of the parameters; older than the state when a gather was cut short."""
+    movement: str = ""
+    """Digest of the placement being moved to in the present phase, if any."""
 
     def to_text(self) -> str:
         """One line of JSON."""
@@ -38,6 +40,7 @@ class Report:
                 "phase": self.phase,
                 "done": self.done,
                 "parameters": self.parameters,
+                "movement": self.movement,
             },
             separators=(",", ":"),
         )
@@ -46,7 +49,13 @@ class Report:
     def from_text(cls, text: str) -> Report:
         """Inverse of :meth:`to_text`. Raises ``ValueError`` for anything else."""
         raw = json.loads(text)
-        return cls(Holdings.from_json(raw["holdings"]), int(raw["phase"]), bool(raw["done"]), int(raw["parameters"]))
+        return cls(
+            Holdings.from_json(raw["holdings"]),
+            int(raw["phase"]),
+            bool(raw["done"]),
+            int(raw["parameters"]),
+            str(raw["movement"]),
+        )
 
 
 def phase_is_over(phase: int, reports: Mapping[int, Report]) -> bool:

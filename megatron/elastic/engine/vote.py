@@ -35,7 +35,9 @@ class _Slot(IntEnum):
     SAMPLES = 4
     LEDGER = 5
     PLAN = 6
-    SIZE = 7
+    JOINS = 7
+    DRAINS = 8
+    SIZE = 9
 
 
 @dataclass
@@ -52,6 +54,10 @@ class Tally:
     ledger: int = 0
     """Sum of digests of the samples whose loss was computed here, exact."""
     plan: int = 0
+    joins: int = 0
+    """Voters that know of a newcomer waiting to be admitted."""
+    drains: int = 0
+    """Voters that were asked to save and leave."""
     report: dict[str, tuple[float, float]] = field(default_factory=dict)
     rows: tuple[int, ...] = ()
     """Rows behind ``samples``, ascending; not part of the vector, reported if the vote is cut short."""
@@ -74,6 +80,7 @@ class VoteLayout:
         vector = torch.zeros(self.size, dtype=torch.float64)
         counters = (
             tally.voters, tally.tokens, tally.overflows, tally.zeros, tally.samples, tally.ledger, tally.plan,
+            tally.joins, tally.drains,
         )  # fmt: skip
         vector[: _Slot.SIZE] = torch.tensor(counters, dtype=torch.float64)
         at = {key: _Slot.SIZE + i for i, key in enumerate(self.blocks)}
@@ -98,6 +105,8 @@ class VoteLayout:
             samples=int(values[_Slot.SAMPLES]),
             ledger=int(values[_Slot.LEDGER]),
             plan=int(values[_Slot.PLAN]),
+            joins=int(values[_Slot.JOINS]),
+            drains=int(values[_Slot.DRAINS]),
             report={
                 key: (values[start + 2 * i], values[start + 2 * i + 1]) for i, key in enumerate(self.report_keys)
             },

@@ -9,15 +9,15 @@ together with everybody and a joiner when it is admitted.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from megatron.elastic.comm import install, make_fabric
+from megatron.elastic.comm.errors import CommError, PeerLost
 from megatron.elastic.comm.fabric import Fabric
 from megatron.elastic.config import ElasticConfig
 from megatron.elastic.control import env
@@ -27,19 +27,24 @@ from megatron.elastic.engine.buffers import Arena
 from megatron.elastic.engine.catalog import build_layouts, exchange_catalog
 from megatron.elastic.engine.engine import Engine
 from megatron.elastic.engine.inject import FIRST_INCARNATION, Injector, parse
+from megatron.elastic.engine.joining import NEWCOMER, Welcome, receive_welcome
 from megatron.elastic.engine.nominal import Nominal
-from megatron.elastic.engine.recovery import Outcome, Recovery
+from megatron.elastic.engine.recovery import Outcome, Recovery, failure_domains
 from megatron.elastic.engine.settings import Settings
 from megatron.elastic.engine.standing import Standing, block_index, unit_groups
 from megatron.elastic.engine.transaction import Tools
 from megatron.elastic.mcore.model import GptPort
 from megatron.elastic.observe.events import EventLog
 from megatron.elastic.observe.phases import PhaseTimer
-from megatron.elastic.state.ownership import Rules, initial
+from megatron.elastic.state.layout import UnitLayout
+from megatron.elastic.state.ownership import initial
+from megatron.elastic.state.placement import Placement, Rules
 from megatron.elastic.state.pool import StatePool
 from megatron.elastic.state.record import StepRecord
 
-__all__ = ["Links", "build_engine", "open_links"]
+__all__ = ["Job", "Links", "found", "join", "open_links"]
+
+Layouts = Mapping[tuple[int, int], UnitLayout]
 
 
 @dataclass(frozen=True)
@@ -91,59 +96,84 @@ def _waiting(fabric: Fabric) -> Activity | None:
     return Activity(-1, "communication", waiting) if waiting else None
 
 
-def build_engine(
-    links: Links,
-    decision: Decision,
-    port: GptPort,
-    nominal: Nominal,
-    config: ElasticConfig,
-    settings: Settings,
-    on_settled: Callable[[Outcome, Standing, float], None],
+@dataclass(frozen=True)
+class Job:
+    """What an engine is built from besides links: the model and what is constant over the run."""
+
+    port: GptPort
+    nominal: Nominal
+    config: ElasticConfig
+    settings: Settings
+    on_settled: Callable[[Outcome, Standing, float], None]
+    host_state: Callable[[], Mapping[str, Any]]
+
+
+def found(links: Links, job: Job) -> Engine:
+    """The engine at the start of a job, together with everybody. Its state is what the model's parameters say."""
+    assert links.decision is not None, "a newcomer joins, it does not found"
+    shard = job.nominal.place(links.fabric.rank)[0]
+    catalog = exchange_catalog(job.port, shard, links.fabric.world, links.fabric.slots)
+    layouts = build_layouts(catalog, job.config.block_bytes)
+    groups = unit_groups(job.nominal, layouts, links.decision.members)
+    rules = Rules(job.config.mirrors, job.config.scatter_width, failure_domains(links.decision))
+    engine = _assemble(links, job, links.decision, layouts, initial(groups, rules), StepRecord.initial(job.settings.hyper))
+    engine.adopt_parameters()
+    return engine
+
+
+def join(links: Links, job: Job) -> tuple[Engine, Welcome]:
+    """The engine of a rank that comes later: waits to be admitted, then takes the members' position."""
+    fabric, timeout = links.fabric, job.settings.communication_timeout
+    while True:
+        try:
+            decision = links.membership.decide(fabric.address(), NEWCOMER, timeout)
+            fabric.edit(decision.generation, decision.members, timeout)
+            welcome = receive_welcome(fabric, decision)
+            layouts = build_layouts(welcome.catalog, job.config.block_bytes)
+            engine = _assemble(links, job, decision, layouts, welcome.placement_of(), welcome.record)
+            engine.joined(welcome)
+            links.events.generation = decision.generation
+            return engine, welcome
+        except CommError as error:
+            if isinstance(error, PeerLost):
+                links.membership.suspect(error.rank, error.why)
+
+
+def _assemble(
+    links: Links, job: Job, decision: Decision, layouts: Layouts, placement: Placement, record: StepRecord
 ) -> Engine:
-    """An engine whose state is what the model's parameters say (a checkpoint load may overwrite it)."""
     fabric, rank = links.fabric, links.fabric.rank
-    shard = nominal.place(rank)[0]
-    catalog = exchange_catalog(port, shard, fabric.world, fabric.slots)
-    layouts = build_layouts(catalog, config.block_bytes)
-    arena = Arena(port, {unit: layouts[unit, shard] for unit in port.held_units()})
-    pool = StatePool(rank, layouts, settings.hyper)
+    shard = job.nominal.place(rank)[0]
+    arena = Arena(job.port, {unit: layouts[unit, shard] for unit in job.port.held_units()})
     timer = PhaseTimer()
     tools = Tools(
-        port=port,
+        port=job.port,
         arena=arena,
-        pool=pool,
+        pool=StatePool(rank, layouts, job.settings.hyper),
         layouts=layouts,
         fabric=fabric,
-        settings=settings,
+        settings=job.settings,
         reach=links.injector.reach,
         publish=lambda phase, waiting: links.membership.publish(Activity(timer.current.step, phase, waiting)),
     )
     recovery = Recovery(
         membership=links.membership,
         fabric=fabric,
-        nominal=nominal,
-        config=config,
+        nominal=job.nominal,
+        config=job.config,
         layouts=layouts,
         arena=arena,
         reach=links.injector.reach,
-        timeout=settings.communication_timeout,
+        timeout=job.settings.communication_timeout,
     )
-    groups = unit_groups(nominal, layouts, decision.members)
-    domains = failure_domains(decision)
-    placement = initial(groups, Rules(config.mirrors, config.scatter_width, domains))
     return Engine(
         tools=tools,
         recovery=recovery,
-        record=StepRecord.initial(settings.hyper),
+        record=record,
         standing=recovery.stand(decision, placement),
         injector=links.injector,
         timer=timer,
         blocks=block_index(layouts),
-        on_settled=on_settled,
+        on_settled=job.on_settled,
+        host_state=job.host_state,
     )
-
-
-def failure_domains(decision: Decision) -> dict[int, int]:
-    """Rank → number of its host: what fails together."""
-    hosts = sorted({address.host for address in decision.members.values()})
-    return {rank: hosts.index(address.host) for rank, address in decision.members.items()}

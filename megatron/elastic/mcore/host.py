@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -26,7 +26,7 @@ from megatron.elastic.engine.engine import Engine
 from megatron.elastic.engine.recovery import Outcome
 from megatron.elastic.engine.source import SampleSource, StepAddress
 from megatron.elastic.engine.standing import Standing
-from megatron.elastic.mcore.bringup import Links, build_engine, open_links
+from megatron.elastic.mcore.bringup import Job, Links, found, join, open_links
 from megatron.elastic.mcore.data import source_for
 from megatron.elastic.mcore.dropout import key_dropout
 from megatron.elastic.mcore.model import GptPort, unwrapped
@@ -44,12 +44,33 @@ def patches(args: Any, config: ElasticConfig) -> tuple[Patch, ...]:
     return Host(config).patches()
 
 
+_COUNTERS = (
+    "curr_iteration",
+    "consumed_train_samples",
+    "skipped_train_samples",
+    "consumed_valid_samples",
+    "num_floating_point_operations_so_far",
+    "do_train",
+    "do_valid",
+    "do_test",
+)
+"""Arguments that Megatron's loop changes as it goes."""
+
+
 @dataclass
 class Reading:
-    """A validation or test set and how far evaluation has read it (what Megatron's iterator remembers)."""
+    """A validation or test set and how far evaluation has read it (what Megatron's iterator remembers).
+
+    The validation set's position is Megatron's own argument, which a newcomer is told.
+    """
 
     source: SampleSource | None
-    consumed: int
+    validation: bool
+    consumed: int = 0
+
+    def position(self) -> int:
+        """Samples read so far."""
+        return int(get_args().consumed_valid_samples) if self.validation else self.consumed
 
 
 class Host:
@@ -58,6 +79,7 @@ class Host:
     def __init__(self, config: ElasticConfig) -> None:
         self._config = config
         self._links: Links | None = None
+        self._job: Job | None = None
         self._engine: Engine | None = None
         self._optimizer: EngineOptimizer | None = None
 
@@ -87,6 +109,7 @@ class Host:
                 "samples are addressed by number, so that any rank can read any sample of any step",
                 self._build_data_iterators,
             ),
+            Patch(loop + "train", "a newcomer is admitted before the loop reads where it stands", self._train),
             Patch(loop + "train_step", "a step is a transaction that survives the loss of ranks", self._train_step),
             Patch(loop + "evaluate", "evaluation is repeated as a phase when ranks are lost in it", self._evaluate),
             Patch(loop + "training_log", "a collective outside the step: repeated after a loss", self._training_log),
@@ -154,10 +177,11 @@ class Host:
         scheduler = training.get_optimizer_param_scheduler(self._optimizer)
         nominal = nominal_topology(args, inner.config, port.tied_unit is not None)
         settings = engine_settings(args, MegatronSchedule(scheduler, groups))
-        assert links.decision is not None
-        self._engine = build_engine(links, links.decision, port, nominal, self._config, settings, self._settled)
-        self._engine.adopt_parameters()
+        self._job = Job(port, nominal, self._config, settings, self._settled, self._counters)
         args.iteration = args.num_floating_point_operations_so_far = 0
+        if links.decision is None:  # a newcomer: the engine comes with admission, before the loop begins
+            return model, self._optimizer, scheduler
+        self._engine = found(links, self._job)
         if args.load is not None or args.pretrained_checkpoint is not None:
             args.iteration, args.num_floating_point_operations_so_far = load_checkpoint(
                 model, self._optimizer, scheduler, checkpointing_context=context
@@ -192,9 +216,33 @@ class Host:
         args.do_train, args.do_valid, args.do_test = (bool(flag) for flag in flags.tolist())
         grid = sample_grid(args)
         train, valid, test = (source_for(dataset, args, grid) for dataset in datasets)
-        return train, Reading(valid, args.consumed_valid_samples), Reading(test, 0)
+        return train, Reading(valid, True), Reading(test, False)
 
     # -- the loop --------------------------------------------------------------------
+
+    def _train(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            if self._engine is None:
+                assert self._links is not None and self._job is not None
+                self._engine, welcome = join(self._links, self._job)
+                self._take_counters(welcome.host, bound(original, args, kwargs)["opt_param_scheduler"])
+            return original(*args, **kwargs)
+
+        return replacement
+
+    def _counters(self) -> dict[str, Any]:
+        """Where Megatron's loop stands; the step that is about to run is ``curr_iteration``."""
+        args = get_args()
+        return {name: getattr(args, name) for name in _COUNTERS}
+
+    def _take_counters(self, counters: Mapping[str, Any], scheduler: Any) -> None:
+        args = get_args()
+        for name in _COUNTERS:
+            setattr(args, name, counters[name])
+        args.iteration = args.curr_iteration
+        scheduler.num_steps = self.engine.record.scheduler_steps
+        scheduler.step(increment=0)
 
     def _train_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
         names = return_names(original)
@@ -231,7 +279,8 @@ class Host:
             iterations = call.get("eval_iters") or settings.eval_iters
             size = settings.global_batch_size
             reading: Reading = call["data_iterator"]
-            addresses = [StepAddress(reading.consumed + number * size, size) for number in range(iterations)]
+            first = reading.position()
+            addresses = [StepAddress(first + number * size, size) for number in range(iterations)]
             sums = self.engine.evaluate(call["forward_step_func"], reading.source, addresses)
             reading.consumed += iterations * size
             settings.consumed_valid_samples += iterations * size

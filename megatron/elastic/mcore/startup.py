@@ -103,12 +103,9 @@ class Startup:
             call = bound(original, args, kwargs)
             parsed = call["args"]
             config = arguments.config_from_args(parsed)
-            machine = substitutions.Machine.detect(self.platform.name)
-            changed = substitutions.substitute(parsed, machine)
-            if config.strict_flags:
-                substitutions.refuse(changed)
-            _say(substitutions.table(changed, self.platform.name), parsed)
-            _say("\n".join(support.check(parsed, self.platform.name)), parsed)
+            for warning in support.check(parsed, config, self.platform.name):
+                _say(f"warning: {warning}", parsed)
+            self._substitute(parsed, config.strict_flags)
             preflight.check_sizes(parsed)
             with translated(), preflight.launch_environment(self.platform.name, parsed):
                 result = original(**call)
@@ -116,6 +113,18 @@ class Startup:
             return result
 
         return validate_args
+
+    def _substitute(self, args: Namespace, strict: bool) -> None:
+        """Set what can be honoured here, and print both tables."""
+        name = self.platform.name
+        machine = substitutions.Machine.detect(name)
+        changed = substitutions.substitute(args, machine)
+        if strict:
+            substitutions.refuse(changed)
+        _say(substitutions.table(changed, f"Megatron flags substituted on {name}"), args)
+        if args.elastic:
+            unused = substitutions.substitute(args, machine, substitutions.ELASTIC_ROWS)
+            _say(substitutions.table(unused, "Megatron flags without effect under --elastic"), args)
 
     def _make_initialize(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -125,7 +134,8 @@ class Startup:
             if call.get("parsed_args", self) is not None:
                 return original(**call)
             home = sys.modules["megatron.training.initialize"]
-            call["parsed_args"] = home.parse_args(call.get("extra_args_provider"), bool(call.get("ignore_unknown_args")))
+            ignore_unknown = bool(call.get("ignore_unknown_args"))
+            call["parsed_args"] = home.parse_args(call.get("extra_args_provider"), ignore_unknown)
             # Parsing may have put --elastic's replacement in place: it is the one to run.
             present = home.initialize_megatron
             return original(**call) if present is initialize_megatron else present(**call)

@@ -9,13 +9,16 @@ Invariants
 - Applied to parsed arguments before Megatron validates them, so Megatron itself
   derives everything from what is really used.
 - Nothing is substituted without a line in the table; ``--elastic-strict-flags``
-  makes any line an error that spells the flags to give.
+  makes any line of :data:`ROWS` an error that spells the flags to give.
+
+:data:`ELASTIC_ROWS` is a second table, for ``--elastic``: flags that only tune how
+Megatron's own gradient buffers, optimizer and streams use the hardware. The engine
+has its own; results are the same.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import os
 import textwrap
 from argparse import Namespace
 from collections.abc import Callable, Iterable
@@ -24,7 +27,7 @@ from typing import Any
 
 from megatron.elastic.mcore.bad_input import BadInput
 
-__all__ = ["ROWS", "Machine", "Row", "Substituted", "refuse", "substitute", "table"]
+__all__ = ["ELASTIC_ROWS", "ROWS", "Machine", "Row", "Substituted", "refuse", "substitute", "table"]
 
 
 @dataclass(frozen=True)
@@ -157,6 +160,47 @@ ROWS: tuple[Row, ...] = (
         "nvidia-resiliency-ext is not installed: megatron.core writes asynchronous checkpoints itself"),
 )
 
+_STEP = "megatron's own step"
+"""A need that is never met: rows that have it apply whenever their table is used."""
+
+_BUFFERS = "tunes Megatron's gradient buffers; the engine has its own"
+_OVERLAP = "overlaps Megatron's own collectives; the engine has its own schedule"
+
+
+def _unused(attribute: str, flag: str, reason: str) -> Row:
+    return _switch(attribute, flag, (_STEP,), _LEAVE_OUT, reason)
+
+
+ELASTIC_ROWS: tuple[Row, ...] = (
+    _unused("overlap_grad_reduce", "--overlap-grad-reduce", _OVERLAP),
+    _unused("overlap_param_gather_with_optimizer_step", "--overlap-param-gather-with-optimizer-step", _OVERLAP),
+    _unused("overlap_param_gather", "--overlap-param-gather", _OVERLAP),
+    _unused("delay_wgrad_compute", "--delay-wgrad-compute", _OVERLAP),
+    _unused("defer_embedding_wgrad_compute", "--defer-embedding-wgrad-compute", _OVERLAP),
+    _unused("overlap_p2p_comm_warmup_flush", "--overlap-p2p-communication-warmup-flush", _OVERLAP),
+    _unused("ddp_average_in_collective", "--ddp-average-in-collective", _BUFFERS),
+    _unused("ddp_pad_buckets_for_high_nccl_busbw", "--ddp-pad-buckets-for-high-nccl-busbw", _BUFFERS),
+    Row("ddp_bucket_size", "--ddp-bucket-size", (_STEP,), _on, None, _LEAVE_OUT, _BUFFERS),
+    Row("ddp_num_buckets", "--ddp-num-buckets", (_STEP,), _on, None, _LEAVE_OUT, _BUFFERS),
+    _unused("nccl_ub", "--use-nccl-ub", _BUFFERS),
+    _unused("create_all_gather_group", "--create-all-gather-group", _BUFFERS),
+    Row("num_distributed_optimizer_instances", "--num-distributed-optimizer-instances", (_STEP,),
+        lambda value: value is not None and value > 1, 1, _LEAVE_OUT,
+        "replicates optimizer shards; the engine keeps mirrors (--elastic-mirrors)"),
+    _unused("optimizer_cpu_offload", "--optimizer-cpu-offload", "the engine decides where blocks are stepped"),
+    _unused("overlap_cpu_optimizer_d2h_h2d", "--overlap-cpu-optimizer-d2h-h2d",
+            "the engine decides where blocks are stepped"),
+    Row("check_weight_hash_across_dp_replicas_interval", "--check-weight-hash-across-dp-replicas-interval", (_STEP,),
+        _on, None, _LEAVE_OUT, "compared by block, owner against mirror (--elastic-verify-interval)"),
+    _unused("async_save", "--async-save", "a checkpoint is written within a phase that is repeated after a loss"),
+    _unused("use_persistent_ckpt_worker", "--use-persistent-ckpt-worker",
+            "a checkpoint is written within a phase that is repeated after a loss"),
+    Row("rerun_mode", "--rerun-mode", (_STEP,), _is("validate_results", "report_stats"), "disabled",
+        "--rerun-mode disabled", "re-runs Megatron's own step to tell a faulty GPU"),
+    _unused("log_straggler", "--log-straggler", "times Megatron's own step; the engine profiles each rank"),
+)
+"""Accepted with ``--elastic`` and one line each: hardware tuning, or replaced by the engine's own."""
+
 
 @dataclass(frozen=True)
 class Substituted:
@@ -201,8 +245,8 @@ def _shown(value: Any) -> str:
     return str(getattr(value, "name", value)) if value not in (None, [], ()) else "-"
 
 
-def table(changed: Iterable[Substituted], platform: str) -> str:
-    """The lines as text, empty when nothing was changed."""
+def table(changed: Iterable[Substituted], title: str) -> str:
+    """The lines as text under ``title``, empty when nothing was changed."""
     lines = [
         (line.row.flag, _shown(line.asked), _shown(line.row.used), line.row.reason) for line in changed
     ]
@@ -210,7 +254,7 @@ def table(changed: Iterable[Substituted], platform: str) -> str:
         return ""
     head = ("flag", "asked", "used", "why")
     widths = [max(len(line[column]) for line in [head, *lines]) for column in range(3)]
-    rendered = [f"Megatron flags substituted on {platform} ({os.uname().nodename}):"]
+    rendered = [title + ":"]
     for line in [head, *lines]:
         cells = "  ".join(cell.ljust(width) for cell, width in zip(line[:3], widths, strict=True))
         rendered.append(f"  {cells}  {textwrap.shorten(line[3], 100)}")

@@ -1,3 +1,275 @@
-"""placeholder"""
-def check(args, platform):
-    return []
+"""The support matrix, checked at start: works, works without ``--elastic``, or refused.
+
+A feature that would run and give another result, or break later, is refused before
+anything is built, by one line that names the flag and the fix. Flags that only tune
+hardware are accepted (``substitutions.ELASTIC_ROWS``). A flag that no table knows is
+named in one warning: nothing is ignored in silence. ``docs/support.md`` is written
+from the same tables:
+
+    python -m megatron.elastic.mcore.support --write-docs docs/support.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from megatron.elastic.config import ElasticConfig
+from megatron.elastic.mcore import flag_table, substitutions
+from megatron.elastic.mcore.bad_input import BadInput
+
+__all__ = ["FEATURES", "Feature", "Verdict", "check", "classify", "docs"]
+
+Verdict = Literal["works", "refused", "substituted"]
+
+
+@dataclass(frozen=True)
+class Feature:
+    """One row: how it is asked for, and what becomes of it on a CPU without ``--elastic`` and with it anywhere."""
+
+    name: str
+    flags: tuple[str, ...]
+    used: Callable[[Namespace], bool]
+    cpu: Verdict
+    elastic: Verdict
+    fix: str
+    """Why it is refused and what to do instead; for what works, a remark."""
+
+
+def _any(*attributes: str) -> Callable[[Namespace], bool]:
+    """Whether any of these arguments is set."""
+    return lambda args: any(bool(getattr(args, name, None)) for name in attributes)
+
+
+def _above_one(*attributes: str) -> Callable[[Namespace], bool]:
+    return lambda args: any((getattr(args, name, None) or 1) > 1 for name in attributes)
+
+
+def _other_than(attribute: str, *values: Any) -> Callable[[Namespace], bool]:
+    """Whether an argument that this Megatron has is none of ``values``."""
+    return lambda args: getattr(args, attribute, values[0]) not in values
+
+
+_GPU = "run it on a GPU"
+_PLAIN = "run without --elastic"
+
+FEATURES: tuple[Feature, ...] = (
+    Feature("tensor, pipeline and data parallelism",
+            ("--tensor-model-parallel-size", "--pipeline-model-parallel-size"),
+            lambda args: True, "works", "works", "tensor-parallel size stays nominal; stages may be uneven"),
+    Feature("sequence parallelism", ("--sequence-parallel",), _any("sequence_parallel"), "works", "works", ""),
+    Feature("distributed optimizer", ("--use-distributed-optimizer",), _any("use_distributed_optimizer"), "works",
+            "works", "with --elastic the optimizer is always sharded, with mirrors"),
+    Feature("activation recompute", ("--recompute-granularity", "--recompute-activations", "--recompute-method",
+                                     "--recompute-num-layers"),
+            _any("recompute_granularity", "recompute_activations"), "works", "works", ""),
+    Feature("bf16", ("--bf16",), _any("bf16"), "works", "works", ""),
+    Feature("fp16 with loss scaling", ("--fp16",), _any("fp16"), "works", "works",
+            "on a CPU about ten times slower than fp32: use --bf16 there"),
+    Feature("virtual pipeline stages", ("--num-layers-per-virtual-pipeline-stage",
+                                        "--num-virtual-stages-per-pipeline-rank"),
+            _any("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"), "works", "refused",
+            f"the engine runs one model chunk a rank: leave it out, or {_PLAIN}"),
+    Feature("context parallelism", ("--context-parallel-size", "--hierarchical-context-parallel-sizes",
+                                    "--hybrid-context-parallel", "--cp-comm-type"),
+            lambda args: (args.context_parallel_size or 1) > 1 or bool(getattr(args, "hybrid_context_parallel", False)),
+            "refused", "refused", f"its attention is Transformer Engine's: {_GPU}, {_PLAIN}"),
+    Feature("mixture of experts, expert parallelism",
+            ("--num-experts", "--expert-model-parallel-size", "--expert-tensor-parallel-size", *flag_table.MOE),
+            lambda args: bool(args.num_experts) or (args.expert_model_parallel_size or 1) > 1, "works", "refused",
+            f"experts have groups and state of their own: {_PLAIN}"),
+    Feature("multi-token prediction", ("--mtp-num-layers", "--mtp-loss-scaling-factor"), _any("mtp_num_layers"),
+            "works", "refused", f"its layers share weights with the embedding across stages: {_PLAIN}"),
+    Feature("multi-latent attention", ("--multi-latent-attention", *flag_table.MLA), _any("multi_latent_attention"),
+            "works", "refused", f"not verified on the engine: {_PLAIN}"),
+    Feature("linear and sparse attention variants", ("--experimental-attention-variant", *flag_table.LINEAR_ATTENTION),
+            _any("experimental_attention_variant"), "refused", "refused",
+            f"needs GPU kernels: {_GPU}, {_PLAIN}"),
+    Feature("hybrid (state-space) models", ("--hybrid-layer-pattern", "--hybrid-override-pattern"),
+            _any("hybrid_layer_pattern", "hybrid_override_pattern"), "refused", "refused",
+            f"needs GPU kernels: {_GPU}, {_PLAIN}, with a script for such models"),
+    Feature("layers of different shapes", ("--heterogeneous-layers-config-path",),
+            _any("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json"), "works", "refused",
+            f"the planner takes layers as alike: {_PLAIN}"),
+    Feature("torch FSDP2", ("--use-torch-fsdp2",), _any("use_torch_fsdp2"), "refused", "refused",
+            "shards parameters by itself: use --use-distributed-optimizer"),
+    Feature("Megatron FSDP", ("--use-megatron-fsdp", "--data-parallel-sharding-strategy"),
+            _any("use_megatron_fsdp"), "refused", "refused",
+            "shards parameters by itself: use --use-distributed-optimizer"),
+    Feature("FP8", ("--fp8-format", "--fp8-recipe", "--fp8-param-gather", "--fp8-amax-history-len",
+                    "--fp8-amax-compute-algo"),
+            _any("fp8", "fp8_param_gather"), "refused", "refused",
+            f"needs Transformer Engine on a GPU, and scaling factors with a history of their own: use --bf16, or {_PLAIN}"),
+    Feature("FP4", ("--fp4-format", "--fp4-param-gather"), _any("fp4", "fp4_param_gather"), "refused", "refused",
+            f"needs Transformer Engine on a GPU: use --bf16, or {_PLAIN}"),
+    Feature("CUDA graphs", ("--cuda-graph-impl", "--enable-cuda-graph", "--external-cuda-graph"),
+            lambda args: _any("enable_cuda_graph", "external_cuda_graph")(args)
+            or _other_than("cuda_graph_impl", "none", None)(args), "substituted", "refused",
+            f"a graph keeps the shapes and groups it was captured with: leave it out, or {_PLAIN}"),
+    Feature("batch-size ramp-up", ("--rampup-batch-size", "--step-batch-size-schedule"),
+            _any("rampup_batch_size", "step_batch_size_schedule"), "works", "refused",
+            f"the sample grid of a job is fixed: leave it out, or {_PLAIN}"),
+    Feature("other optimizers than Adam and SGD", ("--optimizer",), _other_than("optimizer", "adam", "sgd"), "works",
+            "refused", f"mirrors replay Adam or SGD: use --optimizer adam, or {_PLAIN}"),
+    Feature("low-precision optimizer state", ("--use-precision-aware-optimizer", "--main-params-dtype",
+                                              "--main-grads-dtype", "--exp-avg-dtype", "--exp-avg-sq-dtype"),
+            _any("use_precision_aware_optimizer"), "refused", "refused",
+            "needs Transformer Engine's optimizer: leave it out (state is fp32)"),
+    Feature("gradients reduced in bf16", ("--grad-reduce-in-bf16",), _any("grad_reduce_in_bf16"), "works", "refused",
+            "the engine reduces in fp32, which gives other bits: leave it out"),
+    Feature("checkpoint formats other than torch_dist", ("--ckpt-format",), _other_than("ckpt_format", "torch_dist"),
+            "works", "refused", "use --ckpt-format torch_dist"),
+    Feature("node-local checkpoints", ("--non-persistent-ckpt-type",),
+            lambda args: getattr(args, "non_persistent_ckpt_type", None) == "local", "works", "refused",
+            "mirrors in memory take their place (--elastic-mirrors): leave it out"),
+    Feature("other data orders", ("--dataloader-type",),
+            lambda args: getattr(args, "dataloader_type", None) in ("external", "batch"), "works", "refused",
+            "samples must be addressable by number: use --dataloader-type single or cyclic"),
+    Feature("skipped iterations", ("--iterations-to-skip", "--result-rejected-tracker-filename"),
+            _any("iterations_to_skip", "result_rejected_tracker_filename"), "works", "refused",
+            f"the sample grid of a job is fixed: {_PLAIN}"),
+    Feature("several or full validation sets", ("--full-validation", "--multiple-validation-sets"),
+            _any("full_validation", "multiple_validation_sets"), "works", "refused",
+            f"evaluation takes --eval-iters global batches of one set: leave it out, or {_PLAIN}"),
+    Feature("other rank orders", ("--use-tp-pp-dp-mapping",), _any("use_tp_pp_dp_mapping"), "works", "refused",
+            "the engine places ranks tensor, data, pipeline: leave it out"),
+    Feature("replicas that start unequal", ("--data-parallel-random-init",), _any("data_parallel_random_init"),
+            "works", "refused", "a unit's copies must be equal: leave it out"),
+    Feature("saved activations spread over ranks", ("--distribute-saved-activations",),
+            _any("distribute_saved_activations"), "works", "refused",
+            f"not verified on the engine: leave it out, or {_PLAIN}"),
+    Feature("another fault-tolerance layer", ("--inprocess-restart", "--enable-ft-package", "--adlr-autoresume"),
+            _any("inprocess_restart", "enable_ft_package", "adlr_autoresume"), "works", "refused",
+            "two layers would both restart ranks: leave it out"),
+    Feature("injected errors of Megatron's own", ("--error-injection-rate",), _any("error_injection_rate"), "works",
+            "refused", "use --elastic-inject"),
+    Feature("fine-tuning and reinforcement learning", ("--sft", "--perform-rl-step"), _any("sft", "perform_rl_step"),
+            "works", "refused", f"sequences of varying length: {_PLAIN}"),
+    Feature("settings from a YAML file", ("--yaml-cfg",), _any("yaml_cfg"), "works", "refused",
+            "give the settings as flags"),
+)
+"""In the order the documentation shows them."""
+
+
+def _given(flags: Sequence[str], command_line: Sequence[str]) -> str:
+    """The one of ``flags`` that was given, else the first."""
+    present = {word.split("=")[0] for word in command_line}
+    return next((flag for flag in flags if flag in present), flags[0])
+
+
+def check(
+    args: Namespace, config: ElasticConfig, platform: str, command_line: Sequence[str] | None = None
+) -> tuple[str, ...]:
+    """Raise :class:`BadInput` for what is refused; returns warnings about flags that no table knows.
+
+    ``args``: parsed, not yet validated. ``command_line``: defaults to this process's.
+    """
+    words = sys.argv[1:] if command_line is None else command_line
+    for feature in FEATURES:
+        if not feature.used(args):
+            continue
+        flag = _given(feature.flags, words)
+        if args.elastic and feature.elastic == "refused":
+            raise BadInput(f"{flag} ({feature.name}) is not supported with --elastic: {feature.fix}")
+        if platform == "cpu" and feature.cpu == "refused":
+            raise BadInput(f"{flag} ({feature.name}) is not supported on a CPU: {feature.fix}")
+    if args.elastic:
+        _check_exact(args, config)
+    return _unknown(words) if args.elastic else ()
+
+
+def _check_exact(args: Namespace, config: ElasticConfig) -> None:
+    if config.exact and args.attention_dropout and args.transformer_impl == "transformer_engine":
+        raise BadInput("--attention-dropout above 0 with --elastic-exact: Transformer Engine draws it inside its "
+                       "kernel by rank; give --attention-dropout 0, or --transformer-impl local")
+
+
+def _unknown(words: Sequence[str]) -> tuple[str, ...]:
+    """One warning that names the given flags of which no table says anything."""
+    flags = dict.fromkeys(word.split("=")[0] for word in words if word.startswith("--"))
+    strange = [flag for flag in flags if not flag.startswith("--elastic") and classify(flag) is None]
+    if not strange:
+        return ()
+    return (f"not in the support matrix, passed to Megatron as they are, not verified with --elastic: "
+            f"{', '.join(strange)}",)
+
+
+# ---------------------------------------------------------------- flags
+
+
+def classify(flag: str) -> tuple[str, str] | None:
+    """What becomes of a Megatron flag: (on a CPU without ``--elastic``, with ``--elastic``).
+
+    Each is 'honoured', 'substituted', 'no effect' (accepted with one line) or
+    'refused'. ``None``: no table knows the flag.
+    """
+    feature = next((row for row in FEATURES if flag in row.flags), None)
+    substituted = any(row.flag == flag for row in substitutions.ROWS)
+    tuning = any(row.flag == flag for row in substitutions.ELASTIC_ROWS)
+    if feature is None and not substituted and not tuning and flag not in flag_table.HONOURED:
+        return None
+    cpu = "substituted" if substituted else "honoured"
+    elastic = "no effect" if tuning else "honoured"
+    if feature is not None:
+        cpu = {"works": cpu, "refused": "refused", "substituted": "substituted"}[feature.cpu]
+        elastic = "refused" if feature.elastic == "refused" else elastic
+    return cpu, elastic
+
+
+# ---------------------------------------------------------------- documentation
+
+
+def _escaped(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    return lines + ["| " + " | ".join(_escaped(cell) for cell in row) + " |" for row in rows]
+
+
+def docs() -> str:
+    """The support page, Markdown."""
+    lines = [
+        "# What is supported", "",
+        "Checked at start: what is refused ends the run with one line and exit code 1. Written by",
+        "`python -m megatron.elastic.mcore.support --write-docs docs/support.md`.", "",
+        "## Features", "",
+        *_table(("feature", "flags", "CPU", "with --elastic", ""), (
+            (row.name, " ".join(f"`{flag}`" for flag in row.flags[:4]), row.cpu, row.elastic, row.fix)
+            for row in FEATURES)), "",
+        "## Substituted where what they need is missing", "",
+        "Printed as a table at start; `--elastic-strict-flags` refuses them instead.", "",
+        *_table(("flag", "needs", "used instead", "why"), (
+            (f"`{row.flag}`", ", ".join(row.needs), str(row.used), row.reason) for row in substitutions.ROWS)), "",
+        "## Without effect under --elastic", "",
+        "Accepted with one line each: they tune hardware, or the engine has its own.", "",
+        *_table(("flag", "why"), ((f"`{row.flag}`", row.reason) for row in substitutions.ELASTIC_ROWS)), "",
+        "## The most used flags", "",
+        "The flags most frequent in Megatron-LM's GPT configurations and example scripts, in that order.", "",
+        *_table(("flag", "CPU", "with --elastic"), (
+            (f"`{flag}`", *(classify(flag) or ("?", "?"))) for flag in flag_table.MOST_USED)),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """``--write-docs PATH`` writes the page; without it, it is printed."""
+    parser = argparse.ArgumentParser(prog="python -m megatron.elastic.mcore.support", description=__doc__)
+    parser.add_argument("--write-docs", type=Path, metavar="PATH", help="write the support page here")
+    path = parser.parse_args(arguments).write_docs
+    if path is None:
+        print(docs(), end="")
+    else:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(docs(), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,72 @@
+"""How a rank that was not here becomes part of the job.
+
+A newcomer runs the user's script in a world of one and waits to be admitted. At
+a step boundary all members let it in (a generation like any other, reason
+``join``). What it cannot know it is told once, in a :class:`Welcome`: the
+layouts, the placement, the record and the host's counters. Parameters come with
+the gather that follows, state blocks with the next rebalancing; until then the
+newcomer owns nothing and computes already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron.elastic.comm.fabric import Fabric
+from megatron.elastic.control.membership import Decision
+from megatron.elastic.state.layout import ParamSpec
+from megatron.elastic.state.placement import Placement
+from megatron.elastic.state.record import StepRecord
+
+__all__ = ["NEWCOMER", "Welcome", "newcomers", "receive_welcome", "send_welcome"]
+
+NEWCOMER = ""
+"""Report of a rank that has no state and no position yet."""
+
+
+@dataclass(frozen=True)
+class Welcome:
+    """Everything a newcomer needs besides tensors."""
+
+    catalog: Mapping[tuple[int, int], tuple[ParamSpec, ...]]
+    placement: str
+    """:meth:`Placement.to_json`, as promoted for the generation that admits it."""
+    record: StepRecord
+    phase: int
+    """Number of the phase before the one in which the members stand."""
+    report_keys: tuple[str, ...]
+    host: Mapping[str, Any]
+    """The host's own counters, opaque here."""
+
+    def placement_of(self) -> Placement:
+        """The placement."""
+        return Placement.from_json(self.placement)
+
+
+def newcomers(decision: Decision) -> tuple[int, ...]:
+    """Members that have to be told everything, ascending."""
+    return tuple(sorted(rank for rank in decision.members if decision.reports.get(rank, NEWCOMER) == NEWCOMER))
+
+
+def send_welcome(fabric: Fabric, decision: Decision, welcome: Welcome) -> None:
+    """Members' side of the broadcast: the lowest of them tells the newcomers."""
+    _broadcast(fabric, decision, welcome)
+
+
+def receive_welcome(fabric: Fabric, decision: Decision) -> Welcome:
+    """A newcomer's side."""
+    welcome = _broadcast(fabric, decision, None)
+    if not isinstance(welcome, Welcome):
+        raise RuntimeError("the members sent something else than a welcome")
+    return welcome
+
+
+def _broadcast(fabric: Fabric, decision: Decision, welcome: Welcome | None) -> object:
+    speaker = min(set(decision.members) - set(newcomers(decision)))
+    box = [welcome if fabric.rank == speaker else None]
+    dist.broadcast_object_list(box, src=speaker, group=fabric.world)
+    return box[0]

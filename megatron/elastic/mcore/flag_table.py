@@ -1,0 +1,123 @@
+"""Megatron flags by what they belong to: data for the support matrix.
+
+``HONOURED``: flags that mean with ``--elastic`` what they mean without, because the
+model, the data sets, the loop or the engine's settings take them from the same
+arguments. Flags of a feature with a row of its own stand in that row.
+"""
+
+from __future__ import annotations
+
+__all__ = ["HONOURED", "LINEAR_ATTENTION", "MLA", "MOE", "MOST_USED"]
+
+MOE = (
+    "--moe-router-load-balancing-type", "--moe-router-topk", "--moe-ffn-hidden-size", "--moe-router-dtype",
+    "--moe-shared-expert-intermediate-size", "--moe-shared-expert-gate", "--moe-token-dispatcher-type",
+    "--moe-aux-loss-coeff", "--moe-z-loss-coeff", "--moe-layer-freq", "--moe-per-layer-logging",
+    "--moe-router-pre-softmax", "--moe-router-score-function", "--moe-router-topk-scaling-factor",
+    "--moe-router-num-groups", "--moe-router-group-topk", "--moe-router-enable-expert-bias",
+    "--moe-input-jitter-eps", "--overlap-moe-expert-parallel-comm",
+)
+
+MLA = ("--q-lora-rank", "--kv-lora-rank", "--qk-head-dim", "--qk-pos-emb-head-dim", "--v-head-dim")
+
+LINEAR_ATTENTION = (
+    "--linear-key-head-dim", "--linear-num-key-heads", "--linear-num-value-heads", "--linear-value-head-dim",
+    "--linear-attention-freq", "--linear-conv-kernel-dim", "--attention-output-gate", "--dsa-indexer-head-dim",
+    "--dsa-indexer-loss-coeff", "--dsa-indexer-n-heads", "--dsa-indexer-topk",
+)
+
+_MODEL = (
+    "--num-layers", "--hidden-size", "--ffn-hidden-size", "--num-attention-heads", "--kv-channels",
+    "--group-query-attention", "--num-query-groups", "--max-position-embeddings", "--seq-length",
+    "--position-embedding-type", "--rotary-percent", "--rotary-base", "--rotary-interleaved",
+    "--rotary-seq-len-interpolation-factor", "--use-rope-scaling", "--rope-scaling-factor", "--rope-type",
+    "--use-rotary-position-embeddings", "--no-position-embedding", "--make-vocab-size-divisible-by",
+    "--untie-embeddings-and-output-weights", "--disable-bias-linear", "--add-qkv-bias", "--normalization",
+    "--norm-epsilon", "--apply-layernorm-1p", "--qk-layernorm", "--swiglu", "--squared-relu", "--quick-geglu",
+    "--attention-softmax-in-fp32", "--apply-query-key-layer-scaling", "--init-method-std",
+    "--init-method-xavier-uniform", "--window-size", "--softmax-type", "--spec", "--use-mcore-models",
+    "--cross-entropy-loss-fusion", "--hidden-dropout", "--attention-dropout", "--fp32-residual-connection",
+    "--accumulate-allreduce-grads-in-fp32", "--decoder-first-pipeline-num-layers",
+    "--decoder-last-pipeline-num-layers", "--account-for-embedding-in-pipeline-split",
+    "--account-for-loss-in-pipeline-split", "--pipeline-model-parallel-layout", "--vocab-size",
+)
+
+_OPTIMISATION = (
+    "--micro-batch-size", "--global-batch-size", "--train-iters", "--train-samples", "--lr", "--min-lr",
+    "--lr-decay-style", "--lr-decay-iters", "--lr-decay-samples", "--lr-warmup-iters", "--lr-warmup-samples",
+    "--lr-warmup-fraction", "--lr-warmup-init", "--lr-wsd-decay-style", "--lr-wsd-decay-iters",
+    "--lr-wsd-decay-samples", "--weight-decay", "--start-weight-decay", "--end-weight-decay",
+    "--weight-decay-incr-style", "--clip-grad", "--adam-beta1", "--adam-beta2", "--adam-eps", "--sgd-momentum",
+    "--decoupled-lr", "--decoupled-min-lr", "--apply-wd-to-qk-layernorm", "--calculate-per-token-loss",
+    "--loss-scale", "--initial-loss-scale", "--min-loss-scale", "--loss-scale-window", "--hysteresis", "--seed",
+    "--deterministic-mode", "--no-check-for-nan-in-loss-and-grad", "--override-opt-param-scheduler",
+    "--use-checkpoint-opt-param-scheduler", "--override-opt_param-scheduler", "--use-checkpoint-opt_param-scheduler",
+)
+
+_DATA = (
+    "--data-path", "--train-data-path", "--valid-data-path", "--test-data-path", "--data-args-path",
+    "--per-split-data-args-path", "--data-cache-path", "--split", "--mock-data", "--num-workers",
+    "--num-dataset-builder-threads", "--no-mmap-bin-files", "--no-data-sharding",
+    "--no-create-attention-mask-in-dataloader", "--reset-position-ids", "--reset-attention-mask", "--eod-mask-loss",
+    "--tokenizer-type", "--tokenizer-model", "--vocab-file", "--merge-file", "--eval-iters", "--eval-interval",
+    "--tiktoken-pattern", "--tiktoken-num-special-tokens", "--fim-data", "--fim-rate", "--fim-spm-rate",
+)
+
+_CHECKPOINTS = (
+    "--save", "--load", "--save-interval", "--save-retain-interval", "--no-save-optim", "--no-save-rng",
+    "--no-load-optim", "--no-load-rng", "--finetune", "--pretrained-checkpoint", "--exit-on-missing-checkpoint",
+    "--use-checkpoint-args", "--dist-ckpt-strictness", "--dist-ckpt-optim-fully-reshardable",
+    "--ckpt-fully-parallel-save", "--no-ckpt-fully-parallel-save", "--ckpt-fully-parallel-load",
+    "--ckpt-assume-constant-structure", "--auto-detect-ckpt-format", "--verify-integrity",
+)
+
+_LOOP = (
+    "--log-interval", "--log-throughput", "--log-progress", "--log-params-norm", "--log-num-zeros-in-grad",
+    "--log-memory-to-tensorboard", "--log-timers-to-tensorboard", "--log-validation-ppl-to-tensorboard",
+    "--log-batch-size-to-tensorboard", "--log-learning-rate-to-tensorboard", "--log-world-size-to-tensorboard",
+    "--tensorboard-dir", "--tensorboard-log-interval", "--tensorboard-queue-size", "--timing-log-level",
+    "--timing-log-option", "--wandb-project", "--wandb-exp-name", "--wandb-entity", "--wandb-save-dir",
+    "--exit-interval", "--exit-duration-in-mins", "--exit-signal-handler", "--manual-gc", "--manual-gc-interval",
+    "--no-manual-gc-eval", "--empty-unused-memory-level", "--distributed-timeout-minutes", "--local-rank",
+    "--disable-gloo-process-groups", "--no-one-logger", "--profile", "--profile-step-start", "--profile-step-end",
+    "--profile-ranks", "--use-pytorch-profiler", "--test-mode", "--skip-train",
+)
+
+HONOURED = frozenset((*_MODEL, *_OPTIMISATION, *_DATA, *_CHECKPOINTS, *_LOOP))
+
+MOST_USED = (
+    "--micro-batch-size", "--tensor-model-parallel-size", "--seq-length", "--split", "--eval-interval",
+    "--eval-iters", "--hidden-size", "--log-interval", "--max-position-embeddings", "--num-attention-heads",
+    "--num-layers", "--clip-grad", "--save", "--save-interval", "--tensorboard-dir", "--data-path", "--load",
+    "--global-batch-size", "--pipeline-model-parallel-size", "--data-cache-path", "--transformer-impl",
+    "--log-memory-to-tensorboard", "--log-num-zeros-in-grad", "--log-params-norm", "--log-timers-to-tensorboard",
+    "--log-validation-ppl-to-tensorboard", "--lr", "--train-iters", "--ckpt-format", "--lr-decay-style", "--min-lr",
+    "--distributed-backend", "--weight-decay", "--timing-log-level", "--use-mcore-models", "--merge-file",
+    "--vocab-file", "--bf16", "--no-gradient-accumulation-fusion", "--lr-warmup-fraction", "--lr-decay-iters",
+    "--async-save", "--use-persistent-ckpt-worker", "--attention-softmax-in-fp32", "--dist-ckpt-strictness",
+    "--deterministic-mode", "--attention-backend", "--use-distributed-optimizer", "--sequence-parallel",
+    "--dist-ckpt-optim-fully-reshardable", "--attention-dropout", "--hidden-dropout", "--overlap-grad-reduce",
+    "--untie-embeddings-and-output-weights", "--overlap-param-gather", "--disable-bias-linear",
+    "--position-embedding-type", "--context-parallel-size", "--num-layers-per-virtual-pipeline-stage",
+    "--num-query-groups", "--group-query-attention", "--swiglu", "--rotary-percent", "--normalization",
+    "--adam-beta1", "--adam-beta2", "--apply-query-key-layer-scaling", "--calculate-per-token-loss", "--manual-gc",
+    "--no-rope-fusion", "--lr-warmup-samples", "--fp16", "--no-create-attention-mask-in-dataloader",
+    "--no-mmap-bin-files", "--ffn-hidden-size", "--tokenizer-type", "--apply-layernorm-1p",
+    "--ckpt-fully-parallel-load", "--kv-channels", "--log-throughput", "--expert-tensor-parallel-size", "--adam-eps",
+    "--decoupled-lr", "--rerun-mode", "--use-tp-pp-dp-mapping", "--init-method-std",
+    "--moe-router-load-balancing-type", "--moe-router-topk", "--num-experts", "--tokenizer-model",
+    "--cross-entropy-loss-fusion", "--exit-interval", "--moe-ffn-hidden-size", "--moe-router-dtype",
+    "--num-workers", "--experimental-attention-variant", "--lr-decay-samples", "--train-samples",
+    "--no-masked-softmax-fusion", "--vocab-size", "--distributed-timeout-minutes",
+    "--moe-shared-expert-intermediate-size", "--linear-key-head-dim", "--linear-num-key-heads",
+    "--linear-num-value-heads", "--linear-value-head-dim", "--apply-wd-to-qk-layernorm", "--attention-output-gate",
+    "--decoupled-min-lr", "--linear-attention-freq", "--linear-conv-kernel-dim", "--moe-shared-expert-gate",
+    "--step-batch-size-schedule", "--wandb-exp-name", "--wandb-project", "--squared-relu",
+    "--check-weight-hash-across-dp-replicas-interval", "--fp8-format", "--fp8-param-gather", "--mock-data",
+    "--no-ckpt-fully-parallel-save", "--save-retain-interval", "--verify-integrity", "--wandb-entity",
+    "--wandb-save-dir", "--rotary-base", "--qk-layernorm", "--recompute-granularity", "--recompute-method",
+    "--recompute-num-layers", "--no-load-optim", "--no-load-rng", "--use-flash-attn", "--lr-warmup-iters",
+    "--seed", "--no-bias-dropout-fusion", "--no-bias-gelu-fusion", "--make-vocab-size-divisible-by",
+    "--initial-loss-scale", "--accumulate-allreduce-grads-in-fp32",
+)
+"""By frequency in Megatron-LM's GPT training configurations and example scripts."""
