@@ -10,33 +10,33 @@ import matplotlib
 matplotlib.use("Agg")  # no display
 import matplotlib.pyplot as plt
 
-from tools.training_log import Loss
+from tools.training_log import Iteration, Loss
 
 __all__ = ["draw"]
 
 
 def draw(
     path: Path,
-    undisturbed: Mapping[int, float],
-    killed: Mapping[int, float],
-    step_seconds: Mapping[int, float],
-    losses: Sequence[Loss],
+    undisturbed: Mapping[int, Iteration],
+    killed: Mapping[int, Iteration],
+    hit: Mapping[int, Sequence[Loss]],
     title: str,
 ) -> None:
-    """Write a PNG: losses above, seconds a step of the killed run below, a line at each lost rank.
-
-    ``undisturbed``, ``killed``: step → loss. ``step_seconds``: step → seconds.
-    """
+    """Write a PNG: losses above, seconds a step of the killed run below, a line at each step of ``hit``."""
     figure, (above, below) = plt.subplots(2, 1, figsize=(9, 6), sharex=True, height_ratios=(3, 1), layout="constrained")
-    above.plot(list(undisturbed), list(undisturbed.values()), color="#9ecae1", linewidth=6, label="undisturbed")
-    above.plot(list(killed), list(killed.values()), color="#08306b", linewidth=1.5, label="a worker killed")
-    below.bar(list(step_seconds), list(step_seconds.values()), color="#6baed6")
-    for loss in losses:
+    curves = (("undisturbed", undisturbed, "#9ecae1", 6.0), ("a worker killed", killed, "#08306b", 1.5))
+    for label, run, color, width in curves:
+        above.plot(list(run), [one.loss for one in run.values()], color=color, linewidth=width, label=label)
+    below.bar(list(killed), [one.seconds for one in killed.values()], color="#6baed6")
+    # The first step compiles and allocates; without it the others can be read.
+    shown = max((one.seconds for step, one in killed.items() if step > min(killed)), default=1.0)
+    below.set_ylim(0, 1.1 * shown)
+    for step, losses in hit.items():
         for axes in (above, below):
-            axes.axvline(loss.step, color="#cb181d", linestyle="--", linewidth=1)
+            axes.axvline(step, color="#cb181d", linestyle="--", linewidth=1)
         above.annotate(
-            f"rank {loss.rank} lost\n({loss.cause})",
-            xy=(loss.step, above.get_ylim()[1]),
+            "\n".join(f"rank {loss.rank} lost ({loss.cause})" for loss in losses),
+            xy=(step, above.get_ylim()[1]),
             xytext=(4, -4),
             textcoords="offset points",
             va="top",

@@ -63,7 +63,7 @@ class Result:
     mttr_s: float
     max_rel_deviation: float
     step_s: float
-    losses_s: list[float]
+    recoveries_s: list[float]
     undisturbed_cached: bool
     picture: str
     events: str
@@ -212,29 +212,29 @@ def judge(output: Path, steps: int, undisturbed_cached: bool) -> Result:
     """Compare the two runs in ``output`` and draw them. Raises Failed if there is nothing to show."""
     try:
         reference, _ = training_log.read_run(output / "undisturbed")
-        losses, records = training_log.read_run(output / "killed")
+        iterations, records = training_log.read_run(output / "killed")
         lost = training_log.losses_of_ranks(records)
-        recovery = training_log.time_to_recover(records)
-        difference = training_log.deviation(losses, reference)
+        hit = training_log.steps_hit(iterations, lost)
+        recovery = training_log.time_to_recover(iterations, lost)
+        difference = training_log.deviation(iterations, reference)
     except (OSError, ValueError) as error:
         raise Failed(str(error)) from error
     if not lost:
         raise Failed("no worker was lost: does --inject name a rank and a step that exist?")
-    committed = training_log.commits(records)
-    seconds = {step: committed[step] - committed[step - 1] for step in sorted(committed) if step - 1 in committed}
     picture = output / "quickstart.png"
-    title = f"{len(lost)} of {len({record.rank for record in records})} workers lost, {max(losses)} steps"
-    loss_plot.draw(picture, reference, losses, seconds, lost, title)
+    workers = "1 worker" if len(lost) == 1 else f"{len(lost)} workers"
+    title = f"{len(iterations)} steps, {workers} lost: largest relative difference of loss {difference:.1e}"
+    loss_plot.draw(picture, reference, iterations, hit, title)
     return Result(
-        steps=len(losses),
+        steps=len(iterations),
         kills=len(lost),
-        lost_steps=training_log.lost_steps(records) + steps - len(losses),
-        loss_first=losses[min(losses)],
-        loss_last=losses[max(losses)],
+        lost_steps=training_log.lost_steps(records) + steps - len(iterations),
+        loss_first=iterations[min(iterations)].loss,
+        loss_last=iterations[max(iterations)].loss,
         mttr_s=round(statistics.median(recovery), 4),
         max_rel_deviation=difference,
-        step_s=round(statistics.median(seconds.values()), 4),
-        losses_s=[round(value, 4) for value in recovery],
+        step_s=round(statistics.median(one.seconds for step, one in iterations.items() if step not in hit), 4),
+        recoveries_s=[round(value, 4) for value in recovery],
         undisturbed_cached=undisturbed_cached,
         picture=str(picture),
         events=str(output / "killed" / "events"),

@@ -1,50 +1,55 @@
 """What a training run said: Megatron's log lines, and the events of the elastic runtime.
 
-Idea: judge a run by what any user can see. Losses come from Megatron's own
-``iteration N/ M | … lm loss: …`` lines; times of commits and losses of ranks
-from the event log (one JSON line an event).
+Idea: judge a run by what any user can see. Losses and step times come from
+Megatron's own ``iteration N/ M | … lm loss: …`` lines, lost ranks from the event
+log (one JSON line an event).
 
-Definition of the time to recover: the gap between the commits before and after
-a loss, less the median gap of steps in which nothing was lost. It holds
-detection, agreement, repair and any compute done again.
+Definition of the time to recover: Megatron's "elapsed time" of the iteration in
+which a rank was lost, less the median of the iterations in which none was. It
+holds detection, agreement, repair and any compute done again.
 """
 
 from __future__ import annotations
 
-import itertools
+import math
 import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
-from megatron.elastic.observe.events import RankLost, Record, Recovery, Step, read_events
+from megatron.elastic.observe.events import RankLost, Record, Recovery, read_events
 
 __all__ = [
     "Iteration",
     "Loss",
-    "commits",
     "deviation",
-    "losses_by_step",
+    "iterations_of",
     "losses_of_ranks",
     "lost_steps",
     "parse_iteration",
     "read_run",
+    "steps_hit",
     "time_to_recover",
 ]
 
-_ITERATION = re.compile(r"iteration\s+(\d+)/\s*(\d+)\s*\|(.*)")
+_ITERATION = re.compile(r"(?:\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(?:\.\d+)?)\] )?\s*iteration\s+(\d+)/\s*(\d+)\s*\|(.*)")
 _FIELD = re.compile(r"\s*([^:|]+):\s*([^|]+?)\s*(?:\||$)")
 
 
 @dataclass(frozen=True)
 class Iteration:
-    """One of Megatron's log lines. ``seconds``: its "elapsed time per iteration"."""
+    """One of Megatron's log lines, with log interval 1.
+
+    ``seconds``: its "elapsed time per iteration"; ``wall``: when it was logged (seconds since 1970); NaN if not given.
+    """
 
     step: int
     total: int
     loss: float
-    seconds: float
+    seconds: float = math.nan
+    wall: float = math.nan
 
 
 @dataclass(frozen=True)
@@ -54,7 +59,6 @@ class Loss:
     rank: int
     incarnation: int
     cause: str
-    step: int
     wall: float
 
 
@@ -63,20 +67,21 @@ def parse_iteration(line: str) -> Iteration | None:
     match = _ITERATION.search(line)
     if match is None:
         return None
-    fields = {name.strip(): value for name, value in _FIELD.findall(match[3])}
+    fields = {name.strip(): value for name, value in _FIELD.findall(match[4])}
     if "lm loss" not in fields:
         return None
-    milliseconds = float(fields.get("elapsed time per iteration (ms)", "nan"))
-    return Iteration(int(match[1]), int(match[2]), float(fields["lm loss"]), milliseconds / 1000)
+    seconds = float(fields.get("elapsed time per iteration (ms)", "nan")) / 1000
+    wall = datetime.fromisoformat(match[1]).timestamp() if match[1] else math.nan
+    return Iteration(int(match[2]), int(match[3]), float(fields["lm loss"]), seconds, wall)
 
 
-def losses_by_step(lines: Iterable[str]) -> dict[int, float]:
-    """Step → loss. Raises ValueError if a step was logged twice with different losses."""
-    found: dict[int, float] = {}
+def iterations_of(lines: Iterable[str]) -> dict[int, Iteration]:
+    """Step → its line. Raises ValueError if a step was logged twice with different losses."""
+    found: dict[int, Iteration] = {}
     for iteration in filter(None, map(parse_iteration, lines)):
-        earlier = found.setdefault(iteration.step, iteration.loss)
-        if earlier != iteration.loss:
-            raise ValueError(f"step {iteration.step} was logged twice, with losses {earlier} and {iteration.loss}")
+        earlier = found.setdefault(iteration.step, iteration)
+        if earlier.loss != iteration.loss:
+            raise ValueError(f"step {iteration.step} was logged twice, with losses {earlier.loss} and {iteration.loss}")
     return found
 
 
@@ -87,18 +92,8 @@ def losses_of_ranks(records: Sequence[Record]) -> list[Loss]:
         event = record.event
         if isinstance(event, RankLost):
             key = (event.lost_rank, event.lost_incarnation)
-            found.setdefault(key, Loss(*key, event.cause, event.step, record.wall))
+            found.setdefault(key, Loss(*key, event.cause, record.wall))
     return list(found.values())
-
-
-def commits(records: Sequence[Record]) -> dict[int, float]:
-    """Step → when the last rank that logged it had committed it (wall seconds)."""
-    found: dict[int, float] = {}
-    for record in records:
-        if isinstance(record.event, Step):
-            step = record.event.step
-            found[step] = max(found.get(step, record.wall), record.wall)
-    return found
 
 
 def lost_steps(records: Sequence[Record]) -> int:
@@ -111,35 +106,40 @@ def lost_steps(records: Sequence[Record]) -> int:
     return sum(by_generation.values())
 
 
-def time_to_recover(records: Sequence[Record]) -> list[float]:
-    """Seconds per loss, in order; losses between the same two commits count once.
+def steps_hit(iterations: Mapping[int, Iteration], losses: Sequence[Loss]) -> dict[int, list[Loss]]:
+    """Step → the losses that came while it ran. Raises ValueError for a loss after the last logged step."""
+    hit: dict[int, list[Loss]] = {}
+    for loss in losses:
+        later = [step for step, iteration in iterations.items() if iteration.wall >= loss.wall]
+        if not later:
+            raise ValueError(f"no step was committed after rank {loss.rank} was lost")
+        hit.setdefault(min(later), []).append(loss)
+    return hit
 
-    Raises ValueError if no step without a loss is there to compare with, or none was committed after a loss.
+
+def time_to_recover(iterations: Mapping[int, Iteration], losses: Sequence[Loss]) -> list[float]:
+    """Seconds for each step that was hit, in order; losses within one step count once.
+
+    Raises ValueError if every step was hit: there is nothing to compare with.
     """
-    times = sorted(commits(records).items())
-    walls = sorted(loss.wall for loss in losses_of_ranks(records))
-    hit: list[float] = []
-    quiet: list[float] = []
-    for (_, before), (_, after) in itertools.pairwise(times):
-        (hit if any(before <= wall <= after for wall in walls) else quiet).append(after - before)
+    hit = steps_hit(iterations, losses)
+    quiet = [iteration.seconds for step, iteration in iterations.items() if step not in hit]
     if not quiet:
-        raise ValueError("no step without a loss in the event log: nothing to compare with")
-    if walls and not hit:
-        raise ValueError("no step was committed after the loss")
+        raise ValueError("no step without a loss in the log: nothing to compare with")
     normal = statistics.median(quiet)
-    return [gap - normal for gap in hit]
+    return [iterations[step].seconds - normal for step in sorted(hit)]
 
 
-def deviation(one: Mapping[int, float], other: Mapping[int, float]) -> float:
+def deviation(one: Mapping[int, Iteration], other: Mapping[int, Iteration]) -> float:
     """Largest relative difference of two loss curves. Raises ValueError if they have not the same steps."""
     if one.keys() != other.keys():
         missing = sorted(one.keys() ^ other.keys())
         raise ValueError(f"the runs have not logged the same steps: {missing[:10]}")
-    return max((abs(one[step] - other[step]) / abs(other[step]) for step in one), default=0.0)
+    return max((abs(one[step].loss - other[step].loss) / abs(other[step].loss) for step in one), default=0.0)
 
 
-def read_run(folder: Path) -> tuple[dict[int, float], list[Record]]:
-    """(losses by step, events) of a run that wrote ``log.txt`` and ``events/`` into ``folder``."""
+def read_run(folder: Path) -> tuple[dict[int, Iteration], list[Record]]:
+    """(iterations by step, events) of a run that wrote ``log.txt`` and ``events/`` into ``folder``."""
     with open(folder / "log.txt", encoding="utf-8", errors="replace") as lines:
-        losses = losses_by_step(lines)
-    return losses, read_events(folder / "events")
+        iterations = iterations_of(lines)
+    return iterations, read_events(folder / "events")

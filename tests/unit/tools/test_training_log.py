@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 
 import pytest
 
-from megatron.elastic.observe.events import EventLog, RankLost, Record, Recovery, Step
+from megatron.elastic.observe.events import Event, EventLog, RankLost, Record, Recovery
 from tools import loss_plot, training_log
+from tools.training_log import Iteration, Loss
 
 LINE = (
     " [2026-01-02 03:04:05.678] iteration        7/      40 | consumed samples:          112 | "
@@ -16,23 +20,27 @@ LINE = (
 )
 
 
-def records_of(*told: tuple[float, int, object], generation: int = 0) -> list[Record]:
+def records_of(*told: tuple[float, int, Event], generation: int = 0) -> list[Record]:
     """Records from (wall, rank, event)."""
-    return [Record(event.kind, wall, 0, rank, 0, generation, event, {}) for wall, rank, event in told]  # type: ignore[attr-defined, arg-type]
+    return [Record(event.kind, wall, 0, rank, 0, generation, event, {}) for wall, rank, event in told]
 
 
-def step(number: int) -> Step:
-    return Step(step=number, samples=(0, 16), seconds=0.0)
+def lost(rank: int, incarnation: int = 0) -> RankLost:
+    return RankLost(lost_rank=rank, lost_incarnation=incarnation, host="h", cause="signal SIGKILL", step=0)
 
 
-def lost(rank: int, at: int, incarnation: int = 0) -> RankLost:
-    return RankLost(lost_rank=rank, lost_incarnation=incarnation, host="h", cause="signal SIGKILL", step=at)
+def run_of(*seconds: float) -> dict[int, Iteration]:
+    """Steps 1, 2, … that took so long, one after the other from time 100."""
+    walls = list(itertools.accumulate(seconds, initial=100.0))[1:]
+    lines = zip(itertools.count(1), seconds, walls, strict=False)
+    return {step: Iteration(step, len(seconds), 2.0, took, wall) for step, took, wall in lines}
 
 
 @pytest.mark.parametrize("prefix", ["", "[default7]:", "[rank 7] "])
 def test_an_iteration_line_is_read_whatever_its_prefix(prefix: str) -> None:
     found = training_log.parse_iteration(prefix + LINE.format(loss="6.543210E+00"))
-    assert found == training_log.Iteration(7, 40, 6.54321, 0.2505)
+    wall = datetime(2026, 1, 2, 3, 4, 5, 678000).timestamp()
+    assert found == Iteration(7, 40, 6.54321, 0.2505, wall)
 
 
 @pytest.mark.parametrize(
@@ -43,32 +51,31 @@ def test_other_lines_are_not_iterations(line: str) -> None:
 
 
 def test_a_step_logged_twice_must_say_the_same() -> None:
-    assert training_log.losses_by_step([LINE.format(loss="1.5"), LINE.format(loss="1.5")]) == {7: 1.5}
+    once = LINE.format(loss="1.5")
+    assert training_log.iterations_of([once, "other", once])[7].loss == 1.5
     with pytest.raises(ValueError, match="step 7"):
-        training_log.losses_by_step([LINE.format(loss="1.5"), LINE.format(loss="1.6")])
+        training_log.iterations_of([once, LINE.format(loss="1.6")])
 
 
 def test_a_loss_told_by_many_counts_once_and_a_second_life_again() -> None:
-    records = records_of((5.0, 0, lost(3, 2)), (5.1, 1, lost(3, 2)), (9.0, 1, lost(3, 6, incarnation=1)))
-    assert [(loss.rank, loss.incarnation, loss.wall) for loss in training_log.losses_of_ranks(records)] == [
-        (3, 0, 5.0),
-        (3, 1, 9.0),
-    ]
+    records = records_of((5.0, 0, lost(3)), (5.1, 1, lost(3)), (9.0, 1, lost(3, incarnation=1)))
+    found = [(loss.rank, loss.incarnation, loss.wall) for loss in training_log.losses_of_ranks(records)]
+    assert found == [(3, 0, 5.0), (3, 1, 9.0)]
 
 
-def test_time_to_recover_is_the_gap_beyond_a_normal_step() -> None:
-    walls = {1: 1.0, 2: 2.0, 3: 3.0, 4: 5.5, 5: 6.5, 6: 7.5}
-    told = [(wall, 0, step(number)) for number, wall in walls.items()]
-    # A slower rank's commit is the one that counts.
-    records = records_of(*told, (2.25, 1, step(2)), (3.7, 0, lost(1, 4)))
-    assert training_log.time_to_recover(records) == pytest.approx([1.5])
+def test_time_to_recover_is_what_a_step_took_beyond_a_normal_one() -> None:
+    run = run_of(9.0, 1.0, 1.0, 3.5, 1.0, 1.25, 2.0)
+    losses = [Loss(1, 0, "signal SIGKILL", 112.0), Loss(2, 0, "stopped", 113.0), Loss(1, 1, "hung", 118.0)]
+    hit = training_log.steps_hit(run, losses)
+    assert {step: [loss.rank for loss in told] for step, told in hit.items()} == {4: [1, 2], 7: [1]}
+    assert training_log.time_to_recover(run, losses) == pytest.approx([2.5, 1.0])
 
 
 def test_time_to_recover_refuses_to_guess() -> None:
     with pytest.raises(ValueError, match="nothing to compare"):
-        training_log.time_to_recover(records_of((1.0, 0, step(1)), (1.5, 0, lost(1, 2)), (2.0, 0, step(2))))
-    with pytest.raises(ValueError, match="no step was committed"):
-        training_log.time_to_recover(records_of((1.0, 0, step(1)), (2.0, 0, step(2)), (2.5, 0, lost(1, 3))))
+        training_log.time_to_recover(run_of(1.0), [Loss(1, 0, "hung", 100.5)])
+    with pytest.raises(ValueError, match="rank 3"):
+        training_log.time_to_recover(run_of(1.0, 1.0), [Loss(3, 0, "hung", 102.5)])
 
 
 def test_lost_steps_are_summed_over_generations_not_over_ranks() -> None:
@@ -80,20 +87,22 @@ def test_lost_steps_are_summed_over_generations_not_over_ranks() -> None:
 
 
 def test_deviation_needs_the_same_steps() -> None:
-    assert training_log.deviation({1: 2.0, 2: 1.5}, {1: 2.0, 2: 1.0}) == 0.5
+    one, other = run_of(1.0, 1.0), run_of(1.0, 1.0)
+    other[2] = replace(other[2], loss=1.0)
+    assert training_log.deviation(one, other) == 1.0
     with pytest.raises(ValueError, match=r"\[2\]"):
-        training_log.deviation({1: 2.0}, {1: 2.0, 2: 1.0})
+        training_log.deviation(run_of(1.0), one)
 
 
 def test_a_run_is_read_from_its_folder_and_drawn(tmp_path: Path) -> None:
     (tmp_path / "log.txt").write_text("hello\n" + LINE.format(loss="2.5E+00") + "\n")
     log = EventLog(tmp_path / "events", rank=0)
-    log.write(step(7))
-    log.write(lost(1, 7))
+    log.write(lost(1))
     log.close()
-    losses, records = training_log.read_run(tmp_path)
-    assert losses == {7: 2.5}
-    assert set(training_log.commits(records)) == {7}
+    run, records = training_log.read_run(tmp_path)
+    assert run[7].loss == 2.5
+    losses = training_log.losses_of_ranks(records)
+    assert [loss.rank for loss in losses] == [1]
     picture = tmp_path / "picture.png"
-    loss_plot.draw(picture, losses, losses, {7: 0.5}, training_log.losses_of_ranks(records), "title")
+    loss_plot.draw(picture, run, run, {7: losses}, "title")
     assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 5000
