@@ -22,6 +22,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 
@@ -53,6 +54,8 @@ class BlockCopy:
     counted: bool = True
     lineage: str = ""
     """Hash chain over everything the copy was made from: equal lineages mean equal bits (``hashing``)."""
+    previous: tuple[int, torch.Tensor, str] | None = None
+    """(version, state, lineage) before the last change, in ``state`` mode."""
     gradients: dict[GradientKey, torch.Tensor] = field(default_factory=dict)
     spare: list[torch.Tensor] = field(default_factory=list)
 
@@ -84,9 +87,16 @@ Guard = Callable[[BlockCopy, StepRecord | None], AbstractContextManager[None]]
 class StatePool:
     """See the module docstring. ``layouts`` must cover every (unit, shard) this rank may hold blocks of."""
 
-    def __init__(self, rank: int, layouts: Mapping[tuple[int, int], UnitLayout], hyper: Hyper) -> None:
+    def __init__(
+        self,
+        rank: int,
+        layouts: Mapping[tuple[int, int], UnitLayout],
+        hyper: Hyper,
+        snapshot: Literal["gradient", "state"] = "gradient",
+    ) -> None:
         self.rank = rank
         self.hyper = hyper
+        self.snapshot = snapshot
         self.records: dict[int, StepRecord] = {}
         self._layouts = dict(layouts)
         self._copies: dict[BlockKey, BlockCopy] = {}
@@ -177,9 +187,12 @@ class StatePool:
         buffer.copy_(values)
         copy.gradients[gradient] = buffer
 
-    def may_vote(self, gradient: GradientKey) -> bool:
-        """Whether every counted copy is at ``gradient.step`` (earlier replays done) and retains that gradient."""
-        copies = [c for c in self._copies.values() if c.counted]
+    def may_vote(self, gradient: GradientKey, keys: Collection[BlockKey] | None = None) -> bool:
+        """Whether every counted copy is at ``gradient.step`` (earlier replays done) and retains that gradient.
+
+        ``keys``: only these (in ``state`` mode those it owns; its mirrors get no gradients).
+        """
+        copies = [c for k, c in self._copies.items() if c.counted and (keys is None or k in keys)]
         return all(c.version == gradient.step and gradient in c.gradients for c in copies)
 
     def norm_sq(self, key: BlockKey, gradient: GradientKey) -> float:
@@ -234,6 +247,36 @@ class StatePool:
         """Step a copy outside the pool (one being added) by ``record``, with a gradient it retains."""
         self._step(copy, record, None)
 
+    def adopt(self, key: BlockKey, state: torch.Tensor, record: StepRecord, lineage: str) -> None:
+        """``state`` mode: take the owner's stepped block (fp32 [3, numel], copied) instead of replaying."""
+        copy = self.get(key)
+        if self.snapshot != "state" or copy.version not in (record.version - 1, record.version):
+            raise StateError(f"rank {self.rank}: block {key} at {copy.version} cannot adopt version {record.version}")
+        with self._guarded(copy, record):
+            if copy.version < record.version:
+                self._keep_previous(copy)
+            copy.version = TORN
+            copy.state.copy_(state)
+            copy.version, copy.lineage = record.version, lineage
+        for gradient in [k for k in copy.gradients if k.step < record.version]:
+            copy.release(gradient)
+
+    def revert(self, version: int) -> None:
+        """``state`` mode: bring every copy back to ``version``, at most one before; discard later records."""
+        for key in self:
+            copy = self.get(key)
+            if copy.version == version:
+                continue
+            if copy.previous is None or copy.previous[0] != version:
+                raise StateError(f"rank {self.rank}: block {key} at {copy.version} cannot go back to {version}")
+            _, copy.state, copy.lineage = copy.previous
+            copy.version, copy.previous = version, None
+        self.records = {v: record for v, record in self.records.items() if v <= version}
+
+    def _keep_previous(self, copy: BlockCopy) -> None:
+        if self.snapshot == "state":
+            copy.previous = (copy.version, copy.state.clone(), copy.lineage)
+
     def remember(self, record: StepRecord) -> None:
         """Hold a record from the moment the vote is done: from now on the step is committed."""
         held = self.records.get(record.version)
@@ -251,6 +294,7 @@ class StatePool:
         if gradient is None and not record.skipped:
             raise StateError(f"{name} lacks gradient {record.gradient and tuple(record.gradient)}")
         with self._guarded(copy, record):
+            self._keep_previous(copy)
             copy.lineage = next_lineage(
                 copy.lineage, "" if record.skipped or gradient is None else content_hash(copy.block.key, gradient),
                 record.digest,
@@ -296,7 +340,9 @@ class StatePool:
         spans = tuple((key, tuple(sorted(rows))) for key, rows in sorted((statistics or {}).items()))
         torn = tuple(sorted(c.block.key for c in counted if c.version == TORN))
         records = tuple(self.records[v] for v in sorted(self.records))
-        return Holdings(self.rank, min(versions), max(versions), tuple(complete), records, spans, torn)
+        floors = [c.version if c.previous is None else c.previous[0] for c in whole] or [NOTHING]
+        floor = max(floors) if self.snapshot == "state" else None
+        return Holdings(self.rank, min(versions), max(versions), tuple(complete), records, spans, torn, floor)
 
     def add_guard(self, guard: Guard) -> Callable[[], None]:
         """Have every change of a copy happen inside ``guard(copy, record)``, a context manager.

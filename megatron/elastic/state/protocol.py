@@ -16,6 +16,9 @@ all reports; every process calls :func:`resolve` on the same bytes and acts alik
 Reports are per rank, not per block: a rank's copies move together, so its oldest
 and newest version and the gradient keys complete over all of its copies say
 everything; blocks that break the rule (torn by an interrupted update) are listed.
+
+In ``state`` mode mirrors receive stepped blocks instead of replaying. There a copy
+keeps the version before as well and can go back to it: the last step may be lost.
 """
 
 from __future__ import annotations
@@ -49,17 +52,19 @@ class Holdings:
     """Per key the rows ``[start, stop)`` of the global batch whose tokens and losses this rank knows."""
     torn: tuple[BlockKey, ...] = ()
     """Blocks whose update was interrupted half-way: no copy."""
+    floor: int | None = None
+    """Lowest version every copy can go back to (``state`` mode keeps the one before); None: ``newest``."""
 
     def to_json(self) -> str:
         """Text for the membership report."""
         return json.dumps(
             [self.rank, self.oldest, self.newest, self.gradients, [r.to_json() for r in self.records],
-             self.statistics, self.torn], separators=(",", ":"))  # fmt: skip
+             self.statistics, self.torn, self.floor], separators=(",", ":"))  # fmt: skip
 
     @classmethod
     def from_json(cls, text: str) -> Holdings:
         """Inverse of :meth:`to_json`."""
-        rank, oldest, newest, gradients, records, statistics, torn = json.loads(text)
+        rank, oldest, newest, gradients, records, statistics, torn, floor = json.loads(text)
         return cls(
             rank,
             oldest,
@@ -68,6 +73,7 @@ class Holdings:
             tuple(StepRecord.from_json(record) for record in records),
             tuple((GradientKey(*key), tuple((a, b) for a, b in rows)) for key, rows in statistics),
             tuple((a, b, c) for a, b, c in torn),
+            floor,
         )
 
 
@@ -122,7 +128,9 @@ def _records(reports: Iterable[Holdings]) -> dict[int, StepRecord]:
 
 def _reaches(held: Holdings, version: int, records: Mapping[int, StepRecord]) -> bool:
     """Whether all copies of a rank can be brought to exactly ``version`` with what is known."""
-    if held.newest == NOTHING or held.newest > version:
+    if held.newest == NOTHING:
+        return False
+    if held.newest > version and (held.floor is None or held.floor > version):
         return False
     for step in range(held.oldest, version):
         record = records.get(step + 1)

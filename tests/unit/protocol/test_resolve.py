@@ -128,3 +128,12 @@ def test_two_different_records_of_one_version_are_an_error():
 def test_the_first_step_of_all():
     start = (StepRecord(0),)
     assert decide(held(0, 0, records=start), held(1, 0, records=start)).kind == "rerun"
+
+
+def test_state_mode_goes_back_one_version_when_the_stepped_blocks_did_not_arrive():
+    """Owner 1 has stepped B; A's owner died before shipping the stepped A to its mirror 1."""
+    ahead = Holdings(1, 4, 5, records=(record(4), record(5)), floor=4)
+    result = decide(ahead, needed={A: (0, 1), B: (1, 0)})
+    assert (result.kind, result.version, result.record) == ("rerun", 4, record(4))
+    arrived = Holdings(1, 5, 5, records=(record(4), record(5)), floor=4)
+    assert decide(arrived).version == 5

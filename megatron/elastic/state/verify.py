@@ -1,0 +1,175 @@
+"""Rolling verification: silent corruption named by block, tensor and rank, and repaired from another copy.
+
+Lineages (``hashing``) prove that copies were made alike; they do not see memory that
+changed by itself. So every block's copies are fingerprinted once in N versions, a
+share of the blocks at each (:func:`due`), the fingerprints are gathered, and
+:func:`compare` finds who is wrong:
+
+- three copies or more: the minority;
+- two copies: the one that disagrees with the parameters gathered from the owner
+  when the other agrees (only the owner can then be wrong: what it gathered out was
+  right, what it holds now is not); otherwise *undecided* between the two, and the
+  persistent checkpoint must settle it. Two mirrors settle every single corruption.
+
+:class:`RestingCheck` settles it locally for a share of the blocks: contents hashed
+after one update must be unchanged before the next, or this rank's memory is bad.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from megatron.elastic.state.hashing import content_hash
+from megatron.elastic.state.layout import BlockKey
+from megatron.elastic.state.placement import Placement, Transition
+from megatron.elastic.state.pool import BlockCopy, StatePool
+from megatron.elastic.state.record import StepRecord
+
+__all__ = ["Corruption", "Fingerprint", "MemoryCorrupted", "RestingCheck", "compare", "due", "fingerprints", "repairs"]
+
+TENSORS = ("master", "exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """Hashes of one copy at one version; ``cast``: of the master as parameters hold it."""
+
+    version: int
+    master: str
+    exp_avg: str
+    exp_avg_sq: str
+    cast: str = ""
+
+
+@dataclass(frozen=True)
+class Corruption:
+    """``rank``'s copy of ``block`` differs in ``tensors``; -1 when undecided among ``suspects``."""
+
+    block: BlockKey
+    rank: int
+    tensors: tuple[str, ...]
+    suspects: tuple[int, ...]
+
+    def __str__(self) -> str:
+        who = f"rank {self.rank}" if self.rank >= 0 else f"one of ranks {list(self.suspects)}"
+        return f"block {self.block}: {', '.join(self.tensors)} corrupted at {who}"
+
+
+class MemoryCorrupted(RuntimeError):
+    """This rank's memory changed by itself; its copies must not be used any more."""
+
+
+def due(key: BlockKey, version: int, interval: int) -> bool:
+    """Whether ``key`` is looked at when ``version`` is reached: once in ``interval``, blocks taking turns."""
+    unit, shard, index = key
+    return interval > 0 and (version + 7 * unit + 3 * shard + index) % interval == 0
+
+
+def fingerprints(
+    pool: StatePool, keys: Iterable[BlockKey], model_dtype: torch.dtype = torch.float32
+) -> dict[BlockKey, Fingerprint]:
+    """Fingerprints of this rank's counted copies among ``keys``."""
+    table = {}
+    for key in keys:
+        if key in pool and pool.get(key).counted:
+            copy = pool.get(key)
+            table[key] = Fingerprint(
+                version=copy.version,
+                master=content_hash(key, copy.master),
+                exp_avg=content_hash(key, copy.exp_avg),
+                exp_avg_sq=content_hash(key, copy.exp_avg_sq),
+                cast=content_hash(key, copy.master.to(model_dtype)),
+            )
+    return table
+
+
+def compare(
+    tables: Mapping[int, Mapping[BlockKey, Fingerprint]],
+    placement: Placement,
+    parameters: Mapping[int, Mapping[BlockKey, str]] | None = None,
+) -> tuple[Corruption, ...]:
+    """Disagreements among the copies of each block. ``parameters``: per rank the hash of a block's parameters.
+
+    Copies of another version than the owner's are left out: they are not due for comparison.
+    """
+    found = []
+    for key in sorted({key for table in tables.values() for key in table}):
+        held = {rank: table[key] for rank, table in tables.items() if key in table}
+        owner = placement.owner(key)
+        if owner not in held:
+            continue
+        held = {rank: mark for rank, mark in held.items() if mark.version == held[owner].version}
+        if len(set(held.values())) > 1:
+            witness = {table[key] for table in (parameters or {}).values() if key in table}
+            found += _judge(key, owner, held, witness)
+    return tuple(found)
+
+
+def _judge(key: BlockKey, owner: int, held: Mapping[int, Fingerprint], witness: set[str]) -> list[Corruption]:
+    counts = Counter(held.values())
+    right, votes = counts.most_common(1)[0]
+    if 2 * votes <= len(held):
+        others = {rank: mark for rank, mark in held.items() if rank != owner}
+        agreeing = [mark for mark in others.values() if {mark.cast} == witness]
+        if not agreeing or held[owner].cast in witness:
+            differing = _differing(*sorted(counts, key=repr)[:2])
+            return [Corruption(key, -1, differing, tuple(sorted(held)))]
+        right = agreeing[0]
+    return [
+        Corruption(key, rank, _differing(mark, right), tuple(sorted(held)))
+        for rank, mark in sorted(held.items())
+        if mark != right
+    ]
+
+
+def _differing(a: Fingerprint, b: Fingerprint) -> tuple[str, ...]:
+    return tuple(name for name in TENSORS if getattr(a, name) != getattr(b, name))
+
+
+def repairs(found: Iterable[Corruption], placement: Placement) -> tuple[Transition, ...]:
+    """Transitions that replace each corrupted copy from a healthy one; undecided findings have none.
+
+    A corrupted owner hands over to a healthy mirror first. The dropped copy comes back
+    as a mirror, streamed from the (new) owner.
+    """
+    bad: dict[BlockKey, set[int]] = {}
+    for corruption in found:
+        if corruption.rank >= 0:
+            bad.setdefault(corruption.block, set()).add(corruption.rank)
+    changes: list[Transition] = []
+    for key, ranks in sorted(bad.items()):
+        healthy = [rank for rank in placement.copies[key].ranks if rank not in ranks]
+        if not healthy:
+            continue
+        owner = placement.owner(key)
+        if owner in ranks:
+            owner = healthy[0]
+            changes.append(Transition("promote", key, owner))
+        for rank in sorted(ranks):
+            changes += [Transition("drop", key, rank), Transition("add", key, rank, owner)]
+    return tuple(changes)
+
+
+class RestingCheck:
+    """Guards a pool: contents hashed after an update must be the same before the next (of blocks that are due)."""
+
+    def __init__(self, pool: StatePool, interval: int) -> None:
+        self._interval = interval
+        self._rank = pool.rank
+        self._marks: dict[BlockKey, tuple[int, str]] = {}
+        self.close: Callable[[], None] = pool.add_guard(self._around_change)
+
+    @contextmanager
+    def _around_change(self, copy: BlockCopy, record: StepRecord | None) -> Iterator[None]:
+        key = copy.block.key
+        version, mark = self._marks.pop(key, (copy.version, ""))
+        if mark and version == copy.version and content_hash(key, copy.state) != mark:
+            raise MemoryCorrupted(f"rank {self._rank}: block {key} changed in memory since version {version}")
+        yield
+        if record is not None and due(key, record.version, self._interval):
+            self._marks[key] = (record.version, content_hash(key, copy.state))
