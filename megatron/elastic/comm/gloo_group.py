@@ -47,17 +47,29 @@ class Seating:
     """Inner rank of this process."""
     slots: int | None
     """Number of slots for the default group; None for a sub-group."""
+    members: tuple[int, ...] = ()
+    """Everybody the group was made of; before the first edit sizes and ranks are theirs, and only this process lives."""
+
+    @property
+    def _nominal(self) -> bool:
+        return self.slots is None and self.generation == 0
 
     @property
     def size(self) -> int:
+        if self._nominal:
+            return len(self.members)
         return len(self.living) if self.slots is None else self.slots
 
     @property
     def rank(self) -> int:
+        if self._nominal:
+            return self.members.index(self.living[self.own])
         return self.own if self.slots is None else self.living[self.own]
 
     def seats(self) -> tuple[int, ...]:
         """Group rank of every inner rank."""
+        if self._nominal:
+            return (self.rank,)
         return tuple(range(len(self.living))) if self.slots is None else self.living
 
     def inner(self, group_rank: int) -> int | None:

@@ -11,7 +11,10 @@ from __future__ import annotations
 
 import argparse
 import ast
+import difflib
+import functools
 import inspect
+import re
 import sys
 import textwrap
 import types
@@ -19,7 +22,7 @@ from argparse import Namespace
 from collections.abc import Callable, Mapping
 from dataclasses import Field, fields
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
 from megatron.elastic.config import ElasticConfig, flag_name
 from megatron.elastic.mcore.bad_input import BadInput
@@ -83,8 +86,27 @@ ArgsProvider = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
 
 
 def chained(provider: ArgsProvider | None) -> ArgsProvider:
-    """The script's own ``extra_args_provider``, then ours."""
-    return lambda parser: add_arguments(provider(parser) if provider is not None else parser)
+    """The script's own ``extra_args_provider``, then ours; the parser's errors become :class:`BadInput`.
+
+    Megatron's parser prints its whole usage (over 700 flags) before an error, and exits with 2.
+    """
+
+    def provide(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        whole = add_arguments(provider(parser) if provider is not None else parser)
+        whole.error = functools.partial(_one_line, whole)  # type: ignore[method-assign]
+        return whole
+
+    return provide
+
+
+def _one_line(parser: argparse.ArgumentParser, message: str) -> NoReturn:
+    text = " ".join(message.split())
+    unknown = re.match(r"unrecognized arguments: (--[^\s=]+)", text)
+    if unknown is not None:
+        known = [option for action in parser._actions for option in action.option_strings]
+        near = difflib.get_close_matches(unknown.group(1), known, n=1)
+        text += f" (did you mean {near[0]}?)" if near else " (no flag of this Megatron is like it)"
+    raise BadInput(text)
 
 
 def config_from_args(args: Namespace | Mapping[str, Any]) -> ElasticConfig:

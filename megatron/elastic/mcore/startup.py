@@ -71,6 +71,9 @@ class Startup:
             Patch("megatron.core.transformer.torch_norm.WrappedTorchNorm.__new__",
                   "torch's norms under sequence parallelism and with --apply-layernorm-1p (no Apex on a CPU)",
                   norms.make_wrapped_norm, _ALL, "platform"),
+            Patch("megatron.core.transformer.moe.moe_utils.maybe_move_tensor_to_cpu",
+                  "turns split sizes into a list only when they lie on a GPU; all-to-all wants the list everywhere",
+                  _make_split_sizes, _ALL, "platform"),
             Patch("megatron.core.optimizer.distrib_optimizer.DistributedOptimizer.state_dict",
                   "torch's Adam has no step count before its first step: loading a checkpoint asserts on it",
                   torch_adam.make_state_dict, _ALL, "platform"),
@@ -179,3 +182,13 @@ def _make_config(original: Callable[..., Any]) -> Callable[..., Any]:
         return config
 
     return core_transformer_config_from_args
+
+
+def _make_split_sizes(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def maybe_move_tensor_to_cpu(*args: Any, **kwargs: Any) -> Any:
+        call = bound(original, args, kwargs)
+        moved = original(**call)
+        return moved.numpy() if call.get("as_numpy") and hasattr(moved, "numpy") else moved
+
+    return maybe_move_tensor_to_cpu

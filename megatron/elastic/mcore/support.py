@@ -104,7 +104,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature("FP8", ("--fp8-format", "--fp8-recipe", "--fp8-param-gather", "--fp8-amax-history-len",
                     "--fp8-amax-compute-algo"),
             _any("fp8", "fp8_param_gather"), "refused", "refused",
-            f"needs Transformer Engine on a GPU, and scaling factors with a history of their own: use --bf16, or {_PLAIN}"),
+            f"needs Transformer Engine on a GPU, and scaling factors with a history: use --bf16, or {_PLAIN}"),
     Feature("FP4", ("--fp4-format", "--fp4-param-gather"), _any("fp4", "fp4_param_gather"), "refused", "refused",
             f"needs Transformer Engine on a GPU: use --bf16, or {_PLAIN}"),
     Feature("CUDA graphs", ("--cuda-graph-impl", "--enable-cuda-graph", "--external-cuda-graph"),
@@ -177,7 +177,7 @@ def check(
         if args.elastic and feature.elastic == "refused":
             raise BadInput(f"{flag} ({feature.name}) is not supported with --elastic: {feature.fix}")
         if platform == "cpu" and feature.cpu == "refused":
-            raise BadInput(f"{flag} ({feature.name}) is not supported on a CPU: {feature.fix}")
+            raise BadInput(f"{flag} ({feature.name}) needs a GPU: leave it out here")
     if args.elastic:
         _check_exact(args, config)
     return _unknown(words) if args.elastic else ()
