@@ -28,7 +28,7 @@ def draw(
     for label, run, color, width in curves:
         above.plot(list(run), [one.loss for one in run.values()], color=color, linewidth=width, label=label)
     below.bar(list(killed), [one.seconds for one in killed.values()], color="#6baed6")
-    # The first step compiles and allocates; without it the others can be read.
+    # The first step allocates everything: drawn whole it would flatten the others.
     shown = max((one.seconds for step, one in killed.items() if step > min(killed)), default=1.0)
     below.set_ylim(0, 1.1 * shown)
     for step, losses in hit.items():

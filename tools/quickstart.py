@@ -161,13 +161,17 @@ def stop(process: subprocess.Popen[str]) -> None:
 def follow(process: subprocess.Popen[str], log: Path, steps: int, name: str) -> None:
     """Copy the run's output to ``log`` while a progress bar follows Megatron's iteration lines."""
     assert process.stdout is not None
-    with open(log, "w", encoding="utf-8") as out, tqdm(total=steps, desc=name, unit=" steps", file=sys.stderr) as bar:
+    interval = 0.2 if sys.stderr.isatty() else 10.0  # a file or a pipe wants a line now and then
+    with (
+        open(log, "w", encoding="utf-8") as out,
+        tqdm(total=steps, desc=name, unit=" steps", file=sys.stderr, mininterval=interval) as bar,
+    ):
         for line in process.stdout:
             out.write(line)
             iteration = training_log.parse_iteration(line)
             if iteration is not None:
+                bar.set_postfix(loss=f"{iteration.loss:.4f}", refresh=False)
                 bar.update(iteration.step - bar.n)
-                bar.set_postfix(loss=f"{iteration.loss:.4f}")
             elif line.lstrip().startswith(("lost ", "recovered ")):
                 tqdm.write("    " + line.rstrip(), file=sys.stderr)
 
