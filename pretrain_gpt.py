@@ -108,7 +108,9 @@ def get_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None = None) 
     return tuple(batch[name] for name in names)
 
 
-def loss_func(loss_mask: torch.Tensor | None, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+def loss_func(
+    loss_mask: torch.Tensor | None, output: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
     """Sum of the unmasked token losses, their count, and what to report: ``[sum, count]``.
 
     ``loss_mask``, ``output``: [micro-batch, sequence]. Megatron divides by the count,

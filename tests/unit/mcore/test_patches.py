@@ -80,7 +80,8 @@ def test_undo_restores_every_place(modules: Any) -> None:
     library, script = modules
     original = library.step
     patches = apply([row(), row("patched_library.Norm.static"), row("patched_library.Norm.method")], VERSION)
-    assert Norm.static(3) == ("replaced", 3) and Norm(2) == ("norm", 2)
+    replaced: Any = Norm.static(3)
+    assert replaced == ("replaced", 3) and Norm(2) == ("norm", 2)
     patches.undo()
     assert library.step is script.train is script.mine is original
     assert Norm.static(3) == 3 and Norm.method(object.__new__(Norm)) == "original"

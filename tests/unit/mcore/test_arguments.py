@@ -1,0 +1,119 @@
+"""The command line: frozen, derived from the dataclass, one-line errors, documentation that is current."""
+
+from __future__ import annotations
+
+import argparse
+from argparse import Namespace
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from megatron.elastic.config import ConfigError, ElasticConfig
+from megatron.elastic.mcore import arguments
+from megatron.elastic.mcore.arguments import add_arguments, chained, config_from_args, docs, field_help
+from megatron.elastic.mcore.bad_input import BadInput
+
+ROOT = Path(__file__).resolve().parents[3]
+
+FROZEN = {
+    "--elastic": False,
+    "--elastic-comm": "elastic",
+    "--elastic-transport": "auto",
+    "--elastic-mirrors": 1,
+    "--elastic-scatter-width": 4,
+    "--elastic-block-bytes": 1 << 18,
+    "--elastic-snapshot": "gradient",
+    "--elastic-policy": "elaswave",
+    "--elastic-exact": False,
+    "--elastic-detection-timeout": 1.0,
+    "--elastic-max-losses-per-hour": 0,
+    "--elastic-respawn": True,
+    "--elastic-spares": 0,
+    "--elastic-verify-interval": 100,
+    "--elastic-strict-flags": False,
+    "--elastic-print-patches": False,
+    "--elastic-event-log": None,
+    "--elastic-inject": None,
+    "--elastic-allow-inject": False,
+}
+
+
+def parser() -> argparse.ArgumentParser:
+    return add_arguments(argparse.ArgumentParser(allow_abbrev=False))
+
+
+def test_the_command_line_is_frozen() -> None:
+    """A flag added, renamed or given another default is a decision: change this table with it."""
+    options = {action.option_strings[0]: action.default for action in parser()._actions if action.dest != "help"}
+    assert options == FROZEN
+
+
+def test_no_flag_given_is_the_default_configuration() -> None:
+    assert config_from_args(parser().parse_args([])) == ElasticConfig()
+
+
+def test_flags_arrive_in_the_configuration_with_their_types() -> None:
+    words = ["--elastic", "--elastic-mirrors", "2", "--elastic-detection-timeout", "0.5", "--no-elastic-respawn",
+             "--elastic-exact", "--elastic-comm", "gloo", "--elastic-event-log", "events"]
+    args = parser().parse_args(words)
+    assert args.elastic
+    expected = ElasticConfig(
+        mirrors=2, detection_timeout=0.5, respawn=False, exact=True, comm="gloo", event_log="events"
+    )
+    assert config_from_args(args) == expected
+
+
+def test_every_field_has_help() -> None:
+    texts = field_help(ElasticConfig)
+    assert [field.name for field in fields(ElasticConfig) if not texts.get(field.name)] == []
+
+
+@pytest.mark.parametrize(
+    ("words", "flag"),
+    [
+        (["--elastic-mirrors", "-1"], "--elastic-mirrors"),
+        (["--elastic-block-bytes", "1000"], "--elastic-block-bytes"),
+        (["--elastic-inject", "kill:rank=1"], "--elastic-allow-inject"),
+    ],
+)
+def test_a_setting_that_cannot_be_names_its_flag_in_one_line(words: list[str], flag: str) -> None:
+    with pytest.raises(ConfigError, match=flag) as caught:
+        config_from_args(parser().parse_args(words))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_misspelt_setting_is_refused_not_ignored() -> None:
+    with pytest.raises(BadInput, match="--elastic-mirors"):
+        config_from_args(Namespace(elastic=True, elastic_mirors=2))
+
+
+@pytest.mark.parametrize("words", [["--elastic-mirors", "2"], ["--elastic-mirrors", "two"], ["--elastic-comm", "mpi"]])
+def test_a_word_the_parser_cannot_take_is_one_line(words: list[str]) -> None:
+    made = chained(None)(argparse.ArgumentParser(allow_abbrev=False))
+    with pytest.raises(BadInput) as caught:
+        made.parse_args(words)
+    assert words[0] in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_an_unknown_flag_is_answered_with_the_nearest_known_one() -> None:
+    made = chained(None)(argparse.ArgumentParser(allow_abbrev=False))
+    with pytest.raises(BadInput, match="did you mean --elastic-mirrors"):
+        made.parse_args(["--elastic-mirors", "2"])
+
+
+def test_the_scripts_own_flags_are_kept() -> None:
+    def own(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        parser.add_argument("--my-flag", type=int)
+        return parser
+
+    args = chained(own)(argparse.ArgumentParser()).parse_args(["--my-flag", "3", "--elastic"])
+    assert (args.my_flag, args.elastic) == (3, True)
+
+
+def test_adding_the_flags_twice_is_adding_them_once() -> None:
+    assert len(add_arguments(parser())._actions) == len(parser()._actions)
+
+
+def test_the_flag_reference_is_current() -> None:
+    assert (ROOT / "docs/flags.md").read_text() == docs(), "run " + arguments.__doc__.split("\n\n")[1].strip()

@@ -1,0 +1,150 @@
+"""Sizes and data are checked before anything is built; each fault is one line naming flag and fix."""
+
+from __future__ import annotations
+
+import json
+import struct
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+
+from megatron.elastic.mcore.bad_input import BadInput, explain_assertion, translated
+from megatron.elastic.mcore.preflight import check_data, check_index, check_sizes, data_prefixes
+
+
+def sizes(**given: Any) -> Namespace:
+    base = {
+        "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "context_parallel_size": 1,
+        "world_size": 8, "num_attention_heads": 8, "hidden_size": 64, "kv_channels": None, "num_layers": 4,
+        "group_query_attention": False, "num_query_groups": 1, "sequence_parallel": False, "seq_length": 32,
+        "global_batch_size": 16, "micro_batch_size": 2, "rampup_batch_size": None,
+    }
+    return Namespace(**{**base, **given})
+
+
+def data(**given: Any) -> Namespace:
+    return Namespace(**{"mock_data": False, **given})
+
+
+def one_line(caught: pytest.ExceptionInfo[BadInput], *words: str) -> None:
+    text = str(caught.value)
+    assert "\n" not in text and all(word in text for word in words), text
+
+
+def test_sizes_that_fit_pass() -> None:
+    check_sizes(sizes())
+    check_sizes(sizes(num_layers=5, decoder_first_pipeline_num_layers=2))
+    check_sizes(sizes(global_batch_size=None))
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"world_size": 2}, ("too few ranks", "--tensor-model-parallel-size 2", "--nproc-per-node")),
+        ({"world_size": 6}, ("6 ranks", "--pipeline-model-parallel-size 2")),
+        ({"num_attention_heads": 7}, ("--num-attention-heads 7", "--tensor-model-parallel-size 2")),
+        ({"hidden_size": 60}, ("--hidden-size 60", "--num-attention-heads 8")),
+        ({"num_layers": 5}, ("--num-layers 5", "--pipeline-model-parallel-size 2")),
+        ({"sequence_parallel": True, "seq_length": 31}, ("--seq-length 31", "--tensor-model-parallel-size 2")),
+        ({"group_query_attention": True, "num_query_groups": 3}, ("--num-query-groups 3",)),
+        ({"global_batch_size": 18}, ("--global-batch-size 18", "--micro-batch-size 2", "2 data-parallel")),
+    ],
+)
+def test_sizes_that_do_not_divide_name_both_flags(given: dict[str, Any], words: tuple[str, ...]) -> None:
+    with pytest.raises(BadInput) as caught:
+        check_sizes(sizes(**given))
+    one_line(caught, *words)
+
+
+def write_dataset(prefix: Path, lengths: list[int], code: int = 8, item_bytes: int = 2) -> None:
+    """A dataset in Megatron's .bin/.idx layout, written here from the format's description."""
+    prefix.with_suffix(".bin").write_bytes(b"\0" * (sum(lengths) * item_bytes))
+    header = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, code, len(lengths), len(lengths) + 1)
+    pointers = numpy.cumsum([0, *lengths[:-1]], dtype=numpy.int64) * item_bytes
+    documents = numpy.arange(len(lengths) + 1, dtype=numpy.int64)
+    body = numpy.array(lengths, dtype=numpy.int32).tobytes() + pointers.tobytes() + documents.tobytes()
+    prefix.with_suffix(".idx").write_bytes(header + body)
+
+
+def test_a_good_dataset_passes(tmp_path: Path) -> None:
+    write_dataset(tmp_path / "text", [5, 9, 2])
+    check_index("--data-path", str(tmp_path / "text"))
+    check_data(data(data_path=["0.3", str(tmp_path / "text")]))
+
+
+def test_a_missing_dataset_names_the_flag_and_the_tool(tmp_path: Path) -> None:
+    with pytest.raises(BadInput) as caught:
+        check_data(data(data_path=[str(tmp_path / "nothing")]))
+    one_line(caught, "--data-path", "nothing.idx", "tools/preprocess_data.py")
+
+
+def cut_data(prefix: Path) -> None:
+    path = prefix.with_suffix(".bin")
+    path.write_bytes(path.read_bytes()[:-3])
+
+
+def cut_index(prefix: Path) -> None:
+    path = prefix.with_suffix(".idx")
+    path.write_bytes(path.read_bytes()[:-5])
+
+
+def overwrite_header(prefix: Path) -> None:
+    path = prefix.with_suffix(".idx")
+    path.write_bytes(b"not a Megatron index" + path.read_bytes()[20:])
+
+
+def empty_index(prefix: Path) -> None:
+    prefix.with_suffix(".idx").write_bytes(b"")
+
+
+@pytest.mark.parametrize("damage", [cut_data, cut_index, overwrite_header, empty_index])
+def test_a_damaged_dataset_is_found_before_training(tmp_path: Path, damage: Any) -> None:
+    write_dataset(tmp_path / "text", [5, 9, 2])
+    damage(tmp_path / "text")
+    with pytest.raises(BadInput) as caught:
+        check_index("--train-data-path", str(tmp_path / "text"))
+    one_line(caught, "--train-data-path", "preprocess the data again")
+
+
+def test_blends_lists_and_per_split_files_are_read(tmp_path: Path) -> None:
+    listed = tmp_path / "blend.txt"
+    listed.write_text("0.4 /a/one 0.6 /a/two\n")
+    splits = tmp_path / "splits.json"
+    splits.write_text(json.dumps({"train": ["1", "/b/train"], "valid": "/b/valid", "test": ["/b/test"]}))
+    args = data(data_path=["1", "/c/x", "2", "/c/y"], data_args_path=str(listed), per_split_data_args_path=str(splits))
+    assert [prefix for _, prefix in data_prefixes(args)] == [
+        "/c/x", "/c/y", "/a/one", "/a/two", "/b/train", "/b/valid", "/b/test"
+    ]
+
+
+def test_a_list_of_datasets_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
+    broken = tmp_path / "splits.json"
+    broken.write_text("{not json")
+    for attribute, path in (("data_args_path", tmp_path / "gone"), ("per_split_data_args_path", broken)):
+        with pytest.raises(BadInput) as caught:
+            data_prefixes(data(**{attribute: str(path)}))
+        one_line(caught, "--" + attribute.replace("_", "-"))
+
+
+def test_a_missing_vocabulary_names_its_flag(tmp_path: Path) -> None:
+    with pytest.raises(BadInput) as caught:
+        check_data(data(vocab_file=str(tmp_path / "vocab.json")))
+    one_line(caught, "--vocab-file")
+
+
+def test_an_assertion_with_text_becomes_that_text() -> None:
+    with pytest.raises(BadInput, match="the text"):
+        with translated():
+            raise AssertionError("the   text")
+
+
+def test_an_assertion_without_text_shows_what_was_asserted() -> None:
+    left = 3
+    try:
+        assert left == 4
+    except AssertionError as error:
+        error.args = ()
+        assert "left == 4" in explain_assertion(error)

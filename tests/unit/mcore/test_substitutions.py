@@ -1,0 +1,119 @@
+"""What a machine cannot honour is substituted, listed, and refused on demand: never changed in silence."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from enum import Enum
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.elastic.mcore.bad_input import BadInput
+from megatron.elastic.mcore.substitutions import ELASTIC_ROWS, ROWS, Machine, Row, refuse, substitute, table
+
+
+class Backend(Enum):
+    """Stands for Megatron's AttnBackend."""
+
+    flash = 1
+    unfused = 2
+    auto = 3
+
+
+CPU = Machine("cpu")
+EVERYTHING = frozenset(need for row in ROWS for need in row.needs)
+GPU = Machine("cuda", EVERYTHING)
+
+
+def defaults(**given: Any) -> Namespace:
+    """Megatron's defaults for the attributes the rows speak of."""
+    args = {
+        "transformer_impl": "transformer_engine", "distributed_backend": "nccl", "attention_backend": Backend.auto,
+        "use_cpu_initialization": False, "gradient_accumulation_fusion": True, "no_persist_layer_norm": False,
+        "bias_gelu_fusion": True, "bias_swiglu_fusion": True, "bias_dropout_fusion": True,
+        "masked_softmax_fusion": True, "apply_rope_fusion": True, "cuda_graph_impl": "none",
+        "pipeline_model_parallel_comm_backend": None, "cpu_offloading_num_layers": 0, "async_strategy": "nvrx",
+    }
+    return Namespace(**{**args, **given})
+
+
+def test_on_a_cpu_megatrons_gpu_defaults_are_substituted_and_listed() -> None:
+    args = defaults()
+    changed = substitute(args, CPU)
+    assert (args.transformer_impl, args.distributed_backend) == ("local", "gloo")
+    assert not (args.gradient_accumulation_fusion or args.apply_rope_fusion or args.masked_softmax_fusion)
+    text = table(changed, "title")
+    assert text.splitlines()[0] == "title:"
+    assert len(text.splitlines()) == 2 + len(changed)
+    assert all(line.row.flag in text and line.row.reason[:20] in text for line in changed)
+
+
+def test_with_everything_here_nothing_is_touched() -> None:
+    args = defaults()
+    assert substitute(args, GPU) == () and vars(args) == vars(defaults())
+    assert table((), "title") == ""
+
+
+def test_substituting_twice_changes_nothing_the_second_time() -> None:
+    args = defaults(attention_backend=Backend.flash)
+    assert substitute(args, CPU)
+    assert substitute(args, CPU) == ()
+
+
+def test_an_enumeration_stays_one() -> None:
+    args = defaults(attention_backend=Backend.flash)
+    substitute(args, CPU)
+    assert args.attention_backend is Backend.unfused
+    untouched = defaults(attention_backend=Backend.auto)
+    substitute(untouched, CPU)
+    assert untouched.attention_backend is Backend.auto
+
+
+def test_strict_flags_refuse_in_one_line_that_spells_the_fix() -> None:
+    changed = substitute(defaults(use_flash_attn=True), CPU)
+    with pytest.raises(BadInput) as caught:
+        refuse(changed)
+    text = str(caught.value)
+    assert "\n" not in text
+    assert "--transformer-impl local" in text and "leave out --use-flash-attn" in text
+    refuse(())
+
+
+def test_following_the_fix_leaves_nothing_to_refuse() -> None:
+    args = defaults()
+    for line in substitute(defaults(), CPU):
+        setattr(args, line.row.attribute, line.row.used)
+    assert substitute(args, CPU) == ()
+
+
+@given(st.sets(st.sampled_from([row.attribute for row in ROWS])), st.booleans())
+def test_every_changed_attribute_has_its_line(names: set[str], switched: bool) -> None:
+    """Whatever is asked: attributes that differ afterwards are exactly those listed."""
+    before = {row.attribute: switched for row in ROWS if row.attribute in names}
+    args = Namespace(**before)
+    listed = {line.row.attribute for line in substitute(args, CPU)}
+    assert {name for name in before if getattr(args, name) is not before[name]} == listed
+
+
+def test_tuning_flags_are_taken_out_under_elastic_only_where_they_say_something() -> None:
+    args = Namespace(overlap_grad_reduce=True, overlap_param_gather=False, num_distributed_optimizer_instances=1,
+                     rerun_mode="validate_results", ddp_bucket_size=None)
+    listed = [line.row.flag for line in substitute(args, GPU, ELASTIC_ROWS)]
+    assert listed == ["--overlap-grad-reduce", "--rerun-mode"]
+    assert not args.overlap_grad_reduce and args.rerun_mode == "disabled"
+
+
+def test_rows_are_distinct_and_say_why() -> None:
+    for rows in (ROWS, ELASTIC_ROWS):
+        assert len({row.attribute for row in rows}) == len(rows)
+        assert all(row.reason and row.flag.startswith("--") for row in rows)
+
+
+def test_a_row_needs_all_of_its_needs() -> None:
+    row = Row("fused", "--fused", ("apex", "cuda"), bool, False, "leave it out", "two needs")
+    for machine, kept in ((Machine("cuda"), False), (Machine("cuda", frozenset({"apex"})), True), (CPU, False)):
+        args = Namespace(fused=True)
+        substitute(args, machine, [row])
+        assert args.fused is kept

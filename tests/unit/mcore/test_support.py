@@ -1,0 +1,131 @@
+"""The support matrix: refused by one line that names the flag and the fix; nothing ignored in silence."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.elastic.config import ElasticConfig
+from megatron.elastic.mcore import flag_table, support
+from megatron.elastic.mcore.bad_input import BadInput
+from megatron.elastic.mcore.support import FEATURES, check, classify, docs
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def plain(**given: Any) -> Namespace:
+    """Arguments of a run that asks for nothing special."""
+    base = {
+        "elastic": True, "context_parallel_size": 1, "num_experts": None, "expert_model_parallel_size": 1,
+        "optimizer": "adam", "ckpt_format": "torch_dist", "attention_dropout": 0.1, "transformer_impl": "local",
+        "cuda_graph_impl": "none", "dataloader_type": None, "error_injection_rate": 0,
+    }
+    return Namespace(**{**base, **given})
+
+
+REFUSED_WITH_ELASTIC = [
+    ("--context-parallel-size", {"context_parallel_size": 2}),
+    ("--num-experts", {"num_experts": 8}),
+    ("--expert-model-parallel-size", {"expert_model_parallel_size": 2}),
+    ("--num-layers-per-virtual-pipeline-stage", {"num_layers_per_virtual_pipeline_stage": 1}),
+    ("--mtp-num-layers", {"mtp_num_layers": 1}),
+    ("--use-torch-fsdp2", {"use_torch_fsdp2": True}),
+    ("--use-megatron-fsdp", {"use_megatron_fsdp": True}),
+    ("--fp8-format", {"fp8": "hybrid"}),
+    ("--fp4-format", {"fp4": "e2m1"}),
+    ("--cuda-graph-impl", {"cuda_graph_impl": "local"}),
+    ("--rampup-batch-size", {"rampup_batch_size": [8, 8, 100]}),
+    ("--optimizer", {"optimizer": "muon"}),
+    ("--ckpt-format", {"ckpt_format": "torch"}),
+    ("--dataloader-type", {"dataloader_type": "external"}),
+    ("--inprocess-restart", {"inprocess_restart": True}),
+    ("--use-tp-pp-dp-mapping", {"use_tp_pp_dp_mapping": True}),
+    ("--grad-reduce-in-bf16", {"grad_reduce_in_bf16": True}),
+]
+
+
+@pytest.mark.parametrize(("flag", "asked"), REFUSED_WITH_ELASTIC, ids=[flag for flag, _ in REFUSED_WITH_ELASTIC])
+def test_refused_with_elastic_by_one_line(flag: str, asked: dict[str, Any]) -> None:
+    with pytest.raises(BadInput) as caught:
+        check(plain(**asked), ElasticConfig(), "cuda", [flag, "x"])
+    text = str(caught.value)
+    assert text.startswith(flag) and "--elastic: " in text and "\n" not in text
+
+
+PASSES: list[dict[str, Any]] = [
+    {}, {"sequence_parallel": True}, {"bf16": True}, {"fp16": True}, {"recompute_granularity": "full"},
+    {"optimizer": "sgd"}, {"dataloader_type": "cyclic"},
+]
+
+
+@pytest.mark.parametrize("asked", PASSES)
+def test_what_works_passes_without_a_word(asked: dict[str, Any]) -> None:
+    assert check(plain(**asked), ElasticConfig(), "cpu", ["--micro-batch-size", "2"]) == ()
+
+
+def test_without_elastic_megatrons_own_features_pass() -> None:
+    for _, asked in REFUSED_WITH_ELASTIC:
+        check(plain(elastic=False, **asked), ElasticConfig(), "cuda", [])
+
+
+@pytest.mark.parametrize("asked", [{"context_parallel_size": 2}, {"fp8": "hybrid"}, {"use_torch_fsdp2": True}])
+def test_what_needs_a_gpu_is_refused_on_a_cpu(asked: dict[str, Any]) -> None:
+    with pytest.raises(BadInput, match="needs a GPU"):
+        check(plain(elastic=False, **asked), ElasticConfig(), "cpu", [])
+
+
+def test_kernel_dropout_is_refused_in_exact_mode() -> None:
+    args = plain(transformer_impl="transformer_engine")
+    with pytest.raises(BadInput, match="--attention-dropout"):
+        check(args, ElasticConfig(exact=True), "cuda", [])
+    check(args, ElasticConfig(), "cuda", [])
+
+
+def test_the_flag_that_was_given_is_the_one_named() -> None:
+    with pytest.raises(BadInput, match=r"^--num-virtual-stages-per-pipeline-rank "):
+        check(plain(num_virtual_stages_per_pipeline_rank=2), ElasticConfig(), "cuda",
+              ["--num-virtual-stages-per-pipeline-rank=2"])
+
+
+def test_a_flag_that_no_table_knows_is_named_not_ignored() -> None:
+    words = ["--micro-batch-size", "2", "--use-mup", "--some-future-flag=3", "--elastic-mirrors", "2"]
+    (warning,) = check(plain(), ElasticConfig(), "cpu", words)
+    assert warning.endswith("--use-mup, --some-future-flag")
+
+
+def test_each_of_the_most_used_flags_is_classified() -> None:
+    assert len(flag_table.MOST_USED) >= 120 and len(set(flag_table.MOST_USED)) == len(flag_table.MOST_USED)
+    unknown = [flag for flag in flag_table.MOST_USED if classify(flag) is None]
+    assert unknown == []
+
+
+@pytest.mark.parametrize(
+    ("flag", "cpu", "elastic"),
+    [
+        ("--micro-batch-size", "honoured", "honoured"),
+        ("--transformer-impl", "substituted", "honoured"),
+        ("--overlap-grad-reduce", "honoured", "no effect"),
+        ("--context-parallel-size", "refused", "refused"),
+        ("--num-experts", "honoured", "refused"),
+        ("--enable-cuda-graph", "substituted", "refused"),
+    ],
+)
+def test_classes(flag: str, cpu: str, elastic: str) -> None:
+    assert classify(flag) == (cpu, elastic)
+
+
+def test_no_flag_stands_in_two_rows_that_disagree() -> None:
+    flags = [flag for row in FEATURES for flag in row.flags]
+    assert len(flags) == len(set(flags))
+    assert not flag_table.HONOURED & {flag for row in FEATURES if row.elastic == "refused" for flag in row.flags}
+
+
+def test_every_refusal_says_what_to_do() -> None:
+    assert [row.name for row in FEATURES if "refused" in (row.cpu, row.elastic) and not row.fix] == []
+
+
+def test_the_support_page_is_current() -> None:
+    assert (ROOT / "docs/support.md").read_text() == docs(), support.__doc__.splitlines()[-2].strip()
