@@ -1,0 +1,134 @@
+"""Fail-slow: measured piece times become cell speeds, with hysteresis.
+
+Idea: every cell reports (work, measured ns) per step, where work is what its
+pieces should take at nominal speed. Its speed is work / measured, relative to
+the median cell of the same step, so that a slow step of everybody (a garbage
+collection, a checkpoint) blames nobody. A robust average (the median over a
+window of steps) drops single outliers. The *published* speed, the one the
+planner sees, only moves when the average has left a dead band around it for
+several steps in a row: noise re-plans nothing, a real slowdown shows within a
+few steps, and a recovery gives the work back.
+
+Integers in, integers out (parts per million); :class:`SpeedTracker` is updated
+by the same numbers on every process (they travel in the vote), so all publish
+the same speeds.
+
+Source: the fail-slow problem (Gunawi et al., FAST 2018); gray failures in
+training: FALCON (arXiv 2410.12588).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+__all__ = ["SlowRank", "SpeedOptions", "SpeedTracker"]
+
+PPM = 1_000_000
+
+
+@dataclass(frozen=True)
+class SpeedOptions:
+    """Window and dead band of the tracker."""
+
+    window: int = 5
+    """Steps whose median is the current estimate."""
+    patience: int = 3
+    """Steps in a row the estimate must be outside the dead band before the published speed moves."""
+    band_ppm: int = 100_000
+    """Half-width of the dead band around the published speed."""
+    slow_ppm: int = 850_000
+    """Published speeds below this are reported as slow."""
+    step_ppm: int = 10_000
+    """Published speeds are multiples of this, so that plans do not change for nothing."""
+
+
+@dataclass(frozen=True)
+class SlowRank:
+    """A cell that is slower than its peers, named with its ranks when they are known."""
+
+    cell: int
+    ranks: tuple[int, ...]
+    speed_ppm: int
+    since_step: int
+
+    def __str__(self) -> str:
+        names = ",".join(map(str, self.ranks)) if self.ranks else f"of cell {self.cell}"
+        return f"rank {names} runs at {self.speed_ppm / 10_000:.0f}% of its peers since step {self.since_step}"
+
+
+@dataclass
+class _CellSpeed:
+    recent: deque[int]
+    published: int = PPM
+    outside: int = 0
+    since: int = 0
+
+
+@dataclass
+class SpeedTracker:
+    """Speeds of all cells, updated once a step."""
+
+    options: SpeedOptions = field(default_factory=SpeedOptions)
+    cells: dict[int, _CellSpeed] = field(default_factory=dict)
+    step: int = 0
+
+    def observe(self, samples: Mapping[int, tuple[int, int]]) -> bool:
+        """One step's ``cell → (work_ns, measured_ns)``; True when a published speed changed (plan again).
+
+        Cells without work (0) keep what they have. Raises ``ValueError`` for a
+        negative time.
+        """
+        self.step += 1
+        rates: dict[int, int] = {}
+        for cell in sorted(samples):
+            work, measured = samples[cell]
+            if work < 0 or measured < 0:
+                raise ValueError(f"cell {cell}: negative time")
+            if work and measured:
+                rates[cell] = work * PPM // measured
+        if not rates:
+            return False
+        middle = max(1, _median(rates.values()))
+        changed = [self._update(cell, rate * PPM // middle) for cell, rate in rates.items()]
+        return any(changed)
+
+    def _update(self, cell: int, relative: int) -> bool:
+        state = self.cells.setdefault(cell, _CellSpeed(deque(maxlen=self.options.window)))
+        state.recent.append(relative)
+        estimate = min(PPM, _median(state.recent))
+        if abs(estimate - state.published) <= self.options.band_ppm:
+            state.outside = 0
+            return False
+        state.outside += 1
+        if state.outside < self.options.patience or len(state.recent) < min(self.options.patience, self.options.window):
+            return False
+        step = self.options.step_ppm
+        state.published = min(PPM, max(step, (estimate + step // 2) // step * step))
+        state.outside, state.since = 0, self.step
+        return True
+
+    def speeds(self) -> dict[int, int]:
+        """Published speeds, ppm of the median cell; cells never seen are absent."""
+        return {cell: state.published for cell, state in sorted(self.cells.items())}
+
+    def forget(self, cells: Iterable[int]) -> None:
+        """Cells that left, or came back as new processes, start without a history."""
+        for cell in cells:
+            self.cells.pop(cell, None)
+
+    def slow(self, ranks: Mapping[int, tuple[int, ...]] | None = None) -> tuple[SlowRank, ...]:
+        """Cells published as slow, the slowest first."""
+        found = [
+            SlowRank(cell, (ranks or {}).get(cell, ()), state.published, state.since)
+            for cell, state in self.cells.items()
+            if state.published < self.options.slow_ppm
+        ]
+        return tuple(sorted(found, key=lambda slow: (slow.speed_ppm, slow.cell)))
+
+
+def _median(values: Iterable[int]) -> int:
+    """Lower middle value: an integer that occurs."""
+    ordered = sorted(values)
+    return ordered[(len(ordered) - 1) // 2]

@@ -1,0 +1,70 @@
+"""Published failure rates, and nothing else: each with its source.
+
+Rates are interruptions per device-day. What a source does not state is not
+filled in here; assumptions live in ``goodput.Assumptions``, marked as such.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+__all__ = ["FT_HSDP", "RATES", "FailureRate", "FtHsdp", "SyncStall"]
+
+
+@dataclass(frozen=True)
+class FailureRate:
+    """Interruptions per device-day and where the figure comes from."""
+
+    per_device_day: float
+    source: str
+
+    def interval_s(self, devices: int) -> float:
+        """Mean time between interruptions of a job on ``devices``, seconds."""
+        return 86_400 / (self.per_device_day * devices)
+
+
+RATES: Mapping[str, FailureRate] = MappingProxyType(
+    {
+        "llama3": FailureRate(
+            419 / (54 * 16_384),
+            "Llama 3 (arXiv 2407.21783, section 3.3.4): 419 unexpected interruptions in 54 days on 16,384 GPUs",
+        ),
+        "rsc1": FailureRate(
+            6.5 / 1000 / 8,
+            "Meta RSC-1 (arXiv 2410.21680): 6.5 failures per 1,000 node-days, 8 GPUs a node",
+        ),
+        "ft-hsdp": FailureRate(
+            (86_400 / (18 * 60)) / 100_000,
+            "FT-HSDP (arXiv 2602.00277): one failure per 18 minutes at 100K GPUs",
+        ),
+    }
+)
+
+
+@dataclass(frozen=True)
+class FtHsdp:
+    """FT-HSDP's published parameters (arXiv 2602.00277, abstract): stall per failure, effective training time."""
+
+    interval_s: float = 18 * 60
+    synchronous_stall_s: float = 10 * 60
+    replica_stall_s: float = 3 * 60
+    published_synchronous: float = 0.44
+    published_replica: float = 0.80
+
+
+FT_HSDP = FtHsdp()
+
+
+@dataclass(frozen=True)
+class SyncStall:
+    """Effective training time when each failure stalls everyone for a fixed time: ``1 - stall / interval``."""
+
+    interval_s: float
+    stall_s: float
+
+    @property
+    def effective(self) -> float:
+        """Share of time that trains."""
+        return 1 - self.stall_s / self.interval_s

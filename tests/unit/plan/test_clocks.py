@@ -1,0 +1,59 @@
+"""Clock fits recover what made the samples; chosen clocks stay within limits and shorten or spare."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.elastic.plan.frequency import ClockFit, ClockRange, balance_clocks, fit_clock
+
+CLOCKS = ClockRange((800_000, 1_000_000, 1_200_000, 1_400_000, 1_600_000), 1_400_000)
+
+
+@given(st.integers(0, 10**15), st.integers(1, 10**8))
+def test_fit_recovers_the_model(work: int, fixed: int) -> None:
+    truth = ClockFit(work, fixed)
+    fit = fit_clock((khz, truth.time_ns(khz)) for khz in CLOCKS.allowed_khz)
+    assert fit is not None
+    assert all(abs(fit.time_ns(khz) - truth.time_ns(khz)) <= 3 for khz in CLOCKS.allowed_khz)
+
+
+@given(st.lists(st.tuples(st.integers(1, 10**7), st.integers(1, 10**9)), min_size=2, max_size=12))
+def test_fit_is_never_negative_and_ignores_the_order_of_samples(samples: list[tuple[int, int]]) -> None:
+    fit = fit_clock(samples)
+    assert fit == fit_clock(reversed(samples))
+    if fit is not None:
+        assert fit.work >= 0
+        assert fit.fixed >= 0
+
+
+def test_one_clock_is_no_fit_and_nonsense_is_refused() -> None:
+    assert fit_clock([(1000, 5), (1000, 6)]) is None
+    with pytest.raises(ValueError, match="positive"):
+        fit_clock([(0, 5), (1, 6)])
+
+
+def test_slack_is_turned_into_lower_clocks_without_delaying_the_step() -> None:
+    fit = ClockFit(work=1_400_000 * 1_000_000, fixed=100_000)
+    fits, ranges, loads = dict.fromkeys(range(4), fit), dict.fromkeys(range(4), CLOCKS), {0: 16, 1: 16, 2: 12, 3: 8}
+    chosen = dict(balance_clocks(fits, ranges, loads, boost=False))
+    deadline = 16 * fit.time_ns(1_400_000)
+    assert chosen[0] == chosen[1] == 1_400_000
+    assert chosen[3] < chosen[2] < 1_400_000
+    assert all(loads[c] * fit.time_ns(khz) <= deadline for c, khz in chosen.items())
+
+
+def test_the_critical_cell_is_boosted_where_allowed() -> None:
+    fit = ClockFit(work=1_400_000 * 1_000_000, fixed=0)
+    fits, ranges, loads = dict.fromkeys(range(2), fit), dict.fromkeys(range(2), CLOCKS), {0: 18, 1: 16}
+    chosen = dict(balance_clocks(fits, ranges, loads))
+    assert chosen[0] == 1_600_000
+    assert 18 * fit.time_ns(chosen[0]) < 18 * fit.time_ns(1_400_000)
+    assert 16 * fit.time_ns(chosen[1]) <= 18 * fit.time_ns(chosen[0])
+
+
+def test_cells_without_a_fit_keep_their_clock() -> None:
+    fit = ClockFit(10**12, 0)
+    assert dict(balance_clocks({0: fit}, {0: CLOCKS, 1: CLOCKS}, {0: 1, 1: 1})).keys() == {0}
+    assert balance_clocks({}, {}, {0: 1}) == ()

@@ -1,0 +1,102 @@
+"""A slow cell is named within a few steps, gets less, and gets its share back; noise changes nothing."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from megatron.elastic.plan.model import Profile, UnitCost
+from megatron.elastic.plan.planner import instant_plan
+from megatron.elastic.plan.profile import SpeedOptions, SpeedTracker
+from megatron.elastic.plan.steady import steady_plan
+from megatron.elastic.plan.topology import regular_topology, with_speeds, without_cells
+from megatron.elastic.plan.validate import validate_plan
+
+
+def steps(tracker: SpeedTracker, count: int, slowdown: dict[int, float], noise: random.Random | None = None) -> int:
+    """Feed ``count`` steps of 8 cells; returns how often the tracker asked for a new plan."""
+    changes = 0
+    for _ in range(count):
+        samples = {}
+        for cell in range(8):
+            wobble = noise.gauss(1.0, 0.03) if noise else 1.0
+            samples[cell] = (1_000_000, int(1_000_000 * slowdown.get(cell, 1.0) * wobble))
+        changes += tracker.observe(samples)
+    return changes
+
+
+def test_a_rank_slowed_twofold_is_named_within_a_few_steps() -> None:
+    tracker = SpeedTracker()
+    steps(tracker, 10, {})
+    assert tracker.slow() == ()
+    steps(tracker, 6, {5: 2.0})
+    (slow,) = tracker.slow({5: (10, 11)})
+    assert slow.speed_ppm == 500_000
+    assert "rank 10,11 runs at 50%" in str(slow)
+
+
+def test_it_gets_its_share_back() -> None:
+    tracker = SpeedTracker()
+    steps(tracker, 10, {5: 2.0})
+    assert tracker.speeds()[5] == 500_000
+    steps(tracker, 8, {})
+    assert tracker.speeds()[5] == 1_000_000
+
+
+def test_noise_and_single_outliers_ask_for_no_new_plan() -> None:
+    seed = 20261121
+    noise = random.Random(seed)
+    tracker = SpeedTracker()
+    changes = steps(tracker, 200, {}, noise)
+    for _ in range(20):
+        changes += steps(tracker, 1, {3: 8.0}, noise)
+        changes += steps(tracker, 9, {}, noise)
+    assert changes == 0, f"seed {seed}"
+
+
+def test_a_slow_step_of_everybody_blames_nobody() -> None:
+    tracker = SpeedTracker()
+    assert steps(tracker, 20, dict.fromkeys(range(8), 3.0)) == 0
+
+
+def test_a_value_on_the_edge_does_not_flap() -> None:
+    """Hysteresis: alternating around the band's edge changes the published speed at most once."""
+    tracker = SpeedTracker(SpeedOptions(window=3))
+    changes = sum(steps(tracker, 1, {2: 1.05 if i % 2 else 1.18}) for i in range(100))
+    assert changes <= 1
+
+
+def test_every_process_publishes_the_same_speeds() -> None:
+    one, two = SpeedTracker(), SpeedTracker()
+    for tracker in (one, two):
+        steps(tracker, 50, {1: 1.4}, random.Random(7))
+    assert one.speeds() == two.speeds()
+
+
+def test_a_rejoined_cell_starts_without_history() -> None:
+    tracker = SpeedTracker()
+    steps(tracker, 10, {5: 2.0})
+    tracker.forget([5])
+    assert 5 not in tracker.speeds()
+
+
+def test_negative_times_are_refused() -> None:
+    with pytest.raises(ValueError, match="negative"):
+        SpeedTracker().observe({0: (-1, 5)})
+
+
+def test_the_planner_gives_a_slow_cell_less() -> None:
+    """After a loss by dealing rows, and in the steady plan by layers or samples."""
+    profile = Profile((UnitCost(1000, 2000, 1000, 0, 0, 1, 0),) * 8, latency_ns=0)
+    base = regular_topology(4, 2, 8, waves=8)
+    slow = with_speeds(without_cells(base, [1]), {3: 500_000})
+    plan = instant_plan(slow, profile)
+    validate_plan(plan, 8)
+    rows = {c: sum(len(p.rows) for p in plan.pieces if p.cell == c) for c in (3, 5, 7)}
+    assert rows[3] < rows[5]
+    even = with_speeds(base, {3: 500_000})
+    work = dict.fromkeys(range(8), 0)
+    for piece in steady_plan(even, profile).pieces:
+        work[piece.cell] += len(piece.rows) * (piece.end - piece.first)
+    assert work[3] <= 0.75 * max(work.values())
