@@ -60,12 +60,15 @@ class NotUnderLauncher(RuntimeError):
 class WorkerMembership:
     """Implements :class:`megatron.elastic.control.membership.Membership` over the agent's socket."""
 
-    def __init__(self, rank: int, incarnation: int, slots: int, channel: socket.socket, slot: Slot, host: str) -> None:
+    def __init__(self, rank: int, incarnation: int, slots: int, channel: socket.socket, slot: Slot, host: str,
+                 newcomer: bool = False) -> None:  # fmt: skip
         self.rank = rank
         self.incarnation = incarnation
         self.slots = slots
         self.host = host
         """This node's name, for :class:`Address`; two agents on one machine have two."""
+        self.newcomer = newcomer
+        """The job ran already when this process was started: :meth:`decide` waits to be admitted."""
         self._channel = channel
         self._slot = slot
         self._reader = FrameReader()
@@ -92,7 +95,8 @@ class WorkerMembership:
         except (OSError, ValueError) as error:
             raise NotUnderLauncher(f"its socket is not inherited: {error}") from None
         rank, incarnation, slots = int(environ["RANK"]), int(environ[env.INCARNATION]), int(environ["WORLD_SIZE"])
-        return cls(rank, incarnation, slots, channel, slot, environ[env.HOST])
+        newcomer = environ.get(env.NEWCOMER) == "1"
+        return cls(rank, incarnation, slots, channel, slot, environ[env.HOST], newcomer)
 
     # -- Membership -----------------------------------------------------------
 

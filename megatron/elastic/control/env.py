@@ -12,12 +12,16 @@ __all__ = [
     "CONTROL_FD",
     "HOST",
     "INCARNATION",
+    "NEWCOMER",
     "NODE",
     "RUN_ID",
     "SECRET",
     "SEGMENT_PREFIX",
     "SLOT_FD",
 ]
+
+NEWCOMER: Final = "MEGATRON_ELASTIC_NEWCOMER"
+"""1 when the job ran already as this worker was started: it has to be admitted."""
 
 SECRET: Final = "MEGATRON_ELASTIC_SECRET"
 """Hex text, one per job: proves membership in handshakes. Set it yourself on every node to keep it off the store."""

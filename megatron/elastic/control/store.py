@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from datetime import timedelta
 
-from torch.distributed import DistNetworkError, DistStoreError, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import DistNetworkError, DistStoreError, TCPStore
 
 __all__ = ["EmbeddedStore", "Store", "StoreLost"]
 

@@ -112,8 +112,8 @@ class Agent:
 
     def run(self) -> int:
         """Start the workers, serve until the job is over, return its exit code."""
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            self._loop.on_signal(number, self._signalled)
+        for name in self.job.signals:
+            self._loop.on_signal(signal.Signals[name], self._signalled)
         self._couriers.start()
         self._loop.every(self.timing.look, lambda: self._watch.look(self._pool.workers.values()))
         self._loop.every(self.timing.beat, self._beat)
@@ -131,7 +131,7 @@ class Agent:
     def _start(self, rank: int, incarnation: int) -> None:
         state = self.state.ranks[rank]
         if self.exit_code is None and rank not in self.by_rank and (state.may_return or incarnation == 0):
-            self.by_rank[rank] = self._nursery.start(rank, incarnation)
+            self.by_rank[rank] = self._nursery.start(rank, incarnation, newcomer=not self.state.fresh)
 
     def _beat(self) -> None:
         table = self.table()

@@ -28,14 +28,17 @@ class Nursery:
         tag = company.seal.sign("segments", job.run_id)[:12].decode()
         self._prefix = f"mel-{tag}-{company.node}-"
 
-    def start(self, rank: int, incarnation: int) -> Worker:
-        """Have the zygote fork ``rank`` in its ``incarnation``; returns before it runs."""
+    def start(self, rank: int, incarnation: int, newcomer: bool) -> Worker:
+        """Have the zygote fork ``rank`` in its ``incarnation``; returns before it runs.
+
+        ``newcomer``: the job runs already, so the worker will have to be admitted.
+        """
         self._count += 1
         job = self._job
         mine, theirs = socket.socketpair()
         slot_fd, slot = Slot.create(f"elastic-slot-{rank}")
         worker = Worker(self._count, rank, rank - self._node.ranks[0], incarnation, mine, slot)
-        environ = self._environ(worker)
+        environ = self._environ(worker) | {env.NEWCOMER: str(int(newcomer))}
         spec = WorkerSpec(self._count, job.kind, job.target, job.arguments, environ, job.adapt)
         out, err = self._logs.open(worker.local_rank)
         self._pool.fork(spec, worker, slot_fd, theirs, out, err)
@@ -59,6 +62,7 @@ class Nursery:
             "TORCHELASTIC_MAX_RESTARTS": str(job.max_restarts),
             "TORCHELASTIC_RUN_ID": job.run_id,
             "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(job.signals),
             "TORCHELASTIC_ERROR_FILE": self._logs.error_files.get(worker.local_rank, ""),
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.getenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
             env.SECRET: self._company.secret,

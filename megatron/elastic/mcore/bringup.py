@@ -26,7 +26,7 @@ from megatron.elastic.control.membership import Activity, Decision
 from megatron.elastic.engine.buffers import Arena
 from megatron.elastic.engine.catalog import build_layouts, exchange_catalog
 from megatron.elastic.engine.engine import Engine
-from megatron.elastic.engine.inject import FIRST_INCARNATION, Injector, parse
+from megatron.elastic.engine.inject import Injector, parse
 from megatron.elastic.engine.joining import NEWCOMER, Welcome, receive_welcome
 from megatron.elastic.engine.nominal import Nominal
 from megatron.elastic.engine.recovery import Outcome, Recovery, failure_domains
@@ -42,7 +42,7 @@ from megatron.elastic.state.placement import Placement, Rules
 from megatron.elastic.state.pool import StatePool
 from megatron.elastic.state.record import StepRecord
 
-__all__ = ["Job", "Links", "found", "join", "open_links"]
+__all__ = ["Job", "JobGone", "Links", "found", "join", "open_links"]
 
 Layouts = Mapping[tuple[int, int], UnitLayout]
 
@@ -84,7 +84,7 @@ def open_links(config: ElasticConfig, timeout: float) -> Links:
     membership.sample(lambda: _waiting(fabric))
     install(fabric)
     decision = None
-    if membership.incarnation == FIRST_INCARNATION:
+    if not membership.newcomer:
         decision = membership.decide(fabric.address(), "", timeout)
         fabric.edit(decision.generation, decision.members, timeout)
         events.generation = decision.generation
@@ -94,6 +94,10 @@ def open_links(config: ElasticConfig, timeout: float) -> Links:
 def _waiting(fabric: Fabric) -> Activity | None:
     waiting = fabric.waiting_for()
     return Activity(-1, "communication", waiting) if waiting else None
+
+
+class JobGone(RuntimeError):
+    """All members were lost while a newcomer waited: there is nothing to join."""
 
 
 @dataclass(frozen=True)
@@ -127,6 +131,8 @@ def join(links: Links, job: Job) -> tuple[Engine, Welcome]:
     while True:
         try:
             decision = links.membership.decide(fabric.address(), NEWCOMER, timeout)
+            if decision.reason == "start":
+                raise JobGone("the job this rank was to join has ended; it starts anew")
             fabric.edit(decision.generation, decision.members, timeout)
             welcome = receive_welcome(fabric, decision)
             layouts = build_layouts(welcome.catalog, job.config.block_bytes)
