@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import socket
 import uuid
 from collections.abc import Mapping, Sequence
@@ -56,6 +57,8 @@ class Job:
     virtual_local_rank: bool
     max_restarts: int
     shutdown_timeout: float
+    signals: tuple[str, ...]
+    """Names of the signals that drain the job."""
     elastic: bool
     """The script was given ``--elastic``."""
     settings: ElasticConfig
@@ -125,6 +128,7 @@ def _job(args: argparse.Namespace, place: Placement, settings: ElasticConfig) ->
         virtual_local_rank=args.virtual_local_rank,
         max_restarts=args.max_restarts,
         shutdown_timeout=float(args.shutdown_timeout if args.shutdown_timeout is not None else 30),
+        signals=_signals(args.signals_to_handle),
         elastic="--elastic" in args.training_script_args or args.adapt,
         settings=settings,
     )
@@ -178,3 +182,11 @@ def _shown(local_ranks_filter: str) -> frozenset[int] | None:
         return frozenset(int(item) for item in local_ranks_filter.split(",")) if local_ranks_filter else None
     except ValueError:
         raise ValueError(f"--local-ranks-filter takes numbers like 0,1, got {local_ranks_filter!r}") from None
+
+
+def _signals(names: str) -> tuple[str, ...]:
+    found = tuple(name.strip() for name in names.split(",") if name.strip())
+    unknown = [name for name in found if name not in signal.Signals.__members__]
+    if unknown or {"SIGKILL", "SIGSTOP"} & set(found):
+        raise ValueError(f"--signals-to-handle takes names of signals that can be handled, got {names!r}")
+    return found

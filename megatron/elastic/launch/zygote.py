@@ -132,10 +132,11 @@ def main(argv: list[str]) -> int:
     import socket
 
     agent_pid = int(argv[2])
-    # SIGTERM, not SIGKILL: the end of the agent still has to be passed on to the workers' own children.
-    signal.signal(signal.SIGTERM, lambda *_: None)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    die_with_parent(agent_pid, signal.SIGTERM)
+    # The end of the agent is the end of its socket, and has to be passed on to all that workers started. What
+    # could keep the zygote from seeing it is being stopped: hence this signal.
+    die_with_parent(agent_pid, signal.SIGCONT)
     zygote = Zygote(MessageSocket(socket.socket(fileno=int(argv[1]))))
     zygote.preload([name for name in argv[3].split(",") if name])
     spec = zygote.serve()

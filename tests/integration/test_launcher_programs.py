@@ -1,0 +1,278 @@
+"""What users' programs see and do under the launcher: environment, logs, exit codes, children, signals."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from launcher_cluster import PATIENCE, ROOT, cluster, free_port, is_alive
+
+HEADER = """
+import json, os, signal, sys, time
+def say(event, **fields):
+    line = json.dumps({"event": event, "rank": int(os.environ["RANK"]), "pid": os.getpid(), **fields})
+    os.write(1, line.encode() + b"\\n")
+"""
+
+MEMBER = (
+    HEADER
+    + """
+from megatron.elastic.control.client import WorkerMembership
+from megatron.elastic.comm.fabric import Address
+from megatron.elastic.comm.errors import GenerationChanged
+from megatron.elastic.control.membership import Activity
+m = WorkerMembership.from_env()
+m.start(lambda g: None)
+def agree():
+    while True:
+        try:
+            return m.decide(Address(m.rank, m.incarnation, m.host), "", 100)
+        except GenerationChanged:
+            pass
+d = agree()
+say("begin", incarnation=m.incarnation)
+say("decided", generation=d.generation, members=list(d.members), lost=[[l.cause, list(l.last_lines)] for l in d.lost])
+"""
+)
+
+
+def write(tmp_path: Path, body: str, header: str = HEADER) -> list[str]:
+    path = tmp_path / "program.py"
+    path.write_text(header + body)
+    return [str(path)]
+
+
+def run(arguments: list[str], timeout: float = PATIENCE) -> subprocess.CompletedProcess[str]:
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "megatron.elastic.launch", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environ, cwd=ROOT)
+
+
+def test_workers_get_the_environment_torchrun_gives(tmp_path: Path) -> None:
+    """The very same program under both; whatever torchrun sets is there, with the same value."""
+    body = 'say("env", env=dict(os.environ), argv=sys.argv, main=__name__, path0=sys.path[0])'
+    command = [*write(tmp_path, body), "--flag", "x y"]
+    clean = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
+    common = ["--nproc-per-node", "2", "--master-port", str(free_port()), "--rdzv-id", "job", "--nnodes", "1"]
+    found = {}
+    for module in ("torch.distributed.run", "megatron.elastic.launch"):
+        environ = {**clean, "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(
+            [sys.executable, "-m", module, *common, *command],
+            capture_output=True, text=True, timeout=PATIENCE, env=environ, cwd=ROOT,
+        )  # fmt: skip
+        lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+        found[module] = {line["rank"]: line for line in lines}
+        assert set(found[module]) == {0, 1}, done.stderr
+    theirs, ours = found.values()
+    for rank in (0, 1):
+        added = {k: v for k, v in theirs[rank]["env"].items() if clean.get(k) != v}
+        # Ours alone: no error file without a log directory, and the parent's own process variables.
+        for name in ("TORCHELASTIC_ERROR_FILE", "PYTHONPATH", "LC_CTYPE"):
+            added.pop(name, None)
+        assert {k: ours[rank]["env"].get(k) for k in added} == added
+        for key in ("argv", "main", "path0"):
+            assert ours[rank][key] == theirs[rank][key]
+        assert ours[rank]["env"]["OMP_NUM_THREADS"] == "1"
+
+
+def test_a_module_and_a_program_that_is_not_python(tmp_path: Path) -> None:
+    (tmp_path / "some_module.py").write_text(HEADER + 'say("env", name=__name__, argv=sys.argv[1:])')
+    environ = {**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"}
+    launch = [sys.executable, "-m", "megatron.elastic.launch", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*launch, "-m", "some_module", "a"], capture_output=True, text=True, timeout=PATIENCE, env=environ, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(json.loads(line)["rank"] for line in done.stdout.splitlines()) == [0, 1]
+    done = run(["--nproc-per-node", "2", "--no-python", "/bin/sh", "-c", "echo rank=$RANK of $WORLD_SIZE"])
+    assert sorted(done.stdout.split("\n"))[1:] == ["rank=0 of 2", "rank=1 of 2"] and done.returncode == 0
+
+
+def test_a_gloo_job_written_for_torchrun_runs_unchanged(tmp_path: Path) -> None:
+    body = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+t = torch.ones(3) * dist.get_rank()
+dist.all_reduce(t)
+say("sum", value=t.tolist())
+dist.destroy_process_group()
+"""
+    done = run(["--nproc-per-node", "3", *write(tmp_path, body)])
+    assert done.returncode == 0, done.stderr
+    assert [json.loads(line)["value"] for line in done.stdout.splitlines()] == [[3.0, 3.0, 3.0]] * 3
+
+
+def test_workers_have_random_streams_of_their_own(tmp_path: Path) -> None:
+    body = "import random, numpy\nsay('r', a=random.random(), b=float(numpy.random.rand()))"
+    done = run(["--nproc-per-node", "3", *write(tmp_path, body)])
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len({row["a"] for row in rows}) == 3 and len({row["b"] for row in rows}) == 3
+
+
+def test_without_elastic_the_first_failure_ends_the_job_with_its_code(tmp_path: Path) -> None:
+    body = "time.sleep(0.3)\nif os.environ['RANK'] == '1': sys.exit(7)\ntime.sleep(600)"
+    done = run(["--nproc-per-node", "3", *write(tmp_path, body)])
+    assert done.returncode == 7
+    assert done.stderr.count("exit code 7") == 1
+
+
+def test_membership_outside_the_launcher_says_which_launcher(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, *write(tmp_path, "", MEMBER)],
+        capture_output=True, text=True, timeout=PATIENCE, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode != 0 and "python -m megatron.elastic.launch" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [(["/nowhere.py"], "training_script"), (["--nnodes", "2", "--node-rank", "5", "X"], "--node-rank")],
+)
+def test_bad_input_is_one_line_and_exit_code_1(arguments: list[str], word: str) -> None:
+    done = run(arguments)
+    assert done.returncode == 1 and word in done.stderr
+    assert done.stderr.count("\n") == 1 and done.stdout == ""
+
+
+def test_a_port_in_use_is_one_line(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("0.0.0.0", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        done = run(["--nnodes", "1", "--master-port", str(port), *write(tmp_path, "")])
+    assert done.returncode == 1
+    lines = [line for line in done.stderr.splitlines() if line]
+    assert len(lines) == 1 and "--master-port" in lines[0], done.stderr
+
+
+def test_an_error_before_taking_part_ends_the_job_with_its_code(tmp_path: Path) -> None:
+    done = run(["--nproc-per-node", "2", *write(tmp_path, "raise RuntimeError('no such flag')"), "--elastic"])
+    assert done.returncode == 1 and "RuntimeError: no such flag" in done.stderr
+
+
+def test_an_error_at_the_same_step_again_ends_the_job_with_code_5_and_the_traceback(tmp_path: Path) -> None:
+    body = """
+step = 0
+while True:
+    m.publish(Activity(step, "compute"))
+    time.sleep(0.02)
+    if m.frozen() > d.generation:
+        d = agree()
+    if m.rank == min(d.members) and step == 5:
+        raise ValueError("sample 77 is broken")
+    step = min(step + 1, 5)
+"""
+    done = run(["--nproc-per-node", "3", *write(tmp_path, body, MEMBER), "--elastic"])
+    assert done.returncode == 5, done.stderr
+    assert "step 5 fails deterministically" in done.stderr and "ValueError: sample 77 is broken" in done.stderr
+    assert "lost rank 0" in done.stderr and "lost rank 1" in done.stderr, "the second failure is on another rank"
+
+
+def test_finish_with_a_code_is_the_jobs_code(tmp_path: Path) -> None:
+    done = run(["--nproc-per-node", "2", *write(tmp_path, "m.finish(4); sys.exit(4)", MEMBER), "--elastic"])
+    assert done.returncode == 4 and "lost rank" not in done.stderr
+
+
+def test_last_log_lines_reach_the_summary_and_the_survivors(tmp_path: Path) -> None:
+    body = """
+if m.rank == 1 and m.incarnation == 0:
+    print("about to die: disk on fire", file=sys.stderr)
+    os.kill(os.getpid(), signal.SIGSEGV)
+while m.frozen() < 2: time.sleep(0.01)
+d = agree()
+say("decided", generation=d.generation, lost=[[l.cause, list(l.last_lines)] for l in d.lost])
+m.finish(0)
+"""
+    logs = tmp_path / "logs"
+    options = ["--nproc-per-node", "2", "--log-dir", str(logs), "--tee", "3", "--no-respawn"]
+    done = run([*options, *write(tmp_path, body, MEMBER), "--elastic"])
+    assert done.returncode == 0, done.stderr
+    assert "lost rank 1" in done.stderr and "signal SIGSEGV" in done.stderr
+    assert "| about to die: disk on fire" in done.stderr
+    assert "[default0]:" in done.stdout, "torchrun's prefix of teed lines"
+    told = [line for line in done.stdout.splitlines() if "disk on fire" in line]
+    assert len(told) == 1 and "[default0]" in told[0]
+    assert list(logs.rglob("1/stderr.log"))
+
+
+def test_redirected_output_stays_off_the_console_and_filtered_ranks_are_silent(tmp_path: Path) -> None:
+    command = write(tmp_path, 'say("hello")')
+    done = run(["--nproc-per-node", "2", "--redirects", "3", "--log-dir", str(tmp_path / "logs"), *command])
+    assert done.stdout == "" and len(list((tmp_path / "logs").rglob("stdout.log"))) == 2
+    done = run(["--nproc-per-node", "3", "--local-ranks-filter", "0,2", *command])
+    assert sorted(json.loads(line)["rank"] for line in done.stdout.splitlines()) == [0, 2]
+
+
+CHILDREN = """
+import subprocess
+from multiprocessing import get_context
+child = get_context("fork").Process(target=time.sleep, args=(600,))
+child.start()
+other = subprocess.Popen(["sleep", "600"])
+say("children", pids=[child.pid, other.pid])
+while True:
+    time.sleep(0.05)
+    if m.frozen() > d.generation: d = agree(); say("decided", generation=d.generation, members=list(d.members))
+"""
+
+
+def test_a_workers_children_end_with_it_and_with_the_launcher(tmp_path: Path) -> None:
+    command = write(tmp_path, CHILDREN, MEMBER)
+    with cluster(2, command=command, script_options=("--elastic",), options=("--no-respawn",)) as job:
+        job.wait(lambda: len(job.of("children")) == 2, "children started")
+        pids = {event["rank"]: event["pids"] for event in job.of("children")}
+        job.kill(1)
+        job.wait(lambda: bool(job.of("decided", generation=2)), "the survivor goes on")
+        job.wait(lambda: not any(is_alive(pid) for pid in pids[1]), "children of the dead end")
+        assert all(is_alive(pid) for pid in pids[0])
+        job.agents[0].kill()
+        job.wait(lambda: not any(is_alive(pid) for pid in pids[0]), "children end with the launcher")
+
+
+def test_ctrl_c_twice_ends_at_once_and_leaves_nothing() -> None:
+    with cluster(2, script_options=("--seconds", "600", "--step-seconds", "300")) as job:
+        job.wait_members([0, 1])
+        os.kill(job.agents[0].pid, signal.SIGINT)
+        job.wait_text("asking the workers to save")
+        os.kill(job.agents[0].pid, signal.SIGINT)
+        assert job.exit_code() == 128 + signal.SIGINT
+        assert not job.survivors() and job.port_is_free()
+
+
+def test_a_drain_that_takes_too_long_is_ended_after_the_grace() -> None:
+    options = ("--shutdown-timeout", "1")
+    with cluster(2, options=options, script_options=("--seconds", "600", "--step-seconds", "300")) as job:
+        job.wait_members([0, 1])
+        os.kill(job.agents[0].pid, signal.SIGTERM)
+        assert job.exit_code() == 128 + signal.SIGTERM
+        assert not job.survivors()
+
+
+def test_ctl_shows_and_drains_a_running_job() -> None:
+    def ctl(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "megatron.elastic.ctl", *arguments]
+        environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+        return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, env=environ, cwd=ROOT)
+
+    with cluster(3, script_options=("--seconds", "600")) as job:
+        job.wait_members([0, 1, 2])
+        done = ctl("status", "--run-id", job.run_id)
+        status = json.loads(done.stdout)
+        assert status["members"] == [0, 1, 2] and status["generation"]["decided"] == 1
+        assert set(status["workers_here"]) == {"0", "1", "2"}
+        assert ctl("checkpoint", "--run-id", job.run_id).returncode == 0
+        job.wait(lambda: {e["rank"] for e in job.of("asks", what="checkpoint")} == {0, 1, 2}, "everybody saves")
+        wrong = ctl("drain", "--run-id", "no-such-job")
+        assert wrong.returncode == 1 and "no agent of job" in wrong.stderr and "Traceback" not in wrong.stderr
+        assert "no such ranks" in ctl("drain", "--run-id", job.run_id, "--ranks", "9").stderr
+        assert ctl("drain", "--run-id", job.run_id).returncode == 0
+        assert job.exit_code() == 3
