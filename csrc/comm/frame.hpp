@@ -1,0 +1,54 @@
+// What travels on a link: a 64-byte header and up to `length` bytes of payload.
+//
+// A message is one or more frames with the same key, in order; `offset` and
+// `total` place each. A Reference frame carries no payload: it names a block of
+// the sender's outbox, which the receiver reads in place and hands back with an
+// Ack. Frames of an older generation than the receiver's are discarded; frames
+// of a newer one wait in the link.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace elastic::comm {
+
+enum class FrameKind : uint16_t { Data = 1, Reference = 2, Ack = 3, Abort = 4, Pad = 5 };
+
+// Which message: the group's identity, and either (sequence, phase) of a
+// collective (top bit set) or the tag of a point-to-point message.
+struct Key {
+  uint64_t group = 0;
+  uint64_t tag = 0;
+  bool operator==(const Key& o) const { return group == o.group && tag == o.tag; }
+};
+
+struct KeyHash {
+  size_t operator()(const Key& k) const {
+    return size_t((k.group ^ (k.tag * 0x9e3779b97f4a7c15ull)) * 0xd6e8feb86659fd93ull >> 7);
+  }
+};
+
+constexpr uint64_t kCollectiveBit = 1ull << 63;
+constexpr int kPhaseBits = 24;
+
+inline uint64_t collective_tag(uint32_t sequence, uint32_t phase) {
+  return kCollectiveBit | uint64_t(sequence) << kPhaseBits | phase;
+}
+
+constexpr uint32_t kFrameMagic = 0x45464d31;
+
+struct alignas(64) FrameHeader {
+  uint32_t magic = kFrameMagic;
+  FrameKind kind = FrameKind::Data;
+  uint16_t flags = 0;
+  uint64_t generation = 0;
+  Key key;
+  uint64_t offset = 0;
+  uint64_t total = 0;
+  uint64_t length = 0;  // payload bytes; for Reference: bytes in the block; for Abort: the lost rank + 1
+  uint32_t block = 0;   // Reference, Ack
+  uint32_t reserved = 0;
+};
+static_assert(sizeof(FrameHeader) == 64, "frames are cache-line sized");
+
+}  // namespace elastic::comm

@@ -1,0 +1,68 @@
+// An ordered member list over the links, edited in place.
+//
+// `members` never change; `living` are those of the present generation in the
+// same order. Work on one group runs in the order it was asked for: at once in
+// the caller's thread when nothing is queued, else behind what is.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+namespace elastic::comm {
+
+class Workers;
+
+struct Group {
+  uint64_t id = 0;
+  std::string name;
+  std::vector<int> members;  // global ranks
+  std::vector<int> living;   // of the present generation; written under the hub's exclusive lock
+  std::atomic<int> me{-1};   // this process's position in `living`
+  std::atomic<int> count{0}; // living.size(), readable without the topology
+  std::atomic<uint32_t> sequence{0};   // collectives begun in this generation
+  std::atomic<int> lost{-1};           // a member another one found lost (Abort frame)
+  std::atomic<bool> aborted{false};    // by abort(): everything on this group fails from now on
+  std::atomic<bool> broken{false};     // a collective failed half-way: later ones of the generation do too
+
+  // Runs `work` after everything asked for earlier; returns when it has run. Rethrows.
+  void run(Workers& workers, const std::function<void()>& work);
+  // Queues `work` (which must not throw) and returns at once.
+  void enqueue(Workers& workers, std::function<void()> work);
+
+ private:
+  void drain();
+  std::mutex mutex_;
+  bool busy_ = false;
+  std::deque<std::function<void()>> queue_;
+  std::weak_ptr<Group> self_;
+  friend class Hub;
+};
+
+using GroupPtr = std::shared_ptr<Group>;
+
+// Threads made when needed, gone when idle for a while.
+class Workers {
+ public:
+  ~Workers();
+  void submit(std::function<void()> task);
+  void stop();  // Runs what is queued, then joins.
+
+ private:
+  void loop();
+  std::mutex mutex_;
+  std::condition_variable ready_;
+  std::condition_variable gone_;
+  std::deque<std::function<void()>> tasks_;
+  size_t idle_ = 0;
+  size_t threads_ = 0;
+  bool stopping_ = false;
+};
+
+}  // namespace elastic::comm

@@ -1,0 +1,199 @@
+// The communicator of one process: its links, its groups, its generation.
+//
+// Everything that uses links holds the topology lock shared; edit() holds it
+// alone, so it begins only when all work of older generations has left (they
+// are woken by the frozen word) and nobody sees links change under it.
+//
+// Waiting: look at the rings for a moment, yield, then sleep in epoll on the
+// doorbell and all sockets. One thread sleeps there at a time (the leader) and
+// takes in messages for all; others sleep on a condition variable.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
+#include <list>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <shared_mutex>
+#include <string>
+#include <thread>
+#include <unordered_map>
+#include <vector>
+
+#include "errors.hpp"
+#include "group.hpp"
+#include "link.hpp"
+#include "listener.hpp"
+#include "outbox.hpp"
+
+namespace elastic::comm {
+
+using Clock = std::chrono::steady_clock;
+
+struct HubConfig {
+  int rank = 0;
+  int slots = 1;
+  uint64_t incarnation = 0;
+  std::string run_id;
+  std::string secret;
+  std::string bind = "127.0.0.1";   // IPv4 address to listen on and to be reached at
+  bool shared_memory = true;
+  double handshake_seconds = 3.0;
+  size_t outbox_bytes = 0;          // 0: by the number of slots
+  size_t ring_bytes = 0;
+};
+
+// How to reach one incarnation of a rank.
+struct Peer {
+  int rank = 0;
+  uint64_t incarnation = 0;
+  std::string ip;
+  int port = 0;
+  std::string unix_name;  // empty: no shared memory there
+  std::string machine;    // same text: same host and network namespace
+};
+
+struct EditStats {
+  double quiesce = 0, drop = 0, connect = 0, publish = 0;  // seconds
+  int opened = 0, dropped = 0, groups = 0;
+};
+
+// What a wait depends on besides its condition.
+struct WaitScope {
+  uint64_t generation = 0;
+  Clock::time_point deadline{};
+  double seconds = 0;                              // the time-out the deadline came from
+  bool background = false;                         // the progress thread: leads only while nobody else waits
+  const Group* group = nullptr;                    // may be lost to an Abort
+  std::function<void(std::vector<int>*)> missing;  // ranks still waited for
+};
+
+class Hub final : public LinkHost {
+ public:
+  explicit Hub(HubConfig config);
+  ~Hub() override;
+
+  const HubConfig& config() const { return config_; }
+  Peer self() const { return self_; }
+  const std::string& notice() const { return notice_; }  // why not shared memory; empty when it is used
+
+  EditStats edit(uint64_t generation, const std::vector<Peer>& members, double timeout);
+  // Opens links to lower ranks ahead of an edit that may admit this process. Returns how many stand.
+  int prepare(const std::vector<Peer>& members, double timeout);
+  void interrupt(uint64_t generation);
+  // Fails what runs on `group` and all later work on it.
+  void abort(Group& group);
+  void close();
+
+  uint64_t generation() const override { return generation_.load(std::memory_order_acquire); }
+  uint64_t frozen() const { return frozen_.load(std::memory_order_acquire); }
+  std::vector<int> alive() const;
+  GroupPtr group(const std::string& name, const std::vector<int>& members);
+  void release(const GroupPtr& group);
+  std::vector<int> waiting_for() const;
+  std::map<std::string, uint64_t> counters() const;
+  std::string transport(int rank) const;
+
+  // --- for operations ---
+  using Shared = std::shared_lock<std::shared_mutex>;
+  // Holds the topology for one operation. Throws GenerationChanged when `generation` is not the present one.
+  Shared enter(uint64_t generation);
+  Link* link(int rank) { return links_[size_t(rank)].get(); }
+  LinkPtr link_ptr(int rank) { return links_[size_t(rank)]; }
+  bool is_alive(int rank) const { return alive_[size_t(rank)]; }
+  // Bytes of a pipeline chunk: the same in every process of the job.
+  size_t chunk_bytes() const { return chunk_bytes_; }
+  Outbox* outbox() { return outbox_.get(); }
+  // All living members say they can share memory on one machine: the same answer on each of them.
+  bool shares_memory() const { return shares_memory_; }
+  Workers& workers() { return workers_; }
+  // Until done() or an error; takes messages in meanwhile. With the topology held.
+  void wait(const WaitScope& scope, const std::function<bool()>& done);
+  bool pump();  // One round over all links; whether anything moved.
+
+  // --- LinkHost ---
+  void block_returned(uint32_t block) override;
+  void group_aborted(uint64_t group, int lost) override;
+  void wake_local() override;
+  void background_changed(int by) override;
+
+ private:
+  struct Dial;
+  void check(const WaitScope& scope, unsigned spin) const;
+  void sleep(const WaitScope& scope, const std::function<bool()>& done);
+  bool any_input() const;
+  bool poll_sockets(int milliseconds);
+  void kick();  // Makes the leader look again.
+  std::unique_ptr<Negotiation> accept(int socket, bool unix_socket);
+  Refusal admit(const Identity& who);
+  void established(std::unique_ptr<Negotiation> negotiation);
+  LinkPtr make_link(Negotiation& negotiation);
+  Parts make_parts(uint64_t ring_bytes, const std::shared_ptr<SharedMemory>& ring);
+  std::unique_ptr<Dial> start_dial(const Peer& peer);
+  void connect(std::map<int, Peer> missing, Clock::time_point deadline, double timeout,
+               const std::function<void()>& check, std::map<int, LinkPtr>* opened);
+  bool step_dial(Dial& dial, std::map<int, Peer>& missing, std::map<int, LinkPtr>* opened);
+  void collect_parked(std::map<int, Peer>& missing, std::map<int, LinkPtr>* opened);
+  void progress_loop();
+  void place_group(Group& group) const;
+  bool uses_sockets() const { return socket_links_ > 0; }
+
+  HubConfig config_;
+  Secrets secrets_;
+  Peer self_;
+  std::string notice_;
+  size_t ring_bytes_;
+  size_t chunk_bytes_;
+  std::unique_ptr<Outbox> outbox_;
+  std::unique_ptr<Listener> listener_;
+  int epoll_ = -1;
+  int bell_ = -1;        // peers ring it; also for waking ourselves
+  int edit_bell_ = -1;   // a link was parked, or an interrupt: an edit in progress looks again
+
+  mutable std::shared_mutex topology_;
+  std::vector<LinkPtr> links_;       // by rank; null where none
+  std::vector<bool> alive_;
+  std::vector<Link*> living_links_;  // those of the living, for pump()
+  int socket_links_ = 0;
+  bool shares_memory_ = false;
+  unsigned spin_ = 0;                // rounds before yielding
+  std::unordered_map<uint64_t, GroupPtr> groups_;
+  mutable std::mutex groups_mutex_;
+  std::mutex edit_mutex_;
+
+  std::mutex parked_mutex_;
+  std::map<int, LinkPtr> parked_;            // opened by the other side, not yet in an edit
+  std::vector<uint64_t> known_;              // newest incarnation heard of, by rank
+  std::vector<uint64_t> linked_;             // incarnation + 1 of the link in use, 0 where none
+
+  std::atomic<uint64_t> generation_{0};
+  std::atomic<uint64_t> frozen_{0};
+  std::atomic<bool> editing_{false};
+  std::atomic<bool> closed_{false};
+
+  std::mutex wake_mutex_;
+  std::condition_variable wake_;
+  uint64_t wake_count_ = 0;
+  bool led_ = false;
+  bool led_by_progress_ = false;
+  std::atomic<int> followers_{0};
+  std::atomic<bool> asleep_{false};
+
+  mutable std::mutex waits_mutex_;
+  std::list<std::vector<int>> waits_;
+
+  std::mutex background_mutex_;
+  std::condition_variable background_cv_;
+  std::atomic<int> background_{0};
+  std::atomic<int> waiters_{0};  // threads in wait() on somebody's behalf, not the progress thread
+  bool background_stop_ = false;
+  std::thread progress_;
+
+  Workers workers_;
+};
+
+}  // namespace elastic::comm

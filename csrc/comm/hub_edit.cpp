@@ -1,0 +1,386 @@
+// Editing: which links exist, and since when.
+//
+// For a pair the higher rank dials. A link the other side opened waits, parked,
+// until an edit names its incarnation; so a spare can open links ahead of time,
+// and both sides of an edit may come in any order. All dials run at once from
+// one poll loop, which also sees arrivals and interrupts.
+#include <arpa/inet.h>
+#include <fcntl.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <poll.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+
+#include "hub.hpp"
+#include "link_shm.hpp"
+#include "link_tcp.hpp"
+
+namespace elastic::comm {
+namespace {
+
+double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
+
+bool refused_for_good(int error) { return error == ECONNREFUSED || error == ENOENT || error == ENETUNREACH; }
+
+constexpr auto kRetry = std::chrono::milliseconds(3);
+
+}  // namespace
+
+// ---------------------------------------------------------------- making links
+
+Parts Hub::make_parts(uint64_t ring_bytes, const std::shared_ptr<SharedMemory>& ring) {
+  Parts parts;
+  if (ring_bytes == 0 || !outbox_) return parts;
+  try {
+    *ring = SharedMemory::create("elastic-ring", ring_segment_bytes(ring_bytes));
+  } catch (const CommError&) {
+    return parts;  // No room: the link goes over the socket itself.
+  }
+  parts.ring_bytes = ring_bytes;
+  parts.descriptors = {ring->fd(), outbox_->fd(), bell_};
+  return parts;
+}
+
+std::unique_ptr<Negotiation> Hub::accept(int socket, bool unix_socket) {
+  auto ring = std::make_shared<SharedMemory>();
+  auto handshake = Handshake::accept(
+      socket, secrets_, {config_.rank, config_.incarnation}, unix_socket,
+      [this](Identity who) { return admit(who); },
+      [this, ring](uint64_t bytes) { return make_parts(bytes, ring); });
+  return std::make_unique<Negotiation>(std::move(handshake), std::move(ring));
+}
+
+Refusal Hub::admit(const Identity& who) {
+  if (who.rank < 0 || who.rank >= config_.slots || who.rank == config_.rank) return Refusal::Garbage;
+  std::lock_guard<std::mutex> lock(parked_mutex_);
+  const size_t r = size_t(who.rank);
+  if (who.incarnation < known_[r]) return Refusal::Stale;
+  if (linked_[r] == who.incarnation + 1) return Refusal::Duplicate;
+  return Refusal::None;
+}
+
+LinkPtr Hub::make_link(Negotiation& n) {
+  const Identity peer = n.handshake.peer();
+  const Parts own = n.handshake.take_own_parts();
+  Parts theirs = n.handshake.take_peer_parts();
+  const bool shared = own.ring_bytes != 0 && theirs.ring_bytes == own.ring_bytes && theirs.descriptors.size() == 3;
+  if (!shared) {
+    for (int fd : theirs.descriptors) ::close(fd);
+    return std::make_shared<TcpLink>(*this, peer.rank, peer.incarnation, n.handshake.take_socket());
+  }
+  ShmParts parts;
+  parts.capacity = size_t(own.ring_bytes);
+  parts.own = std::move(*n.ring);
+  parts.peer_doorbell = theirs.descriptors[2];
+  try {
+    parts.peer = SharedMemory::open(theirs.descriptors[0], ring_segment_bytes(parts.capacity));
+    theirs.descriptors[0] = -1;
+    parts.outbox = SharedMemory::open(theirs.descriptors[1], Outbox::kDataOffset);
+    theirs.descriptors[1] = -1;
+    return std::make_shared<ShmLink>(*this, peer.rank, peer.incarnation, n.handshake.take_socket(), std::move(parts));
+  } catch (...) {
+    ::close(theirs.descriptors[2]);
+    throw;
+  }
+}
+
+void Hub::established(std::unique_ptr<Negotiation> n) {
+  LinkPtr link = make_link(*n);
+  {
+    std::lock_guard<std::mutex> lock(parked_mutex_);
+    const size_t r = size_t(link->rank);
+    if (link->incarnation < known_[r] || linked_[r] == link->incarnation + 1) return;
+    known_[r] = std::max(known_[r], link->incarnation);
+    parked_[link->rank] = std::move(link);
+  }
+  eventfd_write(edit_bell_, 1);
+}
+
+// ---------------------------------------------------------------- dialing
+
+struct Hub::Dial {
+  Peer peer;
+  std::unique_ptr<Negotiation> negotiation;
+  int connecting = -1;         // socket not connected yet
+  Clock::time_point again{};   // when to try next, while neither of the two
+  int fd() const { return connecting >= 0 ? connecting : (negotiation ? negotiation->handshake.socket() : -1); }
+  ~Dial() {
+    if (connecting >= 0) ::close(connecting);
+  }
+};
+
+std::unique_ptr<Hub::Dial> Hub::start_dial(const Peer& peer) {
+  auto dial = std::make_unique<Dial>();
+  dial->peer = peer;
+  const bool local = outbox_ && !peer.unix_name.empty() && peer.machine == self_.machine;
+  const int fd = socket(local ? AF_UNIX : AF_INET, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+  if (fd < 0) throw CommError(std::string("socket: ") + std::strerror(errno));
+  dial->connecting = fd;
+  int rc;
+  if (local) {
+    sockaddr_un name{};
+    name.sun_family = AF_UNIX;
+    const size_t length = std::min(peer.unix_name.size(), sizeof name.sun_path - 1);
+    std::memcpy(name.sun_path + 1, peer.unix_name.data(), length);
+    rc = ::connect(fd, reinterpret_cast<sockaddr*>(&name), socklen_t(offsetof(sockaddr_un, sun_path) + 1 + length));
+  } else {
+    const int one = 1;
+    setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
+    sockaddr_in name{};
+    name.sin_family = AF_INET;
+    name.sin_port = htons(uint16_t(peer.port));
+    if (inet_pton(AF_INET, peer.ip.c_str(), &name.sin_addr) != 1) throw CommError("not an IPv4 address: " + peer.ip);
+    rc = ::connect(fd, reinterpret_cast<sockaddr*>(&name), sizeof name);
+  }
+  if (rc != 0 && errno != EINPROGRESS) {
+    if (refused_for_good(errno)) throw PeerLost(peer.rank, "connection refused");
+    ::close(fd);
+    dial->connecting = -1;
+    dial->again = Clock::now() + kRetry;  // EAGAIN: its backlog is full
+  }
+  return dial;
+}
+
+// Whether `dial` is over.
+bool Hub::step_dial(Dial& dial, std::map<int, Peer>& missing, std::map<int, LinkPtr>* opened) {
+  if (dial.connecting >= 0) {
+    int error = 0;
+    socklen_t size = sizeof error;
+    getsockopt(dial.connecting, SOL_SOCKET, SO_ERROR, &error, &size);
+    if (error != 0) {
+      if (refused_for_good(error)) throw PeerLost(dial.peer.rank, "connection refused");
+      ::close(dial.connecting);
+      dial.connecting = -1;
+      dial.again = Clock::now() + kRetry;
+      return false;
+    }
+    auto ring = std::make_shared<SharedMemory>();
+    const bool local = outbox_ && !dial.peer.unix_name.empty() && dial.peer.machine == self_.machine;
+    const uint64_t bytes = local ? ring_bytes_ : 0;
+    auto handshake = Handshake::dial(dial.connecting, secrets_, {config_.rank, config_.incarnation},
+                                     {dial.peer.rank, dial.peer.incarnation},
+                                     [this, ring, bytes] { return make_parts(bytes, ring); });
+    dial.connecting = -1;
+    dial.negotiation = std::make_unique<Negotiation>(std::move(handshake), std::move(ring));
+  }
+  switch (dial.negotiation->handshake.advance()) {
+    case Handshake::Progress::Again:
+      return false;
+    case Handshake::Progress::Failed:
+      // Turned away or cut off; an arrival or a newer generation may explain it.
+      dial.negotiation.reset();
+      dial.again = Clock::now() + kRetry;
+      return false;
+    default:
+      (*opened)[dial.peer.rank] = make_link(*dial.negotiation);
+      missing.erase(dial.peer.rank);
+      return true;
+  }
+}
+
+void Hub::collect_parked(std::map<int, Peer>& missing, std::map<int, LinkPtr>* opened) {
+  std::lock_guard<std::mutex> lock(parked_mutex_);
+  for (auto it = missing.begin(); it != missing.end();) {
+    const auto parked = parked_.find(it->first);
+    if (parked != parked_.end() && parked->second->incarnation == it->second.incarnation && !parked->second->dead()) {
+      (*opened)[it->first] = std::move(parked->second);
+      parked_.erase(parked);
+      it = missing.erase(it);
+    } else {
+      ++it;
+    }
+  }
+}
+
+void Hub::connect(std::map<int, Peer> missing, Clock::time_point deadline, double timeout,
+                  const std::function<void()>& check, std::map<int, LinkPtr>* opened) {
+  std::list<std::unique_ptr<Dial>> dials;
+  collect_parked(missing, opened);
+  for (const auto& [rank, peer] : missing) {
+    if (config_.rank > rank) dials.push_back(start_dial(peer));
+  }
+  while (!missing.empty()) {
+    check();
+    if (Clock::now() >= deadline) {
+      std::vector<int> ranks;
+      for (const auto& entry : missing) ranks.push_back(entry.first);
+      throw Timeout(timeout, ranks);
+    }
+    std::vector<pollfd> watched{{edit_bell_, POLLIN, 0}};
+    int patience = 50;
+    for (auto& dial : dials) {
+      if (dial->fd() < 0) patience = 1;
+      const bool writes = dial->connecting >= 0 || (dial->negotiation && dial->negotiation->handshake.wants_write());
+      watched.push_back({dial->fd(), short(POLLIN | (writes ? POLLOUT : 0)), 0});
+    }
+    poll(watched.data(), nfds_t(watched.size()), patience);
+    eventfd_t count;
+    if (watched[0].revents != 0) eventfd_read(edit_bell_, &count);
+    collect_parked(missing, opened);
+    size_t i = 1;
+    for (auto it = dials.begin(); it != dials.end(); ++i) {
+      bool over = missing.count((*it)->peer.rank) == 0;
+      if (!over && (*it)->fd() < 0) {
+        if (Clock::now() >= (*it)->again) *it = start_dial((*it)->peer);
+      } else if (!over && watched[i].revents != 0) {
+        over = step_dial(**it, missing, opened);
+      }
+      it = over ? dials.erase(it) : std::next(it);
+    }
+  }
+}
+
+int Hub::prepare(const std::vector<Peer>& members, double timeout) {
+  std::map<int, Peer> missing;
+  for (const Peer& p : members) {
+    if (p.rank < config_.rank) missing[p.rank] = p;
+  }
+  std::map<int, LinkPtr> opened;
+  const auto deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout));
+  const uint64_t frozen_before = frozen();
+  const size_t wanted = missing.size();
+  try {
+    connect(std::move(missing), deadline, timeout,
+            [&] {
+              if (frozen() > frozen_before) throw GenerationChanged(frozen());
+            },
+            &opened);
+  } catch (const CommError&) {
+    // What stands, stands; the edit opens the rest.
+  }
+  (void)wanted;
+  std::lock_guard<std::mutex> lock(parked_mutex_);
+  for (auto& [rank, link] : opened) parked_[rank] = std::move(link);
+  return int(opened.size());
+}
+
+// ---------------------------------------------------------------- the edit
+
+EditStats Hub::edit(uint64_t generation, const std::vector<Peer>& members, double timeout) {
+  std::lock_guard<std::mutex> one_at_a_time(edit_mutex_);
+  EditStats stats;
+  const auto start = Clock::now();
+  const auto deadline = start + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout));
+  if (closed_.load()) throw CommError("the communicator was closed");
+  const auto check = [&] {
+    if (frozen() > generation) throw GenerationChanged(frozen());
+  };
+  check();
+  struct Flag {
+    std::atomic<bool>& flag;
+    explicit Flag(std::atomic<bool>& f) : flag(f) { flag.store(true); }
+    ~Flag() { flag.store(false); }
+  } flag(editing_);
+  interrupt(generation);  // whatever still runs belongs to an older generation
+  std::unique_lock<std::shared_mutex> alone(topology_);
+  stats.quiesce = seconds_since(start);
+
+  std::map<int, Peer> wanted;
+  for (const Peer& p : members) {
+    if (p.rank < 0 || p.rank >= config_.slots) throw CommError("member outside the slots");
+    if (p.rank != config_.rank) wanted[p.rank] = p;
+  }
+  auto mark = Clock::now();
+  const auto changed = std::make_exception_ptr(GenerationChanged(generation));
+  living_links_.clear();
+  std::fill(alive_.begin(), alive_.end(), false);
+  std::map<int, Peer> missing;
+  for (int r = 0; r < config_.slots; ++r) {
+    LinkPtr& link = links_[size_t(r)];
+    const auto want = wanted.find(r);
+    if (link) {
+      link->purge(changed);
+      if (want == wanted.end() || want->second.incarnation != link->incarnation || link->dead()) {
+        link->unwatch();
+        link.reset();
+        ++stats.dropped;
+      }
+    }
+    if (want != wanted.end() && !link) missing.insert(*want);
+  }
+  {
+    std::lock_guard<std::mutex> lock(parked_mutex_);
+    for (size_t r = 0; r < links_.size(); ++r) linked_[r] = links_[r] ? links_[r]->incarnation + 1 : 0;
+    for (const auto& [rank, peer] : wanted) known_[size_t(rank)] = std::max(known_[size_t(rank)], peer.incarnation);
+    for (auto it = parked_.begin(); it != parked_.end();) {
+      const bool stale = it->second->incarnation < known_[size_t(it->first)];
+      it = stale ? parked_.erase(it) : std::next(it);
+    }
+  }
+  stats.drop = seconds_since(mark);
+
+  mark = Clock::now();
+  std::map<int, LinkPtr> opened;
+  const auto keep = [&] {
+    std::lock_guard<std::mutex> lock(parked_mutex_);
+    for (auto& [rank, link] : opened) {
+      link->watch(epoll_);
+      linked_[size_t(rank)] = link->incarnation + 1;
+      links_[size_t(rank)] = link;
+    }
+  };
+  try {
+    connect(std::move(missing), deadline, timeout, check, &opened);
+  } catch (...) {
+    keep();  // They stand for both sides: the next edit takes them up.
+    throw;
+  }
+  keep();
+  stats.opened = int(opened.size());
+  stats.connect = seconds_since(mark);
+
+  mark = Clock::now();
+  check();
+  if (outbox_) outbox_->start(generation);
+  generation_.store(generation, std::memory_order_release);
+  socket_links_ = 0;
+  int local = 1;
+  shares_memory_ = !self_.unix_name.empty();
+  for (const auto& [rank, peer] : wanted) {
+    alive_[size_t(rank)] = true;
+    shares_memory_ = shares_memory_ && !peer.unix_name.empty() && peer.machine == self_.machine;
+    Link* link = links_[size_t(rank)].get();
+    living_links_.push_back(link);
+    if (link->reads_in_place()) {
+      ++local;
+    } else {
+      ++socket_links_;
+      if (peer.machine == self_.machine) ++local;
+    }
+    link->watch(epoll_);
+    link->pump();  // Frames of this generation may have come before us.
+  }
+  alive_[size_t(config_.rank)] = true;
+  spin_ = unsigned(local) <= std::thread::hardware_concurrency() ? 2000 : 20;
+  {
+    std::lock_guard<std::mutex> lock(groups_mutex_);
+    for (auto& entry : groups_) place_group(*entry.second);
+    stats.groups = int(groups_.size());
+  }
+  stats.publish = seconds_since(mark);
+  return stats;
+}
+
+void Hub::place_group(Group& g) const {
+  g.living.clear();
+  int me = -1;
+  for (int r : g.members) {
+    if (!alive_[size_t(r)]) continue;
+    if (r == config_.rank) me = int(g.living.size());
+    g.living.push_back(r);
+  }
+  g.me.store(me, std::memory_order_relaxed);
+  g.count.store(int(g.living.size()), std::memory_order_relaxed);
+  g.sequence.store(0, std::memory_order_relaxed);
+  g.lost.store(-1, std::memory_order_relaxed);
+  g.broken.store(false, std::memory_order_relaxed);
+}
+
+}  // namespace elastic::comm

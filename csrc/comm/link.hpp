@@ -1,0 +1,139 @@
+// One pair of incarnations: an ordered stream of frames each way.
+//
+// Matching, ordering and failure are here; how bytes travel is the transport's
+// (link_shm, link_tcp). A link is used by many threads: `tx` serialises what is
+// sent, `rx` what arrives. Lock order: rx → tx → leaves (outbox, wake-up).
+//
+// A broken link stays readable until what had arrived is consumed; then all that
+// is pending on it ends with PeerLost.
+#pragma once
+
+#include <atomic>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "frame.hpp"
+#include "message.hpp"
+
+namespace elastic::comm {
+
+// What a link needs of its process.
+class LinkHost {
+ public:
+  virtual ~LinkHost() = default;
+  virtual uint64_t generation() const = 0;
+  virtual void block_returned(uint32_t block) = 0;
+  virtual void group_aborted(uint64_t group, int lost) = 0;
+  virtual void wake_local() = 0;                 // some message ended: threads asleep look again
+  virtual void background_changed(int by) = 0;   // messages the progress thread looks after
+};
+
+class Link {
+ public:
+  Link(LinkHost& host, int rank, uint64_t incarnation);
+  virtual ~Link();
+  Link(const Link&) = delete;
+  Link& operator=(const Link&) = delete;
+
+  const int rank;
+  const uint64_t incarnation;
+
+  virtual const char* transport() const = 0;
+  virtual int socket() const = 0;
+  virtual bool has_input() const = 0;              // without a lock; may err towards false on sockets
+  virtual bool reads_in_place() const { return false; }  // Reference frames work
+  virtual bool still(uint64_t generation) const = 0;     // see outbox.hpp
+  virtual void doorbell() = 0;                     // wakes the peer if it sleeps
+  virtual void watch(int epoll) = 0;               // registers the socket, data = rank
+  virtual void unwatch() = 0;
+  virtual void socket_event(uint32_t events) = 0;
+
+  // Queues `send` behind what is queued and pushes what fits. The doorbell is the caller's.
+  void send(const SendPtr& send);
+  // One small frame with nothing to wait for, pushed or queued with a copy of its payload.
+  void send_copied(const FrameHeader& header, const void* payload, size_t size);
+  void send_small(const Key& key, const void* data, size_t size);
+  void send_reference(const Key& key, uint32_t block, size_t size);
+  void send_ack(uint32_t block);
+  void send_abort(uint64_t group, int lost);
+  void post(const RecvPtr& recv);
+  void cancel(const RecvPtr& recv, const std::exception_ptr& error);
+  void cancel(const SendPtr& send, const std::exception_ptr& error);
+
+  bool pump();   // Takes in what has arrived; whether there was anything.
+  bool flush();  // Pushes what is queued; whether anything moved.
+  // Broken, and everything that had arrived was taken in.
+  bool finished() const { return failed_all_.load(std::memory_order_acquire); }
+  bool needs_flush() const { return queued_.load(std::memory_order_acquire); }
+  bool dead() const { return dead_.load(std::memory_order_acquire); }
+  void mark_dead(const std::string& why);
+  // Ends everything pending with `error`; frames of older generations are void from now on.
+  void purge(const std::exception_ptr& error);
+
+ protected:
+  enum class Gate { Open, Shut };
+  // --- for transports; under the tx lock ---
+  virtual bool push_frame(const FrameHeader& header, const char* payload, size_t size) = 0;
+  virtual size_t largest_payload() const = 0;
+  virtual bool drained() { return true; }           // nothing of the last frame refers to user memory
+  virtual void detach() {}                           // copies what is left of the last frame
+  virtual void waiting_for_room(bool) {}
+  // --- for transports; under the rx lock ---
+  virtual bool pump_frames() = 0;                    // calls gate / begin / end for each frame
+  virtual const char* peer_block(uint32_t, size_t) const { return nullptr; }
+  virtual void redirect() {}                         // the memory begin() returned is gone: discard the rest
+  Gate gate(const FrameHeader& header) const;
+  char* begin(const FrameHeader& header);            // where the payload goes; null: discard
+  void end(const FrameHeader& header);
+
+  LinkHost& host_;
+
+ private:
+  struct Arrived {
+    std::unique_ptr<char[]> heap;
+    size_t total = 0;
+    size_t got = 0;
+    int block = -1;
+    RecvPtr claimed;  // posted while the rest was still coming
+    bool complete() const { return block >= 0 || got == total; }
+  };
+  using ArrivedPtr = std::shared_ptr<Arrived>;
+
+  RecvPtr take_posted(const Key& key);
+  void hand_over(const RecvPtr& recv, Arrived& arrived);
+  void complete_view(const RecvPtr& recv, uint32_t block, size_t size);
+  void finish(const std::shared_ptr<Message>& message, std::exception_ptr error);
+  void look_after(Message& message);
+  void run_ended();
+  std::exception_ptr lost();
+  bool push_message(Send& send, bool* moved);
+  bool flush_locked();
+  void fail_if_dead_locked();
+
+  std::mutex tx_;
+  std::deque<SendPtr> queue_;
+  std::atomic<bool> queued_{false};
+
+  std::mutex rx_;
+  std::unordered_map<Key, std::deque<RecvPtr>, KeyHash> posted_;
+  std::unordered_map<Key, std::deque<ArrivedPtr>, KeyHash> arrived_;
+  RecvPtr current_recv_;
+  ArrivedPtr current_arrived_;
+  Key current_key_;
+
+  std::atomic<bool> dead_{false};
+  std::atomic<bool> failed_all_{false};
+  std::mutex why_mutex_;
+  std::string why_;
+
+  std::mutex ended_mutex_;
+  std::vector<std::function<void()>> ended_;
+};
+
+using LinkPtr = std::shared_ptr<Link>;
+
+}  // namespace elastic::comm

@@ -1,0 +1,192 @@
+#include "listener.hpp"
+
+#include <arpa/inet.h>
+#include <fcntl.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+
+#include "errors.hpp"
+
+namespace elastic::comm {
+namespace {
+
+constexpr size_t kMostHalfWay = 1024;
+constexpr int kBacklog = 1024;
+
+[[noreturn]] void raise(const std::string& what) { throw CommError(what + ": " + std::strerror(errno)); }
+
+void add(int epoll, int fd, uint32_t events, void* data) {
+  epoll_event event{};
+  event.events = events;
+  event.data.ptr = data;
+  epoll_ctl(epoll, EPOLL_CTL_ADD, fd, &event);
+}
+
+int listen_tcp(const std::string& address, int* port) {
+  const int fd = socket(AF_INET, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+  if (fd < 0) raise("socket");
+  sockaddr_in name{};
+  name.sin_family = AF_INET;
+  if (inet_pton(AF_INET, address.c_str(), &name.sin_addr) != 1) {
+    close(fd);
+    throw CommError("not an IPv4 address to bind: " + address);
+  }
+  socklen_t length = sizeof name;
+  if (bind(fd, reinterpret_cast<sockaddr*>(&name), length) != 0 || listen(fd, kBacklog) != 0 ||
+      getsockname(fd, reinterpret_cast<sockaddr*>(&name), &length) != 0) {
+    close(fd);
+    raise("listening on " + address);
+  }
+  *port = ntohs(name.sin_port);
+  return fd;
+}
+
+int listen_unix(const std::string& abstract_name) {
+  const int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+  if (fd < 0) raise("socket");
+  sockaddr_un name{};
+  name.sun_family = AF_UNIX;
+  std::memcpy(name.sun_path + 1, abstract_name.data(), abstract_name.size());
+  const auto length = socklen_t(offsetof(sockaddr_un, sun_path) + 1 + abstract_name.size());
+  if (bind(fd, reinterpret_cast<sockaddr*>(&name), length) != 0 || listen(fd, kBacklog) != 0) {
+    close(fd);
+    raise("listening on a Unix socket");
+  }
+  return fd;
+}
+
+}  // namespace
+
+Listener::Listener(const std::string& address, const std::string& unix_name, double handshake_seconds,
+                   Callbacks callbacks)
+    : callbacks_(std::move(callbacks)), patience_(handshake_seconds) {
+  tcp_ = listen_tcp(address, &port_);
+  if (!unix_name.empty()) unix_ = listen_unix(unix_name);
+  epoll_ = epoll_create1(EPOLL_CLOEXEC);
+  wake_ = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
+  reserve_ = open("/dev/null", O_RDONLY | O_CLOEXEC);
+  add(epoll_, tcp_, EPOLLIN, &tcp_);
+  if (unix_ >= 0) add(epoll_, unix_, EPOLLIN, &unix_);
+  add(epoll_, wake_, EPOLLIN, &wake_);
+  thread_ = std::thread([this] { loop(); });
+}
+
+Listener::~Listener() {
+  stop_.store(true);
+  eventfd_write(wake_, 1);
+  thread_.join();
+  pending_.clear();
+  for (int fd : {tcp_, unix_, epoll_, wake_, reserve_}) {
+    if (fd >= 0) close(fd);
+  }
+}
+
+std::array<uint64_t, 9> Listener::refused() const {
+  std::array<uint64_t, 9> out{};
+  for (size_t i = 0; i < out.size(); ++i) out[i] = refused_[i].load(std::memory_order_relaxed);
+  return out;
+}
+
+void Listener::accept_all(int listening, bool unix_socket) {
+  for (;;) {
+    const int fd = accept4(listening, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
+    if (fd < 0) {
+      if (errno == EINTR || errno == ECONNABORTED) continue;
+      if (errno == EMFILE || errno == ENFILE) {
+        close(reserve_);
+        const int unwanted = accept(listening, nullptr, nullptr);
+        if (unwanted >= 0) close(unwanted);
+        reserve_ = open("/dev/null", O_RDONLY | O_CLOEXEC);
+        ++refused_[size_t(Refusal::Slow)];
+        if (unwanted >= 0) continue;
+      }
+      return;
+    }
+    if (!unix_socket) {
+      const int one = 1;
+      setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
+    }
+    if (pending_.size() >= kMostHalfWay) drop(pending_.begin(), Refusal::Slow);
+    auto negotiation = callbacks_.accept(fd, unix_socket);
+    negotiation->deadline =
+        std::chrono::steady_clock::now() + std::chrono::duration_cast<std::chrono::steady_clock::duration>(patience_);
+    pending_.push_back(std::move(negotiation));
+    half_way_.store(pending_.size(), std::memory_order_relaxed);
+    add(epoll_, fd, EPOLLIN | EPOLLRDHUP, pending_.back().get());
+    advance(std::prev(pending_.end()));
+  }
+}
+
+void Listener::drop(std::list<std::unique_ptr<Negotiation>>::iterator it, Refusal why) {
+  refused_[size_t(why)].fetch_add(1, std::memory_order_relaxed);
+  pending_.erase(it);  // closes the socket, which leaves the epoll set with it
+  half_way_.store(pending_.size(), std::memory_order_relaxed);
+}
+
+void Listener::advance(std::list<std::unique_ptr<Negotiation>>::iterator it) {
+  Negotiation& n = **it;
+  Handshake::Progress progress = Handshake::Progress::Failed;
+  Refusal why = Refusal::Garbage;
+  try {
+    progress = n.handshake.advance();
+    why = n.handshake.refusal();
+  } catch (const CommError&) {
+  }
+  if (progress == Handshake::Progress::Failed) return drop(it, why);
+  if (progress == Handshake::Progress::Again) {
+    if (n.handshake.wants_write()) {
+      epoll_event event{};
+      event.events = EPOLLIN | EPOLLOUT | EPOLLRDHUP;
+      event.data.ptr = &n;
+      epoll_ctl(epoll_, EPOLL_CTL_MOD, n.handshake.socket(), &event);
+    }
+    return;
+  }
+  epoll_ctl(epoll_, EPOLL_CTL_DEL, n.handshake.socket(), nullptr);
+  std::unique_ptr<Negotiation> done = std::move(*it);
+  pending_.erase(it);
+  half_way_.store(pending_.size(), std::memory_order_relaxed);
+  try {
+    callbacks_.established(std::move(done));
+  } catch (const CommError&) {
+    refused_[size_t(Refusal::Garbage)].fetch_add(1, std::memory_order_relaxed);
+  }
+}
+
+void Listener::drop_late() {
+  const auto now = std::chrono::steady_clock::now();
+  while (!pending_.empty() && pending_.front()->deadline <= now) drop(pending_.begin(), Refusal::Slow);
+}
+
+void Listener::loop() {
+  epoll_event events[64];
+  while (!stop_.load()) {
+    const int n = epoll_wait(epoll_, events, 64, pending_.empty() ? -1 : 50);
+    for (int i = 0; i < n; ++i) {
+      void* what = events[i].data.ptr;
+      if (what == &tcp_) {
+        accept_all(tcp_, false);
+      } else if (what == &unix_) {
+        accept_all(unix_, true);
+      } else if (what != &wake_) {
+        for (auto it = pending_.begin(); it != pending_.end(); ++it) {
+          if (it->get() == what) {
+            advance(it);
+            break;
+          }
+        }
+      }
+    }
+    drop_late();
+  }
+}
+
+}  // namespace elastic::comm

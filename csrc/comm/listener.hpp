@@ -1,0 +1,67 @@
+// The listening end: accepts on a Unix and a TCP socket and never blocks.
+//
+// Every connection is a state machine with a deadline. Strangers, stale
+// incarnations, garbage and those that say nothing are closed and counted; when
+// too many are half-way, the oldest goes.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <list>
+#include <memory>
+#include <string>
+#include <thread>
+
+#include "handshake.hpp"
+#include "shared_memory.hpp"
+
+namespace elastic::comm {
+
+// A handshake and the ring made for it.
+struct Negotiation {
+  Negotiation(Handshake h, std::shared_ptr<SharedMemory> r) : handshake(std::move(h)), ring(std::move(r)) {}
+  Handshake handshake;
+  std::shared_ptr<SharedMemory> ring;
+  std::chrono::steady_clock::time_point deadline{};
+};
+
+class Listener {
+ public:
+  struct Callbacks {
+    std::function<std::unique_ptr<Negotiation>(int socket, bool unix_socket)> accept;
+    std::function<void(std::unique_ptr<Negotiation>)> established;
+  };
+  // Throws CommError when it cannot bind. `address`: IPv4 to bind; an empty Unix name means no Unix socket.
+  Listener(const std::string& address, const std::string& unix_name, double handshake_seconds, Callbacks callbacks);
+  ~Listener();
+
+  int port() const { return port_; }
+  // Connections turned away, by Refusal.
+  std::array<uint64_t, 9> refused() const;
+  size_t half_way() const { return half_way_.load(std::memory_order_relaxed); }
+
+ private:
+  void loop();
+  void accept_all(int listening, bool unix_socket);
+  void advance(std::list<std::unique_ptr<Negotiation>>::iterator it);
+  void drop(std::list<std::unique_ptr<Negotiation>>::iterator it, Refusal why);
+  void drop_late();
+
+  Callbacks callbacks_;
+  std::chrono::duration<double> patience_;
+  int tcp_ = -1;
+  int unix_ = -1;
+  int epoll_ = -1;
+  int wake_ = -1;
+  int reserve_ = -1;  // given up for a moment when descriptors run out, to refuse instead of spinning
+  int port_ = 0;
+  std::atomic<bool> stop_{false};
+  std::atomic<size_t> half_way_{0};
+  std::array<std::atomic<uint64_t>, 9> refused_{};
+  std::list<std::unique_ptr<Negotiation>> pending_;  // oldest first
+  std::thread thread_;
+};
+
+}  // namespace elastic::comm

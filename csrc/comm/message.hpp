@@ -1,0 +1,61 @@
+// Messages in flight: one Send or Recv for each, shared by whoever waits and the link.
+//
+// `state` ends as Done or Failed exactly once, under the link's lock; after that
+// nothing reads (Send) or writes (Recv) the user's memory any more.
+#pragma once
+
+#include <atomic>
+#include <exception>
+#include <functional>
+#include <memory>
+
+#include "frame.hpp"
+
+namespace elastic::comm {
+
+enum class MessageState : int { Pending, Done, Failed };
+
+struct Message {
+  std::atomic<MessageState> state{MessageState::Pending};
+  std::exception_ptr error;     // set before state becomes Failed
+  std::function<void()> ended;  // called once, with no lock of the link held; may be empty
+  bool detached = false;        // nobody need wait for it: the progress thread looks after it
+  bool counted = false;         // the progress thread knows of it; under the link's lock
+
+  bool pending() const { return state.load(std::memory_order_acquire) == MessageState::Pending; }
+  void rethrow() const {
+    if (state.load(std::memory_order_acquire) == MessageState::Failed) std::rethrow_exception(error);
+  }
+};
+
+struct Send : Message {
+  FrameHeader header;  // key, generation; offset and length are set frame by frame
+  const char* data = nullptr;
+  size_t size = 0;
+  size_t sent = 0;
+  bool started = false;
+};
+
+// One receive posted at several links: the first message takes it.
+struct AnySource {
+  std::atomic<bool> taken{false};
+};
+
+struct Recv : Message {
+  Key key;
+  size_t size = 0;
+  char* into = nullptr;     // null: the link finds memory for it
+  bool view_allowed = true; // may end with `view` in the sender's outbox; then release it
+  std::shared_ptr<AnySource> any;
+
+  size_t got = 0;
+  int source = -1;          // rank it came from
+  const char* view = nullptr;
+  int block = -1;           // outbox block behind `view`, to be released
+  std::unique_ptr<char[]> heap;
+};
+
+using SendPtr = std::shared_ptr<Send>;
+using RecvPtr = std::shared_ptr<Recv>;
+
+}  // namespace elastic::comm

@@ -1,0 +1,170 @@
+#include "p2p.hpp"
+
+#include <algorithm>
+
+namespace elastic::comm {
+namespace {
+
+LinkPtr link_to(const Call& call, int rank) {
+  LinkPtr link = rank >= 0 && rank < call.hub.config().slots ? call.hub.link_ptr(rank) : nullptr;
+  if (!link || !call.hub.is_alive(rank)) throw PeerLost(rank, "not a living member");
+  return link;
+}
+
+RecvPtr make_recv(const Call& call, uint64_t tag, void* into, size_t size) {
+  auto r = std::make_shared<Recv>();
+  r->key = {call.group.id, tag & ~kCollectiveBit};
+  r->into = static_cast<char*>(into);
+  r->size = size;
+  r->view_allowed = false;
+  r->detached = true;
+  return r;
+}
+
+}  // namespace
+
+bool Request::ended() const {
+  if (!sends_.empty()) return !sends_.front().second->pending();
+  const auto taken = [](const auto& e) { return e.second->state.load() == MessageState::Done; };
+  if (std::any_of(recvs_.begin(), recvs_.end(), taken)) return true;
+  // From any source: failed only when no source is left.
+  return std::none_of(recvs_.begin(), recvs_.end(), [](const auto& e) { return e.second->pending(); });
+}
+
+void Request::withdraw(const std::exception_ptr& error) {
+  for (auto& [link, send] : sends_) {
+    if (send->pending()) link->cancel(send, error);
+  }
+  for (auto& [link, recv] : recvs_) {
+    if (recv->pending()) link->cancel(recv, error);
+  }
+  announce();
+}
+
+void Request::announce() {
+  std::vector<std::function<void()>> calls;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (!ended()) return;
+    ended_announced_ = true;
+    calls.swap(callbacks_);
+  }
+  for (auto& call : calls) call();
+}
+
+void Request::on_end(std::function<void()> fn) {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    callbacks_.push_back(std::move(fn));
+  }
+  announce();
+}
+
+bool Request::test() {
+  if (ended()) return true;
+  try {
+    const auto shared = hub_.enter(generation_);
+    hub_.pump();
+  } catch (...) {
+    withdraw(std::current_exception());
+  }
+  return ended();
+}
+
+void Request::wait(double timeout) {
+  if (!ended()) {
+    try {
+      const auto shared = hub_.enter(generation_);
+      WaitScope scope;
+      scope.generation = generation_;
+      scope.seconds = timeout;
+      scope.deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout));
+      scope.missing = [this](std::vector<int>* ranks) {
+        for (auto& [link, send] : sends_) {
+          if (send->pending()) ranks->push_back(link->rank);
+        }
+        for (auto& [link, recv] : recvs_) {
+          if (recv->pending()) ranks->push_back(link->rank);
+        }
+      };
+      hub_.wait(scope, [this] { return ended(); });
+    } catch (...) {
+      withdraw(std::current_exception());
+    }
+  }
+  announce();
+  if (!sends_.empty()) return sends_.front().second->rethrow();
+  std::exception_ptr error;
+  for (auto& [link, recv] : recvs_) {
+    if (recv->state.load(std::memory_order_acquire) == MessageState::Done) {
+      if (recvs_.size() > 1) {
+        const auto taken = std::make_exception_ptr(CommError("taken by another source"));
+        for (auto& [other, rest] : recvs_) {
+          if (rest->pending()) other->cancel(rest, taken);
+        }
+      }
+      return;
+    }
+    error = recv->error;
+  }
+  if (error) std::rethrow_exception(error);
+}
+
+int Request::source() const {
+  for (const auto& [link, recv] : recvs_) {
+    if (recv->state.load(std::memory_order_acquire) == MessageState::Done) return link->rank;
+  }
+  return -1;
+}
+
+RequestPtr send_to(const Call& call, int to, uint64_t tag, const void* data, size_t size) {
+  const auto shared = call.hub.enter(call.generation);
+  auto request = std::make_shared<Request>(call.hub, call.generation);
+  const LinkPtr link = link_to(call, to);
+  auto s = std::make_shared<Send>();
+  s->header.key = {call.group.id, tag & ~kCollectiveBit};
+  s->header.generation = call.generation;
+  s->data = static_cast<const char*>(data);
+  s->size = size;
+  s->detached = true;
+  s->ended = [weak = std::weak_ptr<Request>(request)] {
+    if (auto r = weak.lock()) r->announce();
+  };
+  request->sends_.emplace_back(link, s);
+  link->send(s);
+  link->doorbell();
+  return request;
+}
+
+RequestPtr receive_from(const Call& call, int from, uint64_t tag, void* into, size_t size) {
+  const auto shared = call.hub.enter(call.generation);
+  auto request = std::make_shared<Request>(call.hub, call.generation);
+  const LinkPtr link = link_to(call, from);
+  auto r = make_recv(call, tag, into, size);
+  r->ended = [weak = std::weak_ptr<Request>(request)] {
+    if (auto q = weak.lock()) q->announce();
+  };
+  request->recvs_.emplace_back(link, r);
+  link->post(r);
+  return request;
+}
+
+RequestPtr receive_from_any(const Call& call, uint64_t tag, void* into, size_t size) {
+  const auto shared = call.hub.enter(call.generation);
+  auto request = std::make_shared<Request>(call.hub, call.generation);
+  const auto any = std::make_shared<AnySource>();
+  for (int rank : call.group.living) {
+    if (rank == call.hub.config().rank) continue;
+    auto r = make_recv(call, tag, into, size);
+    r->any = any;
+    r->ended = [weak = std::weak_ptr<Request>(request)] {
+      if (auto q = weak.lock()) q->announce();
+    };
+    request->recvs_.emplace_back(link_to(call, rank), r);
+  }
+  if (request->recvs_.empty()) throw CommError("nobody to receive from");
+  for (auto& [link, r] : request->recvs_) link->post(r);
+  return request;
+}
+
+}  // namespace elastic::comm

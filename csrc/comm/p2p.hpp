@@ -1,0 +1,48 @@
+// Tagged point-to-point messages: buffered in the link's ring when small, else
+// pushed as room comes, by whoever waits or by the progress thread.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "collectives.hpp"
+
+namespace elastic::comm {
+
+class Request {
+ public:
+  Request(Hub& hub, uint64_t generation) : hub_(hub), generation_(generation) {}
+  // Drives the message a little; whether it has ended (well or not). Never throws.
+  bool test();
+  // Until it has ended; throws what it ended with. After any exception the buffer is free.
+  void wait(double timeout);
+  // Global rank the message came from; -1 before.
+  int source() const;
+  // `fn` is called once, when the message ends, from any thread. At once if it has ended already.
+  void on_end(std::function<void()> fn);
+
+ private:
+  friend std::shared_ptr<Request> send_to(const Call&, int, uint64_t, const void*, size_t);
+  friend std::shared_ptr<Request> receive_from(const Call&, int, uint64_t, void*, size_t);
+  friend std::shared_ptr<Request> receive_from_any(const Call&, uint64_t, void*, size_t);
+  bool ended() const;
+  void withdraw(const std::exception_ptr& error);
+  void announce();
+
+  Hub& hub_;
+  uint64_t generation_;
+  std::vector<std::pair<LinkPtr, SendPtr>> sends_;
+  std::vector<std::pair<LinkPtr, RecvPtr>> recvs_;  // several: from any source
+  mutable std::mutex mutex_;
+  bool ended_announced_ = false;
+  std::vector<std::function<void()>> callbacks_;
+};
+
+using RequestPtr = std::shared_ptr<Request>;
+
+// `to`, `from`: global ranks of living members. Tags below 2^63.
+RequestPtr send_to(const Call& call, int to, uint64_t tag, const void* data, size_t size);
+RequestPtr receive_from(const Call& call, int from, uint64_t tag, void* into, size_t size);
+RequestPtr receive_from_any(const Call& call, uint64_t tag, void* into, size_t size);
+
+}  // namespace elastic::comm

@@ -1,0 +1,247 @@
+#include "pipeline.hpp"
+
+#include <algorithm>
+#include <cstring>
+
+#include "reduce.hpp"
+
+namespace elastic::comm {
+namespace {
+
+constexpr size_t kInline = 4 << 10;  // up to here a frame carries the bytes itself
+
+// One chunk of one part from this member to `to`: through a shared block where
+// that works, else inline. Bytes must stay until finish(), as in Operation::send.
+void send_chunk(Operation& op, int to, uint32_t phase, const Part& part, size_t offset, size_t size) {
+  Outbox* outbox = op.hub().outbox();
+  if (size > kInline && op.in_place(to)) {
+    const int block = outbox->acquire(1);
+    if (block >= 0) {
+      char* at = outbox->block(block);
+      for_pieces(part, offset, size, [&](const char* p, size_t n) {
+        std::memcpy(at, p, n);
+        at += n;
+      });
+      op.share(to, phase, block, size);
+      return;
+    }
+  }
+  const char* data = contiguous(part, offset, size);
+  if (data == nullptr) {
+    char* copy = op.scratch(size);
+    data = copy;
+    for_pieces(part, offset, size, [&](const char* p, size_t n) {
+      std::memcpy(copy, p, n);
+      copy += n;
+    });
+  }
+  op.send(to, phase, data, size);
+}
+
+// The same bytes to several members: written once for those that read in place.
+void publish_chunk(Operation& op, const std::vector<int>& to, uint32_t phase, const Part& part, size_t offset,
+                   size_t size) {
+  Outbox* outbox = op.hub().outbox();
+  std::vector<int> readers;
+  if (size > kInline) {
+    for (int j : to) {
+      if (op.in_place(j)) readers.push_back(j);
+    }
+  }
+  int block = readers.empty() ? -1 : outbox->acquire(int(readers.size()));
+  if (block >= 0) {
+    char* at = outbox->block(block);
+    for_pieces(part, offset, size, [&](const char* p, size_t n) {
+      std::memcpy(at, p, n);
+      at += n;
+    });
+    for (int j : readers) op.share(j, phase, block, size);
+  }
+  for (int j : to) {
+    const bool shared = block >= 0 && op.in_place(j);
+    if (!shared) send_chunk(op, j, phase, part, offset, size);
+  }
+}
+
+void copy_out(const Part& part, size_t offset, const char* from, size_t size) {
+  for_pieces(part, offset, size, [&](char* p, size_t n) {
+    if (p != from) std::memcpy(p, from, n);
+    from += n;
+  });
+}
+
+class Pipeline {
+ public:
+  Pipeline(Operation& op, const PipelineJob& job) : op_(op), job_(job), n_(op.size()), me_(op.me()) {
+    const auto& parts = job.inputs != nullptr ? *job.inputs : *job.outputs;
+    for (const Part& part : parts) {
+      sizes_.push_back(bytes_of(part));
+      largest_ = std::max(largest_, sizes_.back());
+    }
+    chunk_ = op.hub().chunk_bytes();
+    for (int j = 0; j < n_; ++j) {
+      if (j == me_) continue;
+      peers_.push_back(j);
+      if (job.only < 0 || job.only == j) receivers_.push_back(j);
+    }
+    chunks_ = uint32_t((largest_ + chunk_ - 1) / chunk_);
+    gathers_ = job.outputs != nullptr && (job.only < 0 || job.only == me_);
+    arriving_.resize(chunks_);
+    results_.resize(chunks_);
+  }
+
+  void run() {
+    for (uint32_t c = 0; c < chunks_ + 2; ++c) {
+      if (c < chunks_) begin(c);
+      if (c >= 1 && c - 1 < chunks_) reduce_and_publish(c - 1);
+      if (c >= 2) collect(c - 2);
+    }
+  }
+
+ private:
+  size_t length(int part, uint32_t c) const {
+    const size_t at = size_t(c) * chunk_;
+    return at >= sizes_[size_t(part)] ? 0 : std::min(chunk_, sizes_[size_t(part)] - at);
+  }
+
+  // Contributions to everybody's chunk c go out; what will come for it is posted.
+  void begin(uint32_t c) {
+    const size_t at = size_t(c) * chunk_;
+    if (job_.inputs != nullptr) {
+      if (const size_t mine = length(me_, c)) {
+        for (int j : peers_) arriving_[c].push_back(op_.post(j, 2 * c, nullptr, mine));
+      }
+      for (int step = 1; step < n_; ++step) {
+        const int j = (me_ + step) % n_;  // each starts elsewhere
+        if (const size_t size = length(j, c)) send_chunk(op_, j, 2 * c, (*job_.inputs)[size_t(j)], at, size);
+      }
+    }
+    if (gathers_) {
+      results_[c].resize(size_t(n_));
+      for (int j : peers_) {
+        const size_t size = length(j, c);
+        if (size == 0) continue;
+        results_[c][size_t(j)] = op_.post(j, 2 * c + 1, contiguous((*job_.outputs)[size_t(j)], at, size), size);
+      }
+    }
+  }
+
+  void reduce_and_publish(uint32_t c) {
+    const size_t size = length(me_, c);
+    if (size == 0) return;
+    const size_t at = size_t(c) * chunk_;
+    if (job_.inputs != nullptr) reduce_chunk(c, at, size);
+    if (job_.outputs == nullptr) return;
+    const Part& from = job_.inputs != nullptr ? *job_.target : (*job_.outputs)[size_t(me_)];
+    if (!receivers_.empty()) publish_chunk(op_, receivers_, 2 * c + 1, from, at, size);
+  }
+
+  void reduce_chunk(uint32_t c, size_t at, size_t size) {
+    std::vector<const void*> sources(size_t(n_), nullptr);
+    auto& arriving = arriving_[c];
+    for (size_t k = 0; k < peers_.size(); ++k) sources[size_t(peers_[k])] = op_.await(arriving[k]);
+    size_t done = 0;
+    // Own input and target may be cut differently: pieces of both are walked together.
+    for_pieces((*job_.inputs)[size_t(me_)], at, size, [&](const char* own, size_t n) {
+      for_pieces(*job_.target, at + done, n, [&](char* out, size_t m) {
+        std::vector<const void*> here(sources);
+        for (int j : peers_) here[size_t(j)] = static_cast<const char*>(sources[size_t(j)]) + done;
+        here[size_t(me_)] = own;
+        reduce(job_.type, job_.op, out, here.data(), here.size(), m / size_of(job_.type));
+        own += m;
+        done += m;
+      });
+    });
+    for (auto& recv : arriving) op_.release(recv);
+    arriving.clear();
+  }
+
+  void collect(uint32_t c) {
+    if (!gathers_) return;
+    for (int step = 1; step < n_; ++step) {
+      const int j = (me_ + step) % n_;
+      RecvPtr& recv = results_[c][size_t(j)];
+      if (!recv) continue;
+      const char* data = op_.await(recv);
+      copy_out((*job_.outputs)[size_t(j)], size_t(c) * chunk_, data, recv->size);
+      op_.release(recv);
+      recv.reset();
+    }
+  }
+
+  Operation& op_;
+  const PipelineJob& job_;
+  const int n_;
+  const int me_;
+  std::vector<size_t> sizes_;
+  size_t largest_ = 0;
+  size_t chunk_ = 0;
+  uint32_t chunks_ = 0;
+  bool gathers_ = false;
+  std::vector<int> peers_;
+  std::vector<int> receivers_;
+  std::vector<std::vector<RecvPtr>> arriving_;
+  std::vector<std::vector<RecvPtr>> results_;
+};
+
+}  // namespace
+
+void run_pipeline(Operation& op, const PipelineJob& job) { Pipeline(op, job).run(); }
+
+void exchange(Operation& op, const std::vector<Part>& send, const std::vector<Part>& receive) {
+  const int n = op.size();
+  const int me = op.me();
+  const size_t chunk = op.hub().chunk_bytes();
+  size_t done = 0;
+  for_pieces(send[size_t(me)], 0, bytes_of(send[size_t(me)]), [&](const char* p, size_t size) {
+    copy_out(receive[size_t(me)], done, p, size);
+    done += size;
+  });
+  size_t largest = 0;
+  for (int j = 0; j < n; ++j) {
+    if (j != me) largest = std::max({largest, bytes_of(send[size_t(j)]), bytes_of(receive[size_t(j)])});
+  }
+  const auto length = [&](const Part& part, size_t at) {
+    const size_t size = bytes_of(part);
+    return at >= size ? size_t(0) : std::min(chunk, size - at);
+  };
+  std::vector<RecvPtr> before;
+  std::vector<RecvPtr> now;
+  for (size_t at = 0; at < largest + chunk; at += chunk) {
+    const auto phase = uint32_t(at / chunk);
+    now.assign(size_t(n), nullptr);
+    for (int step = 1; step < n && at < largest; ++step) {
+      const int from = (me + n - step) % n;
+      const int to = (me + step) % n;
+      if (const size_t size = length(receive[size_t(from)], at)) {
+        now[size_t(from)] = op.post(from, phase, contiguous(receive[size_t(from)], at, size), size);
+      }
+      if (const size_t size = length(send[size_t(to)], at)) {
+        send_chunk(op, to, phase, send[size_t(to)], at, size);
+      }
+    }
+    for (int j = 0; j < int(before.size()); ++j) {
+      if (!before[size_t(j)]) continue;
+      const char* data = op.await(before[size_t(j)]);
+      copy_out(receive[size_t(j)], at - chunk, data, before[size_t(j)]->size);
+      op.release(before[size_t(j)]);
+    }
+    before.swap(now);
+  }
+}
+
+std::vector<Part> split_evenly(const Part& whole, size_t element, int n) {
+  const size_t total = bytes_of(whole);
+  const size_t granule = std::max<size_t>(64, element);
+  const size_t granules = (total + granule - 1) / granule;
+  std::vector<Part> parts(static_cast<size_t>(n));
+  size_t begin = 0;
+  for (int j = 0; j < n; ++j) {
+    const size_t end = std::min(total, granules * size_t(j + 1) / size_t(n) * granule);
+    for_pieces(whole, begin, end - begin, [&](char* p, size_t size) { parts[size_t(j)].push_back({p, size}); });
+    begin = end;
+  }
+  return parts;
+}
+
+}  // namespace elastic::comm

@@ -1,0 +1,24 @@
+// Reduction kernels compiled for: avx2.
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#include "reduce.hpp"
+
+#if defined(__x86_64__)
+#pragma GCC push_options
+#pragma GCC target("avx2,bmi,bmi2")
+namespace elastic::comm::detail {
+namespace {
+namespace avx2 {
+#include "reduce_kernels.hpp"
+}
+}  // namespace
+ReduceFn kernel_avx2(DType type, ReduceOp op) { return avx2::pick(type, op); }
+}  // namespace elastic::comm::detail
+#pragma GCC pop_options
+#else
+namespace elastic::comm::detail {
+ReduceFn kernel_avx2(DType, ReduceOp) { return nullptr; }
+}  // namespace elastic::comm::detail
+#endif

@@ -1,0 +1,46 @@
+// Anonymous shared memory: sealed memfds handed from process to process.
+//
+// A segment has no name, so nothing stale can be left behind by a dead job and
+// no mount limits its size: it lives exactly as long as a process maps it. Its
+// pages are allocated when it is made (no SIGBUS later) and its size is sealed
+// (no peer can cut it off). Only the owner has a writable mapping: peers map it
+// read-only, and F_SEAL_FUTURE_WRITE keeps them from doing otherwise.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+namespace elastic::comm {
+
+class SharedMemory {
+ public:
+  SharedMemory() = default;
+  ~SharedMemory();
+  SharedMemory(SharedMemory&& other) noexcept;
+  SharedMemory& operator=(SharedMemory&& other) noexcept;
+  SharedMemory(const SharedMemory&) = delete;
+  SharedMemory& operator=(const SharedMemory&) = delete;
+
+  // Owner's side: `size` bytes of zeroes. Throws CommError when the machine has no room.
+  static SharedMemory create(const std::string& label, size_t size);
+  // Peer's side: takes `fd` (closed in any case), checks seals and size. Throws CommError.
+  static SharedMemory open(int fd, size_t minimum);
+
+  char* data() const { return static_cast<char*>(base_); }
+  size_t size() const { return size_; }
+  // Descriptor to pass on, while still held; -1 after close_fd().
+  int fd() const { return fd_; }
+  void close_fd();
+  explicit operator bool() const { return base_ != nullptr; }
+
+ private:
+  void* base_ = nullptr;
+  size_t size_ = 0;
+  int fd_ = -1;
+};
+
+// Bytes that may be allocated without pressing the machine or its cgroup.
+size_t shared_memory_headroom();
+
+}  // namespace elastic::comm

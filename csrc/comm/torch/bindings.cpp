@@ -1,0 +1,136 @@
+// megatron.elastic._comm: the communicator as Python sees it. See _comm.pyi.
+#include <pybind11/chrono.h>
+#include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
+#include <torch/extension.h>
+
+#include "../reduce.hpp"
+#include "process_group.hpp"
+
+namespace py = pybind11;
+using elastic::comm::EditStats;
+using elastic::comm::ElasticProcessGroup;
+using elastic::comm::Hub;
+using elastic::comm::HubConfig;
+using elastic::comm::Peer;
+
+namespace {
+
+// Raises the Python twin of a C++ error: megatron.elastic.comm.errors.<name>(*args).
+template <typename... Args>
+void raise(const char* name, Args&&... args) {
+  const py::object type = py::module_::import("megatron.elastic.comm.errors").attr(name);
+  PyErr_SetObject(type.ptr(), type(std::forward<Args>(args)...).ptr());
+}
+
+void translate(std::exception_ptr p) {
+  if (!p) return;
+  try {
+    std::rethrow_exception(p);
+  } catch (const elastic::comm::PeerLost& e) {
+    raise("PeerLost", e.rank, e.why);
+  } catch (const elastic::comm::GenerationChanged& e) {
+    raise("GenerationChanged", e.generation);
+  } catch (const elastic::comm::Timeout& e) {
+    raise("CommTimeout", e.seconds, py::tuple(py::cast(e.ranks)));
+  } catch (const elastic::comm::CommError& e) {
+    raise("CommError", std::string(e.what()));
+  }
+}
+
+std::shared_ptr<Hub> make_hub(int rank, int slots, uint64_t incarnation, const std::string& run_id,
+                              const py::bytes& secret, const std::string& bind, bool shared_memory,
+                              double handshake_seconds, size_t outbox_bytes, size_t ring_bytes) {
+  HubConfig config;
+  config.rank = rank;
+  config.slots = slots;
+  config.incarnation = incarnation;
+  config.run_id = run_id;
+  config.secret = secret;
+  config.bind = bind;
+  config.shared_memory = shared_memory;
+  config.handshake_seconds = handshake_seconds;
+  config.outbox_bytes = outbox_bytes;
+  config.ring_bytes = ring_bytes;
+  py::gil_scoped_release nogil;
+  return std::shared_ptr<Hub>(new Hub(config), [](Hub* hub) {
+    if (PyGILState_Check()) {
+      py::gil_scoped_release release;
+      delete hub;
+    } else {
+      delete hub;
+    }
+  });
+}
+
+py::bytes hmac(const py::bytes& key, const py::bytes& data) {
+  const std::string text = data;
+  const auto digest = elastic::comm::hmac_sha256(key, text.data(), text.size());
+  return {reinterpret_cast<const char*>(digest.data()), digest.size()};
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_comm, m) {
+  m.doc() = "Dynamic communicator: process groups edited in place over links (native part).";
+  py::module_::import("torch.distributed");
+  py::register_exception_translator(&translate);
+  m.def("hmac_sha256", &hmac, py::arg("key"), py::arg("data"));
+  m.def("reduce_instruction_set", &elastic::comm::reduce_instruction_set);
+
+  py::class_<Peer>(m, "Peer")
+      .def(py::init([](int rank, uint64_t incarnation, std::string ip, int port, std::string unix_name,
+                       std::string machine) {
+             return Peer{rank, incarnation, std::move(ip), port, std::move(unix_name), std::move(machine)};
+           }),
+           py::arg("rank"), py::arg("incarnation"), py::arg("ip"), py::arg("port"), py::arg("unix_name"),
+           py::arg("machine"))
+      .def_readonly("rank", &Peer::rank)
+      .def_readonly("incarnation", &Peer::incarnation)
+      .def_readonly("ip", &Peer::ip)
+      .def_readonly("port", &Peer::port)
+      .def_readonly("unix_name", &Peer::unix_name)
+      .def_readonly("machine", &Peer::machine);
+
+  py::class_<EditStats>(m, "EditStats")
+      .def_readonly("quiesce", &EditStats::quiesce)
+      .def_readonly("drop", &EditStats::drop)
+      .def_readonly("connect", &EditStats::connect)
+      .def_readonly("publish", &EditStats::publish)
+      .def_readonly("opened", &EditStats::opened)
+      .def_readonly("dropped", &EditStats::dropped)
+      .def_readonly("groups", &EditStats::groups);
+
+  const auto nogil = py::call_guard<py::gil_scoped_release>();
+  py::class_<Hub, std::shared_ptr<Hub>>(m, "Hub")
+      .def(py::init(&make_hub), py::kw_only(), py::arg("rank"), py::arg("slots"), py::arg("incarnation"),
+           py::arg("run_id"), py::arg("secret"), py::arg("bind") = "127.0.0.1", py::arg("shared_memory") = true,
+           py::arg("handshake_seconds") = 3.0, py::arg("outbox_bytes") = 0, py::arg("ring_bytes") = 0)
+      .def("self", &Hub::self)
+      .def("notice", &Hub::notice)
+      .def("edit", &Hub::edit, py::arg("generation"), py::arg("members"), py::arg("timeout"), nogil)
+      .def("prepare", &Hub::prepare, py::arg("members"), py::arg("timeout"), nogil)
+      .def("interrupt", &Hub::interrupt, py::arg("generation"), nogil)
+      .def("close", &Hub::close, nogil)
+      .def("generation", &Hub::generation)
+      .def("frozen", &Hub::frozen)
+      .def("alive", &Hub::alive, nogil)
+      .def("waiting_for", &Hub::waiting_for, nogil)
+      .def("counters", &Hub::counters)
+      .def("transport", &Hub::transport, py::arg("rank"), nogil);
+
+  py::class_<ElasticProcessGroup, c10d::ProcessGroup, c10::intrusive_ptr<ElasticProcessGroup>>(m,
+                                                                                                "ElasticProcessGroup")
+      .def(py::init([](const std::shared_ptr<Hub>& hub, const std::string& name, const std::vector<int>& members,
+                       bool slot_space, double timeout) {
+             py::gil_scoped_release release;
+             return c10::make_intrusive<ElasticProcessGroup>(hub, hub->group(name, members), slot_space, timeout);
+           }),
+           py::kw_only(), py::arg("hub"), py::arg("name"), py::arg("members"), py::arg("slot_space"),
+           py::arg("timeout"))
+      .def("reduce_scatter_blocks", &ElasticProcessGroup::reduce_scatter_blocks, py::arg("flat"), py::arg("blocks"),
+           nogil)
+      .def("all_gather_blocks", &ElasticProcessGroup::all_gather_blocks, py::arg("flat"), py::arg("blocks"), nogil)
+      .def("living", &ElasticProcessGroup::living, nogil)
+      .def("members", [](const ElasticProcessGroup& g) { return g.group()->members; });
+}

@@ -1,0 +1,300 @@
+#include "process_group.hpp"
+
+#include <algorithm>
+
+namespace elastic::comm {
+namespace {
+
+using WorkPtr = ElasticProcessGroup::WorkPtr;
+using Tensors = ElasticProcessGroup::Tensors;
+
+ReduceOp reduction_of(const c10d::ReduceOp& op) {
+  switch (op.op_) {
+    case c10d::ReduceOp::SUM:
+      return ReduceOp::Sum;
+    case c10d::ReduceOp::AVG:
+      return ReduceOp::Avg;
+    case c10d::ReduceOp::PRODUCT:
+      return ReduceOp::Product;
+    case c10d::ReduceOp::MIN:
+      return ReduceOp::Min;
+    case c10d::ReduceOp::MAX:
+      return ReduceOp::Max;
+    case c10d::ReduceOp::BAND:
+      return ReduceOp::Band;
+    case c10d::ReduceOp::BOR:
+      return ReduceOp::Bor;
+    case c10d::ReduceOp::BXOR:
+      return ReduceOp::Bxor;
+    default:
+      throw CommError("this reduction (PREMUL_SUM) is not supported");
+  }
+}
+
+const at::Tensor& single(const Tensors& tensors) {
+  TORCH_CHECK_VALUE(tensors.size() == 1, "elastic: expected one tensor, got ", tensors.size());
+  return tensors[0];
+}
+
+void expect(bool condition, const char* what) { TORCH_CHECK_VALUE(condition, "elastic: ", what); }
+
+}  // namespace
+
+ElasticProcessGroup::ElasticProcessGroup(std::shared_ptr<Hub> hub, GroupPtr group, bool slot_space, double timeout)
+    : ProcessGroup(hub->config().rank, int(group->members.size())),
+      hub_(std::move(hub)),
+      group_(std::move(group)),
+      slot_space_(slot_space),
+      timeout_(timeout),
+      name_(group_->name),
+      description_(slot_space ? "default_pg" : "elastic") {}
+
+int ElasticProcessGroup::getRank() const { return slot_space_ ? hub_->config().rank : group_->me.load(); }
+int ElasticProcessGroup::getSize() const { return slot_space_ ? hub_->config().slots : group_->count.load(); }
+
+void ElasticProcessGroup::setTimeout(std::chrono::milliseconds timeout) {
+  timeout_.store(std::chrono::duration<double>(timeout).count());
+}
+
+void ElasticProcessGroup::abort() { hub_->abort(*group_); }
+
+int ElasticProcessGroup::View::position(int64_t rank) const {
+  if (!slot_space) {
+    if (rank < 0 || size_t(rank) >= living.size()) throw CommError("no such rank in the group");
+    return int(rank);
+  }
+  const auto it = std::find(living.begin(), living.end(), int(rank));
+  if (it == living.end()) throw PeerLost(int(rank), "not a living member");
+  return int(it - living.begin());
+}
+
+int ElasticProcessGroup::View::rank_of(int global) const {
+  if (slot_space || global < 0) return global;
+  const auto it = std::find(living.begin(), living.end(), global);
+  return it == living.end() ? -1 : int(it - living.begin());
+}
+
+ElasticProcessGroup::View ElasticProcessGroup::view() const {
+  View v;
+  v.generation = hub_->generation();
+  const auto shared = hub_->enter(v.generation);
+  v.living = group_->living;
+  v.me = group_->me.load();
+  v.slot_space = slot_space_;
+  v.slots = hub_->config().slots;
+  return v;
+}
+
+std::vector<int> ElasticProcessGroup::living() const { return view().living; }
+
+double ElasticProcessGroup::seconds(std::chrono::milliseconds timeout) const {
+  return timeout == c10d::kUnsetTimeout ? timeout_.load() : std::chrono::duration<double>(timeout).count();
+}
+
+Call ElasticProcessGroup::call(const View& v, std::chrono::milliseconds timeout) {
+  return Call{*hub_, *group_, v.generation, seconds(timeout)};
+}
+
+WorkPtr ElasticProcessGroup::launch(c10d::OpType op, bool async, Tensors outputs, std::function<void()> body) {
+  auto work = c10::make_intrusive<ElasticWork>(op, std::move(outputs));
+  if (!async && !coalescing_) {
+    at::NoGradGuard no_grad;
+    group_->run(hub_->workers(), body);  // throws here, as torch does for calls that block
+    work->end(nullptr);
+    return work;
+  }
+  // The hub outlives the queue: it is kept by the task.
+  group_->enqueue(hub_->workers(), [work, body = std::move(body), hub = hub_] {
+    std::exception_ptr error;
+    try {
+      at::NoGradGuard no_grad;
+      body();
+    } catch (...) {
+      error = std::current_exception();
+    }
+    work->end(error);
+  });
+  if (coalescing_) coalesced_.push_back(work);
+  return work;
+}
+
+void ElasticProcessGroup::startCoalescing(c10::DeviceType) {
+  coalescing_ = true;
+  coalesced_.clear();
+}
+
+WorkPtr ElasticProcessGroup::endCoalescing(c10::DeviceType) {
+  coalescing_ = false;
+  // One work that ends when the last of them has, with the first error.
+  auto works = std::make_shared<std::vector<WorkPtr>>(std::move(coalesced_));
+  coalesced_.clear();
+  auto all = c10::make_intrusive<ElasticWork>(c10d::OpType::COALESCED, Tensors{});
+  group_->enqueue(hub_->workers(), [works, all] {
+    std::exception_ptr error;
+    for (auto& work : *works) {
+      try {
+        work->wait();
+      } catch (...) {
+        if (!error) error = std::current_exception();
+      }
+    }
+    all->end(error);
+  });
+  return all;
+}
+
+// ---------------------------------------------------------------- reductions
+
+WorkPtr ElasticProcessGroup::allreduce(Tensors& tensors, const c10d::AllreduceOptions& o) {
+  c10d::AllreduceCoalescedOptions options;
+  static_cast<c10d::AllreduceOptions&>(options) = o;
+  single(tensors);
+  return allreduce_coalesced(tensors, options);
+}
+
+WorkPtr ElasticProcessGroup::allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& o) {
+  expect(!tensors.empty(), "no tensors");
+  const View v = view();
+  std::vector<Written> written;
+  // Tensors of one type travel as one: pieces of a single all-reduce.
+  std::vector<std::pair<DType, Part>> batches;
+  for (const auto& t : tensors) {
+    TORCH_CHECK(!t.is_sparse(), "elastic: sparse all-reduce is not supported");
+    written.push_back(writable(t, true));
+    const DType type = dtype_of(t);
+    auto it = std::find_if(batches.begin(), batches.end(), [&](auto& b) { return b.first == type; });
+    if (it == batches.end()) it = batches.insert(batches.end(), {type, Part{}});
+    it->second.push_back(span_of(written.back().flat));
+  }
+  const ReduceOp op = reduction_of(o.reduceOp);
+  return launch(c10d::OpType::ALLREDUCE, o.asyncOp, tensors,
+                [c = call(v, o.timeout), written, batches, op] {
+                  for (const auto& [type, part] : batches) all_reduce(c, part, type, op);
+                  for (const auto& w : written) w.store();
+                });
+}
+
+WorkPtr ElasticProcessGroup::reduce(Tensors& tensors, const c10d::ReduceOptions& o) {
+  const View v = view();
+  const int root = v.position(o.rootRank);
+  const Written w = writable(single(tensors), true);
+  const ReduceOp op = reduction_of(o.reduceOp);
+  const DType type = dtype_of(w.target);
+  return launch(c10d::OpType::REDUCE, o.asyncOp, tensors, [c = call(v, o.timeout), w, type, op, root, me = v.me] {
+    reduce_to(c, {span_of(w.flat)}, type, op, root);
+    if (me == root) w.store();
+  });
+}
+
+WorkPtr ElasticProcessGroup::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                                            const c10d::ReduceScatterOptions& o) {
+  const View v = view();
+  const Written out = writable(single(outputs), false);
+  expect(inputs.size() == 1 && inputs[0].size() == v.entries(), "one input tensor a rank is needed");
+  Tensors kept;
+  std::vector<Part> parts;
+  for (size_t j = 0; j < v.living.size(); ++j) {
+    kept.push_back(readable(inputs[0][v.entry(j)]));
+    parts.push_back({span_of(kept.back())});
+  }
+  expect(v.me >= 0 && parts[size_t(v.me)][0].size == bytes_of(out.flat), "output and own input differ in size");
+  const ReduceOp op = reduction_of(o.reduceOp);
+  return launch(c10d::OpType::REDUCE_SCATTER, o.asyncOp, outputs,
+                [c = call(v, o.timeout), out, kept, parts, op, type = dtype_of(out.target)] {
+                  elastic::comm::reduce_scatter(c, parts, {span_of(out.flat)}, type, op);
+                  out.store();
+                });
+}
+
+WorkPtr ElasticProcessGroup::reduce_scatter_single(at::Tensor& output, at::Tensor& input,
+                                                   const c10d::ReduceScatterOptions& o) {
+  Tensors outputs{output};
+  Tensors inputs{input};
+  return reduce_scatter_single_coalesced(outputs, inputs, o);
+}
+
+WorkPtr ElasticProcessGroup::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                                                  const c10d::ReduceScatterOptions& o) {
+  return reduce_scatter_single(output, input, o);
+}
+
+WorkPtr ElasticProcessGroup::reduce_scatter_single_coalesced(Tensors& outputs, Tensors& inputs,
+                                                             const c10d::ReduceScatterOptions& o) {
+  expect(outputs.size() == inputs.size() && !outputs.empty(), "as many outputs as inputs are needed");
+  const View v = view();
+  struct One {
+    Written out;
+    at::Tensor in;
+    std::vector<Part> parts;
+  };
+  std::vector<One> all;
+  for (size_t i = 0; i < outputs.size(); ++i) {
+    One one{writable(outputs[i], false), readable(inputs[i]), {}};
+    const size_t each = bytes_of(one.out.flat);
+    expect(one.in.scalar_type() == one.out.target.scalar_type(), "input and output differ in type");
+    expect(bytes_of(one.in) == each * v.entries(), "the input must be the output's size times the group's");
+    for (size_t j = 0; j < v.living.size(); ++j) {
+      one.parts.push_back({Span{static_cast<char*>(one.in.data_ptr()) + v.entry(j) * each, each}});
+    }
+    all.push_back(std::move(one));
+  }
+  const ReduceOp op = reduction_of(o.reduceOp);
+  return launch(c10d::OpType::_REDUCE_SCATTER_BASE, o.asyncOp, outputs, [c = call(v, o.timeout), all, op] {
+    for (const One& one : all) {
+      elastic::comm::reduce_scatter(c, one.parts, {span_of(one.out.flat)}, dtype_of(one.in), op);
+      one.out.store();
+    }
+  });
+}
+
+WorkPtr ElasticProcessGroup::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                                             const c10d::ReduceScatterOptions& o) {
+  return reduce_scatter_single_coalesced(outputs, inputs, o);
+}
+
+// ---------------------------------------------------------------- blocks
+
+std::vector<Part> ElasticProcessGroup::parts_of_blocks(const View& v, const at::Tensor& flat,
+                                                       const Blocks& blocks) const {
+  expect(flat.is_cpu() && flat.is_contiguous() && flat.dim() == 1, "a flat contiguous host tensor is needed");
+  std::vector<Part> parts(v.living.size());
+  const auto size = size_t(flat.element_size());
+  for (const auto& [start, stop, owner] : blocks) {
+    expect(0 <= start && start <= stop && stop <= flat.numel(), "a block lies outside the tensor");
+    const auto it = std::find(v.living.begin(), v.living.end(), owner);
+    if (it == v.living.end()) throw PeerLost(owner, "owns a block but is not a living member");
+    parts[size_t(it - v.living.begin())].push_back(
+        {static_cast<char*>(flat.data_ptr()) + size_t(start) * size, size_t(stop - start) * size});
+  }
+  return parts;
+}
+
+void ElasticProcessGroup::reduce_scatter_blocks(const at::Tensor& flat, const Blocks& blocks) {
+  const View v = view();
+  const auto parts = parts_of_blocks(v, flat, blocks);
+  const Call c = call(v, c10d::kUnsetTimeout);
+  group_->run(hub_->workers(), [&] {
+    elastic::comm::reduce_scatter(c, parts, parts.at(size_t(v.me)), dtype_of(flat), ReduceOp::Sum);
+  });
+}
+
+void ElasticProcessGroup::all_gather_blocks(const at::Tensor& flat, const Blocks& blocks) {
+  const View v = view();
+  const auto parts = parts_of_blocks(v, flat, blocks);
+  const Call c = call(v, c10d::kUnsetTimeout);
+  group_->run(hub_->workers(), [&] { all_gather(c, parts); });
+}
+
+// ---------------------------------------------------------------- barriers
+
+WorkPtr ElasticProcessGroup::barrier(const c10d::BarrierOptions& o) {
+  return launch(c10d::OpType::BARRIER, o.asyncOp, {},
+                [c = call(view(), o.timeout)] { elastic::comm::barrier(c); });
+}
+
+void ElasticProcessGroup::monitoredBarrier(const c10d::BarrierOptions& o, bool wait_all) {
+  const Call c = call(view(), o.timeout);
+  group_->run(hub_->workers(), [&] { monitored_barrier(c, wait_all); });
+}
+
+}  // namespace elastic::comm

@@ -1,0 +1,124 @@
+// torch.distributed's face of a Group.
+//
+// The default group is the slot space: ranks are global slots, its size is the
+// nominal world size, collectives run over the living, and what belongs to a
+// hole is left untouched. Any other group counts its living members: rank and
+// size follow the edit while the object stays.
+//
+// Calls with asyncOp = false run in the caller's thread; others in a worker, in
+// the order they were made on this group.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "../collectives.hpp"
+#include "../hub.hpp"
+#include "staging.hpp"
+#include "work.hpp"
+
+namespace elastic::comm {
+
+class ElasticProcessGroup : public c10d::ProcessGroup {
+ public:
+  using Tensors = std::vector<at::Tensor>;
+  using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+
+  ElasticProcessGroup(std::shared_ptr<Hub> hub, GroupPtr group, bool slot_space, double timeout);
+
+  int getRank() const override;
+  int getSize() const override;
+  const std::string getBackendName() const override { return "elastic"; }
+  void setTimeout(std::chrono::milliseconds timeout) override;
+  const std::string& getGroupName() const override { return name_; }
+  void setGroupName(const std::string& name) override { name_ = name; }
+  const std::string& getGroupDesc() const override { return description_; }
+  void setGroupDesc(const std::string& text) override { description_ = text; }
+  void abort() override;
+  void shutdown() override {}
+  void setSequenceNumberForGroup() override {}
+  uint64_t getSequenceNumberForGroup() override { return group_->sequence.load(); }
+  void startCoalescing(c10::DeviceType device) override;
+  WorkPtr endCoalescing(c10::DeviceType device) override;
+
+  WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override;
+  WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override;
+  WorkPtr allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) override;
+  WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& options) override;
+  WorkPtr allgather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override;
+  WorkPtr all_gather_single(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) override;
+  WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) override;
+  WorkPtr allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
+                              const c10d::AllgatherOptions& options) override;
+  WorkPtr all_gather_single_coalesced(Tensors& outputs, Tensors& inputs,
+                                      const c10d::AllgatherOptions& options) override;
+  WorkPtr allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                          const c10d::AllgatherOptions& options) override;
+  WorkPtr gather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::GatherOptions& options) override;
+  WorkPtr scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ScatterOptions& options) override;
+  WorkPtr reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                         const c10d::ReduceScatterOptions& options) override;
+  WorkPtr reduce_scatter_single(at::Tensor& output, at::Tensor& input,
+                                const c10d::ReduceScatterOptions& options) override;
+  WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                               const c10d::ReduceScatterOptions& options) override;
+  WorkPtr reduce_scatter_single_coalesced(Tensors& outputs, Tensors& inputs,
+                                          const c10d::ReduceScatterOptions& options) override;
+  WorkPtr reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                          const c10d::ReduceScatterOptions& options) override;
+  WorkPtr all_to_all_single(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
+                            std::vector<int64_t>& input_splits, const c10d::AllToAllOptions& options) override;
+  WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
+                        std::vector<int64_t>& input_splits, const c10d::AllToAllOptions& options) override;
+  WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) override;
+  WorkPtr send(Tensors& tensors, int to, int tag) override;
+  WorkPtr recv(Tensors& tensors, int from, int tag) override;
+  WorkPtr recvAnysource(Tensors& tensors, int tag) override;
+  WorkPtr barrier(const c10d::BarrierOptions& options) override;
+  void monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all) override;
+
+  // Block-list forms over a flat tensor: (start, stop, owner), elements and global ranks.
+  using Blocks = std::vector<std::tuple<int64_t, int64_t, int>>;
+  void reduce_scatter_blocks(const at::Tensor& flat, const Blocks& blocks);
+  void all_gather_blocks(const at::Tensor& flat, const Blocks& blocks);
+
+  const GroupPtr& group() const { return group_; }
+  std::vector<int> living() const;
+
+ private:
+  // What an operation needs of the membership, read once.
+  struct View {
+    uint64_t generation;
+    std::vector<int> living;  // global ranks
+    int me;
+    bool slot_space;
+    int slots;
+    size_t entries() const { return slot_space ? size_t(slots) : living.size(); }
+    // Entry of a per-rank list that belongs to position `j` among the living.
+    size_t entry(size_t j) const { return slot_space ? size_t(living[j]) : j; }
+    int position(int64_t rank) const;  // of a torch rank; throws for a hole
+    int global(int rank) const { return living[size_t(position(rank))]; }
+    int rank_of(int global) const;     // torch rank of a global one; -1 if not living
+  };
+  View view() const;
+  double seconds(std::chrono::milliseconds timeout) const;
+  Call call(const View& view, std::chrono::milliseconds timeout);
+  // Runs `body` now or queues it, by `async` and coalescing.
+  WorkPtr launch(c10d::OpType op, bool async, Tensors outputs, std::function<void()> body);
+  std::vector<Part> parts_of_blocks(const View& view, const at::Tensor& flat, const Blocks& blocks) const;
+
+  std::shared_ptr<Hub> hub_;
+  GroupPtr group_;
+  const bool slot_space_;
+  std::atomic<double> timeout_;
+  std::string name_;
+  std::string description_;
+  bool coalescing_ = false;
+  std::vector<WorkPtr> coalesced_;
+};
+
+}  // namespace elastic::comm

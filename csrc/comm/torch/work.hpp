@@ -1,0 +1,58 @@
+// c10d::Work for the three ways an operation ends: it has ended already (the
+// caller's thread ran it), a worker ends it, or a point-to-point request does.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include <functional>
+#include <vector>
+
+#include "../p2p.hpp"
+
+namespace elastic::comm {
+
+class ElasticWork : public c10d::Work {
+ public:
+  ElasticWork(c10d::OpType op, std::vector<at::Tensor> outputs);
+
+  std::vector<at::Tensor> result() override { return outputs_; }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
+  void end(std::exception_ptr error);  // Once.
+  void abort() override {}
+
+ private:
+  void mark(c10::ivalue::Future& future, const std::exception_ptr& error);
+  std::vector<at::Tensor> outputs_;
+  c10::intrusive_ptr<c10::ivalue::Future> future_;
+};
+
+// send, recv, recv_anysource: whoever waits also drives the message.
+class RequestWork : public c10d::Work {
+ public:
+  // `finish` runs once after success, in the waiting thread (copying into a non-contiguous tensor).
+  RequestWork(c10d::OpType op, RequestPtr request, std::vector<at::Tensor> tensors, double timeout,
+              std::function<void()> finish, std::function<int(int)> rank_of);
+
+  bool isCompleted() override;
+  bool isSuccess() const override;
+  std::exception_ptr exception() const override;
+  bool wait(std::chrono::milliseconds timeout) override;
+  void synchronize() override { wait(kNoTimeout); }
+  int sourceRank() const override;
+  std::vector<at::Tensor> result() override { return tensors_; }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
+
+ private:
+  void settle(double timeout);
+  RequestPtr request_;
+  std::vector<at::Tensor> tensors_;
+  double seconds_;
+  std::function<void()> finish_;
+  std::function<int(int)> rank_of_;
+  std::mutex settle_mutex_;
+  bool settled_ = false;
+};
+
+c10::intrusive_ptr<c10::ivalue::Future> make_tensors_future();
+
+}  // namespace elastic::comm
