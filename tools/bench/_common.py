@@ -10,6 +10,7 @@ No process outlives the ``with`` block: leftovers are killed by pid.
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing
 import multiprocessing.connection
@@ -140,6 +141,7 @@ class Ranks:
 
 
 def _run(body: Callable[[Here], Any], here: Here) -> None:
+    gc.freeze()  # objects of the parent own threads that do not exist here: never destroy them
     torch.set_num_threads(1)
     try:
         here.pipe.send(("returned", body(here)))

@@ -6,8 +6,10 @@ inside is thrown away at an edit and made anew over the living members, under
 keys (run, generation, group name) of a store that lives outside the ranks.
 
 Three things gloo does not give are made here.
-- *Local groups*: connections are opened on first use (gloo's lazy device), so
-  making a group waits for nobody.
+- *Local groups*: connecting a gloo group waits for all its members, so it is
+  done aside (:mod:`megatron.elastic.comm.gloo_build`); only the first operation
+  on a group waits for it. (gloo's lazy connections would wait for nobody, but
+  hang or abort the process when several operations start at once.)
 - *Waking*: :meth:`GlooFabric.interrupt` shuts this process's own gloo sockets
   down (:mod:`megatron.elastic.comm.sockets`) until nothing waits any more.
 - *Who died*: gloo's error names no rank. Every fabric keeps a listening socket;
@@ -23,7 +25,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, cast
 
@@ -33,6 +34,7 @@ import torch.distributed as dist
 from megatron.elastic.comm import registry
 from megatron.elastic.comm.errors import CommError, CommTimeout, GenerationChanged, PeerLost
 from megatron.elastic.comm.fabric import Address, BlockRange, EditReport, Fabric
+from megatron.elastic.comm.gloo_build import Build, bury
 from megatron.elastic.comm.gloo_group import GlooGroup, Seating
 from megatron.elastic.comm.guarded_store import GuardedStore
 from megatron.elastic.comm.sockets import Endpoint, Liveness, created_listener, refused, shut_connections
@@ -44,14 +46,6 @@ PROBE_SECONDS = 0.2
 """How long one liveness probe may take."""
 GRACE_SECONDS = 1.0
 """How long a broken link to a living member may precede our own interruption."""
-
-
-@dataclass(eq=False)
-class _Built:
-    """One gloo group and the store it asks: torch keeps the C++ half of a Python store only."""
-
-    inner: Any
-    store: dist.Store
 
 
 class GlooFabric(Fabric):
@@ -82,14 +76,16 @@ class GlooFabric(Fabric):
         self._store = store
         self._run_id = run_id
         self._threads = threads
+        self._device, self._listener = created_listener(
+            lambda: dist.ProcessGroupGloo.create_device(hostname=host, lazy_init=False)
+        )
         self._liveness = Liveness(host)
         self._lock = threading.RLock()
         self._frozen = 0
         self._closed = False
         self._members: dict[int, Address] = {rank: self.address()}
         self._groups: dict[tuple[str, tuple[int, ...]], GlooGroup] = {}
-        self._inner: dict[GlooGroup, _Built] = {}
-        self._listeners: set[Endpoint] = set()
+        self._builds: dict[GlooGroup, Build] = {}
         self._waits: dict[int, tuple[int, ...]] = {}
         slots_tuple = tuple(range(slots))
         self._world = GlooGroup(self, WORLD_ROLE, slots_tuple, self._seating(slots_tuple, slots))
@@ -98,7 +94,7 @@ class GlooFabric(Fabric):
     # -- membership ---------------------------------------------------------
 
     def address(self) -> Address:
-        endpoint = {"liveness": list(self._liveness.endpoint)}
+        endpoint = {"gloo": list(self._listener), "liveness": list(self._liveness.endpoint)}
         return Address(self.rank, self._incarnation, self._host, endpoint)
 
     def edit(self, generation: int, members: Mapping[int, Address], timeout: float) -> EditReport:
@@ -122,12 +118,11 @@ class GlooFabric(Fabric):
             self._check_frozen(generation)
             self._members = dict(members)
             self.generation = generation
-            for group in self._groups.values():
-                self._seat(group)
             groups = list(self._groups.values())
-        for group in groups:
-            if len(group.seating.living) > 1:
-                self.inner(group)
+            for group in groups:
+                self._seat(group)
+                self._begin(group)
+        self._await(self._world)
         seconds = {"drop": dropped - started, "meet": met - dropped, "build": time.monotonic() - met}
         kept = {rank for rank, address in members.items() if before.get(rank) == address}
         return EditReport(generation, seconds, len(groups), len(members) - len(kept), len(before) - len(kept))
@@ -137,7 +132,7 @@ class GlooFabric(Fabric):
             if generation <= self._frozen or generation <= self.generation:
                 return
             self._frozen = generation
-        self._shut_sockets()
+            self._shut_sockets()
         self._start_waking()
 
     @property
@@ -163,7 +158,9 @@ class GlooFabric(Fabric):
                 found = GlooGroup(self, role, key[1], self._seating(key[1], None))
                 self._groups[key] = found
                 registry.register(found, registry.group_name(*key), self._store, key[1])
-                registry.set_ranks(found, key[1], found.seating.living)
+                registry.set_ranks(found, key[1], found.seating.living if self.generation else key[1])
+                if self._frozen <= self.generation:
+                    self._begin(found)
         return found
 
     def release(self, role_prefix: str) -> None:
@@ -171,27 +168,49 @@ class GlooFabric(Fabric):
             gone = [group for (role, _), group in self._groups.items() if role.startswith(role_prefix)]
         for group in gone:
             self.forget(group)
+            registry.unregister(group)
 
     def forget(self, group: GlooGroup) -> None:
-        """Drop one group; the world stays."""
+        """Drop one group; the world stays. (torch's tables are the caller's: ``destroy_process_group`` clears them.)"""
         if group is self._world:
             return
         with self._lock:
             self._groups.pop((group.role, group.members), None)
-            built = self._inner.pop(group, None)
-        registry.unregister(group)
-        _bury([built] if built is not None else [])
+            build = self._builds.pop(group, None)
+        bury([build] if build is not None else [])
 
     def inner(self, group: GlooGroup) -> tuple[Any, Seating]:
-        """The gloo group of this generation, made on first use; waits for nobody."""
+        """The gloo group of this generation, once its members have made theirs."""
+        build = self._await(group)
+        return build.inner, build.seating
+
+    def _begin(self, group: GlooGroup) -> Build:
+        """Start to connect ``group`` aside (with ``_lock`` held)."""
+        generation = self.generation
+        name = registry.group_name(group.role, group.members)
+        build = self._builds[group] = Build(group.seating)
+        store: dist.Store = dist.HashStore()
+        if len(group.seating.living) > 1:
+            store = self._keys(f"{generation}/{name}", generation, self.timeout)
+        build.start(store, self._device, self.timeout, self._threads)
+        return build
+
+    def _await(self, group: GlooGroup) -> Build:
         with self._lock:
             self._check_frozen(self.generation)
-            if self._closed:
-                raise CommError("the fabric is closed")
-            built = self._inner.get(group)
-            if built is None:
-                built = self._inner[group] = self._make(group)
-            return built.inner, group.seating
+            build = self._builds.get(group) or self._begin(group)
+        if not build.ready.is_set():
+            deadline = time.monotonic() + self.timeout
+            others = tuple(rank for rank in build.seating.living if rank != self.rank)
+            with self.waiting(others, build.seating.generation):
+                while not build.ready.wait(0.001):
+                    self._check_frozen(build.seating.generation)
+                    if time.monotonic() > deadline:
+                        raise CommTimeout(self.timeout, others)
+        if build.error is not None:
+            others = tuple(rank for rank in build.seating.living if rank != self.rank)
+            raise self.translate(build.error, others, build.seating.generation, self.timeout)
+        return build
 
     # -- blocks -------------------------------------------------------------
 
@@ -247,6 +266,8 @@ class GlooFabric(Fabric):
         return None
 
     def _check_frozen(self, generation: int) -> None:
+        if self._closed:
+            raise CommError("the fabric is closed")
         if self._frozen > generation:
             raise GenerationChanged(self._frozen)
 
@@ -256,59 +277,34 @@ class GlooFabric(Fabric):
     def _wake(self) -> None:
         """Keep shutting sockets, some of which are only being connected, until nothing waits or an edit begins."""
         began_in = self.generation
-        while self._waits and self.generation == began_in and not self._closed:
-            self._shut_sockets()
+        while self._waits and not self._closed:
+            with self._lock:  # an edit must not have new connections shut
+                if self.generation != began_in:
+                    return
+                self._shut_sockets()
             time.sleep(0.001)
 
     def _shut_sockets(self) -> None:
-        listeners = self._listeners.copy()
-        if listeners:
-            shut_connections(listeners)
+        peers = [_at(address, "gloo") for address in list(self._members.values())]
+        shut_connections({self._listener, *peers})
 
     # -- building -----------------------------------------------------------
 
     def _seating(self, members: Sequence[int], slots: int | None) -> Seating:
         living = tuple(rank for rank in members if rank in self._members)
-        return Seating(self.generation, living, living.index(self.rank), slots)
+        return Seating(self.generation, living, living.index(self.rank), slots, tuple(members))
 
     def _seat(self, group: GlooGroup) -> None:
         group.seating = self._seating(group.members, self.slots if group is self._world else None)
         if group is not self._world:
             registry.set_ranks(group, group.members, group.seating.living)
 
-    def _make(self, group: GlooGroup) -> _Built:
-        """A device of its own (lazy pairs of two groups clash on a shared one) and the gloo group over it."""
-        generation, seating = self.generation, group.seating
-        device, listener = created_listener(
-            lambda: dist.ProcessGroupGloo.create_device(hostname=self._host, lazy_init=True)
-        )
-        store: dist.Store = dist.HashStore()
-        if len(seating.living) > 1:
-            store = self._meeting_point(group, generation, seating, listener)
-        options = cast(Any, dist.ProcessGroupGloo)._Options()
-        options._devices = [device]
-        options._timeout = timedelta(seconds=self.timeout)
-        options._threads = self._threads
-        return _Built(dist.ProcessGroupGloo(store, seating.own, len(seating.living), options), store)
-
-    def _meeting_point(self, group: GlooGroup, generation: int, seating: Seating, listener: Endpoint) -> GuardedStore:
-        """Where the members' gloo addresses are exchanged; learns their listeners before gloo connects."""
-        name = registry.group_name(group.role, group.members)
-        prefix = f"{self._run_id}/{generation}/{name}/"
-        self._listeners.add(listener)
-        self._store.set(f"{prefix}listener/{seating.own}", f"{listener[0]} {listener[1]}")
-
-        def learn(key: str) -> None:
-            host, port = self._store.get(f"{prefix}listener/{key.rsplit('/', 1)[-1]}").decode().split()
-            self._listeners.add((host, int(port)))
-
-        return GuardedStore(self._store, prefix, lambda: self._check_frozen(generation), self.timeout, learn)
+    def _keys(self, topic: str, generation: int, timeout: float) -> GuardedStore:
+        return GuardedStore(self._store, f"{self._run_id}/{topic}/", lambda: self._check_frozen(generation), timeout)
 
     def _meet(self, generation: int, members: Mapping[int, Address], timeout: float) -> None:
         """Return when every member has begun this edit."""
-        store = GuardedStore(
-            self._store, f"{self._run_id}/{generation}/meet/", lambda: self._check_frozen(generation), timeout
-        )
+        store = self._keys(f"{generation}/meet", generation, timeout)
         store.set(str(self.rank), b"here")
         deadline = time.monotonic() + timeout
         missing = sorted(set(members) - {self.rank})
@@ -326,11 +322,10 @@ class GlooFabric(Fabric):
 
     def _drop_inner(self) -> None:
         with self._lock:
-            gone = list(self._inner.values())
-            self._inner.clear()
-        self._shut_sockets()
-        self._listeners.clear()
-        _bury(gone)
+            gone = list(self._builds.values())
+            self._builds.clear()
+            self._shut_sockets()
+        bury(gone)
 
     def close(self) -> None:
         if self._closed:
@@ -338,7 +333,8 @@ class GlooFabric(Fabric):
         self._closed = True
         self._drop_inner()
         for group in list(self._groups.values()):
-            registry.unregister(group)
+            if group is not self._world:
+                registry.unregister(group)
         self._groups.clear()
         self._liveness.close()
 
@@ -346,17 +342,6 @@ class GlooFabric(Fabric):
 def _at(address: Address, key: str) -> Endpoint:
     host, port = cast("list[Any]", address.endpoint[key])
     return (str(host), int(port))
-
-
-def _bury(groups: list[_Built]) -> None:
-    """Destroy gloo groups aside: a destructor waits for works that may take until they fail."""
-
-    def destroy() -> None:
-        while groups:
-            groups.pop().inner = None  # the store last: gloo's threads may still ask it
-
-    if groups:
-        threading.Thread(target=destroy, name="elastic-bury", daemon=True).start()
 
 
 def _spread(flat: torch.Tensor, blocks: Sequence[BlockRange], collective: Callable[[torch.Tensor], object]) -> None:

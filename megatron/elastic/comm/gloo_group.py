@@ -48,7 +48,8 @@ class Seating:
     slots: int | None
     """Number of slots for the default group; None for a sub-group."""
     members: tuple[int, ...] = ()
-    """Everybody the group was made of; before the first edit sizes and ranks are theirs, and only this process lives."""
+    """Everybody the group was made of. Before the first edit sizes and ranks are theirs (a model is
+    built to nominal sizes), and collectives run over this process alone."""
 
     @property
     def _nominal(self) -> bool:
@@ -74,6 +75,8 @@ class Seating:
 
     def inner(self, group_rank: int) -> int | None:
         """Inner rank of ``group_rank``; None when that member is not living."""
+        if self._nominal:
+            return 0 if group_rank == self.rank else None
         if self.slots is None:
             return group_rank if 0 <= group_rank < len(self.living) else None
         return self.living.index(group_rank) if group_rank in self.living else None
@@ -390,7 +393,7 @@ class GlooGroup(dist.ProcessGroup):
             return inner
         dead = group_rank
         if seating.slots is None:
-            beyond = group_rank - len(seating.living)
+            beyond = group_rank - (0 if seating.generation == 0 else len(seating.living))
             dead = self.members[beyond] if 0 <= beyond < len(self.members) else group_rank
         raise PeerLost(dead, f"not a living member of {self.role!r}")
 

@@ -7,6 +7,7 @@ is done, and only then, so that an aborted collective leaves no late write.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -55,6 +56,7 @@ class GlooWork(dist.Work):
         self._source = source
         self._error: CommError | None = None
         self._done = False
+        self._once = threading.Lock()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until done. Raises ``PeerLost``, ``GenerationChanged`` or ``CommTimeout``."""
@@ -74,9 +76,7 @@ class GlooWork(dist.Work):
             seconds = allowed.total_seconds()
             self._error = self._waits.translate(error, self._peers, self._generation, seconds)
             raise self._error from error
-        if self._finish is not None:
-            self._finish()
-        self._done = True
+        self._complete()
         return True
 
     def is_completed(self) -> bool:
@@ -103,10 +103,22 @@ class GlooWork(dist.Work):
     _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """A future of the result; it completes when waited upon or when gloo completes."""
+        """A future of the result; completed by gloo's thread, also when nobody waits."""
         futures = [work.get_future() for work in self._inner]
         return torch.futures.collect_all(futures).then(self._settle)
 
-    def _settle(self, _: object) -> list[torch.Tensor]:
-        self.wait()
+    def _settle(self, all_done: torch.futures.Future[list[torch.futures.Future[Any]]]) -> list[torch.Tensor]:
+        try:
+            for future in all_done.value():
+                future.value()
+        except RuntimeError as error:
+            self._error = self._waits.translate(error, self._peers, self._generation, self._seconds)
+            raise self._error from error
+        self._complete()
         return self._result
+
+    def _complete(self) -> None:
+        with self._once:
+            if not self._done and self._finish is not None:
+                self._finish()
+            self._done = True

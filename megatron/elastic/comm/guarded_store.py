@@ -18,38 +18,24 @@ import torch.distributed as dist
 __all__ = ["GuardedStore"]
 
 FIRST_PAUSE = 0.0002
-LONGEST_PAUSE = 0.005
+LONGEST_PAUSE = 0.01
 
 
 class GuardedStore(dist.Store):
-    """Keys of ``store`` under ``prefix``; ``check()`` raises when waiting is pointless.
+    """Keys of ``store`` under ``prefix``; ``check()`` raises when waiting is pointless."""
 
-    ``before_get(key)`` is called once ``key`` is there and before its value is
-    handed out.
-    """
-
-    def __init__(
-        self,
-        store: dist.Store,
-        prefix: str,
-        check: Callable[[], None],
-        timeout: float,
-        before_get: Callable[[str], None] | None = None,
-    ) -> None:
+    def __init__(self, store: dist.Store, prefix: str, check: Callable[[], None], timeout: float) -> None:
         super().__init__()
         self._store = store
         self._prefix = prefix
         self._check = check
         self._seconds = timeout
-        self._before_get = before_get
 
     def set(self, key: str, value: str | bytes) -> None:
         self._store.set(self._prefix + key, value)  # type: ignore[arg-type]  # bytes are taken too
 
     def get(self, key: str) -> bytes:
         self.wait([key])
-        if self._before_get is not None:
-            self._before_get(key)
         return self._store.get(self._prefix + key)
 
     def check(self, keys: Sequence[str]) -> bool:

@@ -74,7 +74,9 @@ def rejoin(here: Here) -> tuple[float, float]:
     install(fabric)
     group = dist.new_group([0, 1, 2, 3], group_desc="dp")
     assert total() == total(group) == here.rank + 1.0
-    assert (group.size(), dist.get_world_size()) == (1, 4)
+    assert (group.size(), group.rank(), dist.get_world_size(), dist.get_rank(group)) == (4, 2, 4, 2)  # nominal
+    dist.broadcast(torch.ones(1), src=0, group=group)  # a root that is elsewhere: nothing to receive yet
+    here.tell("alone")
     dist.barrier()
     fabric.edit(3, swap(here, fabric, range(4), 3), 20.0)
     return total(group), total()
@@ -92,6 +94,7 @@ def test_survivors_of_a_kill_go_on_with_the_same_groups_and_take_the_rank_back()
         heard = [ranks.hear(rank) for rank in (0, 1, 3)]
         assert set(heard) <= {"PeerLost", "GenerationChanged"}
         ranks.start(2, rejoin)
+        assert ranks.hear(2) == "alone"
         assert ranks.results([2])[2] == (10.0, 10.0)
         for outcome, shrunk, grown, members, same, world in ranks.results((0, 1, 3)).values():
             assert outcome in ("PeerLost", "GenerationChanged")
@@ -168,5 +171,8 @@ def settled() -> tuple[int, int]:
 def test_twenty_edits_leave_no_threads_or_descriptors_behind() -> None:
     with Ranks(3, edit_many_times, seconds=120) as ranks:
         for counts in ranks.results(range(3)).values():
-            assert counts[-2][0] <= counts[1][0] and counts[-2][1] <= counts[1][1], counts
+            # A pair that was not needed is not opened, so counts vary by a pair; a leak would add one an edit.
+            early, late = counts[:5], counts[15:20]
+            assert max(late)[0] <= max(early)[0], counts
+            assert max(fds for _, fds in late) <= max(fds for _, fds in early) + 6, counts
             assert counts[-1][0] < counts[0][0] and counts[-1][1] < counts[0][1], counts

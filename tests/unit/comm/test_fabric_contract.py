@@ -1,0 +1,66 @@
+"""One contract, every fabric: gloo, and native over shared memory and TCP.
+
+Each claim is a function of ``fabric_checks.py``, run by four real processes.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+from megatron.elastic.comm import Fabric, install, make_fabric
+from megatron.elastic.config import ElasticConfig
+from tests.unit.comm import fabric_checks
+from tools.bench._common import Here, Ranks
+
+NATIVE = importlib.util.find_spec("megatron.elastic.comm.native") is not None
+KINDS = {
+    "gloo": ElasticConfig(comm="gloo"),
+    "shm": ElasticConfig(comm="elastic", transport="shm"),
+    "tcp": ElasticConfig(comm="elastic", transport="tcp"),
+}
+SECRET = b"contract"
+
+
+def build(kind: str, here: Here, incarnation: int = 0) -> Fabric:
+    return make_fabric(
+        KINDS[kind], here.rank, here.size, incarnation, f"contract{here.port}", SECRET, here.store, timeout=20.0
+    )
+
+
+def run(kind: str, check: fabric_checks.Check) -> None:
+    if kind != "gloo" and not NATIVE:
+        pytest.skip("the native core is not built")
+
+    def body(here: Here) -> None:
+        fabric = build(kind, here)
+        install(fabric)
+        fabric_checks.edit(here, fabric, fabric_checks.WORLD, 1)
+        check(here, fabric)
+        here.tell("passed")
+        here.ask()
+        fabric.close()
+
+    with Ranks(4, body, seconds=60) as ranks:
+        for rank in range(4):
+            assert ranks.hear(rank) == "passed"
+        for rank in range(4):
+            ranks.say(rank, "close")
+        ranks.results(range(4))
+
+
+@pytest.mark.parametrize("check", fabric_checks.CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("kind", KINDS)
+def test_contract(kind: str, check: fabric_checks.Check) -> None:
+    run(kind, check)
+
+
+@pytest.mark.parametrize("check", fabric_checks.ORDERED_CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("kind", ["shm", "tcp"])
+def test_ordered_contract(kind: str, check: fabric_checks.Check) -> None:
+    run(kind, check)
+
+
+def test_dead_members_can_still_be_named() -> None:
+    fabric_checks.living_ranks_table()
