@@ -15,10 +15,12 @@ around its forward *and* its backward, where recomputation runs the forward agai
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cache
 from typing import Any
 
 import torch
@@ -126,9 +128,9 @@ class _Mask:
     def apply(self, x: Tensor, residual: Tensor | None) -> Tensor:
         """``dropout(x)`` (+ residual), new and contiguous; rounds as separate operators would."""
         x = x.contiguous()
-        if x.device.type != "cpu" or x.dtype not in _DTYPES:
-            return self._portable(x, residual)
         residual = None if residual is None else residual.contiguous()
+        if x.device.type != "cpu" or x.dtype not in _DTYPES:
+            return self._on_device(x, residual)
         out = torch.empty_like(x)
         key = self.key
         _random.dropout(
@@ -151,22 +153,40 @@ class _Mask:
         )
         return out
 
-    def _portable(self, x: Tensor, residual: Tensor | None) -> Tensor:
+    def _on_device(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        """One Triton kernel where it can say the layout, else tensor operations; the same bits."""
+        key, where = self.key, (self.sample_dim, self.extent, self.offset)
+        drawn = {
+            "seed": key.seed & _U64,
+            "step": key.step,
+            "unit": self.unit,
+            "site": self.site,
+            "samples": key.samples,
+            "drop_below": self.drop_below,
+        }
+        kernel = _triton_kernel()
+        if kernel is not None and x.dtype in kernel.DTYPES:
+            layout = kernel.row_layout(x.shape, *where)
+            if layout is not None:
+                out: Tensor = kernel.launch(x, residual, layout, scale=self.scale, **drawn)
+                return out
+        sample_dim, extent, offset = where
         keep = keep_mask(
-            sizes=tuple(x.shape),
-            sample_dim=self.sample_dim,
-            extent=self.extent,
-            offset=self.offset,
-            seed=self.key.seed & _U64,
-            step=self.key.step,
-            unit=self.unit,
-            site=self.site,
-            samples=self.key.samples,
-            drop_below=self.drop_below,
-            device=x.device,
+            sizes=tuple(x.shape), sample_dim=sample_dim, extent=extent, offset=offset, device=x.device, **drawn
         )
         dropped = torch.where(keep, x * self.scale, torch.zeros((), dtype=x.dtype, device=x.device))
         return dropped if residual is None else residual + dropped
+
+
+@cache
+def _triton_kernel() -> Any | None:
+    """The kernel's module; None, said once, where there is no Triton."""
+    try:
+        from megatron.elastic.engine import dropout_triton
+    except ImportError as error:
+        warnings.warn(f"sample-keyed dropout runs as separate operations (slower, same masks): {error}", stacklevel=2)
+        return None
+    return dropout_triton
 
 
 class _Dropout(torch.autograd.Function):

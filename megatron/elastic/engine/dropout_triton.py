@@ -41,9 +41,7 @@ class RowLayout:
     stride: int
 
 
-def row_layout(
-    sizes: Sequence[int], sample_dim: int, extent: Sequence[int], offset: Sequence[int]
-) -> RowLayout | None:
+def row_layout(sizes: Sequence[int], sample_dim: int, extent: Sequence[int], offset: Sequence[int]) -> RowLayout | None:
     """The layout of a slice as rows; None when it is cut in more dimensions than rows can say."""
     outer, inner = sizes[:sample_dim], sizes[sample_dim + 1 :]
     whole = [size == full for size, full in zip([*outer, *inner], extent, strict=True)]
@@ -67,7 +65,7 @@ def _rounded(value: Any, dtype: tl.constexpr) -> Any:
     return value.to(dtype)
 
 
-@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+@triton.jit(do_not_specialize=["samples", "run", "first", "stride"])  # type: ignore[untyped-decorator,unused-ignore]
 def _kernel(
     src: Any, residual: Any, dst: Any, words: Any, scale: Any,
     samples: Any, run: Any, first: Any, stride: Any,

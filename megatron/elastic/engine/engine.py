@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 
 from megatron.elastic.comm.errors import CommError, GenerationChanged
@@ -28,7 +27,7 @@ from megatron.elastic.engine.settings import StepResult
 from megatron.elastic.engine.source import SampleSource, StepAddress
 from megatron.elastic.engine.standing import Standing
 from megatron.elastic.engine.transaction import StepBody, StepInput, Tools
-from megatron.elastic.engine.vote import Tally, VoteLayout, ledger_digest, plan_digest
+from megatron.elastic.engine.vote import Tally, VoteLayout, ledger_digest
 from megatron.elastic.observe.phases import PhaseTimer
 from megatron.elastic.state.layout import BlockKey
 from megatron.elastic.state.record import GradientKey, StepRecord, Vote, advance
@@ -40,6 +39,10 @@ T = TypeVar("T")
 
 class NotFinite(RuntimeError):
     """A gradient is not finite and the run does not allow it; the same on every rank."""
+
+
+def _unheard(engine: Engine, address: StepAddress, seconds: float, phases: Mapping[str, int]) -> None:
+    return None
 
 
 @dataclass
@@ -66,6 +69,8 @@ class Engine:
     """Every block of the job, in the order of the vote."""
     on_settled: Callable[[Outcome, Standing, float], None]
     """Told of every finished recovery and the seconds it took."""
+    on_step: Callable[[Engine, StepAddress, float, Mapping[str, int]], None] = _unheard
+    """Told of every committed step: its samples, the seconds it took, nanoseconds by phase."""
     host_state: Callable[[], Mapping[str, Any]] = dict
     """The host's counters, for whoever joins."""
     phase: int = 0
@@ -73,6 +78,8 @@ class Engine:
     parameters: int = 0
     draining: bool = False
     """Everybody was asked to save and leave at the next boundary."""
+    attempts: int = 0
+    """How often the present step was computed."""
     movement_bytes: int = 0
     """State bytes received by added copies so far."""
     _attempt: _Attempt | None = None
@@ -110,10 +117,13 @@ class Engine:
         self._enter()
         target = self.record.version + 1
         work = StepInput(target, address, forward_step, source)
+        self.timer.begin(target, "prepare")
+        self.attempts, started = 0, time.monotonic()
         self.injector.reach("before_step", target)
         while True:
             try:
                 if self.record.version < target:
+                    self.attempts += 1
                     self._commit(work)
                 self._finish()
                 break
@@ -121,6 +131,7 @@ class Engine:
                 self._recover(error)
         self._attempt = None
         self.injector.reach("after_step", target)
+        self.on_step(self, address, time.monotonic() - started, self.timer.finish())
         return self._result()
 
     def evaluate(
@@ -169,6 +180,11 @@ class Engine:
                 if self._recover(error):
                     return body_result  # type: ignore[return-value]
                 self.done = False
+
+    @property
+    def in_step(self) -> bool:
+        """Whether a step is under way (as against evaluation, saving, or the time between steps)."""
+        return self._attempt is not None
 
     @property
     def is_reporter(self) -> bool:

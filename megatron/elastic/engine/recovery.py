@@ -22,8 +22,8 @@ from megatron.elastic.config import ElasticConfig
 from megatron.elastic.control.membership import Decision, Membership
 from megatron.elastic.engine.buffers import Arena
 from megatron.elastic.engine.joining import NEWCOMER, newcomers
-from megatron.elastic.engine.nominal import Nominal
 from megatron.elastic.engine.movement import Movement
+from megatron.elastic.engine.nominal import Nominal
 from megatron.elastic.engine.report import Report, phase_is_over
 from megatron.elastic.engine.standing import Standing, stand, unit_groups
 from megatron.elastic.state.layout import BlockKey, UnitLayout

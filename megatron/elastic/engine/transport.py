@@ -15,8 +15,6 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from megatron.elastic.plan.model import Edge
-
 __all__ = ["BoundaryTransport", "Receipt"]
 
 _FORWARD, _BACKWARD = 0, 1

@@ -34,6 +34,7 @@ from megatron.elastic.engine.settings import Settings
 from megatron.elastic.engine.standing import Standing, block_index, unit_groups
 from megatron.elastic.engine.transaction import Tools
 from megatron.elastic.mcore.model import GptPort
+from megatron.elastic.mcore.narrate import narrate_step
 from megatron.elastic.observe.events import EventLog
 from megatron.elastic.observe.phases import PhaseTimer
 from megatron.elastic.state.layout import UnitLayout
@@ -181,5 +182,6 @@ def _assemble(
         timer=timer,
         blocks=block_index(layouts),
         on_settled=job.on_settled,
+        on_step=lambda *facts: narrate_step(links.events, *facts),
         host_state=job.host_state,
     )

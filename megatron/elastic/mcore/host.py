@@ -13,7 +13,7 @@ import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from megatron.core import parallel_state
@@ -23,7 +23,7 @@ from megatron.training.checkpointing import load_checkpoint
 
 from megatron.elastic.config import ElasticConfig
 from megatron.elastic.engine.engine import Engine
-from megatron.elastic.engine.recovery import Outcome
+from megatron.elastic.engine.recovery import Outcome, StateLost
 from megatron.elastic.engine.source import SampleSource, StepAddress
 from megatron.elastic.engine.standing import Standing
 from megatron.elastic.mcore.bringup import Job, Links, found, join, open_links
@@ -35,6 +35,7 @@ from megatron.elastic.mcore.optimizer import EngineOptimizer, MegatronSchedule
 from megatron.elastic.mcore.param_groups import GroupKeys
 from megatron.elastic.mcore.patches import Patch, bound, return_names
 from megatron.elastic.mcore.settings import engine_settings, nominal_topology, sample_grid
+from megatron.elastic.plan.dataflow import PlanError
 
 __all__ = ["Host", "patches"]
 
@@ -55,6 +56,9 @@ _COUNTERS = (
     "do_test",
 )
 """Arguments that Megatron's loop changes as it goes."""
+
+_DRAINED, _STATE_LOST = 3, 4
+"""Exit codes (DESIGN §4)."""
 
 
 @dataclass
@@ -113,6 +117,7 @@ class Host:
             Patch(loop + "train_step", "a step is a transaction that survives the loss of ranks", self._train_step),
             Patch(loop + "evaluate", "evaluation is repeated as a phase when ranks are lost in it", self._evaluate),
             Patch(loop + "training_log", "a collective outside the step: repeated after a loss", self._training_log),
+            Patch(loop + "checkpoint_and_decide_exit", "a drained job saves and leaves at a boundary", self._decide_exit),
             Patch(loop + "save_checkpoint", "a collective outside the step: repeated after a loss", self._fence),
             Patch(loop + "print_datetime", "a barrier that only aligns clocks would wait for the dead", _without_barrier),
             Patch(
@@ -193,7 +198,7 @@ class Host:
         assert self._links is not None
         speaks = standing.living[0] == self._links.fabric.rank
         nominal, step = self.engine.recovery.nominal, self.engine.record.version
-        narrate(self._links.events, nominal, outcome, standing, step, seconds, speaks)
+        narrate(self._links.events, nominal, outcome, standing, step, self.engine.in_step, seconds, speaks)
 
     def _build_data_iterators(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -227,7 +232,41 @@ class Host:
                 assert self._links is not None and self._job is not None
                 self._engine, welcome = join(self._links, self._job)
                 self._take_counters(welcome.host, bound(original, args, kwargs)["opt_param_scheduler"])
-            return original(*args, **kwargs)
+            try:
+                return original(*args, **kwargs)
+            except (StateLost, PlanError) as error:
+                self._leave(_STATE_LOST, str(error))
+
+        return replacement
+
+    def _leave(self, code: int, why: str) -> NoReturn:
+        """End this rank on purpose, with one line from whoever speaks."""
+        assert self._links is not None
+        if self.engine.standing.living[0] == self._links.fabric.rank:
+            print(why, flush=True)
+        self._links.membership.finish(code)
+        raise SystemExit(code)
+
+    def _decide_exit(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            call, settings = bound(original, args, kwargs), get_args()
+            leaves = original(**call)
+            if self.engine.draining and not leaves:
+                saved = bool(settings.save)
+                if saved and not (settings.save_interval and call["iteration"] % settings.save_interval == 0):
+                    training.save_checkpoint_and_time(
+                        call["iteration"],
+                        call["model"],
+                        call["optimizer"],
+                        call["opt_param_scheduler"],
+                        call["num_floating_point_operations_so_far"],
+                        call["checkpointing_context"],
+                        train_data_iterator=call["train_data_iterator"],
+                    )
+                where = f"saved to {settings.save}" if saved else "nothing saved: there is no --save"
+                self._leave(_DRAINED, f"drained at iteration {call['iteration']}, {where}")
+            return leaves
 
         return replacement
 

@@ -6,20 +6,30 @@ the field's words.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from megatron.elastic.control.membership import Loss
+from megatron.elastic.engine.engine import Engine
 from megatron.elastic.engine.nominal import Nominal
 from megatron.elastic.engine.recovery import Outcome
+from megatron.elastic.engine.source import StepAddress
 from megatron.elastic.engine.standing import Standing
-from megatron.elastic.observe.events import EventLog, Generation, RankLost, Recovery
+from megatron.elastic.observe.events import EventLog, Generation, Phases, RankLost, Recovery, Step
 from megatron.elastic.observe.summary import loss_lines, recovery_line
 
-__all__ = ["narrate"]
+__all__ = ["narrate", "narrate_step"]
+
+_OUTCOMES = {"roll_forward": "rolled forward", "revote": "voted again", "rerun": "re-run"}
 
 
 def narrate(
-    events: EventLog, nominal: Nominal, outcome: Outcome, standing: Standing, step: int, seconds: float, speaks: bool
+    events: EventLog, nominal: Nominal, outcome: Outcome, standing: Standing, step: int, in_step: bool,
+    seconds: float, speaks: bool
 ) -> None:
-    """Record one finished recovery that took ``seconds``; ``step`` is the newest committed one."""
+    """Record one finished recovery that took ``seconds``; ``step`` is the newest committed one.
+
+    ``in_step``: a step was under way, so it was finished or computed again.
+    """
     decision = outcome.decision
     events.generation = decision.generation
     losses = [_rank_lost(loss, nominal, step) for loss in decision.lost]
@@ -37,11 +47,43 @@ def narrate(
     for loss in losses:
         events.write(loss)
     spent = {**outcome.seconds, "settle": max(0.0, seconds - sum(outcome.seconds.values()))}
-    recovery = Recovery(step=step, outcome=outcome.resolution.kind, seconds=spent, lost_steps=0)
+    recovery = Recovery(step=step, outcome=_outcome(outcome, in_step), seconds=spent, lost_steps=0)
     events.write(recovery)
     if speaks:
         for line in (*loss_lines(losses, parked), recovery_line(recovery, decision.generation)):
             print(line, flush=True)
+
+
+def narrate_step(
+    events: EventLog, engine: Engine, address: StepAddress, seconds: float, phases: Mapping[str, int]
+) -> None:
+    """Record one committed step: times on every rank, what everybody knows on the lowest living one."""
+    if not events.enabled:
+        return
+    record = engine.record
+    events.write(Phases(step=record.version, nanoseconds=dict(phases)))
+    if engine.standing.living[0] != engine.tools.fabric.rank:
+        return
+    events.write(
+        Step(
+            step=record.version,
+            samples=(address.first, address.first + address.size),
+            seconds=seconds,
+            losses={key: total / count for key, (total, count) in record.losses.items() if count},
+            grad_norm=record.grad_norm,
+            learning_rate=record.rates[0].lr,
+            loss_scale=record.loss_scale,
+            skipped=record.skipped,
+            attempts=max(1, engine.attempts),
+            ledger=record.ledger_hash,
+        )
+    )
+
+
+def _outcome(outcome: Outcome, in_step: bool) -> str:
+    if outcome.decision.joined:
+        return "joined by " + ", ".join(map(str, outcome.decision.joined))
+    return _OUTCOMES[outcome.resolution.kind] if in_step else "between steps"
 
 
 def _rank_lost(loss: Loss, nominal: Nominal, step: int) -> RankLost:
