@@ -68,7 +68,7 @@ class Platform(ABC):
     """'cpu', 'cuda' or 'npu'."""
     default_backend: ClassVar[str]
     """Backend of torch.distributed for bulk data."""
-    bitwise_streams: ClassVar[bool]
+    synchronous: ClassVar[bool]
     """Work is finished when a call returns: no stream order to keep."""
 
     @classmethod

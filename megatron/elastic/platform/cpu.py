@@ -23,7 +23,7 @@ class CpuPlatform(Platform):
 
     name = "cpu"
     default_backend = "gloo"
-    bitwise_streams = True
+    synchronous = True
 
     @classmethod
     def available(cls) -> bool:

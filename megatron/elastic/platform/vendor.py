@@ -21,7 +21,7 @@ __all__ = ["VendorPlatform"]
 class VendorPlatform(Platform):
     """Drives a ``torch.<device>`` module. ``module()`` is looked up at each call: import order stays free."""
 
-    bitwise_streams = False
+    synchronous = False
 
     @abstractmethod
     def module(self) -> Any:

@@ -1,0 +1,139 @@
+"""One interface, three platforms: the CPU runs here, the others keep the contract with torch's own names."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import types
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.elastic.platform.base import Platform, PlatformUnavailable
+from megatron.elastic.platform.cpu import CpuPlatform
+from megatron.elastic.platform.cuda import CudaPlatform
+from megatron.elastic.platform.npu import NpuPlatform
+from megatron.elastic.platform.select import ENVIRONMENT_NAME, PLATFORMS, select
+
+
+def test_without_a_device_the_cpu_is_selected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(ENVIRONMENT_NAME, raising=False)
+    if CudaPlatform.available() or NpuPlatform.available():
+        pytest.skip("this machine has a device")
+    assert isinstance(select(), CpuPlatform)
+
+
+def test_a_platform_asked_for_by_name_is_never_replaced_by_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ENVIRONMENT_NAME, "cpu")
+    assert isinstance(select(), CpuPlatform)
+    monkeypatch.setattr(CudaPlatform, "available", classmethod(lambda cls: False))
+    monkeypatch.setenv(ENVIRONMENT_NAME, "cuda")
+    with pytest.raises(PlatformUnavailable, match="cuda"):
+        select()
+    with pytest.raises(PlatformUnavailable, match="one of cuda, npu, cpu"):
+        select("tpu")
+
+
+def test_devices_are_preferred_to_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(ENVIRONMENT_NAME, raising=False)
+    monkeypatch.setattr(CudaPlatform, "available", classmethod(lambda cls: True))
+    assert isinstance(select(), CudaPlatform)
+
+
+@pytest.mark.parametrize("kind", PLATFORMS.values(), ids=PLATFORMS)
+def test_every_platform_implements_the_whole_interface(kind: type[Platform]) -> None:
+    assert not inspect.isabstract(kind)
+    assert kind().name in PLATFORMS and kind.default_backend in ("gloo", "nccl", "hccl")
+
+
+def test_cpu_memory_and_streams() -> None:
+    cpu = CpuPlatform()
+    memory = cpu.memory()
+    assert 0 < memory.used <= memory.peak < memory.total and memory.free < memory.total
+    stream = cpu.new_stream()
+    with cpu.use_stream(stream):
+        event = cpu.new_event(timing=True)
+        event.record(stream)
+    stream.wait_event(event)
+    stream.wait_stream(cpu.current_stream())
+    cpu.synchronize()
+    assert event.query() and cpu.device(3) == torch.device("cpu") and cpu.device_count() == 1
+
+
+def test_cpu_seeds_and_state_round_trip() -> None:
+    cpu = CpuPlatform()
+    cpu.seed(11)
+    first = torch.rand(2)
+    state = cpu.rng_state()
+    second = torch.rand(2)
+    cpu.set_rng_state(state)
+    assert torch.equal(second, torch.rand(2))
+    cpu.seed(11)
+    assert torch.equal(first, torch.rand(2))
+
+
+VENDOR_NAMES = ("device_count", "get_device_name", "set_device", "synchronize", "Stream", "current_stream", "stream",
+                "Event", "mem_get_info", "memory_allocated", "max_memory_allocated", "empty_cache", "manual_seed",
+                "get_rng_state", "set_rng_state", "is_available")
+
+
+@pytest.mark.parametrize("name", VENDOR_NAMES)
+def test_torch_cuda_has_every_name_the_vendor_platforms_call(name: str) -> None:
+    assert callable(getattr(torch.cuda, name))
+
+
+class Calls:
+    """A device module that records what is called on it."""
+
+    def __init__(self) -> None:
+        self.made: list[tuple[str, tuple[Any, ...]]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in VENDOR_NAMES:
+            raise AttributeError(name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.made.append((name, args))
+            return (5, 9) if name == "mem_get_info" else 3
+
+        return call
+
+
+def test_the_vendor_platforms_call_only_names_that_torch_gives_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind in (CudaPlatform, NpuPlatform):
+        calls = Calls()
+        monkeypatch.setattr(kind, "module", lambda self, calls=calls: calls)
+        platform = kind()
+        platform.set_device(1)
+        platform.synchronize()
+        platform.new_stream(), platform.current_stream(), platform.use_stream(platform.new_stream())
+        platform.new_event(timing=True)
+        memory = platform.memory(1)
+        platform.release_cached_memory()
+        platform.seed(4)
+        platform.set_rng_state(platform.rng_state())
+        assert (memory.free, memory.total, memory.used, memory.peak) == (5, 9, 3, 3)
+        assert ("set_device", (1,)) in calls.made and ("memory_allocated", (1,)) in calls.made
+        assert platform.device_count() == 3 and "3 × 3" in platform.describe()
+
+
+def test_ascend_is_available_only_with_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch_npu", None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert not NpuPlatform.available()
+    with pytest.raises(PlatformUnavailable, match="torch_npu"):
+        NpuPlatform().prepare()
+
+
+def test_ascend_is_readied_by_its_own_redirection(monkeypatch: pytest.MonkeyPatch) -> None:
+    imported: list[str] = []
+
+    def import_module(name: str) -> types.ModuleType:
+        imported.append(name)
+        return types.ModuleType(name)
+
+    monkeypatch.setattr(NpuPlatform, "available", classmethod(lambda cls: True))
+    monkeypatch.setattr("importlib.import_module", import_module)
+    NpuPlatform().prepare()
+    assert imported == ["torch_npu.contrib.transfer_to_npu"]
