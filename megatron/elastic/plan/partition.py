@@ -40,18 +40,30 @@ class Place:
 
 @dataclass(frozen=True)
 class PipelineTime:
-    """Step time of a pipeline for ``n >= 1`` nominal micro-batches: ``fixed + n * each`` ns."""
+    """Step time of a pipeline for ``n >= 1`` nominal micro-batches, ns: the larger of two lines.
+
+    ``fixed + n * each`` counts all work. With a split backward and fewer
+    micro-batches than stages there are too few weight gradients to fill with; then
+    the chain of forwards and input gradients, ``chain_fixed + n * chain_each``, rules.
+    """
 
     fixed: int
     each: int
+    chain_fixed: int = 0
+    chain_each: int = 0
 
     def of(self, count: int) -> int:
         """Time for ``count`` micro-batches; an unused pipeline takes none."""
-        return self.fixed + count * self.each if count else 0
+        if not count:
+            return 0
+        return max(self.fixed + count * self.each, self.chain_fixed + count * self.chain_each)
 
     def fits(self, time: int) -> int:
         """Most micro-batches within ``time``."""
-        return max(0, (time - self.fixed) // self.each)
+        fits = (time - self.fixed) // self.each
+        if self.chain_each:
+            fits = min(fits, (time - self.chain_fixed) // self.chain_each)
+        return max(0, fits)
 
 
 class Model:
@@ -72,6 +84,9 @@ class Model:
         late = 2 if split_backward else 0
         self.fill = unit_sums(
             max(0, u.forward_ns + u.backward_ns - late * u.weight_grad_ns) * micro_batch_size for u in profile.units
+        )
+        self.chain = unit_sums(
+            (u.forward_ns + u.backward_ns - u.weight_grad_ns) * micro_batch_size for u in profile.units
         )
         self.static = unit_sums(u.param_bytes + -(-u.state_bytes // max(1, holders)) for u in profile.units)
         self.held = unit_sums(u.activation_bytes * micro_batch_size for u in profile.units)
@@ -151,7 +166,13 @@ def pipeline_time(model: Model, places: Sequence[Place], cuts: Sequence[int]) ->
     hop = model.transfer if len(stages) > 1 else 0
     slowest = max(stages)
     fill = sum(fills) - fills[stages.index(slowest)]
-    return PipelineTime(fill + (2 * (len(stages) - 1) - 1) * hop if hop else fill, slowest + hop)
+    hops = (2 * (len(stages) - 1) - 1) * hop
+    if not model.split_backward:
+        return PipelineTime(fill + hops, slowest + hop)
+    chains = [(model.chain[b] - model.chain[a]) * PPM // place.speed_ppm for a, b, place in spans]
+    longest = max(chains)
+    last_weight = stages[0] - chains[0]
+    return PipelineTime(fill + hops, slowest + hop, sum(chains) - longest + last_weight + hops, longest + hop)
 
 
 def nearest_cuts(

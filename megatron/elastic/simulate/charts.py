@@ -1,0 +1,62 @@
+"""Charts of simulator results (matplotlib, PNG or SVG by the file's ending)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron.elastic.simulate.goodput import Goodput
+from megatron.elastic.simulate.scenarios import Row
+
+__all__ = ["draw_goodput", "draw_scenarios"]
+
+
+def draw_scenarios(rows: Sequence[Row], path: Path, losses: int = 1) -> None:
+    """Relative throughput after ``losses`` spread losses: one group of bars per (DP, PP, layers)."""
+    from matplotlib.figure import Figure
+
+    shown = [row for row in rows if row.scenario.losses == losses and row.scenario.pattern == "spread"]
+    series = {
+        "elaswave": [row.elaswave for row in shown],
+        "elaswave, 1F1B": [row.elaswave_1f1b for row in shown],
+        "recycle": [row.peers["recycle"] for row in shown],
+        "torchft, batch kept": [row.peers["torchft-batch"] for row in shown],
+        "torchft, batch shrinks": [row.peers["torchft"] for row in shown],
+    }
+    figure = Figure(figsize=(max(8, len(shown) * 0.9), 4.5))
+    axes = figure.add_subplot()
+    width = 0.8 / len(series)
+    for number, (name, values) in enumerate(series.items()):
+        axes.bar([at + number * width for at in range(len(shown))], values, width, label=name)
+    names = [f"{r.scenario.dp}x{r.scenario.pp}\n{r.scenario.layers} layers" for r in shown]
+    axes.set_xticks([at + 0.4 - width / 2 for at in range(len(shown))], names, fontsize=7)
+    axes.axhline(1.0, color="black", linewidth=0.6)
+    axes.set_ylabel(f"throughput after {losses} loss(es), before = 1")
+    axes.legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path)
+
+
+def draw_goodput(results: Sequence[Goodput], path: Path, title: str = "") -> None:
+    """Where the time went, per policy: effective, redone, stalled, running slower than undamaged."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4))
+    axes = figure.add_subplot()
+    names = [result.policy for result in results]
+    base = [0.0] * len(results)
+    parts = (
+        ("effective", [max(0.0, r.effective) for r in results]),
+        ("redone", [r.redone_share for r in results]),
+        ("stalled", [r.stall_share for r in results]),
+    )
+    for name, values in parts:
+        axes.bar(names, values, bottom=base, label=name)
+        base = [a + b for a, b in zip(base, values, strict=True)]
+    axes.bar(names, [max(0.0, 1 - b) for b in base], bottom=base, label="running below full rate", color="lightgrey")
+    axes.set_ylabel("share of wall-clock time")
+    axes.set_title(title, fontsize=9)
+    axes.tick_params(axis="x", labelsize=7)
+    axes.legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path)
