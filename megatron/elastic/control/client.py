@@ -80,6 +80,8 @@ class WorkerMembership:
         self._pending: tuple[str, ...] = ()
         self._on_freeze: Callable[[int], None] | None = None
         self._sampler: Callable[[], Activity | None] | None = None
+        self._activity = Activity(-1, "launch")
+        self._sampled: Activity | None = None
         self._thread: threading.Thread | None = None
 
     @classmethod
@@ -145,6 +147,7 @@ class WorkerMembership:
 
     def publish(self, activity: Activity) -> None:
         """See :meth:`Membership.publish`."""
+        self._activity = activity
         self._slot.publish(activity)
 
     def pending(self) -> tuple[str, ...]:
@@ -166,7 +169,9 @@ class WorkerMembership:
         """Have the control thread publish ``sampler()`` a few times a second, when it returns something new.
 
         For waits inside native code, during which nobody else could publish whom
-        this process waits for. Must be quick and must not take locks of the caller.
+        this process waits for; None when it waits for nobody, which shows what was
+        published last again. A step below 0 stands for the one published last. Must
+        be quick and must not take locks of the caller.
         """
         self._sampler = sampler
 
@@ -175,17 +180,22 @@ class WorkerMembership:
     def _listen(self) -> None:
         poll = select.poll()
         poll.register(self._channel, select.POLLIN)
-        last: Activity | None = None
         while True:
             arrived = poll.poll(_LOOK_SECONDS * 1000)
             self._fence()
             if arrived:
                 self._receive()
             elif self._sampler is not None:
-                activity = self._sampler()
-                if activity is not None and activity != last:
-                    self._slot.publish(activity)
-                    last = activity
+                self._sample(self._sampler())
+
+    def _sample(self, sampled: Activity | None) -> None:
+        published = self._activity
+        if sampled is not None and sampled.step < 0:
+            sampled = Activity(published.step, sampled.phase, sampled.waiting_for)
+        if sampled == self._sampled:
+            return
+        self._sampled = sampled
+        self._slot.publish(published if sampled is None else sampled)
 
     def _receive(self) -> None:
         try:

@@ -22,6 +22,8 @@ class Failures:
     _raised_at: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     _times: list[float] = field(default_factory=list)
     _stillborn: dict[int, int] = field(default_factory=dict)
+    _member: dict[int, int] = field(default_factory=dict)
+    """Rank → its newest incarnation that became a member."""
 
     def record(self, rank: int, incarnation: int, step: int, raised: bool, now: float) -> str | None:
         """Note a loss; a text when the job should end for it (``raised``: ended by itself with an error)."""
@@ -37,14 +39,17 @@ class Failures:
             return f"{len(self._times)} ranks lost within an hour; --elastic-max-losses-per-hour is {self.max_per_hour}"
         return None
 
-    def stillborn(self, rank: int) -> bool:
-        """Note that a new incarnation of ``rank`` ended before it became a member; True: do not try again."""
+    def admitted(self, rank: int, incarnation: int) -> None:
+        """``incarnation`` of ``rank`` is a member."""
+        self._member[rank] = incarnation
+        self._stillborn.pop(rank, None)
+
+    def stillborn(self, rank: int, incarnation: int) -> bool:
+        """Note the end of a newcomer, if it was one: True when several in a row ended before they were members."""
+        if incarnation == 0 or self._member.get(rank) == incarnation:
+            return False
         self._stillborn[rank] = self._stillborn.get(rank, 0) + 1
         return self._stillborn[rank] >= _STARTS
-
-    def admitted(self, rank: int) -> None:
-        """``rank`` became a member."""
-        self._stillborn.pop(rank, None)
 
     def cool_down(self, rank: int) -> float:
         """Seconds to wait before starting ``rank`` again: none the first time, growing with stillbirths."""

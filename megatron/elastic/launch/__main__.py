@@ -8,6 +8,7 @@ Like torchrun, but the loss of a worker ends neither the others nor the job. See
 from __future__ import annotations
 
 import os
+import signal
 import sys
 
 __all__ = ["main"]
@@ -29,7 +30,7 @@ def main(argv: list[str]) -> int:
         events = PoolEvents(
             said=lambda worker, message: agents[0].said(worker, message),
             ended=lambda worker, status: agents[0].ended(worker, status),
-            zygote_lost=lambda: agents[0].zygote_lost(),
+            zygote_lost=lambda ready: agents[0].zygote_lost(ready),
         )
         if job.workers > 1:
             os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -40,6 +41,8 @@ def main(argv: list[str]) -> int:
     except BadInput as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
     finally:
         if pool is not None:
             pool.close()

@@ -134,6 +134,7 @@ class Agent:
             self.by_rank[rank] = self._nursery.start(rank, incarnation, newcomer=not self.state.fresh)
 
     def _beat(self) -> None:
+        self._pool.rouse()
         table = self.table()
         if self._neighbours is not None:
             self._neighbours.beat(table)
@@ -210,8 +211,11 @@ class Agent:
             elastic = worker.elastic or self.job.elastic
             self.append(classify(worker, status, self._mine.host, self.state.decided > 0, elastic, lines))
 
-    def zygote_lost(self) -> None:
+    def zygote_lost(self, was_ready: bool) -> None:
         """Its workers are lost with it; a new one takes over for the next."""
+        if not was_ready:
+            self.append(Ended(1, "the parent of this node's workers ended while it preloaded: try --preload none"))
+            return
         say("the parent of this node's workers is gone, and they with it; starting another")
         self._pool.start_zygote()
 
@@ -232,8 +236,8 @@ class Agent:
         for worker in list(self.by_rank.values()):
             self._update(worker)
         if self.state.decided != decided and self.state.decision is not None:
-            for rank in self.state.decision.joined:
-                self._failures.admitted(rank)
+            for rank, address in self.state.decision.members.items():
+                self._failures.admitted(rank, address.incarnation)
         self._report_if_complete()
         self._decide_if_ready()
         if self.state.over():
@@ -261,8 +265,6 @@ class Agent:
             case Condemned() if event.rank in self.by_rank:
                 if self.by_rank[event.rank].incarnation == event.incarnation:
                     self._pool.kill(self.by_rank[event.rank], event.why)
-            case Wanted(what="drain") if not event.ranks:
-                self._loop.after(self.job.shutdown_timeout, lambda: self._stop(128 + signal.SIGTERM))
             case Abandoned() if set(event.ranks) & set(self._mine.ranks):
                 say(f"ranks {list(event.ranks)} are not started again: {event.why}")
             case Readmitted():
@@ -280,7 +282,7 @@ class Agent:
             self.append(Ended(_DETERMINISTIC, "\n".join((verdict, *loss.last_lines))))
         if loss.rank not in self._mine.ranks or state.standing != "lost" or loss.incarnation != state.incarnation:
             return
-        if loss.incarnation > 0 and step < 0 and self._failures.stillborn(loss.rank):
+        if self._failures.stillborn(loss.rank, loss.incarnation):
             self.append(Abandoned((loss.rank,), "several incarnations in a row ended before they took part"))
         elif state.may_return:
             incarnation = loss.incarnation + 1
@@ -383,6 +385,8 @@ class Agent:
         elif elastic:
             say(f"{name}: asking the workers to save and end (again: at once)")
             self.append(Wanted("drain"))
+            late = Ended(128 + number, f"{name}: not drained within {self.job.shutdown_timeout:.0f} s: the job ends")
+            self._loop.after(self.job.shutdown_timeout, lambda: self.append(late))
         else:
             for worker in self._pool.workers.values():
                 if worker.pid:

@@ -11,6 +11,7 @@ import argparse
 import os
 import signal
 import socket
+import sys
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,10 +21,24 @@ from torch.distributed.run import determine_local_world_size, get_args_parser
 
 from megatron.elastic.config import ConfigError, ElasticConfig
 from megatron.elastic.launch.cluster import Placement, derive
+from megatron.elastic.launch.preload import modules_for
 from megatron.elastic.launch.settings import elastic_settings
 from megatron.elastic.launch.worker import Kind
 
 __all__ = ["BadInput", "Job", "parse"]
+
+
+_UNUSED: Mapping[str, object] = {
+    "--max-restarts": 0,
+    "--monitor-interval": 0.1,
+    "--start-method": "spawn",
+    "--event-log-handler": "null",
+    "--duplicate-stdout-filters": [],
+    "--duplicate-stderr-filters": [],
+    "--logs-specs": None,
+    "--numa-binding": None,
+}
+"""Options of torchrun that change nothing here, with their defaults."""
 
 
 class BadInput(ValueError):
@@ -82,8 +97,8 @@ def build_parser() -> argparse.ArgumentParser:
     own.add_argument(
         "--preload",
         default="auto",
-        help="Modules the parent of all workers imports once, comma-separated; 'auto': torch, and the adaptor where "
-        "the script uses it; 'none'.",
+        help="Modules the parent of all workers imports once, comma-separated; 'auto': what the script imports of "
+        "torch, numpy and megatron; 'none'.",
     )
     return parser
 
@@ -91,6 +106,7 @@ def build_parser() -> argparse.ArgumentParser:
 def parse(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> Job:
     """The job described by ``argv``. Raises :class:`BadInput`; ``--help`` exits like argparse."""
     args = build_parser().parse_args(list(argv))
+    _warn_of_unused(args)
     try:
         place = derive(args, environ)
         settings = elastic_settings(args.training_script_args, respawn=args.respawn)
@@ -99,9 +115,16 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> Job:
         raise BadInput(str(error).split("\n", 1)[0]) from None
 
 
+def _warn_of_unused(args: argparse.Namespace) -> None:
+    """torchrun options that tune what this launcher does in its own way: accepted, with one line."""
+    changed = [flag for flag, default in _UNUSED.items() if getattr(args, flag[2:].replace("-", "_")) != default]
+    if changed:
+        print(f"[launch] without effect here: {', '.join(changed)}", file=sys.stderr, flush=True)
+
+
 def _job(args: argparse.Namespace, place: Placement, settings: ElasticConfig) -> Job:
     kind, target = _target(args)
-    adapt = args.adapt or "--elastic" in args.training_script_args
+    elastic = args.adapt or "--elastic" in args.training_script_args
     return Job(
         run_id=_run_id(args, place),
         node=place.node,
@@ -115,7 +138,7 @@ def _job(args: argparse.Namespace, place: Placement, settings: ElasticConfig) ->
         target=target,
         arguments=tuple(args.training_script_args),
         adapt=args.adapt,
-        preload=_preload(args.preload, adapt),
+        preload=_preload(args.preload, kind, target, args.adapt, elastic),
         role=args.role,
         logs=DefaultLogsSpecs(
             log_dir=args.log_dir or _log_dir_if_needed(args),
@@ -129,7 +152,7 @@ def _job(args: argparse.Namespace, place: Placement, settings: ElasticConfig) ->
         max_restarts=args.max_restarts,
         shutdown_timeout=float(args.shutdown_timeout if args.shutdown_timeout is not None else 30),
         signals=_signals(args.signals_to_handle),
-        elastic="--elastic" in args.training_script_args or args.adapt,
+        elastic=elastic,
         settings=settings,
     )
 
@@ -163,13 +186,10 @@ def _workers(nproc_per_node: str) -> int:
     return count
 
 
-def _preload(wanted: str, adapt: bool) -> tuple[str, ...]:
-    if wanted == "none":
-        return ()
-    if wanted != "auto":
-        return tuple(name for name in wanted.split(",") if name)
-    modules = ("numpy", "torch", "torch.distributed", "megatron.elastic.control.client")
-    return (*modules, "megatron.elastic.adaptor") if adapt else modules
+def _preload(wanted: str, kind: Kind, target: str, adapt: bool, elastic: bool) -> tuple[str, ...]:
+    if wanted == "auto":
+        return modules_for(kind, target, adapt, elastic)
+    return () if wanted == "none" else tuple(name for name in wanted.split(",") if name)
 
 
 def _log_dir_if_needed(args: argparse.Namespace) -> str | None:

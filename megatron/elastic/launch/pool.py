@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from dataclasses import dataclass, field
 from megatron.elastic.control.slot import Slot
 from megatron.elastic.control.wire import FrameReader, Message, ProtocolError, encode
 from megatron.elastic.launch.loop import Loop
-from megatron.elastic.launch.processes import MessageSocket, exit_status, kill_group
+from megatron.elastic.launch.processes import MessageSocket, exit_status, kill_group, process_state
 from megatron.elastic.launch.worker import WorkerSpec
 
 __all__ = ["Pool", "PoolEvents", "Worker"]
@@ -59,7 +60,8 @@ class PoolEvents:
     said: Callable[[Worker, Message], None]
     ended: Callable[[Worker, int], None]
     """With the wait status."""
-    zygote_lost: Callable[[], None]
+    zygote_lost: Callable[[bool], None]
+    """With whether it had finished preloading."""
 
 
 class Pool:
@@ -73,7 +75,7 @@ class Pool:
         self.zygote: subprocess.Popen[bytes] | None = None
         self._socket: MessageSocket | None = None
         self._closing = False
-        self.notes: list[str] = []
+        self._ready = False
 
     # -- the zygote ---------------------------------------------------------
 
@@ -81,11 +83,15 @@ class Pool:
         """Begin preloading; returns at once."""
         mine, theirs = MessageSocket.pair()
         agent = os.getpid()
+        self._ready = False
+        # Asking the driver whether there is a GPU must not start it: it would not survive the fork.
+        environ = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", **os.environ}
         command = [sys.executable, "-m", "megatron.elastic.launch.zygote"]
         self.zygote = subprocess.Popen(
             [*command, str(theirs.fileno()), str(agent), ",".join(self._preload)],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
+            env=environ,
             start_new_session=True,
         )
         theirs.close()
@@ -106,7 +112,7 @@ class Pool:
             if worker is not None:
                 self._end(worker, message["status"])
         elif "ready" in message:
-            self.notes.extend(message["notes"])
+            self._ready = True
             for note in message["notes"]:
                 print(f"[launch] {note}", file=sys.stderr, flush=True)
 
@@ -123,7 +129,12 @@ class Pool:
         if self.zygote is not None:
             self.zygote.wait()
         if not self._closing:
-            self._events.zygote_lost()
+            self._events.zygote_lost(self._ready)
+
+    def rouse(self) -> None:
+        """A stopped zygote could not start or reap workers; it has done nothing to be killed for, so it goes on."""
+        if self.zygote is not None and process_state(self.zygote.pid) == "T":
+            self.zygote.send_signal(signal.SIGCONT)
 
     # -- workers --------------------------------------------------------------
 

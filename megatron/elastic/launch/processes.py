@@ -21,6 +21,7 @@ from typing import Any
 
 __all__ = [
     "MessageSocket",
+    "accelerator_is_open",
     "describe_status",
     "die_with_parent",
     "exit_status",
@@ -89,6 +90,18 @@ def exit_status(pid: int) -> int | None:
 def thread_count() -> int:
     """Threads of this process, native ones included."""
     return len(os.listdir("/proc/self/task"))
+
+
+def accelerator_is_open() -> bool:
+    """Whether this process has started a CUDA or Ascend driver (asking NVML for the number of devices does not)."""
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{fd}")
+        except OSError:
+            continue
+        if target.startswith(("/dev/nvidia-uvm", "/dev/davinci")):
+            return True
+    return False
 
 
 def describe_status(status: int) -> str:

@@ -17,6 +17,7 @@ import sys
 import traceback
 import types
 from dataclasses import dataclass, field
+from string import Template
 from typing import Any, Literal
 
 from megatron.elastic.control import env
@@ -122,13 +123,22 @@ def _run_python(spec: WorkerSpec, slot_fd: int) -> int:
         _run_main(spec)
     except SystemExit as end:
         code = _exit_code(end)
-    except BaseException:
-        text = traceback.format_exc()
+    except BaseException as error:
+        error.__traceback__ = _users_part(error.__traceback__)
+        Slot(slot_fd).say_last_words("".join(traceback.format_exception(error)))
         sys.stdout.flush()
-        print(text, file=sys.stderr, flush=True)
-        Slot(slot_fd).say_last_words(text)
+        # The program's own hook, where it has set one, as the interpreter would.
+        sys.excepthook(type(error), error, error.__traceback__)
+        sys.stderr.flush()
         code = 1
     return code
+
+
+def _users_part(trace: types.TracebackType | None) -> types.TracebackType | None:
+    """A traceback without the frames through which the launcher ran the program."""
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__ and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace
 
 
 def _exit_code(end: SystemExit) -> int:
@@ -153,7 +163,9 @@ def _refresh_interpreter() -> None:
 
 
 def _run_main(spec: WorkerSpec) -> None:
-    sys.argv = [spec.target, *spec.arguments]
+    local_rank = os.environ.get("LOCAL_RANK", "0")
+    # torchrun's one macro.
+    sys.argv = [spec.target, *(Template(text).safe_substitute(local_rank=local_rank) for text in spec.arguments)]
     if spec.kind == "module":
         sys.path[0] = os.getcwd()
         runpy.run_module(spec.target, run_name="__main__", alter_sys=True)

@@ -27,6 +27,7 @@ from typing import Any
 from megatron.elastic.control import env
 from megatron.elastic.launch.processes import (
     MessageSocket,
+    accelerator_is_open,
     die_with_parent,
     kill_group,
     sweep_segments,
@@ -58,7 +59,9 @@ class Zygote:
                 notes.append(f"could not preload {name}: {type(error).__name__}: {error}")
             if thread_count() > before:
                 notes.append(f"preloading {name} started {thread_count() - before} thread(s)")
-        if thread_count() > 1:
+        if accelerator_is_open():
+            notes.append("a preloaded module has started the accelerator's driver, which does not survive a fork")
+        if thread_count() > 1 or accelerator_is_open():
             self._may_fork = False
             notes.append("workers are started by exec instead of fork, which takes seconds")
         # Keeps the collector from writing to (and so copying) pages shared with the workers.
