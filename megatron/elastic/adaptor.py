@@ -12,24 +12,23 @@ Must come before any import of Megatron: Megatron binds names by value.
 
 from __future__ import annotations
 
+from megatron.elastic.mcore.bad_input import install_hook
+from megatron.elastic.mcore.import_hook import after_import
 from megatron.elastic.platform.select import select
 
 __all__: list[str] = []
 
 
 def _adapt() -> None:
+    install_hook()
     platform = select()
     platform.prepare()
 
-    from megatron.elastic.mcore.bad_input import install_hook
-    from megatron.elastic.mcore.import_hook import after_import
-
     def begin() -> None:
-        from megatron.elastic.mcore.startup import Startup
+        from megatron.elastic.mcore.startup import Startup  # here: the script may never import Megatron
 
         Startup(platform).begin()
 
-    install_hook()
     after_import("megatron.training", begin)
 
 

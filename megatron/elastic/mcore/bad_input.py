@@ -16,9 +16,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
 
-from megatron.elastic.config import ConfigError
+import torch
 
-__all__ = ["EXIT_CODE", "BadInput", "explain_assertion", "install_hook", "translated"]
+from megatron.elastic.config import ConfigError
+from megatron.elastic.platform.base import PlatformUnavailable
+from megatron.elastic.platform.cpu_redirect import RedirectionTooLate
+
+__all__ = ["EXIT_CODE", "BadInput", "explain_assertion", "install_hook", "port_in_use_named", "translated"]
 
 EXIT_CODE = 1
 
@@ -56,8 +60,21 @@ def translated(*kinds: type[Exception]) -> Iterator[None]:
         raise BadInput(" ".join(str(error).split())) from error
 
 
+@contextmanager
+def port_in_use_named() -> Iterator[None]:
+    """Turn torch's error for a taken rendezvous port into :class:`BadInput`; other errors pass."""
+    try:
+        yield
+    except torch.distributed.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error) and "address already in use" not in str(error).lower():
+            raise
+        where = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
+        raise BadInput(f"{where} is in use by another process: choose another --master-port (MASTER_PORT)",
+                       rank0_only=False) from error
+
+
 def _report(kind: type[BaseException], error: BaseException, trace: TracebackType | None, otherwise: object) -> None:
-    if isinstance(error, BadInput | ConfigError):
+    if isinstance(error, BadInput | ConfigError | PlatformUnavailable | RedirectionTooLate):
         if not getattr(error, "rank0_only", True) or os.environ.get("RANK", "0") == "0":
             print(f"error: {error}", file=sys.stderr, flush=True)
         return

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.elastic.mcore import arguments, norms, preflight, substitutions, support, torch_adam
-from megatron.elastic.mcore.bad_input import translated
+from megatron.elastic.mcore.bad_input import port_in_use_named, translated
 from megatron.elastic.mcore.patches import Patch, PatchSet, apply, bound, describe
 from megatron.elastic.platform.base import Platform
 
@@ -135,13 +135,15 @@ class Startup:
             call = bound(original, args, kwargs)
             call["allow_no_cuda"] = call["allow_no_cuda"] or self.platform.name == "cpu"
             if call.get("parsed_args", self) is not None:
-                return original(**call)
+                with port_in_use_named():
+                    return original(**call)
             home = sys.modules["megatron.training.initialize"]
             ignore_unknown = bool(call.get("ignore_unknown_args"))
             call["parsed_args"] = home.parse_args(call.get("extra_args_provider"), ignore_unknown)
             # Parsing may have put --elastic's replacement in place: it is the one to run.
             present = home.initialize_megatron
-            return original(**call) if present is initialize_megatron else present(**call)
+            with port_in_use_named():
+                return original(**call) if present is initialize_megatron else present(**call)
 
         return initialize_megatron
 

@@ -86,7 +86,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature("multi-token prediction", ("--mtp-num-layers", "--mtp-loss-scaling-factor"), _any("mtp_num_layers"),
             "works", "refused", f"its layers share weights with the embedding across stages: {_PLAIN}"),
     Feature("multi-latent attention", ("--multi-latent-attention", *flag_table.MLA), _any("multi_latent_attention"),
-            "works", "refused", f"not verified on the engine: {_PLAIN}"),
+            "refused", "refused", f"its attention is Transformer Engine's, and not verified on the engine: {_PLAIN}"),
     Feature("linear and sparse attention variants", ("--experimental-attention-variant", *flag_table.LINEAR_ATTENTION),
             _any("experimental_attention_variant"), "refused", "refused",
             f"needs GPU kernels: {_GPU}, {_PLAIN}"),

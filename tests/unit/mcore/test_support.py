@@ -26,7 +26,7 @@ def plain(**given: Any) -> Namespace:
     return Namespace(**{**base, **given})
 
 
-REFUSED_WITH_ELASTIC = [
+REFUSED_WITH_ELASTIC: list[tuple[str, dict[str, Any]]] = [
     ("--context-parallel-size", {"context_parallel_size": 2}),
     ("--num-experts", {"num_experts": 8}),
     ("--expert-model-parallel-size", {"expert_model_parallel_size": 2}),

@@ -1,0 +1,98 @@
+"""Bad input ends ``pretrain_gpt.py`` with one line that names the flag and the fix, exit code 1, no traceback."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+GOOD = shlex.split("""
+    --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16
+    --micro-batch-size 1 --global-batch-size 2 --lr 1e-3 --train-iters 1 --tokenizer-type NullTokenizer
+    --vocab-size 63 --eval-iters 0 --eval-interval 100
+""")
+
+
+@dataclass(frozen=True)
+class Case:
+    """``flags`` added to a good command line of ``world`` ranks give an error with ``words``."""
+
+    name: str
+    world: int
+    flags: str
+    words: tuple[str, ...]
+
+
+CASES = (
+    Case("missing-data", 2, "--data-path no/such/text --split 98,1,1", ("--data-path no/such/text", "preprocess")),
+    Case("damaged-data", 1, "--data-path {damaged} --split 98,1,1", ("--data-path", "not a Megatron index")),
+    Case("too-few-ranks", 1, "--mock-data --tensor-model-parallel-size 2", ("too few ranks", "--nproc-per-node")),
+    Case("global-batch", 1, "--mock-data --micro-batch-size 4 --global-batch-size 6", ("--global-batch-size 6",)),
+    Case("heads", 2, "--mock-data --num-attention-heads 3 --tensor-model-parallel-size 2", ("-heads 3 is not",)),
+    Case("layers", 2, "--mock-data --num-layers 3 --pipeline-model-parallel-size 2", ("--num-layers 3",)),
+    Case("unknown-flag", 1, "--mock-data --tensor-model-parralel-size 2", ("did you mean --tensor-model-par",)),
+    Case("elastic-flag", 1, "--mock-data --elastic --elastic-mirrors -1", ("--elastic-mirrors",)),
+    Case("context-parallel", 2, "--mock-data --context-parallel-size 2", ("--context-parallel-size", "needs a GPU")),
+    Case("refused-with-elastic", 1, "--mock-data --elastic --num-experts 4", ("--num-experts", "--elastic")),
+    Case("strict-flags", 1, "--mock-data --elastic-strict-flags", ("--transformer-impl local", "gloo")),
+    Case("megatrons-own-check", 1, "--mock-data --min-lr 1.0", ("args.min_lr <= args.lr",)),
+)
+
+
+@pytest.fixture(scope="module")
+def outputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[int]]]:
+    """Folder with the logs of every case, and the exit codes of its ranks."""
+    folder = tmp_path_factory.mktemp("bad")
+    (folder / "damaged.bin").write_bytes(b"\0" * 64)
+    (folder / "damaged.idx").write_bytes(b"something else, long enough to hold a header")
+    jobs = [
+        {"name": case.name, "world": case.world, "seconds": 120,
+         "arguments": [*GOOD, *shlex.split(case.flags.format(damaged=folder / "damaged"))]}
+        for case in CASES
+    ]
+    (folder / "jobs.json").write_text(json.dumps(jobs))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tests/integration/forked_ranks.py"), str(folder / "jobs.json")],
+        env=environment, capture_output=True, text=True, timeout=900, check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder, json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+def test_one_line_and_exit_code_1(outputs: tuple[Path, dict[str, list[int]]], case: Case) -> None:
+    folder, codes = outputs
+    said = [path.read_text() for path in sorted(folder.glob(f"{case.name}.*.log"))]
+    assert codes[case.name] == [1] * case.world, said
+    errors = [line for text in said for line in text.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1, f"{len(errors)} error lines: {said}"
+    assert all(word in errors[0] for word in case.words), errors[0]
+    assert not any("Traceback" in text for text in said), said
+
+
+def test_a_port_in_use_is_one_line() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        environment = {
+            **os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "RANK": "0", "WORLD_SIZE": "1",
+            "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1]),
+        }
+        done = subprocess.run(
+            [sys.executable, str(ROOT / "pretrain_gpt.py"), *GOOD, "--mock-data"],
+            env=environment, capture_output=True, text=True, timeout=180, check=False,
+        )
+    assert done.returncode == 1
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and "--master-port" in errors[0], done.stderr[-2000:]
+    assert "Traceback" not in done.stderr
