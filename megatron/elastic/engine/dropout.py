@@ -156,7 +156,7 @@ class _Mask:
     def _on_device(self, x: Tensor, residual: Tensor | None) -> Tensor:
         """One Triton kernel where it can say the layout, else tensor operations; the same bits."""
         key, where = self.key, (self.sample_dim, self.extent, self.offset)
-        drawn = {
+        drawn: dict[str, Any] = {
             "seed": key.seed & _U64,
             "step": key.step,
             "unit": self.unit,

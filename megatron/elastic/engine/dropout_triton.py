@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 import torch
 import triton  # type: ignore[import-not-found,unused-ignore]
@@ -48,15 +47,13 @@ def row_layout(sizes: Sequence[int], sample_dim: int, extent: Sequence[int], off
     before, behind = whole[: len(outer)], whole[len(outer) :]
     if not all(before[1:]) or not all(behind[1:]):
         return None
-    if outer and inner and not behind[0] and False in before:
-        return None
     stride = prod(extent[len(outer) :])
     first = sum(o * prod(extent[d + 1 :]) for d, o in enumerate(offset))
     return RowLayout(prod(outer), sizes[sample_dim], prod(inner), first, stride)
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def _rounded(value: Any, dtype: tl.constexpr) -> Any:
+def _rounded(value, dtype: tl.constexpr):  # type: ignore[no-untyped-def]  # Triton reads annotations
     """fp32 → ``dtype`` to nearest even; bf16 in integers, as Triton's interpreter truncates there."""
     if dtype == tl.bfloat16:
         raw = value.to(tl.uint32, bitcast=True)
@@ -66,11 +63,9 @@ def _rounded(value: Any, dtype: tl.constexpr) -> Any:
 
 
 @triton.jit(do_not_specialize=["samples", "run", "first", "stride"])  # type: ignore[untyped-decorator,unused-ignore]
-def _kernel(
-    src: Any, residual: Any, dst: Any, words: Any, scale: Any,
-    samples: Any, run: Any, first: Any, stride: Any,
-    ADD: tl.constexpr, BLOCKS: tl.constexpr,
-) -> None:  # fmt: skip
+def _kernel(  # type: ignore[no-untyped-def]  # Triton reads annotations
+    src, residual, dst, words, scale, samples, run, first, stride, ADD: tl.constexpr, BLOCKS: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     sample = row % samples
     start = first.to(tl.int64) + (row // samples) * stride.to(tl.int64)  # coordinate of the row's first element
@@ -123,5 +118,6 @@ def launch(
     _kernel[(rows, triton.cdiv(groups * 16, _BLOCKS))](
         x, x if residual is None else residual, out, torch.tensor(words, dtype=torch.int64, device=x.device), scale,
         layout.samples, layout.run, layout.first, layout.stride, ADD=residual is not None, BLOCKS=_BLOCKS,
+        enable_fp_fusion=False,  # the product is rounded before it is added, as everywhere else
     )  # fmt: skip
     return out
