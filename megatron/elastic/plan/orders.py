@@ -56,7 +56,7 @@ def compute_orders(group: Sequence[int], work: Work, split_backward: bool) -> di
             group, work.pieces, work.edges, work.index, work.waves, work.costs, caps, split_backward, forward_first
         )
         for caps in row_caps(group, work)
-        for forward_first in (True, False)
+        for forward_first in ((True, False) if split_backward else (True,))
     )
     return min(tried, key=lambda listing: listing.makespan).orders
 

@@ -13,6 +13,7 @@ one — a plain pipeline the fixed 1F1B order, anything else a list schedule.
 from __future__ import annotations
 
 import hashlib
+import sys
 from array import array
 from collections.abc import Iterable, Sequence
 from typing import Literal
@@ -113,7 +114,7 @@ def plan_hash(plan: Plan) -> str:
     def put(tag: str, numbers: Iterable[int]) -> None:
         packed = array("q", numbers)
         digest.update(f"{tag}{len(packed)}:".encode())
-        if array("q", [1]).tobytes()[0] != 1:
+        if sys.byteorder == "big":
             packed.byteswap()
         digest.update(packed.tobytes())
 

@@ -11,6 +11,9 @@ change, more steps get done: ``mig / T_now + (horizon - mig) / T_new`` against
 
 from __future__ import annotations
 
+import hashlib
+import sys
+from array import array
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,7 +24,17 @@ from megatron.elastic.plan.model import Plan, Profile, Replica, Segment, Topolog
 from megatron.elastic.plan.planner import Dataflow, assemble, instant_plan
 from megatron.elastic.plan.timing import plan_time
 
-__all__ = ["Decision", "DecisionOptions", "Move", "decide", "migration_ns", "shape_plan", "steady_plan", "transition"]
+__all__ = [
+    "Decision",
+    "DecisionOptions",
+    "Move",
+    "decide",
+    "migration_ns",
+    "shape_hash",
+    "shape_plan",
+    "steady_plan",
+    "transition",
+]
 
 MAX_SOURCES = 16
 MAX_SHAPES = 4
@@ -87,6 +100,18 @@ def shape_plan(
     ]
     moved = replace(topology, replicas=shape.replicas())
     return assemble(moved, profile, shares, split_backward, (shape.kind,))
+
+
+def shape_hash(shape: Shape) -> str:
+    """SHA-256 (hex) of who holds what and computes how much: what processes compare before they expand a shape."""
+    packed = array("q")
+    for pipeline in shape.pipelines:
+        packed.extend((pipeline.quota, len(pipeline.segments)))
+        for segment in pipeline.segments:
+            packed.extend((segment.cell, segment.first, segment.end))
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return hashlib.sha256(b"elastic-shape-1" + packed.tobytes()).hexdigest()
 
 
 def steady_plan(
@@ -209,8 +234,15 @@ def _shapes(topology: Topology, profile: Profile, options: DecisionOptions) -> l
 
 
 def _timed(topology: Topology, shape: Shape, profile: Profile, options: DecisionOptions) -> Shape:
-    """The shape with the time of its own tables."""
-    return replace(shape, time_ns=plan_time(shape_plan(topology, shape, profile, options.split_backward), profile))
+    """The shape with the time of its own tables; pipelines alike are timed once."""
+    speed = {cell.id: (cell.speed_ppm, cell.memory_bytes) for cell in topology.cells}
+    times: dict[tuple[object, ...], int] = {}
+    for number, pipeline in enumerate(shape.pipelines):
+        key = (pipeline.quota, *((s.first, s.end, speed[s.cell]) for s in pipeline.segments))
+        if pipeline.quota and key not in times:
+            plan = shape_plan(topology, shape, profile, options.split_backward, only=[number])
+            times[key] = plan_time(plan, profile)
+    return replace(shape, time_ns=max(times.values()))
 
 
 def _instant(
@@ -225,7 +257,7 @@ def _instant(
         flows: list[Dataflow] = []
         if options.reroute:
             flows.append("reroute")
-        if options.resize:
+        if options.resize and (topology.grid.micro_batch_size > 1 or not flows):
             flows.append("resize")
         for number, flow in enumerate(flows, start=1):
             try:

@@ -1,4 +1,4 @@
-"""``python -m megatron.elastic.simulate {damage,goodput,ft-hsdp}``: tables, charts, one JSON object at the end.
+"""``python -m megatron.elastic.simulate {damage,goodput,ft-hsdp,table}``: tables, charts, one JSON object at the end.
 
 python -m megatron.elastic.simulate damage --devices 96 --chart damage.png
 python -m megatron.elastic.simulate goodput --devices 1000000 --days 30 --rate rsc1 --seed 7
@@ -14,10 +14,17 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from megatron.elastic.observe.trace import draw_spans, write_chrome_trace
+from megatron.elastic.plan.planner import instant_plan, plan_hash
+from megatron.elastic.plan.steady import steady_plan
+from megatron.elastic.plan.topology import regular_topology, without_cells
+from megatron.elastic.plan.validate import validate_plan
 from megatron.elastic.simulate.charts import draw_goodput, draw_scenarios
+from megatron.elastic.simulate.engine import simulate_step
 from megatron.elastic.simulate.fleet import Fleet
 from megatron.elastic.simulate.ft_hsdp import arithmetic, side_by_side
 from megatron.elastic.simulate.goodput import Assumptions, Goodput, fleet_policies, run_trace
+from megatron.elastic.simulate.pictures import plan_spans, track_names
 from megatron.elastic.simulate.rates import RATES
 from megatron.elastic.simulate.scenarios import Row, layer_profile, run_ablation, run_scenario, scenario_list
 from megatron.elastic.simulate.traces import TraceOptions, failure_trace
@@ -106,6 +113,23 @@ def _ft_hsdp(args: argparse.Namespace) -> dict[str, object]:
     return {"arithmetic": figures, "results": [asdict(r) for r in results]}
 
 
+def _table(args: argparse.Namespace) -> dict[str, object]:
+    profile = layer_profile(args.layers)
+    topology = without_cells(regular_topology(args.dp, args.pp, args.layers, waves=args.waves), args.lost)
+    if args.plan == "steady":
+        plan = steady_plan(topology, profile, split_backward=args.split)
+    else:
+        plan = instant_plan(topology, profile, args.plan, split_backward=args.split)
+    validate_plan(plan, args.layers)
+    spans = plan_spans(plan, profile)
+    if args.chart:
+        draw_spans(args.chart, spans, track_names(plan), f"{args.plan}: DP {args.dp} x PP {args.pp}, lost {args.lost}")
+    if args.trace:
+        write_chrome_trace(args.trace, spans, track_names(plan))
+    step = simulate_step(plan, profile)
+    return {"hash": plan_hash(plan), "makespan_ns": step.pipeline, "idle_share": step.timeline.idle_share()}
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m megatron.elastic.simulate", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -128,7 +152,16 @@ def _parser() -> argparse.ArgumentParser:
     goodput.add_argument("--spares", type=int, default=16)
     hsdp = commands.add_parser("ft-hsdp", help="FT-HSDP's arithmetic and everyone on the same trace")
     hsdp.add_argument("--days", type=float, default=7.0)
-    for command in (damage, goodput, hsdp):
+    table = commands.add_parser("table", help="draw a schedule table")
+    table.add_argument("--dp", type=int, default=2)
+    table.add_argument("--pp", type=int, default=4)
+    table.add_argument("--layers", type=int, default=16)
+    table.add_argument("--waves", type=int, default=8)
+    table.add_argument("--lost", type=int, nargs="*", default=[], help="cells that died")
+    table.add_argument("--plan", choices=("reroute", "resize", "steady"), default="reroute")
+    table.add_argument("--split", action="store_true", help="split backward into input and weight gradient")
+    table.add_argument("--trace", type=Path, help="write a Chrome trace here (Perfetto)")
+    for command in (damage, goodput, hsdp, table):
         command.add_argument("--chart", type=Path, help="write a PNG or SVG here")
     for command in (goodput, hsdp):
         command.add_argument("--seed", type=int, default=0)
@@ -138,7 +171,7 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; the last line printed is one JSON object."""
     args = _parser().parse_args(argv)
-    run = {"damage": _damage, "goodput": _goodput, "ft-hsdp": _ft_hsdp}[args.command]
+    run = {"damage": _damage, "goodput": _goodput, "ft-hsdp": _ft_hsdp, "table": _table}[args.command]
     print(json.dumps(run(args)))
     return 0
 

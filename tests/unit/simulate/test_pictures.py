@@ -1,0 +1,53 @@
+"""A table opens in Perfetto and as a picture, and shows what the plan does."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+from megatron.elastic.observe.trace import Span, chrome_trace, draw_spans
+from megatron.elastic.plan.planner import instant_plan
+from megatron.elastic.plan.timing import plan_time
+from megatron.elastic.plan.topology import regular_topology, without_cells
+from megatron.elastic.simulate.__main__ import main
+from megatron.elastic.simulate.pictures import plan_spans, track_names
+from megatron.elastic.simulate.scenarios import layer_profile
+
+
+def test_trace_holds_every_action_once_without_overlap_on_a_track() -> None:
+    profile = layer_profile(8)
+    plan = instant_plan(without_cells(regular_topology(3, 4, 8, waves=5), [6]), profile, split_backward=True)
+    spans = plan_spans(plan, profile)
+    assert len(spans) == 3 * len(plan.pieces)
+    assert max(span.end for span in spans) == plan_time(plan, profile)
+    for track in {span.track for span in spans}:
+        mine = sorted((span.start, span.end) for span in spans if span.track == track)
+        assert all(a[1] <= b[0] for a, b in pairwise(mine))
+
+
+def test_chrome_trace_is_what_perfetto_reads() -> None:
+    spans = [Span(0, "F0", 0, 1000, "F", 0), Span(1, "F0", 1000, 3000, "F", 0), Span(1, "killed", 3000, 3000, "loss")]
+    events = json.loads(chrome_trace(spans, {1: "rank 1"}))["traceEvents"]
+    complete = [event for event in events if event["ph"] == "X"]
+    assert [(e["tid"], e["ts"], e["dur"]) for e in complete] == [(0, 0, 1), (1, 1, 2), (1, 3, 0)]
+    assert [event["ph"] for event in events if event.get("cat") == "flow"] == ["s", "t"]
+    named = {e["tid"]: e["args"]["name"] for e in events if e["ph"] == "M" and e["name"] == "thread_name"}
+    assert named == {0: "cell 0", 1: "rank 1"}
+
+
+def test_command_line_draws_a_table(tmp_path: Path) -> None:
+    chart, trace = tmp_path / "table.png", tmp_path / "table.json"
+    for kind in ("reroute", "resize", "steady"):
+        assert main(["table", "--lost", "2", "--plan", kind, "--chart", str(chart), "--trace", str(trace)]) == 0
+        assert chart.read_bytes()[:4] == b"\x89PNG"
+        assert json.loads(trace.read_text())["traceEvents"]
+        chart.unlink()
+
+
+def test_picture_names_what_each_cell_holds(tmp_path: Path) -> None:
+    profile = layer_profile(4)
+    plan = instant_plan(regular_topology(1, 2, 4, waves=2), profile)
+    assert track_names(plan) == {0: "cell 0 [0, 2)", 1: "cell 1 [2, 4)"}
+    draw_spans(tmp_path / "a.svg", plan_spans(plan, profile), track_names(plan))
+    assert "cell 1 [2, 4)" in (tmp_path / "a.svg").read_text()

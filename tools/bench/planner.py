@@ -1,0 +1,82 @@
+"""How long planning takes, from 16 to 100,000 cells.
+
+    python tools/bench/planner.py [--repeat 5]
+
+For each size a regular topology (PP 8, 32 layers, 16 micro-batches a replica)
+loses cells, and three things are timed: the decision (instant answer, best
+shape, moves, its hash), the expansion of the one pipeline a rank needs into
+tables, and, where it is used (small topologies), the whole instant plan with
+its hash. CPU seconds of the best repetition, building the topology excluded.
+The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+
+from megatron.elastic.plan.graph import Shape, candidate_shapes
+from megatron.elastic.plan.model import Profile, Topology
+from megatron.elastic.plan.planner import instant_plan, plan_hash
+from megatron.elastic.plan.steady import decide, shape_hash, shape_plan
+from megatron.elastic.plan.topology import regular_topology, without_cells
+from megatron.elastic.simulate.scenarios import layer_profile
+
+LIMITS = {1_000: 0.050, 100_000: 2.0}
+"""Cells → seconds the decision may take."""
+
+
+def best(repeat: int, work: Callable[[], object]) -> float:
+    """CPU seconds of the fastest of ``repeat`` runs."""
+    times = []
+    for _ in range(repeat):
+        start = time.process_time()
+        work()
+        times.append(time.process_time() - start)
+    return min(times)
+
+
+def decision(topology: Topology, profile: Profile) -> None:
+    """What every process computes at DECIDE."""
+    found = decide(topology, profile)
+    shape = found.steady if found.steady is not None else found.instant
+    if isinstance(shape, Shape):
+        shape_hash(shape)
+
+
+def measure(cells: int, repeat: int) -> dict[str, float | int]:
+    """Times for one size; one loss per thousand cells, at least one."""
+    profile = layer_profile(32)
+    topology = regular_topology(cells // 8, 8, 32, waves=16)
+    damaged = without_cells(topology, range(3, cells, max(1_001, cells // 100 + 1) if cells > 1_001 else cells))
+    result: dict[str, float | int] = {"cells": cells, "lost": cells - len(damaged.cells)}
+    result["decision_s"] = best(repeat, lambda: decision(damaged, profile))
+    shape = candidate_shapes(damaged, profile)[0]
+    result["local_tables_s"] = best(repeat, lambda: shape_plan(damaged, shape, profile, only=[0]))
+    if cells <= 128:
+        result["instant_plan_s"] = best(repeat, lambda: plan_hash(instant_plan(damaged, profile)))
+    return result
+
+
+def main() -> None:
+    """Measure all sizes and print the table and the JSON line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeat", type=int, default=5)
+    args = parser.parse_args()
+    rows = []
+    for cells in (16, 96, 1_000, 10_000, 100_000):
+        row = measure(cells, args.repeat if cells < 100_000 else min(args.repeat, 3))
+        rows.append(row)
+        print(
+            "  ".join(
+                f"{key} {value:.4f}" if isinstance(value, float) else f"{key} {value}" for key, value in row.items()
+            )
+        )
+    within = {str(r["cells"]): r["decision_s"] <= LIMITS[int(r["cells"])] for r in rows if r["cells"] in LIMITS}
+    print(json.dumps({"bench": "planner", "rows": rows, "within_limits": within}))
+
+
+if __name__ == "__main__":
+    main()
