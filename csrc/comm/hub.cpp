@@ -85,6 +85,7 @@ Hub::Hub(HubConfig config)
       notice_ = std::string("links within this host use TCP, not shared memory: ") + e.what();
     }
   }
+  alive_[size_t(config_.rank)] = true;  // generation 0: a world of one
   self_.rank = config_.rank;
   self_.incarnation = config_.incarnation;
   self_.ip = config_.bind;
@@ -161,7 +162,7 @@ GroupPtr Hub::group(const std::string& name, const std::vector<int>& members) {
     slot = std::make_shared<Group>();
     slot->self_ = slot;
     slot->id = id;
-    slot->name = text;
+    slot->name = name;
     slot->members = members;
     place_group(*slot);
   }

@@ -273,6 +273,10 @@ EditStats Hub::edit(uint64_t generation, const std::vector<Peer>& members, doubl
     if (frozen() > generation) throw GenerationChanged(frozen());
   };
   check();
+  if (generation <= this->generation()) {
+    throw CommError("generation " + std::to_string(generation) + " is not newer than " +
+                    std::to_string(this->generation()));
+  }
   struct Flag {
     std::atomic<bool>& flag;
     explicit Flag(std::atomic<bool>& f) : flag(f) { flag.store(true); }

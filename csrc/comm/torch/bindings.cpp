@@ -131,6 +131,7 @@ PYBIND11_MODULE(_comm, m) {
       .def("reduce_scatter_blocks", &ElasticProcessGroup::reduce_scatter_blocks, py::arg("flat"), py::arg("blocks"),
            nogil)
       .def("all_gather_blocks", &ElasticProcessGroup::all_gather_blocks, py::arg("flat"), py::arg("blocks"), nogil)
+      .def("release", &ElasticProcessGroup::release, nogil)
       .def("living", &ElasticProcessGroup::living, nogil)
       .def("members", [](const ElasticProcessGroup& g) { return g.group()->members; });
 }

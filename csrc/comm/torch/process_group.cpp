@@ -49,8 +49,17 @@ ElasticProcessGroup::ElasticProcessGroup(std::shared_ptr<Hub> hub, GroupPtr grou
       name_(group_->name),
       description_(slot_space ? "default_pg" : "elastic") {}
 
-int ElasticProcessGroup::getRank() const { return slot_space_ ? hub_->config().rank : group_->me.load(); }
-int ElasticProcessGroup::getSize() const { return slot_space_ ? hub_->config().slots : group_->count.load(); }
+int ElasticProcessGroup::getRank() const {
+  if (slot_space_) return hub_->config().rank;
+  if (hub_->generation() > 0) return group_->me.load();
+  const auto& all = group_->members;
+  return int(std::find(all.begin(), all.end(), hub_->config().rank) - all.begin());
+}
+
+int ElasticProcessGroup::getSize() const {
+  if (slot_space_) return hub_->config().slots;
+  return hub_->generation() > 0 ? group_->count.load() : int(group_->members.size());
+}
 
 void ElasticProcessGroup::setTimeout(std::chrono::milliseconds timeout) {
   timeout_.store(std::chrono::duration<double>(timeout).count());
@@ -58,30 +67,61 @@ void ElasticProcessGroup::setTimeout(std::chrono::milliseconds timeout) {
 
 void ElasticProcessGroup::abort() { hub_->abort(*group_); }
 
+namespace {
+
+int index_in(const std::vector<int>& list, int value) {
+  const auto it = std::find(list.begin(), list.end(), value);
+  return it == list.end() ? -1 : int(it - list.begin());
+}
+
+}  // namespace
+
+size_t ElasticProcessGroup::View::entries() const {
+  if (slot_space) return size_t(slots);
+  return nominal() ? members.size() : living.size();
+}
+
+size_t ElasticProcessGroup::View::entry(size_t j) const {
+  if (slot_space) return size_t(living[j]);
+  return nominal() ? size_t(index_in(members, living[j])) : j;
+}
+
 int ElasticProcessGroup::View::position(int64_t rank) const {
+  if (slot_space) return index_in(living, int(rank));
+  if (nominal()) return rank >= 0 && size_t(rank) < members.size() ? index_in(living, members[size_t(rank)]) : -1;
+  return rank >= 0 && size_t(rank) < living.size() ? int(rank) : -1;
+}
+
+int ElasticProcessGroup::View::root(int64_t rank) const { return std::max(position(rank), 0); }
+
+int ElasticProcessGroup::View::global(int64_t rank) const {
+  const int at = position(rank);
+  if (at >= 0) return living[size_t(at)];
+  // Torch's table of ranks numbers members that are gone behind the living ones.
+  int64_t gone = rank;
   if (!slot_space) {
-    if (rank < 0 || size_t(rank) >= living.size()) throw CommError("no such rank in the group");
-    return int(rank);
+    const int64_t index = nominal() ? rank : rank - int64_t(living.size());
+    TORCH_CHECK_VALUE(index >= 0 && size_t(index) < members.size(), "elastic: no rank ", rank, " in this group");
+    gone = members[size_t(index)];
   }
-  const auto it = std::find(living.begin(), living.end(), int(rank));
-  if (it == living.end()) throw PeerLost(int(rank), "not a living member");
-  return int(it - living.begin());
+  throw PeerLost(int(gone), "not a living member");
 }
 
 int ElasticProcessGroup::View::rank_of(int global) const {
   if (slot_space || global < 0) return global;
-  const auto it = std::find(living.begin(), living.end(), global);
-  return it == living.end() ? -1 : int(it - living.begin());
+  return index_in(nominal() ? members : living, global);
 }
 
 ElasticProcessGroup::View ElasticProcessGroup::view() const {
   View v;
   v.generation = hub_->generation();
   const auto shared = hub_->enter(v.generation);
+  v.members = group_->members;
   v.living = group_->living;
   v.me = group_->me.load();
   v.slot_space = slot_space_;
   v.slots = hub_->config().slots;
+  if (v.me < 0) throw CommError("this rank is not a living member of group " + group_->name);
   return v;
 }
 
@@ -176,7 +216,7 @@ WorkPtr ElasticProcessGroup::allreduce_coalesced(Tensors& tensors, const c10d::A
 
 WorkPtr ElasticProcessGroup::reduce(Tensors& tensors, const c10d::ReduceOptions& o) {
   const View v = view();
-  const int root = v.position(o.rootRank);
+  const int root = v.root(o.rootRank);
   const Written w = writable(single(tensors), true);
   const ReduceOp op = reduction_of(o.reduceOp);
   const DType type = dtype_of(w.target);

@@ -86,23 +86,28 @@ class ElasticProcessGroup : public c10d::ProcessGroup {
   void reduce_scatter_blocks(const at::Tensor& flat, const Blocks& blocks);
   void all_gather_blocks(const at::Tensor& flat, const Blocks& blocks);
 
+  void release() { hub_->release(group_); }
   const GroupPtr& group() const { return group_; }
   std::vector<int> living() const;
 
  private:
-  // What an operation needs of the membership, read once.
+  // What an operation needs of the membership, read once. Before the first edit
+  // this process is alone while sizes and ranks are those of all members: models
+  // are built to nominal sizes.
   struct View {
-    uint64_t generation;
-    std::vector<int> living;  // global ranks
-    int me;
-    bool slot_space;
-    int slots;
-    size_t entries() const { return slot_space ? size_t(slots) : living.size(); }
-    // Entry of a per-rank list that belongs to position `j` among the living.
-    size_t entry(size_t j) const { return slot_space ? size_t(living[j]) : j; }
-    int position(int64_t rank) const;  // of a torch rank; throws for a hole
-    int global(int rank) const { return living[size_t(position(rank))]; }
-    int rank_of(int global) const;     // torch rank of a global one; -1 if not living
+    uint64_t generation = 0;
+    std::vector<int> members;  // global ranks
+    std::vector<int> living;
+    int me = -1;               // position among the living
+    bool slot_space = false;
+    int slots = 0;
+    bool nominal() const { return generation == 0 && !slot_space; }
+    size_t entries() const;              // length of per-rank lists
+    size_t entry(size_t j) const;        // the entry of position `j`
+    int position(int64_t rank) const;    // of a torch rank; -1 for one that is gone
+    int root(int64_t rank) const;        // the first living member stands in for one that is gone
+    int global(int64_t rank) const;      // throws PeerLost for one that is gone
+    int rank_of(int global) const;       // torch rank of a living member; -1 otherwise
   };
   View view() const;
   double seconds(std::chrono::milliseconds timeout) const;

@@ -29,7 +29,7 @@ void copy_bytes(const Part& to, const at::Tensor& from) {
 
 WorkPtr ElasticProcessGroup::broadcast(Tensors& tensors, const c10d::BroadcastOptions& o) {
   const View v = view();
-  const int root = v.position(o.rootRank);
+  const int root = v.root(o.rootRank);
   const Written w = writable(single(tensors), v.me == root);
   return launch(c10d::OpType::BROADCAST, o.asyncOp, tensors, [c = call(v, o.timeout), w, root, me = v.me] {
     elastic::comm::broadcast(c, w.flat.data_ptr(), bytes_of(w.flat), root);
@@ -127,7 +127,7 @@ WorkPtr ElasticProcessGroup::allgather_into_tensor_coalesced(Tensors& outputs, T
 
 WorkPtr ElasticProcessGroup::gather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::GatherOptions& o) {
   const View v = view();
-  const int root = v.position(o.rootRank);
+  const int root = v.root(o.rootRank);
   const at::Tensor in = readable(single(inputs));
   std::vector<Written> out;
   std::vector<Part> parts(v.living.size());
@@ -147,7 +147,7 @@ WorkPtr ElasticProcessGroup::gather(std::vector<Tensors>& outputs, Tensors& inpu
 
 WorkPtr ElasticProcessGroup::scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ScatterOptions& o) {
   const View v = view();
-  const int root = v.position(o.rootRank);
+  const int root = v.root(o.rootRank);
   const Written out = writable(single(outputs), false);
   Tensors kept;
   std::vector<Part> parts(v.living.size());

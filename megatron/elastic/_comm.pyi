@@ -1,0 +1,88 @@
+"""Native communicator (``csrc/comm``): links, collectives, process groups edited in place."""
+
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+def hmac_sha256(key: bytes, data: bytes) -> bytes:
+    """HMAC-SHA256 as the handshake computes it (32 bytes)."""
+
+def reduce_instruction_set() -> str:
+    """Instruction set the reduction kernels use here: ``avx512``, ``avx2`` or ``baseline``."""
+
+class Peer:
+    """How to reach one incarnation of a rank. An empty ``unix_name`` means no shared memory there."""
+
+    rank: int
+    incarnation: int
+    ip: str
+    port: int
+    unix_name: str
+    machine: str
+    def __init__(
+        self, rank: int, incarnation: int, ip: str, port: int, unix_name: str, machine: str
+    ) -> None: ...
+
+class EditStats:
+    """What an edit did: seconds by phase, links opened and dropped, groups placed anew."""
+
+    quiesce: float
+    drop: float
+    connect: float
+    publish: float
+    opened: int
+    dropped: int
+    groups: int
+
+class Hub:
+    """The communicator of one process; listening when constructed, a world of one until edited.
+
+    ``bind``: IPv4 address to listen on and be reached at. ``handshake_seconds``:
+    how long a connection may take to prove itself. ``outbox_bytes``, ``ring_bytes``:
+    sizes of shared memory (0: by ``slots``); the same in every process of a job.
+    Everything that waits releases the GIL and raises ``GenerationChanged``,
+    ``PeerLost``, ``CommTimeout`` or ``CommError``.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        slots: int,
+        incarnation: int,
+        run_id: str,
+        secret: bytes,
+        bind: str = ...,
+        shared_memory: bool = ...,
+        handshake_seconds: float = ...,
+        outbox_bytes: int = ...,
+        ring_bytes: int = ...,
+    ) -> None: ...
+    def self(self) -> Peer: ...
+    def notice(self) -> str:
+        """Why shared memory is not used; empty when it is, or was not asked for."""
+    def edit(self, generation: int, members: list[Peer], timeout: float) -> EditStats: ...
+    def prepare(self, members: list[Peer], timeout: float) -> int: ...
+    def interrupt(self, generation: int) -> None: ...
+    def close(self) -> None: ...
+    def generation(self) -> int: ...
+    def frozen(self) -> int: ...
+    def alive(self) -> list[int]: ...
+    def waiting_for(self) -> list[int]: ...
+    def counters(self) -> dict[str, int]:
+        """Connections turned away, by reason, and how many are half-way."""
+    def transport(self, rank: int) -> str: ...
+
+class ElasticProcessGroup(ProcessGroup):
+    """A ``c10d::ProcessGroup`` over a hub's links. ``slot_space``: the default group."""
+
+    def __init__(
+        self, *, hub: Hub, name: str, members: list[int], slot_space: bool, timeout: float
+    ) -> None: ...
+    def reduce_scatter_blocks(self, flat: Tensor, blocks: list[tuple[int, int, int]]) -> None:
+        """Sum ``flat`` in member order; ranges (start, stop, owner) of this rank receive it in place."""
+    def all_gather_blocks(self, flat: Tensor, blocks: list[tuple[int, int, int]]) -> None:
+        """Fill ranges (start, stop, owner) of ``flat`` from their owners."""
+    def living(self) -> list[int]: ...
+    def members(self) -> list[int]: ...
+    def release(self) -> None:
+        """Let the hub forget the group; the object must not be used afterwards."""
