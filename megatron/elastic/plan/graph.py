@@ -28,7 +28,15 @@ from dataclasses import dataclass, replace
 from megatron.elastic.plan.cost import PPM
 from megatron.elastic.plan.dataflow import PlanError, microbatches
 from megatron.elastic.plan.model import Profile, Replica, Segment, Topology
-from megatron.elastic.plan.partition import Model, PipelineTime, Place, cut_pipeline, nearest_cuts, pipeline_time
+from megatron.elastic.plan.partition import (
+    Model,
+    PipelineTime,
+    Place,
+    cut_pipeline,
+    nearest_cuts,
+    pipeline_time,
+    share_out,
+)
 
 __all__ = [
     "GraphOptions",
@@ -38,7 +46,6 @@ __all__ = [
     "idle_cells",
     "knapsack",
     "pipeline_bound",
-    "share_out",
     "work_bound",
 ]
 
@@ -88,32 +95,6 @@ class _Line:
 
     segments: tuple[Segment, ...]
     time: PipelineTime
-
-
-def share_out(total: int, times: Sequence[PipelineTime]) -> tuple[tuple[int, ...], int]:
-    """Quotas that minimise the slowest pipeline's time, and that time in ns.
-
-    Raises :class:`PlanError` without pipelines.
-    """
-    if not times:
-        raise PlanError("no pipeline is left to compute anything")
-    classes: dict[PipelineTime, int] = {}
-    for time in times:
-        classes[time] = classes.get(time, 0) + 1
-    low, high = 0, min(time.of(total) for time in classes)
-    while low < high:
-        middle = (low + high) // 2
-        if sum(time.fits(middle) * count for time, count in classes.items()) >= total:
-            high = middle
-        else:
-            low = middle + 1
-    quotas = [time.fits(low) for time in times]
-    excess = sum(quotas) - total
-    for number in range(len(times) - 1, -1, -1):
-        if excess and quotas[number] and times[number].of(quotas[number]) == low:
-            quotas[number] -= 1
-            excess -= 1
-    return tuple(quotas), low
 
 
 class _Search:

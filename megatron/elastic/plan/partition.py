@@ -25,9 +25,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.elastic.plan.cost import PPM, unit_sums
+from megatron.elastic.plan.dataflow import PlanError
 from megatron.elastic.plan.model import Profile
 
-__all__ = ["Model", "PipelineTime", "Place", "cut_pipeline", "nearest_cuts", "pipeline_time"]
+__all__ = ["Model", "PipelineTime", "Place", "cut_pipeline", "nearest_cuts", "pipeline_time", "share_out"]
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,32 @@ class PipelineTime:
         if self.chain_each:
             fits = min(fits, (time - self.chain_fixed) // self.chain_each)
         return max(0, fits)
+
+
+def share_out(total: int, times: Sequence[PipelineTime]) -> tuple[tuple[int, ...], int]:
+    """Quotas that minimise the slowest pipeline's time, and that time in ns.
+
+    Raises :class:`PlanError` without pipelines.
+    """
+    if not times:
+        raise PlanError("no pipeline is left to compute anything")
+    classes: dict[PipelineTime, int] = {}
+    for time in times:
+        classes[time] = classes.get(time, 0) + 1
+    low, high = 0, min(time.of(total) for time in classes)
+    while low < high:
+        middle = (low + high) // 2
+        if sum(time.fits(middle) * count for time, count in classes.items()) >= total:
+            high = middle
+        else:
+            low = middle + 1
+    quotas = [time.fits(low) for time in times]
+    excess = sum(quotas) - total
+    for number in range(len(times) - 1, -1, -1):
+        if excess and quotas[number] and times[number].of(quotas[number]) == low:
+            quotas[number] -= 1
+            excess -= 1
+    return tuple(quotas), low
 
 
 class Model:

@@ -19,13 +19,23 @@ from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from megatron.elastic.plan.cost import plan_costs
-from megatron.elastic.plan.dataflow import PlanError, Share, home_rows, number_pieces, piece_edges, reroute, resize
+from megatron.elastic.plan.dataflow import (
+    PlanError,
+    Share,
+    home_rows,
+    microbatches,
+    number_pieces,
+    piece_edges,
+    reroute,
+    resize,
+)
 from megatron.elastic.plan.model import Op, Plan, Profile, Segment, Topology, UnitCost
 from megatron.elastic.plan.orders import Work, compute_orders, memory_rows
+from megatron.elastic.plan.partition import Model, PipelineTime, Place, share_out
 from megatron.elastic.plan.schedule import Step, components, index_edges, tables_from_orders
 from megatron.elastic.plan.topology import living_replicas
 
-__all__ = ["Dataflow", "assemble", "instant_plan", "nominal_plan", "plan_hash", "uniform_profile"]
+__all__ = ["Dataflow", "assemble", "instant_plan", "nominal_plan", "plan_hash", "speed_quotas", "uniform_profile"]
 
 Dataflow = Literal["reroute", "resize"]
 
@@ -47,7 +57,9 @@ def nominal_plan(topology: Topology, profile: Profile | None = None) -> Plan:
         raise PlanError(f"nominal plan with lost cells {missing}: use instant_plan")
     if len(topology.replicas) != topology.grid.data_parallel_size:
         raise PlanError(f"{len(topology.replicas)} replicas, data-parallel size {topology.grid.data_parallel_size}")
-    return instant_plan(topology, profile)
+    profile = profile or uniform_profile(topology.units)
+    _check_topology(topology, profile)
+    return assemble(topology, profile, reroute(topology, _work(profile), home_rows(topology)), labels=("nominal",))
 
 
 def instant_plan(
@@ -59,18 +71,45 @@ def instant_plan(
 ) -> Plan:
     """The plan right after a change: units stay where they are.
 
+    Replicas with slow cells get fewer nominal micro-batches (:func:`speed_quotas`);
+    rows of lost cells go to living holders, least loaded first.
+
     Raises :class:`PlanError` when a unit has no living holder (then units must
     move first, see ``graph``) or rows do not fit the nominal grid.
     """
     profile = profile or uniform_profile(topology.units)
     _check_topology(topology, profile)
-    work = [unit.forward_ns + unit.backward_ns for unit in profile.units]
-    homes = home_rows(topology)
+    work, homes = _work(profile), home_rows(topology, speed_quotas(topology, profile))
     if dataflow == "reroute":
         shares = reroute(topology, work, homes)
     else:
         shares = resize(topology, work, homes, mix_microbatches)
     return assemble(topology, profile, shares, split_backward, (dataflow,))
+
+
+def _work(profile: Profile) -> list[int]:
+    return [unit.forward_ns + unit.backward_ns for unit in profile.units]
+
+
+def speed_quotas(topology: Topology, profile: Profile) -> tuple[int, ...] | None:
+    """Nominal micro-batches per replica that even out measured speeds; None when all cells are equally fast.
+
+    A replica counts as fast as its living cells let it be (lost stages are served
+    by peers, whose load the dealing of rows evens out).
+    """
+    if len({cell.speed_ppm for cell in topology.cells}) == 1:
+        return None
+    places = {cell.id: Place(cell.speed_ppm) for cell in topology.cells}
+    model = Model(profile, topology.grid.micro_batch_size, topology.grid.data_parallel_size)
+    times = []
+    for replica in topology.replicas:
+        stages: dict[int, int] = {}
+        for s in replica.segments:
+            spent = model.stage_time(s.first, s.end, places.get(s.cell, Place()))
+            stages[s.cell] = stages.get(s.cell, 0) + spent
+        slowest = max(stages.values())
+        times.append(PipelineTime(sum(stages.values()) - slowest, slowest))
+    return share_out(microbatches(topology.grid), times)[0]
 
 
 def _check_topology(topology: Topology, profile: Profile) -> None:

@@ -7,9 +7,10 @@ import random
 import pytest
 
 from megatron.elastic.plan.model import Profile, UnitCost
-from megatron.elastic.plan.planner import instant_plan
+from megatron.elastic.plan.planner import instant_plan, nominal_plan
 from megatron.elastic.plan.profile import SpeedOptions, SpeedTracker
 from megatron.elastic.plan.steady import steady_plan
+from megatron.elastic.plan.timing import plan_time
 from megatron.elastic.plan.topology import regular_topology, with_speeds, without_cells
 from megatron.elastic.plan.validate import validate_plan
 
@@ -96,6 +97,12 @@ def test_the_planner_gives_a_slow_cell_less() -> None:
     rows = {c: sum(len(p.rows) for p in plan.pieces if p.cell == c) for c in (3, 5, 7)}
     assert rows[3] < rows[5]
     even = with_speeds(base, {3: 500_000})
+    rerun = instant_plan(even, profile)
+    validate_plan(rerun, 8)
+    rows = {c: sum(len(p.rows) for p in rerun.pieces if p.cell == c) for c in (1, 3, 5, 7)}
+    assert rows[3] < 8 < rows[1]
+    assert plan_time(rerun, profile) < 0.8 * plan_time(nominal_plan(even, profile), profile)
+    assert instant_plan(base, profile).pieces == nominal_plan(base, profile).pieces
     work = dict.fromkeys(range(8), 0)
     for piece in steady_plan(even, profile).pieces:
         work[piece.cell] += len(piece.rows) * (piece.end - piece.first)

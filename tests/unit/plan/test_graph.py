@@ -10,9 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.elastic.plan.dataflow import PlanError
-from megatron.elastic.plan.graph import GraphOptions, Shape, candidate_shapes, idle_cells, pipeline_bound, share_out
+from megatron.elastic.plan.graph import GraphOptions, Shape, candidate_shapes, idle_cells, pipeline_bound
 from megatron.elastic.plan.model import Profile, Replica, Segment, Topology, UnitCost
-from megatron.elastic.plan.partition import Model, PipelineTime, Place, cut_pipeline, nearest_cuts, pipeline_time
+from megatron.elastic.plan.partition import (
+    Model,
+    PipelineTime,
+    Place,
+    cut_pipeline,
+    nearest_cuts,
+    pipeline_time,
+    share_out,
+)
 from megatron.elastic.plan.steady import DecisionOptions, decide, migration_ns, shape_plan, steady_plan, transition
 from megatron.elastic.plan.timing import plan_time
 from megatron.elastic.plan.topology import regular_topology, with_speeds, without_cells
