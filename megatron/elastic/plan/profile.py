@@ -13,6 +13,9 @@ Integers in, integers out (parts per million); :class:`SpeedTracker` is updated
 by the same numbers on every process (they travel in the vote), so all publish
 the same speeds.
 
+:func:`fit_profile` turns measured piece times into unit costs, for planner and
+simulator alike.
+
 Source: the fail-slow problem (Gunawi et al., FAST 2018); gray failures in
 training: FALCON (arXiv 2410.12588).
 """
@@ -21,9 +24,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-__all__ = ["SlowRank", "SpeedOptions", "SpeedTracker"]
+from megatron.elastic.plan.model import Profile, UnitCost
+
+__all__ = ["PieceSample", "SlowRank", "SpeedOptions", "SpeedTracker", "fit_profile"]
 
 PPM = 1_000_000
 
@@ -132,3 +137,48 @@ def _median(values: Iterable[int]) -> int:
     """Lower middle value: an integer that occurs."""
     ordered = sorted(values)
     return ordered[(len(ordered) - 1) // 2]
+
+
+@dataclass(frozen=True)
+class PieceSample:
+    """A measured action: ``rows`` through units ``[first, end)`` on a cell of ``speed_ppm`` took ``measured_ns``."""
+
+    first: int
+    end: int
+    rows: int
+    backward: bool
+    measured_ns: int
+    speed_ppm: int = PPM
+
+
+def fit_profile(base: Profile, samples: Iterable[PieceSample]) -> Profile:
+    """``base`` with unit times scaled to what was measured.
+
+    A unit's factor is the median, over the samples whose range covers it, of
+    measured to predicted time; units never measured take the median factor of
+    all. Weight-gradient time scales with the backward. Integers throughout.
+    """
+    factors: dict[bool, dict[int, list[int]]] = {False: {}, True: {}}
+    every: dict[bool, list[int]] = {False: [], True: []}
+    for sample in sorted(samples, key=lambda s: (s.first, s.end, s.rows, s.backward, s.measured_ns, s.speed_ppm)):
+        units = base.units[sample.first : sample.end]
+        predicted = sum(u.backward_ns if sample.backward else u.forward_ns for u in units) * sample.rows
+        if not predicted:
+            continue
+        factor = sample.measured_ns * sample.speed_ppm // predicted
+        every[sample.backward].append(factor)
+        for unit in range(sample.first, sample.end):
+            factors[sample.backward].setdefault(unit, []).append(factor)
+    overall = {way: _median(found) if found else PPM for way, found in every.items()}
+
+    def scaled(unit: int, cost: UnitCost) -> UnitCost:
+        forward = _median(factors[False].get(unit, [overall[False]]))
+        backward = _median(factors[True].get(unit, [overall[True]]))
+        return replace(
+            cost,
+            forward_ns=max(1, cost.forward_ns * forward // PPM),
+            backward_ns=max(1, cost.backward_ns * backward // PPM),
+            weight_grad_ns=cost.weight_grad_ns * backward // PPM,
+        )
+
+    return replace(base, units=tuple(scaled(number, unit) for number, unit in enumerate(base.units)))

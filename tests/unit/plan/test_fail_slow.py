@@ -8,7 +8,7 @@ import pytest
 
 from megatron.elastic.plan.model import Profile, UnitCost
 from megatron.elastic.plan.planner import instant_plan, nominal_plan
-from megatron.elastic.plan.profile import SpeedOptions, SpeedTracker
+from megatron.elastic.plan.profile import PieceSample, SpeedOptions, SpeedTracker, fit_profile
 from megatron.elastic.plan.steady import steady_plan
 from megatron.elastic.plan.timing import plan_time
 from megatron.elastic.plan.topology import regular_topology, with_speeds, without_cells
@@ -107,3 +107,22 @@ def test_the_planner_gives_a_slow_cell_less() -> None:
     for piece in steady_plan(even, profile).pieces:
         work[piece.cell] += len(piece.rows) * (piece.end - piece.first)
     assert work[3] <= 0.75 * max(work.values())
+
+
+def test_measured_piece_times_become_unit_costs() -> None:
+    """Two stages measured with noise-free clocks: their units' costs are recovered, an unseen unit follows."""
+    truth = [UnitCost(2000, 5000, 2500, 7, 8, 9, 10)] * 2 + [UnitCost(3000, 6000, 3000, 7, 8, 9, 10)] * 3
+    base = Profile((UnitCost(1000, 2000, 1000, 7, 8, 9, 10),) * 5)
+    samples = []
+    for first, end in ((0, 2), (2, 4)):
+        for rows in (1, 2, 4):
+            forward = sum(u.forward_ns for u in truth[first:end]) * rows
+            backward = sum(u.backward_ns for u in truth[first:end]) * rows
+            samples.append(PieceSample(first, end, rows, False, forward))
+            samples.append(PieceSample(first, end, rows, True, 2 * backward, speed_ppm=500_000))
+    fitted = fit_profile(base, samples)
+    assert fitted == fit_profile(base, reversed(samples))
+    assert fitted.units[:2] == tuple(truth[:2])
+    assert fitted.units[2:4] == tuple(truth[2:4])
+    assert 2000 <= fitted.units[4].forward_ns <= 3000
+    assert fit_profile(base, []) == base
