@@ -15,37 +15,66 @@ Order of preference for one mirror
 4. fewest mirrors in this unit, then in all, then nearest on the ring.
 
 A copy outside the owner's peers is tolerated (moving it only for that would cost
-bytes) and is the first to be moved when a peer has too little.
+bytes) and is the first to be moved when a peer has too little. At the end ranks that
+compute the same units are brought within 2% of each other in what they mirror.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from megatron.elastic.state.layout import BlockKey
 from megatron.elastic.state.placement import Rules, UnitGroup
 
-__all__ = ["MirrorChoice"]
+__all__ = ["LEVEL_TOLERANCE", "choose_mirrors"]
+
+LEVEL_TOLERANCE = 0.02
+"""Ranks with the same units may mirror this share more or less before bytes are moved for it."""
 
 
-class MirrorChoice:
-    """Chooses mirrors group by group, remembering how much each rank mirrors so far."""
-
-    def __init__(self, rules: Rules) -> None:
-        self.rules = rules
-        self._total: dict[int, int] = {}
-
-    def choose(
-        self, group: UnitGroup, owners: Mapping[BlockKey, int], held: Mapping[BlockKey, tuple[int, ...]]
-    ) -> dict[BlockKey, tuple[int, ...]]:
-        """Mirrors of every block of ``group``; ``held`` lists ranks that have a block already."""
-        table = _Table(group, self.rules, owners, held, self._total)
-        for block in group.blocks:
-            for position in range(self.rules.mirrors):
-                if not table.add_best(block.key, position):
+def choose_mirrors(
+    groups: Sequence[UnitGroup],
+    rules: Rules,
+    owners: Mapping[BlockKey, int],
+    held: Mapping[BlockKey, tuple[int, ...]],
+) -> dict[BlockKey, tuple[int, ...]]:
+    """Mirrors of every block of ``groups``; ``held`` lists the ranks that have a block already."""
+    total: dict[int, int] = {}
+    tables = [_Table(group, rules, owners, held, total) for group in groups]
+    for table in tables:
+        for key in table.mirrors:
+            for position in range(rules.mirrors):
+                if not table.add_best(key, position):
                     break
         table.spread()
-        return table.mirrors
+    _level(tables, total)
+    return {key: ranks for table in tables for key, ranks in table.mirrors.items()}
+
+
+def _level(tables: Sequence[_Table], total: Mapping[int, int]) -> None:
+    """Even what ranks that compute the same units mirror in all, within :data:`LEVEL_TOLERANCE`."""
+    classes: dict[tuple[int, ...], list[int]] = {}
+    for rank in sorted({rank for table in tables for rank in table.holders}):
+        signature = tuple(i for i, table in enumerate(tables) if rank in table.home)
+        classes.setdefault(signature, []).append(rank)
+    for signature, ranks in classes.items():
+        mine = [tables[i] for i in signature]
+        while _level_one(mine, ranks, total):
+            pass
+
+
+def _level_one(tables: Sequence[_Table], ranks: Sequence[int], total: Mapping[int, int]) -> bool:
+    """One move from a rank that mirrors more to one that mirrors less; False when there is none worth it."""
+    ranked = sorted(ranks, key=lambda r: (-total.get(r, 0), r))
+    allowed = max(1.0, LEVEL_TOLERANCE * sum(total.get(r, 0) for r in ranks) / len(ranks))
+    for high in ranked:
+        for low in reversed(ranked):
+            if total.get(high, 0) - total.get(low, 0) <= allowed:
+                break
+            for table in sorted(tables, key=lambda t: t.load.get(low, 0) - t.load.get(high, 0)):
+                if table.shift(high, low):
+                    return True
+    return False
 
 
 class _Table:
@@ -146,10 +175,9 @@ class _Table:
         order = self.order[owner]
         peers = [r for r in order if order[r][0] == 0]
         counts = {r: n for (o, r), n in self.pairs.items() if o == owner and n > 0}
-        share = sum(counts.values()) // max(1, len(peers))
         for low in sorted(peers, key=lambda r: (counts.get(r, 0), self.total.get(r, 0), order[r][1])):
             few = counts.get(low, 0)
-            donors = [r for r, n in counts.items() if n - few >= 2 or (order[r][0] == 1 and few < share)]
+            donors = [r for r, n in counts.items() if n - few >= 2]
             for high in sorted(donors, key=lambda r: (-order[r][0], -counts[r], r)):
                 for key in keys:
                     if self._movable(key, high, low):
@@ -157,6 +185,25 @@ class _Table:
                         self._count(key, low, 1)
                         return True
         return False
+
+    def shift(self, high: int, low: int) -> bool:
+        """Move one mirror from ``high`` to ``low``, whose owner does not gain an outside peer by it; False if none."""
+        best: tuple[tuple[int, int], BlockKey] | None = None
+        for key in self.mirrors:
+            owner = self.owners[key]
+            if owner == low or not self._movable(key, high, low):
+                continue
+            if self.order[owner][low][0] > self.order[owner][high][0]:
+                continue
+            surplus = self.pairs.get((owner, low), 0) - self.pairs.get((owner, high), 0)
+            rank = (0 if low in self.held[key] else 1, surplus)
+            if best is None or rank < best[0]:
+                best = (rank, key)
+        if best is None:
+            return False
+        self._count(best[1], high, -1)
+        self._count(best[1], low, 1)
+        return True
 
     def _movable(self, key: BlockKey, high: int, low: int) -> bool:
         """Whether the mirror of ``key`` may go from ``high`` to ``low`` without a worse tier."""

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 
 from megatron.elastic.state.balance import balanced_owners
 from megatron.elastic.state.layout import BlockKey
-from megatron.elastic.state.mirrors import MirrorChoice
+from megatron.elastic.state.mirrors import choose_mirrors
 from megatron.elastic.state.placement import (
     Copies,
     Placement,
@@ -87,11 +87,8 @@ def _mirrored(
     owners: Mapping[BlockKey, int],
     held: Mapping[BlockKey, tuple[int, ...]],
 ) -> dict[BlockKey, Copies]:
-    choice, copies = MirrorChoice(rules), dict[BlockKey, Copies]()
-    for group in groups:
-        chosen = choice.choose(group, owners, held)
-        copies |= {block.key: Copies(owners[block.key], chosen[block.key]) for block in group.blocks}
-    return copies
+    mirrors = choose_mirrors(groups, rules, owners, held)
+    return {block.key: Copies(owners[block.key], mirrors[block.key]) for group in groups for block in group.blocks}
 
 
 def _difference(before: Mapping[BlockKey, Copies], now: Mapping[BlockKey, Copies]) -> tuple[Transition, ...]:
