@@ -1,0 +1,57 @@
+"""At every dropout site of Megatron's own GPT, masks do not depend on how the batch is split or who computes it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("gpt_masks.py")
+SAME = [
+    "alone",
+    "ragged",
+    "recompute full",
+    "recompute selective",
+    "tp2",
+    "tp2 sp",
+    "tp2 sp ragged recompute",
+]
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    out = tmp_path_factory.mktemp("gpt") / "answers.json"
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(SCRIPT), str(out)], capture_output=True, text=True, timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPT.parents[3])},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return {answer["case"]["name"]: answer for answer in json.loads(out.read_text())}
+
+
+def apart(one: list[float], other: list[float]) -> float:
+    """Largest relative difference."""
+    return max(abs(a - b) / abs(b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_loss_and_gradients_are_those_of_the_whole_batch(answers, name):
+    whole, split = answers["whole"], answers[name]
+    assert apart(split["losses"], whole["losses"]) < 1e-6  # one wrong element of a mask moves a loss by 1e-3
+    assert apart(split["grads"], whole["grads"]) < 2e-6
+
+
+def test_recomputation_changes_no_bit(answers):
+    for name in ("recompute full", "recompute selective"):
+        assert answers[name]["losses"] == answers["whole"]["losses"]
+        assert answers[name]["grads"] == answers["whole"]["grads"]
+
+
+def test_dropout_was_active_and_differs_from_step_to_step(answers):
+    for name in ("next step", "without dropout"):
+        assert apart(answers[name]["losses"], answers["whole"]["losses"]) > 1e-3
