@@ -31,6 +31,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
     get_gpt_mtp_block_spec,
 )
+from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
 from megatron.core.transformer.spec_utils import import_module
 from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank
 from megatron.training import get_args, get_timers, get_tokenizer, pretrain, print_rank_0
@@ -43,6 +44,8 @@ Batch = tuple[torch.Tensor | None, ...]
 def layer_spec(args: Namespace, config: Any, vp_stage: int | None) -> Any:
     """The modules a layer is made of: Transformer Engine's where asked for, else megatron.core's own."""
     transformer_engine = args.transformer_impl == "transformer_engine"
+    if args.hybrid_layer_pattern is not None:
+        raise ValueError("--hybrid-layer-pattern: this script builds GPT models only; leave it out")
     if args.spec is not None:
         return import_module(args.spec)
     if args.num_experts:
@@ -97,13 +100,22 @@ def model_provider(
     )
 
 
+def holds_mtp(vp_stage: int | None) -> bool:
+    """Whether layers that predict further tokens are here: they read tokens and positions, like the first stage."""
+    args = get_args()
+    if args.mtp_num_layers is None:
+        return False
+    return bool(mtp_on_this_rank(core_transformer_config_from_args(args), ignore_virtual=False, vp_stage=vp_stage))
+
+
 def get_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None = None) -> Batch:
     """(tokens, labels, loss_mask, attention_mask, position_ids), each [micro-batch, sequence]; Nones mid-pipeline."""
     first = mpu.is_pipeline_first_stage(ignore_virtual=vp_stage is None, vp_stage=vp_stage)
     last = mpu.is_pipeline_last_stage(ignore_virtual=vp_stage is None, vp_stage=vp_stage)
-    if not (first or last):
+    predicts_ahead = holds_mtp(vp_stage)
+    if not (first or last or predicts_ahead):
         return (None,) * 5
-    batch = get_batch_on_this_cp_rank(get_batch_on_this_tp_rank(data_iterator))
+    batch = get_batch_on_this_cp_rank(get_batch_on_this_tp_rank(data_iterator, mtp_on_this_rank=predicts_ahead))
     names = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
     return tuple(batch[name] for name in names)
 
@@ -142,7 +154,7 @@ def reads_data(vp_stage: int | None = None) -> bool:
     ends = mpu.is_pipeline_first_stage(ignore_virtual=ignore, vp_stage=vp_stage) or mpu.is_pipeline_last_stage(
         ignore_virtual=ignore, vp_stage=vp_stage
     )
-    return bool(ends and mpu.get_tensor_model_parallel_rank() == 0)
+    return bool((ends or holds_mtp(vp_stage)) and mpu.get_tensor_model_parallel_rank() == 0)
 
 
 def dataset_config(args: Namespace) -> GPTDatasetConfig:
