@@ -37,6 +37,7 @@ from megatron.elastic.plan.partition import (
     pipeline_time,
     share_out,
 )
+from megatron.elastic.plan.topology import is_whole
 
 __all__ = [
     "GraphOptions",
@@ -128,7 +129,7 @@ class _Search:
         """A replica is healthy when all its cells live and cutting it anew would gain less than 1%."""
         cells = list(dict.fromkeys(segment.cell for segment in replica.segments))
         living = [cell for cell in cells if cell in self.places]
-        if len(living) < len(cells):
+        if len(living) < len(cells) or not is_whole(replica, self.model.units):
             self.damaged.append(living)
             return
         spans = tuple((s.first, s.end, cells.index(s.cell)) for s in replica.segments)

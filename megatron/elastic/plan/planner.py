@@ -33,11 +33,13 @@ from megatron.elastic.plan.model import Op, Plan, Profile, Segment, Topology, Un
 from megatron.elastic.plan.orders import Work, compute_orders, memory_rows
 from megatron.elastic.plan.partition import Model, PipelineTime, Place, share_out
 from megatron.elastic.plan.schedule import Step, components, index_edges, tables_from_orders
-from megatron.elastic.plan.topology import living_replicas
+from megatron.elastic.plan.topology import is_whole, living_replicas
 
 __all__ = ["Dataflow", "assemble", "instant_plan", "nominal_plan", "plan_hash", "speed_quotas", "uniform_profile"]
 
 Dataflow = Literal["reroute", "resize"]
+NEVER = 1 << 60
+"""Time (ns) of a pipeline that cannot compute."""
 
 
 def uniform_profile(units: int) -> Profile:
@@ -92,23 +94,27 @@ def _work(profile: Profile) -> list[int]:
 
 
 def speed_quotas(topology: Topology, profile: Profile) -> tuple[int, ...] | None:
-    """Nominal micro-batches per replica that even out measured speeds; None when all cells are equally fast.
+    """Nominal micro-batches per replica that even out how fast replicas are; None for Megatron's equal grid.
 
-    A replica counts as fast as its living cells let it be (lost stages are served
-    by peers, whose load the dealing of rows evens out).
+    Replicas differ by measured speed or, after earlier changes, by length. Lost
+    stages count as nominally fast: peers serve them, and dealing rows evens out
+    their load. Replicas that are not whole hold state and compute nothing.
     """
-    if len({cell.speed_ppm for cell in topology.cells}) == 1:
-        return None
     places = {cell.id: Place(cell.speed_ppm) for cell in topology.cells}
     model = Model(profile, topology.grid.micro_batch_size, topology.grid.data_parallel_size)
     times = []
     for replica in topology.replicas:
+        if not is_whole(replica, topology.units):
+            times.append(PipelineTime(NEVER, NEVER))
+            continue
         stages: dict[int, int] = {}
         for s in replica.segments:
             spent = model.stage_time(s.first, s.end, places.get(s.cell, Place()))
             stages[s.cell] = stages.get(s.cell, 0) + spent
         slowest = max(stages.values())
         times.append(PipelineTime(sum(stages.values()) - slowest, slowest))
+    if len(times) == topology.grid.data_parallel_size and len(set(times)) == 1:
+        return None
     return share_out(microbatches(topology.grid), times)[0]
 
 
@@ -116,13 +122,11 @@ def _check_topology(topology: Topology, profile: Profile) -> None:
     if len(profile.units) != topology.units:
         raise PlanError(f"profile of {len(profile.units)} units for a model of {topology.units}")
     for number, replica in enumerate(topology.replicas):
-        at = 0
         for segment in replica.segments:
-            if segment.first != at or segment.end <= segment.first:
-                raise PlanError(f"replica {number}: segment {segment} does not follow unit {at}")
-            at = segment.end
-        if at != topology.units:
-            raise PlanError(f"replica {number} ends at unit {at} of {topology.units}")
+            if not 0 <= segment.first < segment.end <= topology.units:
+                raise PlanError(f"replica {number}: {segment} is no range of {topology.units} units")
+    if not any(is_whole(replica, topology.units) for replica in topology.replicas):
+        raise PlanError("no replica lists every unit: units must move first")
 
 
 def assemble(

@@ -12,7 +12,15 @@ from dataclasses import replace
 
 from megatron.elastic.plan.model import Cell, Grid, Replica, Segment, Topology
 
-__all__ = ["even_cuts", "living_replicas", "regular_topology", "with_speeds", "without_cells", "without_ranks"]
+__all__ = [
+    "even_cuts",
+    "is_whole",
+    "living_replicas",
+    "regular_topology",
+    "with_speeds",
+    "without_cells",
+    "without_ranks",
+]
 
 
 def even_cuts(units: int, stages: int) -> tuple[int, ...]:
@@ -62,6 +70,16 @@ def living_replicas(topology: Topology) -> tuple[Replica, ...]:
     alive = {cell.id for cell in topology.cells}
     kept = (Replica(tuple(s for s in r.segments if s.cell in alive)) for r in topology.replicas)
     return tuple(replica for replica in kept if replica.segments)
+
+
+def is_whole(replica: Replica, units: int) -> bool:
+    """Whether the replica's segments hold every unit once, in order (dead cells' segments count as listed)."""
+    at = 0
+    for segment in replica.segments:
+        if segment.first != at:
+            return False
+        at = segment.end
+    return at == units
 
 
 def with_speeds(topology: Topology, speeds_ppm: dict[int, int]) -> Topology:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megatron.elastic.plan.dataflow import PlanError
 from megatron.elastic.plan.graph import GraphOptions, Shape, candidate_shapes, idle_cells, pipeline_bound
-from megatron.elastic.plan.model import Profile, Replica, Segment, Topology, UnitCost
+from megatron.elastic.plan.model import Cell, Grid, Plan, Profile, Replica, Segment, Topology, UnitCost
 from megatron.elastic.plan.partition import (
     Model,
     PipelineTime,
@@ -21,6 +21,7 @@ from megatron.elastic.plan.partition import (
     pipeline_time,
     share_out,
 )
+from megatron.elastic.plan.planner import instant_plan
 from megatron.elastic.plan.steady import DecisionOptions, decide, migration_ns, shape_plan, steady_plan, transition
 from megatron.elastic.plan.timing import plan_time
 from megatron.elastic.plan.topology import regular_topology, with_speeds, without_cells
@@ -215,3 +216,42 @@ def test_axes_can_be_switched_off() -> None:
     assert decide(topology, layers(32), DecisionOptions(graph=None)).steady is None
     only = candidate_shapes(topology, layers(32), GraphOptions(alike=False, pool=False, drop=False))
     assert [shape.kind for shape in only] == ["recut"]
+
+
+@settings(max_examples=25, deadline=None, print_blob=True)
+@given(st.integers(2, 4), st.integers(1, 3), st.integers(1, 2), st.booleans(), st.data())
+def test_losses_on_top_of_steady_plans_keep_giving_valid_plans(
+    dp: int, stages: int, chunks: int, split: bool, data: st.DataObject
+) -> None:
+    """Each answer becomes the next topology, interleaved at first or not, until nothing fits."""
+    units = 2 * stages * chunks
+    profile = layers(units)
+    cells = tuple(Cell(number, (number,)) for number in range(dp * stages))
+    replicas = tuple(
+        Replica(tuple(Segment(r * stages + i % stages, 2 * i, 2 * i + 2) for i in range(stages * chunks)))
+        for r in range(dp)
+    )
+    topology = Topology(Grid(4 * dp, 1, dp), units, cells, replicas)
+    while len(topology.cells) > 1:
+        lost = data.draw(st.sampled_from([cell.id for cell in topology.cells]))
+        topology = without_cells(topology, [lost])
+        decision = decide(topology, profile, DecisionOptions(split_backward=split))
+        for answer in (decision.instant, decision.steady):
+            if isinstance(answer, Plan):
+                validate_plan(answer, units)
+            elif answer is not None:
+                validate_plan(shape_plan(topology, answer, profile, split), units)
+        if decision.steady is not None:
+            topology = replace(topology, replicas=decision.steady.replicas())
+        elif isinstance(decision.instant, Shape) and data.draw(st.booleans()):
+            topology = replace(topology, replicas=decision.instant.replicas())
+
+
+def test_ragged_replicas_share_by_speed_in_the_instant_plan_too() -> None:
+    """After re-cutting to 8 + 7 cells another loss elsewhere leaves quotas near 18 : 14, not 16 : 16."""
+    topology = without_cells(paper_case(headroom=2), [3])
+    steady = by_kind(candidate_shapes(topology, layers(32)))["recut"]
+    moved = replace(topology, replicas=steady.replicas())
+    plan = instant_plan(moved, layers(32))
+    validate_plan(plan, 32)
+    assert plan_time(plan, layers(32)) == steady.time_ns

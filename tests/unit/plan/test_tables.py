@@ -7,9 +7,11 @@ from dataclasses import replace
 
 import pytest
 
+from megatron.elastic.plan.cost import plan_costs
+from megatron.elastic.plan.listing import list_schedule
 from megatron.elastic.plan.model import Cell, Grid, Op, Plan, Profile, Replica, Segment, Topology, UnitCost
 from megatron.elastic.plan.planner import instant_plan, nominal_plan
-from megatron.elastic.plan.schedule import interleaved, one_f_one_b
+from megatron.elastic.plan.schedule import index_edges, interleaved, one_f_one_b, tables_from_orders
 from megatron.elastic.plan.timing import plan_time
 from megatron.elastic.plan.topology import regular_topology, without_cells
 from megatron.elastic.plan.validate import held_rows_peak, validate_plan
@@ -121,3 +123,22 @@ def test_a_cell_twice_in_a_broken_interleaved_replica_still_runs() -> None:
         damaged = replace(topology, cells=tuple(c for c in topology.cells if c.id != lost))
         for split in (False, True):
             validate_plan(instant_plan(damaged, profile, split_backward=split), 6)
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_tables_take_no_longer_than_the_list_scheduler_foresaw(split: bool) -> None:
+    """Two independent clocks, the scheduler's events and the table walk, agree on damaged plans with transfers."""
+    profile = even_profile(12, latency_ns=70)
+    for lost in ([1], [1, 6], [4, 8]):
+        topology = without_cells(regular_topology(3, 4, 12, 2, 6), lost)
+        plan = instant_plan(topology, profile, "resize", split_backward=split)
+        index = index_edges(plan.pieces, plan.edges)
+        costs = plan_costs(plan.pieces, plan.edges, plan.cells, profile)
+        everything = [piece.id for piece in plan.pieces]
+        waves = [plan.grid.nominal_microbatch(piece.rows[0]) // 3 for piece in plan.pieces]
+        caps = {cell.id: 16 for cell in plan.cells}
+        listing = list_schedule(everything, plan.pieces, plan.edges, index, waves, costs, caps, split)
+        tables = tables_from_orders(listing.orders, index)
+        assert listing.forced == 0
+        assert plan_time(replace(plan, tables=tables), profile) == listing.makespan
+        validate_plan(replace(plan, tables=tables), 12)
