@@ -293,6 +293,10 @@ class Generations:
         state = self.ranks.get(event.rank)
         if state is None or event.incarnation < state.incarnation or state.standing == "lost":
             return
+        if state.standing == "member" and not self.quiet and not event.announced:
+            # It belonged to the generation before and is not in the next: that one must say why.
+            host = self.nodes[self.node_of(event.rank)].host
+            self.losses.append(Loss(event.rank, event.incarnation, host, f"exit code {event.code}"))
         state.incarnation, state.standing, state.entry = event.incarnation, "done", None
         state.code, state.announced = event.code, event.announced
         self.reports.pop(event.rank, None)

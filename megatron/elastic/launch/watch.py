@@ -61,12 +61,14 @@ class Watch:
         seen = self._seen.get(worker.number)
         if seen is None:
             return None
-        longest = self._longest.get(seen.activity.phase)
-        limit = self._timing.hang_unknown
-        if longest is not None:
-            limit = max(self._timing.hang, self._timing.hang_factor * longest)
-        activity = seen.activity
-        return Idle(activity.step, activity.phase, activity.waiting_for, time.monotonic() - seen.changed, limit)
+        activity, seconds = seen.activity, time.monotonic() - seen.changed
+        return Idle(activity.step, activity.phase, activity.waiting_for, seconds, self._limit(activity.phase))
+
+    def _limit(self, phase: str) -> float:
+        longest = self._longest.get(phase)
+        if longest is None:
+            return self._timing.hang_unknown
+        return max(self._timing.hang, self._timing.hang_factor * longest)
 
     def _look_at(self, worker: Worker, now: float) -> None:
         glimpse = worker.slot.look()
@@ -74,8 +76,10 @@ class Watch:
         if seen is None:
             self._seen[worker.number] = seen = _Seen(glimpse.progress, glimpse.activity, now)
         elif glimpse.progress != seen.progress:
-            phase = seen.activity.phase
-            self._longest[phase] = max(self._longest.get(phase, 0.0), now - seen.changed)
+            phase, seconds = seen.activity.phase, now - seen.changed
+            # What took longer than it may was a hang, and must not teach that hangs are normal.
+            if seconds <= self._limit(phase):
+                self._longest[phase] = max(self._longest.get(phase, 0.0), seconds)
             seen.progress, seen.activity, seen.changed = glimpse.progress, glimpse.activity, now
         # 'T' is a stop signal; 't', a debugger at work, is left alone.
         if process_state(worker.pid) != "T":

@@ -207,6 +207,16 @@ def test_leaving_without_a_word_is_a_loss_once_somebody_misses_it() -> None:
     assert announced.quiet
 
 
+def test_leaving_without_a_word_while_a_generation_is_agreed_is_told_in_the_decision() -> None:
+    state = started(3)
+    state.apply(Reformed(1, "link"))
+    state.apply(Finished(1, 0, 0, announced=False))
+    report_all(state)
+    state.apply(Decided(2, 0))
+    assert state.decision is not None and list(state.decision.members) == [0, 2]
+    assert [(lost.rank, lost.cause) for lost in state.decision.lost] == [(1, "exit code 0")]
+
+
 def test_one_rank_may_leave_at_a_boundary() -> None:
     state = started(3)
     state.apply(Requested("leave", (1,), 1))
