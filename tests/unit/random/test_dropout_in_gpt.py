@@ -42,7 +42,7 @@ def apart(one: list[float], other: list[float]) -> float:
 @pytest.mark.parametrize("name", SAME)
 def test_loss_and_gradients_are_those_of_the_whole_batch(answers, name):
     whole, split = answers["whole"], answers[name]
-    assert apart(split["losses"], whole["losses"]) < 1e-6  # one wrong element of a mask moves a loss by 1e-3
+    assert apart(split["losses"], whole["losses"]) < 1e-6  # slices placed at 0 move it by 9e-4 and more
     assert apart(split["grads"], whole["grads"]) < 2e-6
 
 
