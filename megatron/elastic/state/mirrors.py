@@ -21,7 +21,7 @@ compute the same units are brought within 2% of each other in what they mirror.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from megatron.elastic.state.layout import BlockKey
 from megatron.elastic.state.placement import Rules, UnitGroup
@@ -100,6 +100,14 @@ class _Table:
         away = self.rules.domains[rank] != self.rules.domains[owner]
         return (0 if rank in self.home else 2) + (0 if away else 1)
 
+    def _eligible(self, owner: int) -> Iterable[int]:
+        """The group itself, unless it is too small or all in the owner's domain while k > 1 asks for another."""
+        domains, k = self.rules.domains, self.rules.mirrors
+        near = all(domains[rank] == domains[owner] for rank in self.holders)
+        if len(self.home - {owner}) < k or (near and k > 1):
+            return domains
+        return self.holders
+
     def _ordered(self, owner: int) -> dict[int, tuple[int, int]]:
         """Candidate rank → (0 for a peer or 1, place in the order of preference)."""
         ring, slots = len(self.holders), max(self.rules.domains) + 1
@@ -112,9 +120,8 @@ class _Table:
                 return min(ahead, ring - ahead), ahead
             return (rank - owner) % slots, 0
 
-        ranked = sorted(
-            (r for r in self.rules.domains if r != owner), key=lambda r: (self._tier(owner, r), distance(r), r)
-        )
+        candidates = (r for r in self._eligible(owner) if r != owner)
+        ranked = sorted(candidates, key=lambda r: (self._tier(owner, r), distance(r), r))
         best = [r for r in ranked if self._tier(owner, r) == self._tier(owner, ranked[0])] if ranked else []
         wanted = max(self.rules.scatter_width, self.rules.mirrors)
         pool = best if len(best) >= self.rules.mirrors else ranked

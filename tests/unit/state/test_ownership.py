@@ -156,7 +156,7 @@ def test_owner_movement_is_the_least_of_all_balanced_layouts(members, blocks, mi
 
 
 def test_a_thousand_random_changes_keep_balance_redundancy_and_little_movement():
-    seed, top, units, blocks = 11, 8, 3, 43
+    seed, top, units, blocks = 11, 8, 2, 43
     rng, ranks = random.Random(seed), list(range(8))
     placement = initial(unit_groups(units, blocks, ranks), same_domain(ranks))
     adds = bound = 0
@@ -181,6 +181,45 @@ def test_a_thousand_random_changes_keep_balance_redundancy_and_little_movement()
         spread = max(mirrored.values()) - min(mirrored[r] for r in living)
         assert spread <= max(2, 0.05 * max(mirrored.values())), f"seed {seed} step {step}: {mirrored}"
     assert bound <= adds <= 1.15 * bound, f"moved {adds} blocks, at least {bound} are needed"
+
+
+def ragged_job(rng: random.Random, living: list[int], units: int) -> list[UnitGroup]:
+    """Two shards; every unit held by one to three random ranks of its own shard's half."""
+    groups = []
+    for shard in (0, 1):
+        half = [rank for rank in living if rank % 2 == shard] or living[:1]
+        for unit in range(units):
+            [group] = unit_groups(1, 7 + unit, sorted(rng.sample(half, min(len(half), rng.randint(1, 3)))), shard)
+            blocks = tuple(StateBlock(unit, shard, b.index, b.start, b.stop) for b in group.blocks)
+            groups.append(UnitGroup(unit, shard, blocks, group.holders))
+    return groups
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 2), st.integers(1, 3))
+def test_units_that_migrate_between_small_groups_with_losses_and_joins_stay_owned_by_those_who_compute_them(
+    seed, mirrors, nodes
+):
+    rng, alive = random.Random(seed), set(range(8))
+    rules = Rules(mirrors, 3, {rank: rank % nodes for rank in sorted(alive)})
+    groups = ragged_job(rng, sorted(alive), 4)
+    placement = initial(groups, rules)
+    for step in range(12):
+        check(placement, groups, rules)
+        for key, copies in placement.copies.items():
+            apart = any(rules.domains[r] != rules.domains[copies.owner] for r in copies.mirrors)
+            one_node = len(set(rules.domains.values())) == 1
+            assert apart or mirrors == 1 or one_node, f"seed {seed} step {step}: block {key} is on one node only"
+        if rng.random() < 0.5 and len(alive) > 4:
+            alive.remove(rng.choice(sorted(alive)))
+        else:
+            alive.add(rng.randrange(8))
+        living = sorted(alive)
+        groups = ragged_job(rng, living, 4)
+        rules = Rules(mirrors, 3, {rank: rank % nodes for rank in living})
+        placement, changes, lost = after(placement, groups, rules)
+        assert not lost, f"seed {seed} step {step}: one loss, {mirrors} mirrors"
+        assert all(change.source in alive and change.rank in alive for change in changes if change.kind == "add")
 
 
 def movement_bound(before: Placement, groups: list[UnitGroup], living: list[int]) -> int:
