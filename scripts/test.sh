@@ -44,5 +44,6 @@ check "mypy --strict" mypy --no-error-summary -p megatron.elastic
 [[ ${#shell[@]} -eq 0 ]] || check "shellcheck" shellcheck -x --severity=warning "${shell[@]}"
 [[ ${#native[@]} -eq 0 ]] || check "clang-format" clang-format --dry-run --Werror "${native[@]}"
 # --kill-after: a hung test must not outlive the run.
-check "pytest" timeout --signal=INT --kill-after=30 "$limit" python -m pytest -q --durations=10 "${selection[@]}" tests
+check "pytest" timeout --signal=INT --kill-after=30 "$limit" python -m pytest -q --durations=10 "${selection[@]}" \
+    tests/unit tests/integration tests/chaos
 exit "$status"

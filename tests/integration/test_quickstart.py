@@ -14,8 +14,8 @@ import pytest
 from tools import make_corpus
 
 ROOT = Path(__file__).resolve().parents[2]
-STEPS = 6
-FLAGS = ["--steps", str(STEPS), "--nproc-per-node", "4", "--inject", "kill:rank=3,step=4,point=after_reduce"]
+STEPS = 5
+FLAGS = ["--steps", str(STEPS), "--nproc-per-node", "4", "--inject", "kill:rank=3,step=3,point=after_reduce"]
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Outcome:
 
 def quickstart(output: Path, corpus: Path, *more: str) -> Outcome:
     command = [sys.executable, "-W", "ignore", "-m", "tools.quickstart", "--output-dir", str(output)]
-    command += ["--input", str(corpus), "--run-timeout", "200", *FLAGS, *more, "--", "--elastic-comm", "gloo"]
+    command += ["--input", str(corpus), "--run-timeout", "200", *FLAGS, *more]
     done = subprocess.run(
         command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=500
     )
