@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from megatron.elastic.comm.errors import CommError, GenerationChanged
@@ -108,6 +109,29 @@ class Engine:
         body.share(self.record.version)
         body.gather(self.record.version)
         self.parameters = self.record.version
+
+    def resume(self, record: StepRecord, units: Mapping[int, torch.Tensor] | None) -> None:
+        """Go on from a loaded state: ``units[u]`` fp32 ``[3, numel]``, or ``None`` to take masters from parameters."""
+        self.record = record
+        if units is None:
+            self.adopt_parameters()
+        else:
+            for block in self.standing.owned:
+                master, exp_avg, exp_avg_sq = units[block.unit][:, block.start : block.stop]
+                self.tools.pool.put(block.key, master, record.version, exp_avg, exp_avg_sq)
+            self.tools.pool.start(record)
+        self.share_state()
+
+    def export_state(self) -> dict[int, torch.Tensor]:
+        """Whole state of every held unit, fp32 ``[3, numel]``. Collective."""
+        return self._by_unit(self._steps().collect())
+
+    def empty_state(self) -> dict[int, torch.Tensor]:
+        """Zeros of the shape of :meth:`export_state`."""
+        return self._by_unit(torch.zeros((3, self.tools.arena.parameters.numel()), dtype=torch.float32))
+
+    def _by_unit(self, rows: torch.Tensor) -> dict[int, torch.Tensor]:
+        return {unit: rows[:, piece.start : piece.stop] for unit, piece in self.tools.arena.slices.items()}
 
     # -- surface -----------------------------------------------------------------
 

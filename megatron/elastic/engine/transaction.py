@@ -162,6 +162,19 @@ class StepBody:
             tag=_SHIP_TAG + 0x100,
         )
 
+    def collect(self) -> torch.Tensor:
+        """Whole state of every held unit from its owners: fp32 ``[3, elements of the arena]``. Collective."""
+        tools = self._tools
+        rows = torch.zeros((3, tools.arena.parameters.numel()), dtype=torch.float32)
+        for block in self._standing.owned:
+            start = tools.arena.slices[block.unit].start
+            rows[:, start + block.start : start + block.stop] = tools.pool.get(block.key).state
+        for row in rows:
+            for span in self._standing.spans:
+                if len(span.members) > 1:
+                    tools.fabric.all_gather_blocks(span.group, row[span.start : span.stop], span.blocks)
+        return rows
+
     def _exchange(
         self,
         value: Callable[[StateBlock], torch.Tensor],

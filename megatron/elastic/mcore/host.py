@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -27,6 +27,7 @@ from megatron.elastic.engine.recovery import Outcome, StateLost
 from megatron.elastic.engine.source import SampleSource, StepAddress
 from megatron.elastic.engine.standing import Standing
 from megatron.elastic.mcore.bringup import Job, Links, found, join, open_links
+from megatron.elastic.mcore.checkpoint import OptimizerCheckpoint, without_holes
 from megatron.elastic.mcore.data import source_for
 from megatron.elastic.mcore.dropout import key_dropout
 from megatron.elastic.mcore.model import GptPort, unwrapped
@@ -118,7 +119,7 @@ class Host:
             Patch(loop + "evaluate", "evaluation is repeated as a phase when ranks are lost in it", self._evaluate),
             Patch(loop + "training_log", "a collective outside the step: repeated after a loss", self._training_log),
             Patch(loop + "checkpoint_and_decide_exit", "a drained job saves and leaves at a boundary", self._decide_exit),
-            Patch(loop + "save_checkpoint", "a collective outside the step: repeated after a loss", self._fence),
+            Patch(loop + "save_checkpoint", "a collective outside the step: repeated after a loss", self._save),
             Patch(loop + "print_datetime", "a barrier that only aligns clocks would wait for the dead", _without_barrier),
             Patch(
                 "megatron.core.timers.Timer.start",
@@ -187,12 +188,31 @@ class Host:
         if links.decision is None:  # a newcomer: the engine comes with admission, before the loop begins
             return model, self._optimizer, scheduler
         self._engine = found(links, self._job)
+        self._optimizer.checkpoint = OptimizerCheckpoint(self._engine, port, optimizer_config)
         if args.load is not None or args.pretrained_checkpoint is not None:
             args.iteration, args.num_floating_point_operations_so_far = load_checkpoint(
                 model, self._optimizer, scheduler, checkpointing_context=context
             )
-        self._engine.share_state()
+        self._resume(scheduler)
         return model, self._optimizer, scheduler
+
+    def _resume(self, scheduler: Any) -> None:
+        """Start from what was loaded, or from the initial parameters."""
+        args, engine = get_args(), self.engine
+        assert self._optimizer is not None
+        loaded, self._optimizer.loaded = self._optimizer.loaded, None
+        scaler = {} if loaded is None else loaded.scaler
+        record = replace(
+            engine.record,
+            version=args.iteration,
+            adam_step=0 if loaded is None else loaded.adam_step,
+            scheduler_steps=scheduler.num_steps,
+            consumed_samples=args.consumed_train_samples,
+            loss_scale=float(scaler.get("scale", engine.record.loss_scale)),
+            growth_tracker=int(scaler.get("growth_tracker", engine.record.growth_tracker)),
+            hysteresis_tracker=int(scaler.get("hysteresis_tracker", engine.record.hysteresis_tracker)),
+        )
+        engine.resume(record, None if loaded is None else loaded.units)
 
     def _settled(self, outcome: Outcome, standing: Standing, seconds: float) -> None:
         assert self._links is not None
@@ -345,10 +365,15 @@ class Host:
 
         return replacement
 
-    def _fence(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _save(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def replacement(*args: Any, **kwargs: Any) -> Any:
-            return self.engine.fenced(lambda: original(*args, **kwargs))
+            def body() -> Any:
+                self.engine.injector.reach("in_save", self.engine.record.version)
+                with without_holes(self.engine.tools.fabric):
+                    return original(*args, **kwargs)
+
+            return self.engine.fenced(body)
 
         return replacement
 

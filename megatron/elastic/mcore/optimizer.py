@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from megatron.elastic.config import ConfigError
+from megatron.elastic.mcore.checkpoint import LoadedState, OptimizerCheckpoint
 from megatron.elastic.mcore.param_groups import GroupKeys
 from megatron.elastic.state.record import Rate
 
@@ -27,6 +29,10 @@ class EngineOptimizer:
 
     def __init__(self, groups: GroupKeys, loss_scale: Callable[[], float]) -> None:
         self.param_groups: list[dict[str, Any]] = groups.param_groups()
+        self.checkpoint: OptimizerCheckpoint | None = None
+        """Set once there is an engine."""
+        self.loaded: LoadedState | None = None
+        """What the last load brought, until the engine takes it."""
         self._loss_scale = loss_scale
 
     def get_loss_scale(self) -> torch.Tensor:
@@ -36,6 +42,26 @@ class EngineOptimizer:
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """``loss`` times the loss scale (auxiliary losses of Megatron ask for it)."""
         return loss * self._loss_scale()
+
+    def sharded_state_dict(
+        self, model_sharded_state_dict: Any, is_loading: bool = False, metadata: dict[str, Any] | None = None
+    ) -> Any:
+        """Megatron's format; collective when saving."""
+        assert self.checkpoint is not None
+        work = self.checkpoint.begin_load if is_loading else self.checkpoint.save
+        return work(model_sharded_state_dict, self.param_groups, metadata or {})
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Take what Megatron has read into :meth:`sharded_state_dict`'s tensors."""
+        assert self.checkpoint is not None
+        self.loaded = self.checkpoint.finish_load(state_dict)
+
+    def state_dict(self, is_loading: bool = False) -> Any:
+        """Raises: there is no whole state on one rank."""
+        raise ConfigError("--elastic writes and reads torch_dist checkpoints: use --ckpt-format torch_dist")
+
+    def reload_model_params(self, state_dict: Any = None) -> None:
+        """Nothing to do: without loaded optimizer state, masters are taken from the parameters."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """The engine clears its own gradient arena."""

@@ -76,28 +76,36 @@ class PatchSet:
             setattr(place.owner, place.name, place.original)
         self.applied.clear()
 
-    def add(self, patch: Patch) -> None:
-        """Apply one row, unless a row with this symbol and maker is in force."""
-        if any(patch.symbol == other.symbol and patch.make == other.make for other in self.applied):
-            return
-        owner, name = _locate(patch.symbol)
-        raw = inspect.getattr_static(owner, name)
-        original = getattr(owner, name)
-        replacement = patch.make(original)
-        if isinstance(owner, ModuleType):
-            self._replace_everywhere(original, replacement)
-        else:
-            self._set(owner, name, raw, _as_declared(raw, replacement))
-        self.applied.append(patch)
+    def add(self, patches: Iterable[Patch]) -> None:
+        """Apply rows in order, except those whose group has replaced their symbol already.
 
-    def _replace_everywhere(self, original: Any, replacement: Any) -> None:
-        """Overwrite ``original`` by identity in the namespace of every loaded module."""
-        for module in list(sys.modules.values()):
-            names = getattr(module, "__dict__", None)
-            if not isinstance(module, ModuleType) or names is None:
+        Module-level names are looked for in one pass over all loaded modules, at the end.
+        """
+        found: dict[int, tuple[Any, Any]] = {}
+        for patch in patches:
+            if any((patch.symbol, patch.group) == (other.symbol, other.group) for other in self.applied):
                 continue
-            for name in [key for key, value in list(names.items()) if value is original]:
-                self._set(module, name, original, replacement)
+            owner, name = _locate(patch.symbol)
+            present = getattr(owner, name)
+            _, original = found.get(id(present), (present, present))
+            replacement = patch.make(original)
+            if isinstance(owner, ModuleType):
+                found[id(present)] = (present, replacement)
+            else:
+                raw = inspect.getattr_static(owner, name)
+                self._set(owner, name, raw, _as_declared(raw, replacement))
+            self.applied.append(patch)
+        self._replace_everywhere(found)
+
+    def _replace_everywhere(self, found: Mapping[int, tuple[Any, Any]]) -> None:
+        """Overwrite, by identity, in the namespace of every loaded module. ``found``: id → (original, replacement)."""
+        loaded: list[Any] = list(sys.modules.values()) if found else []
+        for module in loaded:
+            if not isinstance(module, ModuleType):
+                continue
+            for name, value in list(vars(module).items()):
+                if id(value) in found:
+                    self._set(module, name, *found[id(value)])
 
     def _set(self, owner: Any, name: str, original: Any, replacement: Any) -> None:
         self._places.append(_Place(owner, name, original))
@@ -144,9 +152,7 @@ def apply(patches: Iterable[Patch], version: str | None = None, into: PatchSet |
     version = version or installed_version()
     patch_set = into if into is not None else PatchSet()
     try:
-        for patch in patches:
-            if in_range(version, patch.versions):
-                patch_set.add(patch)
+        patch_set.add(patch for patch in patches if in_range(version, patch.versions))
     except PatchError:
         patch_set.undo()
         raise

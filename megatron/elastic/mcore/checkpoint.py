@@ -1,0 +1,207 @@
+"""The engine's optimizer state in Megatron's own checkpoint format and keys.
+
+Formats are Megatron's by construction: for saving and loading, the optimizer
+that plain Megatron would have built for these arguments is put together over
+the same parameters, filled from (or read into) the state blocks, and asked for
+its sharded state dict. A checkpoint written here is therefore resumed by plain
+Megatron, and the other way round, at any layout torch_dist can reshard to.
+
+With ``--use-distributed-optimizer`` the fully reshardable form is written, whose
+tensors have the same keys; the form tied to one data-parallel size is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from megatron.core import optimizer as core_optimizer
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.optimizer import (
+    get_param_id_to_sharded_param_map,
+    make_sharded_optimizer_tensor,
+)
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from torch.distributed import distributed_c10d as c10d
+
+from megatron.elastic.comm.fabric import Fabric
+from megatron.elastic.config import ConfigError
+from megatron.elastic.engine.engine import Engine
+from megatron.elastic.engine.port import UnitParameter
+from megatron.elastic.mcore.model import GptPort
+from megatron.elastic.state.record import StepRecord
+
+__all__ = ["LoadedState", "OptimizerCheckpoint", "without_holes"]
+
+_RESHARDABLE = "fully_reshardable"
+
+
+@dataclass(frozen=True)
+class LoadedState:
+    """Optimizer state read from a checkpoint: ``units[u]`` is fp32 ``[3, numel]`` (master, exp_avg, exp_avg_sq)."""
+
+    units: Mapping[int, torch.Tensor]
+    adam_step: int
+    scaler: Mapping[str, Any]
+
+
+class OptimizerCheckpoint:
+    """Translates between state blocks and Megatron's optimizer classes."""
+
+    def __init__(self, engine: Engine, port: GptPort, config: OptimizerConfig) -> None:
+        self._engine = engine
+        self._port = port
+        self._config = replace(config, use_distributed_optimizer=False)
+        self._reading: Any = None
+
+    def save(self, model_state: Any, groups: Sequence[Mapping[str, Any]], metadata: Mapping[str, Any]) -> Any:
+        """Sharded state dict of the present state. Collective."""
+        shadow = self._shadow(groups)
+        self._fill(shadow, self._engine.export_state(), self._engine.record)
+        return self._state_dict(shadow, model_state, metadata, loading=False)
+
+    def begin_load(self, model_state: Any, groups: Sequence[Mapping[str, Any]], metadata: Mapping[str, Any]) -> Any:
+        """Sharded state dict to read a checkpoint into; :meth:`finish_load` takes what was read."""
+        self._reading = self._shadow(groups)
+        return self._state_dict(self._reading, model_state, metadata, loading=True)
+
+    def finish_load(self, state_dict: Any) -> LoadedState:
+        """What was read, by unit."""
+        shadow, self._reading = self._reading, None
+        if state_dict.get("param_state_sharding_type") == _RESHARDABLE:
+            step = _group_step(state_dict["optimizer"]["param_groups"])
+            tensors = [state_dict["param_state"][i] for i in range(len(state_dict["param_state"]))]
+            mains = [entry["param"] for entry in tensors]
+        else:
+            shadow.load_state_dict(state_dict)
+            mains = _main_parameters(shadow)
+            tensors = [shadow.optimizer.state[main] for main in mains]
+            step = int(tensors[0]["step"]) if tensors and "step" in tensors[0] else _group_step(
+                shadow.optimizer.param_groups
+            )
+        units = self._engine.empty_state()
+        for (unit, slot), main, state in zip(self._slots(), mains, tensors, strict=True):
+            rows = units[unit][:, slot.start : slot.stop]
+            for row, value in zip(rows, (main, state["exp_avg"], state["exp_avg_sq"]), strict=True):
+                row.copy_(value.detach().reshape(-1))
+        return LoadedState(units, step, dict(state_dict.get("grad_scaler") or {}))
+
+    # -- Megatron's optimizer over our parameters ---------------------------------------
+
+    def _ordered(self) -> list[UnitParameter]:
+        """Trainable parameters in the order of Megatron's groups."""
+        items = [item for unit in self._port.held_units() for item in self._port.unit_parameters(unit)]
+        rank = {id(p): i for i, p in enumerate(self._port.chunk.parameters())}
+        return sorted(items, key=lambda item: (item.spec.group, rank[id(item.parameter)]))
+
+    def _slots(self) -> Iterator[tuple[int, Any]]:
+        home = {
+            id(item.parameter): (unit, self._engine.tools.arena.slices[unit].layout.slot(item.spec.name))
+            for unit in self._port.held_units()
+            for item in self._port.unit_parameters(unit)
+        }
+        return iter([home[id(item.parameter)] for item in self._ordered()])
+
+    def _shadow(self, groups: Sequence[Mapping[str, Any]]) -> Any:
+        """Megatron's optimizer for these arguments; its own copies of parameters are fp32."""
+        ordered = self._ordered()
+        filled = [
+            {**group, "params": [item.parameter for item in ordered if item.spec.group == index]}
+            for index, group in enumerate(groups)
+        ]
+        return core_optimizer._get_megatron_optimizer_based_on_param_groups(
+            config=self._config,
+            model_chunks=[],
+            param_groups=filled,
+            per_model_buffers=None,
+            model_parallel_group=parallel_state.get_model_parallel_group(),
+        )
+
+    def _fill(self, shadow: Any, units: Mapping[int, torch.Tensor], record: StepRecord) -> None:
+        step = torch.tensor(float(record.adam_step))
+        for main, (unit, slot) in zip(_main_parameters(shadow), self._slots(), strict=True):
+            master, exp_avg, exp_avg_sq = (row[slot.start : slot.stop].view(main.shape) for row in units[unit])
+            if not _steps_model_itself(shadow):
+                main.data.copy_(master)
+            shadow.optimizer.state[main] = {"step": step.clone(), "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+        scaler = getattr(shadow, "grad_scaler", None)
+        if scaler is not None and self._engine.tools.settings.hyper.scaler == "dynamic":
+            scaler._scale.fill_(record.loss_scale)
+            scaler._growth_tracker = record.growth_tracker
+            scaler._hysteresis_tracker = record.hysteresis_tracker
+
+    def _state_dict(self, shadow: Any, model_state: Any, metadata: Mapping[str, Any], loading: bool) -> Any:
+        kind = metadata.get("distrib_optim_sharding_type")
+        if kind is None:
+            return shadow.sharded_state_dict(model_state, is_loading=loading, metadata=dict(metadata))
+        if kind != _RESHARDABLE:
+            raise ConfigError(
+                f"--use-distributed-optimizer would write {kind} checkpoints, which only fit one data-parallel size: "
+                "add --dist-ckpt-optim-fully-reshardable"
+            )
+        return self._reshardable(shadow, model_state, loading)
+
+    def _reshardable(self, shadow: Any, model_state: Any, loading: bool) -> dict[str, Any]:
+        """What ``DistributedOptimizer`` writes in its fully reshardable form."""
+        if loading:
+            shadow.init_state_fn(shadow.optimizer, self._config)
+        mains, step = _main_parameters(shadow), self._engine.record.adam_step
+        sharded = get_param_id_to_sharded_param_map(model_state, [item.parameter for item in self._ordered()])
+        states = [shadow.optimizer.state[main] for main in mains]
+        param_state = {
+            i: {
+                key: make_sharded_optimizer_tensor(sharded[i], value, prefix=f"optimizer.state.{key}")
+                for key, value in (
+                    # The model's own fp32 parameters are masters too; a copy keeps loading apart from them.
+                    ("param", main.detach().clone() if loading else main.detach()),
+                    ("exp_avg", state["exp_avg"]),
+                    ("exp_avg_sq", state["exp_avg_sq"]),
+                )
+            }
+            for i, (main, state) in enumerate(zip(mains, states, strict=True))
+        }
+        groups = [{k: v for k, v in g.items() if k != "params"} | {"step": step} for g in shadow.optimizer.param_groups]
+        result: dict[str, Any] = {
+            "optimizer": {"param_groups": groups},
+            "param_state": param_state,
+            "param_state_sharding_type": _RESHARDABLE,
+        }
+        if getattr(shadow, "grad_scaler", None) is not None:
+            result["grad_scaler"] = shadow.grad_scaler.state_dict()
+        return result
+
+
+def _main_parameters(shadow: Any) -> list[torch.Tensor]:
+    return [p for group in shadow.optimizer.param_groups for p in group["params"]]
+
+
+def _steps_model_itself(shadow: Any) -> bool:
+    """Whether the optimizer's parameters are the model's (fp32 training): they hold the masters already."""
+    return not hasattr(shadow, "fp32_from_float16_groups")
+
+
+def _group_step(groups: Sequence[Mapping[str, Any]]) -> int:
+    steps = {int(group["step"]) for group in groups if group.get("step") is not None}
+    if len(steps) > 1:
+        raise ConfigError(f"--load: the checkpoint's optimizer steps differ between parameter groups: {sorted(steps)}")
+    return steps.pop() if steps else 0
+
+
+@contextmanager
+def without_holes(fabric: Fabric) -> Iterator[None]:
+    """Inside, the default group is the living ranks, numbered from 0.
+
+    Megatron's checkpoint code divides work by world size and has rank 0 write
+    metadata; it knows no empty slots.
+    """
+    if len(fabric.alive) == fabric.slots:
+        yield
+        return
+    c10d._update_default_pg(fabric.group("checkpoint", fabric.alive))
+    try:
+        yield
+    finally:
+        c10d._update_default_pg(fabric.world)
