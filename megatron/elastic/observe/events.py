@@ -2,7 +2,8 @@
 
 Each incarnation of a rank appends to its rank's file in the event directory; a
 line is one ``write`` to a descriptor opened with ``O_APPEND``, so lines of two
-incarnations never mix and a SIGKILL leaves whole lines. Every line carries
+incarnations never mix. A SIGKILL can cut a write short at a page boundary: the next
+incarnation then starts on a line of its own, and readers leave the torn one out. Every line carries
 rank, incarnation and generation (nothing outside a process is written without
 them), wall time for people and other hosts, and monotonic time for durations.
 
@@ -209,6 +210,10 @@ def _from_json(hint: Any, value: Any) -> Any:
     return float(value) if hint is float else value
 
 
+_FIRST = b'{"kind":'
+"""How every line begins."""
+
+
 class EventLog:
     """Appends events of one incarnation of a rank; does nothing when ``directory`` is None.
 
@@ -224,9 +229,10 @@ class EventLog:
             return
         path = Path(directory)
         path.mkdir(parents=True, exist_ok=True)
-        self._file = os.open(
-            path / f"rank{rank:05d}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644
-        )
+        self._file = os.open(path / f"rank{rank:05d}.jsonl", os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        size = os.fstat(self._file).st_size
+        if size and os.pread(self._file, 1, size - 1) != b"\n":
+            os.write(self._file, b"\n")  # an earlier incarnation was killed in the middle of a line
 
     @property
     def enabled(self) -> bool:
@@ -250,6 +256,7 @@ class EventLog:
         try:
             written = os.write(self._file, data)
             if written != len(data):
+                os.ftruncate(self._file, os.fstat(self._file).st_size - written)
                 raise OSError(f"{written} of {len(data)} bytes written")
         except OSError as error:
             print(f"--elastic-event-log: rank {self.rank} stops logging events: {error}", file=sys.stderr, flush=True)
@@ -288,11 +295,16 @@ def _parse(line: bytes) -> Record:
     )
 
 
+def _torn(line: bytes) -> bool:
+    """Whether ``line`` can be the beginning of one of ours."""
+    return line[: len(_FIRST)] == _FIRST[: len(line)] and not line.endswith(b"}}")
+
+
 def read_events(directory: str | os.PathLike[str]) -> list[Record]:
     """All events of a run, by wall time (within a rank, in the order written).
 
-    A last line cut short by a full disk is left out. Raises ``ValueError`` with file and
-    line for anything else that is not an event, ``FileNotFoundError`` for a missing directory.
+    Lines cut short by the death of their writer are left out. Raises ``ValueError`` with file
+    and line for anything else that is not an event, ``FileNotFoundError`` for a missing directory.
     """
     path = Path(directory)
     if not path.is_dir():
@@ -307,6 +319,8 @@ def read_events(directory: str | os.PathLike[str]) -> list[Record]:
             try:
                 record = _parse(line)
             except (ValueError, KeyError, TypeError) as error:
+                if isinstance(error, json.JSONDecodeError) and _torn(line):
+                    continue  # cut short, an incarnation follows
                 raise ValueError(f"{file}:{number}: not an event: {error!r}") from error
             latest = max(latest, record.wall)  # a clock set back must not reorder a rank's own lines
             records.append(record if record.wall == latest else _at(record, latest))

@@ -148,8 +148,26 @@ def test_a_full_disk_ends_the_log_and_not_the_run(tmp_path, capfd):
     said = capfd.readouterr().err.splitlines()
     assert len(said) == 1 and "--elastic-event-log" in said[0] and "rank 6" in said[0]
     assert not log.enabled
+    (file,) = tmp_path.iterdir()
+    assert file.read_bytes().endswith(b"}}\n")  # no half line stays
     records = read_events(tmp_path)
     assert 3 < len(records) < 50 and all(record.event == EVENTS[0] for record in records)
+
+
+@pytest.mark.parametrize("kept", [1, 9, 60, -2])
+def test_a_line_torn_by_a_kill_costs_only_itself(tmp_path, kept):
+    first = EventLog(tmp_path, rank=0)
+    for step in (1, 2):
+        first.write(Phases(step, {"compute": 5}))
+    first.close()
+    (file,) = tmp_path.iterdir()
+    whole, torn, _ = file.read_bytes().split(b"\n")
+    file.write_bytes(whole + b"\n" + torn[:kept])
+    assert [record.event for record in read_events(tmp_path)] == [Phases(1, {"compute": 5})]
+    second = EventLog(tmp_path, rank=0, incarnation=1)
+    second.write(Phases(2, {"compute": 6}))
+    second.close()
+    assert [record.event for record in read_events(tmp_path)] == [Phases(1, {"compute": 5}), Phases(2, {"compute": 6})]
 
 
 def test_foreign_lines_are_named_and_unknown_kinds_kept(tmp_path):
