@@ -228,6 +228,8 @@ def judge(output: Path, steps: int, undisturbed_cached: bool) -> Result:
     picture = output / "quickstart.png"
     workers = "1 worker" if len(lost) == 1 else f"{len(lost)} workers"
     title = f"{len(iterations)} steps, {workers} lost: largest relative difference of loss {difference:.1e}"
+    with open(output / "killed" / "log.txt", encoding="utf-8", errors="replace") as lines:
+        (output / "excerpt.txt").write_text("\n".join(training_log.excerpt(lines)) + "\n")
     loss_plot.draw(picture, reference, iterations, hit, title)
     return Result(
         steps=len(iterations),

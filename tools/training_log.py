@@ -25,6 +25,7 @@ __all__ = [
     "Iteration",
     "Loss",
     "deviation",
+    "excerpt",
     "iterations_of",
     "losses_of_ranks",
     "lost_steps",
@@ -35,6 +36,7 @@ __all__ = [
 ]
 
 _ITERATION = re.compile(r"(?:\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(?:\.\d+)?)\] )?\s*iteration\s+(\d+)/\s*(\d+)\s*\|(.*)")
+_COLUMNS = ("consumed samples", "elapsed time per iteration (ms)", "lm loss", "grad norm")
 _FIELD = re.compile(r"\s*([^:|]+):\s*([^|]+?)\s*(?:\||$)")
 
 
@@ -73,6 +75,24 @@ def parse_iteration(line: str) -> Iteration | None:
     seconds = float(fields.get("elapsed time per iteration (ms)", "nan")) / 1000
     wall = datetime.fromisoformat(match[1]).timestamp() if match[1] else math.nan
     return Iteration(int(match[2]), int(match[3]), float(fields["lm loss"]), seconds, wall)
+
+
+def _shortened(line: str) -> str | None:
+    """An iteration line with four of its columns, a line on a loss as it is, None for all others."""
+    match = _ITERATION.search(line)
+    if match is not None:
+        fields = {name.strip(): value for name, value in _FIELD.findall(match[4])}
+        kept = [f"{name}: {fields[name]:>6}" for name in _COLUMNS if name in fields]
+        return " | ".join([f"iteration {match[2]:>4}/{match[3]:>4}", *kept]) if kept else None
+    text = line.strip()
+    return text if text.startswith(("lost ", "recovered ", "injected ", "[launch] lost ")) else None
+
+
+def excerpt(lines: Iterable[str], count: int = 12) -> list[str]:
+    """The ``count`` lines around the first loss, two iterations before it; columns of iteration lines are left out."""
+    short = [text for text in map(_shortened, lines) if text is not None]
+    loss = next((index for index, text in enumerate(short) if not text.startswith("iteration")), 0)
+    return short[max(0, loss - 2) :][:count]
 
 
 def iterations_of(lines: Iterable[str]) -> dict[int, Iteration]:

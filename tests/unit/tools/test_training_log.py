@@ -57,6 +57,17 @@ def test_a_step_logged_twice_must_say_the_same() -> None:
         training_log.iterations_of([once, LINE.format(loss="1.6")])
 
 
+def test_an_excerpt_is_two_steps_and_what_follows_them() -> None:
+    ordinary = LINE.format(loss="1.5")
+    told = [ordinary, "noise", ordinary, ordinary, "lost rank 3: stage 1", "warning: x", "recovered at generation 2: y"]
+    found = training_log.excerpt([*told, *[ordinary] * 20])
+    assert len(found) == 12
+    assert found[2:4] == ["lost rank 3: stage 1", "recovered at generation 2: y"]
+    assert all(
+        line.startswith("iteration    7/  40 | ") and "lm loss:    1.5" in line for line in found[:2] + found[4:]
+    )
+
+
 def test_a_loss_told_by_many_counts_once_and_a_second_life_again() -> None:
     records = records_of((5.0, 0, lost(3)), (5.1, 1, lost(3)), (9.0, 1, lost(3, incarnation=1)))
     found = [(loss.rank, loss.incarnation, loss.wall) for loss in training_log.losses_of_ranks(records)]
