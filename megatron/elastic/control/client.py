@@ -73,6 +73,7 @@ class WorkerMembership:
         self._slot = slot
         self._reader = FrameReader()
         self._sending = threading.Lock()
+        self._publishing = threading.Lock()
         self._changed = threading.Condition()
         self._frozen = 0
         self._decided = 0
@@ -83,6 +84,7 @@ class WorkerMembership:
         self._activity = Activity(-1, "launch")
         self._sampled: Activity | None = None
         self._thread: threading.Thread | None = None
+        self._closed = threading.Event()
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ) -> WorkerMembership:
@@ -132,9 +134,10 @@ class WorkerMembership:
             self._send({"t": "report", "g": generation, "address": address_to_json(address), "report": report})
         with self._changed:
             while True:
-                if self._decided > decided and self._decision is not None and self._decision.generation >= self._frozen:
+                if self._decided > decided and self._decision is not None and self._decided == self._frozen:
                     return self._decision
-                if self._frozen > promised and not first:
+                # Who waits to be admitted is not concerned by generations it was not decided into.
+                if self._frozen > promised and not (first and self._decided == 0):
                     raise GenerationChanged(self._frozen)
                 left = end - time.monotonic()
                 if left <= 0:
@@ -147,8 +150,9 @@ class WorkerMembership:
 
     def publish(self, activity: Activity) -> None:
         """See :meth:`Membership.publish`."""
-        self._activity = activity
-        self._slot.publish(activity)
+        with self._publishing:
+            self._activity = activity
+            self._slot.publish(activity)
 
     def pending(self) -> tuple[str, ...]:
         """See :meth:`Membership.pending`."""
@@ -175,13 +179,20 @@ class WorkerMembership:
         """
         self._sampler = sampler
 
+    def close(self) -> None:
+        """Stop listening, and with it fencing: for a process that outlives its membership. Idempotent."""
+        self._closed.set()
+        self._channel.shutdown(socket.SHUT_RD)
+
     # -- the control thread ------------------------------------------------------
 
     def _listen(self) -> None:
         poll = select.poll()
         poll.register(self._channel, select.POLLIN)
-        while True:
+        while not self._closed.is_set():
             arrived = poll.poll(_LOOK_SECONDS * 1000)
+            if self._closed.is_set():
+                return
             self._fence()
             if arrived:
                 self._receive()
@@ -189,13 +200,13 @@ class WorkerMembership:
                 self._sample(self._sampler())
 
     def _sample(self, sampled: Activity | None) -> None:
-        published = self._activity
-        if sampled is not None and sampled.step < 0:
-            sampled = Activity(published.step, sampled.phase, sampled.waiting_for)
-        if sampled == self._sampled:
-            return
-        self._sampled = sampled
-        self._slot.publish(published if sampled is None else sampled)
+        with self._publishing:
+            published = self._activity
+            if sampled is not None and sampled.step < 0:
+                sampled = Activity(published.step, sampled.phase, sampled.waiting_for)
+            if sampled != self._sampled:
+                self._sampled = sampled
+                self._slot.publish(published if sampled is None else sampled)
 
     def _receive(self) -> None:
         try:

@@ -22,6 +22,9 @@ class Failures:
     _raised_at: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     _times: list[float] = field(default_factory=list)
     _stillborn: dict[int, int] = field(default_factory=dict)
+    _reached: int = -1
+    _ends: list[int] = field(default_factory=list)
+    """Step reached before each loss of everybody."""
     _member: dict[int, int] = field(default_factory=dict)
     """Rank → its newest incarnation that became a member."""
 
@@ -29,6 +32,7 @@ class Failures:
         """Note a loss; a text when the job should end for it (``raised``: ended by itself with an error)."""
         self._times = [time for time in self._times if now - time < 3600.0]
         self._times.append(now)
+        self._reached = max(self._reached, step)
         if raised and step >= 0:
             at = self._raised_at.setdefault(step, [])
             at.append((rank, incarnation))
@@ -39,6 +43,15 @@ class Failures:
             return f"{len(self._times)} ranks lost within an hour; --elastic-max-losses-per-hour is {self.max_per_hour}"
         return None
 
+    def started_anew(self) -> str | None:
+        """Note that the job starts anew, everybody being lost; a text when it gets no further than it did before."""
+        self._ends.append(self._reached)
+        self._reached = -1
+        last = self._ends[-_STARTS:]
+        if len(last) == _STARTS and last[0] >= max(last[1:]):
+            return f"every rank was lost {_STARTS} times in a row without getting beyond step {last[0]}"
+        return None
+
     def admitted(self, rank: int, incarnation: int) -> None:
         """``incarnation`` of ``rank`` is a member."""
         self._member[rank] = incarnation
@@ -46,7 +59,7 @@ class Failures:
 
     def stillborn(self, rank: int, incarnation: int) -> bool:
         """Note the end of a newcomer, if it was one: True when several in a row ended before they were members."""
-        if incarnation == 0 or self._member.get(rank) == incarnation:
+        if self._member.get(rank) == incarnation:
             return False
         self._stillborn[rank] = self._stillborn.get(rank, 0) + 1
         return self._stillborn[rank] >= _STARTS
@@ -54,4 +67,4 @@ class Failures:
     def cool_down(self, rank: int) -> float:
         """Seconds to wait before starting ``rank`` again: none the first time, growing with stillbirths."""
         count = self._stillborn.get(rank, 0)
-        return 0.0 if count == 0 else min(60.0, 2.0**count)
+        return 0.0 if count == 0 else min(60.0, 0.25 * 2.0**count)

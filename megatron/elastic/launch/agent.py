@@ -11,7 +11,6 @@ hangs, and counts losses. Its successor needs nothing from it but the journal.
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 
@@ -34,7 +33,7 @@ from megatron.elastic.control.events import (
 )
 from megatron.elastic.control.failures import Failures
 from megatron.elastic.control.generations import Generations
-from megatron.elastic.control.membership import Loss
+from megatron.elastic.control.membership import Decision, Loss
 from megatron.elastic.control.timing import Timing
 from megatron.elastic.control.wire import (
     Message,
@@ -52,12 +51,13 @@ from megatron.elastic.launch.desk import Desk
 from megatron.elastic.launch.judge import Judge
 from megatron.elastic.launch.logs import WorkerLogs
 from megatron.elastic.launch.loop import Loop
-from megatron.elastic.launch.losses import classify, say, summarize
+from megatron.elastic.launch.losses import classify, summarize
 from megatron.elastic.launch.neighbours import Neighbours, Table
 from megatron.elastic.launch.nursery import Nursery
 from megatron.elastic.launch.pool import Pool, Worker
-from megatron.elastic.launch.processes import process_state
+from megatron.elastic.launch.processes import kill_group, process_state
 from megatron.elastic.launch.rendezvous import Company
+from megatron.elastic.launch.speech import say
 from megatron.elastic.launch.watch import Watch
 
 __all__ = ["Agent"]
@@ -135,6 +135,7 @@ class Agent:
 
     def _beat(self) -> None:
         self._pool.rouse()
+        self._pool.reap_strangers()
         table = self.table()
         if self._neighbours is not None:
             self._neighbours.beat(table)
@@ -236,8 +237,7 @@ class Agent:
         for worker in list(self.by_rank.values()):
             self._update(worker)
         if self.state.decided != decided and self.state.decision is not None:
-            for rank, address in self.state.decision.members.items():
-                self._failures.admitted(rank, address.incarnation)
+            self._admitted(self.state.decision)
         self._report_if_complete()
         self._decide_if_ready()
         if self.state.over():
@@ -272,6 +272,13 @@ class Agent:
                     if self.state.ranks[rank].standing == "lost":
                         self._start(rank, self.state.ranks[rank].incarnation + 1)
 
+    def _admitted(self, decision: Decision) -> None:
+        for rank, address in decision.members.items():
+            self._failures.admitted(rank, address.incarnation)
+        verdict = self._failures.started_anew() if decision.reason == "start" and decision.generation > 1 else None
+        if verdict is not None and self.state.coordinator() == self.node:
+            self.append(Ended(_DETERMINISTIC, verdict))
+
     def _mourn(self, loss: Loss, step: int, raised: bool) -> None:
         state = self.state.ranks[loss.rank]
         if loss.rank in self._mine.ranks:
@@ -283,7 +290,10 @@ class Agent:
         if loss.rank not in self._mine.ranks or state.standing != "lost" or loss.incarnation != state.incarnation:
             return
         if self._failures.stillborn(loss.rank, loss.incarnation):
-            self.append(Abandoned((loss.rank,), "several incarnations in a row ended before they took part"))
+            why = "several incarnations in a row ended before they took part"
+            # Without it there would be no start; later, the others go on.
+            start = self.state.decided == 0
+            self.append(Ended(_DETERMINISTIC, f"rank {loss.rank}: {why}") if start else Abandoned((loss.rank,), why))
         elif state.may_return:
             incarnation = loss.incarnation + 1
             delay = self._failures.cool_down(loss.rank)
@@ -390,7 +400,7 @@ class Agent:
         else:
             for worker in self._pool.workers.values():
                 if worker.pid:
-                    os.killpg(worker.pid, number)
+                    kill_group(worker.pid, number)
             end = Ended(128 + number, f"{name}: the job ends")
             self._loop.after(self.job.shutdown_timeout, lambda: self.append(end))
 

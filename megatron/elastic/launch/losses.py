@@ -6,15 +6,15 @@ Also the one readable summary a loss gets in the launcher's output.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Sequence
 
 from megatron.elastic.control.events import Ended, Event, Finished, Lost
 from megatron.elastic.control.membership import Loss
 from megatron.elastic.launch.pool import Worker
 from megatron.elastic.launch.processes import describe_status
+from megatron.elastic.launch.speech import say
 
-__all__ = ["classify", "say", "summarize"]
+__all__ = ["classify", "summarize"]
 
 _LINES = 20
 
@@ -50,10 +50,3 @@ def summarize(loss: Loss, step: int) -> None:
     where = f" at step {step}" if step >= 0 else ""
     life = f" (incarnation {loss.incarnation})" if loss.incarnation else ""
     say(f"lost rank {loss.rank}{life} on {loss.host}{where}: {loss.cause}", loss.last_lines)
-
-
-def say(text: str, lines: Sequence[str] = ()) -> None:
-    """One line of the launcher's own, with others indented below. Written at once, so that agents do not mix."""
-    body = "".join(f"    | {line}\n" for line in lines)
-    sys.stderr.write(f"[launch] {text}\n{body}")
-    sys.stderr.flush()

@@ -22,11 +22,14 @@ from megatron.elastic.control.slot import Slot
 from megatron.elastic.control.wire import FrameReader, Message, ProtocolError, encode
 from megatron.elastic.launch.loop import Loop
 from megatron.elastic.launch.processes import MessageSocket, exit_status, kill_group, process_state
+from megatron.elastic.launch.speech import say
 from megatron.elastic.launch.worker import WorkerSpec
 
 __all__ = ["Pool", "PoolEvents", "Worker"]
 
 _OUTBOX_LIMIT = 1 << 29
+_NOT_STARTED = 127 << 8
+"""Wait status of a worker that could not be forked: exit code 127, as a shell has it."""
 
 
 @dataclass
@@ -114,7 +117,7 @@ class Pool:
         elif "ready" in message:
             self._ready = True
             for note in message["notes"]:
-                print(f"[launch] {note}", file=sys.stderr, flush=True)
+                say(note)
 
     def _zygote_gone(self) -> None:
         assert self._socket is not None
@@ -131,6 +134,17 @@ class Pool:
         if not self._closing:
             self._events.zygote_lost(self._ready)
 
+    def reap_strangers(self) -> None:
+        """As the first process of a container the agent inherits orphans, and must reap them."""
+        while os.getpid() == 1:
+            try:
+                ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except ChildProcessError:
+                return
+            if ended is None or (self.zygote is not None and ended.si_pid == self.zygote.pid):
+                return
+            os.waitpid(ended.si_pid, os.WNOHANG)
+
     def rouse(self) -> None:
         """A stopped zygote could not start or reap workers; it has done nothing to be killed for, so it goes on."""
         if self.zygote is not None and process_state(self.zygote.pid) == "T":
@@ -146,7 +160,8 @@ class Pool:
                 raise ConnectionError("no zygote")
             self._socket.send(spec.to_message(), [theirs.fileno(), slot_fd, out, err])
         except OSError:
-            pass  # the end of the zygote is noticed on its socket and ends this worker too
+            # No zygote, or more arguments than one message holds: this worker is not going to be.
+            self._loop.post(lambda: self._end(worker, _NOT_STARTED))
         finally:
             theirs.close()
             for fd in (slot_fd, out, err):

@@ -112,6 +112,17 @@ def test_a_rank_that_never_gets_anywhere_is_given_up_with_growing_pauses() -> No
     assert failures.cool_down(1) == 0 and not failures.stillborn(1, 4)
 
 
+def test_starting_anew_is_fine_while_it_gets_further() -> None:
+    failures = Failures()
+    for step in (5, 9, 12, 13):
+        failures.record(0, 0, step, False, now=0)
+        assert failures.started_anew() is None
+    for _ in range(2):
+        failures.record(0, 0, 13, False, now=0)
+        verdict = failures.started_anew()
+    assert "beyond step 13" in (verdict or "")
+
+
 @given(st.floats(0.01, 100))
 def test_all_timeouts_keep_their_order_whatever_the_setting(unit: float) -> None:
     timing = Timing.derive(unit)

@@ -1,0 +1,161 @@
+"""A worker's membership against an agent played by the test over the real socket."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from megatron.elastic.comm.errors import CommTimeout, GenerationChanged
+from megatron.elastic.comm.fabric import Address
+from megatron.elastic.control.client import NotUnderLauncher, WorkerMembership
+from megatron.elastic.control.membership import Activity, Decision
+from megatron.elastic.control.slot import Slot
+from megatron.elastic.control.wire import FrameReader, Message, decision_to_json, encode
+
+HERE = Address(1, 0, "h")
+
+
+class Agent:
+    """The other end: sends what a test says, and reads what the worker says."""
+
+    def __init__(self) -> None:
+        self.socket, theirs = socket.socketpair()
+        fd, self.slot = Slot.create("test")
+        self.worker = WorkerMembership(1, 0, 2, theirs, Slot(fd), "h")
+        os.close(fd)
+        self.socket.settimeout(20)
+        self._reader = FrameReader()
+        self._read: list[Message] = []
+
+    def tell(self, **message: object) -> None:
+        self.socket.sendall(encode(message))
+
+    def decide(self, generation: int, *ranks: int) -> None:
+        members = {rank: Address(rank, 0, "h") for rank in ranks}
+        self.tell(t="decision", decision=decision_to_json(Decision(generation, members, "loss")))
+
+    def hear(self, kind: str) -> Message:
+        while True:
+            while self._read:
+                message = self._read.pop(0)
+                if message["t"] == kind:
+                    return message
+            self._read += list(self._reader.feed(self.socket.recv(1 << 16)))
+
+
+@pytest.fixture
+def agent() -> Iterator[Agent]:
+    made = Agent()
+    yield made
+    # The end of its agent would end this process.
+    made.worker.close()
+
+
+def later(call: object) -> threading.Thread:
+    assert callable(call)
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_the_first_report_joins_and_the_decision_comes_back(agent: Agent) -> None:
+    agent.worker.start(lambda generation: None)
+    later(lambda: (agent.hear("report"), agent.decide(1, 0, 1)))
+    decision = agent.worker.decide(HERE, "mine", 20)
+    assert decision.generation == 1 and agent.worker.frozen() == 1
+
+
+def test_freeze_is_called_back_and_the_report_is_for_that_generation(agent: Agent) -> None:
+    frozen: list[int] = []
+    agent.worker.start(frozen.append)
+    later(lambda: agent.decide(1, 0, 1))
+    agent.worker.decide(HERE, "", 20)
+    agent.tell(t="freeze", g=2)
+    while agent.worker.frozen() < 2:
+        time.sleep(0.001)
+    assert frozen == [2]
+    agent.hear("report")
+    later(lambda: agent.decide(2, 1))
+    assert agent.worker.decide(HERE, "held", 20).generation == 2
+    report = agent.hear("report")
+    assert (report["g"], report["report"]) == (2, "held")
+
+
+def test_a_newer_freeze_while_reporting_asks_to_report_anew(agent: Agent) -> None:
+    agent.worker.start(lambda generation: None)
+    later(lambda: agent.decide(1, 0, 1))
+    agent.worker.decide(HERE, "", 20)
+    agent.tell(t="freeze", g=2)
+    while agent.worker.frozen() < 2:
+        time.sleep(0.001)
+    later(lambda: (agent.hear("report"), agent.hear("report"), agent.tell(t="freeze", g=3)))
+    with pytest.raises(GenerationChanged) as changed:
+        agent.worker.decide(HERE, "", 20)
+    assert changed.value.generation == 3
+
+
+def test_a_decision_already_overtaken_is_never_returned(agent: Agent) -> None:
+    agent.worker.start(lambda generation: None)
+
+    def overtake() -> None:
+        agent.hear("report")
+        decision = decision_to_json(Decision(1, {1: HERE}, "start"))
+        agent.socket.sendall(encode({"t": "decision", "decision": decision}) + encode({"t": "freeze", "g": 2}))
+
+    later(overtake)
+    try:
+        assert agent.worker.decide(HERE, "", 20).generation == 1
+    except GenerationChanged as changed:
+        assert changed.generation == 2
+    later(lambda: agent.decide(2, 1))
+    assert agent.worker.decide(HERE, "again", 20).generation == 2
+
+
+def test_in_quiet_times_decide_waits_for_a_freeze_and_then_wants_a_fresh_report(agent: Agent) -> None:
+    agent.worker.start(lambda generation: None)
+    later(lambda: agent.decide(1, 0, 1))
+    agent.worker.decide(HERE, "", 20)
+    later(lambda: (time.sleep(0.05), agent.tell(t="freeze", g=2)))
+    with pytest.raises(GenerationChanged):
+        agent.worker.decide(HERE, "held before the freeze", 20)
+
+
+def test_waiting_ends_with_the_time_allowed(agent: Agent) -> None:
+    agent.worker.start(lambda generation: None)
+    with pytest.raises(CommTimeout):
+        agent.worker.decide(HERE, "", 0.05)
+
+
+def test_pending_and_requests_and_suspicions_travel(agent: Agent) -> None:
+    agent.worker.start(lambda generation: None)
+    agent.tell(t="pending", what=["join"])
+    while agent.worker.pending() != ("join",):
+        time.sleep(0.001)
+    agent.worker.request("join")
+    assert agent.hear("request") == {"t": "request", "what": "join", "g": 0}
+    agent.worker.suspect(0, "link")
+    assert agent.hear("suspect") == {"t": "suspect", "rank": 0, "why": "link", "g": 0}
+    agent.worker.finish(3)
+    assert agent.hear("finish")["code"] == 3 and agent.slot.finished() == 3
+
+
+def test_a_sampled_wait_keeps_the_step_and_gives_way_to_what_was_published(agent: Agent) -> None:
+    waits: list[Activity | None] = [Activity(-1, "communication", (0,))]
+    agent.worker.sample(lambda: waits[-1])
+    agent.worker.start(lambda generation: None)
+    agent.worker.publish(Activity(7, "compute"))
+    while agent.slot.look().activity != Activity(7, "communication", (0,)):
+        time.sleep(0.005)
+    waits.append(None)
+    while agent.slot.look().activity != Activity(7, "compute"):
+        time.sleep(0.005)
+
+
+def test_outside_the_launcher_the_error_names_the_launcher() -> None:
+    with pytest.raises(NotUnderLauncher, match=r"python -m megatron\.elastic\.launch"):
+        WorkerMembership.from_env({"RANK": "0"})
