@@ -10,6 +10,7 @@ No process outlives the ``with`` block: leftovers are killed by pid.
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import multiprocessing
@@ -48,14 +49,21 @@ class Here:
     pipe: Connection
 
     def store(self) -> dist.TCPStore:
-        """A client of the parent's store."""
+        """A client of the parent's store, the same at each call; never block in it, other threads need it too."""
+        return self._client
+
+    @functools.cached_property
+    def _client(self) -> dist.TCPStore:
         return dist.TCPStore("127.0.0.1", self.port, is_master=False, timeout=timedelta(seconds=60))
 
     def exchange(self, topic: str, value: Any, ranks: Iterable[int]) -> dict[int, Any]:
         """Every one of ``ranks`` puts a JSON value under ``topic``; all values, by rank."""
         store = self.store()
         store.set(f"exchange/{topic}/{self.rank}", json.dumps(value))
-        return {rank: json.loads(store.get(f"exchange/{topic}/{rank}")) for rank in ranks}
+        keys = {rank: f"exchange/{topic}/{rank}" for rank in ranks}
+        while not store.check(list(keys.values())):
+            time.sleep(0.001)
+        return {rank: json.loads(store.get(key)) for rank, key in keys.items()}
 
     def tell(self, what: Any) -> None:
         """Say something to the parent."""

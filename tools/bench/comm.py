@@ -69,11 +69,17 @@ def operation(name: str, group: dist.ProcessGroup, size: int, ranks: int) -> Cal
     """A closure that runs the collective once, waiting for it."""
     count = max(ranks, size // 4 // ranks * ranks)
     whole, part = torch.ones(count), torch.ones(count // ranks)
-    if name == "all_reduce":
-        return lambda: group.allreduce([whole]).wait() and None
-    if name == "reduce_scatter":
-        return lambda: group._reduce_scatter_base(part, whole).wait() and None
-    return lambda: group._allgather_base(whole, part).wait() and None
+    stock: Any = group
+
+    def act() -> None:
+        if name == "all_reduce":
+            stock.allreduce([whole]).wait()
+        elif name == "reduce_scatter":
+            stock._reduce_scatter_base(part, whole).wait()
+        else:
+            stock._allgather_base(whole, part).wait()
+
+    return act
 
 
 def measure(here: Here, kind: str, sizes: list[int], trials: int) -> dict[str, list[float]]:

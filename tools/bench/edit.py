@@ -55,7 +55,7 @@ def megatron_groups(ranks: int) -> Groups:
     size = ranks
     originals = dist.new_group, dist.is_initialized, dist.get_world_size, dist.get_rank
     dist.new_group, dist.is_initialized = record, lambda: True  # type: ignore[assignment]
-    dist.get_world_size, dist.get_rank = lambda group=None: size, lambda group=None: 0  # type: ignore[assignment]
+    dist.get_world_size, dist.get_rank = lambda group=None: size, lambda group=None: 0
     try:
         parallel_state.initialize_model_parallel(2, 2)
     finally:
@@ -96,6 +96,8 @@ class Worker:
         """Every member's address, by the store's one batched read."""
         keys = [f"agree/{kind}/{generation}/{rank}" for rank in living]
         self.store.set(f"agree/{kind}/{generation}/{self.here.rank}", _text(self.fabrics[kind].address()))
+        while not self.store.check(keys):
+            time.sleep(0.0005)
         return {rank: _address(text) for rank, text in zip(living, self.store.multi_get(keys), strict=True)}
 
     def first_edit(self, kind: str) -> None:
@@ -149,7 +151,8 @@ class Worker:
         if dist.is_initialized():
             dist.destroy_process_group()
         self.store.set(f"ready/{kind}/{generation}/{self.here.rank}", "yes")
-        self.store.wait([f"ready/{kind}/{generation}/{rank}" for rank in living])
+        while not self.store.check([f"ready/{kind}/{generation}/{rank}" for rank in living]):
+            time.sleep(0.001)
         began = time.perf_counter()
         dist.init_process_group(
             "gloo",

@@ -51,7 +51,8 @@ GRACE_SECONDS = 1.0
 class GlooFabric(Fabric):
     """See the module docstring and :class:`~megatron.elastic.comm.fabric.Fabric`.
 
-    ``store`` outlives every rank (the launcher's); ``timeout`` bounds every wait,
+    ``store`` is a client of a store that outlives every rank (the launcher's); it
+    must be the fabric's own, since a call that blocks in it stops all others. ``timeout`` bounds every wait,
     in seconds; ``threads`` is gloo's number of worker threads a group.
     """
 

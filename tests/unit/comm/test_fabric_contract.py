@@ -6,6 +6,7 @@ Each claim is a function of ``fabric_checks.py``, run by four real processes.
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 
 import pytest
 
@@ -29,7 +30,7 @@ def build(kind: str, here: Here, incarnation: int = 0) -> Fabric:
     )
 
 
-def run(kind: str, check: fabric_checks.Check) -> None:
+def run(kind: str, check: Callable[..., None], replacing: bool = False) -> None:
     if kind != "gloo" and not NATIVE:
         pytest.skip("the native core is not built")
 
@@ -37,7 +38,10 @@ def run(kind: str, check: fabric_checks.Check) -> None:
         fabric = build(kind, here)
         install(fabric)
         fabric_checks.edit(here, fabric, fabric_checks.WORLD, 1)
-        check(here, fabric)
+        if replacing:
+            check(here, fabric, lambda incarnation: build(kind, here, incarnation))
+        else:
+            check(here, fabric)
         here.tell("passed")
         here.ask()
         fabric.close()
@@ -54,6 +58,28 @@ def run(kind: str, check: fabric_checks.Check) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_contract(kind: str, check: fabric_checks.Check) -> None:
     run(kind, check)
+
+
+@pytest.mark.parametrize("check", fabric_checks.REPLACING_CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("kind", KINDS)
+def test_replacing_contract(kind: str, check: Callable[..., None]) -> None:
+    run(kind, check, replacing=True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_alone_before_the_first_edit(kind: str) -> None:
+    """A newcomer runs Megatron's prelude in a world of one at nominal sizes."""
+    if kind != "gloo" and not NATIVE:
+        pytest.skip("the native core is not built")
+
+    def alone(here: Here) -> None:
+        fabric = make_fabric(KINDS[kind], 2, 4, 1, f"alone{here.port}", SECRET, here.store, timeout=20.0)
+        install(fabric)
+        fabric_checks.alone(fabric)
+        fabric.close()
+
+    with Ranks(1, alone) as ranks:
+        ranks.hear(0)
 
 
 @pytest.mark.parametrize("check", fabric_checks.ORDERED_CHECKS, ids=lambda check: check.__name__)
