@@ -13,7 +13,6 @@ import pytest
 from megatron.elastic.mcore.patches import (
     Patch,
     PatchError,
-    PatchSet,
     apply,
     bound,
     describe,
@@ -70,10 +69,10 @@ def row(symbol: str = "patched_library.step", versions: str = ">=0.17,<0.20") ->
 
 def test_a_name_bound_by_value_elsewhere_is_replaced_too(modules: Any) -> None:
     library, script = modules
-    apply([row()], VERSION)
+    patches = apply([row()], VERSION)
     assert library.step is script.train is script.mine
     assert script.train("forward", None)[0] == "replaced"
-    PatchSet().undo()
+    patches.undo()
 
 
 def test_undo_restores_every_place(modules: Any) -> None:
@@ -149,3 +148,14 @@ def test_the_table_says_symbol_reason_and_range() -> None:
     text = describe([row(), row(versions=">=0.19")], VERSION)
     assert "patched_library.step  [elastic; >=0.17,<0.20]" in text
     assert "a reason" in text and "not this version" in text
+
+
+def test_two_rows_on_one_name_stack_in_order(modules: Any) -> None:
+    library, script = modules
+    first = Patch("patched_library.step", "first", doubled, ">=0.17", "platform")
+    patches = apply([first, row()], VERSION)
+    assert script.train("forward", None) == ("replaced", ("replaced", ({}, 1, None)))
+    apply([first, row()], VERSION, into=patches)
+    assert script.train("forward", None) == ("replaced", ("replaced", ({}, 1, None)))
+    patches.undo()
+    assert library.step is script.mine is step
