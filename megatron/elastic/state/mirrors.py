@@ -194,7 +194,7 @@ class _Table:
         return False
 
     def shift(self, high: int, low: int) -> bool:
-        """Move one mirror from ``high`` to ``low``, whose owner does not gain an outside peer by it; False if none."""
+        """Move one mirror from ``high`` to ``low``; False if no owner's would stay among its peers and as even."""
         best: tuple[tuple[int, int], BlockKey] | None = None
         for key in self.mirrors:
             owner = self.owners[key]
@@ -203,6 +203,8 @@ class _Table:
             if self.order[owner][low][0] > self.order[owner][high][0]:
                 continue
             surplus = self.pairs.get((owner, low), 0) - self.pairs.get((owner, high), 0)
+            if surplus >= 0:
+                continue
             rank = (0 if low in self.held[key] else 1, surplus)
             if best is None or rank < best[0]:
                 best = (rank, key)

@@ -98,9 +98,11 @@ class Hyper:
     hysteresis: int = 2
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class StepRecord:
     """Everything global about the state at ``version``: the number of committed steps.
+
+    Records are equal when their texts are: a norm that is not a number equals itself.
 
     Fields up to ``gradient`` describe the update that led from ``version - 1`` to
     ``version``; the rest is carried forward.
@@ -144,6 +146,12 @@ class StepRecord:
     def to_json(self) -> str:
         """Text; floats keep all their bits (Python writes the shortest that reads back equal)."""
         return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, StepRecord) and self.digest == other.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
 
     @cached_property
     def digest(self) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from megatron.elastic.state.protocol import Holdings, resolve
@@ -87,6 +89,13 @@ def test_of_two_complete_keys_the_newest_generation_is_voted_on():
 def test_a_skipped_step_is_rolled_forward_without_gradients():
     result = decide(held(0, 4, records=(record(4), record(5, skipped=True))), held(1, 4))
     assert (result.kind, result.version, result.record.skipped) == ("roll_forward", 5, True)
+
+
+def test_an_overflow_reported_by_two_survivors_is_one_record():
+    overflow = replace(record(5, skipped=True), grad_norm=float("nan"))
+    reports = [held(rank, 4, records=(record(4), replace(overflow))) for rank in (0, 1)]
+    result = decide(*(Holdings.from_json(report.to_json()) for report in reports))
+    assert (result.kind, result.version) == ("roll_forward", 5)
 
 
 def test_rule_six_a_block_without_copies_is_named():

@@ -119,6 +119,14 @@ def test_text_keeps_every_bit(x, y, n):
     assert again == record and math.copysign(1, again.grad_norm) == math.copysign(1, y)
 
 
+def test_records_of_a_step_without_a_norm_are_still_equal_to_themselves():
+    for norm in (math.nan, math.inf):
+        record = StepRecord(3, grad_norm=norm, skipped=True)
+        again = StepRecord.from_json(record.to_json())
+        assert record == again and hash(record) == hash(again)
+        assert record != StepRecord(3, grad_norm=1.0, skipped=True)
+
+
 def test_a_vote_on_another_step_is_refused():
     first = StepRecord.initial(Hyper(RATES))
     with pytest.raises(ValueError, match="step 5 at version 0"):
