@@ -50,9 +50,9 @@ PYBIND11_MODULE(_random, m) {
   m.doc() = "Counter-based dropout (Philox4x32-10).";
   m.def("philox", &philox, py::arg("counter"), py::arg("key"), "One Philox4x32-10 block.");
   m.def("widest_isa", [] { return static_cast<int>(er::widest_isa()); }, "0 generic, 1 AVX2, 2 AVX-512.");
-  m.def("dropout", &dropout, py::kw_only(), py::arg("dst"), py::arg("src"), py::arg("residual"), py::arg("bytes"),
-        py::arg("dtype"), py::arg("sizes"), py::arg("sample_dim"), py::arg("extent"), py::arg("offset"),
-        py::arg("seed"), py::arg("step"), py::arg("unit"), py::arg("site"), py::arg("samples"), py::arg("drop_below"),
-        py::arg("scale"), py::arg("isa") = -1,
+  m.def("dropout", &dropout, py::arg("dst"), py::arg("src"), py::arg("residual"), py::arg("bytes"), py::arg("dtype"),
+        py::arg("sizes"), py::arg("sample_dim"), py::arg("extent"), py::arg("offset"), py::arg("seed"), py::arg("step"),
+        py::arg("unit"), py::arg("site"), py::arg("samples"), py::arg("drop_below"), py::arg("scale"),
+        py::arg("isa") = -1,
         "dst = dropout(src) (+ residual, when its address is not 0); all contiguous, of the same dtype and shape.");
 }

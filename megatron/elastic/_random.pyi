@@ -3,7 +3,6 @@ from collections.abc import Sequence
 def philox(counter: Sequence[int], key: Sequence[int]) -> list[int]: ...
 def widest_isa() -> int: ...
 def dropout(
-    *,
     dst: int,
     src: int,
     residual: int,

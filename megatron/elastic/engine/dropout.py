@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -104,8 +104,13 @@ def current_key() -> DropoutKey | None:
     return key
 
 
-@dataclass(frozen=True)
-class _Mask:
+@cache
+def _odds(p: float) -> tuple[int, float]:
+    """(an element goes when its 32-bit word is below this: p to within 2^-33; what kept ones are multiplied by)."""
+    return min(round(p * 2**32), 2**32 - 1), 1.0 / (1.0 - p)
+
+
+class _Mask(NamedTuple):
     """Everything that determines one mask: 100 bytes kept for backward instead of a tensor."""
 
     key: DropoutKey
@@ -116,65 +121,44 @@ class _Mask:
     extent: tuple[int, ...]
     offset: tuple[int, ...]
 
-    @property
-    def drop_below(self) -> int:
-        """An element goes when its 32-bit word is below this: p to within 2^-33."""
-        return min(round(self.p * 2**32), 2**32 - 1)
-
-    @property
-    def scale(self) -> float:
-        return 1.0 / (1.0 - self.p)
-
     def apply(self, x: Tensor, residual: Tensor | None) -> Tensor:
         """``dropout(x)`` (+ residual), new and contiguous; rounds as separate operators would."""
         x = x.contiguous()
         residual = None if residual is None else residual.contiguous()
-        if x.device.type != "cpu" or x.dtype not in _DTYPES:
+        if not x.is_cpu or x.dtype not in _DTYPES:
             return self._on_device(x, residual)
         out = torch.empty_like(x)
-        key = self.key
-        _random.dropout(
-            dst=out.data_ptr(),
-            src=x.data_ptr(),
-            residual=0 if residual is None else residual.data_ptr(),
-            bytes=x.nbytes,
-            dtype=_DTYPES[x.dtype],
-            sizes=x.shape,
-            sample_dim=self.sample_dim,
-            extent=self.extent,
-            offset=self.offset,
-            seed=key.seed & _U64,
-            step=key.step,
-            unit=self.unit,
-            site=self.site,
-            samples=key.samples,
-            drop_below=self.drop_below,
-            scale=self.scale,
-        )
+        key, p, unit, site, sample_dim, extent, offset = self
+        added = 0 if residual is None else residual.data_ptr()
+        _random.dropout(  # by position: half the cost of a small call is its arguments
+            out.data_ptr(), x.data_ptr(), added, x.nbytes, _DTYPES[x.dtype], x.shape, sample_dim, extent, offset,
+            key.seed & _U64, key.step, unit, site, key.samples, *_odds(p),
+        )  # fmt: skip
         return out
 
     def _on_device(self, x: Tensor, residual: Tensor | None) -> Tensor:
         """One Triton kernel where it can say the layout, else tensor operations; the same bits."""
         key, where = self.key, (self.sample_dim, self.extent, self.offset)
+        drop_below, scale = _odds(self.p)
         drawn: dict[str, Any] = {
             "seed": key.seed & _U64,
             "step": key.step,
             "unit": self.unit,
             "site": self.site,
             "samples": key.samples,
-            "drop_below": self.drop_below,
+            "drop_below": drop_below,
         }
         kernel = _triton_kernel()
         if kernel is not None and x.dtype in kernel.DTYPES:
             layout = kernel.row_layout(x.shape, *where)
             if layout is not None:
-                out: Tensor = kernel.launch(x, residual, layout, scale=self.scale, **drawn)
+                out: Tensor = kernel.launch(x, residual, layout, scale=scale, **drawn)
                 return out
         sample_dim, extent, offset = where
         keep = keep_mask(
             sizes=tuple(x.shape), sample_dim=sample_dim, extent=extent, offset=offset, device=x.device, **drawn
         )
-        dropped = torch.where(keep, x * self.scale, torch.zeros((), dtype=x.dtype, device=x.device))
+        dropped = torch.where(keep, x * scale, torch.zeros((), dtype=x.dtype, device=x.device))
         return dropped if residual is None else residual + dropped
 
 
@@ -237,6 +221,21 @@ def sample_dropout(
         raise ValueError(f"dropout probability must be in [0, 1], not {p}")
     if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
         raise ValueError(f"residual is {residual.dtype}{list(residual.shape)}, x is {x.dtype}{list(x.shape)}")
+    _check(x, sample_dim, extent, offset)
+    return _drop(x, residual, p, unit, int(site), sample_dim, extent, offset)
+
+
+def _drop(
+    x: Tensor,
+    residual: Tensor | None,
+    p: float,
+    unit: int,
+    site: int,
+    sample_dim: int,
+    extent: tuple[int, ...],
+    offset: tuple[int, ...],
+) -> Tensor:
+    """:func:`sample_dropout` of a slice known to lie inside its extent."""
     if p == 0.0:
         return x if residual is None else residual + x
     if p == 1.0:
@@ -244,20 +243,19 @@ def sample_dropout(
     key = current_key()
     if key is None:
         raise RuntimeError("sample-keyed dropout ran outside dropout_scope: no step and samples to draw its mask for")
-    _check(x, key, sample_dim, extent, offset)
-    mask = _Mask(key, p, unit, int(site), sample_dim, extent, offset)
+    if x.shape[sample_dim] != len(key.samples):
+        raise ValueError(
+            f"dropout got {x.shape[sample_dim]} rows along dimension {sample_dim}; the scope names "
+            f"{len(key.samples)} samples"
+        )
+    mask = _Mask(key, p, unit, site, sample_dim, extent, offset)
     if not torch.is_grad_enabled():
         return mask.apply(x, residual)
     out: Tensor = _Dropout.apply(x, residual, mask)  # type: ignore[no-untyped-call]
     return out
 
 
-def _check(x: Tensor, key: DropoutKey, sample_dim: int, extent: tuple[int, ...], offset: tuple[int, ...]) -> None:
-    if x.shape[sample_dim] != len(key.samples):
-        raise ValueError(
-            f"dropout got {x.shape[sample_dim]} rows along dimension {sample_dim}; the scope names "
-            f"{len(key.samples)} samples"
-        )
+def _check(x: Tensor, sample_dim: int, extent: tuple[int, ...], offset: tuple[int, ...]) -> None:
     local = tuple(size for dim, size in enumerate(x.shape) if dim != sample_dim)
     if len(extent) != len(local) or len(offset) != len(local):
         raise ValueError(f"extent {extent} and offset {offset} must name {len(local)} dimensions")
@@ -305,9 +303,7 @@ class SampleDropout(nn.Module):
         if not self.training or self.p == 0.0:
             return x
         extent, offset = _place(x, self.sample_dim, self.split)
-        return sample_dropout(
-            x, self.p, unit=self.unit, site=self.site, sample_dim=self.sample_dim, extent=extent, offset=offset
-        )
+        return _drop(x, None, self.p, self.unit, self.site, self.sample_dim, extent, offset)
 
     def extra_repr(self) -> str:
         return f"p={self.p}, unit={self.unit}, site={self.site.name}, split={self.split}"
@@ -340,15 +336,8 @@ class BiasDropoutAdd:
             if not training or prob == 0.0:
                 return residual + x
             extent, offset = _place(x, self.sample_dim, self.split)
-            return sample_dropout(
-                x,
-                prob,
-                unit=self.unit,
-                site=self.site,
-                sample_dim=self.sample_dim,
-                extent=extent,
-                offset=offset,
-                residual=residual,
-            )
+            if x.shape != residual.shape:
+                raise ValueError(f"residual is {list(residual.shape)}, x is {list(x.shape)}")
+            return _drop(x, residual, prob, self.unit, self.site, self.sample_dim, extent, offset)
 
         return bias_dropout_add
