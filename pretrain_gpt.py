@@ -23,7 +23,6 @@ import torch
 from megatron.core import mpu
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
-from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
@@ -33,10 +32,12 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
 from megatron.core.transformer.spec_utils import import_module
-from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank
-from megatron.training import get_args, get_timers, get_tokenizer, pretrain, print_rank_0
+from megatron.core.utils import get_attr_wrapped_model
+from megatron.training import get_args, get_timers, get_tokenizer, print_rank_0
 from megatron.training.arguments import core_transformer_config_from_args
-from megatron.training.utils import get_batch_on_this_tp_rank, get_blend_and_blend_per_split
+from megatron.training.utils import get_blend_and_blend_per_split
+
+from megatron.elastic.mcore.compat import batch_on_this_rank, run
 
 Batch = tuple[torch.Tensor | None, ...]
 
@@ -115,9 +116,8 @@ def get_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None = None) 
     predicts_ahead = holds_mtp(vp_stage)
     if not (first or last or predicts_ahead):
         return (None,) * 5
-    batch = get_batch_on_this_cp_rank(get_batch_on_this_tp_rank(data_iterator, mtp_on_this_rank=predicts_ahead))
-    names = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
-    return tuple(batch[name] for name in names)
+    batch = batch_on_this_rank(data_iterator, first, last, predicts_ahead)
+    return tuple(batch[name] for name in ("tokens", "labels", "loss_mask", "attention_mask", "position_ids"))
 
 
 def loss_func(
@@ -203,13 +203,7 @@ datasets_provider.is_distributed = True  # type: ignore[attr-defined]  # every r
 
 def main() -> None:
     """Megatron-LM's loop over the four functions above."""
-    pretrain(
-        datasets_provider,
-        model_provider,
-        ModelType.encoder_or_decoder,
-        forward_step,
-        args_defaults={"tokenizer_type": "GPT2BPETokenizer"},
-    )
+    run(datasets_provider, model_provider, forward_step, {"tokenizer_type": "GPT2BPETokenizer"})
 
 
 if __name__ == "__main__":

@@ -1,0 +1,94 @@
+"""What a training script calls in Megatron, by signature: the same script over releases 0.17 to 0.19.
+
+From 0.18 on, arguments are parsed by the script, ``pretrain`` takes a container of
+settings, and a batch is read before it is broadcast. Only names that moved are
+here; a script written for one release does not need this file.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from megatron.core import mpu
+from megatron.core import utils as core_utils
+from megatron.core.enums import ModelType
+from megatron.training import get_args, training
+
+__all__ = ["batch_on_this_rank", "run"]
+
+_KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
+_OTHER_KEYS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_size")
+
+
+def batch_on_this_rank(
+    data_iterator: Iterator[Any] | None, first: bool, last: bool, predicts_ahead: bool
+) -> Mapping[str, torch.Tensor | None]:
+    """The next micro-batch, broadcast from the first rank of the tensor-parallel group, cut for context parallelism.
+
+    Keys 'tokens', 'labels', 'loss_mask', 'attention_mask', 'position_ids', each
+    [micro-batch, sequence] or ``None`` where this stage does not need it.
+    """
+    broadcast = getattr(core_utils, "get_batch_on_this_tp_rank", None)
+    if broadcast is None:
+        read_and_broadcast = importlib.import_module("megatron.training.utils").get_batch_on_this_tp_rank
+        batch = read_and_broadcast(data_iterator, mtp_on_this_rank=predicts_ahead)
+        return dict(core_utils.get_batch_on_this_cp_rank(batch))
+    args, rank = get_args(), mpu.get_tensor_model_parallel_rank()
+    known = {
+        "batch": _read(data_iterator) if rank == 0 else {},
+        "is_sft": False,
+        "has_cu_seqlens": False,
+        "is_hybrid_cp": False,
+        "create_attention_mask_in_dataloader": args.create_attention_mask_in_dataloader,
+        "broadcast_src_rank": mpu.get_tensor_model_parallel_src_rank(),
+        "broadcast_group": mpu.get_tensor_model_parallel_group(),
+        "cp_size": args.context_parallel_size,
+        "tp_rank": rank,
+        "micro_batch_size": args.micro_batch_size,
+        "seq_length": args.seq_length,
+        "mtp_on_this_rank": predicts_ahead,
+        "pipeline_model_parallel_size": args.pipeline_model_parallel_size,
+        "is_pipeline_first_stage": first,
+        "is_pipeline_last_stage": last,
+    }
+    batch = broadcast(**_accepted(broadcast, known))
+    return dict(core_utils.get_batch_on_this_cp_rank(batch, is_hybrid_cp=False))
+
+
+def _read(data_iterator: Iterator[Any] | None) -> dict[str, torch.Tensor | None]:
+    assert data_iterator is not None, "this rank feeds its tensor-parallel group"
+    data = next(data_iterator)
+    device = torch.cuda.current_device()
+    present = {key: data[key].to(device, non_blocking=True) for key in _KEYS if key in data}
+    return {**dict.fromkeys((*_KEYS, *_OTHER_KEYS)), **present}
+
+
+def _accepted(function: Callable[..., Any], known: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of ``known`` that ``function`` has parameters for."""
+    return {name: known[name] for name in inspect.signature(function).parameters if name in known}
+
+
+def run(
+    datasets_provider: Callable[..., Any],
+    model_provider: Callable[..., Any],
+    forward_step: Callable[..., Any],
+    defaults: Mapping[str, Any],
+) -> None:
+    """Megatron-LM's ``pretrain`` over a script's functions; ``defaults``: arguments that have none of their own."""
+    known: dict[str, Any] = {
+        "train_valid_test_dataset_provider": datasets_provider,
+        "model_provider": model_provider,
+        "model_type": ModelType.encoder_or_decoder,
+        "forward_step_func": forward_step,
+        "args_defaults": dict(defaults),
+    }
+    if "cfg_container" in inspect.signature(training.pretrain).parameters:
+        arguments = importlib.import_module("megatron.training.arguments")
+        settings = importlib.import_module("megatron.training.argument_utils")
+        parsed = arguments.parse_and_validate_args(args_defaults=dict(defaults))
+        known["cfg_container"] = settings.pretrain_cfg_container_from_args(parsed)
+    training.pretrain(**_accepted(training.pretrain, known))
