@@ -4,7 +4,7 @@ Run it on any node of the job. Jobs are found by run id (``--run-id``, the launc
 ``--rdzv-id``); with one job on the machine the id can be left out.
 
     status      members, generation, what is pending, what each local worker does
-    drain       save and end the job at the next boundary (--ranks 4,5: only these leave)
+    drain       save and end the job at the next boundary (--ranks 4,5: only these are asked to leave)
     admit       start ranks again that had been given up (--ranks, default: all such)
     checkpoint  save at the next boundary and go on
 """

@@ -182,6 +182,12 @@ def test_finish_with_a_code_is_the_jobs_code(tmp_path: Path) -> None:
     assert done.returncode == 4 and "lost rank" not in done.stderr
 
 
+def test_a_worker_that_hangs_on_its_way_out_is_ended(tmp_path: Path) -> None:
+    body = "m.finish(0)\nif m.rank == 1: time.sleep(600)"
+    done = run(["--nproc-per-node", "2", "--shutdown-timeout", "1", *write(tmp_path, body, MEMBER), "--elastic"])
+    assert done.returncode == 0 and "lost rank" not in done.stderr
+
+
 def test_last_log_lines_reach_the_summary_and_the_survivors(tmp_path: Path) -> None:
     body = """
 if m.rank == 1 and m.incarnation == 0:

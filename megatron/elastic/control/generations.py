@@ -134,11 +134,13 @@ class Generations:
         """DECIDE may be tried."""
         return not self.quiet and self.ended is None and bool(self.expected()) and not self.missing()
 
-    def pending(self) -> tuple[str, ...]:
-        """What members should honour at their next boundary."""
+    def pending(self, rank: int | None = None) -> tuple[str, ...]:
+        """What members should honour at their next boundary; ``rank``: also what is asked of it alone ('leave')."""
         wanted = set(self._sticky)
-        if self.drain is not None:
+        if self.drain == ():
             wanted.add("drain")
+        elif self.drain and rank in self.drain:
+            wanted.add("leave")
         return tuple(sorted(wanted))
 
     def coordinator(self) -> int | None:

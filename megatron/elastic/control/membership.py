@@ -87,7 +87,7 @@ class Membership(Protocol):
         """Say what this worker does and for whom it waits. Cheap: a shared-memory write."""
 
     def pending(self) -> tuple[str, ...]:
-        """Requests to honour at the next boundary: 'join', 'drain', 'checkpoint'."""
+        """Requests to honour at the next boundary: 'join', 'drain', 'checkpoint'; 'leave': this rank alone."""
 
     def request(self, what: str) -> None:
         """Ask for a change at a boundary ('join', 'drain', 'leave'): FREEZE follows."""

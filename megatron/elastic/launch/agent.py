@@ -171,8 +171,15 @@ class Agent:
             self.append(Requested(take_str(message, "what"), (worker.rank,), take_int(message, "g")))
         elif kind == "suspect":
             self._take_suspicion(worker, message)
-        elif kind != "finish":
+        elif kind == "finish":
+            # It may still hang on its way out, and everybody with it.
+            self._loop.after(self.job.shutdown_timeout, lambda: self._end_finished(worker))
+        else:
             raise ProtocolError(f"unknown message {kind!r}")
+
+    def _end_finished(self, worker: Worker) -> None:
+        if self.by_rank.get(worker.rank) is worker:
+            self._pool.kill(worker, "hung after its end")
 
     def _take_report(self, worker: Worker, message: Message) -> None:
         address = address_from_json(as_object(message.get("address")))
@@ -328,7 +335,7 @@ class Agent:
             if member is not None and member.incarnation == worker.incarnation:
                 worker.sent_decided = decision.generation
                 self._pool.tell(worker, {"t": "decision", "decision": decision_to_json(decision)})
-        pending = state.pending()
+        pending = state.pending(worker.rank)
         if mine.standing == "member" and pending != worker.sent_pending:
             worker.sent_pending = pending
             self._pool.tell(worker, {"t": "pending", "what": list(pending)})

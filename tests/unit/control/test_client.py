@@ -31,6 +31,7 @@ class Agent:
         self.socket.settimeout(20)
         self._reader = FrameReader()
         self._read: list[Message] = []
+        self.reports: list[Message] = []
 
     def tell(self, **message: object) -> None:
         self.socket.sendall(encode(message))
@@ -38,6 +39,10 @@ class Agent:
     def decide(self, generation: int, *ranks: int) -> None:
         members = {rank: Address(rank, 0, "h") for rank in ranks}
         self.tell(t="decision", decision=decision_to_json(Decision(generation, members, "loss")))
+
+    def answer(self, generation: int, *ranks: int) -> None:
+        """Decide once the worker has reported, as an agent does; returns at once."""
+        later(lambda: (self.reports.append(self.hear("report")), self.decide(generation, *ranks)))
 
     def hear(self, kind: str) -> Message:
         while True:
@@ -65,7 +70,7 @@ def later(call: object) -> threading.Thread:
 
 def test_the_first_report_joins_and_the_decision_comes_back(agent: Agent) -> None:
     agent.worker.start(lambda generation: None)
-    later(lambda: (agent.hear("report"), agent.decide(1, 0, 1)))
+    agent.answer(1, 0, 1)
     decision = agent.worker.decide(HERE, "mine", 20)
     assert decision.generation == 1 and agent.worker.frozen() == 1
 
@@ -73,27 +78,25 @@ def test_the_first_report_joins_and_the_decision_comes_back(agent: Agent) -> Non
 def test_freeze_is_called_back_and_the_report_is_for_that_generation(agent: Agent) -> None:
     frozen: list[int] = []
     agent.worker.start(frozen.append)
-    later(lambda: agent.decide(1, 0, 1))
+    agent.answer(1, 0, 1)
     agent.worker.decide(HERE, "", 20)
     agent.tell(t="freeze", g=2)
     while agent.worker.frozen() < 2:
         time.sleep(0.001)
     assert frozen == [2]
-    agent.hear("report")
-    later(lambda: agent.decide(2, 1))
+    agent.answer(2, 1)
     assert agent.worker.decide(HERE, "held", 20).generation == 2
-    report = agent.hear("report")
-    assert (report["g"], report["report"]) == (2, "held")
+    assert [(report["g"], report["report"]) for report in agent.reports] == [(0, ""), (2, "held")]
 
 
 def test_a_newer_freeze_while_reporting_asks_to_report_anew(agent: Agent) -> None:
     agent.worker.start(lambda generation: None)
-    later(lambda: agent.decide(1, 0, 1))
+    agent.answer(1, 0, 1)
     agent.worker.decide(HERE, "", 20)
     agent.tell(t="freeze", g=2)
     while agent.worker.frozen() < 2:
         time.sleep(0.001)
-    later(lambda: (agent.hear("report"), agent.hear("report"), agent.tell(t="freeze", g=3)))
+    later(lambda: (agent.hear("report"), agent.tell(t="freeze", g=3)))
     with pytest.raises(GenerationChanged) as changed:
         agent.worker.decide(HERE, "", 20)
     assert changed.value.generation == 3
@@ -110,15 +113,17 @@ def test_a_decision_already_overtaken_is_never_returned(agent: Agent) -> None:
     later(overtake)
     try:
         assert agent.worker.decide(HERE, "", 20).generation == 1
+        while agent.worker.frozen() < 2:
+            time.sleep(0.001)
     except GenerationChanged as changed:
         assert changed.generation == 2
-    later(lambda: agent.decide(2, 1))
+    agent.answer(2, 1)
     assert agent.worker.decide(HERE, "again", 20).generation == 2
 
 
 def test_in_quiet_times_decide_waits_for_a_freeze_and_then_wants_a_fresh_report(agent: Agent) -> None:
     agent.worker.start(lambda generation: None)
-    later(lambda: agent.decide(1, 0, 1))
+    agent.answer(1, 0, 1)
     agent.worker.decide(HERE, "", 20)
     later(lambda: (time.sleep(0.05), agent.tell(t="freeze", g=2)))
     with pytest.raises(GenerationChanged):

@@ -228,6 +228,14 @@ def test_one_rank_may_leave_at_a_boundary() -> None:
     assert state.pending() == () and not state.over()
 
 
+def test_asking_some_ranks_to_leave_is_no_drain_of_the_job() -> None:
+    state = started(3)
+    state.apply(Wanted("drain", (1,)))
+    assert [state.pending(rank) for rank in range(3)] == [(), ("leave",), ()]
+    state.apply(Wanted("drain"))
+    assert state.pending(0) == ("drain",)
+
+
 def test_a_checkpoint_is_pending_until_every_member_took_note() -> None:
     state = started(2)
     state.apply(Wanted("checkpoint"))
