@@ -301,10 +301,14 @@ EditStats Hub::edit(uint64_t generation, const std::vector<Peer>& members, doubl
     const auto want = wanted.find(r);
     if (link) {
       link->purge(changed);
-      if (want == wanted.end() || want->second.incarnation != link->incarnation || link->dead()) {
+      link->probe();
+      // One that merely left keeps its link: both sides still have it if it comes back.
+      if (link->dead() || (want != wanted.end() && want->second.incarnation != link->incarnation)) {
         link->unwatch();
         link.reset();
         ++stats.dropped;
+      } else if (want == wanted.end()) {
+        link->unwatch();
       }
     }
     if (want != wanted.end() && !link) missing.insert(*want);

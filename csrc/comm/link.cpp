@@ -1,6 +1,9 @@
 #include "link.hpp"
 
+#include <sys/socket.h>
+
 #include <algorithm>
+#include <cerrno>
 #include <cstring>
 
 #include "errors.hpp"
@@ -61,6 +64,13 @@ void Link::mark_dead(const std::string& why) {
     if (why_.empty()) why_ = why;
   }
   dead_.store(true, std::memory_order_release);
+}
+
+void Link::probe() {
+  char byte;
+  const ssize_t n = ::recv(socket(), &byte, 1, MSG_PEEK | MSG_DONTWAIT);
+  const bool quiet = n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR);
+  if (!quiet && !(n > 0 && talks_on_socket())) mark_dead("connection closed");
 }
 
 std::exception_ptr Link::lost() {

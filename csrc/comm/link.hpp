@@ -44,6 +44,7 @@ class Link {
 
   virtual const char* transport() const = 0;
   virtual int socket() const = 0;
+  virtual bool talks_on_socket() const = 0;        // else anything to read there is an end or garbage
   virtual bool has_input() const = 0;              // without a lock; may err towards false on sockets
   virtual bool reads_in_place() const { return false; }  // Reference frames work
   virtual bool still(uint64_t generation) const = 0;     // see outbox.hpp
@@ -71,6 +72,8 @@ class Link {
   bool needs_flush() const { return queued_.load(std::memory_order_acquire); }
   bool dead() const { return dead_.load(std::memory_order_acquire); }
   void mark_dead(const std::string& why);
+  // Asks the socket, which nobody may have looked at for a while.
+  void probe();
   // Ends everything pending with `error`; frames of older generations are void from now on.
   void purge(const std::exception_ptr& error);
 

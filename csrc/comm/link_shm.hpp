@@ -24,6 +24,7 @@ class ShmLink final : public Link {
 
   const char* transport() const override { return "shm"; }
   int socket() const override { return socket_; }
+  bool talks_on_socket() const override { return false; }
   bool has_input() const override { return !reader_.empty(); }
   bool reads_in_place() const override { return true; }
   bool still(uint64_t generation) const override { return outbox_.still(generation); }

@@ -14,6 +14,7 @@ class TcpLink final : public Link {
 
   const char* transport() const override { return "tcp"; }
   int socket() const override { return socket_; }
+  bool talks_on_socket() const override { return true; }
   bool has_input() const override { return ready_.load(std::memory_order_acquire); }
   bool still(uint64_t) const override { return true; }
   void doorbell() override {}

@@ -1,0 +1,348 @@
+// Hubs as threads: collectives, edits, losses and interrupts, over shared memory and TCP.
+#include <atomic>
+#include <chrono>
+#include <cstring>
+#include <random>
+
+#include "../../csrc/comm/p2p.hpp"
+#include "ranks.hpp"
+
+namespace {
+
+std::vector<float> values(int rank, size_t count) {
+  std::vector<float> out(count);
+  std::mt19937 random(unsigned(rank) * 7919 + 17);
+  for (float& x : out) x = float(int(random() % 2001) - 1000) * 0.37f;
+  return out;
+}
+
+std::vector<float> sum_in_order(const std::vector<int>& ranks, size_t count) {
+  std::vector<float> out = values(ranks[0], count);
+  for (size_t k = 1; k < ranks.size(); ++k) {
+    const auto row = values(ranks[k], count);
+    for (size_t i = 0; i < count; ++i) out[i] += row[i];
+  }
+  return out;
+}
+
+Part part_of(std::vector<float>& v) { return {Span{reinterpret_cast<char*>(v.data()), v.size() * 4}}; }
+
+bool same_bits(const std::vector<float>& a, const std::vector<float>& b) {
+  return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * 4) == 0;
+}
+
+void all_reduce_everywhere(Ranks& ranks, const std::vector<int>& living, const std::vector<int>& members, size_t count) {
+  std::vector<int> taking;
+  for (int r : members) {
+    if (std::find(living.begin(), living.end(), r) != living.end()) taking.push_back(r);
+  }
+  const auto wanted = sum_in_order(taking, count);
+  ranks.each(taking, [&](int r) {
+    const GroupPtr group = ranks.hubs[size_t(r)]->group("g", members);
+    auto data = values(r, count);
+    all_reduce(ranks.call(r, *group), part_of(data), DType::F32, ReduceOp::Sum);
+    CHECK(same_bits(data, wanted));
+  });
+}
+
+void both(const std::function<void(bool)>& body) {
+  body(true);
+  body(false);
+}
+
+}  // namespace
+
+TEST(sums_are_in_member_order_for_every_transport_and_size) {
+  both([](bool shared) {
+    Ranks ranks(4, shared);
+    ranks.edit(1, ranks.all());
+    for (size_t count : {1, 3, 1000, 1025, 40000, 300001}) {
+      all_reduce_everywhere(ranks, ranks.all(), {2, 0, 3, 1}, count);
+    }
+  });
+}
+
+TEST(many_members_take_the_same_order) {
+  both([](bool shared) {
+    Ranks ranks(10, shared);
+    ranks.edit(1, ranks.all());
+    for (size_t count : {5, 70000}) all_reduce_everywhere(ranks, ranks.all(), ranks.all(), count);
+    ranks.each(ranks.all(), [&](int r) {
+      const GroupPtr g = ranks.hubs[size_t(r)]->group("g", ranks.all());
+      for (int i = 0; i < 5; ++i) barrier(ranks.call(r, *g));
+    });
+  });
+}
+
+TEST(broadcast_gather_scatter_exchange) {
+  both([](bool shared) {
+    Ranks ranks(3, shared);
+    ranks.edit(1, ranks.all());
+    ranks.each(ranks.all(), [&](int r) {
+      const GroupPtr g = ranks.hubs[size_t(r)]->group("g", ranks.all());
+      for (size_t count : {0, 9, 5000, 200000}) {
+        auto data = values(r == 1 ? 1 : 99, count);
+        broadcast(ranks.call(r, *g), data.data(), count * 4, 1);
+        CHECK(same_bits(data, values(1, count)));
+        auto own = values(r, count);
+        std::vector<std::vector<float>> rows(3, std::vector<float>(count));
+        std::vector<Part> receive;
+        for (auto& row : rows) receive.push_back(part_of(row));
+        gather(ranks.call(r, *g), part_of(own), receive, 2);
+        for (int j = 0; j < 3 && r == 2; ++j) CHECK(same_bits(rows[size_t(j)], values(j, count)));
+        std::vector<std::vector<float>> out;
+        std::vector<Part> send;
+        for (int j = 0; j < 3; ++j) out.push_back(values(10 * r + j, count));
+        for (auto& row : out) send.push_back(part_of(row));
+        all_to_all(ranks.call(r, *g), send, receive);
+        for (int j = 0; j < 3; ++j) CHECK(same_bits(rows[size_t(j)], values(10 * j + r, count)));
+        scatter(ranks.call(r, *g), send, part_of(own), 0);
+        CHECK(same_bits(own, values(r, count)));
+      }
+    });
+  });
+}
+
+TEST(tags_may_come_in_any_order_and_large_messages_both_ways) {
+  both([](bool shared) {
+    Ranks ranks(2, shared);
+    ranks.edit(1, ranks.all());
+    ranks.each(ranks.all(), [&](int r) {
+      const GroupPtr g = ranks.hubs[size_t(r)]->group("g", ranks.all());
+      const Call c = ranks.call(r, *g);
+      const size_t count = 300000;
+      std::vector<std::vector<float>> out, in(4, std::vector<float>(count));
+      std::vector<RequestPtr> requests;
+      for (int t = 0; t < 4; ++t) {
+        out.push_back(values(100 * r + t, count));
+        requests.push_back(send_to(c, 1 - r, uint64_t(t), out.back().data(), count * 4));
+      }
+      for (int t : {2, 0, 3, 1}) {
+        receive_from(c, 1 - r, uint64_t(t), in[size_t(t)].data(), count * 4)->wait(30);
+        CHECK(same_bits(in[size_t(t)], values(100 * (1 - r) + t, count)));
+      }
+      for (auto& request : requests) request->wait(30);
+      barrier(c);
+    });
+  });
+}
+
+TEST(the_progress_thread_ends_what_nobody_waits_for) {
+  both([](bool shared) {
+    Ranks ranks(2, shared);
+    ranks.edit(1, ranks.all());
+    ranks.each(ranks.all(), [&](int r) {
+      const GroupPtr g = ranks.hubs[size_t(r)]->group("g", ranks.all());
+      const Call c = ranks.call(r, *g);
+      std::vector<float> data = values(0, 500000);
+      std::atomic<bool> ended{false};
+      auto request = r == 0 ? send_to(c, 1, 5, data.data(), data.size() * 4)
+                            : receive_from(c, 0, 5, data.data(), data.size() * 4);
+      request->on_end([&] { ended = true; });
+      for (int i = 0; i < 20000 && !ended; ++i) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      CHECK(ended);
+      request->wait(1);
+      CHECK(same_bits(data, values(0, 500000)));
+    });
+  });
+}
+
+TEST(edits_shrink_grow_and_replace) {
+  both([](bool shared) {
+    Ranks ranks(4, shared);
+    ranks.edit(1, ranks.all());
+    all_reduce_everywhere(ranks, ranks.all(), ranks.all(), 50000);
+    ranks.edit(2, {0, 1, 3});
+    all_reduce_everywhere(ranks, {0, 1, 3}, ranks.all(), 50000);
+    const std::string kept = ranks.hubs[0]->transport(3);
+    CHECK(kept == (shared ? "shm" : "tcp"));
+    ranks.hubs[2].reset();
+    ranks.hubs[2] = ranks.make(2, 4, 1);
+    ranks.edit(3, ranks.all());
+    all_reduce_everywhere(ranks, ranks.all(), {3, 2, 1, 0}, 50000);
+    ranks.edit(4, {2, 3});
+    all_reduce_everywhere(ranks, {2, 3}, ranks.all(), 1000);
+  });
+}
+
+TEST(a_lost_member_is_named_to_everyone_in_the_collective) {
+  both([](bool shared) {
+    Ranks ranks(4, shared);
+    ranks.edit(1, ranks.all());
+    for (auto& hub : ranks.hubs) hub->group("g", {0, 1, 2, 3});
+    std::atomic<int> named{0};
+    std::thread killer([&] {
+      std::this_thread::sleep_for(std::chrono::milliseconds(50));
+      ranks.hubs[3].reset();
+    });
+    ranks.each({0, 1, 2}, [&](int r) {
+      const GroupPtr g = ranks.hubs[size_t(r)]->group("g", {0, 1, 2, 3});
+      auto data = values(r, 100000);
+      try {
+        all_reduce(ranks.call(r, *g), part_of(data), DType::F32, ReduceOp::Sum);
+      } catch (const PeerLost& lost) {
+        CHECK(lost.rank == 3);
+        ++named;
+      }
+    });
+    killer.join();
+    CHECK(named == 3);
+    ranks.edit(2, {0, 1, 2});
+    all_reduce_everywhere(ranks, {0, 1, 2}, ranks.all(), 100000);
+  });
+}
+
+TEST(an_interrupt_wakes_every_wait) {
+  both([](bool shared) {
+    Ranks ranks(3, shared);
+    ranks.edit(1, ranks.all());
+    std::atomic<int> woken{0};
+    std::thread interrupter([&] {
+      std::this_thread::sleep_for(std::chrono::milliseconds(100));
+      CHECK(ranks.hubs[0]->waiting_for() == std::vector<int>{2});
+      for (int r : {0, 1}) ranks.hubs[size_t(r)]->interrupt(2);
+    });
+    ranks.each({0, 1}, [&](int r) {
+      std::vector<std::thread> threads;
+      for (int t = 0; t < 3; ++t) {
+        threads.emplace_back([&, r, t] {
+          const GroupPtr g = ranks.hubs[size_t(r)]->group("g" + std::to_string(t), {0, 1, 2});
+          auto data = values(r, 10);
+          try {
+            if (t == 2) {
+              receive_from(ranks.call(r, *g), 2, 1, data.data(), 40)->wait(30);
+            } else {
+              all_reduce(ranks.call(r, *g), part_of(data), DType::F32, ReduceOp::Sum);
+            }
+          } catch (const GenerationChanged& changed) {
+            CHECK(changed.generation == 2);
+            CHECK(same_bits(data, values(r, 10)));
+            ++woken;
+          }
+        });
+      }
+      for (auto& t : threads) t.join();
+    });
+    interrupter.join();
+    CHECK(woken == 6);
+    ranks.edit(2, ranks.all());
+    all_reduce_everywhere(ranks, ranks.all(), ranks.all(), 10);
+  });
+}
+
+TEST(a_timeout_names_whom_it_waited_for) {
+  Ranks ranks(2, true);
+  ranks.edit(1, ranks.all());
+  const GroupPtr g = ranks.hubs[0]->group("g", {0, 1});
+  bool late = false;
+  try {
+    barrier(ranks.call(0, *g, 0.1));
+  } catch (const Timeout& timeout) {
+    late = timeout.ranks == std::vector<int>{1};
+  }
+  CHECK(late);
+}
+
+TEST(stale_incarnations_and_wrong_secrets_are_turned_away) {
+  Ranks ranks(2, true);
+  auto newer = ranks.make(1, 2, 5);
+  ranks.each({0, 1}, [&](int r) {
+    (r == 0 ? *ranks.hubs[0] : *newer).edit(1, {ranks.hubs[0]->self(), newer->self()}, 30);
+  });
+  bool refused = false;
+  try {
+    ranks.hubs[1]->edit(1, {ranks.hubs[0]->self(), ranks.hubs[1]->self()}, 0.3);
+  } catch (const CommError&) {
+    refused = true;
+  }
+  CHECK(refused);
+  CHECK(ranks.hubs[0]->counters()["stale"] > 0);
+  HubConfig config;
+  config.rank = 1;
+  config.slots = 2;
+  config.incarnation = 9;
+  config.run_id = "native tests";
+  config.secret = "another";
+  Hub stranger(config);
+  refused = false;
+  try {
+    stranger.edit(1, {ranks.hubs[0]->self(), stranger.self()}, 0.3);
+  } catch (const CommError&) {
+    refused = true;
+  }
+  CHECK(refused);
+}
+
+TEST(several_threads_on_several_groups) {
+  both([](bool shared) {
+    Ranks ranks(3, shared);
+    ranks.edit(1, ranks.all());
+    const auto wanted = sum_in_order(ranks.all(), 3000);
+    ranks.each(ranks.all(), [&](int r) {
+      std::vector<std::thread> threads;
+      for (int t = 0; t < 4; ++t) {
+        threads.emplace_back([&, r, t] {
+          const GroupPtr g = ranks.hubs[size_t(r)]->group("g" + std::to_string(t), ranks.all());
+          for (int i = 0; i < 20; ++i) {
+            auto data = values(r, 3000);
+            all_reduce(ranks.call(r, *g), part_of(data), DType::F32, ReduceOp::Sum);
+            CHECK(same_bits(data, wanted));
+          }
+        });
+      }
+      for (auto& t : threads) t.join();
+    });
+  });
+}
+
+TEST(random_edits_and_interrupts) {
+  const char* seed_text = std::getenv("SEED");
+  const char* rounds_text = std::getenv("ROUNDS");
+  const unsigned seed = seed_text != nullptr ? unsigned(std::atoi(seed_text)) : 1;
+  const int rounds = rounds_text != nullptr ? std::atoi(rounds_text) : 15;
+  std::printf("  seed %u, %d rounds\n", seed, rounds);
+  std::mt19937 random(seed);
+  for (bool shared : {true, false}) {
+    Ranks ranks(5, shared);
+    std::vector<uint64_t> incarnations(5, 0);
+    for (int round = 1; round <= rounds; ++round) {
+      std::vector<int> living;
+      for (int r = 0; r < 5; ++r) {
+        if (random() % 4 != 0) living.push_back(r);
+      }
+      if (living.empty()) living.push_back(int(random() % 5));
+      for (int r : living) {
+        if (random() % 5 != 0) continue;
+        ranks.hubs[size_t(r)].reset();
+        ranks.hubs[size_t(r)] = ranks.make(r, 5, ++incarnations[size_t(r)]);
+      }
+      ranks.edit(uint64_t(round), living);
+      const size_t count = 1 + random() % 60000;
+      all_reduce_everywhere(ranks, living, {4, 2, 0, 1, 3}, count);
+      // A collective in which one member does not take part, ended by an interrupt at any moment.
+      if (living.size() < 2) continue;
+      const int absent = living[random() % living.size()];
+      const auto pause = std::chrono::microseconds(random() % 2000);
+      std::vector<int> present;
+      for (int r : living) {
+        if (r != absent) present.push_back(r);
+      }
+      std::thread interrupter([&] {
+        std::this_thread::sleep_for(pause);
+        for (int r : living) ranks.hubs[size_t(r)]->interrupt(uint64_t(round) + 1);
+      });
+      ranks.each(present, [&](int r) {
+        auto data = values(r, count);
+        try {
+          const GroupPtr g = ranks.hubs[size_t(r)]->group("g", {4, 2, 0, 1, 3});
+          all_reduce(Call{*ranks.hubs[size_t(r)], *g, uint64_t(round), 30}, part_of(data), DType::F32, ReduceOp::Sum);
+          CHECK(false);
+        } catch (const GenerationChanged&) {
+        }
+      });
+      interrupter.join();
+    }
+  }
+}
+
+int main(int argc, char** argv) { return run_tests(argc, argv); }
