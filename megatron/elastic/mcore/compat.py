@@ -56,7 +56,8 @@ def batch_on_this_rank(
         "is_pipeline_last_stage": last,
     }
     batch = broadcast(**_accepted(broadcast, known))
-    return dict(core_utils.get_batch_on_this_cp_rank(batch, is_hybrid_cp=False))
+    cut = core_utils.get_batch_on_this_cp_rank
+    return dict(cut(batch, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group()))
 
 
 def _read(data_iterator: Iterator[Any] | None) -> dict[str, torch.Tensor | None]:
