@@ -53,6 +53,7 @@ print(cases)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2])
 def test_the_kernel_and_the_cpu_give_the_same_bits(tmp_path, seed):
     assert run(COMPARE, tmp_path, True, str(seed)).split() == ["24"], f"seed {seed}"
@@ -78,6 +79,7 @@ print("compiled")
 """
 
 
+@pytest.mark.slow
 def test_it_compiles_for_a_gpu_that_is_not_here(tmp_path):
     assert run(COMPILE, tmp_path, False).split() == ["compiled"]
 
