@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-__all__ = ["ClockFit", "ClockRange", "balance_clocks", "fit_clock"]
+__all__ = ["ClockFit", "ClockRange", "balance_clocks", "fit_clock", "top_clock"]
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,9 @@ def fit_clock(samples: Iterable[tuple[int, int]]) -> ClockFit | None:
 def balance_clocks(
     fits: Mapping[int, ClockFit], ranges: Mapping[int, ClockRange], loads: Mapping[int, int], boost: bool = True
 ) -> tuple[tuple[int, int], ...]:
-    """(cell, kHz) ascending: the step as short as clocks allow, then every cell as slow as that permits.
+    """(cell, kHz) ascending: all cells busy for about equally long, that long as short as clocks allow.
+
+    Busy time is not step time (``clocks.with_clocks`` accounts for fill and drain).
 
     ``loads[cell]`` is how often the fitted piece runs in a step. With ``boost`` off
     nobody exceeds the nominal clock. Cells without fit or range keep theirs (absent).
@@ -85,7 +87,7 @@ def balance_clocks(
     cells = [cell for cell in sorted(loads) if cell in fits and cell in ranges and loads[cell] > 0]
     if not cells:
         return ()
-    top = {cell: _top(ranges[cell], boost) for cell in cells}
+    top = {cell: top_clock(ranges[cell], boost) for cell in cells}
     deadline = max(loads[cell] * fits[cell].time_ns(top[cell]) for cell in cells)
     chosen = []
     for cell in cells:
@@ -95,7 +97,7 @@ def balance_clocks(
     return tuple(chosen)
 
 
-def _top(clocks: ClockRange, boost: bool) -> int:
-    """Highest clock allowed to a cell."""
+def top_clock(clocks: ClockRange, boost: bool) -> int:
+    """Highest clock a cell may run at: the nominal one, or with ``boost`` the highest allowed."""
     below: Sequence[int] = [khz for khz in clocks.allowed_khz if boost or khz <= clocks.nominal_khz]
     return below[-1] if below else clocks.allowed_khz[0]

@@ -110,6 +110,7 @@ class _Search:
             topology.grid.data_parallel_size,
             topology.tied,
             options.split_backward,
+            (self.total, len(topology.cells)),
         )
         self.places = {cell.id: Place(cell.speed_ppm, cell.memory_bytes) for cell in topology.cells}
         self.cuts: dict[tuple[tuple[Place, ...], tuple[tuple[Range, ...], ...]], tuple[int, ...] | None] = {}
@@ -336,10 +337,13 @@ def pipeline_bound(topology: Topology, profile: Profile, split_backward: bool = 
     Exact for equal cells: for a deadline, an unbounded knapsack over pipeline
     lengths (each with its minimax cut) gives the most micro-batches that any set
     of pipelines can finish; bisection gives the least sufficient deadline. Unequal
-    cells are taken at their mean speed and smallest memory. Unlike the shapes
-    above it ignores where units are now. Raises :class:`PlanError` if nothing fits.
+    cells are taken at their mean speed and smallest memory. Memory is that of
+    1F1B, which any schedule of full speed needs at least; with a split backward and
+    equal halves the times are a lower bound too (the last stage starts after
+    ``stages - 1`` forwards and never waits). Where units are now is ignored. Raises :class:`PlanError` if nothing fits.
     """
     search = _Search(topology, profile, GraphOptions(split_backward=split_backward))
+    search.model, search.cuts = search.model.optimistic(), {}
     cells = list(search.places)
     table = search.lengths(cells)
     if not table:

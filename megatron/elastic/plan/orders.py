@@ -1,6 +1,6 @@
 """Compute orders: a fixed generator where the plan is regular, list scheduling elsewhere.
 
-Idea: plain pipelines get Megatron's 1F1B (or ZB-H1 with a split backward),
+Idea: plain pipelines get Megatron's 1F1B (or, with a split backward, ZB-H1 as far as memory goes),
 regular interleaved ones Megatron's interleaved order, so that an undisturbed
 job runs what Megatron runs. Anything else is list-scheduled with several
 memory caps and preferences, and the fastest result is kept (ties: the first,
@@ -22,8 +22,10 @@ from megatron.elastic.plan.schedule import (
     is_interleaved,
     is_pipeline,
     one_f_one_b,
+    tables_from_orders,
     zero_bubble_h1,
 )
+from megatron.elastic.plan.timing import walk
 from megatron.elastic.plan.topology import living_replicas
 
 __all__ = ["Work", "compute_orders", "memory_rows", "row_caps"]
@@ -46,19 +48,23 @@ def compute_orders(group: Sequence[int], work: Work, split_backward: bool) -> di
     stages = is_pipeline(group, work.pieces)
     if stages is not None and not split_backward:
         return {cell: one_f_one_b(own, at, len(stages)) for at, (cell, own) in enumerate(stages)}
-    if stages is not None and _zero_bubble_fits(stages, work):
-        return {cell: zero_bubble_h1(own, at, len(stages)) for at, (cell, own) in enumerate(stages)}
+    found: list[dict[int, list[Step]]] = []
+    if stages is not None and (delays := _weight_delays(stages, work)) is not None:
+        late = {cell: zero_bubble_h1(own, at, len(stages), delays[at]) for at, (cell, own) in enumerate(stages)}
+        if delays == list(range(len(stages))):
+            return late
+        found.append(late)
     chunked = is_interleaved(group, work.pieces)
     if chunked is not None and not split_backward:
         return {cell: interleaved(chunks, at, len(chunked)) for at, (cell, chunks) in enumerate(chunked)}
-    tried = (
+    found += [
         list_schedule(
             group, work.pieces, work.edges, work.index, work.waves, work.costs, caps, split_backward, forward_first
-        )
+        ).orders
         for caps in row_caps(group, work)
         for forward_first in ((True, False) if split_backward else (True,))
-    )
-    return min(tried, key=lambda listing: listing.makespan).orders
+    ]
+    return min(found, key=lambda orders: walk(tables_from_orders(orders, work.index), work.costs).makespan)
 
 
 def row_caps(group: Sequence[int], work: Work) -> list[dict[int, int]]:
@@ -97,6 +103,13 @@ def memory_rows(pieces: Sequence[Piece], topology: Topology, profile: Profile) -
     return {cell: (memory[cell] - fixed.get(cell, 0)) // size for cell, size in widest.items()}
 
 
-def _zero_bubble_fits(stages: Sequence[tuple[int, list[int]]], work: Work) -> bool:
-    """Every stage of a zero-bubble pipeline holds as many micro-batches as there are stages."""
-    return all(len(stages) * max(len(work.pieces[n].rows) for n in own) <= work.limit[cell] for cell, own in stages)
+def _weight_delays(stages: Sequence[tuple[int, list[int]]], work: Work) -> list[int] | None:
+    """How many micro-batches late each stage's weight gradients may come; None if not even 1F1B fits."""
+    delays = []
+    for at, (cell, own) in enumerate(stages):
+        room = work.limit[cell] // max(len(work.pieces[number].rows) for number in own)
+        held = min(len(stages) - at, len(own))
+        if held > room:
+            return None
+        delays.append(at if room >= len(own) else min(at, room - held))
+    return delays

@@ -15,13 +15,15 @@ pessimistic for uneven ones with few micro-batches; it only ranks shapes
 
 Memory of stage ``s`` of ``p``: parameters, its share of optimizer state, and
 activations of the ``p - s`` micro-batches that 1F1B holds there (``p`` with a
-split backward, whose weight gradients come late).
+split backward, whose weight gradients come late), or of all it computes if those
+are fewer.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 
 from megatron.elastic.plan.cost import PPM, unit_sums
@@ -103,9 +105,13 @@ class Model:
         holders: int,
         tied: Sequence[tuple[int, int]] = (),
         split_backward: bool = False,
+        share: tuple[int, int] | None = None,
     ) -> None:
         self.units = len(profile.units)
         self.split_backward = split_backward
+        self.share = share
+        self.late_weights = split_backward
+        self.margin = 1
         self.micro_batch_size = micro_batch_size
         self.work = unit_sums((u.forward_ns + u.backward_ns) * micro_batch_size for u in profile.units)
         late = 2 if split_backward else 0
@@ -135,8 +141,21 @@ class Model:
         return need
 
     def in_flight(self, stage: int, stages: int) -> int:
-        """Micro-batches a stage holds at most: fewer towards the end in 1F1B, ``stages`` everywhere in ZB-H1."""
-        return stages if self.split_backward else stages - stage
+        """Micro-batches a stage holds at most: fewer towards the end in 1F1B, ``stages`` everywhere in ZB-H1.
+
+        Never more than the pipeline computes: with ``share = (micro-batches, cells)``
+        of the step that is taken to be the pipeline's part of the cells, rounded up, and ``margin`` more.
+        """
+        held = stages if self.late_weights else stages - stage
+        if self.share is None:
+            return held
+        return min(held, max(1, -(-self.share[0] * stages // self.share[1]) + self.margin))
+
+    def optimistic(self) -> Model:
+        """The same model for bounds: no more memory than any schedule of full speed needs, quotas rounded down."""
+        other = copy(self)
+        other.late_weights, other.margin = False, -1
+        return other
 
     def reach(self, first: int, place: Place, time: int, in_flight: int) -> int:
         """Largest ``end`` such that ``[first, end)`` fits time and memory."""

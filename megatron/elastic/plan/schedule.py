@@ -93,22 +93,25 @@ def one_f_one_b(pieces: Sequence[int], stage: int, stages: int) -> list[Step]:
     return order
 
 
-def zero_bubble_h1(pieces: Sequence[int], stage: int, stages: int) -> list[Step]:
-    """ZB-H1 (Qi et al., arXiv 2401.10241, section 2.1): 1F1B with weight gradients ``stage`` micro-batches late.
+def zero_bubble_h1(pieces: Sequence[int], stage: int, stages: int, late: int | None = None) -> list[Step]:
+    """ZB-H1 (Qi et al., arXiv 2401.10241, section 2.1): 1F1B with weight gradients ``late`` micro-batches behind.
 
-    Every stage then holds as much as 1F1B's first one (``stages`` micro-batches)
-    and the bubble is ``(stages - 1) (F + BI - BW)``.
+    With ``late = stage`` (the default) every stage holds as much as 1F1B's first
+    one (``stages`` micro-batches) and the bubble is ``(stages - 1) (F + BI - BW)``.
+    Where memory forbids that a stage may be less late; forwards and input
+    gradients keep 1F1B's order, so that stages may differ.
     """
     count = len(pieces)
+    late = stage if late is None else late
     warm_up = min(stages - 1 - stage, count)
     order: list[Step] = [(Op.FORWARD, piece) for piece in pieces[:warm_up]]
     for done in range(count):
         if done + warm_up < count:
             order.append((Op.FORWARD, pieces[done + warm_up]))
         order.append((Op.BACKWARD_INPUT, pieces[done]))
-        if done >= stage:
-            order.append((Op.BACKWARD_WEIGHT, pieces[done - stage]))
-    order.extend((Op.BACKWARD_WEIGHT, piece) for piece in pieces[max(0, count - stage) :])
+        if done >= late:
+            order.append((Op.BACKWARD_WEIGHT, pieces[done - late]))
+    order.extend((Op.BACKWARD_WEIGHT, piece) for piece in pieces[max(0, count - late) :])
     return order
 
 

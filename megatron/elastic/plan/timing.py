@@ -12,12 +12,13 @@ choose between plans.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from megatron.elastic.plan.cost import Costs, PieceCost, plan_costs
 from megatron.elastic.plan.model import Action, Op, Plan, Profile
 
-__all__ = ["Interval", "Timeline", "execute", "plan_time"]
+__all__ = ["Interval", "Timeline", "execute", "plan_time", "walk"]
 
 _SENDS = {Op.SEND_FORWARD: Op.RECV_FORWARD, Op.SEND_BACKWARD: Op.RECV_BACKWARD}
 _RECEIVES = frozenset(_SENDS.values())
@@ -60,7 +61,12 @@ def duration(action: Action, cost: PieceCost) -> int:
 
 def execute(plan: Plan, costs: Costs, record: bool = False) -> Timeline:
     """Run all tables. Raises ``ValueError`` if they deadlock (a validated plan cannot)."""
-    tables = dict(plan.tables)
+    return walk(plan.tables, costs, record)
+
+
+def walk(lines: Iterable[tuple[int, Sequence[Action]]], costs: Costs, record: bool = False) -> Timeline:
+    """Run some (cell, table) lines that need no others. Raises ``ValueError`` if they deadlock."""
+    tables = dict(lines)
     at = dict.fromkeys(tables, 0)
     now = dict.fromkeys(tables, 0)
     busy = dict.fromkeys(tables, 0)

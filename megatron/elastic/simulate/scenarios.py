@@ -3,7 +3,7 @@
 Idea: for each (DP, PP, layers, losses, pattern) every policy answers the same
 topology; its answer's tables are executed, and rows per second are divided by
 those of the undamaged nominal 1F1B plan. Beside them stand two bounds: the best
-set of 1F1B pipelines under the same memory (exact, ``graph.pipeline_bound``),
+set of 1F1B pipelines under the same memory (``graph.pipeline_bound``),
 and the work bound (every living cell always busy), which no schedule reaches.
 
 Costs: equal layers, forward 1, backward 2 (half of it the weight gradient),
@@ -125,7 +125,7 @@ def scenario_topology(scenario: Scenario) -> tuple[Topology, Topology]:
     profile = layer_profile(scenario.layers)
     model = Model(profile, 1, scenario.dp)
     widest = -(-scenario.layers // scenario.pp)
-    memory = int(model.stage_bytes(0, widest, scenario.pp) * scenario.headroom)
+    memory = int(model.stage_bytes(0, widest, min(scenario.pp, scenario.waves)) * scenario.headroom)
     before = regular_topology(
         scenario.dp, scenario.pp, scenario.layers, waves=scenario.waves, tp=scenario.tp, memory_bytes=memory
     )
@@ -198,13 +198,10 @@ def _nominal_ns(before: Topology, profile: Profile) -> int:
 
 
 def _bound(after: Topology, profile: Profile, split_backward: bool) -> int:
-    found = [1 << 62]
-    for split in (True, False) if split_backward else (False,):
-        try:
-            found.append(pipeline_bound(after, profile, split))
-        except PlanError:
-            continue
-    return min(found)
+    try:
+        return pipeline_bound(after, profile, split_backward)
+    except PlanError:
+        return 1 << 62
 
 
 def _relative(outcome: Outcome, nominal: int, rows: int) -> float:

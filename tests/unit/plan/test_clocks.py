@@ -6,8 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron.elastic.plan.clocks import clocked_time, with_clocks
 from megatron.elastic.plan.frequency import ClockFit, ClockRange, balance_clocks, fit_clock
+from megatron.elastic.plan.graph import GraphOptions
+from megatron.elastic.plan.model import Plan, Profile, UnitCost
+from megatron.elastic.plan.steady import steady_plan
+from megatron.elastic.plan.timing import plan_time
+from megatron.elastic.plan.topology import regular_topology, without_cells
 
+FINE = ClockRange(tuple(range(800_000, 1_600_001, 10_000)), 1_400_000)
 CLOCKS = ClockRange((800_000, 1_000_000, 1_200_000, 1_400_000, 1_600_000), 1_400_000)
 
 
@@ -57,3 +64,47 @@ def test_cells_without_a_fit_keep_their_clock() -> None:
     fit = ClockFit(10**12, 0)
     assert dict(balance_clocks({0: fit}, {0: CLOCKS, 1: CLOCKS}, {0: 1, 1: 1})).keys() == {0}
     assert balance_clocks({}, {}, {0: 1}) == ()
+
+
+def fits_for(plan: Plan, profile: Profile, bound_ppm: int = 800_000) -> dict[int, ClockFit]:
+    """One row through a cell's units; ``bound_ppm`` of the time follows the clock."""
+    fits = {}
+    for piece in plan.pieces:
+        units = profile.units[piece.first : piece.end]
+        time = sum(u.forward_ns + u.backward_ns for u in units)
+        bound = time * bound_ppm // 1_000_000
+        fits[piece.cell] = ClockFit(bound * CLOCKS.nominal_khz, time - bound)
+    return fits
+
+
+def recut_plan() -> tuple[Plan, Profile]:
+    """Pipelines of four and three cells, 9 and 7 micro-batches; some cells have less work than others."""
+    profile = Profile((UnitCost(1_000_000, 2_000_000, 1_000_000, 0, 0, 1, 0),) * 16, latency_ns=0)
+    topology = without_cells(regular_topology(2, 4, 16, waves=8), [2])
+    return steady_plan(topology, profile, GraphOptions(alike=False, pool=False, drop=False)), profile
+
+
+def test_spared_clocks_never_delay_the_step_and_some_cells_slow_down() -> None:
+    plan, profile = recut_plan()
+    fits, ranges = fits_for(plan, profile), dict.fromkeys(range(8), FINE)
+    clocks = dict(with_clocks(plan, profile, fits, ranges).frequencies_khz)
+    assert clocked_time(plan, profile, fits, ranges, clocks) <= plan_time(plan, profile)
+    assert min(clocks.values()) < FINE.nominal_khz
+    assert max(clocks.values()) <= FINE.nominal_khz
+    lower = {cell: khz - 100_000 for cell, khz in clocks.items()}
+    assert clocked_time(plan, profile, fits, ranges, lower) > plan_time(plan, profile)
+
+
+def test_boost_shortens_the_step_where_clocks_allow_it() -> None:
+    plan, profile = recut_plan()
+    fits, ranges = fits_for(plan, profile), dict.fromkeys(range(8), FINE)
+    boosted = with_clocks(plan, profile, fits, ranges, boost=True)
+    clocks = dict(boosted.frequencies_khz)
+    assert clocked_time(plan, profile, fits, ranges, clocks) < plan_time(plan, profile)
+    assert max(clocks.values()) == FINE.allowed_khz[-1]
+    assert min(clocks.values()) < FINE.allowed_khz[-1]
+
+
+def test_without_fits_the_plan_is_untouched() -> None:
+    plan, profile = recut_plan()
+    assert with_clocks(plan, profile, {}, {}) is plan
