@@ -126,6 +126,9 @@ class StepRecord:
     plan_hash: str = ""
     gradient: GradientKey | None = None
     """The gradients this version was made from; None for an initial or loaded state."""
+    placement: str = ""
+    """Digest of the placement under which the vote was taken. It settles which of two holds when a
+    generation ends between a change of placement and its first vote (``transfer``)."""
 
     loss_scale: float = 1.0
     """For the next step."""
@@ -184,6 +187,7 @@ class Vote:
     losses: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     ledger_hash: str = ""
     plan_hash: str = ""
+    placement: str = ""
 
 
 def _fp32(value: float) -> float:
@@ -228,6 +232,7 @@ def advance(previous: StepRecord, vote: Vote, hyper: Hyper) -> StepRecord:
         ledger_hash=vote.ledger_hash,
         plan_hash=vote.plan_hash,
         gradient=vote.gradient,
+        placement=vote.placement or previous.placement,
         loss_scale=scale,
         growth_tracker=growth,
         hysteresis_tracker=hysteresis,

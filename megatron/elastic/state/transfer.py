@@ -10,11 +10,17 @@ streams
     step    for every version after v: the gradient and, once, the StepRecord;
 
 and the new holder (:class:`BlockReceiver`) checks the hash, takes the base in
-uncounted, and replays each step with the kernel everybody uses. At a boundary
-:meth:`BlockSender.finish` sends what is left and the version reached;
-:func:`commit` then makes the added copies count and drops the dropped ones.
+uncounted, and replays each step with the kernel everybody uses. At a boundary, in a
+generation of its own, :meth:`BlockSender.finish` sends what is left and the version
+reached, and :func:`commit` makes the added copies count. Copies to be dropped are
+followed like mirrors until the first vote under the new placement is known, then
+:func:`retire` drops them. Should the generation end before anybody knows that vote,
+the newest record still names the old placement (``StepRecord.placement``), every old
+copy is there, and :func:`prune` forgets the new ones. Dropping at once instead has a
+losing interleaving: ``tests/unit/protocol`` finds it.
 
 Invariants
+- A copy replaced in place (repair) is dropped first and added as any other.
 - A block being added is not reported, voted on, or stepped by its rank's own
   ``apply`` until ``commit``; a base whose hash does not match never is.
 - The sender holds one base, and at most ``memory_bytes`` of unsent gradients: when
@@ -38,11 +44,11 @@ import torch
 
 from megatron.elastic.state.hashing import content_hash
 from megatron.elastic.state.layout import BlockKey
-from megatron.elastic.state.placement import Transition
+from megatron.elastic.state.placement import Placement, Transition
 from megatron.elastic.state.pool import BlockCopy, StateError, StatePool
 from megatron.elastic.state.record import StepRecord
 
-__all__ = ["BlockReceiver", "BlockSender", "Channel", "TransferError", "commit", "split"]
+__all__ = ["BlockReceiver", "BlockSender", "Channel", "TransferError", "commit", "prune", "retire", "split"]
 
 HEADER_BYTES = 512
 Kind = Literal["base", "step", "record", "end"]
@@ -282,21 +288,34 @@ def split(
 def commit(
     pool: StatePool, transitions: Iterable[Transition], received: Mapping[BlockKey, BlockCopy], version: int
 ) -> tuple[BlockKey, ...]:
-    """This rank's part of ``transitions`` at a boundary at ``version``; returns blocks it was made owner of.
+    """Count this rank's added copies, at a boundary at ``version``; returns blocks it was made owner of.
 
     Raises :class:`StateError` before anything changes when a copy to be added is not
     there or not at ``version``.
     """
     mine = [change for change in transitions if change.rank == pool.rank]
-    for change in mine:
-        if change.kind == "add":
-            copy = received.get(change.block)
-            if copy is None or copy.version != version:
-                at = "missing" if copy is None else f"at version {copy.version}"
-                raise StateError(f"rank {pool.rank}: block {change.block} to be added is {at}, the state at {version}")
-    for change in mine:
-        if change.kind == "add":
-            pool.take_in(received[change.block])
-        elif change.kind == "drop":
-            pool.drop(change.block)
+    added = [change.block for change in mine if change.kind == "add"]
+    for key in added:
+        copy = received.get(key)
+        if copy is None or copy.version != version:
+            at = "missing" if copy is None else f"at version {copy.version}"
+            raise StateError(f"rank {pool.rank}: block {key} to be added is {at}, the state at {version}")
+    for key in added:
+        pool.take_in(received[key])
     return tuple(change.block for change in mine if change.kind == "promote")
+
+
+def retire(pool: StatePool, transitions: Iterable[Transition]) -> tuple[BlockKey, ...]:
+    """Drop what ``transitions`` drop at this rank; call once the first vote under the new placement is known."""
+    gone = [c.block for c in transitions if c.kind == "drop" and c.rank == pool.rank and c.block in pool]
+    for key in gone:
+        pool.drop(key)
+    return tuple(gone)
+
+
+def prune(pool: StatePool, placement: Placement) -> tuple[BlockKey, ...]:
+    """Drop copies that ``placement``, the one of the newest record, does not give this rank."""
+    gone = [key for key in pool if key not in placement.copies or pool.rank not in placement.copies[key].ranks]
+    for key in gone:
+        pool.drop(key)
+    return tuple(gone)

@@ -8,6 +8,12 @@ to FREEZE, which reaches each survivor at any later time; once all have
 reported, DECIDE calls the real ``resolve`` on real ``Holdings`` and each
 survivor acts on it in its own time, during which more may be killed.
 
+With ``migrate`` the ranks also agree, once and at any time, on another placement
+(every block gets a new owner on a rank that had no copy): new holders take their
+copies in the new generation, nobody votes before, and old copies are retired by
+whoever learns the first vote under the new placement. Until that vote a loss leads
+back to the old placement.
+
 What a copy contains is written as its *chain*: the generations whose gradients it
 has applied, one per step. Two copies agree exactly when their chains do.
 
@@ -33,6 +39,7 @@ from megatron.elastic.state.record import GradientKey, StepRecord
 
 Chain = tuple[int, ...]
 Gradient = tuple[int, int, int]  # block, step, generation
+Layout = tuple[tuple[int, ...], ...]  # per block its ranks, the owner first
 
 
 class Violation(AssertionError):
@@ -55,6 +62,8 @@ class Faults:
     """Rule 4 off: gradients are taken and applied whatever generation they come from."""
     newest_copy_wins: bool = False
     """Rule 2 off: recovery goes to the newest version anybody has."""
+    retired_before_vote: bool = False
+    """Old copies are dropped as soon as the new placement is decided."""
 
 
 @dataclass(frozen=True)
@@ -65,13 +74,15 @@ class Setting:
     mirrors: int = 1
     steps: int = 2
     kills: int = 1
+    migrate: bool = False
     statistics_travel: bool = True
     """Token counts and losses travel with the reduce, so whoever has reduced knows them for all samples."""
     faults: Faults = Faults()
 
     def __str__(self) -> str:
+        migrate = "-migrate" if self.migrate else ""
         travel = "" if self.statistics_travel else "-local_statistics"
-        return f"ranks{self.ranks}-mirrors{self.mirrors}-steps{self.steps}-kills{self.kills}{travel}"
+        return f"ranks{self.ranks}-mirrors{self.mirrors}-steps{self.steps}-kills{self.kills}{migrate}{travel}"
 
 
 class Rank(NamedTuple):
@@ -84,6 +95,7 @@ class Rank(NamedTuple):
     chain: Chain  # records known: the newest has version len(chain)
     copies: tuple[tuple[int, Chain], ...]
     gradients: frozenset[Gradient]
+    layout: Layout  # of its newest record
 
 
 class Decision(NamedTuple):
@@ -91,7 +103,8 @@ class Decision(NamedTuple):
     chain: Chain
     key: int
     members: frozenset[int]
-    owners: tuple[int, ...]
+    base: Layout  # surviving copies, by the newest record
+    target: Layout  # copies once everybody has taken what it is due
 
 
 class State(NamedTuple):
@@ -103,19 +116,20 @@ class State(NamedTuple):
     decided: int  # its generation
     kills: int
     committed: Chain  # the newest vote result anybody ever had
-    committed_alive: bool
+    migrations: int  # how often another placement may still be asked for
+    asked: bool
 
 
 def initial_state(setting: Setting) -> State:
     """Everybody at version 0 in generation 1."""
     n = setting.ranks
+    layout = tuple(tuple((b + d) % n for d in range(setting.mirrors + 1)) for b in range(n))
     ranks = []
     for r in range(n):
-        held = sorted({(r - d) % n for d in range(setting.mirrors + 1)})
-        copies = tuple((b, ()) for b in held)
-        ranks.append(Rank(True, 1, 1, "R", 0, 1, (), copies, frozenset()))
-    first = Decision("start", (), 1, frozenset(range(n)), tuple(range(n)))
-    return State(tuple(ranks), frozenset(), 1, 0, first, 1, setting.kills, (), True)
+        copies = tuple((b, ()) for b in range(n) if r in layout[b])
+        ranks.append(Rank(True, 1, 1, "R", 0, 1, (), copies, frozenset(), layout))
+    first = Decision("start", (), 1, frozenset(range(n)), layout, layout)
+    return State(tuple(ranks), frozenset(), 1, 0, first, 1, setting.kills, (), int(setting.migrate), False)
 
 
 class Model:
@@ -124,17 +138,15 @@ class Model:
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
         self.faults = setting.faults
-        start = initial_state(setting)
-        self.needed = {
-            (b, 0, 0): tuple(r for r, rank in enumerate(start.ranks) if b in dict(rank.copies))
-            for b in range(setting.ranks)
-        }
 
     def successors(self, state: State) -> Iterator[tuple[str, State]]:
         """All (action, next state)."""
         dead = sum(not rank.alive for rank in state.ranks)
         if dead > state.seen_dead:
             yield f"freeze {state.freeze + 1}", state._replace(freeze=state.freeze + 1, seen_dead=dead)
+        if state.migrations and not dead and state.freeze == state.decided:
+            asked = state._replace(freeze=state.freeze + 1, migrations=state.migrations - 1, asked=True)
+            yield "ask to migrate", asked
         yield from self._decide(state, dead)
         for r, rank in enumerate(state.ranks):
             if not rank.alive:
@@ -156,18 +168,34 @@ class Model:
 
     def _act(self, state: State, r: int, rank: Rank) -> Iterator[tuple[str, State]]:
         peers = [state.ranks[m] for m in state.decision.members]
+        due = self._due(state, r, rank)
+        yield from self._take(state, r, rank, due)
         if rank.phase == "R" and all(self._past(p, rank, "RSVU") for p in peers):
             yield f"{r} reduces", self._reduce(state, r, rank)
-        elif rank.phase == "S" and self._may_join(rank):
+        elif rank.phase == "S" and not due and self._may_join(rank):
             yield f"{r} joins", self._with(state, r, rank._replace(phase="V"))
         elif rank.phase == "V" and all(self._past(p, rank, "VU") for p in peers):
             yield f"{r} learns the vote", self._commit(state, r, rank)
-        elif rank.phase == "U" and self._gatherable(state, rank):
+        elif rank.phase == "U" and not due and self._gatherable(state, rank):
             ended = len(rank.chain) == self.setting.steps
             after = rank._replace(phase="E" if ended else "R", step=len(rank.chain), key=rank.generation)
             yield f"{r} gathers and computes", self._with(state, r, after)
         yield from self._receive(state, r, rank)
         yield from self._update(state, r, rank)
+
+    @staticmethod
+    def _due(state: State, r: int, rank: Rank) -> list[int]:
+        """Blocks whose copies this rank has yet to take under the decided placement."""
+        return [b for b, ranks in enumerate(state.decision.target) if r in ranks and b not in dict(rank.copies)]
+
+    def _take(self, state: State, r: int, rank: Rank, due: list[int]) -> Iterator[tuple[str, State]]:
+        """A copy streamed from the base owner once that is at the decided version; its hash has matched."""
+        for block in due:
+            source = state.ranks[state.decision.base[block][0]]
+            chain = dict(source.copies).get(block)
+            if source.generation == rank.generation and chain == state.decision.chain:
+                copies = tuple(sorted((*rank.copies, (block, chain))))
+                yield f"{r} takes {block}", self._with(state, r, rank._replace(copies=copies))
 
     @staticmethod
     def _past(peer: Rank, rank: Rank, phases: str) -> bool:
@@ -177,7 +205,7 @@ class Model:
         )
 
     def _reduce(self, state: State, r: int, rank: Rank) -> State:
-        owned = [b for b, _ in rank.copies if state.decision.owners[b] == r]
+        owned = [b for b, _ in rank.copies if state.decision.target[b][0] == r]
         gradients = rank.gradients | {(b, rank.step, rank.key) for b in owned}
         messages = {
             (m, b, rank.step, rank.key)
@@ -191,7 +219,7 @@ class Model:
     def _receive(self, state: State, r: int, rank: Rank) -> Iterator[tuple[str, State]]:
         mine = frozenset(message for message in state.network if message[0] == r)
         current = frozenset(m for m in mine if m[2:] == (rank.step, rank.key) and rank.phase in "RS")
-        mirrored = sum(state.decision.owners[b] != r for b, _ in rank.copies)
+        mirrored = sum(state.decision.target[b][0] != r for b, _ in rank.copies)
         if self.faults != Faults():
             parts = [frozenset({message}) for message in sorted(mine)]
         else:
@@ -216,8 +244,12 @@ class Model:
     def _commit(self, state: State, r: int, rank: Rank) -> State:
         gradients, chain = rank.gradients, (*rank.chain, rank.key)
         if self.faults.dropped_before_update:
-            gradients = frozenset(g for g in gradients if state.decision.owners[g[0]] == r)
-        after = self._with(state, r, rank._replace(phase="U", chain=chain, gradients=gradients))
+            gradients = frozenset(g for g in gradients if state.decision.target[g[0]][0] == r)
+        layout = state.decision.target
+        copies = tuple((b, c) for b, c in rank.copies if r in layout[b])  # retire the others
+        gradients = frozenset(g for g in gradients if r in layout[g[0]])
+        learned = rank._replace(phase="U", chain=chain, gradients=gradients, copies=copies, layout=layout)
+        after = self._with(state, r, learned)
         return after._replace(committed=max(state.committed, chain, key=len))
 
     def _update(self, state: State, r: int, rank: Rank) -> Iterator[tuple[str, State]]:
@@ -238,10 +270,10 @@ class Model:
             yield f"{r} updates {block}", self._with(state, r, rank._replace(copies=copies, gradients=left))
 
     def _gatherable(self, state: State, rank: Rank) -> bool:
-        for block, owner in enumerate(state.decision.owners):
+        for block, (owner, *_) in enumerate(state.decision.target):
             peer = state.ranks[owner]
-            chain = dict(peer.copies)[block]
-            if peer.generation != rank.generation or len(chain) < len(rank.chain):
+            chain = dict(peer.copies).get(block)
+            if chain is None or peer.generation != rank.generation or len(chain) < len(rank.chain):
                 return False
             if chain[: len(rank.chain)] != rank.chain:
                 raise Violation(f"gather mixes block {block} at {chain} with record {rank.chain}")
@@ -255,20 +287,27 @@ class Model:
         if not alive or not waiting or any(state.ranks[r].frozen != state.freeze for r in alive):
             return
         survivors = tuple((r, state.ranks[r]) for r in alive)
-        outcome = self._resolve(survivors)
-        self._check_decision(state, alive, outcome)
-        chain = self._chain_of(survivors, outcome)
-        owners = tuple(self._owner(state, b, alive) for b in range(self.setting.ranks))
-        key = outcome.gradient_key.generation if outcome.gradient_key else state.freeze
-        decision = Decision(outcome.kind, chain, key, frozenset(alive), owners)
+        layout = max((rank for _, rank in survivors), key=lambda rank: len(rank.chain)).layout
+        outcome = self._resolve(survivors, layout)
+        self._check_decision(state, alive, layout, outcome)
+        base = tuple(tuple(r for r in ranks if r in alive) for ranks in layout)
+        move = state.asked and not dead and outcome.kind != "revote"
+        decision = Decision(
+            kind=outcome.kind,
+            chain=self._chain_of(survivors, outcome),
+            key=outcome.gradient_key.generation if outcome.gradient_key else state.freeze,
+            members=frozenset(alive),
+            base=base,
+            target=tuple(self._moved(ranks) for ranks in base) if move else base,
+        )
         late = state.network if self.faults.generation_ignored else frozenset()
-        after = state._replace(decision=decision, decided=state.freeze, network=late)
-        yield f"decide {outcome.kind} {outcome.version}", after
+        after = state._replace(decision=decision, decided=state.freeze, network=late, asked=False)
+        yield f"decide {outcome.kind} {outcome.version}{' moving' if move else ''}", after
 
-    def _owner(self, state: State, block: int, alive: list[int]) -> int:
-        held = [r for r in self.needed[block, 0, 0] if r in alive]
-        before = state.decision.owners[block]
-        return before if before in held or not held else held[0]
+    def _moved(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
+        """A rank without a copy becomes the owner; the last mirror goes."""
+        new = next(r for r in range(self.setting.ranks) if r not in ranks)
+        return (new, *ranks[:-1])
 
     @staticmethod
     def _chain_of(survivors: tuple[tuple[int, Rank], ...], outcome: Resolution) -> Chain:
@@ -276,12 +315,13 @@ class Model:
         return next((rank.chain[:version] for _, rank in survivors if len(rank.chain) >= version), ())
 
     @cache  # noqa: B019  (a model lives as long as its exploration)
-    def _resolve(self, survivors: tuple[tuple[int, Rank], ...]) -> Resolution:
+    def _resolve(self, survivors: tuple[tuple[int, Rank], ...], layout: Layout) -> Resolution:
         reports = {r: self._report(r, rank) for r, rank in survivors}
         if self.faults.newest_copy_wins:
             newest = max((record for held in reports.values() for record in held.records), key=lambda x: x.version)
             return Resolution("roll_forward", newest.version, newest.gradient, newest)
-        return resolve(reports, self.needed, rows=self.setting.ranks)
+        needed = {(b, 0, 0): ranks for b, ranks in enumerate(layout)}
+        return resolve(reports, needed, rows=self.setting.ranks)
 
     def _report(self, r: int, rank: Rank) -> Holdings:
         versions = [len(chain) for _, chain in rank.copies]
@@ -300,8 +340,10 @@ class Model:
         records = tuple(_record(rank.chain[:v]) for v in range(max(0, len(rank.chain) - 1), len(rank.chain) + 1))
         return Holdings(r, min(versions), max(versions), complete, records, tuple(statistics))
 
-    def _check_decision(self, state: State, alive: list[int], outcome: Resolution) -> None:
-        orphaned = [b for b, ranks in self.needed.items() if not any(r in alive for r in ranks)]
+    def _check_decision(self, state: State, alive: list[int], layout: Layout, outcome: Resolution) -> None:
+        orphaned = [b for b, ranks in enumerate(layout) if not any(r in alive for r in ranks)]
+        if orphaned and len(state.ranks) - len(alive) <= self.setting.mirrors:
+            raise Violation(f"blocks {orphaned} are lost with no more losses than mirrors")
         if outcome.kind == "lost":
             if not orphaned:
                 raise Violation(f"state declared lost though every block has a copy: missing {outcome.missing}")
@@ -323,7 +365,9 @@ class Model:
             g for g in rank.gradients
             if self.faults.generation_ignored or g[1] < version or (revote and g[1:] == (version, decision.key))
         )  # fmt: skip
-        for block, chain in rank.copies:
+        held = decision.target if self.faults.retired_before_vote else decision.base
+        copies = tuple((b, chain) for b, chain in rank.copies if r in held[b])
+        for block, chain in copies:
             if chain != decision.chain[: len(chain)]:
                 raise Violation(f"rank {r} block {block} at {chain} beside decision {decision.chain}")
         after = rank._replace(
@@ -332,7 +376,9 @@ class Model:
             step=version,
             key=decision.key if revote else state.decided,
             chain=decision.chain,
-            gradients=kept,
+            copies=copies,
+            gradients=frozenset(g for g in kept if r in held[g[0]]),
+            layout=decision.base,
         )
         return self._with(state, r, after)
 

@@ -24,6 +24,12 @@ def test_every_kill_at_every_point_is_survived(setting):
     assert kinds >= set(KINDS) if setting.statistics_travel else kinds >= {"rerun", "roll_forward"}, counts
 
 
+def test_copies_change_place_at_any_time():
+    """Two replicas' worth of blocks on three ranks: every block's owner moves while a step runs."""
+    counts = explore(Setting(ranks=3, mirrors=1, steps=1, kills=0, migrate=True))
+    assert any(name.endswith("moving") for name in counts), counts
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "setting",
@@ -32,10 +38,12 @@ def test_every_kill_at_every_point_is_survived(setting):
         Setting(ranks=3, mirrors=2, steps=1, kills=2),
         Setting(ranks=3, mirrors=1, steps=2, kills=2),
         Setting(ranks=3, mirrors=2, steps=2, kills=1),
+        Setting(ranks=3, mirrors=1, steps=1, kills=1, migrate=True),
+        Setting(ranks=3, mirrors=1, steps=2, kills=1, migrate=True),
     ],
     ids=str,
 )
-def test_two_kills_and_two_mirrors(setting):
+def test_two_kills_two_mirrors_and_losses_while_copies_change_place(setting):
     assert explore(setting)["states"] > 10_000
 
 
@@ -58,6 +66,12 @@ def test_each_rule_is_needed_the_exploration_finds_the_interleaving_without_it(f
     with pytest.raises(Violation, match=finding) as found:
         explore(Setting(ranks=2, mirrors=1, steps=3, kills=1, faults=Faults(**{fault: True})))
     assert "after: " in str(found.value), "the finding comes with the way there"
+
+
+def test_old_copies_must_stay_until_the_first_vote_under_the_new_placement():
+    faults = Faults(retired_before_vote=True)
+    with pytest.raises(Violation, match="kill"):
+        explore(Setting(ranks=3, mirrors=1, steps=1, kills=1, migrate=True, faults=faults))
 
 
 def test_without_rule_one_the_losing_interleaving_is_the_expected_one():

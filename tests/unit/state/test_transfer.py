@@ -13,10 +13,10 @@ import torch
 from megatron.elastic.comm.errors import PeerLost
 from megatron.elastic.state.layout import ParamSpec, UnitLayout
 from megatron.elastic.state.ownership import Rules, UnitGroup, initial, promote_only, rebalance
-from megatron.elastic.state.placement import Transition
+from megatron.elastic.state.placement import Copies, Placement, Transition
 from megatron.elastic.state.pool import StateError, StatePool
 from megatron.elastic.state.record import ConstantSchedule, GradientKey, Hyper, Rate, StepRecord, Vote, advance
-from megatron.elastic.state.transfer import BlockReceiver, BlockSender, TransferError, commit, split
+from megatron.elastic.state.transfer import BlockReceiver, BlockSender, TransferError, commit, prune, retire, split
 
 LAYOUT = UnitLayout.build(0, 0, [ParamSpec("w", 3000, (3000,), True), ParamSpec("b", 100, (100,), False, 0.0)], 2048)
 KEYS = [block.key for block in LAYOUT.blocks]
@@ -223,10 +223,26 @@ def test_a_source_that_dies_leaves_the_joiner_empty():
 def test_commit_changes_nothing_when_one_copy_is_behind():
     pool, _ = source_pool()
     behind = pool.shape(KEYS[0], torch.zeros(3, LAYOUT.blocks[0].numel), 2)
-    changes = [Transition("drop", KEYS[1], 0), Transition("add", KEYS[0], 0, 1)]
+    pool.drop(KEYS[0])
+    pool.drop(KEYS[1])
+    good = pool.shape(KEYS[1], torch.zeros(3, LAYOUT.blocks[1].numel), 3)
     with pytest.raises(StateError, match="at version 2, the state at 3"):
-        commit(pool, changes, {KEYS[0]: behind}, 3)
-    assert KEYS[1] in pool
+        commit(pool, adds(KEYS[:2], 0, 1), {KEYS[0]: behind, KEYS[1]: good}, 3)
+    assert KEYS[0] not in pool and KEYS[1] not in pool
+
+
+def test_old_copies_stay_until_retired_and_new_ones_go_when_the_old_placement_holds():
+    pool, _ = source_pool()
+    changes = [Transition("add", KEYS[0], 1, 0), Transition("promote", KEYS[0], 1), Transition("drop", KEYS[0], 0)]
+    assert commit(pool, changes, {}, 0) == () and KEYS[0] in pool
+    assert retire(pool, changes) == (KEYS[0],) and KEYS[0] not in pool
+    assert retire(pool, changes) == ()
+    taker = StatePool(1, {(0, 0): LAYOUT}, HYPER)
+    copy = taker.shape(KEYS[0], torch.zeros(3, LAYOUT.blocks[0].numel), 0)
+    assert commit(taker, changes, {KEYS[0]: copy}, 0) == (KEYS[0],)
+    old = Placement({key: Copies(0) for key in KEYS})
+    assert prune(taker, old) == (KEYS[0],) and not list(taker)
+    assert prune(pool, old) == ()
 
 
 def test_a_block_cannot_be_dropped_while_it_is_streamed():
@@ -273,6 +289,8 @@ def execute(pools: dict[int, StatePool], changes, version: int) -> None:
         received[target] |= receiver.blocks
     for rank, pool in pools.items():
         commit(pool, changes, received[rank], version)
+    for pool in pools.values():
+        retire(pool, changes)
 
 
 def test_shrink_promotes_then_adds_and_a_rejoin_brings_the_rank_back_all_by_the_same_transitions():
