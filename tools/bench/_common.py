@@ -86,9 +86,12 @@ class Ranks:
 
     def __enter__(self) -> Ranks:
         torch.set_num_threads(1)
-        self.store = dist.TCPStore(
-            "127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=60), wait_for_workers=False
-        )
+        # The store has a process of its own: a thread of this one could hold a lock just as a rank is forked.
+        context = multiprocessing.get_context("fork")
+        ours, theirs = context.Pipe()
+        self._server = context.Process(target=_serve, args=(theirs,), daemon=True)
+        self._server.start()
+        self._port = int(ours.recv())
         for rank in range(self._size):
             self.start(rank)
         return self
@@ -97,7 +100,7 @@ class Ranks:
         """Fork ``rank``; in place of an earlier process of that rank, if there was one."""
         context = multiprocessing.get_context("fork")
         ours, theirs = context.Pipe()
-        here = Here(rank, self._size, self.store.port, theirs)
+        here = Here(rank, self._size, self._port, theirs)
         process = context.Process(target=_run, args=(body or self._body, here), daemon=True)
         process.start()
         theirs.close()
@@ -144,8 +147,19 @@ class Ranks:
             if process.is_alive():
                 os.kill(process.pid, signal.SIGKILL)
                 process.join()
+        os.kill(self._server.pid or 0, signal.SIGKILL)
+        self._server.join()
         for pipe in self._pipes.values():
             pipe.close()
+
+
+def _serve(pipe: Connection) -> None:
+    gc.freeze()
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=60), wait_for_workers=False)
+    pipe.send(store.port)
+    while os.getppid() != 1:
+        time.sleep(0.5)
+    os._exit(0)
 
 
 def _run(body: Callable[[Here], Any], here: Here) -> None:
