@@ -120,14 +120,15 @@ def state_claims(
     contents: Collection[BlockKey] = (),
     model_dtype: torch.dtype | None = None,
 ) -> dict[BlockKey, Claim]:
-    """Claims over every copy of the pool that counts. ``contents``: blocks to hash in full (what moved).
+    """Claims over every copy that counts and that ``placement`` gives this rank (others are being retired).
 
+    ``contents``: blocks to hash in full (what moved).
     ``model_dtype``: also hash the masters as cast to that type, to compare with parameters.
     """
     claims = {}
     for key in pool:
         copy = pool.get(key)
-        if not copy.counted:
+        if not copy.counted or pool.rank not in placement.copies[key].ranks:
             continue
         role = "owner" if placement.owner(key) == pool.rank else "mirror"
         content = content_hash(key, copy.state) if key in contents else ""

@@ -20,7 +20,7 @@ copy is there, and :func:`prune` forgets the new ones. Dropping at once instead 
 losing interleaving: ``tests/unit/protocol`` finds it.
 
 Invariants
-- A copy replaced in place (repair) is dropped first and added as any other.
+- A damaged copy is replaced in place: its drop and its add are one.
 - A block being added is not reported, voted on, or stepped by its rank's own
   ``apply`` until ``commit``; a base whose hash does not match never is.
 - The sender holds one base, and at most ``memory_bytes`` of unsent gradients: when
@@ -307,7 +307,9 @@ def commit(
 
 def retire(pool: StatePool, transitions: Iterable[Transition]) -> tuple[BlockKey, ...]:
     """Drop what ``transitions`` drop at this rank; call once the first vote under the new placement is known."""
-    gone = [c.block for c in transitions if c.kind == "drop" and c.rank == pool.rank and c.block in pool]
+    mine = [change for change in transitions if change.rank == pool.rank]
+    replaced = {change.block for change in mine if change.kind == "add"}
+    gone = [c.block for c in mine if c.kind == "drop" and c.block in pool and c.block not in replaced]
     for key in gone:
         pool.drop(key)
     return tuple(gone)

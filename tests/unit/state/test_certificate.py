@@ -154,6 +154,8 @@ def test_a_missing_mirror_and_one_too_many(job):
     copy = job.pools[rank].get(key)
     job.pools[rank].drop(key)
     assert job.findings() == (f"block {key} has 0 mirrors on ranks [0], 1 are due",)
+    everywhere = Placement({**job.placement.copies, key: Copies(0, (1, 2))})
+    job.placements = dict.fromkeys(RANKS, everywhere)
     for other in RANKS:
         if key not in job.pools[other]:
             job.pools[other].put(key, copy.master, 2, copy.exp_avg, copy.exp_avg_sq).lineage = copy.lineage
@@ -210,6 +212,12 @@ def test_an_older_generation_or_another_plan(job):
         "rank 1: generation is 2, elsewhere 3",
         "rank 1: plan is 'other', elsewhere 'plan'",
     )
+
+
+def test_a_copy_that_waits_to_be_retired_is_not_claimed(job):
+    spare = next(k for k in job.placement.copies if k not in job.pools[0])
+    job.pools[0].put(spare, torch.zeros(job.pools[0].block(spare).numel), 2)
+    job.certify()
 
 
 def test_a_silent_member_and_a_zombie(job):

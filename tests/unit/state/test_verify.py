@@ -12,6 +12,7 @@ from megatron.elastic.state.layout import ParamSpec, UnitLayout
 from megatron.elastic.state.ownership import Rules, UnitGroup, initial
 from megatron.elastic.state.pool import StatePool
 from megatron.elastic.state.record import ConstantSchedule, GradientKey, Hyper, Rate, StepRecord, Vote, advance
+from megatron.elastic.state.transfer import commit, retire
 from megatron.elastic.state.verify import (
     Corruption,
     MemoryCorrupted,
@@ -107,6 +108,19 @@ def test_repair_replaces_the_bad_copy_and_hands_over_first_when_it_is_the_owner(
     assert [c.kind for c in by_owner] == ["promote", "drop", "add"]
     after = job.placement.apply(by_owner)
     assert after.owner(key) == mirror and set(after.copies[key].ranks) == set(copies.ranks)
+
+
+def test_a_damaged_copy_is_replaced_in_place():
+    job = Job(2)
+    key, copies = sorted(job.placement.copies.items())[0]
+    mirror = copies.mirrors[0]
+    job.flip(mirror, key, 0, 9)
+    changes = repairs(job.found(), job.placement)
+    good = job.pools[copies.owner].get(key)
+    fresh = job.pools[mirror].shape(key, good.state.clone(), good.version, good.lineage)
+    commit(job.pools[mirror], changes, {key: fresh}, job.record.version)
+    assert retire(job.pools[mirror], changes) == () and job.found() == ()
+    assert job.placement.apply(changes).copies == job.placement.copies
 
 
 def test_every_block_is_looked_at_once_in_an_interval_and_the_work_is_spread():
