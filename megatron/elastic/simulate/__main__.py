@@ -65,6 +65,8 @@ def _damage(args: argparse.Namespace) -> dict[str, object]:
     scenarios = scenario_list(args.devices)
     if args.losses:
         scenarios = [s for s in scenarios if s.losses in args.losses]
+    if args.dp:
+        scenarios = [s for s in scenarios if s.dp in args.dp]
     rows = [run_scenario(scenario) for scenario in scenarios]
     print(damage_table(rows))
     if args.chart:
@@ -136,6 +138,7 @@ def _parser() -> argparse.ArgumentParser:
     damage = commands.add_parser("damage", help="policies on fixed losses")
     damage.add_argument("--devices", type=int, default=96)
     damage.add_argument("--losses", type=int, nargs="*", help="only these numbers of losses")
+    damage.add_argument("--dp", type=int, nargs="*", help="only these data-parallel sizes")
     damage.add_argument("--ablation", action="store_true", help="each axis off in turn (1 and 2 losses)")
     goodput = commands.add_parser("goodput", help="policies over a failure trace")
     goodput.add_argument("--devices", type=int, default=16_384)

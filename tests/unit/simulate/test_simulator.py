@@ -89,7 +89,7 @@ def test_scenarios_cover_the_issue() -> None:
 
 
 def test_no_axis_hurts() -> None:
-    means = run_ablation([Scenario(2, 8, 32, 1, "spread"), Scenario(3, 8, 32, 2, "spread")])
+    means = run_ablation([Scenario(2, 8, 32, 1, "spread"), Scenario(3, 4, 32, 2, "spread", waves=8)])
     assert means["all axes"] == max(means.values())
     assert means["no graph"] < means["all axes"]
     assert FULL.split_backward
@@ -173,6 +173,6 @@ def test_command_line_prints_json_last_and_draws(tmp_path: object, capsys: pytes
     assert {r["policy"] for r in result["results"]} >= {"elaswave", "recycle", "torchft", "restart"}
     with open(chart, "rb") as file:
         assert file.read(4) == b"\x89PNG"
-    assert main(["damage", "--devices", "24", "--losses", "1", "--chart", f"{tmp_path}/damage.svg"]) == 0
+    assert main(["damage", "--devices", "24", "--losses", "1", "--dp", "2", "--chart", f"{tmp_path}/damage.svg"]) == 0
     rows = json.loads(capsys.readouterr().out.strip().splitlines()[-1])["rows"]
     assert all(row["elaswave"] > 0 for row in rows)
