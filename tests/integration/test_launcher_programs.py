@@ -182,6 +182,13 @@ def test_finish_with_a_code_is_the_jobs_code(tmp_path: Path) -> None:
     assert done.returncode == 4 and "lost rank" not in done.stderr
 
 
+def test_adapt_imports_the_adaptor_before_the_script_and_nothing_does_without(tmp_path: Path) -> None:
+    command = write(tmp_path, "say('there', adaptor='megatron.elastic.adaptor' in sys.modules)")
+    for options, expected in (([], False), (["--adapt"], True), (["--adapt", "--preload", "none"], True)):
+        done = run([*options, *command])
+        assert done.returncode == 0 and json.loads(done.stdout)["adaptor"] is expected, done.stderr
+
+
 def test_a_worker_that_hangs_on_its_way_out_is_ended(tmp_path: Path) -> None:
     body = "m.finish(0)\nif m.rank == 1: time.sleep(600)"
     done = run(["--nproc-per-node", "2", "--shutdown-timeout", "1", *write(tmp_path, body, MEMBER), "--elastic"])

@@ -402,8 +402,8 @@ class Agent:
         elif elastic:
             say(f"{name}: asking the workers to save and end (again: at once)")
             self.append(Wanted("drain"))
-            late = Ended(128 + number, f"{name}: not drained within {self.job.shutdown_timeout:.0f} s: the job ends")
-            self._loop.after(self.job.shutdown_timeout, lambda: self.append(late))
+            late = Ended(128 + number, f"{name}: not drained within {self.job.drain_timeout:.0f} s: the job ends")
+            self._loop.after(self.job.drain_timeout, lambda: self.append(late))
         else:
             for worker in self._pool.workers.values():
                 if worker.pid:

@@ -28,6 +28,9 @@ from megatron.elastic.launch.worker import Kind
 __all__ = ["BadInput", "Job", "parse"]
 
 
+_DRAIN_SECONDS = 600
+"""Saving a checkpoint takes longer than torchrun's 30 s; whoever sent the signal has a limit of his own."""
+
 _UNUSED: Mapping[str, object] = {
     "--max-restarts": 0,
     "--monitor-interval": 0.1,
@@ -72,6 +75,8 @@ class Job:
     virtual_local_rank: bool
     max_restarts: int
     shutdown_timeout: float
+    drain_timeout: float
+    """Seconds an elastic job may take to save and end after a signal; as ``shutdown_timeout`` where that is given."""
     signals: tuple[str, ...]
     """Names of the signals that drain the job."""
     elastic: bool
@@ -151,6 +156,7 @@ def _job(args: argparse.Namespace, place: Placement, settings: ElasticConfig) ->
         virtual_local_rank=args.virtual_local_rank,
         max_restarts=args.max_restarts,
         shutdown_timeout=float(args.shutdown_timeout if args.shutdown_timeout is not None else 30),
+        drain_timeout=float(args.shutdown_timeout if args.shutdown_timeout is not None else _DRAIN_SECONDS),
         signals=_signals(args.signals_to_handle),
         elastic=elastic,
         settings=settings,
