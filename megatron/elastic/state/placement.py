@@ -154,25 +154,38 @@ def promote_only(placement: Placement, survivors: Collection[int], groups: Seque
     alive = frozenset(survivors)
     holders = {(g.unit, g.shard): frozenset(g.holders) for g in groups}
     copies: dict[BlockKey, Copies] = {}
-    changes: list[Transition] = []
-    lost: list[BlockKey] = []
-    load: dict[tuple[int, int, int], int] = {}
     orphans: list[tuple[int, BlockKey, tuple[int, ...], tuple[int, ...]]] = []
-    for key, held in sorted(placement.copies.items()):
-        left = tuple(r for r in held.ranks if r in alive)
+    lost: list[BlockKey] = []
+    for key, held in placement.copies.items():
         home = holders.get(key[:2])
+        if held.owner in alive and (home is None or held.owner in home):
+            whole = alive.issuperset(held.mirrors)
+            copies[key] = held if whole else Copies(held.owner, tuple(r for r in held.mirrors if r in alive))
+            continue
+        left = tuple(r for r in held.ranks if r in alive)
         able = left if home is None else tuple(r for r in left if r in home) or left
         if held.owner in able:
-            copies[key] = held if left == held.ranks else Copies(held.owner, left[1:])
-            load[key[0], key[1], held.owner] = load.get((key[0], key[1], held.owner), 0) + 1
+            copies[key] = Copies(held.owner, left[1:])
         elif able:
             orphans.append((len(able), key, able, left))
         else:
             lost.append(key)
+    load = _loads(copies, {key[:2] for _, key, _, _ in orphans})
+    changes: list[Transition] = []
     for _, key, able, left in sorted(orphans):  # those with the least choice first
         unit, shard, _ = key
         chosen = min(able, key=lambda r: (load.get((unit, shard, r), 0), r))
         load[unit, shard, chosen] = load.get((unit, shard, chosen), 0) + 1
         copies[key] = Copies(chosen, tuple(r for r in left if r != chosen))
         changes.append(Transition("promote", key, chosen))
-    return Promotion(Placement(copies), tuple(changes), tuple(lost))
+    return Promotion(Placement(copies), tuple(changes), tuple(sorted(lost)))
+
+
+def _loads(copies: Mapping[BlockKey, Copies], units: Collection[tuple[int, int]]) -> dict[tuple[int, int, int], int]:
+    """(unit, shard, rank) → blocks it owns there, for ``units``."""
+    load: dict[tuple[int, int, int], int] = {}
+    for key, held in copies.items():
+        if key[:2] in units:
+            place = (key[0], key[1], held.owner)
+            load[place] = load.get(place, 0) + 1
+    return load
