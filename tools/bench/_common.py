@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -82,6 +82,7 @@ class Ranks:
         self._size = size
         self._deadline = time.monotonic() + seconds
         self._pipes: dict[int, Connection] = {}
+        self._inbox: dict[int, list[tuple[str, Any]]] = {}
         self._processes: dict[int, Any] = {}
 
     def __enter__(self) -> Ranks:
@@ -104,14 +105,11 @@ class Ranks:
         process = context.Process(target=_run, args=(body or self._body, here), daemon=True)
         process.start()
         theirs.close()
-        self._pipes[rank], self._processes[rank] = ours, process
+        self._pipes[rank], self._processes[rank], self._inbox[rank] = ours, process, []
 
     def hear(self, rank: int) -> Any:
         """Next word of ``rank``. Raises :class:`Failed` when it raised or died, ``TimeoutError``."""
-        kind, what = self._next(rank)
-        if kind == "raised":
-            raise Failed(f"rank {rank}:\n{what}")
-        return what
+        return self._next(rank)[1]
 
     def results(self, ranks: Iterable[int]) -> dict[int, Any]:
         """What ``body`` returned in each of ``ranks``."""
@@ -130,14 +128,29 @@ class Ranks:
         return int(self._processes[rank].pid)
 
     def _next(self, rank: int) -> tuple[str, Any]:
-        pipe = self._pipes[rank]
-        if not pipe.poll(max(0.0, self._deadline - time.monotonic())):
-            raise TimeoutError(f"rank {rank} said nothing in time")
+        """The next message of ``rank``; a failure of any other rank meanwhile is raised at once."""
+        while not self._inbox.setdefault(rank, []):
+            left = max(0.0, self._deadline - time.monotonic())
+            open_pipes = {pipe: peer for peer, pipe in self._pipes.items() if not pipe.closed}
+            ready = multiprocessing.connection.wait(list(open_pipes), left)
+            if not ready:
+                raise TimeoutError(f"rank {rank} said nothing in time")
+            for pipe in ready:
+                self._receive(open_pipes[cast(Connection, pipe)], rank)
+        return self._inbox[rank].pop(0)
+
+    def _receive(self, peer: int, wanted: int) -> None:
         try:
-            kind, what = pipe.recv()
-        except EOFError:
-            raise Failed(f"rank {rank} died (exit code {self._processes[rank].exitcode})") from None
-        return str(kind), what
+            kind, what = self._pipes[peer].recv()
+        except (EOFError, ConnectionResetError):
+            self._pipes[peer].close()
+            if peer == wanted:
+                self._processes[peer].join(1.0)
+                raise Failed(f"rank {peer} died (exit code {self._processes[peer].exitcode})") from None
+            return
+        if kind == "raised":
+            raise Failed(f"rank {peer}:\n{what}")
+        self._inbox.setdefault(peer, []).append((str(kind), what))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

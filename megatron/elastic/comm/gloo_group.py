@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from megatron.elastic.comm.errors import CommError, PeerLost
 from megatron.elastic.comm.gloo_work import GlooWork, Waits
+from megatron.elastic.comm.reconfigure import Reconfigurable, handle_of, reconfigure
 from megatron.elastic.comm.registry import group_name
 
 __all__ = ["GlooGroup", "Host", "Seating"]
@@ -87,7 +88,7 @@ class Seating:
         return 0 if inner is None else inner
 
 
-class Host(Waits, Protocol):
+class Host(Waits, Reconfigurable, Protocol):
     """What a group needs from its fabric."""
 
     timeout: float
@@ -143,6 +144,30 @@ class GlooGroup(dist.ProcessGroup):
 
     def shutdown(self) -> None:
         self._host.forget(self)
+
+    # -- torch's reconfiguration protocol (2.14 and later) --------------------
+
+    @property
+    def supports_reconfigure(self) -> bool:
+        return True
+
+    def get_reconfigure_handle(self) -> str:
+        return handle_of(self._host)
+
+    def reconfigure(self, opts: Any) -> dist.Work:
+        """``opts``: ``uuid``, ``handles``, ``timeout`` (torch's ``ReconfigureOptions``)."""
+        return reconfigure(self._host, opts.uuid, opts.handles, opts.timeout)
+
+    def _supports_reconfigure(self) -> bool:
+        return True
+
+    def _get_reconfigure_handle(self) -> str:
+        return handle_of(self._host)
+
+    def _reconfigure(
+        self, uuid: int, handles: Sequence[str], timeout: timedelta | None = None, hints: object = None
+    ) -> dist.Work:
+        return reconfigure(self._host, uuid, handles, timeout)
 
     # -- reductions ---------------------------------------------------------
 

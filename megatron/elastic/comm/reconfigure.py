@@ -1,0 +1,87 @@
+"""torch's own protocol for process groups that change (torch 2.14 and later), over ``Fabric.edit``.
+
+There, a manager (torchft's, for one) collects ``_get_reconfigure_handle()`` of
+everybody who is to take part and calls ``_reconfigure(uuid, handles)`` on each;
+``torch.distributed`` hands both to the group's ``get_reconfigure_handle`` and
+``reconfigure``. Here a handle is an :class:`Address` as JSON, and ``uuid`` the
+generation, which must grow.
+
+One difference, on purpose: the protocol numbers ranks by position in
+``handles``; the default group of this runtime is the slot space, where a rank
+is never renumbered. Handles must therefore name slots in ascending order, and
+sub-groups (which hold the living only) are the dense view.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from megatron.elastic.comm.errors import CommError
+from megatron.elastic.comm.fabric import Address, EditReport
+
+__all__ = ["Reconfigurable", "handle_of", "members_of", "reconfigure"]
+
+
+class Reconfigurable(Protocol):
+    """What the protocol needs of a fabric."""
+
+    timeout: float
+
+    def address(self) -> Address: ...
+
+    def interrupt(self, generation: int) -> None: ...
+
+    def edit(self, generation: int, members: Mapping[int, Address], timeout: float) -> EditReport: ...
+
+
+def handle_of(fabric: Reconfigurable) -> str:
+    """How peers reach this process, as text."""
+    return json.dumps(vars(fabric.address()), sort_keys=True)
+
+
+def members_of(handles: Sequence[str]) -> dict[int, Address]:
+    """Rank → address. Raises ``CommError`` for text that is no handle, or two of one rank."""
+    members: dict[int, Address] = {}
+    for handle in handles:
+        try:
+            address = Address(**json.loads(handle))
+        except (TypeError, ValueError) as error:
+            raise CommError(f"not a reconfigure handle of this backend: {handle!r}") from error
+        if address.rank in members:
+            raise CommError(f"two handles for rank {address.rank}")
+        members[address.rank] = address
+    if list(members) != sorted(members):
+        raise CommError("handles must be in ascending order of rank: slots are never renumbered")
+    return members
+
+
+def reconfigure(fabric: Reconfigurable, uuid: int, handles: Sequence[str], timeout: timedelta | None) -> dist.Work:
+    """Void what is in flight, then make the processes behind ``handles`` the living ones (generation ``uuid``)."""
+    members = members_of(handles)
+    fabric.interrupt(uuid)
+    fabric.edit(uuid, members, timeout.total_seconds() if timeout else fabric.timeout)
+    return _Done()
+
+
+class _Done(dist.Work):
+    """The edit is synchronous: its work is complete when it is returned."""
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def is_success(self) -> bool:
+        return True
+
+    def get_future(self) -> torch.futures.Future[None]:
+        future: torch.futures.Future[None] = torch.futures.Future()
+        future.set_result(None)
+        return future
