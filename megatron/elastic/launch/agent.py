@@ -115,7 +115,7 @@ class Agent:
         for name in self.job.signals:
             self._loop.on_signal(signal.Signals[name], self._signalled)
         self._couriers.start()
-        self._loop.every(self.timing.look, lambda: self._watch.look(self._pool.workers.values()))
+        self._loop.every(self.timing.look, self._look)
         self._loop.every(self.timing.beat, self._beat)
         if self._neighbours is not None:
             self._neighbours.start(self.job.master_addr)
@@ -132,6 +132,9 @@ class Agent:
         state = self.state.ranks[rank]
         if self.exit_code is None and rank not in self.by_rank and (state.may_return or incarnation == 0):
             self.by_rank[rank] = self._nursery.start(rank, incarnation, newcomer=not self.state.fresh)
+
+    def _look(self) -> None:
+        self._watch.look(w for w in self._pool.workers.values() if w.elastic or self.job.elastic)
 
     def _beat(self) -> None:
         self._pool.rouse()

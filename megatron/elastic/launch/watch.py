@@ -45,12 +45,12 @@ class Watch:
         self._last_look = time.monotonic()
 
     def look(self, workers: Iterable[Worker]) -> None:
-        """Note what changed since the last look."""
+        """Note what changed since the last look, with ``workers`` those that can be lost without ending the job."""
         now = time.monotonic()
         if now - self._last_look > max(self._timing.stopped, 4 * self._timing.look):
             self._start_over(now)
         self._last_look = now
-        current = {worker.number: worker for worker in workers if worker.pid and worker.elastic}
+        current = {worker.number: worker for worker in workers if worker.pid}
         for number in self._seen.keys() - current.keys():
             del self._seen[number]
         for worker in current.values():

@@ -1,0 +1,157 @@
+"""What the launcher knows of processes, and its loop."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+from megatron.elastic.launch.loop import Loop
+from megatron.elastic.launch.processes import (
+    MessageSocket,
+    describe_status,
+    exit_status,
+    kill_group,
+    process_state,
+    sweep_segments,
+    thread_count,
+)
+
+
+ENVIRON = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[3])}
+
+
+def wait_for(claim: object, seconds: float = 30.0) -> None:
+    assert callable(claim)
+    end = time.monotonic() + seconds
+    while not claim():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def test_the_status_of_a_dead_process_is_readable_before_it_is_reaped() -> None:
+    child = subprocess.Popen(["sleep", "600"])
+    assert exit_status(child.pid) is None
+    child.send_signal(signal.SIGSTOP)
+    wait_for(lambda: process_state(child.pid) == "T")
+    child.kill()
+    wait_for(lambda: process_state(child.pid) == "Z")
+    status = exit_status(child.pid)
+    assert status is not None and describe_status(status) == "signal SIGKILL"
+    child.wait()
+    assert process_state(child.pid) is None and exit_status(child.pid) is None
+    assert describe_status(7 << 8) == "exit code 7"
+
+
+def test_a_death_signal_reaches_a_child_whose_parent_was_killed() -> None:
+    program = (
+        "import os, time\n"
+        "from megatron.elastic.launch.processes import die_with_parent\n"
+        "me = os.getpid()\n"
+        "child = os.fork()\n"
+        "if child == 0:\n    die_with_parent(me); print(os.getpid(), flush=True); time.sleep(600)\n"
+        "time.sleep(600)\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env=ENVIRON)
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    parent.kill()
+    wait_for(lambda: process_state(child) in (None, "Z"))
+    parent.wait()
+
+
+def test_asking_for_a_death_signal_too_late_ends_the_child_at_once() -> None:
+    program = "from megatron.elastic.launch.processes import die_with_parent; die_with_parent(1); print('alive')"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=ENVIRON)
+    assert done.returncode == 128 + signal.SIGKILL and done.stdout == ""
+
+
+def test_killing_a_group_takes_what_the_leader_started() -> None:
+    program = "import subprocess; print(subprocess.Popen(['sleep', '600']).pid, flush=True); input()"
+    leader = subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert leader.stdout is not None
+    grandchild = int(leader.stdout.readline())
+    kill_group(leader.pid)
+    leader.wait()
+    wait_for(lambda: process_state(grandchild) in (None, "Z"))
+    kill_group(leader.pid)
+
+
+def test_messages_carry_descriptors_and_the_end_is_none() -> None:
+    one, two = MessageSocket.pair()
+    reading, writing = os.pipe()
+    one.send({"a": [1, "é"]}, [writing])
+    os.close(writing)
+    received = two.receive()
+    assert received is not None and received[0] == {"a": [1, "é"]}
+    os.write(received[1][0], b"through")
+    os.close(received[1][0])
+    assert os.read(reading, 100) == b"through"
+    os.close(reading)
+    one.close()
+    assert two.receive() is None
+    two.close()
+
+
+def test_only_segments_of_the_prefix_are_swept() -> None:
+    names = [f"/dev/shm/mel-test{os.getpid()}-0-x", f"/dev/shm/mel-test{os.getpid()}-1-x"]
+    for name in names:
+        open(name, "w").close()
+    sweep_segments(f"mel-test{os.getpid()}-0-")
+    assert [os.path.exists(name) for name in names] == [False, True]
+    os.unlink(names[1])
+
+
+def test_the_loop_keeps_order_takes_calls_from_threads_and_forgets_within_a_batch() -> None:
+    loop, log = Loop(), list[str]()
+    pairs = [socket.socketpair() for _ in range(2)]
+
+    def readable(index: int) -> None:
+        log.append("readable")
+        for mine, _ in pairs:  # whichever comes first forgets both
+            loop.forget(mine.fileno())
+
+    for index, (mine, theirs) in enumerate(pairs):
+        theirs.send(b"x")
+        loop.watch(mine.fileno(), lambda _mask, i=index: readable(i))
+    loop.after(0.02, lambda: log.append("later"))
+    loop.after(0.01, lambda: log.append("sooner"))
+    loop.after(0.05, lambda: threading.Thread(target=lambda: loop.post(loop.stop)).start())
+    loop.run()
+    assert log == ["readable", "sooner", "later"]
+    loop.close()
+    for pair in pairs:
+        for end in pair:
+            end.close()
+
+
+def test_a_signal_is_handled_on_the_loop() -> None:
+    loop, seen = Loop(), list[int]()
+    before = signal.getsignal(signal.SIGUSR1)
+    loop.on_signal(signal.SIGUSR1, lambda number: (seen.append(number), loop.stop())[0])
+    os.kill(os.getpid(), signal.SIGUSR1)
+    loop.run()
+    signal.signal(signal.SIGUSR1, before)
+    assert seen == [signal.SIGUSR1]
+    loop.close()
+
+
+def test_this_process_counts_its_own_threads() -> None:
+    before = thread_count()
+    done = threading.Event()
+    thread = threading.Thread(target=done.wait)
+    thread.start()
+    assert thread_count() == before + 1
+    done.set()
+    thread.join()
