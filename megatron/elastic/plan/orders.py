@@ -48,23 +48,22 @@ def compute_orders(group: Sequence[int], work: Work, split_backward: bool) -> di
     stages = is_pipeline(group, work.pieces)
     if stages is not None and not split_backward:
         return {cell: one_f_one_b(own, at, len(stages)) for at, (cell, own) in enumerate(stages)}
-    found: list[dict[int, list[Step]]] = []
+    found: list[tuple[int, dict[int, list[Step]]]] = []
     if stages is not None and (delays := _weight_delays(stages, work)) is not None:
         late = {cell: zero_bubble_h1(own, at, len(stages), delays[at]) for at, (cell, own) in enumerate(stages)}
         if delays == list(range(len(stages))):
             return late
-        found.append(late)
+        found.append((walk(tables_from_orders(late, work.index), work.costs).makespan, late))
     chunked = is_interleaved(group, work.pieces)
     if chunked is not None and not split_backward:
         return {cell: interleaved(chunks, at, len(chunked)) for at, (cell, chunks) in enumerate(chunked)}
-    found += [
-        list_schedule(
-            group, work.pieces, work.edges, work.index, work.waves, work.costs, caps, split_backward, forward_first
-        ).orders
-        for caps in row_caps(group, work)
-        for forward_first in ((True, False) if split_backward else (True,))
-    ]
-    return min(found, key=lambda orders: walk(tables_from_orders(orders, work.index), work.costs).makespan)
+    for caps in row_caps(group, work):
+        for forward_first in (True, False) if split_backward else (True,):
+            listing = list_schedule(
+                group, work.pieces, work.edges, work.index, work.waves, work.costs, caps, split_backward, forward_first
+            )
+            found.append((listing.makespan, listing.orders))
+    return min(found, key=lambda timed: timed[0])[1]
 
 
 def row_caps(group: Sequence[int], work: Work) -> list[dict[int, int]]:
