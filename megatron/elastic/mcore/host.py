@@ -322,7 +322,7 @@ class Host:
                 "should_checkpoint": False,
                 "should_exit": False,
                 "exit_code": 0,
-                "grad_norm": result.grad_norm,
+                "grad_norm": None if result.skipped else result.grad_norm,
                 "num_zeros_in_grad": result.zeros,
                 "log_max_attention_logit": 0,
             }
