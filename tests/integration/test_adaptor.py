@@ -70,6 +70,23 @@ def test_without_elastic_the_step_and_its_loop_are_megatrons_own() -> None:
     assert "untouched" in printed
 
 
+def test_a_synchronous_save_starts_no_process_and_an_asynchronous_one_still_does() -> None:
+    succeeded(run("""
+        import argparse, multiprocessing, queue
+        if __name__ == "__main__":
+            import megatron.elastic.adaptor
+            from megatron.training import global_vars
+            from megatron.core.dist_checkpointing.strategies.filesystem_async import get_write_results_queue
+            global_vars.set_args(argparse.Namespace(async_save=False))
+            assert type(get_write_results_queue()) is queue.Queue
+            assert get_write_results_queue() is get_write_results_queue()
+            assert multiprocessing.active_children() == []
+            global_vars.get_args().async_save = True
+            assert type(get_write_results_queue()) is not queue.Queue
+            assert len(multiprocessing.active_children()) == 1
+    """))
+
+
 def test_with_elastic_the_table_is_printed_and_in_force_once_arguments_are_parsed() -> None:
     printed = succeeded(run("""
         import sys

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.elastic.mcore import arguments, norms, preflight, substitutions, support, torch_adam
+from megatron.elastic.mcore import arguments, norms, preflight, save_queue, substitutions, support, torch_adam
 from megatron.elastic.mcore.bad_input import port_in_use_named, translated
 from megatron.elastic.mcore.patches import Patch, PatchSet, apply, bound, describe
 from megatron.elastic.platform.base import Platform
@@ -74,6 +74,9 @@ class Startup:
             Patch("megatron.core.transformer.moe.moe_utils.maybe_move_tensor_to_cpu",
                   "turns split sizes into a list only when they lie on a GPU; all-to-all wants the list everywhere",
                   _make_split_sizes, _ALL, "platform"),
+            Patch("megatron.core.dist_checkpointing.strategies.filesystem_async.get_write_results_queue",
+                  "starts a process that imports everything anew at the first save, and outlives a killed rank",
+                  save_queue.make_results_queue, _TRAINING, "platform"),
             Patch("megatron.core.optimizer.distrib_optimizer.DistributedOptimizer.state_dict",
                   "torch's Adam has no step count before its first step: loading a checkpoint asserts on it",
                   torch_adam.make_state_dict, _ALL, "platform"),
