@@ -295,6 +295,20 @@ def _parse(line: bytes) -> Record:
     )
 
 
+def _after_torn(line: bytes) -> bytes:
+    """The whole line behind a torn one that lacks its newline (inside a JSON string the quotes would be escaped)."""
+    last = line.rfind(_FIRST)
+    return line[last:] if last > 0 and line.startswith(_FIRST) and not _is_json(line) else line
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except ValueError:
+        return False
+    return True
+
+
 def _torn(line: bytes) -> bool:
     """Whether ``line`` can be the beginning of one of ours."""
     return line[: len(_FIRST)] == _FIRST[: len(line)] and not line.endswith(b"}}")
@@ -317,7 +331,7 @@ def read_events(directory: str | os.PathLike[str]) -> list[Record]:
             if number == len(lines):
                 break  # empty, or cut short
             try:
-                record = _parse(line)
+                record = _parse(_after_torn(line))
             except (ValueError, KeyError, TypeError) as error:
                 if isinstance(error, json.JSONDecodeError) and _torn(line):
                     continue  # cut short, an incarnation follows
