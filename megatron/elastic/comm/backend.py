@@ -153,10 +153,10 @@ def _replace_functions(installation: Installation) -> None:
     ) -> dist.ProcessGroup:
         return installation.new_group(ranks, group_desc, sort_ranks)
 
-    def tensor_to_object(tensor: torch.Tensor, tensor_size: Any, group: Any) -> Any:
+    def tensor_to_object(tensor: torch.Tensor, tensor_size: Any, group: Any, *args: Any, **kwargs: Any) -> Any:
         if int(tensor_size) == 0:
             return None
-        return originals["_tensor_to_object"](tensor, tensor_size, group)
+        return originals["_tensor_to_object"](tensor, tensor_size, group, *args, **kwargs)
 
     def broadcast_object_list(
         object_list: list[Any],
@@ -164,12 +164,13 @@ def _replace_functions(installation: Installation) -> None:
         group: dist.ProcessGroup | None = None,
         device: torch.device | None = None,
         group_src: int | None = None,
+        **kwargs: Any,
     ) -> None:
         if src is None and group_src is None:
             src = 0
         if not c10d._rank_not_in_group(group):
             src, group_src = _standing_in(fabric, group, src, group_src)
-        originals["broadcast_object_list"](object_list, src, group, device, group_src)
+        originals["broadcast_object_list"](object_list, src, group, device, group_src, **kwargs)
 
     ours = (new_group_with_tag, tensor_to_object, broadcast_object_list)
     for name, function in zip(REPLACED, ours, strict=True):

@@ -15,7 +15,7 @@ several overloads of its own wording, and lack others that exist.)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol, cast
@@ -165,7 +165,7 @@ class GlooGroup(dist.ProcessGroup):
         return handle_of(self._host)
 
     def _reconfigure(
-        self, uuid: int, handles: Sequence[str], timeout: timedelta | None = None, hints: object = None
+        self, uuid: int, handles: Collection[str], timeout: timedelta | None = None, hints: object = None
     ) -> dist.Work:
         return reconfigure(self._host, uuid, handles, timeout)
 

@@ -15,7 +15,7 @@ sub-groups (which hold the living only) are the dense view.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from datetime import timedelta
 from typing import Protocol
 
@@ -45,8 +45,11 @@ def handle_of(fabric: Reconfigurable) -> str:
     return json.dumps(vars(fabric.address()), sort_keys=True)
 
 
-def members_of(handles: Sequence[str]) -> dict[int, Address]:
-    """Rank → address. Raises ``CommError`` for text that is no handle, or two of one rank."""
+def members_of(handles: Collection[str]) -> dict[int, Address]:
+    """Rank → address; a set (whose order is ours to choose) is sorted.
+
+    Raises ``CommError`` for text that is no handle, or two of one rank.
+    """
     members: dict[int, Address] = {}
     for handle in handles:
         try:
@@ -56,12 +59,14 @@ def members_of(handles: Sequence[str]) -> dict[int, Address]:
         if address.rank in members:
             raise CommError(f"two handles for rank {address.rank}")
         members[address.rank] = address
+    if isinstance(handles, (set, frozenset)):
+        members = dict(sorted(members.items()))
     if list(members) != sorted(members):
         raise CommError("handles must be in ascending order of rank: slots are never renumbered")
     return members
 
 
-def reconfigure(fabric: Reconfigurable, uuid: int, handles: Sequence[str], timeout: timedelta | None) -> dist.Work:
+def reconfigure(fabric: Reconfigurable, uuid: int, handles: Collection[str], timeout: timedelta | None) -> dist.Work:
     """Void what is in flight, then make the processes behind ``handles`` the living ones (generation ``uuid``)."""
     members = members_of(handles)
     fabric.interrupt(uuid)

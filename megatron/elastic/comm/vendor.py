@@ -1,0 +1,97 @@
+"""A vendor's collective library (NCCL, HCCL) as something that can be edited.
+
+Bulk data on accelerators goes through the vendor; membership, errors and
+waiting stay ours. A library may be unable to do part of an edit, or hang while
+aborting (both have). Hence every call that can block runs in a helper with a
+time limit (:func:`bounded`), and a helper that does not come back ends the
+process: the agent starts it again, which is faster than any time-out above it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Literal, NoReturn, TypeVar
+
+from megatron.elastic.comm.errors import CommError
+
+__all__ = [
+    "RESPAWN_EXIT_CODE",
+    "Edit",
+    "VendorCommunicator",
+    "VendorError",
+    "VendorHang",
+    "bounded",
+    "exit_into_respawn",
+]
+
+RESPAWN_EXIT_CODE = 75
+"""Exit status of a worker that a vendor library has locked up (EX_TEMPFAIL: start it again)."""
+
+Edit = Literal["kept", "shrunk", "grown", "replaced", "rebuilt"]
+"""What an edit came to: nothing, dropped members, added, both, or all made anew."""
+
+T = TypeVar("T")
+_log = logging.getLogger(__name__)
+
+
+class VendorError(CommError):
+    """The vendor library refused a call; the text names the call and its reason."""
+
+
+class VendorHang(CommError):
+    """A vendor call did not return within its limit; its thread is lost."""
+
+
+class VendorCommunicator(ABC):
+    """One group of one process inside a vendor library.
+
+    ``order`` lists global ranks by vendor rank. After members were added it need
+    not be the group's member order: libraries append.
+    """
+
+    order: tuple[int, ...]
+
+    @abstractmethod
+    def edit(self, members: Sequence[int], share: Callable[[bytes | None], bytes]) -> Edit:
+        """Stop what is in flight and make ``members`` (global ranks, this one included) the members.
+
+        Called by survivors. ``share(value)`` broadcasts bytes over the host
+        links, from the member that passes bytes to those that pass None: the
+        first survivor in ``order``. Raises :class:`VendorError`, :class:`VendorHang`.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free everything, aborting what is in flight. Idempotent."""
+
+
+def bounded(action: Callable[[], T], seconds: float, what: str) -> T:
+    """``action()`` in a helper thread. Raises :class:`VendorHang` when it takes longer than ``seconds``."""
+    result: list[T] = []
+    failure: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            result.append(action())
+        except BaseException as error:
+            failure.append(error)
+
+    helper = threading.Thread(target=run, name=f"elastic-vendor-{what}", daemon=True)
+    helper.start()
+    helper.join(seconds)
+    if helper.is_alive():
+        raise VendorHang(f"{what} did not return within {seconds:.3g} s")
+    if failure:
+        raise failure[0]
+    return result[0]
+
+
+def exit_into_respawn(hang: VendorHang) -> NoReturn:
+    """End this process at once: a thread stuck in the vendor library holds locks nobody can free."""
+    _log.critical("%s: this worker ends and is started again", hang)
+    logging.shutdown()
+    os._exit(RESPAWN_EXIT_CODE)
