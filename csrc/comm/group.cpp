@@ -7,73 +7,81 @@
 
 namespace elastic::comm {
 
-void Group::run(Workers& workers, const std::function<void()>& work) {
-  {
-    std::unique_lock<std::mutex> lock(mutex_);
-    if (busy_ || !queue_.empty()) {
-      std::mutex done_mutex;
-      std::condition_variable done_cv;
-      bool done = false;
-      std::exception_ptr error;
-      queue_.push_back([&] {
-        try {
-          work();
-        } catch (...) {
-          error = std::current_exception();
-        }
-        std::lock_guard<std::mutex> done_lock(done_mutex);
-        done = true;
-        done_cv.notify_one();
-      });
-      lock.unlock();
-      std::unique_lock<std::mutex> done_lock(done_mutex);
-      done_cv.wait(done_lock, [&] { return done; });
-      if (error) std::rethrow_exception(error);
-      return;
+void Group::run_front(std::unique_lock<std::mutex>& lock) {
+  auto work = std::move(queue_.front());
+  queue_.pop_front();
+  busy_ = true;
+  lock.unlock();
+  work();
+  work = nullptr;  // what it held is let go without the lock
+  lock.lock();
+  busy_ = false;
+  if (waiting_ > 0) ran_.notify_all();
+}
+
+void Group::hand_on(Workers& workers) {
+  if (busy_ || scheduled_ || queue_.empty()) return;
+  scheduled_ = true;
+  workers.submit([self = self_.lock()] { self->drain(); });
+}
+
+void Group::drain() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  scheduled_ = false;
+  while (!busy_ && !queue_.empty()) run_front(lock);
+}
+
+bool Group::help(Workers& workers, const std::function<bool()>& done, std::chrono::steady_clock::time_point deadline) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  bool in_time = true;
+  while (!done() && in_time) {
+    if (!busy_ && !queue_.empty()) {
+      run_front(lock);
+      continue;
     }
-    busy_ = true;
+    ++waiting_;
+    in_time = ran_.wait_until(lock, deadline) == std::cv_status::no_timeout;
+    --waiting_;
   }
+  hand_on(workers);
+  return done();
+}
+
+void Group::run(Workers& workers, const std::function<void()>& work) {
   std::exception_ptr error;
-  try {
-    work();
-  } catch (...) {
-    error = std::current_exception();
-  }
-  bool more = false;
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    busy_ = more = !queue_.empty();
-  }
-  if (more) {
-    workers.submit([self = self_.lock()] { self->drain(); });
+  const auto guarded = [&] {
+    try {
+      work();
+    } catch (...) {
+      error = std::current_exception();
+    }
+  };
+  std::unique_lock<std::mutex> lock(mutex_);
+  if (!busy_ && queue_.empty()) {
+    busy_ = true;
+    lock.unlock();
+    guarded();
+    lock.lock();
+    busy_ = false;
+    if (waiting_ > 0) ran_.notify_all();
+    hand_on(workers);
+  } else {
+    bool ran = false;  // under mutex_ where it is read
+    queue_.push_back([&] {
+      guarded();
+      std::lock_guard<std::mutex> inner(mutex_);
+      ran = true;
+    });
+    lock.unlock();
+    help(workers, [&] { return ran; }, std::chrono::steady_clock::time_point::max());
   }
   if (error) std::rethrow_exception(error);
 }
 
 void Group::enqueue(Workers& workers, std::function<void()> work) {
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    queue_.push_back(std::move(work));
-    if (busy_) return;
-    busy_ = true;
-  }
-  workers.submit([self = self_.lock()] { self->drain(); });
-}
-
-void Group::drain() {
-  for (;;) {
-    std::function<void()> work;
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      if (queue_.empty()) {
-        busy_ = false;
-        return;
-      }
-      work = std::move(queue_.front());
-      queue_.pop_front();
-    }
-    work();
-  }
+  std::lock_guard<std::mutex> lock(mutex_);
+  queue_.push_back(std::move(work));
+  hand_on(workers);
 }
 
 Workers::~Workers() { stop(); }

@@ -2,10 +2,12 @@
 //
 // `members` never change; `living` are those of the present generation in the
 // same order. Work on one group runs in the order it was asked for: at once in
-// the caller's thread when nothing is queued, else behind what is.
+// the caller's thread when nothing is queued, else behind what is. Queued work is
+// run by a worker or by whoever waits for it, whichever comes first.
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
@@ -35,11 +37,18 @@ struct Group {
   void run(Workers& workers, const std::function<void()>& work);
   // Queues `work` (which must not throw) and returns at once.
   void enqueue(Workers& workers, std::function<void()> work);
+  // Runs what is queued, or waits for who does, until done() or the deadline; whether it is done.
+  bool help(Workers& workers, const std::function<bool()>& done, std::chrono::steady_clock::time_point deadline);
 
  private:
+  void run_front(std::unique_lock<std::mutex>& lock);
+  void hand_on(Workers& workers);  // with the mutex held: somebody must see to what is queued
   void drain();
   std::mutex mutex_;
-  bool busy_ = false;
+  std::condition_variable ran_;
+  int waiting_ = 0;
+  bool busy_ = false;       // somebody runs work of this group
+  bool scheduled_ = false;  // a worker is about to look
   std::deque<std::function<void()>> queue_;
   std::weak_ptr<Group> self_;
   friend class Hub;

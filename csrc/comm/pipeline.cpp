@@ -86,6 +86,8 @@ class Pipeline {
     }
     chunks_ = uint32_t((largest_ + chunk_ - 1) / chunk_);
     gathers_ = job.outputs != nullptr && (job.only < 0 || job.only == me_);
+    landing_[0].resize(size_t(n_));
+    landing_[1].resize(size_t(n_));
     arriving_.resize(chunks_);
     results_.resize(chunks_);
   }
@@ -104,12 +106,20 @@ class Pipeline {
     return at >= sizes_[size_t(part)] ? 0 : std::min(chunk_, sizes_[size_t(part)] - at);
   }
 
+  // Where a contribution that cannot be read in place lands: chunk c is reduced before c + 2 is posted.
+  char* landing(int j, uint32_t c) {
+    if (op_.in_place(j)) return nullptr;
+    char*& at = landing_[c % 2][size_t(j)];
+    if (at == nullptr) at = op_.scratch(std::min(chunk_, sizes_[size_t(me_)]));
+    return at;
+  }
+
   // Contributions to everybody's chunk c go out; what will come for it is posted.
   void begin(uint32_t c) {
     const size_t at = size_t(c) * chunk_;
     if (job_.inputs != nullptr) {
       if (const size_t mine = length(me_, c)) {
-        for (int j : peers_) arriving_[c].push_back(op_.post(j, 2 * c, nullptr, mine));
+        for (int j : peers_) arriving_[c].push_back(op_.post(j, 2 * c, landing(j, c), mine));
       }
       for (int step = 1; step < n_; ++step) {
         const int j = (me_ + step) % n_;  // each starts elsewhere
@@ -178,6 +188,7 @@ class Pipeline {
   size_t chunk_ = 0;
   uint32_t chunks_ = 0;
   bool gathers_ = false;
+  std::vector<char*> landing_[2];
   std::vector<int> peers_;
   std::vector<int> receivers_;
   std::vector<std::vector<RecvPtr>> arriving_;

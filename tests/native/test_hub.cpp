@@ -198,8 +198,13 @@ TEST(an_interrupt_wakes_every_wait) {
     ranks.edit(1, ranks.all());
     std::atomic<int> woken{0};
     std::thread interrupter([&] {
-      std::this_thread::sleep_for(std::chrono::milliseconds(100));
-      CHECK(ranks.hubs[0]->waiting_for() == std::vector<int>{2});
+      bool published = false;
+      for (int i = 0; i < 10000 && !published; ++i) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        published = true;
+        for (int r : {0, 1}) published = published && ranks.hubs[size_t(r)]->waiting_for() == std::vector<int>{2};
+      }
+      CHECK(published);
       for (int r : {0, 1}) ranks.hubs[size_t(r)]->interrupt(2);
     });
     ranks.each({0, 1}, [&](int r) {

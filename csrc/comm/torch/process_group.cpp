@@ -136,13 +136,17 @@ Call ElasticProcessGroup::call(const View& v, std::chrono::milliseconds timeout)
 }
 
 WorkPtr ElasticProcessGroup::launch(c10d::OpType op, bool async, Tensors outputs, std::function<void()> body) {
-  auto work = c10::make_intrusive<ElasticWork>(op, std::move(outputs));
   if (!async && !coalescing_) {
+    auto work = c10::make_intrusive<ElasticWork>(op, std::move(outputs));
     at::NoGradGuard no_grad;
     group_->run(hub_->workers(), body);  // throws here, as torch does for calls that block
     work->end(nullptr);
     return work;
   }
+  auto work = c10::make_intrusive<ElasticWork>(
+      op, std::move(outputs), [hub = hub_, group = group_](const auto& done, auto deadline) {
+        return group->help(hub->workers(), done, deadline);
+      });
   // The hub outlives the queue: it is kept by the task.
   group_->enqueue(hub_->workers(), [work, body = std::move(body), hub = hub_] {
     std::exception_ptr error;

@@ -6,8 +6,19 @@ c10::intrusive_ptr<c10::ivalue::Future> make_tensors_future() {
   return c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
 }
 
-ElasticWork::ElasticWork(c10d::OpType op, std::vector<at::Tensor> outputs)
-    : Work(-1, op), outputs_(std::move(outputs)) {}
+ElasticWork::ElasticWork(c10d::OpType op, std::vector<at::Tensor> outputs, Help help)
+    : Work(-1, op), outputs_(std::move(outputs)), help_(std::move(help)) {}
+
+bool ElasticWork::wait(std::chrono::milliseconds timeout) {
+  if (help_ && !isCompleted()) {
+    const auto deadline = timeout == kNoTimeout ? std::chrono::steady_clock::time_point::max()
+                                                : std::chrono::steady_clock::now() + timeout;
+    if (!help_([this] { return isCompleted(); }, deadline)) {
+      throw Timeout(std::chrono::duration<double>(timeout).count(), {});
+    }
+  }
+  return Work::wait(timeout);
+}
 
 void ElasticWork::mark(c10::ivalue::Future& future, const std::exception_ptr& error) {
   if (error) {

@@ -4,6 +4,7 @@
 
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include <chrono>
 #include <functional>
 #include <vector>
 
@@ -13,7 +14,12 @@ namespace elastic::comm {
 
 class ElasticWork : public c10d::Work {
  public:
-  ElasticWork(c10d::OpType op, std::vector<at::Tensor> outputs);
+  // `help` runs queued work of the group, or waits, until the condition holds or the time has passed.
+  using Help = std::function<bool(const std::function<bool()>&, std::chrono::steady_clock::time_point)>;
+  ElasticWork(c10d::OpType op, std::vector<at::Tensor> outputs, Help help = nullptr);
+
+  bool wait(std::chrono::milliseconds timeout) override;
+  void synchronize() override { wait(kNoTimeout); }
 
   std::vector<at::Tensor> result() override { return outputs_; }
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
@@ -23,6 +29,7 @@ class ElasticWork : public c10d::Work {
  private:
   void mark(c10::ivalue::Future& future, const std::exception_ptr& error);
   std::vector<at::Tensor> outputs_;
+  Help help_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
 
