@@ -63,6 +63,9 @@ class GraphOptions:
     drop: bool = True
     split_backward: bool = False
     """Rank shapes by zero-bubble tables instead of 1F1B."""
+    late_weights: bool = True
+    """With a split backward, ask for the memory of all its late weight gradients; else only for 1F1B's, and tables
+    defer them as far as memory goes (the closed form is then too hopeful)."""
     pool_cells: int = 128
     """Largest number of cells dissolved into one pool."""
     pool_replicas: int = 12
@@ -112,6 +115,7 @@ class _Search:
             options.split_backward,
             (self.total, len(topology.cells)),
         )
+        self.model.late_weights &= options.late_weights
         self.places = {cell.id: Place(cell.speed_ppm, cell.memory_bytes) for cell in topology.cells}
         self.cuts: dict[tuple[tuple[Place, ...], tuple[tuple[Range, ...], ...]], tuple[int, ...] | None] = {}
         self.holds: dict[int, tuple[Range, ...]] = {}

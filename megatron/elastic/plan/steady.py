@@ -221,15 +221,16 @@ def _shapes(topology: Topology, profile: Profile, options: DecisionOptions) -> l
     """Shapes to consider, fastest first; without the graph axis only those that move nothing."""
     wanted = options.graph or GraphOptions(alike=False, recut=False, pool=False, drop=True)
     shapes: list[Shape] = []
-    for split in (True, False) if options.split_backward else (False,):
+    for split, late in ((True, True), (True, False), (False, False)) if options.split_backward else ((False, False),):
         try:
-            shapes += candidate_shapes(topology, profile, replace(wanted, split_backward=split))
+            shapes += candidate_shapes(topology, profile, replace(wanted, split_backward=split, late_weights=late))
         except PlanError:
             continue
     shapes.sort(key=lambda shape: shape.time_ns)
     if _piece_count(topology) > options.max_pieces:
         return shapes
-    near = [shape for number, shape in enumerate(shapes) if number < MAX_SHAPES or shape.kind == "drop"]
+    shapes = list(dict.fromkeys(shapes))
+    near = [shape for number, shape in enumerate(shapes) if number < 2 * MAX_SHAPES or shape.kind == "drop"]
     return sorted((_timed(topology, shape, profile, options) for shape in near), key=lambda shape: shape.time_ns)
 
 
