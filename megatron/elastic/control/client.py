@@ -22,6 +22,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from megatron.elastic.comm.errors import CommTimeout, GenerationChanged
 from megatron.elastic.comm.fabric import Address
@@ -131,7 +132,9 @@ class WorkerMembership:
             first, promised, decided = self._decided == 0, self._frozen, self._decided
         if first or promised > decided:
             generation = 0 if first else promised
-            self._send({"t": "report", "g": generation, "address": address_to_json(address), "report": report})
+            # The node's name, which says what fails together; where a transport listens is in its endpoint.
+            here = address_to_json(replace(address, host=self.host))
+            self._send({"t": "report", "g": generation, "address": here, "report": report})
         with self._changed:
             while True:
                 if self._decided > decided and self._decision is not None and self._decided == self._frozen:

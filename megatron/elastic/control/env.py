@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Final
 
 __all__ = [
+    "ADDRESS",
     "CONTROL_FD",
     "HOST",
     "INCARNATION",
@@ -40,6 +41,9 @@ SLOT_FD: Final = "MEGATRON_ELASTIC_SLOT_FD"
 
 HOST: Final = "MEGATRON_ELASTIC_HOST"
 """Name of this node; two agents on one machine have two names, because they are two nodes."""
+
+ADDRESS: Final = "MEGATRON_ELASTIC_ADDRESS"
+"""Network address at which workers of other nodes reach this node: what a communicator listens on."""
 
 NODE: Final = "MEGATRON_ELASTIC_NODE"
 """Number of this node's agent, 0 … nodes−1 (equal to ``GROUP_RANK``)."""

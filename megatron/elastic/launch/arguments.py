@@ -61,6 +61,7 @@ class Job:
     master_port: int
     """0: any free port (one node only)."""
     local_addr: str
+    local_addr_given: bool
     rendezvous_timeout: float
     kind: Kind
     target: str
@@ -138,6 +139,7 @@ def _job(args: argparse.Namespace, place: Placement, settings: ElasticConfig) ->
         master_addr=place.master_addr,
         master_port=place.master_port,
         local_addr=args.local_addr or socket.gethostname(),
+        local_addr_given=bool(args.local_addr),
         rendezvous_timeout=place.timeout,
         kind=kind,
         target=target,

@@ -69,6 +69,7 @@ class Nursery:
             env.RUN_ID: job.run_id,
             env.INCARNATION: str(worker.incarnation),
             env.HOST: self._node.host,
+            env.ADDRESS: self._company.address,
             env.NODE: str(self._company.node),
             env.SEGMENT_PREFIX: self._prefix,
         }

@@ -41,6 +41,8 @@ class Company:
     """An earlier agent had this place; it must be known as lost before this one may act."""
     master_addr: str
     master_port: int
+    address: str
+    """Where other nodes reach this one."""
 
 
 def meet(job: Job) -> Company:
@@ -59,7 +61,7 @@ def meet(job: Job) -> Company:
                 "check --nnodes, --node-rank and --master-addr there, or raise --rdzv-conf join_timeout=SECONDS"
             )
         _add_node(nodes, number, seal.open(f"card/{number}", found), job)
-    return Company(node, store, secret, seal, nodes, returning, job.master_addr, store.port)
+    return Company(node, store, secret, seal, nodes, returning, job.master_addr, store.port, _address(job))
 
 
 def _wait(store: EmbeddedStore, key: str, end: float) -> bytes | None:
@@ -120,6 +122,21 @@ def _open_store(job: Job) -> EmbeddedStore:
         ) from None
 
 
+def _address(job: Job) -> str:
+    """This node's address on the way to the first one; --local-addr wins where it can be resolved."""
+    if job.nodes == 1:
+        return "127.0.0.1"
+    try:
+        if job.local_addr_given:
+            return str(socket.getaddrinfo(job.local_addr, 0, type=socket.SOCK_STREAM)[0][4][0])
+        family, kind, _, _, there = socket.getaddrinfo(job.master_addr, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(there)  # sends nothing: it only asks the routing table
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise BadInput(f"cannot tell this node's address ({error}): give it with --local-addr") from None
+
+
 def _is_local(host: str) -> bool:
     """Only an address of this machine can be bound."""
     try:
@@ -134,6 +151,10 @@ def _is_local(host: str) -> bool:
 def _agree_on_secret(store: EmbeddedStore, job: Job) -> str:
     given = os.environ.get(env.SECRET)
     if given:
+        try:
+            bytes.fromhex(given)
+        except ValueError:
+            raise BadInput(f"{env.SECRET} must be hex digits, an even number of them: openssl rand -hex 16") from None
         return given
     if store.server:
         return store.create("secret", secrets.token_hex(16).encode()).decode()

@@ -19,9 +19,7 @@ from megatron.elastic.launch.processes import (
     kill_group,
     process_state,
     sweep_segments,
-    thread_count,
 )
-
 
 ENVIRON = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[3])}
 
@@ -147,11 +145,14 @@ def test_a_signal_is_handled_on_the_loop() -> None:
     loop.close()
 
 
-def test_this_process_counts_its_own_threads() -> None:
-    before = thread_count()
-    done = threading.Event()
-    thread = threading.Thread(target=done.wait)
-    thread.start()
-    assert thread_count() == before + 1
-    done.set()
-    thread.join()
+def test_a_process_counts_its_own_threads() -> None:
+    program = (
+        "import threading\n"
+        "from megatron.elastic.launch.processes import thread_count\n"
+        "before, done = thread_count(), threading.Event()\n"
+        "threading.Thread(target=done.wait).start()\n"
+        "print(thread_count() - before)\n"
+        "done.set()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=ENVIRON)
+    assert done.stdout == "1\n"
