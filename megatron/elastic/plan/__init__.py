@@ -4,7 +4,11 @@ Nothing in this package imports torch, torch.distributed or Megatron. Every
 process of a generation calls the same functions on the same integers and gets
 the same bytes; ``planner.plan_hash`` is what they compare.
 
-``model`` is the vocabulary, ``dataflow`` says which rows run on which cell,
-``schedule`` turns that into tables, ``planner`` puts both together,
-``validate`` checks any plan, whoever made it.
+Vocabulary: ``model`` (data), ``topology`` (who sits where), ``cost`` (ns and
+bytes of pieces). Dataflow: ``dataflow`` (rows to cells), ``planner`` (nominal
+and instant plans). Tables: ``schedule`` (fixed orders), ``listing`` (anything
+else), ``orders`` (which of them), ``timing`` (how long), ``validate`` (whether
+at all). Graph: ``partition`` (one pipeline), ``graph`` (whole topologies),
+``steady`` (moves, pay-back, decisions). Frequency: ``frequency``, ``clocks``.
+``profile`` measures, ``policy`` compares with other systems.
 """

@@ -26,7 +26,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from megatron.elastic.plan.cost import PPM
-from megatron.elastic.plan.dataflow import PlanError, microbatches
+from megatron.elastic.plan.dataflow import PlanError, apportion, microbatches
 from megatron.elastic.plan.model import Profile, Replica, Segment, Topology
 from megatron.elastic.plan.partition import (
     Model,
@@ -66,6 +66,8 @@ class GraphOptions:
     late_weights: bool = True
     """With a split backward, ask for the memory of all its late weight gradients; else only for 1F1B's, and tables
     defer them as far as memory goes (the closed form is then too hopeful)."""
+    even_quotas: bool = False
+    """Every pipeline computes the same number of micro-batches (the dataflow axis off)."""
     pool_cells: int = 128
     """Largest number of cells dissolved into one pool."""
     pool_replicas: int = 12
@@ -179,7 +181,11 @@ class _Search:
         return _Line(segments, pipeline_time(self.model, places, found))
 
     def shape(self, lines: Sequence[_Line], kind: str) -> Shape:
-        quotas, time = share_out(self.total, [line.time for line in lines])
+        times = [line.time for line in lines]
+        quotas, time = share_out(self.total, times)
+        if self.options.even_quotas:
+            quotas = apportion(self.total, [1] * len(lines))
+            time = max(line.of(quota) for line, quota in zip(times, quotas, strict=True))
         pipelines = tuple(Pipeline(line.segments, quota) for line, quota in zip(lines, quotas, strict=True))
         return Shape(pipelines, time, kind)
 

@@ -69,7 +69,7 @@ ABLATIONS: tuple[tuple[str, DecisionOptions], ...] = (
     ("no graph", replace(FULL, graph=None)),
     ("graph: alike only", replace(FULL, graph=GraphOptions(recut=False, pool=False))),
     ("graph: recut only", replace(FULL, graph=GraphOptions(alike=False, pool=False))),
-    ("no dataflow", replace(FULL, reroute=False, resize=False)),
+    ("no dataflow", replace(FULL, graph=GraphOptions(even_quotas=True), reroute=False, resize=False)),
     ("no split backward", PLAIN),
     ("no graph, no dataflow", replace(FULL, graph=None, reroute=False, resize=False)),
 )

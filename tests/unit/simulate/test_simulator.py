@@ -92,6 +92,7 @@ def test_no_axis_hurts() -> None:
     means = run_ablation([Scenario(2, 8, 32, 1, "spread"), Scenario(3, 4, 32, 2, "spread", waves=8)])
     assert means["all axes"] == max(means.values())
     assert means["no graph"] < means["all axes"]
+    assert means["no dataflow"] < means["all axes"]
     assert FULL.split_backward
     assert means["no split backward"] < means["all axes"]
 
