@@ -128,7 +128,13 @@ def config_from_args(args: Namespace | Mapping[str, Any]) -> ElasticConfig:
 # ---------------------------------------------------------------- documentation
 
 
-def _shown_type(annotation: Any, default: Any) -> str:
+def _shown_default(default: Any) -> str:
+    if isinstance(default, bool):
+        return "on" if default else "off"
+    return "none" if default is None else f"`{default}`"
+
+
+def _shown_type(annotation: Any) -> str:
     kind = _plain_type(annotation)
     if kind is bool:
         return "switch"
@@ -150,12 +156,11 @@ def docs() -> str:
     ]
     for field in fields(ElasticConfig):
         flag = f"`{flag_name(field.name)}`"
-        default = {None: "none", True: "on", False: "off"}.get(field.default, f"`{field.default}`") \
-            if isinstance(field.default, bool | None) else f"`{field.default}`"
         if field.default is True:
             flag += f", `--no-{flag_name(field.name)[2:]}`"
-        kind = _shown_type(hints[field.name], field.default)
-        lines.append(f"| {flag} | {kind} | {default} | {texts[field.name].replace('|', chr(92) + '|')} |")
+        kind, default = _shown_type(hints[field.name]), _shown_default(field.default)
+        text = texts[field.name].replace("|", "\\|")
+        lines.append(f"| {flag} | {kind} | {default} | {text} |")
     return "\n".join(lines) + "\n"
 
 

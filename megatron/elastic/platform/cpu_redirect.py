@@ -162,7 +162,8 @@ def describe() -> Iterator[tuple[str, str]]:
         for name in names:
             yield f"{owner}.{name}", "first call would import torch._dynamo (seconds) only to switch it off"
     yield sub.RNG_LOGGER, "drops one warning: with one generator the 'CPU RNG state' does change within a fork"
-    yield "warnings", f"drops one line in each of six modules ({sub.NO_KERNELS}): the substitution table says it once"
+    yield f"warning {sub.NO_KERNELS}", "said by six modules in every rank: the substitution table says it once"
+    yield f"warning {sub.RENAMED}", "said by every rank of names that Megatron calls: nothing a user can change"
     yield f"environment {sub.LAUNCH_ORDER}", "Megatron asserts 1 so that CUDA launches keep their order; set if unset"
 
 
@@ -181,7 +182,7 @@ class Redirection:
                 if name in vars(owner) or hasattr(owner, name):
                     self._replace(owner, name, row.make)
         self._side_effects += [sub.dynamo_free(resolve), sub.silence_rng_warning(), sub.order_launches()]
-        self._side_effects.append(sub.silence_missing_kernels())
+        self._side_effects.append(sub.silence_upstream_warnings())
 
     def _replace(self, owner: Any, name: str, make: Callable[[Any, str], Any]) -> None:
         # An inherited attribute (torch.Tensor's methods) is shadowed, and the shadow removed on undo.

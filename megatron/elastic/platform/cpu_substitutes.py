@@ -25,13 +25,13 @@ from megatron.elastic.platform.host_memory import machine_memory, process_memory
 from megatron.elastic.platform.streams import HostEvent, HostStream, use_stream
 
 __all__ = [
-    "DYNAMO_FREE", "LAUNCH_ORDER", "NO_KERNELS", "RNG_LOGGER", "AnyIndexGenerators", "DeviceContext", "HostEvent",
-    "HostStream", "TypeName", "call_now", "current_device", "device_capability", "device_name", "device_properties",
-    "do_nothing", "dynamo_free", "factory_on_cpu", "generator_on_cpu", "get_rng_state", "identity_compile",
-    "load_to_cpu", "loader_without_pinning", "manual_seed", "mem_get_info", "memory_stats", "module_as_is",
-    "move_to_cpu", "no", "one_device", "order_launches", "peak_resident_bytes", "resident_bytes", "set_rng_state",
-    "silence_missing_kernels", "silence_rng_warning", "step_without_dynamo", "tensor_as_is", "tensor_cuda",
-    "the_stream", "type_name", "use_stream",
+    "DYNAMO_FREE", "LAUNCH_ORDER", "NO_KERNELS", "RENAMED", "RNG_LOGGER", "AnyIndexGenerators", "DeviceContext",
+    "HostEvent", "HostStream", "TypeName", "call_now", "current_device", "device_capability", "device_name",
+    "device_properties", "do_nothing", "dynamo_free", "factory_on_cpu", "generator_on_cpu", "get_rng_state",
+    "identity_compile", "load_to_cpu", "loader_without_pinning", "manual_seed", "mem_get_info", "memory_stats",
+    "module_as_is", "move_to_cpu", "no", "one_device", "order_launches", "peak_resident_bytes", "resident_bytes",
+    "set_rng_state", "silence_rng_warning", "silence_upstream_warnings", "step_without_dynamo", "tensor_as_is",
+    "tensor_cuda", "the_stream", "type_name", "use_stream",
 ]
 
 _CPU = torch.device("cpu")
@@ -338,15 +338,19 @@ def order_launches() -> Callable[[], None]:
 
 
 NO_KERNELS = r"(Transformer Engine and Apex are|Apex is) not installed"
+RENAMED = r"`torch\.distributed\.\w+` is deprecated"
 
 
-def silence_missing_kernels() -> Callable[[], None]:
-    """Filter the warnings of Megatron's modules that look for GPU kernels; returns the undo."""
-    warnings.filterwarnings("ignore", message=NO_KERNELS, category=UserWarning)
-    rule = warnings.filters[0]
+def silence_upstream_warnings() -> Callable[[], None]:
+    """Filter what only Megatron's authors can act on, said by every rank; returns the undo."""
+    rules: list[object] = []
+    for message, category in ((NO_KERNELS, UserWarning), (RENAMED, FutureWarning)):
+        warnings.filterwarnings("ignore", message=message, category=category)
+        rules.append(warnings.filters[0])
 
     def undo() -> None:
-        with contextlib.suppress(ValueError):
-            cast("list[object]", warnings.filters).remove(rule)
+        for rule in rules:
+            with contextlib.suppress(ValueError):
+                cast("list[object]", warnings.filters).remove(rule)
 
     return undo
