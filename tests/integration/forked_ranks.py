@@ -13,6 +13,7 @@ seconds a process: this pays it once.
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import socket
@@ -55,6 +56,8 @@ def run_rank(job: dict[str, Any], rank: int, port: int, log: Path) -> NoReturn:
         if sys.excepthook is sys.__excepthook__:
             traceback.print_exc()
     finally:
+        for child in multiprocessing.active_children():  # os._exit below skips what would end them
+            child.terminate()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
