@@ -118,7 +118,8 @@ def steady_plan(
     topology: Topology, profile: Profile, options: GraphOptions | None = None, split_backward: bool = False
 ) -> Plan:
     """The fastest plan the living cells can run once units have moved (no pay-back considered)."""
-    return shape_plan(topology, candidate_shapes(topology, profile, options)[0], profile, split_backward)
+    wanted = replace(options or GraphOptions(), split_backward=split_backward)
+    return shape_plan(topology, candidate_shapes(topology, profile, wanted)[0], profile, split_backward)
 
 
 def transition(

@@ -17,7 +17,7 @@ from pathlib import Path
 from megatron.elastic.observe.trace import draw_spans, write_chrome_trace
 from megatron.elastic.plan.planner import instant_plan, plan_hash
 from megatron.elastic.plan.steady import steady_plan
-from megatron.elastic.plan.topology import regular_topology, without_cells
+from megatron.elastic.plan.topology import without_cells
 from megatron.elastic.plan.validate import validate_plan
 from megatron.elastic.simulate.charts import draw_goodput, draw_scenarios
 from megatron.elastic.simulate.engine import simulate_step
@@ -26,7 +26,15 @@ from megatron.elastic.simulate.ft_hsdp import arithmetic, side_by_side
 from megatron.elastic.simulate.goodput import Assumptions, Goodput, fleet_policies, run_trace
 from megatron.elastic.simulate.pictures import plan_spans, track_names
 from megatron.elastic.simulate.rates import RATES
-from megatron.elastic.simulate.scenarios import Row, layer_profile, run_ablation, run_scenario, scenario_list
+from megatron.elastic.simulate.scenarios import (
+    Row,
+    Scenario,
+    layer_profile,
+    run_ablation,
+    run_scenario,
+    scenario_list,
+    scenario_topology,
+)
 from megatron.elastic.simulate.traces import TraceOptions, failure_trace
 
 __all__ = ["damage_table", "goodput_table", "main"]
@@ -117,7 +125,8 @@ def _ft_hsdp(args: argparse.Namespace) -> dict[str, object]:
 
 def _table(args: argparse.Namespace) -> dict[str, object]:
     profile = layer_profile(args.layers)
-    topology = without_cells(regular_topology(args.dp, args.pp, args.layers, waves=args.waves), args.lost)
+    scenario = Scenario(args.dp, args.pp, args.layers, 0, "spread", args.waves, headroom=args.headroom)
+    topology = without_cells(scenario_topology(scenario)[0], args.lost)
     if args.plan == "steady":
         plan = steady_plan(topology, profile, split_backward=args.split)
     else:
@@ -163,6 +172,7 @@ def _parser() -> argparse.ArgumentParser:
     table.add_argument("--lost", type=int, nargs="*", default=[], help="cells that died")
     table.add_argument("--plan", choices=("reroute", "resize", "steady"), default="reroute")
     table.add_argument("--split", action="store_true", help="split backward into input and weight gradient")
+    table.add_argument("--headroom", type=float, default=1.3, help="memory over the neediest nominal stage's")
     table.add_argument("--trace", type=Path, help="write a Chrome trace here (Perfetto)")
     for command in (damage, goodput, hsdp, table):
         command.add_argument("--chart", type=Path, help="write a PNG or SVG here")
