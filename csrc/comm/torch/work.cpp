@@ -17,7 +17,11 @@ bool ElasticWork::wait(std::chrono::milliseconds timeout) {
       throw Timeout(std::chrono::duration<double>(timeout).count(), {});
     }
   }
-  return Work::wait(timeout);
+  // Not Work::wait, which calls synchronize() with the mutex held.
+  std::unique_lock<std::mutex> lock(mutex_);
+  cv_.wait(lock, [this] { return completed_; });
+  if (exception_) std::rethrow_exception(exception_);
+  return true;
 }
 
 void ElasticWork::mark(c10::ivalue::Future& future, const std::exception_ptr& error) {
