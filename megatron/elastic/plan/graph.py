@@ -106,7 +106,7 @@ class _Line:
 class _Search:
     """Candidate generation over one topology; caches cuts by what the cells are like and hold."""
 
-    def __init__(self, topology: Topology, profile: Profile, options: GraphOptions) -> None:
+    def __init__(self, topology: Topology, profile: Profile, options: GraphOptions, margin: int = 1) -> None:
         self.total = microbatches(topology.grid)
         self.options = options
         self.model = Model(
@@ -118,6 +118,8 @@ class _Search:
             (self.total, len(topology.cells)),
         )
         self.model.late_weights &= options.late_weights
+        self.model.margin = margin
+        self.longest = max(len(replica.segments) for replica in topology.replicas)
         self.places = {cell.id: Place(cell.speed_ppm, cell.memory_bytes) for cell in topology.cells}
         self.cuts: dict[tuple[tuple[Place, ...], tuple[tuple[Range, ...], ...]], tuple[int, ...] | None] = {}
         self.holds: dict[int, tuple[Range, ...]] = {}
@@ -193,6 +195,20 @@ class _Search:
         """Healthy lines as they are, damaged ones cut anew by themselves (dropped where memory forbids)."""
         again = (self.line(cells) for cells in self.damaged if cells)
         return self.healthy + [line for line in again if line is not None]
+
+    def few_microbatches(self) -> bool:
+        """Whether pipelines compute fewer micro-batches than they could hold: memory then depends on quotas."""
+        return self.total * self.longest < (self.longest - 1) * len(self.places)
+
+    def fits_memory(self, shape: Shape) -> bool:
+        """Whether every stage fits with the micro-batches its pipeline really computes."""
+        for pipeline in shape.pipelines:
+            stages = len(pipeline.segments)
+            for stage, s in enumerate(pipeline.segments):
+                held = min(pipeline.quota, stages if self.model.late_weights else stages - stage)
+                if self.model.stage_bytes(s.first, s.end, held) > self.places[s.cell].memory_bytes:
+                    return False
+        return True
 
     def dropped(self) -> Shape:
         """Damaged lines compute nothing; their living cells still hold what they hold. Nothing moves."""
@@ -312,6 +328,17 @@ def candidate_shapes(topology: Topology, profile: Profile, options: GraphOptions
     """
     options = options or GraphOptions()
     search = _Search(topology, profile, options)
+    shapes = _generate(search, options)
+    if search.few_microbatches():
+        hopeful = _Search(topology, profile, options, margin=-1)
+        shapes += [shape for shape in _generate(hopeful, options) if hopeful.fits_memory(shape)]
+    if not shapes:
+        raise PlanError("no shape of the living cells fits their memory")
+    return sorted(shapes, key=lambda shape: shape.time_ns)
+
+
+def _generate(search: _Search, options: GraphOptions) -> list[Shape]:
+    """Shapes of every generator switched on."""
     shapes: list[Shape] = []
     if options.recut and (lines := search.recut()):
         shapes.append(search.shape(lines, "recut" if search.damaged else "keep"))
@@ -322,9 +349,7 @@ def candidate_shapes(topology: Topology, profile: Profile, options: GraphOptions
     if options.pool:
         worst = min((shape.time_ns for shape in shapes), default=_serial_time(search))
         shapes.extend(search.shape(lines, "pool") for lines in search.pools(worst))
-    if not shapes:
-        raise PlanError("no shape of the living cells fits their memory")
-    return sorted(shapes, key=lambda shape: shape.time_ns)
+    return shapes
 
 
 def _serial_time(search: _Search) -> int:

@@ -115,13 +115,15 @@ def test_quotas_minimise_the_slowest_pipeline(total: int, lines: list[tuple[int,
     st.integers(2, 4),
     st.integers(1, 5),
     st.integers(6, 12),
-    st.integers(1, 8),
+    st.integers(0, 6),
     st.sampled_from([1.0, 1.3, 2.0, 8.0]),
     st.data(),
 )
 def test_any_damage_gets_a_valid_plan_within_memory_close_to_the_bound(
-    dp: int, pp: int, units: int, waves: int, headroom: float, data: st.DataObject
+    dp: int, pp: int, units: int, more: int, headroom: float, data: st.DataObject
 ) -> None:
+    """With at least as many micro-batches as stages; with fewer the bound grants memory that quotas may need."""
+    waves = pp + more
     profile = layers(units)
     topology = regular_topology(dp, pp, units, waves=waves)
     widest = -(-units // pp)
