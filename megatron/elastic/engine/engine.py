@@ -349,7 +349,11 @@ class Engine:
                 self.timer.enter("recover")
                 moving = self._movement
                 standing, outcome = self.recovery.agree(
-                    error, self._report(), self.standing.placement, None if moving is None else moving.target
+                    error,
+                    self._report(),
+                    self.standing.placement,
+                    self.record.version + 1 if self._attempt is None else self._attempt.step.step,
+                    None if moving is None else moving.target,
                 )
                 if moving is not None:
                     finish = settle_movement if outcome.phase_over else undo_movement

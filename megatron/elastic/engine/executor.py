@@ -67,12 +67,21 @@ class _Running:
 class Executor:
     """Executes ``plan``'s table for ``cell`` at tensor-parallel ``position``."""
 
-    def __init__(self, port: ModelPort, transport: BoundaryTransport, plan: Plan, cell: Cell, position: int) -> None:
+    def __init__(
+        self,
+        port: ModelPort,
+        transport: BoundaryTransport,
+        plan: Plan,
+        cell: Cell,
+        position: int,
+        device: torch.device = torch.device("cpu"),  # noqa: B008 - immutable
+    ) -> None:
         self._port = port
         self._transport = transport
         self._plan = plan
         self._cell = cell
         self._position = position
+        self._device = device
         self._pieces = {piece.id: piece for piece in plan.pieces}
         self._cells = {c.id: c for c in plan.cells}
         self._places = _places(plan, cell.id)
@@ -185,9 +194,9 @@ class Executor:
         if peer == self._cell.id:
             return
         shape, dtype = self._port.boundary(len(edge.rows))
-        self._receipts[(index, backward)] = self._transport.receive(
-            shape, dtype, torch.device("cpu"), self._cells[peer].ranks[self._position], step, index, backward
-        )
+        buffer = torch.empty(shape, dtype=dtype, device=self._device)
+        rank = self._cells[peer].ranks[self._position]
+        self._receipts[(index, backward)] = self._transport.receive(buffer, rank, step, index, backward)
 
     def _emit(
         self, tensor: torch.Tensor, at: Sequence[int], index: int, other: int, step: int, *, backward: bool

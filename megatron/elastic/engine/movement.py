@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-import xxhash
 
 from megatron.elastic.comm.fabric import Fabric
+from megatron.elastic.state.hashing import tensor_hash
 from megatron.elastic.state.layout import BlockKey
 from megatron.elastic.state.placement import Placement, Transition
 from megatron.elastic.state.pool import StatePool
@@ -92,14 +92,14 @@ def _unpack(state: torch.Tensor, blocks: Sequence[BlockKey], pool: StatePool, ve
 
 def _sealed(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     body = torch.cat([*parts, torch.empty(_DIGEST_WORDS)])
-    digest = xxhash.xxh3_128_digest(memoryview(body[:-_DIGEST_WORDS].numpy()).cast("B"))
-    body[-_DIGEST_WORDS:].view(torch.uint8).copy_(torch.frombuffer(bytearray(digest), dtype=torch.uint8))
+    digest = bytearray.fromhex(tensor_hash(body[:-_DIGEST_WORDS]))
+    body[-_DIGEST_WORDS:].view(torch.uint8).copy_(torch.frombuffer(digest, dtype=torch.uint8))
     return body
 
 
 def _opened(message: torch.Tensor) -> torch.Tensor:
     body, seal = message[:-_DIGEST_WORDS], bytes(message[-_DIGEST_WORDS:].view(torch.uint8).tolist())
-    if xxhash.xxh3_128_digest(memoryview(body.numpy()).cast("B")) != seal:
+    if bytes.fromhex(tensor_hash(body)) != seal:
         raise RuntimeError("a state block arrived with another hash than it was sent with")
     return body
 

@@ -56,6 +56,8 @@ class Outcome:
     phase_over: bool
     newcomers: tuple[int, ...]
     """Members that have to be told everything (:mod:`joining`)."""
+    step_committed: bool
+    """The step under way here was committed before the loss: only its end had to be finished."""
     oldest_parameters: int
     promoted: int
     """Blocks that changed owner."""
@@ -79,10 +81,16 @@ class Recovery:
     """Rank → failure domain, of the present generation."""
 
     def agree(
-        self, error: CommError, report: Report, placement: Placement, moving_to: Placement | None = None
+        self,
+        error: CommError,
+        report: Report,
+        placement: Placement,
+        attempted: int,
+        moving_to: Placement | None = None,
     ) -> tuple[Standing, Outcome]:
         """One attempt. Raises ``CommError`` when a newer generation began meanwhile, :class:`StateLost`.
 
+        ``attempted`` is the version that the step under way leads to.
         ``moving_to`` is the placement that the present phase was moving copies
         to: it is in force when the phase turns out to be over.
         """
@@ -118,6 +126,7 @@ class Recovery:
             resolution=resolution,
             phase_over=over,
             newcomers=newcomers(decision),
+            step_committed=resolution.kind != "revote" and resolution.version >= attempted,
             oldest_parameters=-1 if newcomers(decision) else min(r.parameters for r in reports.values()),
             promoted=len(promotion.transitions),
             seconds=seconds,

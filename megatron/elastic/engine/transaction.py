@@ -16,7 +16,7 @@ every copy.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -82,7 +82,9 @@ class StepBody:
         self._executor = (
             None
             if standing.cell is None
-            else Executor(tools.port, self._transport, standing.plan, standing.cell, standing.position)
+            else Executor(
+                tools.port, self._transport, standing.plan, standing.cell, standing.position, tools.arena.device
+            )
         )
 
     # -- compute ---------------------------------------------------------------
@@ -95,7 +97,7 @@ class StepBody:
         if self._executor is None:
             return PassResult()
         pieces = self._executor.data_pieces()
-        batches = _no_data
+        batches: Callable[[Piece], Iterator[Any]] = _no_data
         if step.source is not None and tools.port.reads_data():
             step.source.plan(pieces)
             batches = step.source.begin(step.address)
@@ -182,10 +184,10 @@ class StepBody:
         width: int,
         tag: int,
     ) -> None:
-        """Send ``value`` (fp32 ``[width · numel]``) of every owned block to its mirrors, one message a pair of ranks."""
+        """``value`` (fp32 ``[width · numel]``) of every owned block to its mirrors, one message a pair of ranks."""
         tools, standing = self._tools, self._standing
         group = tools.fabric.group("mirror", range(tools.fabric.slots))
-        arriving: list[tuple[dist.Work, torch.Tensor, Sequence[StateBlock], int]] = []
+        arriving: list[tuple[dist.Work, torch.Tensor, tuple[StateBlock, ...], int]] = []
         for owner, blocks in standing.incoming.items():
             buffer = torch.empty(width * sum(block.numel for block in blocks), dtype=torch.float32)
             arriving.append((_started(dist.irecv(buffer, src=owner, group=group, tag=tag)), buffer, blocks, owner))
@@ -196,7 +198,7 @@ class StepBody:
         for work, buffer, blocks, owner in arriving:
             tools.publish("mirror", (owner,))
             work.wait()
-            for block, part in zip(blocks, buffer.split([width * b.numel for b in blocks]), strict=True):
+            for block, part in zip(blocks, buffer.split([width * block.numel for block in blocks]), strict=True):
                 sink(block, part)
         for work, _ in leaving:
             work.wait()
@@ -224,7 +226,9 @@ class StepBody:
         pool, layouts = self._tools.pool, self._tools.layouts
         squares = {block: pool.norm_sq(block.key, key) for block in self._standing.owned}
         tally.norms = {
-            block.key: square for block, square in squares.items() if layouts[block.unit, block.shard].counts_in_norm(block)
+            block.key: square
+            for block, square in squares.items()
+            if layouts[block.unit, block.shard].counts_in_norm(block)
         }
         tally.overflows = sum(not math.isfinite(square) for square in squares.values())
         tally.plan = plan_digest(self._standing.plan_hash)

@@ -53,10 +53,9 @@ class BoundaryTransport:
         self._sent.append((work, tensor, peer))
 
     def receive(
-        self, shape: torch.Size, dtype: torch.dtype, device: torch.device, peer: int, step: int, edge: int, backward: bool
+        self, buffer: torch.Tensor, peer: int, step: int, edge: int, backward: bool
     ) -> Receipt:
-        """Post a receive of one edge's rows."""
-        buffer = torch.empty(shape, dtype=dtype, device=device)
+        """Post a receive of one edge's rows into ``buffer``."""
         work = dist.irecv(buffer, src=peer, group=self.group, tag=_tag(step, edge, backward))
         assert work is not None
         return Receipt(buffer, peer, work, self.blocking)

@@ -121,7 +121,8 @@ def found(links: Links, job: Job) -> Engine:
     layouts = build_layouts(catalog, job.config.block_bytes)
     groups = unit_groups(job.nominal, layouts, links.decision.members)
     rules = Rules(job.config.mirrors, job.config.scatter_width, failure_domains(links.decision))
-    engine = _assemble(links, job, links.decision, layouts, initial(groups, rules), StepRecord.initial(job.settings.hyper))
+    record = StepRecord.initial(job.settings.hyper)
+    engine = _assemble(links, job, links.decision, layouts, initial(groups, rules), record)
     engine.adopt_parameters()
     return engine
 

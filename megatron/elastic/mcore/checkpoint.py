@@ -192,16 +192,26 @@ def _group_step(groups: Sequence[Mapping[str, Any]]) -> int:
 
 @contextmanager
 def without_holes(fabric: Fabric) -> Iterator[None]:
-    """Inside, the default group is the living ranks, numbered from 0.
+    """Inside, the default group is the living ranks, numbered from 0, and so is the data-parallel rank.
 
-    Megatron's checkpoint code divides work by world size and has rank 0 write
-    metadata; it knows no empty slots.
+    Megatron's checkpoint code divides work by world size, has rank 0 write
+    metadata and data-parallel rank 0 write what its peers hold too; it knows no
+    empty slots.
     """
     if len(fabric.alive) == fabric.slots:
         yield
         return
-    c10d._update_default_pg(fabric.group("checkpoint", fabric.alive))
+    dense = fabric.group("checkpoint", fabric.alive)
+    table = c10d._world.pg_group_ranks
+    numbered = table[dense]
+    # As a default group's, its ranks are global ranks: what get_rank() says is what a root is named by.
+    table[dense] = {rank: rank for rank in range(len(fabric.alive))}
+    c10d._update_default_pg(dense)
+    nominal = parallel_state.get_data_parallel_rank()
+    parallel_state.set_data_parallel_rank(parallel_state.get_data_parallel_group(with_context_parallel=True).rank())
     try:
         yield
     finally:
+        parallel_state.set_data_parallel_rank(nominal)
         c10d._update_default_pg(fabric.world)
+        table[dense] = numbered

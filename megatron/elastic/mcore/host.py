@@ -97,51 +97,51 @@ class Host:
 
     def patches(self) -> tuple[Patch, ...]:
         """The elastic rows of the patch table, bound to this host."""
-        loop = "megatron.training.training."
-        return (
-            Patch(
+        loop, timer = "megatron.training.training.", "megatron.core.timers.Timer."
+        repeated = "a collective outside the step: repeated after a loss"
+        aligns = "a barrier that only aligns clocks would wait for the dead"
+        rows = (
+            (
                 "megatron.training.initialize._initialize_distributed",
                 "links, groups and membership are the elastic runtime's; Megatron then finds a default group",
                 self._initialize_distributed,
             ),
-            Patch(
+            (
                 loop + "setup_model_and_optimizer",
                 "the model is not wrapped in DDP: gradients, optimizer and their groups are the engine's",
                 self._setup_model_and_optimizer,
             ),
-            Patch(
+            (
                 loop + "build_train_valid_test_data_iterators",
                 "samples are addressed by number, so that any rank can read any sample of any step",
                 self._build_data_iterators,
             ),
-            Patch(loop + "train", "a newcomer is admitted before the loop reads where it stands", self._train),
-            Patch(loop + "train_step", "a step is a transaction that survives the loss of ranks", self._train_step),
-            Patch(loop + "evaluate", "evaluation is repeated as a phase when ranks are lost in it", self._evaluate),
-            Patch(loop + "training_log", "a collective outside the step: repeated after a loss", self._training_log),
-            Patch(loop + "checkpoint_and_decide_exit", "a drained job saves and leaves at a boundary", self._decide_exit),
-            Patch(loop + "save_checkpoint", "a collective outside the step: repeated after a loss", self._save),
-            Patch(loop + "print_datetime", "a barrier that only aligns clocks would wait for the dead", _without_barrier),
-            Patch(
-                "megatron.core.timers.Timer.start",
-                "a barrier that only aligns clocks would wait for the dead",
-                _drops_barrier,
+            (loop + "train", "a newcomer is admitted before the loop reads where it stands", self._train),
+            (loop + "train_step", "a step is a transaction that survives the loss of ranks", self._train_step),
+            (loop + "evaluate", "evaluation is repeated as a phase when ranks are lost in it", self._evaluate),
+            (loop + "training_log", repeated, self._training_log),
+            (loop + "checkpoint_and_decide_exit", "a drained job saves and leaves at a boundary", self._decide_exit),
+            (loop + "save_checkpoint", repeated, self._save),
+            (
+                "megatron.training.checkpointing.get_rng_state",
+                "random states are filed by nominal stage, also when groups have lost members",
+                _nominal_rng_state,
             ),
-            Patch(
-                "megatron.core.timers.Timer.stop",
-                "a barrier that only aligns clocks would wait for the dead",
-                _drops_barrier,
-            ),
-            Patch(
+            (loop + "print_datetime", aligns, _without_barrier),
+            (timer + "start", aligns, _drops_barrier),
+            (timer + "stop", aligns, _drops_barrier),
+            (
                 "megatron.training.utils.is_last_rank",
                 "the highest living rank reports when the last one is gone",
                 self._is_last_rank,
             ),
-            Patch(
+            (
                 "megatron.training.ft_integration.shutdown",
                 "Megatron's last act: leaving now is not a loss",
                 self._shutdown,
             ),
         )
+        return tuple(Patch(symbol, reason, make) for symbol, reason, make in rows)
 
     # -- before training -----------------------------------------------------------
 
@@ -393,6 +393,39 @@ class Host:
             return result
 
         return replacement
+
+
+@dataclass(frozen=True)
+class _NominalGroup:
+    """A group as it was at launch, for code that only asks for rank and size."""
+
+    number: int
+    count: int
+
+    def rank(self) -> int:
+        """This process's rank in it."""
+        return self.number
+
+    def size(self) -> int:
+        """Number of members."""
+        return self.count
+
+
+def _nominal_rng_state(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        call, state = bound(original, args, kwargs), parallel_state
+        nominal = {
+            "tp_group": _NominalGroup(
+                state.get_tensor_model_parallel_rank(), state.get_tensor_model_parallel_world_size()
+            ),
+            "pp_group": _NominalGroup(
+                state.get_pipeline_model_parallel_rank(), state.get_pipeline_model_parallel_world_size()
+            ),
+        }
+        return original(**{**call, **{name: group for name, group in nominal.items() if name in call}})
+
+    return replacement
 
 
 def _without_barrier(original: Callable[..., Any]) -> Callable[..., Any]:

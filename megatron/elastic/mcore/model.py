@@ -175,9 +175,10 @@ class GptPort:
 
 def unwrapped(module: torch.nn.Module) -> Any:
     """The GPTModel inside ``Float16Module`` and the like."""
-    while hasattr(module, "module"):
-        module = module.module
-    return module
+    inner: Any = module
+    while hasattr(inner, "module"):
+        inner = inner.module
+    return inner
 
 
 def _loss_output(result: Any) -> LossOutput:

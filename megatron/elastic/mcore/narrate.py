@@ -83,7 +83,9 @@ def narrate_step(
 def _outcome(outcome: Outcome, in_step: bool) -> str:
     if outcome.decision.joined:
         return "joined by " + ", ".join(map(str, outcome.decision.joined))
-    return _OUTCOMES[outcome.resolution.kind] if in_step else "between steps"
+    if not in_step:
+        return "between steps"
+    return "finished" if outcome.step_committed else _OUTCOMES[outcome.resolution.kind]
 
 
 def _rank_lost(loss: Loss, nominal: Nominal, step: int) -> RankLost:
