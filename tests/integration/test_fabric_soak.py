@@ -6,6 +6,7 @@ The sequence comes from a seed, printed on failure. ``ELASTIC_SOAK_ROUNDS`` and
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import queue
@@ -122,7 +123,7 @@ def test_random_lives(kind: str, seed: int) -> None:
             for rank in set(range(SIZE)) - set(living):
                 if dice.random() < 0.5:
                     incarnation[rank] += 1
-                    ranks.start(rank, lambda here, number=incarnation[rank]: live(here, kind, number))
+                    ranks.start(rank, functools.partial(live, kind=kind, incarnation=incarnation[rank]))
                     ranks.hear(rank)
                     living.append(rank)
         for rank in living:

@@ -72,7 +72,7 @@ def test_what_is_replaced_is_put_back() -> None:
 
 def sources() -> list[tuple[str, str]]:
     """(version, distributed_c10d.py) of the installed torch and of wheels in ELASTIC_WHEELS."""
-    found = [(torch.__version__, Path(c10d.__file__).read_text(encoding="utf-8"))]
+    found: list[tuple[str, str]] = [(str(torch.__version__), Path(c10d.__file__).read_text(encoding="utf-8"))]
     for wheel in sorted(Path(os.environ.get("ELASTIC_WHEELS", "/nonexistent")).glob("torch-2.*.whl")):
         with zipfile.ZipFile(wheel) as archive:
             found.append((wheel.name, archive.read("torch/distributed/distributed_c10d.py").decode()))
