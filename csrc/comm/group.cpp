@@ -84,7 +84,9 @@ void Group::enqueue(Workers& workers, std::function<void()> work) {
   hand_on(workers);
 }
 
-Workers::~Workers() { stop(); }
+Workers::~Workers() {
+  stop();
+}
 
 void Workers::submit(std::function<void()> task) {
   std::lock_guard<std::mutex> lock(mutex_);

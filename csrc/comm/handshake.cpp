@@ -67,9 +67,15 @@ Handshake::~Handshake() {
   for (int fd : peer_parts_.descriptors) close(fd);
 }
 
-int Handshake::take_socket() { return std::exchange(socket_, -1); }
-Parts Handshake::take_peer_parts() { return std::exchange(peer_parts_, Parts{}); }
-Parts Handshake::take_own_parts() { return std::exchange(own_parts_, Parts{}); }
+int Handshake::take_socket() {
+  return std::exchange(socket_, -1);
+}
+Parts Handshake::take_peer_parts() {
+  return std::exchange(peer_parts_, Parts{});
+}
+Parts Handshake::take_own_parts() {
+  return std::exchange(own_parts_, Parts{});
+}
 
 Handshake Handshake::dial(int socket, const Secrets& secrets, Identity self, Identity peer,
                           std::function<Parts()> own) {

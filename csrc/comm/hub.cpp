@@ -22,7 +22,9 @@ size_t power_of_two_below(size_t n) {
   return p;
 }
 
-size_t clamp_size(size_t low, size_t value, size_t high) { return std::min(high, std::max(low, value)); }
+size_t clamp_size(size_t low, size_t value, size_t high) {
+  return std::min(high, std::max(low, value));
+}
 
 // Text equal for processes that can hand each other descriptors over an abstract Unix socket.
 std::string machine_identity() {
@@ -242,7 +244,9 @@ void Hub::abort(Group& group) {
   wake_.notify_all();
 }
 
-void Hub::kick() { eventfd_write(bell_, 1); }
+void Hub::kick() {
+  eventfd_write(bell_, 1);
+}
 
 // A message ended: whoever sleeps may have been waiting for it.
 void Hub::wake_local() {

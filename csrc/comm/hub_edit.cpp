@@ -25,9 +25,13 @@
 namespace elastic::comm {
 namespace {
 
-double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
+double seconds_since(Clock::time_point start) {
+  return std::chrono::duration<double>(Clock::now() - start).count();
+}
 
-bool refused_for_good(int error) { return error == ECONNREFUSED || error == ENOENT || error == ENETUNREACH; }
+bool refused_for_good(int error) {
+  return error == ECONNREFUSED || error == ENOENT || error == ENETUNREACH;
+}
 
 constexpr auto kRetry = std::chrono::milliseconds(3);
 
@@ -51,8 +55,7 @@ Parts Hub::make_parts(uint64_t ring_bytes, const std::shared_ptr<SharedMemory>& 
 std::unique_ptr<Negotiation> Hub::accept(int socket, bool unix_socket) {
   auto ring = std::make_shared<SharedMemory>();
   auto handshake = Handshake::accept(
-      socket, secrets_, {config_.rank, config_.incarnation}, unix_socket,
-      [this](Identity who) { return admit(who); },
+      socket, secrets_, {config_.rank, config_.incarnation}, unix_socket, [this](Identity who) { return admit(who); },
       [this, ring](uint64_t bytes) { return make_parts(bytes, ring); });
   return std::make_unique<Negotiation>(std::move(handshake), std::move(ring));
 }
@@ -243,15 +246,17 @@ int Hub::prepare(const std::vector<Peer>& members, double timeout) {
     if (p.rank < config_.rank) missing[p.rank] = p;
   }
   std::map<int, LinkPtr> opened;
-  const auto deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout));
+  const auto deadline =
+      Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout));
   const uint64_t frozen_before = frozen();
   const size_t wanted = missing.size();
   try {
-    connect(std::move(missing), deadline, timeout,
-            [&] {
-              if (frozen() > frozen_before) throw GenerationChanged(frozen());
-            },
-            &opened);
+    connect(
+        std::move(missing), deadline, timeout,
+        [&] {
+          if (frozen() > frozen_before) throw GenerationChanged(frozen());
+        },
+        &opened);
   } catch (const CommError&) {
     // What stands, stands; the edit opens the rest.
   }

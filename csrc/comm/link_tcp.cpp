@@ -106,7 +106,9 @@ bool TcpLink::push_frame(const FrameHeader& header, const char* payload, size_t 
   return true;
 }
 
-bool TcpLink::drained() { return write_tail(); }
+bool TcpLink::drained() {
+  return write_tail();
+}
 
 void TcpLink::detach() {
   if (tail_left_ == 0 || tail_data_ == tail_owned_.data() + tail_owned_.size() - tail_left_) return;
@@ -114,7 +116,9 @@ void TcpLink::detach() {
   tail_data_ = tail_owned_.data();
 }
 
-void TcpLink::waiting_for_room(bool yes) { want_out(yes); }
+void TcpLink::waiting_for_room(bool yes) {
+  want_out(yes);
+}
 
 // ---------------------------------------------------------------- receiving
 

@@ -21,7 +21,9 @@ namespace {
 constexpr size_t kMostHalfWay = 1024;
 constexpr int kBacklog = 1024;
 
-[[noreturn]] void raise(const std::string& what) { throw CommError(what + ": " + std::strerror(errno)); }
+[[noreturn]] void raise(const std::string& what) {
+  throw CommError(what + ": " + std::strerror(errno));
+}
 
 void add(int epoll, int fd, uint32_t events, void* data) {
   epoll_event event{};

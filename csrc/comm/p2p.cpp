@@ -78,7 +78,8 @@ void Request::wait(double timeout) {
       WaitScope scope;
       scope.generation = generation_;
       scope.seconds = timeout;
-      scope.deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout));
+      scope.deadline =
+          Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout));
       scope.missing = [this](std::vector<int>* ranks) {
         for (auto& [link, send] : sends_) {
           if (send->pending()) ranks->push_back(link->rank);

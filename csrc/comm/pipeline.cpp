@@ -197,7 +197,9 @@ class Pipeline {
 
 }  // namespace
 
-void run_pipeline(Operation& op, const PipelineJob& job) { Pipeline(op, job).run(); }
+void run_pipeline(Operation& op, const PipelineJob& job) {
+  Pipeline(op, job).run();
+}
 
 void exchange(Operation& op, const std::vector<Part>& send, const std::vector<Part>& receive) {
   const int n = op.size();

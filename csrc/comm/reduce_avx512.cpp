@@ -14,11 +14,15 @@ namespace avx512 {
 #include "reduce_kernels.hpp"
 }
 }  // namespace
-ReduceFn kernel_avx512(DType type, ReduceOp op) { return avx512::pick(type, op); }
+ReduceFn kernel_avx512(DType type, ReduceOp op) {
+  return avx512::pick(type, op);
+}
 }  // namespace elastic::comm::detail
 #pragma GCC pop_options
 #else
 namespace elastic::comm::detail {
-ReduceFn kernel_avx512(DType, ReduceOp) { return nullptr; }
+ReduceFn kernel_avx512(DType, ReduceOp) {
+  return nullptr;
+}
 }  // namespace elastic::comm::detail
 #endif

@@ -11,5 +11,7 @@ namespace baseline {
 #include "reduce_kernels.hpp"
 }
 }  // namespace
-ReduceFn kernel_baseline(DType type, ReduceOp op) { return baseline::pick(type, op); }
+ReduceFn kernel_baseline(DType type, ReduceOp op) {
+  return baseline::pick(type, op);
+}
 }  // namespace elastic::comm::detail

@@ -5,7 +5,9 @@
 namespace elastic::comm {
 namespace {
 
-constexpr size_t padded(size_t n) { return (n + 63) & ~size_t(63); }
+constexpr size_t padded(size_t n) {
+  return (n + 63) & ~size_t(63);
+}
 
 }  // namespace
 

@@ -23,7 +23,9 @@ static_assert(std::atomic<uint64_t>::is_always_lock_free, "shared between proces
 
 constexpr size_t kRingDataOffset = 4096;
 
-inline size_t ring_segment_bytes(size_t capacity) { return kRingDataOffset + capacity; }
+inline size_t ring_segment_bytes(size_t capacity) {
+  return kRingDataOffset + capacity;
+}
 
 class RingWriter {
  public:
@@ -46,9 +48,7 @@ class RingWriter {
 class RingReader {
  public:
   RingReader(char* own, const char* peer, size_t capacity);
-  bool empty() const {
-    return peer_->head.load(std::memory_order_acquire) == tail_.load(std::memory_order_relaxed);
-  }
+  bool empty() const { return peer_->head.load(std::memory_order_acquire) == tail_.load(std::memory_order_relaxed); }
   // The record at the front, or null. False in `sane` means the writer broke the format.
   const FrameHeader* front(const char** payload, bool* sane);
   void pop();  // Drops what front() returned.

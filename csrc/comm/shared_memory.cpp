@@ -23,7 +23,9 @@
 namespace elastic::comm {
 namespace {
 
-std::string reason(const char* what) { return std::string(what) + ": " + std::strerror(errno); }
+std::string reason(const char* what) {
+  return std::string(what) + ": " + std::strerror(errno);
+}
 
 // First number in a file, or `fallback` where it holds none ("max").
 uint64_t number_in(const std::string& path, uint64_t fallback) {
@@ -71,7 +73,9 @@ SharedMemory::~SharedMemory() {
   if (base_ != nullptr) munmap(base_, size_);
 }
 
-SharedMemory::SharedMemory(SharedMemory&& o) noexcept { *this = std::move(o); }
+SharedMemory::SharedMemory(SharedMemory&& o) noexcept {
+  *this = std::move(o);
+}
 
 SharedMemory& SharedMemory::operator=(SharedMemory&& o) noexcept {
   std::swap(base_, o.base_);
@@ -108,7 +112,7 @@ SharedMemory SharedMemory::create(const std::string& label, size_t size) {
 SharedMemory SharedMemory::open(int fd, size_t minimum) {
   SharedMemory m;
   m.fd_ = fd;
-  struct stat info {};
+  struct stat info{};
   const int seals = fcntl(fd, F_GET_SEALS);
   if (seals < 0 || (seals & F_SEAL_SHRINK) == 0) throw CommError("peer's segment is not sealed");
   if (fstat(fd, &info) != 0 || size_t(info.st_size) < minimum) throw CommError("peer's segment is too small");

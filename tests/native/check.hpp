@@ -18,16 +18,16 @@ inline std::vector<TestCase>& tests() {
 struct Registered {
   Registered(const char* name, void (*run)()) { tests().push_back({name, run}); }
 };
-#define TEST(name)                                    \
-  static void name();                                 \
+#define TEST(name)                                        \
+  static void name();                                     \
   static const Registered registered_##name(#name, name); \
   static void name()
-#define CHECK(condition)                                                          \
-  do {                                                                            \
-    if (!(condition)) {                                                           \
+#define CHECK(condition)                                                           \
+  do {                                                                             \
+    if (!(condition)) {                                                            \
       std::fprintf(stderr, "%s:%d: not so: %s\n", __FILE__, __LINE__, #condition); \
-      std::abort();                                                               \
-    }                                                                             \
+      std::abort();                                                                \
+    }                                                                              \
   } while (0)
 
 inline int run_tests(int argc, char** argv) {

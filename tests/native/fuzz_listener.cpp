@@ -56,7 +56,9 @@ int dial(const Peer& peer, bool unix_socket) {
   return fd;
 }
 
-void write_some(int fd, const std::string& bytes) { (void)!send(fd, bytes.data(), bytes.size(), MSG_NOSIGNAL | MSG_DONTWAIT); }
+void write_some(int fd, const std::string& bytes) {
+  (void)!send(fd, bytes.data(), bytes.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
+}
 
 // What an honest dialer says, with the listener's answers in between: one relayed exchange.
 struct Recording {

@@ -60,8 +60,9 @@ TEST(sums_are_in_source_order_whatever_the_count) {
       for (size_t k = 1; k < n; ++k) {
         for (size_t i = 0; i < count; ++i) wanted[i] += rows[k][i];
       }
-      for (auto kernel : {detail::kernel_baseline(DType::F32, ReduceOp::Sum), detail::kernel_avx2(DType::F32, ReduceOp::Sum),
-                          detail::kernel_avx512(DType::F32, ReduceOp::Sum)}) {
+      for (auto kernel :
+           {detail::kernel_baseline(DType::F32, ReduceOp::Sum), detail::kernel_avx2(DType::F32, ReduceOp::Sum),
+            detail::kernel_avx512(DType::F32, ReduceOp::Sum)}) {
         if (kernel == nullptr) continue;
 #if defined(__x86_64__)
         if (kernel == detail::kernel_avx2(DType::F32, ReduceOp::Sum) && !__builtin_cpu_supports("avx2")) continue;
@@ -204,4 +205,6 @@ TEST(outbox_blocks_come_back_after_all_readers) {
   CHECK(outbox.acquire(1) >= 0 && outbox.acquire(1) >= 0 && outbox.acquire(1) < 0);
 }
 
-int main(int argc, char** argv) { return run_tests(argc, argv); }
+int main(int argc, char** argv) {
+  return run_tests(argc, argv);
+}

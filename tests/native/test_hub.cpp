@@ -25,13 +25,16 @@ std::vector<float> sum_in_order(const std::vector<int>& ranks, size_t count) {
   return out;
 }
 
-Part part_of(std::vector<float>& v) { return {Span{reinterpret_cast<char*>(v.data()), v.size() * 4}}; }
+Part part_of(std::vector<float>& v) {
+  return {Span{reinterpret_cast<char*>(v.data()), v.size() * 4}};
+}
 
 bool same_bits(const std::vector<float>& a, const std::vector<float>& b) {
   return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * 4) == 0;
 }
 
-void all_reduce_everywhere(Ranks& ranks, const std::vector<int>& living, const std::vector<int>& members, size_t count) {
+void all_reduce_everywhere(Ranks& ranks, const std::vector<int>& living, const std::vector<int>& members,
+                           size_t count) {
   std::vector<int> taking;
   for (int r : members) {
     if (std::find(living.begin(), living.end(), r) != living.end()) taking.push_back(r);
@@ -136,8 +139,8 @@ TEST(the_progress_thread_ends_what_nobody_waits_for) {
       const Call c = ranks.call(r, *g);
       std::vector<float> data = values(0, 500000);
       std::atomic<bool> ended{false};
-      auto request = r == 0 ? send_to(c, 1, 5, data.data(), data.size() * 4)
-                            : receive_from(c, 0, 5, data.data(), data.size() * 4);
+      auto request =
+          r == 0 ? send_to(c, 1, 5, data.data(), data.size() * 4) : receive_from(c, 0, 5, data.data(), data.size() * 4);
       request->on_end([&] { ended = true; });
       for (int i = 0; i < 20000 && !ended; ++i) std::this_thread::sleep_for(std::chrono::milliseconds(1));
       CHECK(ended);
@@ -251,9 +254,8 @@ TEST(a_timeout_names_whom_it_waited_for) {
 TEST(stale_incarnations_and_wrong_secrets_are_turned_away) {
   Ranks ranks(2, true);
   auto newer = ranks.make(1, 2, 5);
-  ranks.each({0, 1}, [&](int r) {
-    (r == 0 ? *ranks.hubs[0] : *newer).edit(1, {ranks.hubs[0]->self(), newer->self()}, 30);
-  });
+  ranks.each({0, 1},
+             [&](int r) { (r == 0 ? *ranks.hubs[0] : *newer).edit(1, {ranks.hubs[0]->self(), newer->self()}, 30); });
   bool refused = false;
   try {
     ranks.hubs[1]->edit(1, {ranks.hubs[0]->self(), ranks.hubs[1]->self()}, 0.3);
@@ -350,4 +352,6 @@ TEST(random_edits_and_interrupts) {
   }
 }
 
-int main(int argc, char** argv) { return run_tests(argc, argv); }
+int main(int argc, char** argv) {
+  return run_tests(argc, argv);
+}

@@ -119,8 +119,7 @@ PYBIND11_MODULE(_comm, m) {
       .def("counters", &Hub::counters)
       .def("transport", &Hub::transport, py::arg("rank"), nogil);
 
-  py::class_<ElasticProcessGroup, c10d::ProcessGroup, c10::intrusive_ptr<ElasticProcessGroup>>(m,
-                                                                                                "ElasticProcessGroup")
+  py::class_<ElasticProcessGroup, c10d::ProcessGroup, c10::intrusive_ptr<ElasticProcessGroup>>(m, "ElasticProcessGroup")
       .def(py::init([](const std::shared_ptr<Hub>& hub, const std::string& name, const std::vector<int>& members,
                        bool slot_space, double timeout) {
              py::gil_scoped_release release;

@@ -36,7 +36,9 @@ const at::Tensor& single(const Tensors& tensors) {
   return tensors[0];
 }
 
-void expect(bool condition, const char* what) { TORCH_CHECK_VALUE(condition, "elastic: ", what); }
+void expect(bool condition, const char* what) {
+  TORCH_CHECK_VALUE(condition, "elastic: ", what);
+}
 
 }  // namespace
 
@@ -65,7 +67,9 @@ void ElasticProcessGroup::setTimeout(std::chrono::milliseconds timeout) {
   timeout_.store(std::chrono::duration<double>(timeout).count());
 }
 
-void ElasticProcessGroup::abort() { hub_->abort(*group_); }
+void ElasticProcessGroup::abort() {
+  hub_->abort(*group_);
+}
 
 namespace {
 
@@ -92,7 +96,9 @@ int ElasticProcessGroup::View::position(int64_t rank) const {
   return rank >= 0 && size_t(rank) < living.size() ? int(rank) : -1;
 }
 
-int ElasticProcessGroup::View::root(int64_t rank) const { return std::max(position(rank), 0); }
+int ElasticProcessGroup::View::root(int64_t rank) const {
+  return std::max(position(rank), 0);
+}
 
 int ElasticProcessGroup::View::global(int64_t rank) const {
   const int at = position(rank);
@@ -125,7 +131,9 @@ ElasticProcessGroup::View ElasticProcessGroup::view() const {
   return v;
 }
 
-std::vector<int> ElasticProcessGroup::living() const { return view().living; }
+std::vector<int> ElasticProcessGroup::living() const {
+  return view().living;
+}
 
 double ElasticProcessGroup::seconds(std::chrono::milliseconds timeout) const {
   return timeout == c10d::kUnsetTimeout ? timeout_.load() : std::chrono::duration<double>(timeout).count();
@@ -143,10 +151,10 @@ WorkPtr ElasticProcessGroup::launch(c10d::OpType op, bool async, Tensors outputs
     work->end(nullptr);
     return work;
   }
-  auto work = c10::make_intrusive<ElasticWork>(
-      op, std::move(outputs), [hub = hub_, group = group_](const auto& done, auto deadline) {
-        return group->help(hub->workers(), done, deadline);
-      });
+  auto work = c10::make_intrusive<ElasticWork>(op, std::move(outputs),
+                                               [hub = hub_, group = group_](const auto& done, auto deadline) {
+                                                 return group->help(hub->workers(), done, deadline);
+                                               });
   // The hub outlives the queue: it is kept by the task.
   group_->enqueue(hub_->workers(), [work, body = std::move(body), hub = hub_] {
     std::exception_ptr error;
@@ -211,11 +219,10 @@ WorkPtr ElasticProcessGroup::allreduce_coalesced(Tensors& tensors, const c10d::A
     it->second.push_back(span_of(written.back().flat));
   }
   const ReduceOp op = reduction_of(o.reduceOp);
-  return launch(c10d::OpType::ALLREDUCE, o.asyncOp, tensors,
-                [c = call(v, o.timeout), written, batches, op] {
-                  for (const auto& [type, part] : batches) all_reduce(c, part, type, op);
-                  for (const auto& w : written) w.store();
-                });
+  return launch(c10d::OpType::ALLREDUCE, o.asyncOp, tensors, [c = call(v, o.timeout), written, batches, op] {
+    for (const auto& [type, part] : batches) all_reduce(c, part, type, op);
+    for (const auto& w : written) w.store();
+  });
 }
 
 WorkPtr ElasticProcessGroup::reduce(Tensors& tensors, const c10d::ReduceOptions& o) {
@@ -317,9 +324,8 @@ void ElasticProcessGroup::reduce_scatter_blocks(const at::Tensor& flat, const Bl
   const View v = view();
   const auto parts = parts_of_blocks(v, flat, blocks);
   const Call c = call(v, c10d::kUnsetTimeout);
-  group_->run(hub_->workers(), [&] {
-    elastic::comm::reduce_scatter(c, parts, parts.at(size_t(v.me)), dtype_of(flat), ReduceOp::Sum);
-  });
+  group_->run(hub_->workers(),
+              [&] { elastic::comm::reduce_scatter(c, parts, parts.at(size_t(v.me)), dtype_of(flat), ReduceOp::Sum); });
 }
 
 void ElasticProcessGroup::all_gather_blocks(const at::Tensor& flat, const Blocks& blocks) {
@@ -332,8 +338,7 @@ void ElasticProcessGroup::all_gather_blocks(const at::Tensor& flat, const Blocks
 // ---------------------------------------------------------------- barriers
 
 WorkPtr ElasticProcessGroup::barrier(const c10d::BarrierOptions& o) {
-  return launch(c10d::OpType::BARRIER, o.asyncOp, {},
-                [c = call(view(), o.timeout)] { elastic::comm::barrier(c); });
+  return launch(c10d::OpType::BARRIER, o.asyncOp, {}, [c = call(view(), o.timeout)] { elastic::comm::barrier(c); });
 }
 
 void ElasticProcessGroup::monitoredBarrier(const c10d::BarrierOptions& o, bool wait_all) {

@@ -10,7 +10,9 @@ namespace {
 using WorkPtr = ElasticProcessGroup::WorkPtr;
 using Tensors = ElasticProcessGroup::Tensors;
 
-void expect(bool condition, const char* what) { TORCH_CHECK_VALUE(condition, "elastic: ", what); }
+void expect(bool condition, const char* what) {
+  TORCH_CHECK_VALUE(condition, "elastic: ", what);
+}
 
 const at::Tensor& single(const Tensors& tensors) {
   TORCH_CHECK_VALUE(tensors.size() == 1, "elastic: expected one tensor, got ", tensors.size());
@@ -79,8 +81,7 @@ WorkPtr ElasticProcessGroup::allgather_coalesced(std::vector<Tensors>& outputs, 
   return allgather(by_tensor, inputs, o);
 }
 
-WorkPtr ElasticProcessGroup::all_gather_single(at::Tensor& output, at::Tensor& input,
-                                               const c10d::AllgatherOptions& o) {
+WorkPtr ElasticProcessGroup::all_gather_single(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& o) {
   Tensors outputs{output};
   Tensors inputs{input};
   return all_gather_single_coalesced(outputs, inputs, o);
@@ -165,8 +166,8 @@ WorkPtr ElasticProcessGroup::scatter(Tensors& outputs, std::vector<Tensors>& inp
 }
 
 WorkPtr ElasticProcessGroup::all_to_all_single(at::Tensor& output, at::Tensor& input,
-                                               std::vector<int64_t>& output_splits,
-                                               std::vector<int64_t>& input_splits, const c10d::AllToAllOptions& o) {
+                                               std::vector<int64_t>& output_splits, std::vector<int64_t>& input_splits,
+                                               const c10d::AllToAllOptions& o) {
   const View v = view();
   const size_t n = v.entries();
   // Start of each rank's rows, in bytes, with the end behind the last.
@@ -226,8 +227,8 @@ WorkPtr ElasticProcessGroup::alltoall(Tensors& outputs, Tensors& inputs, const c
 WorkPtr ElasticProcessGroup::send(Tensors& tensors, int to, int tag) {
   const View v = view();
   const at::Tensor data = readable(single(tensors));
-  auto request = send_to(call(v, c10d::kUnsetTimeout), v.global(to), uint64_t(uint32_t(tag)), data.data_ptr(),
-                         bytes_of(data));
+  auto request =
+      send_to(call(v, c10d::kUnsetTimeout), v.global(to), uint64_t(uint32_t(tag)), data.data_ptr(), bytes_of(data));
   return c10::make_intrusive<RequestWork>(c10d::OpType::SEND, std::move(request), Tensors{data}, timeout_.load(),
                                           nullptr, [](int) { return -1; });
 }
@@ -235,8 +236,8 @@ WorkPtr ElasticProcessGroup::send(Tensors& tensors, int to, int tag) {
 WorkPtr ElasticProcessGroup::recv(Tensors& tensors, int from, int tag) {
   const View v = view();
   const Written w = writable(single(tensors), false);
-  auto request = receive_from(call(v, c10d::kUnsetTimeout), v.global(from), uint64_t(uint32_t(tag)),
-                              w.flat.data_ptr(), bytes_of(w.flat));
+  auto request = receive_from(call(v, c10d::kUnsetTimeout), v.global(from), uint64_t(uint32_t(tag)), w.flat.data_ptr(),
+                              bytes_of(w.flat));
   return c10::make_intrusive<RequestWork>(
       c10d::OpType::RECV, std::move(request), Tensors{w.flat}, timeout_.load(), [w] { w.store(); },
       [v](int global) { return v.rank_of(global); });
@@ -245,8 +246,8 @@ WorkPtr ElasticProcessGroup::recv(Tensors& tensors, int from, int tag) {
 WorkPtr ElasticProcessGroup::recvAnysource(Tensors& tensors, int tag) {
   const View v = view();
   const Written w = writable(single(tensors), false);
-  auto request = receive_from_any(call(v, c10d::kUnsetTimeout), uint64_t(uint32_t(tag)), w.flat.data_ptr(),
-                                  bytes_of(w.flat));
+  auto request =
+      receive_from_any(call(v, c10d::kUnsetTimeout), uint64_t(uint32_t(tag)), w.flat.data_ptr(), bytes_of(w.flat));
   return c10::make_intrusive<RequestWork>(
       c10d::OpType::RECVANYSOURCE, std::move(request), Tensors{w.flat}, timeout_.load(), [w] { w.store(); },
       [v](int global) { return v.rank_of(global); });

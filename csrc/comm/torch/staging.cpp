@@ -3,7 +3,9 @@
 namespace elastic::comm {
 namespace {
 
-bool plain(const at::Tensor& t) { return t.is_cpu() && t.is_contiguous() && !t.is_conj() && !t.is_neg(); }
+bool plain(const at::Tensor& t) {
+  return t.is_cpu() && t.is_contiguous() && !t.is_conj() && !t.is_neg();
+}
 
 }  // namespace
 

@@ -13,9 +13,13 @@ namespace elastic::comm {
 
 DType dtype_of(const at::Tensor& tensor);  // throws for types that have no reduction
 
-inline size_t bytes_of(const at::Tensor& t) { return size_t(t.numel()) * size_t(t.element_size()); }
+inline size_t bytes_of(const at::Tensor& t) {
+  return size_t(t.numel()) * size_t(t.element_size());
+}
 
-inline Span span_of(const at::Tensor& flat) { return {static_cast<char*>(flat.data_ptr()), bytes_of(flat)}; }
+inline Span span_of(const at::Tensor& flat) {
+  return {static_cast<char*>(flat.data_ptr()), bytes_of(flat)};
+}
 
 // What is read: `t` itself or a contiguous copy in host memory.
 at::Tensor readable(const at::Tensor& t);

@@ -100,7 +100,9 @@ bool RequestWork::wait(std::chrono::milliseconds timeout) {
   return true;
 }
 
-int RequestWork::sourceRank() const { return rank_of_(request_->source()); }
+int RequestWork::sourceRank() const {
+  return rank_of_(request_->source());
+}
 
 c10::intrusive_ptr<c10::ivalue::Future> RequestWork::getFuture() {
   auto future = make_tensors_future();

@@ -2,10 +2,9 @@
 // caller's thread ran it), a worker ends it, or a point-to-point request does.
 #pragma once
 
-#include <torch/csrc/distributed/c10d/Work.hpp>
-
 #include <chrono>
 #include <functional>
+#include <torch/csrc/distributed/c10d/Work.hpp>
 #include <vector>
 
 #include "../p2p.hpp"
