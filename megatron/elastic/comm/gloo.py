@@ -166,7 +166,8 @@ class GlooFabric(Fabric):
 
     def release(self, role_prefix: str) -> None:
         with self._lock:
-            gone = [group for (role, _), group in self._groups.items() if role.startswith(role_prefix)]
+            matching = [group for (role, _), group in self._groups.items() if role.startswith(role_prefix)]
+        gone = [group for group in matching if group is not self._world]
         for group in gone:
             self.forget(group)
             registry.unregister(group)
