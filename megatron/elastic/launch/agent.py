@@ -405,8 +405,11 @@ class Agent:
         elif elastic:
             say(f"{name}: asking the workers to save and end (again: at once)")
             self.append(Wanted("drain"))
-            late = Ended(128 + number, f"{name}: not drained within {self.job.drain_timeout:.0f} s: the job ends")
-            self._loop.after(self.job.drain_timeout, lambda: self.append(late))
+            # Before the first step there is nothing to save.
+            stepped = any(idle.step >= 0 for _, idle in self.table().values())
+            seconds = self.job.drain_timeout if stepped else min(self.job.drain_timeout, self.job.shutdown_timeout)
+            late = Ended(128 + number, f"{name}: not drained within {seconds:.0f} s: the job ends")
+            self._loop.after(seconds, lambda: self.append(late))
         else:
             for worker in self._pool.workers.values():
                 if worker.pid:

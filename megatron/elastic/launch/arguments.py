@@ -28,7 +28,7 @@ from megatron.elastic.launch.worker import Kind
 __all__ = ["BadInput", "Job", "parse"]
 
 
-_DRAIN_SECONDS = 600
+_DRAIN_SECONDS = 120
 """Saving a checkpoint takes longer than torchrun's 30 s; whoever sent the signal has a limit of his own."""
 
 _UNUSED: Mapping[str, object] = {
