@@ -42,6 +42,12 @@ class JobResult:
         return {event.step: event.losses["lm loss"] for event in steps if event is not None}  # type: ignore[attr-defined]
 
     @property
+    def validation(self) -> dict[int, float]:
+        """Iteration → validation loss as printed in the loop."""
+        found = re.findall(r"loss at iteration (\d+) \| lm loss value: (\S+)", self.output)
+        return {int(step): float(loss) for step, loss in found}
+
+    @property
     def norms(self) -> dict[int, float]:
         """Iteration → gradient norm as printed."""
         return {int(i): float(v) for i, v in re.findall(r"iteration\s+(\d+)/.*?grad norm: (\S+)", self.output)}

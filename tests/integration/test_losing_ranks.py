@@ -97,3 +97,23 @@ def test_when_no_copy_is_left_the_job_says_what_is_lost(tmp_path: Path) -> None:
     assert result.code == 4, result.output[-3000:]
     assert "have no surviving copy" in result.output
     assert "Traceback" not in result.output
+
+
+def test_a_loss_in_evaluation_and_in_saving_repeats_the_phase(tmp_path: Path) -> None:
+    """Validation losses are those of an undisturbed run, and the checkpoint saved by the survivors is resumed."""
+    flags = (*DROPOUT, "--eval-interval", "2", "--eval-iters", "2", "--save-interval", "4", "--log-params-norm",
+             "--exit-duration-in-mins", "60", "--lr-decay-iters", "8")  # fmt: skip
+    whole = elastic_job(tmp_path / "whole", 4, 1, 2, 6, *flags)
+    script = "kill:rank=2,step=2,point=in_evaluate;kill:rank=1,step=4,point=in_save"
+    saved = str(tmp_path / "saved")
+    kills = ("--no-elastic-respawn", "--elastic-allow-inject", "--elastic-inject", script, "--save", saved)
+    killed = elastic_job(tmp_path / "killed", 4, 1, 2, 4, *flags, *kills)
+    assert whole.code == 0, whole.output[-4000:]
+    assert killed.code == 0, killed.output[-4000:]
+    assert len(killed.of("loss")) > 0
+    assert killed.validation == {step: loss for step, loss in whole.validation.items() if step <= 4}
+    resumed = elastic_job(tmp_path / "resumed", 2, 1, 2, 6, *flags, "--load", saved, "--override-opt-param-scheduler")
+    assert resumed.code == 0, resumed.output[-4000:]
+    later = {step: loss for step, loss in whole.committed.items() if step > 4}
+    assert set(resumed.committed) == set(later)
+    assert largest_deviation(later, resumed.committed) < 1e-5

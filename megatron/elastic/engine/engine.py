@@ -84,6 +84,7 @@ class Engine:
     movement_bytes: int = 0
     """State bytes received by added copies so far."""
     _attempt: _Attempt | None = None
+    _fenced: bool = False
     _catching_up: bool = False
     _admitting: bool = False
     _unsettled: bool = False
@@ -188,8 +189,18 @@ class Engine:
     def fenced(self, body: Callable[[], T]) -> T:
         """Run a collective action; repeat it in the next generation if one begins before all have finished.
 
-        ``body`` must be repeatable. Returns its last result on this rank.
+        ``body`` must be repeatable. Returns its last result on this rank. Inside
+        another fenced action it is part of that one.
         """
+        if self._fenced:
+            return body()
+        self._fenced = True
+        try:
+            return self._run_fenced(body)
+        finally:
+            self._fenced = False
+
+    def _run_fenced(self, body: Callable[[], T]) -> T:
         self._enter()
         result = body_result = None
         while True:
@@ -204,6 +215,19 @@ class Engine:
                 if self._recover(error):
                     return body_result  # type: ignore[return-value]
                 self.done = False
+
+    def parameter_norm(self) -> float:
+        """L2 norm of all parameters, each counted once, from the masters of their owners."""
+
+        def body() -> float:
+            layouts, total = self.recovery.layouts, torch.zeros(1, dtype=torch.float64)
+            for block in self.standing.owned:
+                if layouts[block.unit, block.shard].counts_in_norm(block):
+                    total += self.tools.pool.get(block.key).master.double().square().sum()
+            dist.all_reduce(total, group=self.tools.fabric.world)
+            return float(total.sqrt())
+
+        return self.fenced(body)
 
     @property
     def in_step(self) -> bool:

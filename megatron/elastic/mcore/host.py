@@ -120,6 +120,11 @@ class Host:
             (loop + "train_step", "a step is a transaction that survives the loss of ranks", self._train_step),
             (loop + "evaluate", "evaluation is repeated as a phase when ranks are lost in it", self._evaluate),
             (loop + "training_log", repeated, self._training_log),
+            (
+                "megatron.training.utils.calc_params_l2_norm",
+                "the norm of the masters, wherever they lie now; repeated after a loss",
+                self._parameter_norm,
+            ),
             (loop + "checkpoint_and_decide_exit", "a drained job saves and leaves at a boundary", self._decide_exit),
             (loop + "save_checkpoint", repeated, self._save),
             (
@@ -128,8 +133,8 @@ class Host:
                 _nominal_rng_state,
             ),
             (loop + "print_datetime", aligns, _without_barrier),
-            (timer + "start", aligns, _drops_barrier),
-            (timer + "stop", aligns, _drops_barrier),
+            (timer + "start", aligns + "; a repeated phase may start twice", _starts_once),
+            (timer + "stop", aligns + "; a repeated phase may stop twice", _stops_once),
             (
                 "megatron.training.utils.is_last_rank",
                 "the highest living rank reports when the last one is gone",
@@ -271,7 +276,9 @@ class Host:
         @functools.wraps(original)
         def replacement(*args: Any, **kwargs: Any) -> Any:
             call, settings = bound(original, args, kwargs), get_args()
-            leaves = original(**call)
+            # Only a time limit has a collective of its own; saving is fenced by itself.
+            limited = bool(settings.exit_duration_in_mins)
+            leaves = self.engine.fenced(lambda: original(**call)) if limited else original(**call)
             if self.engine.draining and not leaves:
                 saved = bool(settings.save)
                 if saved and not (settings.save_interval and call["iteration"] % settings.save_interval == 0):
@@ -377,6 +384,13 @@ class Host:
 
         return replacement
 
+    def _parameter_norm(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def replacement(*args: Any, **kwargs: Any) -> float:
+            return self.engine.parameter_norm()
+
+        return replacement
+
     def _is_last_rank(self, original: Callable[..., bool]) -> Callable[..., bool]:
         @functools.wraps(original)
         def replacement() -> bool:
@@ -437,12 +451,22 @@ def _without_barrier(original: Callable[..., Any]) -> Callable[..., Any]:
     return replacement
 
 
-def _drops_barrier(original: Callable[..., Any]) -> Callable[..., Any]:
+def _starts_once(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def replacement(self: Any, barrier: bool = False) -> Any:
-        return original(self, barrier=False)
+    def start(self: Any, barrier: bool = False) -> None:
+        if not self._started:
+            original(self, barrier=False)
 
-    return replacement
+    return start
+
+
+def _stops_once(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def stop(self: Any, barrier: bool = False) -> None:
+        if self._started:
+            original(self, barrier=False)
+
+    return stop
 
 
 def _pin_nominal_sizes() -> None:
