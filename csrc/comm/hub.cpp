@@ -306,7 +306,8 @@ void Hub::check(const WaitScope& scope, unsigned spin) const {
 }
 
 void Hub::wait(const WaitScope& scope, const std::function<bool()>& done) {
-  constexpr unsigned kYields = 64;
+  // With many more ranks than cores, looking again costs whoever we wait for its turn.
+  const unsigned yields = spin_ == 0 ? 2 : 64;
   // Registered from the first sleep to the end, so that the progress thread keeps out of the way.
   struct Registered {
     Hub& hub;
@@ -317,7 +318,7 @@ void Hub::wait(const WaitScope& scope, const std::function<bool()>& done) {
       hub.background_cv_.notify_all();
     }
   } registered{*this};
-  for (unsigned spin = scope.background ? spin_ + kYields : 0;; ++spin) {
+  for (unsigned spin = scope.background ? spin_ + yields : 0;; ++spin) {
     if (done()) return;
     check(scope, spin);
     if (pump()) {
@@ -327,7 +328,7 @@ void Hub::wait(const WaitScope& scope, const std::function<bool()>& done) {
     if (uses_sockets() && spin % 4 == 0 && poll_sockets(0)) continue;
     if (spin < spin_) {
       pause_cpu();
-    } else if (spin < spin_ + kYields) {
+    } else if (spin < spin_ + yields) {
       std::this_thread::yield();
     } else {
       if (!scope.background && !registered.yes) {

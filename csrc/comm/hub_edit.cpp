@@ -371,7 +371,8 @@ EditStats Hub::edit(uint64_t generation, const std::vector<Peer>& members, doubl
     link->pump();  // Frames of this generation may have come before us.
   }
   alive_[size_t(config_.rank)] = true;
-  spin_ = unsigned(local) <= std::thread::hardware_concurrency() ? 2000 : 20;
+  const unsigned cores = std::max(1u, std::thread::hardware_concurrency());
+  spin_ = unsigned(local) <= cores ? 2000 : (unsigned(local) <= 8 * cores ? 20 : 0);
   {
     std::lock_guard<std::mutex> lock(groups_mutex_);
     for (auto& entry : groups_) place_group(*entry.second);

@@ -32,6 +32,7 @@ void ShmLink::doorbell() {
 }
 
 void ShmLink::watch(int epoll) {
+  if (epoll_ >= 0) return;
   epoll_event event{};
   event.events = EPOLLIN | EPOLLRDHUP;
   event.data.u64 = uint64_t(rank);

@@ -26,6 +26,7 @@ TcpLink::~TcpLink() {
 
 void TcpLink::watch(int epoll) {
   std::lock_guard<std::mutex> lock(epoll_mutex_);
+  if (epoll_ >= 0) return;
   epoll_event event{};
   event.events = EPOLLRDHUP | (want_in_ ? EPOLLIN : 0u) | (want_out_ ? EPOLLOUT : 0u);
   event.data.u64 = uint64_t(rank);
