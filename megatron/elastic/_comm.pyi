@@ -18,9 +18,7 @@ class Peer:
     port: int
     unix_name: str
     machine: str
-    def __init__(
-        self, rank: int, incarnation: int, ip: str, port: int, unix_name: str, machine: str
-    ) -> None: ...
+    def __init__(self, rank: int, incarnation: int, ip: str, port: int, unix_name: str, machine: str) -> None: ...
 
 class EditStats:
     """What an edit did: seconds by phase, links opened and dropped, groups placed anew."""
@@ -75,9 +73,7 @@ class Hub:
 class ElasticProcessGroup(ProcessGroup):
     """A ``c10d::ProcessGroup`` over a hub's links. ``slot_space``: the default group."""
 
-    def __init__(
-        self, *, hub: Hub, name: str, members: list[int], slot_space: bool, timeout: float
-    ) -> None: ...
+    def __init__(self, *, hub: Hub, name: str, members: list[int], slot_space: bool, timeout: float) -> None: ...
     def reduce_scatter_blocks(self, flat: Tensor, blocks: list[tuple[int, int, int]]) -> None:
         """Sum ``flat`` in member order; ranges (start, stop, owner) of this rank receive it in place."""
     def all_gather_blocks(self, flat: Tensor, blocks: list[tuple[int, int, int]]) -> None:

@@ -163,9 +163,7 @@ class NativeFabric(Fabric):
 
     # -- blocks -------------------------------------------------------------
 
-    def reduce_scatter_blocks(
-        self, group: dist.ProcessGroup, flat: torch.Tensor, blocks: Sequence[BlockRange]
-    ) -> None:
+    def reduce_scatter_blocks(self, group: dist.ProcessGroup, flat: torch.Tensor, blocks: Sequence[BlockRange]) -> None:
         _ours(group).reduce_scatter_blocks(flat, [(block.start, block.stop, block.owner) for block in blocks])
 
     def all_gather_blocks(self, group: dist.ProcessGroup, flat: torch.Tensor, blocks: Sequence[BlockRange]) -> None:
