@@ -77,6 +77,7 @@ def open_links(config: ElasticConfig, timeout: float) -> Links:
         run_id=os.environ[env.RUN_ID],
         secret=bytes.fromhex(os.environ[env.SECRET]),
         store=store,
+        host=os.environ[env.ADDRESS],
         timeout=timeout,
     )
     events = EventLog(config.event_log, membership.rank, membership.incarnation)

@@ -1,0 +1,52 @@
+"""The launch topology: Megatron's rank order, whole cells compute, mates of the dead are parked."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.elastic.engine.nominal import Nominal
+from megatron.elastic.plan.model import Grid
+
+
+def nominal(tensor: int, pipeline: int, data: int, tied: bool = False) -> Nominal:
+    layers = 2 * pipeline
+    stages = tuple(
+        (0 if stage == 0 else 2 * stage + 1, layers + 2 if stage == pipeline - 1 else 2 * stage + 3)
+        for stage in range(pipeline)
+    )
+    return Nominal(tensor, pipeline, data, stages, Grid(4 * data, 1, data), layers + 2 if tied else None)
+
+
+SIZES = st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4))
+
+
+@given(SIZES)
+def test_every_rank_has_one_place(sizes: tuple[int, int, int]) -> None:
+    shape = nominal(*sizes)
+    places = [shape.place(rank) for rank in range(shape.slots)]
+    assert [shape.rank(*place) for place in places] == list(range(shape.slots))
+    assert len(set(places)) == shape.slots
+
+
+@given(SIZES, st.booleans())
+def test_every_unit_is_held_by_every_replica(sizes: tuple[int, int, int], tied: bool) -> None:
+    shape = nominal(*sizes, tied)
+    groups = shape.state_groups()
+    units = shape.compute_units + tied
+    assert set(groups) == {(unit, shard) for unit in range(units) for shard in range(shape.tensor)}
+    for (unit, shard), members in groups.items():
+        ends = 2 if tied and unit == shape.tied_unit and shape.pipeline > 1 else 1
+        assert len(members) == len(set(members)) == shape.data * ends
+        assert {shape.place(rank)[0] for rank in members} == {shard}
+
+
+@given(SIZES, st.data())
+def test_a_cell_computes_only_when_it_is_whole(sizes: tuple[int, int, int], data: st.DataObject) -> None:
+    shape = nominal(*sizes)
+    living = data.draw(st.sets(st.integers(0, shape.slots - 1)))
+    topology = shape.topology(living)
+    computing = {rank for cell in topology.cells for rank in cell.ranks}
+    assert computing <= living and computing | set(topology.parked) == living
+    assert all(set(cell.ranks) <= living for cell in topology.cells)
+    assert not any(set(shape.cell_of(rank).ranks) <= living for rank in topology.parked)

@@ -1,0 +1,28 @@
+"""Where ranks stand in the program: everybody draws the same conclusion from the same reports."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.elastic.engine.report import Report, phase_is_over
+from megatron.elastic.state.protocol import Holdings
+
+REPORT = st.builds(
+    lambda rank, phase, done, version: Report(Holdings(rank, version, version), phase, done, version),
+    st.integers(0, 7), st.integers(1, 3), st.booleans(), st.integers(0, 5),
+)  # fmt: skip
+
+
+@given(REPORT)
+def test_a_report_survives_its_text(report: Report) -> None:
+    assert Report.from_text(report.to_text()) == report
+
+
+@given(st.lists(REPORT, min_size=1, max_size=5))
+def test_a_phase_is_over_when_somebody_has_left_it_or_all_are_done(reports: list[Report]) -> None:
+    by_rank = dict(enumerate(reports))
+    newest = max(report.phase for report in reports)
+    for phase in {report.phase for report in reports}:
+        waiting = [report for report in reports if report.phase == phase and not report.done]
+        assert phase_is_over(phase, by_rank) == (phase < newest or not waiting)
