@@ -235,6 +235,11 @@ class Engine:
         return self._attempt is not None
 
     @property
+    def present_step(self) -> int:
+        """The step under way, or the newest committed one between steps."""
+        return self.record.version if self._attempt is None else self._attempt.step.step
+
+    @property
     def is_reporter(self) -> bool:
         """Whether this rank speaks for the job (the highest living one, as Megatron's last rank)."""
         return self.standing.living[-1] == self.tools.fabric.rank
@@ -376,7 +381,7 @@ class Engine:
                     error,
                     self._report(),
                     self.standing.placement,
-                    self.record.version + 1 if self._attempt is None else self._attempt.step.step,
+                    self.present_step if self.in_step else self.record.version + 1,
                     None if moving is None else moving.target,
                 )
                 if moving is not None:

@@ -222,7 +222,7 @@ class Host:
     def _settled(self, outcome: Outcome, standing: Standing, seconds: float) -> None:
         assert self._links is not None
         speaks = standing.living[0] == self._links.fabric.rank
-        nominal, step = self.engine.recovery.nominal, self.engine.record.version
+        nominal, step = self.engine.recovery.nominal, self.engine.present_step
         narrate(self._links.events, nominal, outcome, standing, step, self.engine.in_step, seconds, speaks)
 
     def _build_data_iterators(self, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -26,7 +26,7 @@ def narrate(
     events: EventLog, nominal: Nominal, outcome: Outcome, standing: Standing, step: int, in_step: bool,
     seconds: float, speaks: bool
 ) -> None:
-    """Record one finished recovery that took ``seconds``; ``step`` is the newest committed one.
+    """Record one finished recovery that took ``seconds`` in ``step`` (the newest committed one between steps).
 
     ``in_step``: a step was under way, so it was finished or computed again.
     """
