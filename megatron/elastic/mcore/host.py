@@ -87,6 +87,7 @@ class Host:
         self._job: Job | None = None
         self._engine: Engine | None = None
         self._optimizer: EngineOptimizer | None = None
+        self._came_later = False
 
     @property
     def engine(self) -> Engine:
@@ -256,6 +257,7 @@ class Host:
             if self._engine is None:
                 assert self._links is not None and self._job is not None
                 self._engine, welcome = join(self._links, self._job)
+                self._came_later = True
                 self._take_counters(welcome.host, bound(original, args, kwargs)["opt_param_scheduler"])
             try:
                 return original(*args, **kwargs)
@@ -358,7 +360,10 @@ class Host:
         @functools.wraps(original)
         def replacement(*args: Any, **kwargs: Any) -> Any:
             call = bound(original, args, kwargs)
-            if call["iteration"] % get_args().log_interval:
+            if self._came_later and "is_first_iteration" in call:
+                # Megatron carries a process's first step into its second line; a newcomer's is not the job's first.
+                call["is_first_iteration"] = False
+            if call["iteration"] % get_args().log_interval and not call.get("is_first_iteration"):
                 return original(**call)
             totals = call["total_loss_dict"]
             before = copy.deepcopy(totals)
