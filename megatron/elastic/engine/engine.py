@@ -32,10 +32,15 @@ from megatron.elastic.engine.vote import Tally, VoteLayout, ledger_digest
 from megatron.elastic.observe.phases import PhaseTimer
 from megatron.elastic.state.layout import BlockKey
 from megatron.elastic.state.record import GradientKey, StepRecord, Vote, advance
+from megatron.elastic.state.verify import Corruption, compare, fingerprints
 
-__all__ = ["Engine", "NotFinite"]
+__all__ = ["Engine", "NotFinite", "SilentCorruption"]
 
 T = TypeVar("T")
+
+
+class SilentCorruption(RuntimeError):
+    """Copies of a state block differ although they were stepped alike: memory has changed by itself."""
 
 
 class NotFinite(RuntimeError):
@@ -255,6 +260,24 @@ class Engine:
             self._recover(GenerationChanged(self.standing.generation + 1))
         if self._unsettled:
             self._rebalance()
+        interval = self.recovery.config.verify_interval
+        if interval and self.record.version and self.record.version % interval == 0:
+            self._verify()
+
+    def _verify(self) -> None:
+        """Compare every copy with its owner's; raises :class:`SilentCorruption` naming blocks and ranks."""
+
+        def body() -> tuple[Corruption, ...]:
+            tables: list[Any] = [None] * self.tools.fabric.slots
+            mine = fingerprints(self.tools.pool, tuple(self.tools.pool))
+            dist.all_gather_object(tables, mine, group=self.tools.fabric.world)
+            present = {rank: tables[rank] for rank in self.standing.living}
+            return compare(present, self.standing.placement)
+
+        with self.timer.phase("verify"):
+            found = self.fenced(body)
+        if found:
+            raise SilentCorruption(f"step {self.record.version}: " + "; ".join(map(str, found)))
 
     def _rebalance(self) -> None:
         """Bring placement to balance and k mirrors: add, then promote and drop everywhere at once."""

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data._utils import signal_handling
 
 from megatron.elastic.plan.model import Piece
 
@@ -93,13 +94,15 @@ class DatasetSource:
     def _prefetched(self, address: StepAddress) -> Callable[[Piece], Iterator[Any]]:
         """Batches arrive in plan order; a reader asked out of order falls back to reading directly."""
         if self._loader is None or self._next != address:
-            self._loader = iter(
-                DataLoader(
-                    self._dataset,
-                    batch_sampler=_Following(self, address),
-                    num_workers=self._workers,
-                    collate_fn=self._collate,
-                    worker_init_fn=_die_with(os.getpid()),
+            self._loader = _quiet(
+                iter(
+                    DataLoader(
+                        self._dataset,
+                        batch_sampler=_Following(self, address),
+                        num_workers=self._workers,
+                        collate_fn=self._collate,
+                        worker_init_fn=_die_with(os.getpid()),
+                    )
                 )
             )
         self._next = StepAddress(address.first + address.size, address.size)
@@ -135,6 +138,17 @@ class _Following:
                 except IndexError:
                     return
             address = StepAddress(address.first + address.size, address.size)
+
+
+def _quiet(loader: Any) -> Iterator[Any]:
+    """Keep torch's SIGCHLD handler from raising about these workers wherever the rank happens to be.
+
+    Their death is then noticed where it matters, by the reader that waits for one.
+    """
+    if loader._worker_pids_set:
+        signal_handling._remove_worker_pids(id(loader))
+        loader._worker_pids_set = False
+    return loader  # type: ignore[no-any-return]
 
 
 def _die_with(parent: int) -> Callable[[int], None]:

@@ -180,6 +180,7 @@ def check(
             raise BadInput(f"{flag} ({feature.name}) needs a GPU: leave it out here")
     if args.elastic:
         _check_exact(args, config)
+        _check_built(config)
     return _unknown(words) if args.elastic else ()
 
 
@@ -187,6 +188,19 @@ def _check_exact(args: Namespace, config: ElasticConfig) -> None:
     if config.exact and args.attention_dropout and args.transformer_impl == "transformer_engine":
         raise BadInput("--attention-dropout above 0 with --elastic-exact: Transformer Engine draws it inside its "
                        "kernel by rank; give --attention-dropout 0, or --transformer-impl local")
+
+
+def _check_built(config: ElasticConfig) -> None:
+    """Settings whose mechanism the engine does not drive yet are refused, never accepted without effect."""
+    wanted = {
+        "--elastic-exact": config.exact,
+        "--elastic-spares": config.spares > 0,
+        "--elastic-snapshot state": config.snapshot != "gradient",
+        f"--elastic-policy {config.policy}": config.policy != "elaswave",
+    }
+    for flag, asked in wanted.items():
+        if asked:
+            raise BadInput(f"{flag} is not available in this version: leave it out")
 
 
 def _unknown(words: Sequence[str]) -> tuple[str, ...]:

@@ -129,3 +129,17 @@ def test_every_refusal_says_what_to_do() -> None:
 
 def test_the_support_page_is_current() -> None:
     assert (ROOT / "docs/support.md").read_text() == docs(), support.__doc__.splitlines()[-2].strip()
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        ElasticConfig(exact=True),
+        ElasticConfig(spares=1),
+        ElasticConfig(snapshot="state"),
+        ElasticConfig(policy="recycle"),
+    ],
+)
+def test_settings_without_effect_are_refused(config: ElasticConfig) -> None:
+    with pytest.raises(BadInput, match="not available"):
+        check(plain(), config, "cpu", [])
