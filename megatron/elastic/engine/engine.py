@@ -182,7 +182,6 @@ class Engine:
                             before = tally.report.get(key, (0.0, 0.0))
                             tally.report[key] = (before[0] + total, before[1] + count)
                 layout = VoteLayout((), self._report_keys(tally.report))
-                tally.plan = 0
                 vector = layout.pack(tally)
                 dist.all_reduce(vector, group=self.tools.fabric.world)
                 return layout.unpack(vector).report

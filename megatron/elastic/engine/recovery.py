@@ -58,6 +58,8 @@ class Outcome:
     """Members that have to be told everything (:mod:`joining`)."""
     step_committed: bool
     """The step under way here was committed before the loss: only its end had to be finished."""
+    lost_steps: int
+    """Steps that some survivor knew to be committed and that could not be kept."""
     oldest_parameters: int
     promoted: int
     """Blocks that changed owner."""
@@ -126,6 +128,7 @@ class Recovery:
             resolution=resolution,
             phase_over=over,
             newcomers=newcomers(decision),
+            lost_steps=_lost_steps(reports, resolution),
             step_committed=resolution.kind != "revote" and resolution.version >= attempted,
             oldest_parameters=-1 if newcomers(decision) else min(r.parameters for r in reports.values()),
             promoted=len(promotion.transitions),
@@ -161,6 +164,12 @@ class Recovery:
             self.arena,
             self.fabric,
         )
+
+
+def _lost_steps(reports: Mapping[int, Report], resolution: Resolution) -> int:
+    known = [record.version for report in reports.values() for record in report.holdings.records]
+    kept = resolution.version - 1 if resolution.kind == "revote" else resolution.version
+    return max(0, max(known, default=kept) - kept)
 
 
 def failure_domains(decision: Decision) -> dict[int, int]:

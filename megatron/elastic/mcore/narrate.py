@@ -47,7 +47,8 @@ def narrate(
     for loss in losses:
         events.write(loss)
     spent = {**outcome.seconds, "settle": max(0.0, seconds - sum(outcome.seconds.values()))}
-    recovery = Recovery(step=step, outcome=_outcome(outcome, in_step), seconds=spent, lost_steps=0)
+    what = _outcome(outcome, in_step)
+    recovery = Recovery(step=step, outcome=what, seconds=spent, lost_steps=outcome.lost_steps)
     events.write(recovery)
     if speaks:
         for line in (*loss_lines(losses, parked), recovery_line(recovery, decision.generation)):
