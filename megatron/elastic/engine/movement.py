@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.elastic.comm.fabric import Fabric
+from megatron.elastic.engine.transport import started
 from megatron.elastic.state.hashing import tensor_hash
 from megatron.elastic.state.layout import BlockKey
 from megatron.elastic.state.placement import Placement, Transition
@@ -56,10 +57,10 @@ def stream(movement: Movement, pool: StatePool, fabric: Fabric, version: int) ->
         if destination == fabric.rank:
             size = sum(3 * pool.block(key).numel for key in blocks) + _DIGEST_WORDS
             buffer = torch.empty(size, dtype=torch.float32)
-            arriving.append((_started(dist.irecv(buffer, src=source, group=group, tag=_TAG)), buffer, blocks))
+            arriving.append((started(dist.irecv(buffer, src=source, group=group, tag=_TAG)), buffer, blocks))
         elif source == fabric.rank:
             packed = _sealed([pool.get(key).state.reshape(-1) for key in blocks])
-            leaving.append((_started(dist.isend(packed, dst=destination, group=group, tag=_TAG)), packed))
+            leaving.append((started(dist.isend(packed, dst=destination, group=group, tag=_TAG)), packed))
     received = 0
     for work, buffer, blocks in arriving:
         work.wait()
@@ -102,9 +103,3 @@ def _opened(message: torch.Tensor) -> torch.Tensor:
     if bytes.fromhex(tensor_hash(body)) != seal:
         raise RuntimeError("a state block arrived with another hash than it was sent with")
     return body
-
-
-def _started(work: dist.Work | None) -> dist.Work:
-    if work is None:
-        raise RuntimeError("a copy's rank is not part of its group")
-    return work

@@ -32,7 +32,7 @@ from megatron.elastic.engine.port import ForwardStep, ModelPort
 from megatron.elastic.engine.settings import Settings
 from megatron.elastic.engine.source import SampleSource, StepAddress
 from megatron.elastic.engine.standing import Standing
-from megatron.elastic.engine.transport import BoundaryTransport
+from megatron.elastic.engine.transport import BoundaryTransport, started
 from megatron.elastic.engine.vote import Tally, VoteLayout, ledger_digest, plan_digest
 from megatron.elastic.plan.model import Piece
 from megatron.elastic.state.layout import StateBlock, UnitLayout
@@ -190,11 +190,11 @@ class StepBody:
         arriving: list[tuple[dist.Work, torch.Tensor, tuple[StateBlock, ...], int]] = []
         for owner, blocks in standing.incoming.items():
             buffer = torch.empty(width * sum(block.numel for block in blocks), dtype=torch.float32)
-            arriving.append((_started(dist.irecv(buffer, src=owner, group=group, tag=tag)), buffer, blocks, owner))
+            arriving.append((started(dist.irecv(buffer, src=owner, group=group, tag=tag)), buffer, blocks, owner))
         leaving: list[tuple[dist.Work, torch.Tensor]] = []
         for mirror, blocks in standing.outgoing.items():
             packed = torch.cat([value(block) for block in blocks])
-            leaving.append((_started(dist.isend(packed, dst=mirror, group=group, tag=tag)), packed))
+            leaving.append((started(dist.isend(packed, dst=mirror, group=group, tag=tag)), packed))
         for work, buffer, blocks, owner in arriving:
             tools.publish("mirror", (owner,))
             work.wait()
@@ -283,12 +283,6 @@ def _no_data(piece: Piece) -> Iterator[Any]:
 
 def _nowhere(point: str) -> None:
     return None
-
-
-def _started(work: dist.Work | None) -> dist.Work:
-    if work is None:
-        raise RuntimeError("a mirror's rank is not part of its group")
-    return work
 
 
 def _put(pool: StatePool, block: StateBlock, state: torch.Tensor, version: int) -> None:

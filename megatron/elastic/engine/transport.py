@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-__all__ = ["BoundaryTransport", "Receipt"]
+__all__ = ["BoundaryTransport", "Receipt", "started"]
 
 _FORWARD, _BACKWARD = 0, 1
 
@@ -48,16 +48,14 @@ class BoundaryTransport:
     def send(self, rows: torch.Tensor, peer: int, step: int, edge: int, backward: bool) -> None:
         """Start sending; the tensor is kept until :meth:`flush`."""
         tensor = rows.detach().contiguous()
-        work = dist.isend(tensor, dst=peer, group=self.group, tag=_tag(step, edge, backward))
-        assert work is not None
+        work = started(dist.isend(tensor, dst=peer, group=self.group, tag=_tag(step, edge, backward)))
         self._sent.append((work, tensor, peer))
 
     def receive(
         self, buffer: torch.Tensor, peer: int, step: int, edge: int, backward: bool
     ) -> Receipt:
         """Post a receive of one edge's rows into ``buffer``."""
-        work = dist.irecv(buffer, src=peer, group=self.group, tag=_tag(step, edge, backward))
-        assert work is not None
+        work = started(dist.irecv(buffer, src=peer, group=self.group, tag=_tag(step, edge, backward)))
         return Receipt(buffer, peer, work, self.blocking)
 
     def flush(self) -> None:
@@ -77,3 +75,9 @@ def _tag(step: int, edge: int, backward: bool) -> int:
     """31 bits: 1 of direction, 26 of edge, 4 of step."""
     return ((step & 0xF) << 27) | ((edge & 0x3FFFFFF) << 1) | (_BACKWARD if backward else _FORWARD)
 
+
+def started(work: dist.Work | None) -> dist.Work:
+    """The work of an ``isend`` or ``irecv``; raises ``RuntimeError`` when this rank is not in the group."""
+    if work is None:
+        raise RuntimeError("a message for a rank that is not part of its group")
+    return work
