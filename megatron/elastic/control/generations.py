@@ -223,10 +223,15 @@ class Generations:
         if changed:
             self._freeze("loss")
 
+    def lives(self, node: int, epoch: int) -> bool:
+        """Whether that agent, in that life, counts as living: several may report its end."""
+        known = self.nodes.get(node)
+        return known is not None and known.alive and known.epoch == epoch
+
     def _lose_node(self, event: NodeLost) -> None:
-        node = self.nodes.get(event.node)
-        if node is None or not node.alive or node.epoch != event.epoch:
+        if not self.lives(event.node, event.epoch):
             return
+        node = self.nodes[event.node]
         node.alive = False
         living = [r for r in node.ranks if self.ranks[r].standing not in ("lost", "done")]
         losses = [Loss(rank, self.ranks[rank].incarnation, node.host, event.why) for rank in living]

@@ -2,8 +2,9 @@
 
 Five operations, of which compare-and-set is the one that matters. The embedded
 store is torch's TCPStore, served by the first agent: its loss ends the job
-(:class:`StoreLost`). One connection serves one thread at a time and a waiting
-call occupies it, so each thread takes its own with :meth:`Store.clone`.
+(:class:`StoreLost`). With :mod:`etcd` any agent may die. One connection serves one
+thread at a time and a waiting call occupies it, so each thread takes its own with
+:meth:`Store.clone`.
 """
 
 from __future__ import annotations
@@ -22,6 +23,16 @@ class StoreLost(ConnectionError):
 
 class Store(ABC):
     """ASCII byte strings under text keys. Every method raises :class:`StoreLost` when the store is gone."""
+
+    server: bool = False
+    """Whether this process serves the store: then asking it takes no time."""
+    embedded: bool = False
+    """Whether the store ends with the first agent."""
+
+    @property
+    @abstractmethod
+    def keeper(self) -> str:
+        """Who keeps it, for messages."""
 
     @abstractmethod
     def put(self, key: str, value: bytes) -> None:
@@ -43,9 +54,14 @@ class Store(ABC):
     def clone(self) -> Store:
         """Another connection to the same store."""
 
+    def close(self) -> None:  # noqa: B027 - most have nothing to give back
+        """This agent needs the store no longer."""
+
 
 class EmbeddedStore(Store):
     """TCPStore in the first agent. ``server`` says whether this process serves it."""
+
+    embedded = True
 
     def __init__(self, store: TCPStore, prefix: str, server: bool = False) -> None:
         self._tcp = store
@@ -61,6 +77,10 @@ class EmbeddedStore(Store):
         except (RuntimeError, ValueError) as error:
             raise StoreLost(f"store at {host}:{port}: {_first_line(error)}") from None
         return cls(tcp, prefix, server)
+
+    @property
+    def keeper(self) -> str:
+        return "the first agent, which holds the store,"
 
     @property
     def port(self) -> int:

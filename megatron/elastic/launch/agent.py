@@ -118,7 +118,7 @@ class Agent:
         self._loop.every(self.timing.look, self._look)
         self._loop.every(self.timing.beat, self._beat)
         if self._neighbours is not None:
-            self._neighbours.start(self.job.master_addr)
+            self._neighbours.start(self.company.master_addr)
         if self._active:
             for rank in self._mine.ranks:
                 self._start(rank, 0)
@@ -237,6 +237,8 @@ class Agent:
         if event is None or self.exit_code is not None:
             return
         frozen, decided = self.state.frozen, self.state.decided
+        if isinstance(event, NodeLost) and not self.state.lives(event.node, event.epoch):
+            return
         self.state.apply(event)
         if self.state.frozen != frozen:
             self._entries.clear()
@@ -382,7 +384,7 @@ class Agent:
 
     def _store_lost(self, why: str) -> None:
         if self.exit_code is None:
-            say(f"the first agent, which holds the store, is gone ({why}): the job ends at its last checkpoint")
+            say(f"{self.company.store.keeper} is gone ({why}): the job ends at its last checkpoint")
             for worker in self._pool.workers.values():
                 if worker.elastic:
                     text = "the job's store is gone; this worker ends"
@@ -423,6 +425,7 @@ class Agent:
         self._pool.close()
         self._logs.close()
         self._nursery.sweep()
+        self.company.store.close()
         if self._neighbours is None:
             return
         try:

@@ -20,6 +20,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.run import determine_local_world_size, get_args_parser
 
 from megatron.elastic.config import ConfigError, ElasticConfig
+from megatron.elastic.control.etcd import Etcd
 from megatron.elastic.launch.cluster import Placement, derive
 from megatron.elastic.launch.preload import modules_for
 from megatron.elastic.launch.settings import elastic_settings
@@ -63,6 +64,8 @@ class Job:
     local_addr: str
     local_addr_given: bool
     rendezvous_timeout: float
+    etcd: Etcd | None
+    """Where the store is; None: the first agent serves it."""
     kind: Kind
     target: str
     arguments: tuple[str, ...]
@@ -141,6 +144,7 @@ def _job(args: argparse.Namespace, place: Placement, settings: ElasticConfig) ->
         local_addr=args.local_addr or socket.gethostname(),
         local_addr_given=bool(args.local_addr),
         rendezvous_timeout=place.timeout,
+        etcd=place.etcd,
         kind=kind,
         target=target,
         arguments=tuple(args.training_script_args),
@@ -183,6 +187,8 @@ def _run_id(args: argparse.Namespace, place: Placement) -> str:
         return str(args.rdzv_id)
     if place.run_id:
         return place.run_id
+    if place.etcd is not None:
+        raise ValueError("--rdzv-backend etcd needs --rdzv-id: etcd is shared by many jobs")
     # Several nodes must come to the same name without talking: the endpoint is what they share.
     return f"{place.master_addr}-{place.master_port}" if place.nodes > 1 else uuid.uuid4().hex[:12]
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 from torch.distributed.run import parse_min_max_nnodes
 
+from megatron.elastic.control.etcd import Etcd
+
 __all__ = ["Placement", "derive", "first_host"]
 
 _DEFAULT_PORT = 29500
@@ -30,22 +32,28 @@ class Placement:
     timeout: float
     """Seconds to wait for the other nodes."""
     run_id: str | None = None
+    etcd: Etcd | None = None
+    """Where the store is, unless the first agent serves it."""
 
 
 def derive(args: argparse.Namespace, environ: Mapping[str, str]) -> Placement:
     """The placement of this agent. Raises ValueError with one line naming the flag and the fix."""
-    timeout = _rendezvous_timeout(args)
+    options = _rendezvous_options(args)
+    timeout = _rendezvous_timeout(options)
     if args.standalone:
         return Placement(0, 1, "127.0.0.1", 0, timeout)
     _, nodes = parse_min_max_nnodes(args.nnodes)
-    if args.rdzv_backend not in ("static", "c10d"):
-        raise ValueError(f"--rdzv-backend {args.rdzv_backend} is not supported: use static or c10d")
+    if args.rdzv_backend not in ("static", "c10d", "etcd"):
+        raise ValueError(f"--rdzv-backend {args.rdzv_backend} is not supported: use static, c10d or etcd")
+    etcd = Etcd.parse(args.rdzv_endpoint, options) if args.rdzv_backend == "etcd" else None
     node: int | None = int(args.node_rank)
     host, port = _endpoint(args)
+    if etcd is not None:  # its endpoint tells the way to the others, not the place of the first agent
+        host, port = etcd.endpoints[0][0], int(args.master_port) if args.master_port is not None else None
     run_id = None
-    if nodes == 1 and host is None and _in_srun(environ):
+    if nodes == 1 and (host is None or etcd is not None) and _in_srun(environ):
         nodes, node = int(environ["SLURM_STEP_NUM_TASKS"]), int(environ["SLURM_PROCID"])
-        host = first_host(environ.get("SLURM_STEP_NODELIST") or environ["SLURM_JOB_NODELIST"])
+        host = host or first_host(environ.get("SLURM_STEP_NODELIST") or environ["SLURM_JOB_NODELIST"])
         run_id = f"slurm-{environ['SLURM_JOB_ID']}-{environ['SLURM_STEP_ID']}"
         if port is None:
             port = 20000 + (int(environ["SLURM_JOB_ID"]) * 31 + int(environ["SLURM_STEP_ID"])) % 20000
@@ -57,9 +65,8 @@ def derive(args: argparse.Namespace, environ: Mapping[str, str]) -> Placement:
         raise ValueError(f"--node-rank {node} is outside --nnodes {nodes}: it counts from 0")
     if nodes == 1 and host is None and port is None:
         port = 0
-    return Placement(
-        node, nodes, host or args.master_addr, port if port is not None else _DEFAULT_PORT, timeout, run_id
-    )
+    port = port if port is not None else _DEFAULT_PORT
+    return Placement(node, nodes, host or args.master_addr, port, timeout, run_id, etcd)
 
 
 def first_host(nodelist: str) -> str:
@@ -93,8 +100,12 @@ def _endpoint(args: argparse.Namespace) -> tuple[str | None, int | None]:
     return host.strip("[]"), int(port) if port else None
 
 
-def _rendezvous_timeout(args: argparse.Namespace) -> float:
-    options = dict(item.partition("=")[::2] for item in args.rdzv_conf.split(",") if item)
+def _rendezvous_options(args: argparse.Namespace) -> dict[str, str]:
+    """``--rdzv-conf``: KEY=VALUE[,KEY=VALUE…]."""
+    return dict(item.partition("=")[::2] for item in args.rdzv_conf.split(",") if item)
+
+
+def _rendezvous_timeout(options: Mapping[str, str]) -> float:
     try:
         return float(options.get("join_timeout") or options.get("timeout") or 600)
     except ValueError:

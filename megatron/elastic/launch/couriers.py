@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from megatron.elastic.control.events import Decided, Event
 from megatron.elastic.control.journal import Journal, Seal
-from megatron.elastic.control.store import EmbeddedStore, StoreLost
+from megatron.elastic.control.store import Store, StoreLost
 from megatron.elastic.launch.loop import Loop
 
 __all__ = ["Couriers"]
@@ -29,7 +29,7 @@ class Couriers:
     def __init__(
         self,
         loop: Loop,
-        store: EmbeddedStore,
+        store: Store,
         seal: Seal,
         deliver: Callable[[int, Event | None], None],
         lost: Callable[[str], None],

@@ -7,7 +7,8 @@
   loop: an agent that does not run does not renew.
 - *Presence.* Each agent keeps a connection to the first one. When an agent is
   killed, the kernel closes it at once, which is faster than any lease. Its workers
-  are then being killed by the same kernel (death signals).
+  are then being killed by the same kernel (death signals). After a loss of the
+  first one, which a job survives with its store in etcd, leases alone tell.
 
 A connection that does not introduce itself with this job's seal is dropped.
 """
@@ -204,7 +205,10 @@ class Neighbours:
             self._presence.sendall(self._seal.sign("presence/hello", hello) + b"\n")
             poll = select.poll()
             poll.register(self._presence, select.POLLIN)
-            poll.poll()  # readable only at its end; what that means is the journal follower's business
+            poll.poll()  # readable only at its end
+            if not self._store.embedded:  # else the end of the store says it, to the journal's follower
+                epoch = self._nodes[0].epoch
+                self._loop.post(lambda: self._lost(0, epoch, "node unreachable (its agent ended)"))
         except (OSError, StoreLost, ValueError):
             return
 

@@ -61,7 +61,7 @@ class Nursery:
             "TORCHELASTIC_RESTART_COUNT": str(worker.incarnation),
             "TORCHELASTIC_MAX_RESTARTS": str(job.max_restarts),
             "TORCHELASTIC_RUN_ID": job.run_id,
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_USE_AGENT_STORE": str(self._company.store.embedded),
             "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(job.signals),
             "TORCHELASTIC_ERROR_FILE": self._logs.error_files.get(worker.local_rank, ""),
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.getenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),

@@ -1,7 +1,7 @@
 """How the agents of one job find each other, before there is a journal.
 
-The first agent serves the store; every agent leaves a card there (host, number
-of workers) and reads all cards. Ranks follow node order. The job's secret comes
+The first agent serves the store, or etcd does; every agent leaves a card there
+(host, address, number of workers) and reads all cards. Ranks follow node order. The job's secret comes
 from the environment of every node, or else from the first agent through the
 store: then whoever can read the store can join the job, which is torchrun's
 degree of trust.
@@ -17,9 +17,10 @@ import time
 from dataclasses import dataclass
 
 from megatron.elastic.control import env
+from megatron.elastic.control.etcd import EtcdStore
 from megatron.elastic.control.generations import Node
 from megatron.elastic.control.journal import Seal
-from megatron.elastic.control.store import EmbeddedStore, StoreLost
+from megatron.elastic.control.store import EmbeddedStore, Store, StoreLost
 from megatron.elastic.control.wire import ProtocolError, parse, take_int, take_str
 from megatron.elastic.launch.arguments import BadInput, Job
 
@@ -33,7 +34,7 @@ class Company:
     """The store, the secret, and who takes part; ``node`` is this agent."""
 
     node: int
-    store: EmbeddedStore
+    store: Store
     secret: str
     seal: Seal
     nodes: dict[int, Node]
@@ -50,8 +51,10 @@ def meet(job: Job) -> Company:
     store = _open_store(job)
     secret = _agree_on_secret(store, job)
     seal = Seal(secret)
-    node, returning = _take_place(store, seal, job)
+    address = _address(job)
+    node, returning = _take_place(store, seal, job, address)
     nodes: dict[int, Node] = {}
+    first = (job.master_addr, job.master_port)
     end = time.monotonic() + job.rendezvous_timeout
     for number in range(job.nodes):
         found = _wait(store, f"card/{number}", end)
@@ -60,11 +63,13 @@ def meet(job: Job) -> Company:
                 f"node {number} of {job.nodes} did not come within {job.rendezvous_timeout:.0f} s: "
                 "check --nnodes, --node-rank and --master-addr there, or raise --rdzv-conf join_timeout=SECONDS"
             )
-        _add_node(nodes, number, seal.open(f"card/{number}", found), job)
-    return Company(node, store, secret, seal, nodes, returning, job.master_addr, store.port, _address(job))
+        there = _add_node(nodes, number, seal.open(f"card/{number}", found), job)
+        if number == 0:
+            first = (job.master_addr, store.port) if isinstance(store, EmbeddedStore) else there
+    return Company(node, store, secret, seal, nodes, returning, *first, address)
 
 
-def _wait(store: EmbeddedStore, key: str, end: float) -> bytes | None:
+def _wait(store: Store, key: str, end: float) -> bytes | None:
     """Wait until ``end`` (monotonic) in slices, between which Python sees signals."""
     while True:
         found = store.wait(key, min(_SLICE_SECONDS, max(0.01, end - time.monotonic())))
@@ -72,12 +77,19 @@ def _wait(store: EmbeddedStore, key: str, end: float) -> bytes | None:
             return found
 
 
-def _take_place(store: EmbeddedStore, seal: Seal, job: Job) -> tuple[int, bool]:
+def _take_place(store: Store, seal: Seal, job: Job, address: str) -> tuple[int, bool]:
     """This agent's node number, and whether it takes over from an earlier agent of that number."""
-    candidates = [job.node] if job.node is not None else [0] if store.server else list(range(1, job.nodes))
-    for node in candidates:
-        host = job.local_addr if job.nodes == 1 else f"{job.local_addr}/{node}"
-        card = json.dumps({"host": host, "workers": job.workers, "nodes": job.nodes, "agent": secrets.token_hex(4)})
+    for node in _candidates(store, job):
+        card = json.dumps(
+            {
+                "host": job.local_addr if job.nodes == 1 else f"{job.local_addr}/{node}",
+                "address": address,
+                "port": job.master_port,
+                "workers": job.workers,
+                "nodes": job.nodes,
+                "agent": secrets.token_hex(4),
+            }
+        )
         place = f"card/{node}"
         mine = seal.sign(place, card)
         if store.create(place, mine) == mine:
@@ -88,7 +100,15 @@ def _take_place(store: EmbeddedStore, seal: Seal, job: Job) -> tuple[int, bool]:
     return job.node, True
 
 
-def _add_node(nodes: dict[int, Node], number: int, text: str | None, job: Job) -> None:
+def _candidates(store: Store, job: Job) -> list[int]:
+    """Places this agent may take, in order of preference."""
+    if job.node is not None:
+        return [job.node]
+    return [0] if store.server else list(range(1, job.nodes))
+
+
+def _add_node(nodes: dict[int, Node], number: int, text: str | None, job: Job) -> tuple[str, int]:
+    """Enter a node by its card; returns its address and the port given to it."""
     first = sum(len(node.ranks) for node in nodes.values())
     try:
         if text is None:
@@ -98,12 +118,18 @@ def _add_node(nodes: dict[int, Node], number: int, text: str | None, job: Job) -
         if theirs != job.nodes or workers < 1:
             raise BadInput(f"node {number} was started with --nnodes {theirs}, this one with {job.nodes}")
         nodes[number] = Node(take_str(card, "host"), tuple(range(first, first + workers)))
+        return take_str(card, "address"), take_int(card, "port")
     except ProtocolError as error:
         raise BadInput(f"node {number}: {error}; {env.SECRET} must be the same on every node") from None
 
 
-def _open_store(job: Job) -> EmbeddedStore:
+def _open_store(job: Job) -> Store:
     prefix = f"elastic/{job.run_id}/"
+    if job.etcd is not None:
+        try:
+            return EtcdStore.open(job.etcd, prefix)
+        except (StoreLost, ValueError) as error:
+            raise BadInput(f"--rdzv-endpoint: {error}") from None
     host = "127.0.0.1" if job.nodes == 1 else job.master_addr
     try:
         if job.node == 0 or (job.node is None and _is_local(host)):
@@ -148,7 +174,7 @@ def _is_local(host: str) -> bool:
         return False
 
 
-def _agree_on_secret(store: EmbeddedStore, job: Job) -> str:
+def _agree_on_secret(store: Store, job: Job) -> str:
     given = os.environ.get(env.SECRET)
     if given:
         try:
@@ -156,7 +182,7 @@ def _agree_on_secret(store: EmbeddedStore, job: Job) -> str:
         except ValueError:
             raise BadInput(f"{env.SECRET} must be hex digits, an even number of them: openssl rand -hex 16") from None
         return given
-    if store.server:
+    if store.server or not store.embedded:
         return store.create("secret", secrets.token_hex(16).encode()).decode()
     found = _wait(store, "secret", time.monotonic() + job.rendezvous_timeout)
     if found is None:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from megatron.elastic.comm import install, make_fabric
 from megatron.elastic.comm.errors import CommError, PeerLost
 from megatron.elastic.comm.fabric import Fabric
-from megatron.elastic.config import ElasticConfig
+from megatron.elastic.config import ConfigError, ElasticConfig
 from megatron.elastic.control import env
 from megatron.elastic.control.client import WorkerMembership
 from megatron.elastic.control.membership import Activity, Decision
@@ -66,9 +66,6 @@ def open_links(config: ElasticConfig, timeout: float) -> Links:
     Raises ``NotUnderLauncher`` outside the elastic launcher.
     """
     membership = WorkerMembership.from_env()
-    store = dist.TCPStore(
-        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timedelta(seconds=timeout)
-    )
     fabric = make_fabric(
         config,
         rank=membership.rank,
@@ -76,7 +73,7 @@ def open_links(config: ElasticConfig, timeout: float) -> Links:
         incarnation=membership.incarnation,
         run_id=os.environ[env.RUN_ID],
         secret=bytes.fromhex(os.environ[env.SECRET]),
-        store=store,
+        store=lambda: _agent_store(timeout),
         host=os.environ[env.ADDRESS],
         timeout=timeout,
     )
@@ -91,6 +88,14 @@ def open_links(config: ElasticConfig, timeout: float) -> Links:
         fabric.edit(decision.generation, decision.members, timeout)
         events.generation = decision.generation
     return Links(membership, fabric, events, injector, decision)
+
+
+def _agent_store(timeout: float) -> dist.Store:
+    """The first agent's store. Raises :class:`ConfigError` where there is none (native links need none)."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        raise ConfigError("--elastic-comm gloo needs a store in the first agent: leave out --rdzv-backend etcd")
+    where = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return dist.TCPStore(*where, is_master=False, timeout=timedelta(seconds=timeout))
 
 
 def _waiting(fabric: Fabric) -> Activity | None:

@@ -1,0 +1,229 @@
+"""The store in etcd: any agent may die, the first one included.
+
+Everything a job writes hangs on one lease that all its agents keep alive, so
+that nothing of it outlives its last agent and a later run under the same name
+starts clean. An agent that cannot reach a majority of etcd cannot append: on a
+partition only the side with etcd decides, and the workers of the other side end
+themselves when their agent's beat fails (:mod:`launch.neighbours`).
+
+Talks to etcd's JSON gateway through ``etcd3gw``, with one endpoint after the
+other until one answers.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+from megatron.elastic.control.store import Store, StoreLost
+
+__all__ = ["Etcd", "EtcdStore"]
+
+T = TypeVar("T")
+
+_REQUEST_SECONDS = 2.0
+"""Bounds one request to one endpoint."""
+_PATIENCE_SECONDS = 5.0
+"""How long all endpoints are tried again before the store counts as lost: longer than an election of etcd's."""
+_LOOK_SECONDS = 1.0
+"""A wait asks again this often, whatever its watch says: a watch on an endpoint that died is silent for ever."""
+_LEASE_SECONDS = 30
+"""After this long without any agent alive, everything of the job is gone from etcd."""
+
+
+@dataclass(frozen=True)
+class Etcd:
+    """Where etcd is and how to reach it."""
+
+    endpoints: tuple[tuple[str, int], ...]
+    protocol: str = "http"
+    ca_cert: str | None = None
+    cert: str | None = None
+    key: str | None = None
+
+    @classmethod
+    def parse(cls, endpoints: str, options: Mapping[str, str]) -> Etcd:
+        """``"host:port[,host:port…]"`` and torchrun's names of options. Raises ValueError naming the flag."""
+        found = []
+        for text in endpoints.split(","):
+            host, _, port = text.strip().rpartition(":")
+            if not host or not port.isdigit():
+                raise ValueError(f"--rdzv-endpoint takes HOST:PORT[,HOST:PORT…] of etcd, got {endpoints!r}")
+            found.append((host.strip("[]"), int(port)))
+        protocol = options.get("protocol", "http")
+        if protocol not in ("http", "https"):
+            raise ValueError(f"--rdzv-conf protocol is http or https, got {protocol!r}")
+        return cls(
+            tuple(found), protocol, options.get("ca_cert"), options.get("ssl_cert"), options.get("ssl_cert_key")
+        )
+
+    def __str__(self) -> str:
+        return "etcd at " + ",".join(f"{host}:{port}" for host, port in self.endpoints)
+
+
+class EtcdStore(Store):
+    """Keys of one job below ``prefix``."""
+
+    def __init__(self, etcd: Etcd, prefix: str, lease: int = 0, start: int = 0) -> None:
+        self._etcd, self._prefix, self._lease_id = etcd, prefix, lease
+        self._at = start
+        self._clients: dict[int, Any] = {}
+        self._closed = threading.Event()
+
+    @classmethod
+    def open(cls, etcd: Etcd, prefix: str) -> EtcdStore:
+        """Reach etcd and share the job's lease, or grant it. Raises :class:`StoreLost`; ValueError without etcd3gw."""
+        try:
+            import etcd3gw  # noqa: F401 - only jobs that keep their store in etcd need it
+        except ImportError:
+            raise ValueError("--rdzv-backend etcd needs the package etcd3gw: pip install etcd3gw") from None
+        store = cls(etcd, prefix)
+        store._lease_id = store._ask(store._share_lease)
+        threading.Thread(target=store._keep_alive, name="etcd-lease", daemon=True).start()
+        return store
+
+    @property
+    def keeper(self) -> str:
+        return str(self._etcd)
+
+    def put(self, key: str, value: bytes) -> None:
+        self._ask(lambda client: client.put(self._prefix + key, value, self._lease(client)))
+
+    def get(self, key: str) -> bytes | None:
+        return self._ask(lambda client: _first(client.get(self._prefix + key)))
+
+    def create(self, key: str, value: bytes) -> bytes:
+        def attempt(client: Any) -> bytes | None:
+            if client.create(self._prefix + key, value, self._lease(client)):
+                return value
+            return _first(client.get(self._prefix + key))
+
+        while True:
+            found = self._ask(attempt)
+            if found is not None:  # else it was there and has been deleted meanwhile
+                return found
+
+    def wait(self, key: str, timeout: float) -> bytes | None:
+        end = time.monotonic() + timeout
+        while True:
+            remaining = end - time.monotonic()
+            found = self._ask(partial(self._watch, key, min(remaining, _LOOK_SECONDS)))
+            if found is not None or remaining <= 0:
+                return found
+
+    def clone(self) -> EtcdStore:
+        return EtcdStore(self._etcd, self._prefix, self._lease_id, self._at)
+
+    def close(self) -> None:
+        """Keep the job's lease alive no longer."""
+        self._closed.set()
+
+    # -- one request ---------------------------------------------------------------
+
+    def _ask(self, request: Callable[[Any], T]) -> T:
+        """``request`` of the first endpoint that answers, for a bounded time."""
+        from etcd3gw.exceptions import Etcd3Exception
+        from requests import RequestException
+
+        end = time.monotonic() + _PATIENCE_SECONDS
+        while True:
+            try:
+                return request(self._client())
+            except (Etcd3Exception, RequestException, OSError, ValueError, KeyError) as error:
+                why = _words(error)
+                if time.monotonic() >= end or "lease not found" in why:
+                    raise StoreLost(f"{self._etcd}: {why}") from None
+                self._at = (self._at + 1) % len(self._etcd.endpoints)
+                time.sleep(0.05)
+
+    def _client(self) -> Any:
+        if self._at not in self._clients:
+            from etcd3gw.client import Etcd3Client
+
+            host, port = self._etcd.endpoints[self._at]
+            self._clients[self._at] = Etcd3Client(
+                host, port, self._etcd.protocol, timeout=_REQUEST_SECONDS, session=_session(self._etcd)
+            )
+        return self._clients[self._at]
+
+    def _watch(self, key: str, seconds: float, client: Any) -> bytes | None:
+        """The value of ``key`` if it exists or comes to within ``seconds``."""
+        from etcd3gw.watch import Watcher
+
+        found = _first(client.get(self._prefix + key))
+        if found is not None or seconds <= 0:
+            return found
+        events: queue.SimpleQueue[Mapping[str, Any]] = queue.SimpleQueue()
+        watcher = Watcher(client, self._prefix + key, events.put)
+        try:
+            # The watch stands: what was created before it is found here, what comes later by it.
+            found = _first(client.get(self._prefix + key))
+            if found is None:
+                events.get(timeout=seconds)
+                found = _first(client.get(self._prefix + key))
+            return found
+        except queue.Empty:
+            return None
+        finally:
+            watcher.stop()
+
+    # -- the job's lease -----------------------------------------------------------
+
+    def _lease(self, client: Any) -> Any:
+        from etcd3gw.lease import Lease
+
+        return Lease(self._lease_id, client)
+
+    def _share_lease(self, client: Any) -> int:
+        key = self._prefix + "lease"
+        while True:
+            text = _first(client.get(key))
+            if text is not None and client_lease_lives(client, int(text)):
+                return int(text)
+            lease = client.lease(_LEASE_SECONDS)
+            if client.create(key, str(lease.id), lease):
+                return int(lease.id)
+            lease.revoke()
+
+    def _keep_alive(self) -> None:
+        mine = self.clone()
+        try:
+            while not self._closed.wait(_LEASE_SECONDS / 6):
+                if not mine._ask(lambda client: client_lease_lives(client, self._lease_id)):
+                    return  # the next request says so: its lease is not found
+        except StoreLost:
+            return  # whoever asks for something next is told
+
+
+def client_lease_lives(client: Any, lease: int) -> bool:
+    """Prolong a lease; False when it has ended."""
+    from etcd3gw.lease import Lease
+
+    return bool(Lease(lease, client).refresh() > 0)
+
+
+def _words(error: Exception) -> str:
+    """One line of what went wrong; etcd's own words stand in ``detail_text``."""
+    return str(getattr(error, "detail_text", None) or error or type(error).__name__).split("\n", 1)[0]
+
+
+def _first(values: list[bytes]) -> bytes | None:
+    return values[0] if values else None
+
+
+def _session(etcd: Etcd) -> Any:
+    """HTTP connections that wait for nothing for ever, watches included."""
+    from requests import Session
+
+    session = Session()
+    vars(session)["request"] = partial(session.request, timeout=2 * _LOOK_SECONDS)
+    if etcd.ca_cert:
+        session.verify = etcd.ca_cert
+    if etcd.cert:
+        session.cert = (etcd.cert, etcd.key) if etcd.key else etcd.cert
+    return session

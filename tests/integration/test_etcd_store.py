@@ -1,0 +1,112 @@
+"""With its store in etcd a job has no agent that it cannot lose."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from etcd_server import EtcdServer, etcd_server
+from launcher_cluster import cluster
+
+from megatron.elastic.control.etcd import Etcd, EtcdStore
+from megatron.elastic.control.store import StoreLost
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
+    with etcd_server(tmp_path_factory.mktemp("etcd")) as running:
+        yield running
+
+
+def opened(server: EtcdServer, job: str) -> EtcdStore:
+    return EtcdStore.open(Etcd.parse(server.endpoint, {}), f"elastic/{job}/")
+
+
+def test_of_many_that_create_a_key_one_wins_and_all_learn_who(server: EtcdServer) -> None:
+    stores = [opened(server, "race") for _ in range(4)]
+    seen: list[bytes] = []
+    threads = [
+        threading.Thread(target=lambda s=store, n=number: seen.append(s.create("place", b"%d" % n)))
+        for number, store in enumerate(stores)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert len(seen) == 4 and len(set(seen)) == 1
+    assert stores[0].get("place") == seen[0] and stores[0].get("nothing") is None
+    for store in stores:
+        store.close()
+
+
+def test_a_wait_ends_when_the_key_comes_or_the_time_is_up(server: EtcdServer) -> None:
+    store = opened(server, "wait")
+    assert store.wait("never", 0.2) is None
+    writer = threading.Timer(0.3, lambda: store.clone().put("late", b"here"))
+    writer.start()
+    assert store.clone().wait("late", 30) == b"here"
+    assert store.wait("late", 0.0) == b"here"
+    store.close()
+
+
+def test_nothing_of_a_job_outlives_the_lease_of_its_agents(server: EtcdServer) -> None:
+    first = opened(server, "lease")
+    second = opened(server, "lease")
+    assert first.create("journal/0", b"a") == b"a" == second.get("journal/0")
+    first._ask(lambda client: first._lease(client).revoke())
+    assert second.get("journal/0") is None
+    with pytest.raises(StoreLost, match="lease"):
+        second.put("journal/1", b"b")
+    anew = opened(server, "lease")
+    assert anew.create("journal/0", b"c") == b"c"
+    for store in (first, second, anew):
+        store.close()
+
+
+def test_an_endpoint_that_does_not_answer_is_passed_over_and_none_is_said(server: EtcdServer) -> None:
+    both = Etcd.parse(f"127.0.0.1:9,{server.endpoint}", {})
+    store = EtcdStore.open(both, "elastic/endpoints/")
+    assert store.create("a", b"1") == b"1"
+    store.close()
+    with pytest.raises(StoreLost, match=r"etcd at 127.0.0.1:9: "):
+        EtcdStore.open(Etcd.parse("127.0.0.1:9", {}), "elastic/endpoints/")
+
+
+def test_the_job_goes_on_without_its_first_agent_which_then_comes_back(server: EtcdServer) -> None:
+    where = ("--rdzv-backend", "etcd", "--rdzv-endpoint", server.endpoint)
+    with cluster(1, nodes=3, options=where, script_options=("--seconds", "6000")) as job:
+        job.wait_members([0, 1, 2])
+        survivors = [job.pid(rank) for rank in (1, 2)]
+        job.agents[0].kill()
+        generation = job.wait_members([1, 2], minimum=2)
+        job.start_agent(0)
+        job.wait_members([0, 1, 2], minimum=generation + 1)
+        assert [job.pid(rank) for rank in (1, 2)] == survivors
+        os.kill(job.agents[1].pid, signal.SIGTERM)
+        assert [job.exit_code(node) for node in (0, 1, 2)] == [3, 3, 3]
+
+
+@pytest.mark.slow
+def test_the_end_of_etcd_ends_the_job_with_one_line(tmp_path: Path) -> None:
+    with etcd_server(tmp_path) as own:
+        where = ("--rdzv-backend", "etcd", "--rdzv-endpoint", own.endpoint)
+        with cluster(1, nodes=2, options=where, script_options=("--seconds", "6000")) as job:
+            job.wait_members([0, 1])
+            own.end()
+            assert [job.exit_code(node) for node in (0, 1)] == [4, 4]
+            job.wait_text(f"etcd at {own.endpoint} is gone")
+
+
+def test_what_the_flags_must_say() -> None:
+    with pytest.raises(ValueError, match="--rdzv-endpoint takes HOST:PORT"):
+        Etcd.parse("nowhere", {})
+    with pytest.raises(ValueError, match="protocol"):
+        Etcd.parse("here:1", {"protocol": "ftp"})
+    assert Etcd.parse("a:1,[::1]:2", {}).endpoints == (("a", 1), ("::1", 2))
