@@ -45,8 +45,9 @@ class ElasticConfig:
     snapshot: Literal["gradient", "state"] = "gradient"
     """How mirrors follow their owner: replaying the step from the reduced gradient, or receiving stepped state."""
 
-    policy: Literal["elaswave", "recycle", "torchft", "mindspeed"] = "elaswave"
-    """Planner used after a change of membership."""
+    policy: Literal["elaswave", "recycle", "torchft", "torchft-batch", "mindspeed"] = "elaswave"
+    """What is done without a lost rank: 'elaswave' and 'recycle' hand its samples to peers of its stage, 'torchft'
+    drops its replica and lets the batch shrink, 'torchft-batch' keeps the batch, 'mindspeed' one replica, once."""
 
     exact: bool = False
     """Weights of a disturbed run are bitwise those of an undisturbed one (slower)."""

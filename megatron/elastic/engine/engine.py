@@ -57,6 +57,8 @@ class _Attempt:
 
     step: StepInput
     key: GradientKey | None = None
+    skipped: tuple[int, ...] = ()
+    """Rows that the plan of this attempt leaves out."""
     tally: Tally | None = None
     """Set once every gradient is reduced and shipped: from then on the vote can be taken again."""
 
@@ -86,6 +88,8 @@ class Engine:
     """Everybody was asked to save and leave at the next boundary."""
     attempts: int = 0
     """How often the present step was computed."""
+    computed: int = 0
+    """Samples computed in the newest step: fewer than consumed where the policy lets the batch shrink."""
     movement_bytes: int = 0
     """State bytes received by added copies so far."""
     _attempt: _Attempt | None = None
@@ -307,7 +311,8 @@ class Engine:
     def _commit(self, work: StepInput) -> None:
         """Compute, reduce, ship, vote. On return ``self.record`` is that of ``work.step``."""
         body, step = self._steps(), work.step
-        self._attempt = _Attempt(work)
+        self._attempt = _Attempt(work, skipped=self.standing.plan.skipped)
+        self.computed = self.standing.plan.rows
         self.injector.reach("after_prepare", step)
         with self.timer.phase("compute"):
             result = body.compute(work, self.record.loss_scale)
@@ -332,7 +337,7 @@ class Engine:
             layout = VoteLayout(self.blocks, self._report_keys(attempt.tally.report))
             self.injector.reach("before_vote", step)
             total = body.vote(layout, attempt.tally)
-        check_ledger(total, address, step)
+        check_ledger(total, address, step, attempt.skipped)
         settings = self.tools.settings
         if total.overflows and settings.check_finite:
             raise NotFinite(f"step {step}: a gradient is not finite (--no-check-for-nan-in-loss-and-grad lets it pass)")
@@ -342,7 +347,7 @@ class Engine:
             found_nonfinite=total.overflows > 0,
             denominator=total.tokens if settings.per_token_loss else 1.0,
             tokens=total.tokens,
-            samples=total.samples,
+            samples=address.size,
             losses=total.report,
             ledger_hash=f"{total.ledger:x}",
             plan_hash=self.standing.plan_hash,
@@ -389,7 +394,8 @@ class Engine:
     def _report(self) -> Report:
         attempt, statistics = self._attempt, dict[GradientKey, list[tuple[int, int]]]()
         if attempt is not None and attempt.tally is not None and attempt.key is not None:
-            statistics[attempt.key] = [(row, row + 1) for row in attempt.tally.rows]
+            known = (*attempt.tally.rows, *attempt.skipped)  # of a row left out there is nothing to know
+            statistics[attempt.key] = [(row, row + 1) for row in known]
         return Report(self.tools.pool.holdings(statistics), self.phase, self.done, self.parameters)
 
     def _recover(self, error: CommError) -> bool:
@@ -464,9 +470,10 @@ class Engine:
             self._catching_up = False
 
 
-def check_ledger(total: Tally, address: StepAddress, step: int) -> None:
-    """Every sample of the step was computed exactly once, by whoever computed it. Raises ``RuntimeError``."""
-    expected = range(address.first, address.first + address.size)
+def check_ledger(total: Tally, address: StepAddress, step: int, skipped: Sequence[int] = ()) -> None:
+    """Every sample of the step, but for the rows ``skipped``, was computed exactly once. Raises ``RuntimeError``."""
+    left_out = frozenset(skipped)
+    expected = [address.first + row for row in range(address.size) if row not in left_out]
     if total.samples != len(expected) or total.ledger != ledger_digest(expected):
         raise RuntimeError(
             f"step {step}: {total.samples} samples were computed, {len(expected)} belong to it; "

@@ -42,7 +42,8 @@ class Work:
     """Told of named points (fault injection)."""
     loss_scale: float = 1.0
     per_token: bool = False
-    nominal_microbatches: int = 1
+    microbatches: int = 1
+    """Nominal micro-batches of the step, those that nobody computes left out."""
     training: bool = True
 
 
@@ -257,5 +258,5 @@ def _weighted(output: LossOutput, piece: Piece, plan: Plan, work: Work) -> torch
                 "a nominal micro-batch was split but its mean is needed: add --calculate-per-token-loss"
             )
         loss = output.loss if output.tokens is None else output.loss / torch.clamp(output.tokens, min=1)
-        loss = loss / work.nominal_microbatches
+        loss = loss / work.microbatches
     return loss * work.loss_scale if work.loss_scale != 1.0 else loss

@@ -26,6 +26,8 @@ from megatron.elastic.engine.movement import Movement
 from megatron.elastic.engine.nominal import Nominal
 from megatron.elastic.engine.report import Report, phase_is_over
 from megatron.elastic.engine.standing import Standing, stand, unit_groups
+from megatron.elastic.plan.choice import Choice
+from megatron.elastic.plan.model import Plan, Profile
 from megatron.elastic.state.layout import BlockKey, UnitLayout
 from megatron.elastic.state.ownership import rebalance
 from megatron.elastic.state.placement import Placement, Rules, promote_only
@@ -79,8 +81,14 @@ class Recovery:
     arena: Arena
     reach: Callable[[str, int], None]
     timeout: float
+    choose: Choice
+    """The policy: which plan the living run."""
+    profile: Profile
+    """Costs of units, the same on every rank."""
     domains: Mapping[int, int] = field(default_factory=dict)
     """Rank → failure domain, of the present generation."""
+    members: tuple[int, ...] = ()
+    """Ranks of the newest decision, ascending; the generation may still fail to come about."""
 
     def agree(
         self,
@@ -102,6 +110,7 @@ class Recovery:
         self.reach("in_recovery_freeze", step)
         started = time.monotonic()
         decision = self.membership.decide(self.fabric.address(), report.to_text(), self.timeout)
+        self.members = tuple(sorted(decision.members))
         seconds["decide"] = time.monotonic() - started
         self.reach("in_recovery_decide", step)
         edit = self.fabric.edit(decision.generation, decision.members, self.timeout)
@@ -145,15 +154,16 @@ class Recovery:
         return Movement(target, changes)
 
     def restand(self, standing: Standing, placement: Placement) -> Standing:
-        """The same generation on another placement."""
-        return self._stand(standing.generation, standing.living, placement)
+        """The same generation and plan on another placement."""
+        return self._stand(standing.generation, standing.living, placement, standing.plan)
 
     def stand(self, decision: Decision, placement: Placement) -> Standing:
         """This rank's standing in a decided generation."""
         self.domains = failure_domains(decision)
-        return self._stand(decision.generation, tuple(decision.members), placement)
+        plan = self.choose(self.nominal.topology(decision.members.keys()), self.profile)
+        return self._stand(decision.generation, tuple(decision.members), placement, plan)
 
-    def _stand(self, generation: int, living: tuple[int, ...], placement: Placement) -> Standing:
+    def _stand(self, generation: int, living: tuple[int, ...], placement: Placement, plan: Plan) -> Standing:
         return stand(
             self.fabric.rank,
             generation,
@@ -163,6 +173,7 @@ class Recovery:
             self.layouts,
             self.arena,
             self.fabric,
+            plan,
         )
 
 

@@ -18,7 +18,7 @@ from megatron.elastic.comm.fabric import BlockRange, Fabric
 from megatron.elastic.engine.buffers import Arena
 from megatron.elastic.engine.nominal import Nominal
 from megatron.elastic.plan.model import Cell, Plan
-from megatron.elastic.plan.planner import instant_plan, plan_hash
+from megatron.elastic.plan.planner import plan_hash
 from megatron.elastic.state.layout import BlockKey, StateBlock, UnitLayout
 from megatron.elastic.state.placement import Placement, UnitGroup
 
@@ -71,11 +71,10 @@ def stand(
     layouts: Mapping[UnitShard, UnitLayout],
     arena: Arena,
     fabric: Fabric,
+    plan: Plan,
 ) -> Standing:
-    """Raises ``PlanError`` when some unit has no living cell."""
+    """``plan`` is the policy's answer to who is living (``plan/choice.py``)."""
     alive = tuple(sorted(living))
-    topology = nominal.topology(alive)
-    plan = instant_plan(topology)
     cell = next((c for c in plan.cells if rank in c.ranks), None)
     blocks = {block.key: block for layout in layouts.values() for block in layout.blocks}
     owned = tuple(blocks[key] for key in placement.owned_by(rank))

@@ -111,7 +111,7 @@ class StepBody:
             reach=(lambda point: tools.reach(point, step.step)) if training else _nowhere,
             loss_scale=loss_scale,
             per_token=tools.settings.per_token_loss,
-            nominal_microbatches=grid.global_batch_size // grid.micro_batch_size,
+            microbatches=self._standing.plan.rows // grid.micro_batch_size,
             training=training,
         )
         result = self._executor.run(work)

@@ -29,14 +29,17 @@ from megatron.elastic.engine.engine import Engine
 from megatron.elastic.engine.inject import Injector, parse
 from megatron.elastic.engine.joining import NEWCOMER, Welcome, receive_welcome
 from megatron.elastic.engine.nominal import Nominal
+from megatron.elastic.engine.port import ModelPort
 from megatron.elastic.engine.recovery import Outcome, Recovery, failure_domains
 from megatron.elastic.engine.settings import Settings
 from megatron.elastic.engine.standing import Standing, block_index, unit_groups
 from megatron.elastic.engine.transaction import Tools
-from megatron.elastic.mcore.model import GptPort
 from megatron.elastic.mcore.narrate import narrate_step
 from megatron.elastic.observe.events import EventLog
 from megatron.elastic.observe.phases import PhaseTimer
+from megatron.elastic.plan.choice import Choice, choice_named
+from megatron.elastic.plan.model import Profile
+from megatron.elastic.plan.planner import uniform_profile
 from megatron.elastic.state.layout import UnitLayout
 from megatron.elastic.state.ownership import initial
 from megatron.elastic.state.placement import Placement, Rules
@@ -111,12 +114,16 @@ class JobGone(RuntimeError):
 class Job:
     """What an engine is built from besides links: the model and what is constant over the run."""
 
-    port: GptPort
+    port: ModelPort
     nominal: Nominal
     config: ElasticConfig
     settings: Settings
     on_settled: Callable[[Outcome, Standing, float], None]
     host_state: Callable[[], Mapping[str, Any]]
+    choose: Choice | None = None
+    """In place of the configured policy."""
+    profile: Profile | None = None
+    """Costs of units where they are known beforehand; else all alike."""
 
 
 def found(links: Links, job: Job) -> Engine:
@@ -179,6 +186,8 @@ def _assemble(
         arena=arena,
         reach=links.injector.reach,
         timeout=job.settings.communication_timeout,
+        choose=choice_named(job.config.policy) if job.choose is None else job.choose,
+        profile=uniform_profile(job.nominal.compute_units) if job.profile is None else job.profile,
     )
     return Engine(
         tools=tools,

@@ -269,7 +269,8 @@ class Host:
     def _leave(self, code: int, why: str) -> NoReturn:
         """End this rank on purpose, with one line from whoever speaks."""
         assert self._links is not None
-        if self.engine.standing.living[0] == self._links.fabric.rank:
+        living = self.engine.recovery.members or self.engine.standing.living
+        if living[0] == self._links.fabric.rank:
             print(why, flush=True)
         self._links.membership.finish(code)
         raise SystemExit(code)

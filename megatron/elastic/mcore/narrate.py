@@ -14,8 +14,9 @@ from megatron.elastic.engine.nominal import Nominal
 from megatron.elastic.engine.recovery import Outcome
 from megatron.elastic.engine.source import StepAddress
 from megatron.elastic.engine.standing import Standing
-from megatron.elastic.observe.events import EventLog, Generation, Phases, RankLost, Recovery, Step
+from megatron.elastic.observe.events import EventLog, Generation, Phases, Plan, RankLost, Recovery, Step
 from megatron.elastic.observe.summary import loss_lines, recovery_line
+from megatron.elastic.plan import model
 
 __all__ = ["narrate", "narrate_step"]
 
@@ -51,8 +52,32 @@ def narrate(
     recovery = Recovery(step=step, outcome=what, seconds=spent, lost_steps=outcome.lost_steps)
     events.write(recovery)
     if speaks:
-        for line in (*loss_lines(losses, parked), recovery_line(recovery, decision.generation)):
+        events.write(_plan(step, standing))
+        lines = (*loss_lines(losses, parked), recovery_line(recovery, decision.generation), *batch_lines(standing.plan))
+        for line in lines:
             print(line, flush=True)
+
+
+def batch_lines(plan: model.Plan) -> tuple[str, ...]:
+    """One line when the policy lets the batch shrink: it is another batch from then on."""
+    if not plan.skipped:
+        return ()
+    whole = plan.grid.global_batch_size
+    return (f"policy {plan.labels[0]}: the batch shrinks to {plan.rows} of {whole} samples; the others are left out",)
+
+
+def _plan(step: int, standing: Standing) -> Plan:
+    plan = standing.plan
+    rows: dict[int, set[int]] = {}
+    for piece in plan.pieces:
+        rows.setdefault(piece.cell, set()).update(piece.rows)
+    return Plan(
+        step=step,
+        plan_hash=standing.plan_hash,
+        stages=tuple((n, s.cell, s.first, s.end) for n, replica in enumerate(plan.replicas) for s in replica.segments),
+        rows={str(cell): len(rows[cell]) for cell in sorted(rows)},
+        labels=plan.labels,
+    )
 
 
 def narrate_step(
@@ -77,6 +102,7 @@ def narrate_step(
             skipped=record.skipped,
             attempts=max(1, engine.attempts),
             ledger=record.ledger_hash,
+            computed=engine.computed,
         )
     )
 

@@ -196,7 +196,6 @@ def _check_built(config: ElasticConfig) -> None:
         "--elastic-exact": config.exact,
         "--elastic-spares": config.spares > 0,
         "--elastic-snapshot state": config.snapshot != "gradient",
-        f"--elastic-policy {config.policy}": config.policy != "elaswave",
     }
     for flag, asked in wanted.items():
         if asked:

@@ -154,6 +154,8 @@ class Step(Event):
     """1, or more when a loss had the step computed again."""
     ledger: str = ""
     """Hash of (row, sample) assignments."""
+    computed: int | None = None
+    """Samples computed: fewer than consumed where the policy lets the batch shrink."""
 
 
 @dataclass(frozen=True)

@@ -175,6 +175,13 @@ class Plan:
     parked: tuple[int, ...] = ()
     """Ranks that are members for state only."""
     labels: tuple[str, ...] = field(default=())
+    skipped: tuple[int, ...] = ()
+    """Rows of the global batch that nobody computes, ascending: a policy that drops replicas lets the batch shrink."""
+
+    @property
+    def rows(self) -> int:
+        """Rows of the global batch that are computed."""
+        return self.grid.global_batch_size - len(self.skipped)
 
     def table(self, cell: int) -> tuple[Action, ...]:
         """Actions of ``cell`` (empty when it has none)."""

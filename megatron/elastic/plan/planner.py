@@ -171,6 +171,7 @@ def plan_hash(plan: Plan) -> str:
     put("tables", _flat((cell, len(t), *_flat((code[a.op], a.piece, a.edge) for a in t)) for cell, t in plan.tables))
     put("khz", _flat(plan.frequencies_khz))
     put("parked", plan.parked)
+    put("skipped", plan.skipped)
     digest.update("\0".join(plan.labels).encode())
     return digest.hexdigest()
 

@@ -6,7 +6,7 @@ blocks; a receive blocks until its send was issued). Sends that never block make
 this run confluent: if it ends, every interleaving ends, so one run proves the
 absence of deadlock.
 
-Checked: each row passes each unit exactly once, edges connect exactly the
+Checked: each row passes each unit exactly once (or, of a batch that shrank, no unit at all), edges connect exactly the
 right rows, each piece has one forward and one backward (whole, or input then
 weight part) in that order, each transfer is sent and received once beside its
 piece, tables finish, rows held never exceed what memory allows.
@@ -85,7 +85,12 @@ def _check_coverage(plan: Plan, units: int) -> None:
             if not 0 <= row < len(spans):
                 raise InvalidPlan(f"piece {piece.id} holds row {row}, outside the global batch")
             spans[row].append((piece.first, piece.end))
+    left_out = frozenset(plan.skipped)
     for row, pieces in enumerate(spans):
+        if row in left_out:
+            if pieces:
+                raise InvalidPlan(f"row {row} is computed although the plan leaves it out")
+            continue
         at = 0
         for first, end in sorted(pieces):
             if first != at:

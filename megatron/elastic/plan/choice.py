@@ -1,0 +1,104 @@
+"""Which plan a generation runs: the configured policy's answer to who is here.
+
+Idea: one signature, ``choice(topology, profile) → Plan``, for every policy. What
+stood before the change is in the topology (segments of dead cells are still
+listed), so the plan is a function of the decision alone and every process, also
+one that just joined, finds the same. These are the answers that hold at once,
+while units stay where they are; :mod:`policy` compares the same policies with
+everything they may do later.
+
+A policy may leave rows out (``Plan.skipped``): a batch that shrank is another
+batch. Its samples are consumed, not computed, and loss weights and ledger know.
+
+Sources: ElasWave (arXiv 2510.00606), ReCycle (arXiv 2405.14009), TorchFT
+(github.com/pytorch/torchft), MindSpeed's elastic training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from types import MappingProxyType
+
+from megatron.elastic.plan.dataflow import PlanError, Share, home_rows, microbatch_rows
+from megatron.elastic.plan.model import Plan, Profile, Topology
+from megatron.elastic.plan.planner import assemble, instant_plan
+from megatron.elastic.plan.policy import MindSpeed, TorchFT, damaged_replicas
+
+__all__ = ["CHOICES", "Choice", "choice_named"]
+
+Choice = Callable[[Topology, Profile], Plan]
+"""Raises :class:`PlanError` when the policy cannot go on with who is here."""
+
+
+def _elaswave(topology: Topology, profile: Profile) -> Plan:
+    return instant_plan(topology, profile)
+
+
+def _recycle(topology: Topology, profile: Profile) -> Plan:
+    """Whole micro-batches to peers of the stage.
+
+    The backward stays whole: ReCycle's decoupled one shortens the step further, it changes nobody's share.
+    """
+    return replace(instant_plan(topology, profile, "reroute"), labels=("recycle",))
+
+
+def _torchft(topology: Topology, profile: Profile) -> Plan:
+    """The replica is the unit of loss, and its part of the batch goes with it."""
+    damaged = frozenset(damaged_replicas(topology))
+    if not damaged:
+        return instant_plan(topology, profile)
+    if len(damaged) == len(topology.replicas):
+        raise PlanError("policy torchft: every replica has lost a rank; it restarts from the last checkpoint")
+    grid, homes = topology.grid, home_rows(topology)
+    shares = [
+        Share(segment.cell, segment.first, segment.end, microbatch_rows(grid, microbatch), wave)
+        for number, replica in enumerate(topology.replicas)
+        if number not in damaged
+        for wave, microbatch in enumerate(homes[number])
+        for segment in replica.segments
+    ]
+    skipped = sorted(row for number in damaged for batch in homes[number] for row in microbatch_rows(grid, batch))
+    plan = assemble(topology, profile, shares, labels=("torchft",))
+    return replace(plan, skipped=tuple(skipped))
+
+
+def _torchft_batch(topology: Topology, profile: Profile) -> Plan:
+    """The replica is the unit of loss, the others take its micro-batches."""
+    if not damaged_replicas(topology):
+        return instant_plan(topology, profile)
+    outcome = TorchFT(keep_batch=True).respond(topology, profile)
+    if outcome.answer is None:
+        raise PlanError("policy torchft-batch: every replica has lost a rank; it restarts from the last checkpoint")
+    return replace(outcome.plan(topology, profile), labels=("torchft-batch",))
+
+
+def _mindspeed(topology: Topology, profile: Profile) -> Plan:
+    """One data-parallel domain may go, once."""
+    if not (damaged := damaged_replicas(topology)):
+        return instant_plan(topology, profile)
+    outcome = MindSpeed().respond(topology, profile)
+    if outcome.restarts or outcome.answer is None:
+        raise PlanError(
+            f"policy mindspeed: replicas {damaged} have lost ranks, it goes on without one of "
+            f"{len(topology.replicas)} at most; it restarts from the last checkpoint"
+        )
+    return replace(outcome.plan(topology, profile), labels=("mindspeed",))
+
+
+CHOICES: Mapping[str, Choice] = MappingProxyType(
+    {
+        "elaswave": _elaswave,
+        "recycle": _recycle,
+        "torchft": _torchft,
+        "torchft-batch": _torchft_batch,
+        "mindspeed": _mindspeed,
+    }
+)
+
+
+def choice_named(name: str) -> Choice:
+    """The choice of ``--elastic-policy name``. Raises :class:`PlanError` for an unknown one."""
+    if name not in CHOICES:
+        raise PlanError(f"unknown policy {name!r}: one of {', '.join(CHOICES)}")
+    return CHOICES[name]
