@@ -9,11 +9,14 @@ the flat tensor writes the model.
 Invariant: ``arena.gradients`` is the only place gradients accumulate, in fp32,
 unscaled by anything but the loss scale; ``param.grad`` is ``None`` between
 backward passes of non-fp32 parameters.
+
+Units come and go between steps (:meth:`Arena.hold`): the arena is laid out anew,
+parameters of units that stay are copied, so for a moment both layouts exist.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -45,20 +48,42 @@ class Arena:
     """
 
     def __init__(self, port: ModelPort, layouts: Mapping[int, UnitLayout]) -> None:
+        """``layouts``: of every unit this process may ever hold."""
         self._port = port
+        self._layouts = layouts
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._views: dict[int, list[torch.Tensor]] = {}
         self.slices: dict[int, UnitSlice] = {}
-        start = 0
-        for unit in port.held_units():
-            self.slices[unit] = UnitSlice(unit, start, layouts[unit])
-            start += layouts[unit].numel
-        members = {unit: tuple(port.unit_parameters(unit)) for unit in port.held_units()}
-        self.dtype, self.device = _common_type(members)
+        self.dtype, self.device = torch.float32, torch.device("cpu")
+        self.parameters = self.gradients = torch.empty(0)
+        self._lay()
+
+    def hold(self, units: Collection[int]) -> bool:
+        """Hold exactly ``units``. Returns whether anything changed: parameters of new units are then undefined."""
+        if tuple(sorted(units)) == tuple(self.slices):
+            return False
+        self.release()
+        for unit in self.slices:
+            for item in self._port.unit_parameters(unit):
+                item.parameter.grad = None
+        self._views, self.gradients = {}, self.gradients.new_empty(0)
+        self._port.hold(units)
+        self._lay()
+        return True
+
+    def _lay(self) -> None:
+        """Storage for what the port holds."""
+        self.slices, start = {}, 0
+        for unit in self._port.held_units():
+            self.slices[unit] = UnitSlice(unit, start, self._layouts[unit])
+            start += self._layouts[unit].numel
+        members = {unit: tuple(self._port.unit_parameters(unit)) for unit in self.slices}
+        self.dtype, self.device = _common_type(members) or (self.dtype, self.device)
         self.parameters = torch.zeros(start, dtype=self.dtype, device=self.device)
         self.gradients = torch.zeros(start, dtype=torch.float32, device=self.device)
-        self._views: dict[int, list[torch.Tensor]] = {}
-        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
-        for unit, parameters in members.items():
-            self._views[unit] = [self._adopt(unit, item) for item in parameters]
+        self._views = {
+            unit: [self._adopt(unit, item) for item in items] for unit, items in members.items()
+        }
 
     def _adopt(self, unit: int, item: UnitParameter) -> torch.Tensor:
         """Move one parameter's storage into the arena; returns its fp32 gradient view."""
@@ -68,7 +93,8 @@ class Arena:
         value = self.parameters[start:stop].view(item.spec.shape)
         gradient = self.gradients[start:stop].view(item.spec.shape)
         with torch.no_grad():
-            value.copy_(item.parameter)
+            if item.parameter.numel():  # else it was given up earlier
+                value.copy_(item.parameter)
             item.parameter.data = value
         if self.dtype == torch.float32:
             item.parameter.grad = gradient
@@ -105,11 +131,11 @@ class Arena:
         self._hooks.clear()
 
 
-def _common_type(members: Mapping[int, Sequence[UnitParameter]]) -> tuple[torch.dtype, torch.device]:
+def _common_type(members: Mapping[int, Sequence[UnitParameter]]) -> tuple[torch.dtype, torch.device] | None:
     kinds = {(item.parameter.dtype, item.parameter.device) for items in members.values() for item in items}
     if len(kinds) > 1:
         raise ValueError(f"parameters of one rank must share a type and a device, found {sorted(map(str, kinds))}")
-    return kinds.pop() if kinds else (torch.float32, torch.device("cpu"))
+    return kinds.pop() if kinds else None
 
 
 def _accumulate_into(gradient: torch.Tensor):  # type: ignore[no-untyped-def]

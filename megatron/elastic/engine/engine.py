@@ -408,6 +408,7 @@ class Engine:
                 standing, outcome = self.recovery.agree(
                     error,
                     self._report(),
+                    self.standing.assignment,
                     self.standing.placement,
                     self.present_step if self.in_step else self.record.version + 1,
                     None if moving is None else moving.target,
@@ -428,6 +429,7 @@ class Engine:
     def _welcome(self) -> Welcome:
         return Welcome(
             catalog={key: tuple(slot.spec for slot in layout.slots) for key, layout in self.recovery.layouts.items()},
+            assignment=self.standing.assignment,
             placement=self.standing.placement.to_json(),
             record=self.record,
             phase=self.phase - 1,

@@ -85,7 +85,6 @@ class Executor:
         self._device = device
         self._pieces = {piece.id: piece for piece in plan.pieces}
         self._cells = {c.id: c for c in plan.cells}
-        self._places = _places(plan, cell.id)
         self._into: dict[int, list[int]] = {}
         for index, edge in enumerate(plan.edges):
             self._into.setdefault(edge.target, []).append(index)
@@ -146,9 +145,8 @@ class Executor:
             source.requires_grad_(True)
         grad_mode = nullcontext() if work.training else torch.no_grad()
         with work.scope(piece), grad_mode:
-            output = self._port.forward(
-                work.forward_step, piece, self._places[(piece.first, piece.end)], source, work.batches(piece)
-            )
+            place = _place(piece, self._port.compute_units)
+            output = self._port.forward(work.forward_step, piece, place, source, work.batches(piece))
         if isinstance(output, LossOutput):
             _record(output, piece, result)
             output = _weighted(output, piece, self._plan, work)
@@ -220,14 +218,10 @@ def _positions(edge: Edge, backward: bool) -> tuple[int, ...]:
     return edge.source_at if backward else edge.target_at
 
 
-def _places(plan: Plan, cell: int) -> dict[tuple[int, int], tuple[int, int]]:
-    """(first, end) of a segment on ``cell`` → (position in its pipeline, length of the pipeline)."""
-    places: dict[tuple[int, int], tuple[int, int]] = {}
-    for replica in plan.replicas:
-        for position, segment in enumerate(replica.segments):
-            if segment.cell == cell:
-                places[(segment.first, segment.end)] = (position, len(replica.segments))
-    return places
+def _place(piece: Piece, units: int) -> tuple[int, int]:
+    """(position, count) of a piece in the shortest pipeline that has such a one."""
+    before, after = int(piece.first > 0), int(piece.end < units)
+    return before, before + 1 + after
 
 
 def _record(output: LossOutput, piece: Piece, result: PassResult) -> None:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from megatron.elastic.comm.fabric import Fabric
 from megatron.elastic.control.membership import Decision
+from megatron.elastic.engine.assignment import Assignment
 from megatron.elastic.state.layout import ParamSpec
 from megatron.elastic.state.placement import Placement
 from megatron.elastic.state.record import StepRecord
@@ -33,6 +34,8 @@ class Welcome:
     """Everything a newcomer needs besides tensors."""
 
     catalog: Mapping[tuple[int, int], tuple[ParamSpec, ...]]
+    assignment: Assignment
+    """Which units each cell holds."""
     placement: str
     """:meth:`Placement.to_json`, as promoted for the generation that admits it."""
     record: StepRecord

@@ -8,10 +8,9 @@ incarnation takes a rank.
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
 
-from megatron.elastic.plan.model import Cell, Grid, Replica, Segment, Topology
+from megatron.elastic.plan.model import Cell, Grid
 
 __all__ = ["Nominal"]
 
@@ -66,35 +65,3 @@ class Nominal:
         if self.tied_unit is not None and stage in (0, self.pipeline - 1):
             units.append(self.tied_unit)
         return tuple(units)
-
-    def state_groups(self) -> dict[tuple[int, int], tuple[int, ...]]:
-        """(unit, shard) → ranks that hold it, ordered by stage, then replica."""
-        groups: dict[tuple[int, int], list[int]] = {}
-        for stage in range(self.pipeline):
-            for unit in self.units_of_stage(stage):
-                for shard in range(self.tensor):
-                    holders = groups.setdefault((unit, shard), [])
-                    holders += [self.rank(shard, replica, stage) for replica in range(self.data)]
-        return {key: tuple(dict.fromkeys(holders)) for key, holders in groups.items()}
-
-    def topology(self, living: Collection[int]) -> Topology:
-        """What is there when only ``living`` ranks are: whole cells compute, the rest are parked."""
-        cells, parked = [], list[int]()
-        for replica in range(self.data):
-            for stage in range(self.pipeline):
-                cell = self.cell(replica, stage)
-                if all(rank in living for rank in cell.ranks):
-                    cells.append(cell)
-                else:
-                    parked += [rank for rank in cell.ranks if rank in living]
-        replicas = tuple(
-            Replica(
-                tuple(
-                    Segment(self.cell(replica, stage).id, first, end)
-                    for stage, (first, end) in enumerate(self.stages)
-                )
-            )
-            for replica in range(self.data)
-        )
-        tied = () if self.tied_unit is None else ((0, self.compute_units - 1),)
-        return Topology(self.grid, self.compute_units, tuple(cells), replicas, tied, tuple(sorted(parked)))

@@ -11,7 +11,7 @@ piece, are dimension 1 everywhere, as in Megatron.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -56,6 +56,12 @@ class ModelPort(Protocol):
     compute_units: int
     """U: how many units a whole pipeline computes."""
 
+    def hold(self, units: Collection[int]) -> None:
+        """Hold exactly ``units`` from now on: build what is missing (values undefined), free the rest.
+
+        Raises ``ValueError`` when these units cannot be held together.
+        """
+
     def held_units(self) -> tuple[int, ...]:
         """Units whose parameters live here (compute and state-only), ascending."""
 
@@ -73,9 +79,10 @@ class ModelPort(Protocol):
         source: torch.Tensor | None,
         batches: Iterator[Any],
     ) -> torch.Tensor | LossOutput:
-        """Run ``piece`` through its units.
+        """Run ``piece`` through its units, any contiguous ones of those held.
 
-        ``place``: (position of the segment in its pipeline, number of segments).
+        ``place``: (position, count) of the piece in its pipeline, as far as it matters: whether it is the
+        first and the last.
         ``source``: ``[s, rows, h]`` from the units before, ``None`` for the first.
         """
 

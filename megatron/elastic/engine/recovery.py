@@ -20,6 +20,7 @@ from megatron.elastic.comm.errors import CommError, PeerLost
 from megatron.elastic.comm.fabric import EditReport, Fabric
 from megatron.elastic.config import ElasticConfig
 from megatron.elastic.control.membership import Decision, Membership
+from megatron.elastic.engine.assignment import Assignment
 from megatron.elastic.engine.buffers import Arena
 from megatron.elastic.engine.joining import NEWCOMER, newcomers
 from megatron.elastic.engine.movement import Movement
@@ -94,6 +95,7 @@ class Recovery:
         self,
         error: CommError,
         report: Report,
+        assignment: Assignment,
         placement: Placement,
         attempted: int,
         moving_to: Placement | None = None,
@@ -121,7 +123,7 @@ class Recovery:
         if moving_to is not None and over:
             placement = moving_to
         promotion = promote_only(
-            placement, decision.members.keys(), unit_groups(self.nominal, self.layouts, decision.members)
+            placement, decision.members.keys(), unit_groups(assignment, self.layouts, decision.members)
         )
         if promotion.lost:
             raise StateLost(step, promotion.lost)
@@ -130,7 +132,7 @@ class Recovery:
         resolution = resolve({rank: r.holdings for rank, r in reports.items()}, needed, rows)
         if resolution.kind == "lost":
             raise StateLost(resolution.version, resolution.missing)
-        standing = self.stand(decision, promotion.placement)
+        standing = self.stand(decision, assignment, promotion.placement)
         seconds["plan"] = time.monotonic() - started - seconds["decide"] - seconds["edit"]
         outcome = Outcome(
             decision=decision,
@@ -148,27 +150,30 @@ class Recovery:
 
     def movement(self, standing: Standing) -> Movement:
         """What balance and redundancy ask for, among those who are here."""
-        groups = unit_groups(self.nominal, self.layouts, standing.living)
+        groups = unit_groups(standing.assignment, self.layouts, standing.living)
         rules = Rules(self.config.mirrors, self.config.scatter_width, self.domains)
         target, changes = rebalance(standing.placement, groups, rules)
         return Movement(target, changes)
 
     def restand(self, standing: Standing, placement: Placement) -> Standing:
         """The same generation and plan on another placement."""
-        return self._stand(standing.generation, standing.living, placement, standing.plan)
+        return self._stand(standing.generation, standing.living, standing.assignment, placement, standing.plan)
 
-    def stand(self, decision: Decision, placement: Placement) -> Standing:
+    def stand(self, decision: Decision, assignment: Assignment, placement: Placement) -> Standing:
         """This rank's standing in a decided generation."""
         self.domains = failure_domains(decision)
-        plan = self.choose(self.nominal.topology(decision.members.keys()), self.profile)
-        return self._stand(decision.generation, tuple(decision.members), placement, plan)
+        plan = self.choose(assignment.topology(decision.members.keys()), self.profile)
+        return self._stand(decision.generation, tuple(decision.members), assignment, placement, plan)
 
-    def _stand(self, generation: int, living: tuple[int, ...], placement: Placement, plan: Plan) -> Standing:
+    def _stand(
+        self, generation: int, living: tuple[int, ...], assignment: Assignment, placement: Placement, plan: Plan
+    ) -> Standing:
+        self.arena.hold(assignment.units_of(self.fabric.rank))
         return stand(
             self.fabric.rank,
             generation,
             living,
-            self.nominal,
+            assignment,
             placement,
             self.layouts,
             self.arena,

@@ -1,7 +1,7 @@
 """What one rank stands on for the length of a generation.
 
-Derived, by pure functions, from a decision and the placement: the plan, this
-rank's cell, which slices of the arena are reduced over which group and who owns
+Derived, by pure functions, from a decision, the assignment of units to cells and
+the placement of state: the plan, this rank's cell, which slices of the arena are reduced over which group and who owns
 each block, and who ships gradients to whom. Replaced as a whole at the next
 generation; nothing in it is edited.
 """
@@ -15,8 +15,8 @@ from itertools import groupby
 import torch.distributed as dist
 
 from megatron.elastic.comm.fabric import BlockRange, Fabric
+from megatron.elastic.engine.assignment import Assignment
 from megatron.elastic.engine.buffers import Arena
-from megatron.elastic.engine.nominal import Nominal
 from megatron.elastic.plan.model import Cell, Plan
 from megatron.elastic.plan.planner import plan_hash
 from megatron.elastic.state.layout import BlockKey, StateBlock, UnitLayout
@@ -53,6 +53,7 @@ class Standing:
     """This rank's cell, ``None`` when the rank is parked."""
     position: int
     spans: tuple[Span, ...]
+    assignment: Assignment
     placement: Placement
     owned: tuple[StateBlock, ...]
     mirrored: tuple[StateBlock, ...]
@@ -66,14 +67,14 @@ def stand(
     rank: int,
     generation: int,
     living: Iterable[int],
-    nominal: Nominal,
+    assignment: Assignment,
     placement: Placement,
     layouts: Mapping[UnitShard, UnitLayout],
     arena: Arena,
     fabric: Fabric,
     plan: Plan,
 ) -> Standing:
-    """``plan`` is the policy's answer to who is living (``plan/choice.py``)."""
+    """``arena`` holds what ``assignment`` gives this rank; ``plan`` is the policy's answer to who is living."""
     alive = tuple(sorted(living))
     cell = next((c for c in plan.cells if rank in c.ranks), None)
     blocks = {block.key: block for layout in layouts.values() for block in layout.blocks}
@@ -85,8 +86,9 @@ def stand(
         plan=plan,
         plan_hash=plan_hash(plan),
         cell=cell,
-        position=nominal.place(rank)[0],
-        spans=_spans(rank, alive, nominal, placement, arena, fabric),
+        position=assignment.nominal.place(rank)[0],
+        spans=_spans(rank, alive, assignment, placement, arena, fabric),
+        assignment=assignment,
         placement=placement,
         owned=owned,
         mirrored=mirrored,
@@ -103,10 +105,10 @@ def _by_peer(pairs: Iterable[tuple[int, StateBlock]]) -> dict[int, tuple[StateBl
 
 
 def _spans(
-    rank: int, living: tuple[int, ...], nominal: Nominal, placement: Placement, arena: Arena, fabric: Fabric
+    rank: int, living: tuple[int, ...], assignment: Assignment, placement: Placement, arena: Arena, fabric: Fabric
 ) -> tuple[Span, ...]:
-    shard = nominal.place(rank)[0]
-    groups = nominal.state_groups()
+    shard = assignment.nominal.place(rank)[0]
+    groups = assignment.state_groups()
     alive = frozenset(living)
     units = sorted(arena.slices)
     spans = []
@@ -128,12 +130,12 @@ def block_index(layouts: Mapping[UnitShard, UnitLayout]) -> tuple[BlockKey, ...]
 
 
 def unit_groups(
-    nominal: Nominal, layouts: Mapping[UnitShard, UnitLayout], living: Collection[int]
+    assignment: Assignment, layouts: Mapping[UnitShard, UnitLayout], living: Collection[int]
 ) -> tuple[UnitGroup, ...]:
     """Living holders of every (unit, shard) that has any."""
     alive = frozenset(living)
     groups = []
-    for (unit, shard), members in sorted(nominal.state_groups().items()):
+    for (unit, shard), members in assignment.state_groups().items():
         holders = tuple(rank for rank in members if rank in alive)
         if holders:
             groups.append(UnitGroup(unit, shard, layouts[unit, shard].blocks, holders))

@@ -23,6 +23,7 @@ from megatron.elastic.config import ConfigError, ElasticConfig
 from megatron.elastic.control import env
 from megatron.elastic.control.client import WorkerMembership
 from megatron.elastic.control.membership import Activity, Decision
+from megatron.elastic.engine.assignment import Assignment
 from megatron.elastic.engine.buffers import Arena
 from megatron.elastic.engine.catalog import build_layouts, exchange_catalog
 from megatron.elastic.engine.engine import Engine
@@ -132,10 +133,11 @@ def found(links: Links, job: Job) -> Engine:
     shard = job.nominal.place(links.fabric.rank)[0]
     catalog = exchange_catalog(job.port, shard, links.fabric.world, links.fabric.slots)
     layouts = build_layouts(catalog, job.config.block_bytes)
-    groups = unit_groups(job.nominal, layouts, links.decision.members)
+    assignment = Assignment.at_launch(job.nominal)
+    groups = unit_groups(assignment, layouts, links.decision.members)
     rules = Rules(job.config.mirrors, job.config.scatter_width, failure_domains(links.decision))
     record = StepRecord.initial(job.settings.hyper)
-    engine = _assemble(links, job, links.decision, layouts, initial(groups, rules), record)
+    engine = _assemble(links, job, links.decision, layouts, assignment, initial(groups, rules), record)
     engine.adopt_parameters()
     return engine
 
@@ -151,7 +153,9 @@ def join(links: Links, job: Job) -> tuple[Engine, Welcome]:
             fabric.edit(decision.generation, decision.members, timeout)
             welcome = receive_welcome(fabric, decision)
             layouts = build_layouts(welcome.catalog, job.config.block_bytes)
-            engine = _assemble(links, job, decision, layouts, welcome.placement_of(), welcome.record)
+            engine = _assemble(
+                links, job, decision, layouts, welcome.assignment, welcome.placement_of(), welcome.record
+            )
             engine.joined(welcome)
             links.events.generation = decision.generation
             return engine, welcome
@@ -161,11 +165,17 @@ def join(links: Links, job: Job) -> tuple[Engine, Welcome]:
 
 
 def _assemble(
-    links: Links, job: Job, decision: Decision, layouts: Layouts, placement: Placement, record: StepRecord
+    links: Links,
+    job: Job,
+    decision: Decision,
+    layouts: Layouts,
+    assignment: Assignment,
+    placement: Placement,
+    record: StepRecord,
 ) -> Engine:
     fabric, rank = links.fabric, links.fabric.rank
     shard = job.nominal.place(rank)[0]
-    arena = Arena(job.port, {unit: layouts[unit, shard] for unit in job.port.held_units()})
+    arena = Arena(job.port, {unit: layout for (unit, s), layout in layouts.items() if s == shard})
     timer = PhaseTimer()
     tools = Tools(
         port=job.port,
@@ -193,7 +203,7 @@ def _assemble(
         tools=tools,
         recovery=recovery,
         record=record,
-        standing=recovery.stand(decision, placement),
+        standing=recovery.stand(decision, assignment, placement),
         injector=links.injector,
         timer=timer,
         blocks=block_index(layouts),

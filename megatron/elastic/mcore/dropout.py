@@ -15,7 +15,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 
 from megatron.elastic.engine.dropout import BiasDropoutAdd, SampleDropout, Site, Split
 
-__all__ = ["key_dropout"]
+__all__ = ["key_dropout", "key_module"]
 
 
 def key_dropout(model: Any, tensor_parallel_rank: int) -> tuple[str, ...]:
@@ -24,18 +24,24 @@ def key_dropout(model: Any, tensor_parallel_rank: int) -> tuple[str, ...]:
     Returns the names of modules whose dropout lies inside a vendor kernel and
     stays keyed by rank and history.
     """
+    modules = [getattr(model, "embedding", None), *model.decoder.layers]
+    found = (key_module(model, module, tensor_parallel_rank) for module in modules if module is not None)
+    return tuple(name for names in found for name in names)
+
+
+def key_module(model: Any, module: Any, tensor_parallel_rank: int) -> list[str]:
+    """:func:`key_dropout` for one embedding or layer of ``model`` (others have no dropout)."""
     config = model.config
     shards = config.tensor_model_parallel_size
-    heads = Split(dim=1, index=tensor_parallel_rank, count=shards)
     sequence = Split(dim=0, index=tensor_parallel_rank, count=shards) if config.sequence_parallel else None
-    if getattr(model, "embedding", None) is not None:
-        model.embedding.embedding_dropout = SampleDropout(
+    if hasattr(module, "embedding_dropout"):
+        module.embedding_dropout = SampleDropout(
             config.hidden_dropout, unit=0, site=Site.EMBEDDING, sample_dim=1, split=sequence
         )
-    opaque: list[str] = []
-    for layer in model.decoder.layers:
-        opaque += _key_layer(layer, heads, sequence)
-    return tuple(opaque)
+        return []
+    if hasattr(module, "layer_number"):
+        return _key_layer(module, Split(dim=1, index=tensor_parallel_rank, count=shards), sequence)
+    return []
 
 
 def _key_layer(layer: Any, heads: Split, sequence: Split | None) -> list[str]:

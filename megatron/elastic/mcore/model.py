@@ -1,18 +1,20 @@
 """Megatron's GPTModel behind the engine's :class:`ModelPort`.
 
-The model is built by Megatron for the nominal place of this rank. Units: 0 the
+The model is built by Megatron for the nominal place of this rank; which units it
+holds later is the engine's choice (:meth:`GptPort.hold`). Units: 0 the
 embedding, 1 … L the transformer layers, L+1 final norm and head; where word
 embeddings are tied to the output layer they form one further, state-only unit
 L+2, held by every cell that holds either end.
 
 Traps this file closes (DESIGN §1–2): ``args.micro_batch_size`` is scoped to the
 piece around each ``forward_step_func``, and so is Megatron's idea of which
-pipeline stage is running; both return to their nominal values afterwards.
+pipeline stage of how many is running (also in ``args``, which says what a stage
+reads of a batch); all return to their nominal values afterwards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,8 +24,10 @@ from megatron.core import parallel_state
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
 from megatron.elastic.engine.port import ForwardStep, LossOutput, UnitParameter
+from megatron.elastic.mcore.dropout import key_module
 from megatron.elastic.mcore.param_groups import GroupKeys
 from megatron.elastic.mcore.stage import as_stage
+from megatron.elastic.mcore.surgery import Anatomy, unwrapped
 from megatron.elastic.plan.model import Piece
 from megatron.elastic.state.layout import ParamSpec
 
@@ -31,7 +35,7 @@ __all__ = ["GptPort", "unwrapped"]
 
 
 class GptPort:
-    """One pipeline stage of Megatron's GPT; ``chunk`` as Megatron's ``get_model`` returns it (unwrapped by DDP)."""
+    """The units of Megatron's GPT that are here; ``chunk`` as Megatron's ``get_model`` returns it (without DDP)."""
 
     def __init__(self, chunk: torch.nn.Module, args: Any, groups: GroupKeys, reads_data: bool) -> None:
         self._chunk = chunk
@@ -39,26 +43,28 @@ class GptPort:
         self._config = get_model_config(chunk)
         self._groups = groups
         self._reads_data = reads_data
-        self._inner = unwrapped(chunk)
-        self.compute_units = args.num_layers + 2
+        self._tensor_rank = parallel_state.get_tensor_model_parallel_rank()
+        self._anatomy = Anatomy(chunk, lambda inner, module: key_module(inner, module, self._tensor_rank))
+        self.compute_units = self._anatomy.units
+        self._specs: dict[int, tuple[ParamSpec, ...]] = {}
         self._units = self._sort_parameters()
 
     @property
     def chunk(self) -> torch.nn.Module:
-        """The module handed to ``forward_step_func``."""
+        """The module that Megatron's loop knows: the units of this rank's place at launch."""
         return self._chunk
 
     @property
     def tied_unit(self) -> int | None:
         """The state-only unit of tied embeddings, if the model ties them."""
-        return self.compute_units if getattr(self._inner, "share_embeddings_and_output_weights", False) else None
+        return self.compute_units if self._anatomy.tied else None
 
-    def segment(self) -> tuple[int, int]:
-        """Units ``[first, end)`` computed by the chunk."""
-        layers = [layer.layer_number for layer in self._inner.decoder.layers]
-        first = 0 if self._inner.pre_process else min(layers)
-        end = self.compute_units if self._inner.post_process else max(layers) + 1
-        return first, end
+    def hold(self, units: Collection[int]) -> None:
+        """See :class:`ModelPort`."""
+        self._anatomy.hold([unit for unit in units if unit < self.compute_units])
+        self._units = self._sort_parameters()
+        if self.held_units() != tuple(sorted(units)):
+            raise ValueError(f"units {sorted(units)} cannot be held together: these are {self.held_units()}")
 
     def held_units(self) -> tuple[int, ...]:
         """See :class:`ModelPort`."""
@@ -74,7 +80,7 @@ class GptPort:
 
     def train(self, mode: bool) -> None:
         """See :class:`ModelPort`."""
-        self._chunk.train(mode)
+        self._anatomy.train(mode)
 
     def boundary(self, rows: int) -> tuple[torch.Size, torch.dtype]:
         """``[s, rows, h]``; the sequence is this rank's slice under sequence parallelism."""
@@ -94,8 +100,9 @@ class GptPort:
     ) -> torch.Tensor | LossOutput:
         """See :class:`ModelPort`. Raises ``ValueError`` when the output has not the piece's rows."""
         with self._running(piece, place):
-            get_attr_wrapped_model(self._chunk, "set_input_tensor")([source])
-            output, loss_function = step(batches, self._chunk)
+            segment = self._anatomy.segment(piece.first, piece.end)
+            get_attr_wrapped_model(segment, "set_input_tensor")([source])
+            output, loss_function = step(batches, segment)
             if piece.end < self.compute_units:
                 expected, _ = self.boundary(len(piece.rows))
                 if output.shape != expected:
@@ -132,53 +139,51 @@ class GptPort:
             (self._config.sequence_parallel and getattr(item.parameter, "sequence_parallel", False)) or normalises_qk
         )
 
-    def _sort_parameters(self) -> dict[int, list[UnitParameter]]:
-        units: dict[int, list[UnitParameter]] = {}
-        for name, parameter in self._inner.named_parameters():
-            if not parameter.requires_grad:
-                continue
-            unit, local = self._home(name)
-            key = self._groups.key(name, parameter)
-            spec = ParamSpec(
-                name=local,
-                numel=parameter.numel(),
-                shape=tuple(parameter.shape),
-                sharded=bool(getattr(parameter, "tensor_model_parallel", False)),
-                weight_decay_multiplier=key.wd_mult,
-                group=key.index,
+    def _sort_parameters(self) -> dict[int, tuple[UnitParameter, ...]]:
+        """Parameters of what is held; a unit's layout is fixed when it is first seen with its values."""
+        units: dict[int, list[tuple[str, torch.nn.Parameter]]] = {
+            unit: list(self._anatomy.named_parameters(unit)) for unit in self._anatomy.held()
+        }
+        shared = self._anatomy.tied_parameter() if self.tied_unit is not None else None
+        if shared is not None and self.tied_unit is not None:
+            units[self.tied_unit] = [("embedding.word_embeddings.weight", shared)]
+        found: dict[int, tuple[UnitParameter, ...]] = {}
+        for unit, named in units.items():
+            if unit not in self._specs:
+                self._specs[unit] = tuple(self._spec(unit, name, parameter) for name, parameter in named)
+            found[unit] = tuple(
+                UnitParameter(spec, parameter) for spec, (_, parameter) in zip(self._specs[unit], named, strict=True)
             )
-            units.setdefault(unit, []).append(UnitParameter(spec, parameter))
-        return units
+        return found
 
-    def _home(self, name: str) -> tuple[int, str]:
-        """Unit of a parameter, and its name within the unit (equal on every holder)."""
-        if self.tied_unit is not None and name in ("embedding.word_embeddings.weight", "output_layer.weight"):
-            return self.tied_unit, "word_embeddings.weight"
-        if name.startswith("decoder.layers."):
-            index, local = name.removeprefix("decoder.layers.").split(".", 1)
-            return int(self._inner.decoder.layers[int(index)].layer_number), local
-        if name.startswith("embedding."):
-            return 0, name
-        return self.compute_units - 1, name
+    def _spec(self, unit: int, name: str, parameter: torch.nn.Parameter) -> ParamSpec:
+        key = self._groups.key(name, parameter)
+        return ParamSpec(
+            name=self._local_name(unit, name),
+            numel=parameter.numel(),
+            shape=tuple(parameter.shape),
+            sharded=bool(getattr(parameter, "tensor_model_parallel", False)),
+            weight_decay_multiplier=key.wd_mult,
+            group=key.index,
+        )
+
+    def _local_name(self, unit: int, name: str) -> str:
+        """A parameter's name within its unit, equal on every holder."""
+        if unit == self.tied_unit:
+            return "word_embeddings.weight"
+        return name.removeprefix(f"decoder.layers.{unit - 1}.") if 0 < unit < self.compute_units - 1 else name
 
     @contextmanager
     def _running(self, piece: Piece, place: tuple[int, int]) -> Iterator[None]:
         """Megatron's global idea of stage and micro-batch size, for the time of one piece."""
-        nominal_rows = self._args.micro_batch_size
-        self._args.micro_batch_size = len(piece.rows)
+        args = self._args
+        nominal = args.micro_batch_size, args.pipeline_model_parallel_size
+        args.micro_batch_size, args.pipeline_model_parallel_size = len(piece.rows), place[1]
         try:
             with as_stage(*place):
                 yield
         finally:
-            self._args.micro_batch_size = nominal_rows
-
-
-def unwrapped(module: torch.nn.Module) -> Any:
-    """The GPTModel inside ``Float16Module`` and the like."""
-    inner: Any = module
-    while hasattr(inner, "module"):
-        inner = inner.module
-    return inner
+            args.micro_batch_size, args.pipeline_model_parallel_size = nominal
 
 
 def _loss_output(result: Any) -> LossOutput:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron.elastic.engine.assignment import Assignment
 from megatron.elastic.engine.nominal import Nominal
 from megatron.elastic.plan.model import Grid
 
@@ -32,7 +33,7 @@ def test_every_rank_has_one_place(sizes: tuple[int, int, int]) -> None:
 @given(SIZES, st.booleans())
 def test_every_unit_is_held_by_every_replica(sizes: tuple[int, int, int], tied: bool) -> None:
     shape = nominal(*sizes, tied)
-    groups = shape.state_groups()
+    groups = Assignment.at_launch(shape).state_groups()
     units = shape.compute_units + tied
     assert set(groups) == {(unit, shard) for unit in range(units) for shard in range(shape.tensor)}
     for (unit, shard), members in groups.items():
@@ -45,7 +46,7 @@ def test_every_unit_is_held_by_every_replica(sizes: tuple[int, int, int], tied: 
 def test_a_cell_computes_only_when_it_is_whole(sizes: tuple[int, int, int], data: st.DataObject) -> None:
     shape = nominal(*sizes)
     living = data.draw(st.sets(st.integers(0, shape.slots - 1)))
-    topology = shape.topology(living)
+    topology = Assignment.at_launch(shape).topology(living)
     computing = {rank for cell in topology.cells for rank in cell.ranks}
     assert computing <= living and computing | set(topology.parked) == living
     assert all(set(cell.ranks) <= living for cell in topology.cells)

@@ -1,0 +1,244 @@
+"""Megatron's GPT cut into pipelines in several ways, units changing place in between: losses and gradients.
+
+    python tests/unit/mcore/recut_pipeline.py OUT.json
+
+One process hosts every cell of a pipeline (one process a tensor-parallel rank). Each case starts at the
+launch's cut and goes through other cuts and back, with dropout 0.1 at every site. Written for
+``test_surgery.py``; ranks are forked after one import.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.elastic.platform.select import select
+
+select("cpu").prepare()
+
+from megatron.core import parallel_state, tensor_parallel  # noqa: E402
+from megatron.core.models.gpt import GPTModel  # noqa: E402
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
+from megatron.core.optimizer.optimizer_config import OptimizerConfig  # noqa: E402
+from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: E402
+from megatron.core.transformer.module import Float16Module  # noqa: E402
+from megatron.core.transformer.torch_norm import WrappedTorchNorm  # noqa: E402
+from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+
+from megatron.elastic.engine.buffers import Arena  # noqa: E402
+from megatron.elastic.engine.dropout import DropoutKey, dropout_scope  # noqa: E402
+from megatron.elastic.engine.port import LossOutput  # noqa: E402
+from megatron.elastic.mcore.dropout import key_dropout  # noqa: E402
+from megatron.elastic.mcore.model import GptPort  # noqa: E402
+from megatron.elastic.mcore.norms import make_wrapped_norm  # noqa: E402
+from megatron.elastic.mcore.param_groups import GroupKeys  # noqa: E402
+from megatron.elastic.mcore.surgery import StageStandIn  # noqa: E402
+from megatron.elastic.plan.model import Piece  # noqa: E402
+from megatron.elastic.state.layout import UnitLayout  # noqa: E402
+
+LAYERS, SAMPLES, LENGTH, VOCABULARY, DROPOUT = 4, 4, 16, 64, 0.1
+UNITS = LAYERS + 2
+NOMINAL = (0, 3, UNITS)
+CUTS: tuple[tuple[int, ...], ...] = ((0, 2, UNITS), (0, 5, UNITS), (0, UNITS), (0, 1, UNITS), NOMINAL)
+"""What the cells go through: cell k holds units [cut k, cut k + 1); a cell beyond the end holds nothing."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model."""
+
+    name: str
+    tensor_parallel: int = 1
+    sequence_parallel: bool = False
+    tied: bool = True
+    recompute: bool = False
+    bf16: bool = False
+
+
+CASES = (
+    Case("tied"),
+    Case("untied, recomputed", tied=False, recompute=True),
+    Case("bf16", bf16=True),
+    Case("tp2", tensor_parallel=2),
+    Case("tp2, sequence parallel, untied", tensor_parallel=2, sequence_parallel=True, tied=False),
+)
+
+
+def config_of(case: Case) -> TransformerConfig:
+    dtype = torch.bfloat16 if case.bf16 else torch.float32
+    return TransformerConfig(
+        num_layers=LAYERS, hidden_size=32, num_attention_heads=4, ffn_hidden_size=64, use_cpu_initialization=True,
+        hidden_dropout=DROPOUT, attention_dropout=DROPOUT, tensor_model_parallel_size=case.tensor_parallel,
+        pipeline_model_parallel_size=len(NOMINAL) - 1, pipeline_dtype=dtype, params_dtype=dtype, bf16=case.bf16,
+        sequence_parallel=case.sequence_parallel, bias_dropout_fusion=False, bias_activation_fusion=False,
+        masked_softmax_fusion=False, gradient_accumulation_fusion=False, persist_layer_norm=False,
+        cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="native",
+        recompute_granularity="full" if case.recompute else None,
+        recompute_method="uniform" if case.recompute else None, recompute_num_layers=1 if case.recompute else None,
+    )  # fmt: skip
+
+
+def port_of(case: Case, stage: int) -> GptPort:
+    """The port of the cell that holds stage ``stage`` at launch."""
+    config, stages = config_of(case), len(NOMINAL) - 1
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    groups.pp = StageStandIn(stage, stages)
+    model: Any = GPTModel(
+        config, get_gpt_layer_local_spec(), VOCABULARY, LENGTH,
+        pre_process=stage == 0, post_process=stage == stages - 1, position_embedding_type="learned_absolute", share_embeddings_and_output_weights=case.tied, pg_collection=groups,
+    )  # fmt: skip
+    key_dropout(model, parallel_state.get_tensor_model_parallel_rank())
+    for parameter in model.parameters():
+        tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+    if case.bf16:
+        model = Float16Module(config, model)
+    args = Namespace(
+        num_layers=LAYERS, seq_length=LENGTH, micro_batch_size=SAMPLES, pipeline_model_parallel_size=stages
+    )
+    return GptPort(model, args, GroupKeys(OptimizerConfig(lr=1e-3), None), reads_data=True)
+
+
+class Pipeline:
+    """Cells side by side in one process; parameters of units that change place are handed over by value."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.ports = [port_of(case, stage) for stage in range(len(NOMINAL) - 1)]
+        self.tied = self.ports[0].tied_unit
+        specs = {u: [i.spec for i in port.unit_parameters(u)] for port in self.ports for u in port.held_units()}
+        layouts = {unit: UnitLayout.build(unit, 0, tuple(found), 1 << 18) for unit, found in specs.items()}
+        self.arenas = [Arena(port, layouts) for port in self.ports]
+        generator = torch.Generator().manual_seed(3 + parallel_state.get_tensor_model_parallel_rank())
+        shared = torch.Generator().manual_seed(2)
+        self.values = {}
+        for unit, layout in sorted(layouts.items()):
+            flat = torch.empty(layout.numel)
+            for slot in layout.slots:
+                source = generator if slot.spec.sharded else shared
+                part = 0.2 * torch.randn(slot.spec.numel, generator=source)
+                flat[slot.start : slot.start + slot.spec.numel] = part + ("norm.weight" in slot.spec.name)
+            self.values[unit] = flat
+        self.fill()
+
+    def fill(self) -> None:
+        for arena in self.arenas:
+            for unit in arena.slices:
+                arena.unit_parameters(unit).copy_(self.values[unit])
+
+    def cut(self, cuts: Sequence[int]) -> None:
+        """Cell k holds units [cuts[k], cuts[k + 1]) from now on."""
+        for number, arena in enumerate(self.arenas):
+            units = set(range(cuts[number], cuts[number + 1])) if number + 1 < len(cuts) else set[int]()
+            if self.tied is not None and units & {0, UNITS - 1}:
+                units.add(self.tied)
+            arena.hold(units)
+        self.fill()
+        self.segments = [(a, b, number) for number, (a, b) in enumerate(pairwise(cuts))]
+
+    def run(self, segments: Sequence[tuple[int, int, int]]) -> dict[str, Any]:
+        """Forward and backward of the batch through (first, end, cell); loss, norm of each unit's gradient."""
+        generator = torch.Generator().manual_seed(5)
+        tokens = torch.randint(0, VOCABULARY, (SAMPLES, LENGTH + 1), generator=generator)
+        positions = torch.arange(LENGTH).unsqueeze(0).expand(SAMPLES, -1)
+        mask = torch.ones(LENGTH, LENGTH).triu(1).bool().expand(SAMPLES, 1, -1, -1)
+
+        def step(_: Any, model: Any) -> Any:
+            output = model(tokens[:, :-1].contiguous(), positions, mask, labels=tokens[:, 1:].contiguous())
+            return output, lambda losses: (losses.float().sum(), torch.tensor(losses.numel()), {})
+
+        for arena in self.arenas:
+            arena.zero_gradients()
+        kept: list[tuple[Any, torch.Tensor | None, Any]] = []
+        at: torch.Tensor | None = None
+        scope = DropoutKey(7, 5, tuple(range(SAMPLES)))
+        for first, end, cell in segments:
+            source = None if at is None else at.detach().requires_grad_(True)
+            piece = Piece(0, cell, first, end, tuple(range(SAMPLES)))
+            place = (int(first > 0), 1 + int(first > 0) + int(end < UNITS))
+            with dropout_scope(scope):
+                output = self.ports[cell].forward(step, piece, place, source, iter(()))
+            at = None if isinstance(output, LossOutput) else output
+            kept.append((output, source, cell))
+        loss = kept[-1][0].loss
+        gradient: torch.Tensor | None = None
+        for output, source, _ in reversed(kept):
+            with dropout_scope(scope):
+                torch.autograd.backward(output.loss if isinstance(output, LossOutput) else output, gradient)
+            gradient = None if source is None else source.grad
+        for port, arena in zip(self.ports, self.arenas, strict=True):
+            port.finish_gradients(arena.gradient_views())
+        total: dict[int, torch.Tensor] = {}
+        for arena in self.arenas:  # a tied weight's gradient is the sum over its holders
+            for unit in arena.slices:
+                total[unit] = total.get(unit, 0) + arena.unit_gradients(unit)  # type: ignore[operator]
+        return {"loss": float(loss), "grads": {unit: value.tolist() for unit, value in sorted(total.items())}}
+
+    def sizes(self) -> list[int]:
+        """Parameter elements that each cell's modules and arena really keep alive."""
+        return [
+            sum({p.data.untyped_storage().data_ptr(): p.data.untyped_storage().nbytes() for p in everything}.values())
+            for everything in (
+                [*port.chunk.parameters(), *(i.parameter for u in port.held_units() for i in port.unit_parameters(u))]
+                for port in self.ports
+            )
+        ]
+
+
+def compute(case: Case) -> list[dict[str, Any]]:
+    """Nominal first, then each cut; the last but one entry runs one cell's units as several pieces."""
+    torch.manual_seed(1)
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    pipeline = Pipeline(case)
+    before = torch.get_rng_state()
+    answers = [{"cut": "launch", **pipeline.run([(0, 3, 0), (3, UNITS, 1)]), "bytes": pipeline.sizes()}]
+    for cuts in CUTS:
+        pipeline.cut(cuts)
+        answers.append({"cut": str(cuts), **pipeline.run(pipeline.segments), "bytes": pipeline.sizes()})
+        if cuts == (0, UNITS):
+            finer = [(0, 2, 0), (2, 4, 0), (4, UNITS, 0)]
+            answers.append({"cut": "pieces", **pipeline.run(finer), "bytes": pipeline.sizes()})
+    answers.append({"cut": "random state kept", "same": bool(torch.equal(before, torch.get_rng_state()))})
+    return answers
+
+
+def run_rank(case: Case, rank: int, folder: str) -> None:
+    """One forked rank; each writes its answer."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", case.tensor_parallel)
+    dist.init_process_group("gloo", rank=rank, world_size=case.tensor_parallel, store=store)
+    parallel_state.initialize_model_parallel(case.tensor_parallel)
+    Path(folder, f"answer.{rank}.json").write_text(json.dumps(compute(case)))
+    dist.barrier()
+    os._exit(0)
+
+
+def main() -> None:
+    WrappedTorchNorm.__new__ = make_wrapped_norm(WrappedTorchNorm.__new__)  # type: ignore[method-assign]
+    answers = []
+    for case in CASES:
+        with tempfile.TemporaryDirectory() as folder:
+            context = multiprocessing.get_context("fork")
+            ranks = [context.Process(target=run_rank, args=(case, r, folder)) for r in range(case.tensor_parallel)]
+            for rank in ranks:
+                rank.start()
+            for rank in ranks:
+                rank.join()
+            each = [json.loads(Path(folder, f"answer.{r}.json").read_text()) for r in range(case.tensor_parallel)]
+            answers.append({"case": asdict(case), "ranks": each})
+    Path(sys.argv[1]).write_text(json.dumps(answers))
+
+
+if __name__ == "__main__":
+    main()
