@@ -97,7 +97,8 @@ def port_of(case: Case, stage: int) -> GptPort:
     groups.pp = StageStandIn(stage, stages)
     model: Any = GPTModel(
         config, get_gpt_layer_local_spec(), VOCABULARY, LENGTH,
-        pre_process=stage == 0, post_process=stage == stages - 1, position_embedding_type="learned_absolute", share_embeddings_and_output_weights=case.tied, pg_collection=groups,
+        pre_process=stage == 0, post_process=stage == stages - 1,
+        position_embedding_type="learned_absolute", share_embeddings_and_output_weights=case.tied, pg_collection=groups,
     )  # fmt: skip
     key_dropout(model, parallel_state.get_tensor_model_parallel_rank())
     for parameter in model.parameters():
