@@ -49,6 +49,9 @@ class ElasticConfig:
     """What is done without a lost rank: 'elaswave' and 'recycle' hand its samples to peers of its stage, 'torchft'
     drops its replica and lets the batch shrink, 'torchft-batch' keeps the batch, 'mindspeed' one replica, once."""
 
+    schedule: Literal["1f1b", "zero-bubble"] = "1f1b"
+    """Pipeline schedule: Megatron's, or ZB-H1: weight gradients fill the bubbles (same gradients, more activations)."""
+
     exact: bool = False
     """Weights of a disturbed run are bitwise those of an undisturbed one (slower)."""
 

@@ -61,6 +61,8 @@ def main() -> None:
         "elastic_gloo": (elastic, [*shape, "--elastic", "--elastic-comm", "gloo", *mirrors]),
         "elastic_no_mirrors": (elastic, [*shape, "--elastic", "--elastic-mirrors", "0"]),
     }
+    if options.pipeline > 1:
+        ways["elastic_zero_bubble"] = (elastic, [*shape, "--elastic", "--elastic-schedule", "zero-bubble", *mirrors])
     times: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(options.trials):
         for name, (launcher, flags) in ways.items():

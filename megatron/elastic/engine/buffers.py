@@ -53,6 +53,7 @@ class Arena:
         self._layouts = layouts
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._views: dict[int, list[torch.Tensor]] = {}
+        self._view_of: dict[torch.nn.Parameter, torch.Tensor] = {}
         self.slices: dict[int, UnitSlice] = {}
         self.dtype, self.device = torch.float32, torch.device("cpu")
         self.parameters = self.gradients = torch.empty(0)
@@ -66,7 +67,7 @@ class Arena:
         for unit in self.slices:
             for item in self._port.unit_parameters(unit):
                 item.parameter.grad = None
-        self._views, self.gradients = {}, self.gradients.new_empty(0)
+        self._views, self._view_of, self.gradients = {}, {}, self.gradients.new_empty(0)
         self._port.hold(units)
         self._lay()
         return True
@@ -83,6 +84,11 @@ class Arena:
         self.gradients = torch.zeros(start, dtype=torch.float32, device=self.device)
         self._views = {
             unit: [self._adopt(unit, item) for item in items] for unit, items in members.items()
+        }
+        self._view_of = {
+            item.parameter: view
+            for unit, items in members.items()
+            for item, view in zip(items, self._views[unit], strict=True)
         }
 
     def _adopt(self, unit: int, item: UnitParameter) -> torch.Tensor:
@@ -109,6 +115,10 @@ class Arena:
             for unit, views in self._views.items():
                 for item, view in zip(self._port.unit_parameters(unit), views, strict=True):
                     item.parameter.grad = view
+
+    def accumulate(self, parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
+        """Add a gradient that was formed outside of autograd, exactly as autograd's own is added."""
+        self._view_of[parameter].add_(gradient)
 
     def gradient_views(self) -> Mapping[int, Sequence[torch.Tensor]]:
         """fp32 gradient of each parameter, shaped like it, per unit."""

@@ -4,7 +4,9 @@ The table is data (``plan/schedule.py``): the executor knows no pipeline
 schedule. It performs actions strictly in order; receives are posted when their
 action comes up and waited for by the action that consumes them; sends are
 asynchronous. Whatever order the table prescribes, a piece's backward runs in
-the process that ran its forward.
+the process that ran its forward. Where the table splits a backward, its input
+part leaves the weight gradients to the model's queue and its weight part runs
+them; activations live until then, as ``plan/validate.py`` counts them.
 
 Loss weights are those of the nominal sample grid (DESIGN §7): with per-token
 loss the plain sum, divided by the step's token count after the vote; otherwise
@@ -20,7 +22,7 @@ from typing import Any
 
 import torch
 
-from megatron.elastic.engine.port import ROW_DIM, ForwardStep, LossOutput, ModelPort
+from megatron.elastic.engine.port import ROW_DIM, DeferredWeights, ForwardStep, LossOutput, ModelPort
 from megatron.elastic.engine.transport import BoundaryTransport, Receipt
 from megatron.elastic.plan.model import Action, Cell, Edge, Op, Piece, Plan
 
@@ -66,7 +68,10 @@ class _Running:
 
 
 class Executor:
-    """Executes ``plan``'s table for ``cell`` at tensor-parallel ``position``."""
+    """Executes ``plan``'s table for ``cell`` at tensor-parallel ``position``.
+
+    ``accumulate(parameter, gradient)`` takes weight gradients formed outside of autograd.
+    """
 
     def __init__(
         self,
@@ -75,6 +80,7 @@ class Executor:
         plan: Plan,
         cell: Cell,
         position: int,
+        accumulate: Callable[[torch.nn.Parameter, torch.Tensor], None],
         device: torch.device = torch.device("cpu"),  # noqa: B008 - immutable
     ) -> None:
         self._port = port
@@ -82,7 +88,9 @@ class Executor:
         self._plan = plan
         self._cell = cell
         self._position = position
+        self._accumulate = accumulate
         self._device = device
+        self._split = frozenset(a.piece for a in plan.table(cell.id) if a.op is Op.BACKWARD_INPUT)
         self._pieces = {piece.id: piece for piece in plan.pieces}
         self._cells = {c.id: c for c in plan.cells}
         self._into: dict[int, list[int]] = {}
@@ -92,6 +100,7 @@ class Executor:
 
     def _reset(self) -> None:
         self._running: dict[int, _Running] = {}
+        self._deferred: dict[int, DeferredWeights] = {}
         self._receipts: dict[tuple[int, bool], Receipt] = {}
         self._local: dict[tuple[int, bool], torch.Tensor] = {}
 
@@ -109,6 +118,8 @@ class Executor:
             for action in self._plan.table(self._cell.id):
                 if work.training or action.op not in _BACKWARD_OPS:
                     self._perform(action, work, result)
+            if self._deferred:
+                raise RuntimeError(f"the schedule forms no weight gradients for pieces {sorted(self._deferred)}")
             self._transport.flush()
         finally:
             self._reset()
@@ -126,6 +137,12 @@ class Executor:
             case Op.BACKWARD:
                 work.reach("mid_backward")
                 self._backward(piece, work)
+            case Op.BACKWARD_INPUT:
+                work.reach("mid_backward")
+                with self._port.deferring(piece) as self._deferred[piece.id]:
+                    self._backward(piece, work)
+            case Op.BACKWARD_WEIGHT:
+                self._deferred.pop(piece.id).run(self._accumulate)
             case Op.SEND_FORWARD:
                 edge = self._plan.edges[action.edge]
                 running = self._running[piece.id]
@@ -136,15 +153,14 @@ class Executor:
                 edge = self._plan.edges[action.edge]
                 gradient = self._local[(-1 - piece.id, True)]
                 self._emit(gradient, edge.target_at, action.edge, edge.source, work.step, backward=True)
-            case _:
-                raise NotImplementedError(f"schedule action {action.op.value} needs a split backward")
 
     def _forward(self, piece: Piece, work: Work, result: PassResult) -> None:
         source = self._assemble(piece, backward=False) if piece.first > 0 else None
         if source is not None and work.training:
             source.requires_grad_(True)
         grad_mode = nullcontext() if work.training else torch.no_grad()
-        with work.scope(piece), grad_mode:
+        splittable = self._port.deferring(piece) if work.training and piece.id in self._split else nullcontext()
+        with work.scope(piece), grad_mode, splittable:
             place = _place(piece, self._port.compute_units)
             output = self._port.forward(work.forward_step, piece, place, source, work.batches(piece))
         if isinstance(output, LossOutput):

@@ -12,6 +12,7 @@ piece, are dimension 1 everywhere, as in Megatron.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -20,7 +21,7 @@ import torch
 from megatron.elastic.plan.model import Piece
 from megatron.elastic.state.layout import ParamSpec
 
-__all__ = ["ROW_DIM", "ForwardStep", "LossOutput", "ModelPort", "UnitParameter"]
+__all__ = ["ROW_DIM", "DeferredWeights", "ForwardStep", "LossOutput", "ModelPort", "UnitParameter"]
 
 ROW_DIM = 1
 
@@ -48,6 +49,13 @@ class UnitParameter:
 
     spec: ParamSpec
     parameter: torch.nn.Parameter
+
+
+class DeferredWeights(Protocol):
+    """Weight gradients that a piece's backward pass left out."""
+
+    def run(self, accumulate: Callable[[torch.nn.Parameter, torch.Tensor], None]) -> None:
+        """Form them, in the order the backward pass met them, and hand each to ``accumulate``; then forget them."""
 
 
 class ModelPort(Protocol):
@@ -84,6 +92,12 @@ class ModelPort(Protocol):
         ``place``: (position, count) of the piece in its pipeline, as far as it matters: whether it is the
         first and the last.
         ``source``: ``[s, rows, h]`` from the units before, ``None`` for the first.
+        """
+
+    def deferring(self, piece: Piece) -> AbstractContextManager[DeferredWeights]:
+        """For a piece whose backward is split: entered around its forward, and again around its input gradients.
+
+        Backward passes that run inside leave weight gradients in what the context yields.
         """
 
     def reads_data(self) -> bool:

@@ -83,7 +83,13 @@ class StepBody:
             None
             if standing.cell is None
             else Executor(
-                tools.port, self._transport, standing.plan, standing.cell, standing.position, tools.arena.device
+                tools.port,
+                self._transport,
+                standing.plan,
+                standing.cell,
+                standing.position,
+                tools.arena.accumulate,
+                tools.arena.device,
             )
         )
 

@@ -196,7 +196,7 @@ def _assemble(
         arena=arena,
         reach=links.injector.reach,
         timeout=job.settings.communication_timeout,
-        choose=choice_named(job.config.policy) if job.choose is None else job.choose,
+        choose=job.choose or choice_named(job.config.policy, job.config.schedule == "zero-bubble"),
         profile=uniform_profile(job.nominal.compute_units) if job.profile is None else job.profile,
     )
     return Engine(

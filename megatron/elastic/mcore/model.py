@@ -15,7 +15,7 @@ reads of a batch); all return to their nominal values afterwards.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from megatron.elastic.engine.port import ForwardStep, LossOutput, UnitParameter
 from megatron.elastic.mcore.dropout import key_module
 from megatron.elastic.mcore.param_groups import GroupKeys
+from megatron.elastic.mcore.split_backward import SplitLinears, WeightQueue
 from megatron.elastic.mcore.stage import as_stage
 from megatron.elastic.mcore.surgery import Anatomy, unwrapped
 from megatron.elastic.plan.model import Piece
@@ -44,10 +45,12 @@ class GptPort:
         self._groups = groups
         self._reads_data = reads_data
         self._tensor_rank = parallel_state.get_tensor_model_parallel_rank()
-        self._anatomy = Anatomy(chunk, lambda inner, module: key_module(inner, module, self._tensor_rank))
+        self._linears = SplitLinears()
+        self._anatomy = Anatomy(chunk, self._prepare)
         self.compute_units = self._anatomy.units
         self._specs: dict[int, tuple[ParamSpec, ...]] = {}
         self._units = self._sort_parameters()
+        self._linears.install(chunk)
 
     @property
     def chunk(self) -> torch.nn.Module:
@@ -58,6 +61,10 @@ class GptPort:
     def tied_unit(self) -> int | None:
         """The state-only unit of tied embeddings, if the model ties them."""
         return self.compute_units if self._anatomy.tied else None
+
+    def _prepare(self, inner: Any, module: torch.nn.Module) -> None:
+        key_module(inner, module, self._tensor_rank)
+        self._linears.install(module)
 
     def hold(self, units: Collection[int]) -> None:
         """See :class:`ModelPort`."""
@@ -109,6 +116,12 @@ class GptPort:
                     raise ValueError(f"the model returned {tuple(output.shape)} for a boundary of {tuple(expected)}")
                 return output
             return _loss_output(loss_function(output))
+
+    def deferring(self, piece: Piece) -> AbstractContextManager[WeightQueue]:
+        """See :class:`ModelPort`. Tied embeddings are not deferred where a piece passes both ends."""
+        both_ends = self.tied_unit is not None and (piece.first, piece.end) == (0, self.compute_units)
+        tied = [item.parameter for item in self._units[self.compute_units]] if both_ends else []
+        return self._linears.deferring(tied)
 
     def finish_gradients(self, grads: Mapping[int, Sequence[torch.Tensor]]) -> None:
         """Sum (or average) over the tensor-parallel group what each rank holds only a part of."""

@@ -30,24 +30,25 @@ __all__ = ["CHOICES", "Choice", "choice_named"]
 Choice = Callable[[Topology, Profile], Plan]
 """Raises :class:`PlanError` when the policy cannot go on with who is here."""
 
-
-def _elaswave(topology: Topology, profile: Profile) -> Plan:
-    return instant_plan(topology, profile)
-
-
-def _recycle(topology: Topology, profile: Profile) -> Plan:
-    """Whole micro-batches to peers of the stage.
-
-    The backward stays whole: ReCycle's decoupled one shortens the step further, it changes nobody's share.
-    """
-    return replace(instant_plan(topology, profile, "reroute"), labels=("recycle",))
+_Answer = Callable[[Topology, Profile, bool], Plan]
+"""A choice that is also told whether tables split the backward."""
 
 
-def _torchft(topology: Topology, profile: Profile) -> Plan:
+def _elaswave(topology: Topology, profile: Profile, split: bool) -> Plan:
+    return instant_plan(topology, profile, split_backward=split)
+
+
+def _recycle(topology: Topology, profile: Profile, split: bool) -> Plan:
+    """Whole micro-batches to peers of the stage; after a loss, weight gradients fill the bubbles."""
+    decoupled = split or bool(damaged_replicas(topology))
+    return replace(instant_plan(topology, profile, "reroute", split_backward=decoupled), labels=("recycle",))
+
+
+def _torchft(topology: Topology, profile: Profile, split: bool) -> Plan:
     """The replica is the unit of loss, and its part of the batch goes with it."""
     damaged = frozenset(damaged_replicas(topology))
     if not damaged:
-        return instant_plan(topology, profile)
+        return instant_plan(topology, profile, split_backward=split)
     if len(damaged) == len(topology.replicas):
         raise PlanError("policy torchft: every replica has lost a rank; it restarts from the last checkpoint")
     grid, homes = topology.grid, home_rows(topology)
@@ -59,34 +60,34 @@ def _torchft(topology: Topology, profile: Profile) -> Plan:
         for segment in replica.segments
     ]
     skipped = sorted(row for number in damaged for batch in homes[number] for row in microbatch_rows(grid, batch))
-    plan = assemble(topology, profile, shares, labels=("torchft",))
+    plan = assemble(topology, profile, shares, split, ("torchft",))
     return replace(plan, skipped=tuple(skipped))
 
 
-def _torchft_batch(topology: Topology, profile: Profile) -> Plan:
+def _torchft_batch(topology: Topology, profile: Profile, split: bool) -> Plan:
     """The replica is the unit of loss, the others take its micro-batches."""
     if not damaged_replicas(topology):
-        return instant_plan(topology, profile)
+        return instant_plan(topology, profile, split_backward=split)
     outcome = TorchFT(keep_batch=True).respond(topology, profile)
     if outcome.answer is None:
         raise PlanError("policy torchft-batch: every replica has lost a rank; it restarts from the last checkpoint")
-    return replace(outcome.plan(topology, profile), labels=("torchft-batch",))
+    return replace(outcome.plan(topology, profile, split), labels=("torchft-batch",))
 
 
-def _mindspeed(topology: Topology, profile: Profile) -> Plan:
+def _mindspeed(topology: Topology, profile: Profile, split: bool) -> Plan:
     """One data-parallel domain may go, once."""
     if not (damaged := damaged_replicas(topology)):
-        return instant_plan(topology, profile)
+        return instant_plan(topology, profile, split_backward=split)
     outcome = MindSpeed().respond(topology, profile)
     if outcome.restarts or outcome.answer is None:
         raise PlanError(
             f"policy mindspeed: replicas {damaged} have lost ranks, it goes on without one of "
             f"{len(topology.replicas)} at most; it restarts from the last checkpoint"
         )
-    return replace(outcome.plan(topology, profile), labels=("mindspeed",))
+    return replace(outcome.plan(topology, profile, split), labels=("mindspeed",))
 
 
-CHOICES: Mapping[str, Choice] = MappingProxyType(
+CHOICES: Mapping[str, _Answer] = MappingProxyType(
     {
         "elaswave": _elaswave,
         "recycle": _recycle,
@@ -97,8 +98,12 @@ CHOICES: Mapping[str, Choice] = MappingProxyType(
 )
 
 
-def choice_named(name: str) -> Choice:
-    """The choice of ``--elastic-policy name``. Raises :class:`PlanError` for an unknown one."""
+def choice_named(name: str, split_backward: bool = False) -> Choice:
+    """The choice of ``--elastic-policy name``; its tables split every backward if asked to.
+
+    Raises :class:`PlanError` for an unknown name.
+    """
     if name not in CHOICES:
         raise PlanError(f"unknown policy {name!r}: one of {', '.join(CHOICES)}")
-    return CHOICES[name]
+    answer = CHOICES[name]
+    return lambda topology, profile: answer(topology, profile, split_backward)

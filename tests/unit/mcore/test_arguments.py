@@ -25,6 +25,7 @@ FROZEN = {
     "--elastic-block-bytes": 1 << 18,
     "--elastic-snapshot": "gradient",
     "--elastic-policy": "elaswave",
+    "--elastic-schedule": "1f1b",
     "--elastic-exact": False,
     "--elastic-detection-timeout": 1.0,
     "--elastic-max-losses-per-hour": 0,

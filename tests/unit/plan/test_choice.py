@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from megatron.elastic.plan.choice import CHOICES, choice_named
 from megatron.elastic.plan.dataflow import PlanError
+from megatron.elastic.plan.model import Op
 from megatron.elastic.plan.planner import nominal_plan, plan_hash, uniform_profile
 from megatron.elastic.plan.policy import damaged_replicas
 from megatron.elastic.plan.topology import regular_topology, without_cells
@@ -26,13 +27,14 @@ PROFILE = uniform_profile(UNITS)
     pp=st.integers(1, 4),
     rows=st.integers(1, 2),
     lost=st.sets(st.integers(0, 15), max_size=4),
+    split=st.booleans(),
 )
 def test_every_answer_is_a_valid_plan_of_the_rows_it_names(
-    name: str, dp: int, pp: int, rows: int, lost: set[int]
+    name: str, dp: int, pp: int, rows: int, lost: set[int], split: bool
 ) -> None:
     topology = without_cells(regular_topology(dp, pp, UNITS, micro_batch_size=rows, waves=3), lost)
     try:
-        plan = choice_named(name)(topology, PROFILE)
+        plan = choice_named(name, split)(topology, PROFILE)
     except PlanError as refusal:
         assert damaged_replicas(topology), f"{name} refuses a whole topology: {refusal}"
         return
@@ -42,6 +44,9 @@ def test_every_answer_is_a_valid_plan_of_the_rows_it_names(
     assert len(entering) == plan.rows
     if name != "torchft" or not damaged_replicas(topology):
         assert plan.skipped == ()
+    ops = {action.op for _, table in plan.tables for action in table}
+    assert (Op.BACKWARD_INPUT in ops) == (split or (name == "recycle" and bool(damaged_replicas(topology))))
+    assert (Op.BACKWARD in ops) != (Op.BACKWARD_INPUT in ops)
 
 
 @pytest.mark.parametrize("name", sorted(CHOICES))

@@ -1,0 +1,175 @@
+"""Backward in two parts for Megatron's local linear layers: input gradient now, weight gradient later.
+
+Megatron's own linear layers have no such split (their ``backward_dw`` does
+nothing). Here the autograd function of Column- and RowParallelLinear is
+replaced by one whose backward pass, while a piece is *deferring*, forms the
+input gradient (with its all-reduce or reduce-scatter), takes the small
+parameters' gradients along, and queues (input, output gradient) of the weight.
+Running the queue does the products that were left out: the same shapes as the
+whole backward's, added in the order the pieces went through, so every bit is
+the whole backward's. Outside of :meth:`WeightQueue.deferring` Megatron's
+function runs unchanged.
+
+The queue keeps the sharded input under sequence parallelism and gathers it
+again when its turn comes, as Megatron's backward does. A weight that the same
+piece also uses otherwise (tied embeddings on a stage that holds both ends) is
+not deferred: autograd adds its two contributions before they are accumulated,
+and the sum must stay that one.
+
+Source: Zero Bubble Pipeline Parallelism (Qi et al., arXiv 2401.10241), section 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+
+__all__ = ["SplitLinears", "WeightQueue"]
+
+
+@dataclass(frozen=True)
+class _Product:
+    """A weight gradient not yet formed. ``source``: what the layer was given, ``gradient``: its 2-D output gradient."""
+
+    weight: torch.nn.Parameter
+    source: torch.Tensor
+    gradient: torch.Tensor
+    gather: dist.ProcessGroup | None
+
+    def form(self) -> torch.Tensor:
+        """The weight's gradient, of the weight's shape and type."""
+        source = self.source if self.gather is None else _gathered(self.source, self.gather)
+        return self.gradient.t().matmul(_flat(source))
+
+
+@dataclass
+class WeightQueue:
+    """Weight gradients left out by one piece's backward pass, in the order autograd met them."""
+
+    _products: list[_Product] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self._products)
+
+    def run(self, accumulate: Callable[[torch.nn.Parameter, torch.Tensor], None]) -> None:
+        """Form and hand over every gradient left out. Collective over the cell under sequence parallelism."""
+        with torch.no_grad():
+            for product in self._products:
+                accumulate(product.weight, product.form())
+        self._products.clear()
+
+    def put(self, product: _Product) -> None:
+        """Leave ``product`` for later."""
+        self._products.append(product)
+
+
+@dataclass
+class SplitLinears:
+    """The switch shared by all replaced layers of one model."""
+
+    active: bool = False
+    queue: WeightQueue | None = None
+    whole: frozenset[int] = frozenset()
+
+    def install(self, model: torch.nn.Module) -> None:
+        """Make every trainable local linear layer of ``model`` splittable."""
+        for module in model.modules():
+            if isinstance(module, ColumnParallelLinear | RowParallelLinear):
+                module._forward_impl = _splittable(module._forward_impl, self)
+
+    @contextmanager
+    def deferring(self, whole: Collection[torch.nn.Parameter] = ()) -> Iterator[WeightQueue]:
+        """Layers that run inside can be split; backward passes that run inside leave weight gradients in the queue.
+
+        ``whole``: weights that take their gradient at once all the same.
+        """
+        queue = WeightQueue()
+        before = self.active, self.queue, self.whole
+        self.active, self.queue, self.whole = True, queue, frozenset(map(id, whole))
+        try:
+            yield queue
+        finally:
+            self.active, self.queue, self.whole = before
+
+    def defers(self, weight: torch.nn.Parameter) -> WeightQueue | None:
+        """Where to leave the gradient of ``weight``; None when it is to be formed at once."""
+        return None if id(weight) in self.whole else self.queue
+
+
+def _splittable(original: Callable[..., torch.Tensor], switch: SplitLinears) -> Callable[..., torch.Tensor]:
+    def forward(input: torch.Tensor, weight: torch.nn.Parameter, *args: Any, **kwargs: Any) -> torch.Tensor:
+        splits = switch.active and weight.requires_grad and kwargs.get("grad_output_buffer") is None
+        if not splits or kwargs.get("gradient_accumulation_fusion"):
+            return original(input, weight, *args, **kwargs)
+        collective = bool(kwargs["allreduce_dgrad"] or kwargs["sequence_parallel"])
+        group = kwargs.get("tp_group") or (parallel_state.get_tensor_model_parallel_group() if collective else None)
+        settings = _Settings(switch, weight, bool(kwargs["allreduce_dgrad"]), bool(kwargs["sequence_parallel"]), group)
+        return _SplitLinear.apply(input, weight, kwargs["bias"], settings)  # type: ignore[no-any-return, no-untyped-call]
+
+    return forward
+
+
+@dataclass(frozen=True)
+class _Settings:
+    switch: SplitLinears
+    weight: torch.nn.Parameter
+    """The parameter itself: what autograd unpacks need not be the same object."""
+    all_reduce: bool
+    sequence_parallel: bool
+    group: dist.ProcessGroup | None
+
+
+class _SplitLinear(torch.autograd.Function):
+    """``input`` [s, b, in] times ``weight`` [out, in], transposed; ``s`` is a slice under sequence parallelism."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, settings: _Settings
+    ) -> torch.Tensor:
+        ctx.save_for_backward(input, weight)
+        ctx.settings, ctx.has_bias = settings, bias is not None
+        output = torch.matmul(_gathered(input, settings.group) if settings.sequence_parallel else input, weight.t())
+        return output if bias is None else output + bias
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (gradient,) = gradients
+        source, weight = ctx.saved_tensors
+        settings: _Settings = ctx.settings
+        flat = _flat(gradient.contiguous())
+        result = gradient.matmul(weight)
+        work: dist.Work | None = None
+        if settings.sequence_parallel:
+            whole, result = result, torch.empty_like(source)
+            work = dist.reduce_scatter_tensor(result, whole, group=settings.group, async_op=True)
+        elif settings.all_reduce:
+            work = dist.all_reduce(result, group=settings.group, async_op=True)
+        product = _Product(settings.weight, source, flat, settings.group if settings.sequence_parallel else None)
+        queue = settings.switch.defers(settings.weight)
+        if queue is not None:
+            queue.put(product)
+        weight_gradient = product.form() if queue is None else None
+        bias_gradient = flat.sum(dim=0) if ctx.has_bias else None
+        if work is not None:
+            work.wait()
+        return result, weight_gradient, bias_gradient, None
+
+
+def _gathered(slices: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """The whole sequence ``[s, b, h]`` from every rank's slice."""
+    assert group is not None
+    whole = torch.empty((slices.shape[0] * group.size(), *slices.shape[1:]), dtype=slices.dtype, device=slices.device)
+    dist.all_gather_into_tensor(whole, slices.contiguous(), group=group)
+    return whole
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """``[s, b, h]`` → ``[s·b, h]``, contiguous."""
+    return tensor.contiguous().view(-1, tensor.shape[-1])

@@ -1,0 +1,45 @@
+"""A backward in two parts gives every gradient of Megatron's GPT the bits of the whole one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("split_gpt.py")
+LAYERS, LINEARS = 3, 4
+CASES = (
+    "plain", "tied", "no bias, gated", "recompute full", "recompute selective", "bf16", "tp2", "tp2 sp",
+    "tp2 sp tied recompute",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    out = tmp_path_factory.mktemp("gpt") / "answers.json"
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(SCRIPT), str(out)], capture_output=True, text=True, timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPT.parents[3])},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(out.read_text())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_gradient_has_the_bits_of_the_whole_backward(answers, name):
+    for rank in answers[name]:
+        assert rank["split"] == rank["whole"]
+        assert rank["installed"] == rank["whole"]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_weights_of_all_linear_layers_were_deferred(answers, name):
+    """The head too, but where its weight is the embedding's and one piece passes both."""
+    expected = LAYERS * LINEARS + ("tied" not in name)
+    for rank in answers[name]:
+        assert rank["sizes"] == [expected] * 4
