@@ -2,6 +2,7 @@
 
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
+#include <sys/socket.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -118,6 +119,8 @@ void Hub::close() {
   if (progress_.joinable()) progress_.join();
   workers_.stop();
   listener_.reset();
+  std::lock_guard<std::mutex> no_edit(edit_mutex_);
+  ahead_.clear();
   std::unique_lock<std::shared_mutex> alone(topology_);
   const auto gone = std::make_exception_ptr(CommError("the communicator was closed"));
   for (auto& link : links_) {
@@ -146,6 +149,32 @@ std::string Hub::transport(int rank) const {
   Shared lock(topology_);
   const auto& link = links_.at(size_t(rank));
   return link ? link->transport() : (rank == config_.rank ? "self" : "none");
+}
+
+std::vector<int> Hub::broken() const {
+  Shared lock(topology_);
+  std::vector<int> out;
+  for (Link* link : living_links_) {
+    link->probe();
+    if (link->dead()) out.push_back(link->rank);
+  }
+  std::sort(out.begin(), out.end());
+  return out;
+}
+
+void Hub::sever(int rank, bool quietly) {
+  {
+    Shared lock(topology_);
+    const auto& link = links_.at(size_t(rank));
+    if (!link) throw CommError("no link to rank " + std::to_string(rank));
+    if (quietly) {
+      link->mark_dead("severed at this end");
+    } else {
+      ::shutdown(link->socket(), SHUT_RDWR);
+    }
+  }
+  wake_local();
+  kick();
 }
 
 GroupPtr Hub::group(const std::string& name, const std::vector<int>& members) {

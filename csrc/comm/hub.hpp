@@ -55,11 +55,12 @@ struct Peer {
   int port = 0;
   std::string unix_name;  // empty: no shared memory there
   std::string machine;    // same text: same host and network namespace
+  std::vector<int> broken;  // ranks to which it has found its link broken: both ends drop it and open a new one
 };
 
 struct EditStats {
   double quiesce = 0, drop = 0, connect = 0, publish = 0;  // seconds
-  int opened = 0, dropped = 0, groups = 0;
+  int opened = 0, ahead = 0, dropped = 0, groups = 0;  // ahead: links that stood before the edit began
 };
 
 // What a wait depends on besides its condition.
@@ -82,7 +83,8 @@ class Hub final : public LinkHost {
   const std::string& notice() const { return notice_; }  // why not shared memory; empty when it is used
 
   EditStats edit(uint64_t generation, const std::vector<Peer>& members, double timeout);
-  // Opens links to lower ranks ahead of an edit that may admit this process. Returns how many stand.
+  // Opens links ahead of an edit that may admit this process. Returns how many stand. An edit ends it early
+  // and takes over what is half-way.
   int prepare(const std::vector<Peer>& members, double timeout);
   void interrupt(uint64_t generation);
   // Fails what runs on `group` and all later work on it.
@@ -97,6 +99,10 @@ class Hub final : public LinkHost {
   std::vector<int> waiting_for() const;
   std::map<std::string, uint64_t> counters() const;
   std::string transport(int rank) const;
+  // Ranks of this generation to which the link is broken.
+  std::vector<int> broken() const;
+  // Breaks the link to `rank`, nothing else: for tests and injected faults. `quietly`: only this end notices.
+  void sever(int rank, bool quietly);
 
   // --- for operations ---
   using Shared = std::shared_lock<std::shared_mutex>;
@@ -123,6 +129,8 @@ class Hub final : public LinkHost {
 
  private:
   struct Dial;
+  struct Claim;
+  using Dials = std::map<int, std::shared_ptr<Dial>>;
   void check(const WaitScope& scope, unsigned spin) const;
   void sleep(const WaitScope& scope, const std::function<bool()>& done);
   bool any_input() const;
@@ -133,9 +141,14 @@ class Hub final : public LinkHost {
   void established(std::unique_ptr<Negotiation> negotiation);
   LinkPtr make_link(Negotiation& negotiation);
   Parts make_parts(uint64_t ring_bytes, const std::shared_ptr<SharedMemory>& ring);
-  std::unique_ptr<Dial> start_dial(const Peer& peer);
-  void connect(std::map<int, Peer> missing, Clock::time_point deadline, double timeout,
-               const std::function<void()>& check, std::map<int, LinkPtr>* opened);
+  std::shared_ptr<Dial> start_dial(const Peer& peer);
+  void redial(Dial& dial);
+  void dial_missing(std::map<int, Peer>& missing, bool ahead, Dials* dials);
+  void wait_for_dials(Dials& dials);
+  void advance_dials(std::map<int, Peer>& missing, bool ahead, Dials* dials, std::map<int, LinkPtr>* opened);
+  bool may_dial(const Peer& peer, bool upwards);
+  int connect(std::map<int, Peer> missing, Clock::time_point deadline, double timeout,
+              const std::function<void()>& check, bool ahead, Dials* dials, std::map<int, LinkPtr>* opened);
   bool step_dial(Dial& dial, std::map<int, Peer>& missing, std::map<int, LinkPtr>* opened);
   void collect_parked(std::map<int, Peer>& missing, std::map<int, LinkPtr>* opened);
   void progress_loop();
@@ -164,11 +177,15 @@ class Hub final : public LinkHost {
   std::unordered_map<uint64_t, GroupPtr> groups_;
   mutable std::mutex groups_mutex_;
   std::mutex edit_mutex_;
+  Dials ahead_;                      // half-way when prepare() was ended; under edit_mutex_
+  std::atomic<int> edits_waiting_{0};
 
   std::mutex parked_mutex_;
   std::map<int, LinkPtr> parked_;            // opened by the other side, not yet in an edit
   std::vector<uint64_t> known_;              // newest incarnation heard of, by rank
   std::vector<uint64_t> linked_;             // incarnation + 1 of the link in use, 0 where none
+  std::map<int, int> dialing_;               // ranks being dialed from here
+  std::map<int, int> claims_;                // ranks that dialed us and have proved who they are
 
   std::atomic<uint64_t> generation_{0};
   std::atomic<uint64_t> frozen_{0};

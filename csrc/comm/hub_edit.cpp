@@ -17,6 +17,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <utility>
 
 #include "hub.hpp"
 #include "link_shm.hpp"
@@ -52,11 +53,45 @@ Parts Hub::make_parts(uint64_t ring_bytes, const std::shared_ptr<SharedMemory>& 
   return parts;
 }
 
+// A rank that dialed us and has proved who it is, until its link is parked or has failed: an edit here waits for
+// that link and does not dial. Without it two links could come to be, and each end take another one.
+struct Hub::Claim {
+  Hub& hub;
+  int rank = -1;
+  uint64_t incarnation = 0;
+  bool held = false;
+  explicit Claim(Hub& h) : hub(h) {}
+  void hold() {
+    std::lock_guard<std::mutex> lock(hub.parked_mutex_);
+    const bool dialed = rank < hub.config_.rank && hub.dialing_.count(rank) != 0;
+    if (dialed || hub.linked_[size_t(rank)] == incarnation + 1) throw CommError("linked from here already");
+    ++hub.claims_[rank];
+    held = true;
+  }
+  ~Claim() {
+    if (!held) return;
+    {
+      std::lock_guard<std::mutex> lock(hub.parked_mutex_);
+      if (--hub.claims_[rank] == 0) hub.claims_.erase(rank);
+    }
+    eventfd_write(hub.edit_bell_, 1);
+  }
+};
+
 std::unique_ptr<Negotiation> Hub::accept(int socket, bool unix_socket) {
   auto ring = std::make_shared<SharedMemory>();
+  auto claim = std::make_shared<Claim>(*this);
   auto handshake = Handshake::accept(
-      socket, secrets_, {config_.rank, config_.incarnation}, unix_socket, [this](Identity who) { return admit(who); },
-      [this, ring](uint64_t bytes) { return make_parts(bytes, ring); });
+      socket, secrets_, {config_.rank, config_.incarnation}, unix_socket,
+      [this, claim](Identity who) {
+        claim->rank = who.rank;
+        claim->incarnation = who.incarnation;
+        return admit(who);
+      },
+      [this, ring, claim](uint64_t bytes) {
+        claim->hold();
+        return make_parts(bytes, ring);
+      });
   return std::make_unique<Negotiation>(std::move(handshake), std::move(ring));
 }
 
@@ -66,6 +101,7 @@ Refusal Hub::admit(const Identity& who) {
   const size_t r = size_t(who.rank);
   if (who.incarnation < known_[r]) return Refusal::Stale;
   if (linked_[r] == who.incarnation + 1) return Refusal::Duplicate;
+  if (who.rank < config_.rank && dialing_.count(who.rank) != 0) return Refusal::Duplicate;
   return Refusal::None;
 }
 
@@ -109,23 +145,51 @@ void Hub::established(std::unique_ptr<Negotiation> n) {
 // ---------------------------------------------------------------- dialing
 
 struct Hub::Dial {
+  Hub& hub;
   Peer peer;
   std::unique_ptr<Negotiation> negotiation;
   int connecting = -1;         // socket not connected yet
   Clock::time_point again{};   // when to try next, while neither of the two
+  bool ready = false;
   int fd() const { return connecting >= 0 ? connecting : (negotiation ? negotiation->handshake.socket() : -1); }
+  bool over = false;  // kept to the end of the edit: dialing_ says who is not to dial us
+  void end() {
+    over = true;
+    if (connecting >= 0) ::close(std::exchange(connecting, -1));
+    negotiation.reset();
+  }
+  // With may_dial's leave, which counted it in dialing_.
+  Dial(Hub& h, Peer p) : hub(h), peer(std::move(p)) {}
   ~Dial() {
     if (connecting >= 0) ::close(connecting);
+    std::lock_guard<std::mutex> lock(hub.parked_mutex_);
+    if (--hub.dialing_[peer.rank] == 0) hub.dialing_.erase(peer.rank);
   }
 };
 
-std::unique_ptr<Hub::Dial> Hub::start_dial(const Peer& peer) {
-  auto dial = std::make_unique<Dial>();
-  dial->peer = peer;
+// Counts the dial that follows, unless the other side has dialed us. The higher rank dials; both may ahead of an edit.
+bool Hub::may_dial(const Peer& peer, bool upwards) {
+  if (peer.rank > config_.rank && !upwards) return false;
+  std::lock_guard<std::mutex> lock(parked_mutex_);
+  const auto parked = parked_.find(peer.rank);
+  if (parked != parked_.end() && parked->second->incarnation == peer.incarnation) return false;
+  if (claims_.count(peer.rank) != 0) return false;
+  ++dialing_[peer.rank];
+  return true;
+}
+
+std::shared_ptr<Hub::Dial> Hub::start_dial(const Peer& peer) {
+  auto dial = std::make_shared<Dial>(*this, peer);
+  redial(*dial);
+  return dial;
+}
+
+void Hub::redial(Dial& dial) {
+  const Peer& peer = dial.peer;
   const bool local = outbox_ && !peer.unix_name.empty() && peer.machine == self_.machine;
   const int fd = socket(local ? AF_UNIX : AF_INET, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
   if (fd < 0) throw CommError(std::string("socket: ") + std::strerror(errno));
-  dial->connecting = fd;
+  dial.connecting = fd;
   int rc;
   if (local) {
     sockaddr_un name{};
@@ -145,10 +209,9 @@ std::unique_ptr<Hub::Dial> Hub::start_dial(const Peer& peer) {
   if (rc != 0 && errno != EINPROGRESS) {
     if (refused_for_good(errno)) throw PeerLost(peer.rank, "connection refused");
     ::close(fd);
-    dial->connecting = -1;
-    dial->again = Clock::now() + kRetry;  // EAGAIN: its backlog is full
+    dial.connecting = -1;
+    dial.again = Clock::now() + kRetry;  // EAGAIN: its backlog is full
   }
-  return dial;
 }
 
 // Whether `dial` is over.
@@ -192,7 +255,12 @@ void Hub::collect_parked(std::map<int, Peer>& missing, std::map<int, LinkPtr>* o
   std::lock_guard<std::mutex> lock(parked_mutex_);
   for (auto it = missing.begin(); it != missing.end();) {
     const auto parked = parked_.find(it->first);
-    if (parked != parked_.end() && parked->second->incarnation == it->second.incarnation && !parked->second->dead()) {
+    const bool right = parked != parked_.end() && parked->second->incarnation == it->second.incarnation;
+    if (right) parked->second->probe();  // nobody has looked at it since it was opened
+    if (right && parked->second->dead()) {
+      parked_.erase(parked);
+      ++it;
+    } else if (right) {
       (*opened)[it->first] = std::move(parked->second);
       parked_.erase(parked);
       it = missing.erase(it);
@@ -202,12 +270,17 @@ void Hub::collect_parked(std::map<int, Peer>& missing, std::map<int, LinkPtr>* o
   }
 }
 
-void Hub::connect(std::map<int, Peer> missing, Clock::time_point deadline, double timeout,
-                  const std::function<void()>& check, std::map<int, LinkPtr>* opened) {
-  std::list<std::unique_ptr<Dial>> dials;
+// Until every one of `missing` is linked: parked links are taken up, the others dialed. `ahead`: for an edit to come,
+// so that lower ranks dial too and who refuses is left out. Returns how many stood at once; `dials` holds what is
+// half-way.
+int Hub::connect(std::map<int, Peer> missing, Clock::time_point deadline, double timeout,
+                 const std::function<void()>& check, bool ahead, Dials* dials, std::map<int, LinkPtr>* opened) {
   collect_parked(missing, opened);
-  for (const auto& [rank, peer] : missing) {
-    if (config_.rank > rank) dials.push_back(start_dial(peer));
+  const int stood = int(opened->size());
+  for (auto it = dials->begin(); it != dials->end();) {
+    const auto wanted = missing.find(it->first);
+    const bool same = wanted != missing.end() && wanted->second.incarnation == it->second->peer.incarnation;
+    it = same ? std::next(it) : dials->erase(it);
   }
   while (!missing.empty()) {
     check();
@@ -216,60 +289,105 @@ void Hub::connect(std::map<int, Peer> missing, Clock::time_point deadline, doubl
       for (const auto& entry : missing) ranks.push_back(entry.first);
       throw Timeout(timeout, ranks);
     }
-    std::vector<pollfd> watched{{edit_bell_, POLLIN, 0}};
-    int patience = 50;
-    for (auto& dial : dials) {
-      if (dial->fd() < 0) patience = 1;
-      const bool writes = dial->connecting >= 0 || (dial->negotiation && dial->negotiation->handshake.wants_write());
-      watched.push_back({dial->fd(), short(POLLIN | (writes ? POLLOUT : 0)), 0});
-    }
-    poll(watched.data(), nfds_t(watched.size()), patience);
-    eventfd_t count;
-    if (watched[0].revents != 0) eventfd_read(edit_bell_, &count);
+    dial_missing(missing, ahead, dials);
+    wait_for_dials(*dials);
     collect_parked(missing, opened);
-    size_t i = 1;
-    for (auto it = dials.begin(); it != dials.end(); ++i) {
-      bool over = missing.count((*it)->peer.rank) == 0;
-      if (!over && (*it)->fd() < 0) {
-        if (Clock::now() >= (*it)->again) *it = start_dial((*it)->peer);
-      } else if (!over && watched[i].revents != 0) {
-        over = step_dial(**it, missing, opened);
+    advance_dials(missing, ahead, dials, opened);
+  }
+  return stood;
+}
+
+void Hub::dial_missing(std::map<int, Peer>& missing, bool ahead, Dials* dials) {
+  for (auto it = missing.begin(); it != missing.end();) {
+    const auto& [rank, peer] = *it;
+    try {
+      if (dials->count(rank) == 0 && may_dial(peer, ahead)) dials->emplace(rank, start_dial(peer));
+      ++it;
+    } catch (const PeerLost&) {
+      if (!ahead) throw;
+      it = missing.erase(it);
+    }
+  }
+}
+
+// Sleeps until something may have happened; `ready` of a dial says that its socket has.
+void Hub::wait_for_dials(Dials& dials) {
+  std::vector<pollfd> watched{{edit_bell_, POLLIN, 0}};
+  int patience = 50;
+  for (auto& [rank, dial] : dials) {
+    if (dial->fd() < 0 && !dial->over) patience = 1;
+    const bool writes = dial->connecting >= 0 || (dial->negotiation && dial->negotiation->handshake.wants_write());
+    watched.push_back({dial->fd(), short(POLLIN | (writes ? POLLOUT : 0)), 0});
+  }
+  poll(watched.data(), nfds_t(watched.size()), patience);
+  eventfd_t count;
+  if (watched[0].revents != 0) eventfd_read(edit_bell_, &count);
+  size_t i = 1;
+  for (auto& [rank, dial] : dials) dial->ready = watched[i++].revents != 0;
+}
+
+void Hub::advance_dials(std::map<int, Peer>& missing, bool ahead, Dials* dials, std::map<int, LinkPtr>* opened) {
+  for (auto& [rank, at] : *dials) {
+    Dial& dial = *at;
+    if (dial.over) continue;
+    try {
+      if (missing.count(rank) == 0) {
+        dial.end();  // the other side's came first
+      } else if (dial.fd() < 0) {
+        // Turned away. In an edit the higher rank dials: what a lower one began ahead of it is not begun again.
+        if (!ahead && rank > config_.rank) {
+          dial.end();
+        } else if (Clock::now() >= dial.again) {
+          redial(dial);
+        }
+      } else if (dial.ready && step_dial(dial, missing, opened)) {
+        dial.end();
       }
-      it = over ? dials.erase(it) : std::next(it);
+    } catch (const PeerLost&) {
+      if (!ahead) throw;
+      missing.erase(rank);
+      dial.end();
     }
   }
 }
 
 int Hub::prepare(const std::vector<Peer>& members, double timeout) {
+  std::lock_guard<std::mutex> one_at_a_time(edit_mutex_);
   std::map<int, Peer> missing;
-  for (const Peer& p : members) {
-    if (p.rank < config_.rank) missing[p.rank] = p;
+  {
+    const Shared lock(topology_);
+    for (const Peer& p : members) {
+      const bool other = p.rank != config_.rank && p.rank >= 0 && p.rank < config_.slots;
+      if (other && !links_[size_t(p.rank)]) missing[p.rank] = p;
+    }
   }
   std::map<int, LinkPtr> opened;
   const auto deadline =
       Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout));
   const uint64_t frozen_before = frozen();
-  const size_t wanted = missing.size();
+  const auto check = [&] {
+    if (frozen() > frozen_before || edits_waiting_.load() > 0) throw GenerationChanged(frozen());
+  };
   try {
-    connect(
-        std::move(missing), deadline, timeout,
-        [&] {
-          if (frozen() > frozen_before) throw GenerationChanged(frozen());
-        },
-        &opened);
+    connect(std::move(missing), deadline, timeout, check, true, &ahead_, &opened);
   } catch (const CommError&) {
-    // What stands, stands; the edit opens the rest.
+    // What stands, stands; the edit takes over what is half-way and opens the rest.
   }
-  (void)wanted;
-  std::lock_guard<std::mutex> lock(parked_mutex_);
-  for (auto& [rank, link] : opened) parked_[rank] = std::move(link);
+  {
+    std::lock_guard<std::mutex> lock(parked_mutex_);
+    for (auto& [rank, link] : opened) parked_[rank] = link;
+  }
+  for (auto it = ahead_.begin(); it != ahead_.end();) it = it->second->over ? ahead_.erase(it) : std::next(it);
   return int(opened.size());
 }
 
 // ---------------------------------------------------------------- the edit
 
 EditStats Hub::edit(uint64_t generation, const std::vector<Peer>& members, double timeout) {
+  edits_waiting_.fetch_add(1);
+  eventfd_write(edit_bell_, 1);  // prepare() gives way
   std::lock_guard<std::mutex> one_at_a_time(edit_mutex_);
+  edits_waiting_.fetch_sub(1);
   EditStats stats;
   const auto start = Clock::now();
   const auto deadline = start + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout));
@@ -287,6 +405,11 @@ EditStats Hub::edit(uint64_t generation, const std::vector<Peer>& members, doubl
     explicit Flag(std::atomic<bool>& f) : flag(f) { flag.store(true); }
     ~Flag() { flag.store(false); }
   } flag(editing_);
+  const auto stands_with = [this](const Link& link, const Peer& peer) {
+    const auto& broken = peer.broken;
+    return peer.incarnation == link.incarnation &&
+           std::find(broken.begin(), broken.end(), config_.rank) == broken.end();
+  };
   interrupt(generation);  // whatever still runs belongs to an older generation
   std::unique_lock<std::shared_mutex> alone(topology_);
   stats.quiesce = seconds_since(start);
@@ -308,7 +431,7 @@ EditStats Hub::edit(uint64_t generation, const std::vector<Peer>& members, doubl
       link->purge(changed);
       link->probe();
       // One that merely left keeps its link: both sides still have it if it comes back.
-      if (link->dead() || (want != wanted.end() && want->second.incarnation != link->incarnation)) {
+      if (link->dead() || (want != wanted.end() && !stands_with(*link, want->second))) {
         link->unwatch();
         link.reset();
         ++stats.dropped;
@@ -340,13 +463,15 @@ EditStats Hub::edit(uint64_t generation, const std::vector<Peer>& members, doubl
     }
   };
   try {
-    connect(std::move(missing), deadline, timeout, check, &opened);
+    stats.ahead = connect(std::move(missing), deadline, timeout, check, false, &ahead_, &opened);
   } catch (...) {
     keep();  // They stand for both sides: the next edit takes them up.
+    ahead_.clear();
     throw;
   }
   keep();
-  stats.opened = int(opened.size());
+  ahead_.clear();
+  stats.opened = int(opened.size()) - stats.ahead;
   stats.connect = seconds_since(mark);
 
   mark = Clock::now();

@@ -1,5 +1,7 @@
 """Native communicator (``csrc/comm``): links, collectives, process groups edited in place."""
 
+from collections.abc import Callable
+
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -18,16 +20,27 @@ class Peer:
     port: int
     unix_name: str
     machine: str
-    def __init__(self, rank: int, incarnation: int, ip: str, port: int, unix_name: str, machine: str) -> None: ...
+    def __init__(
+        self,
+        rank: int,
+        incarnation: int,
+        ip: str,
+        port: int,
+        unix_name: str,
+        machine: str,
+        broken: list[int] = ...,
+    ) -> None:
+        """``broken``: ranks to which that process has found its link broken."""
 
 class EditStats:
-    """What an edit did: seconds by phase, links opened and dropped, groups placed anew."""
+    """What an edit did: seconds by phase, links opened, open ahead of it and dropped, groups placed anew."""
 
     quiesce: float
     drop: float
     connect: float
     publish: float
     opened: int
+    ahead: int
     dropped: int
     groups: int
 
@@ -69,6 +82,10 @@ class Hub:
     def counters(self) -> dict[str, int]:
         """Connections turned away, by reason, and how many are half-way."""
     def transport(self, rank: int) -> str: ...
+    def broken(self) -> list[int]:
+        """Ranks of this generation to which the link is broken."""
+    def sever(self, rank: int, quietly: bool = ...) -> None:
+        """Break the link to ``rank`` and nothing else; ``quietly``: only this end notices."""
 
 class ElasticProcessGroup(ProcessGroup):
     """A ``c10d::ProcessGroup`` over a hub's links. ``slot_space``: the default group."""
@@ -78,6 +95,13 @@ class ElasticProcessGroup(ProcessGroup):
         """Sum ``flat`` in member order; ranges (start, stop, owner) of this rank receive it in place."""
     def all_gather_blocks(self, flat: Tensor, blocks: list[tuple[int, int, int]]) -> None:
         """Fill ranges (start, stop, owner) of ``flat`` from their owners."""
+    def on_reconfigure(
+        self, handle: Callable[[], str] | None, edit: Callable[[int, list[str], bool, float], None] | None
+    ) -> None:
+        """What torch's reconfiguration protocol calls from C++ (torch 2.14 and later).
+
+        ``edit``: generation, handles, whether their order counts, seconds (below 0: the default).
+        """
     def living(self) -> list[int]: ...
     def members(self) -> list[int]: ...
     def release(self) -> None:

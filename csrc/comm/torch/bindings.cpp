@@ -1,5 +1,6 @@
 // megatron.elastic._comm: the communicator as Python sees it. See _comm.pyi.
 #include <pybind11/chrono.h>
+#include <pybind11/functional.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/extension.h>
@@ -80,11 +81,12 @@ PYBIND11_MODULE(_comm, m) {
 
   py::class_<Peer>(m, "Peer")
       .def(py::init([](int rank, uint64_t incarnation, std::string ip, int port, std::string unix_name,
-                       std::string machine) {
-             return Peer{rank, incarnation, std::move(ip), port, std::move(unix_name), std::move(machine)};
+                       std::string machine, std::vector<int> broken) {
+             return Peer{
+                 rank, incarnation, std::move(ip), port, std::move(unix_name), std::move(machine), std::move(broken)};
            }),
            py::arg("rank"), py::arg("incarnation"), py::arg("ip"), py::arg("port"), py::arg("unix_name"),
-           py::arg("machine"))
+           py::arg("machine"), py::arg("broken") = std::vector<int>{})
       .def_readonly("rank", &Peer::rank)
       .def_readonly("incarnation", &Peer::incarnation)
       .def_readonly("ip", &Peer::ip)
@@ -98,6 +100,7 @@ PYBIND11_MODULE(_comm, m) {
       .def_readonly("connect", &EditStats::connect)
       .def_readonly("publish", &EditStats::publish)
       .def_readonly("opened", &EditStats::opened)
+      .def_readonly("ahead", &EditStats::ahead)
       .def_readonly("dropped", &EditStats::dropped)
       .def_readonly("groups", &EditStats::groups);
 
@@ -117,6 +120,8 @@ PYBIND11_MODULE(_comm, m) {
       .def("alive", &Hub::alive, nogil)
       .def("waiting_for", &Hub::waiting_for, nogil)
       .def("counters", &Hub::counters)
+      .def("broken", &Hub::broken, nogil)
+      .def("sever", &Hub::sever, py::arg("rank"), py::arg("quietly") = false, nogil)
       .def("transport", &Hub::transport, py::arg("rank"), nogil);
 
   py::class_<ElasticProcessGroup, c10d::ProcessGroup, c10::intrusive_ptr<ElasticProcessGroup>>(m, "ElasticProcessGroup")
@@ -130,6 +135,13 @@ PYBIND11_MODULE(_comm, m) {
       .def("reduce_scatter_blocks", &ElasticProcessGroup::reduce_scatter_blocks, py::arg("flat"), py::arg("blocks"),
            nogil)
       .def("all_gather_blocks", &ElasticProcessGroup::all_gather_blocks, py::arg("flat"), py::arg("blocks"), nogil)
+      .def(
+          "on_reconfigure",
+          [](ElasticProcessGroup& g, std::function<std::string()> handle,
+             std::function<void(int64_t, const std::vector<std::string>&, bool, double)> edit) {
+            g.on_reconfigure({std::move(handle), std::move(edit)});
+          },
+          py::arg("handle").none(true), py::arg("edit").none(true))
       .def("release", &ElasticProcessGroup::release, nogil)
       .def("living", &ElasticProcessGroup::living, nogil)
       .def("members", [](const ElasticProcessGroup& g) { return g.group()->members; });

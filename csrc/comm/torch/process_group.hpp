@@ -39,8 +39,8 @@ class ElasticProcessGroup : public c10d::ProcessGroup {
   void setGroupDesc(const std::string& text) override { description_ = text; }
   void abort() override;
   void shutdown() override {}
-  void setSequenceNumberForGroup() override {}
-  uint64_t getSequenceNumberForGroup() override { return group_->sequence.load(); }
+  void setSequenceNumberForGroup() {}  // virtual up to torch 2.13
+  uint64_t getSequenceNumberForGroup() { return group_->sequence.load(); }
   void startCoalescing(c10::DeviceType device) override;
   WorkPtr endCoalescing(c10::DeviceType device) override;
 
@@ -85,6 +85,20 @@ class ElasticProcessGroup : public c10d::ProcessGroup {
   void reduce_scatter_blocks(const at::Tensor& flat, const Blocks& blocks);
   void all_gather_blocks(const at::Tensor& flat, const Blocks& blocks);
 
+  // What torch's reconfiguration protocol asks of the fabric this group belongs to (torch 2.14 and later call it
+  // through the virtual functions below; Python has the same methods in every version).
+  struct Reconfiguration {
+    std::function<std::string()> handle;
+    // Generation, handles, whether their order counts, seconds (below 0: the default).
+    std::function<void(int64_t, const std::vector<std::string>&, bool, double)> edit;
+  };
+  void on_reconfigure(Reconfiguration reconfiguration) { reconfiguration_ = std::move(reconfiguration); }
+#ifdef C10D_BACKEND_HAS_RECONFIGURE
+  bool supportsReconfigure() const override { return bool(reconfiguration_.edit); }
+  c10d::ReconfigureHandle get_reconfigure_handle() const override;
+  WorkPtr reconfigure(const c10d::ReconfigureOptions& options) override;
+#endif
+
   void release() { hub_->release(group_); }
   const GroupPtr& group() const { return group_; }
   std::vector<int> living() const;
@@ -121,6 +135,7 @@ class ElasticProcessGroup : public c10d::ProcessGroup {
   std::atomic<double> timeout_;
   std::string name_;
   std::string description_;
+  Reconfiguration reconfiguration_;
   bool coalescing_ = false;
   std::vector<WorkPtr> coalesced_;
 };

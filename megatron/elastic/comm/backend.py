@@ -32,6 +32,7 @@ from megatron.elastic.comm import registry
 from megatron.elastic.comm.errors import CommError
 from megatron.elastic.comm.fabric import Fabric
 from megatron.elastic.comm.gloo import GlooFabric
+from megatron.elastic.comm.reconfigure import handle_of, members_of
 from megatron.elastic.config import ConfigError, ElasticConfig
 
 __all__ = ["REPLACED", "Installation", "install", "make_fabric", "register_backend"]
@@ -53,16 +54,19 @@ def make_fabric(
     *,
     host: str = "127.0.0.1",
     timeout: float = 60.0,
+    dense_world: bool = False,
 ) -> Fabric:
     """The fabric ``config.comm`` names, connected to nobody yet.
 
     ``store`` (or a function that connects to it: clients do not survive a fork)
     is served outside the ranks; only gloo needs it. ``secret`` authenticates
-    native links.
+    native links. With ``dense_world`` the default group counts the living.
     """
     if config.comm == "gloo":
         client = store() if callable(store) else store
-        return GlooFabric(rank, slots, incarnation, client, run_id=run_id, host=host, timeout=timeout)
+        return GlooFabric(
+            rank, slots, incarnation, client, run_id=run_id, host=host, timeout=timeout, dense_world=dense_world
+        )
     try:
         from megatron.elastic.comm.native import NativeFabric
     except ImportError as error:
@@ -78,6 +82,7 @@ def make_fabric(
         transport=config.transport,
         host=host,
         timeout=timeout,
+        dense_world=dense_world,
     )
 
 
@@ -194,19 +199,32 @@ def _standing_in(
     return src, group_src
 
 
-def register_backend(factory: Callable[[dist.Store, int, int, timedelta], Fabric]) -> None:
+def register_backend(make: Callable[[dist.Store, int, int, timedelta, bool], Fabric], driven: bool = False) -> None:
     """Teach torch the backend name ``elastic`` (CPU).
 
-    ``init_process_group(backend="elastic")`` then calls
-    ``factory(store, rank, world_size, timeout)`` for a fabric that has been
-    edited to its first generation, and uses its world as the default group.
+    ``init_process_group(backend="elastic")`` then calls ``make(store, rank,
+    world_size, timeout, dense_world)`` for a fabric connected to nobody, connects
+    the ranks through ``store`` and uses the fabric's world as the default group.
+    With ``enable_reconfigure=True`` (torch 2.14 and later; before, by ``driven``) it
+    stays a world of one, and dense, until a manager's ``_reconfigure``.
     """
     if hasattr(dist.Backend, registry.BACKEND_NAME.upper()):
         return
 
     def create(options: Any, _: object) -> dist.ProcessGroup:
-        fabric = factory(options.store, options.group_rank, options.group_size, options.timeout)
+        reconfigured = driven or bool(getattr(options, "enable_reconfigure", False))
+        fabric = make(options.store, options.group_rank, options.group_size, options.timeout, reconfigured)
         _replace_functions(Installation(fabric))
+        if not reconfigured:
+            _connect(fabric, options.store, options.timeout)
         return fabric.world
 
     dist.Backend.register_backend(registry.BACKEND_NAME, create, extended_api=True, devices=["cpu"])
+
+
+def _connect(fabric: Fabric, store: dist.Store, timeout: timedelta) -> None:
+    """Generation 1 of all slots, by handles in ``store``."""
+    key = "elastic/handle/{}".format
+    store.set(key(fabric.rank), handle_of(fabric))
+    handles = [store.get(key(rank)).decode() for rank in range(fabric.slots)]
+    fabric.edit(1, members_of(handles), timeout.total_seconds())

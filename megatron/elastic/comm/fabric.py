@@ -58,14 +58,17 @@ class EditReport:
     groups: int
     links_opened: int
     links_dropped: int
+    links_ahead: int = 0
+    """Links that had been opened before the edit began (:meth:`Fabric.prepare`)."""
 
 
 class Fabric(ABC):
-    """See the module docstring. ``slots`` is the nominal world size W."""
+    """See the module docstring. ``slots`` is the nominal world size W; ``timeout`` (s) bounds every wait."""
 
     rank: int
     slots: int
     generation: int
+    timeout: float
 
     @abstractmethod
     def address(self) -> Address:
@@ -80,6 +83,15 @@ class Fabric(ABC):
         collectives of ``generation`` can run. Raises ``GenerationChanged`` when
         interrupted for a newer one, ``CommTimeout``, ``PeerLost``.
         """
+
+    def prepare(self, members: Mapping[int, Address], timeout: float) -> int:
+        """Open links to ``members`` ahead of the edit that may admit this process; how many stand now.
+
+        For a spare or a newcomer while the members train, who notice nothing. Never
+        raises for a peer that does not answer: the edit opens the rest. Ended early
+        by :meth:`interrupt` and :meth:`edit`. A fabric that cannot opens none.
+        """
+        return 0
 
     @abstractmethod
     def interrupt(self, generation: int) -> None:

@@ -53,7 +53,8 @@ class GlooFabric(Fabric):
 
     ``store`` is a client of a store that outlives every rank (the launcher's); it
     must be the fabric's own, since a call that blocks in it stops all others. ``timeout`` bounds every wait,
-    in seconds; ``threads`` is gloo's number of worker threads a group.
+    in seconds; ``threads`` is gloo's number of worker threads a group. With
+    ``dense_world`` the default group counts the living, as sub-groups do.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class GlooFabric(Fabric):
         host: str = "127.0.0.1",
         timeout: float = 60.0,
         threads: int = 2,
+        dense_world: bool = False,
     ) -> None:
         self.rank = rank
         self.slots = slots
@@ -89,7 +91,8 @@ class GlooFabric(Fabric):
         self._builds: dict[GlooGroup, Build] = {}
         self._waits: dict[int, tuple[int, ...]] = {}
         slots_tuple = tuple(range(slots))
-        self._world = GlooGroup(self, WORLD_ROLE, slots_tuple, self._seating(slots_tuple, slots))
+        self._world_slots = None if dense_world else slots
+        self._world = GlooGroup(self, WORLD_ROLE, slots_tuple, self._seating(slots_tuple, self._world_slots))
         self._groups[WORLD_ROLE, slots_tuple] = self._world
 
     # -- membership ---------------------------------------------------------
@@ -297,9 +300,12 @@ class GlooFabric(Fabric):
         return Seating(self.generation, living, living.index(self.rank), slots, tuple(members))
 
     def _seat(self, group: GlooGroup) -> None:
-        group.seating = self._seating(group.members, self.slots if group is self._world else None)
+        group.seating = self._seating(group.members, self._world_slots if group is self._world else None)
         if group is not self._world:
             registry.set_ranks(group, group.members, group.seating.living)
+        elif self._world_slots is None:
+            living = range(len(group.seating.living))
+            registry.set_ranks(group, living, living)
 
     def _keys(self, topic: str, generation: int, timeout: float) -> GuardedStore:
         return GuardedStore(self._store, f"{self._run_id}/{topic}/", lambda: self._check_frozen(generation), timeout)

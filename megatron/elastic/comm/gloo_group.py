@@ -15,7 +15,7 @@ several overloads of its own wording, and lack others that exist.)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol, cast
@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from megatron.elastic.comm.errors import CommError, PeerLost
 from megatron.elastic.comm.gloo_work import GlooWork, Waits
-from megatron.elastic.comm.reconfigure import Reconfigurable, handle_of, reconfigure
+from megatron.elastic.comm.reconfigure import Driven, Reconfigurable
 from megatron.elastic.comm.registry import group_name
 
 __all__ = ["GlooGroup", "Host", "Seating"]
@@ -100,7 +100,7 @@ class Host(Waits, Reconfigurable, Protocol):
         """Drop the group (``destroy_process_group``)."""
 
 
-class GlooGroup(dist.ProcessGroup):
+class GlooGroup(Driven, dist.ProcessGroup):
     """See the module docstring. Made by ``GlooFabric.group`` only."""
 
     def __init__(self, host: Host, role: str, members: tuple[int, ...], seating: Seating) -> None:
@@ -108,7 +108,7 @@ class GlooGroup(dist.ProcessGroup):
         self.role = role
         self.members = members
         self.seating = seating
-        self._host = host
+        self._host = self._fabric = host
 
     # -- identity -----------------------------------------------------------
 
@@ -144,30 +144,6 @@ class GlooGroup(dist.ProcessGroup):
 
     def shutdown(self) -> None:
         self._host.forget(self)
-
-    # -- torch's reconfiguration protocol (2.14 and later) --------------------
-
-    @property
-    def supports_reconfigure(self) -> bool:
-        return True
-
-    def get_reconfigure_handle(self) -> str:
-        return handle_of(self._host)
-
-    def reconfigure(self, opts: Any) -> dist.Work:
-        """``opts``: ``uuid``, ``handles``, ``timeout`` (torch's ``ReconfigureOptions``)."""
-        return reconfigure(self._host, opts.uuid, opts.handles, opts.timeout)
-
-    def _supports_reconfigure(self) -> bool:
-        return True
-
-    def _get_reconfigure_handle(self) -> str:
-        return handle_of(self._host)
-
-    def _reconfigure(
-        self, uuid: int, handles: Collection[str], timeout: timedelta | None = None, hints: object = None
-    ) -> dist.Work:
-        return reconfigure(self._host, uuid, handles, timeout)
 
     # -- reductions ---------------------------------------------------------
 

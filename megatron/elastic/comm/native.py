@@ -15,7 +15,8 @@ import logging
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from datetime import timedelta
+from typing import Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -24,12 +25,35 @@ from megatron.elastic import _comm
 from megatron.elastic.comm import registry
 from megatron.elastic.comm.errors import CommError
 from megatron.elastic.comm.fabric import Address, BlockRange, EditReport, Fabric
+from megatron.elastic.comm.reconfigure import Driven, Reconfigurable, handle_of, reconfigure
 
-__all__ = ["NativeFabric"]
+__all__ = ["NativeFabric", "NativeGroup"]
 
 WORLD_ROLE = "world"
 
 _log = logging.getLogger(__name__)
+
+
+class NativeGroup(Driven, _comm.ElasticProcessGroup):
+    """A native group that others' managers can drive as well (:mod:`megatron.elastic.comm.reconfigure`)."""
+
+    def __init__(self, fabric: Reconfigurable, hub: _comm.Hub, name: str, members: Sequence[int], *,
+                 slot_space: bool) -> None:  # fmt: skip
+        _comm.ElasticProcessGroup.__init__(
+            self, hub=hub, name=name, members=list(members), slot_space=slot_space, timeout=fabric.timeout
+        )
+        self._fabric = fabric
+
+        def edit(uuid: int, handles: list[str], ordered: bool, seconds: float) -> None:
+            timeout = timedelta(seconds=seconds) if seconds >= 0 else None
+            reconfigure(fabric, uuid, handles if ordered else set(handles), timeout)
+
+        self.on_reconfigure(lambda: handle_of(fabric), edit)
+
+    def forget(self) -> None:
+        """Let the hub and the fabric go; the group must not be used afterwards."""
+        self.on_reconfigure(None, None)
+        self.release()
 
 
 class NativeFabric(Fabric):
@@ -39,7 +63,8 @@ class NativeFabric(Fabric):
     is the name or IPv4 address this process listens on and is reached at;
     ``transport`` chooses between ranks of one host: ``shm`` (raises ``CommError``
     when there is no room), ``tcp``, or ``auto`` (shared memory, TCP with one line
-    in the log otherwise). ``timeout`` bounds every wait, in seconds.
+    in the log otherwise). ``timeout`` bounds every wait, in seconds. With
+    ``dense_world`` the default group counts the living, as sub-groups do.
     """
 
     def __init__(
@@ -53,12 +78,14 @@ class NativeFabric(Fabric):
         transport: Literal["auto", "shm", "tcp"] = "auto",
         host: str = "127.0.0.1",
         timeout: float = 60.0,
+        dense_world: bool = False,
     ) -> None:
         self.rank = rank
         self.slots = slots
         self.generation = 0
         self.timeout = timeout
         self._host = host
+        self._dense_world = dense_world
         self._hub = _comm.Hub(
             rank=rank,
             slots=slots,
@@ -74,14 +101,20 @@ class NativeFabric(Fabric):
             raise CommError(f"{notice} (--elastic-transport shm)")
         if notice:
             _log.warning("%s", notice)
-        self._groups: dict[tuple[str, tuple[int, ...]], _comm.ElasticProcessGroup] = {}
-        self._world = self._make(WORLD_ROLE, tuple(range(slots)), slot_space=True)
+        self._groups: dict[tuple[str, tuple[int, ...]], NativeGroup] = {}
+        self._world = self._make(WORLD_ROLE, tuple(range(slots)), slot_space=not dense_world)
 
     # -- membership ---------------------------------------------------------
 
     def address(self) -> Address:
         own = self._hub.self()
-        endpoint = {"ip": own.ip, "port": own.port, "unix": own.unix_name, "machine": own.machine}
+        endpoint: dict[str, object] = {
+            "ip": own.ip,
+            "port": own.port,
+            "unix": own.unix_name,
+            "machine": own.machine,
+            "broken": self._hub.broken(),
+        }
         return Address(self.rank, own.incarnation, self._host, endpoint)
 
     def edit(self, generation: int, members: Mapping[int, Address], timeout: float) -> EditReport:
@@ -90,6 +123,8 @@ class NativeFabric(Fabric):
         stats = self._hub.edit(generation, [_peer(address) for address in members.values()], timeout)
         began = time.monotonic()
         self.generation = generation
+        if self._dense_world:
+            registry.set_ranks(self._world, range(len(members)), range(len(members)))
         for (_, everyone), group in self._groups.items():
             registry.set_ranks(group, everyone, [rank for rank in everyone if rank in members])
         seconds = {
@@ -99,15 +134,17 @@ class NativeFabric(Fabric):
             "publish": stats.publish,
             "torch": time.monotonic() - began,
         }
-        return EditReport(generation, seconds, len(self._groups) + 1, stats.opened, stats.dropped)
+        return EditReport(generation, seconds, len(self._groups) + 1, stats.opened, stats.dropped, stats.ahead)
 
     def prepare(self, members: Mapping[int, Address], timeout: float) -> int:
-        """Open links ahead of the edit that may admit this process; how many stand now.
-
-        For a spare or a newcomer, while ``members`` train: they notice nothing.
-        Never raises for a peer that does not answer; the edit opens the rest.
-        """
         return self._hub.prepare([_peer(address) for address in members.values()], timeout)
+
+    def sever(self, rank: int, quietly: bool = False) -> None:
+        """Break the link to ``rank`` and nothing else (an injected fault); ``quietly``: only this end notices.
+
+        Raises ``CommError`` where there is no link.
+        """
+        self._hub.sever(rank, quietly)
 
     def interrupt(self, generation: int) -> None:
         if generation > self._hub.generation():
@@ -131,10 +168,10 @@ class NativeFabric(Fabric):
     # -- groups -------------------------------------------------------------
 
     @property
-    def world(self) -> _comm.ElasticProcessGroup:
+    def world(self) -> NativeGroup:
         return self._world
 
-    def group(self, role: str, members: Sequence[int]) -> _comm.ElasticProcessGroup:
+    def group(self, role: str, members: Sequence[int]) -> NativeGroup:
         key = (role, tuple(members))
         if key == (WORLD_ROLE, tuple(range(self.slots))):
             return self._world
@@ -149,17 +186,14 @@ class NativeFabric(Fabric):
                 registry.set_ranks(group, key[1], [rank for rank in key[1] if rank in alive])
         return group
 
-    def _make(self, role: str, members: tuple[int, ...], *, slot_space: bool) -> _comm.ElasticProcessGroup:
-        name = registry.group_name(role, members)
-        return _comm.ElasticProcessGroup(
-            hub=self._hub, name=name, members=list(members), slot_space=slot_space, timeout=self.timeout
-        )
+    def _make(self, role: str, members: tuple[int, ...], *, slot_space: bool) -> NativeGroup:
+        return NativeGroup(self, self._hub, registry.group_name(role, members), members, slot_space=slot_space)
 
     def release(self, role_prefix: str) -> None:
         for key in [key for key in self._groups if key[0].startswith(role_prefix)]:
             group = self._groups.pop(key)
             registry.unregister(group)
-            group.release()
+            group.forget()
 
     # -- blocks -------------------------------------------------------------
 
@@ -172,7 +206,9 @@ class NativeFabric(Fabric):
     def close(self) -> None:
         for group in self._groups.values():
             registry.unregister(group)
+            group.on_reconfigure(None, None)
         self._groups.clear()
+        self._world.on_reconfigure(None, None)
         self._hub.close()
 
 
@@ -191,4 +227,5 @@ def _peer(address: Address) -> _comm.Peer:
         port=int(str(endpoint["port"])),
         unix_name=str(endpoint["unix"]),
         machine=str(endpoint["machine"]),
+        broken=[int(rank) for rank in cast("Sequence[int]", endpoint.get("broken", ()))],
     )

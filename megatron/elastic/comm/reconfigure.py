@@ -6,10 +6,16 @@ everybody who is to take part and calls ``_reconfigure(uuid, handles)`` on each;
 ``reconfigure``. Here a handle is an :class:`Address` as JSON, and ``uuid`` the
 generation, which must grow.
 
+An edit concerns all groups of a process at once, whichever group it is asked of.
+
 One difference, on purpose: the protocol numbers ranks by position in
 ``handles``; the default group of this runtime is the slot space, where a rank
-is never renumbered. Handles must therefore name slots in ascending order, and
-sub-groups (which hold the living only) are the dense view.
+is never renumbered. Handles must therefore name slots in ascending order.
+Sub-groups hold the living only; so does the default group of a fabric made with
+``dense_world``, which is what ``init_process_group(enable_reconfigure=True)`` gives:
+there, ranks and size are those the protocol promises.
+
+What newer releases of torch call is held by :mod:`megatron.elastic.comm.contract`.
 """
 
 from __future__ import annotations
@@ -25,7 +31,7 @@ import torch.distributed as dist
 from megatron.elastic.comm.errors import CommError
 from megatron.elastic.comm.fabric import Address, EditReport
 
-__all__ = ["Reconfigurable", "handle_of", "members_of", "reconfigure"]
+__all__ = ["Driven", "Reconfigurable", "handle_of", "members_of", "reconfigure"]
 
 
 class Reconfigurable(Protocol):
@@ -38,6 +44,14 @@ class Reconfigurable(Protocol):
     def interrupt(self, generation: int) -> None: ...
 
     def edit(self, generation: int, members: Mapping[int, Address], timeout: float) -> EditReport: ...
+
+
+class Options(Protocol):
+    """What is read of torch's ``ReconfigureOptions``."""
+
+    uuid: int
+    handles: Collection[str]
+    timeout: timedelta | None
 
 
 def handle_of(fabric: Reconfigurable) -> str:
@@ -72,6 +86,34 @@ def reconfigure(fabric: Reconfigurable, uuid: int, handles: Collection[str], tim
     fabric.interrupt(uuid)
     fabric.edit(uuid, members, timeout.total_seconds() if timeout else fabric.timeout)
     return _Done()
+
+
+class Driven:
+    """The protocol's methods, for a process group that knows its fabric (``_fabric``)."""
+
+    _fabric: Reconfigurable
+
+    @property
+    def supports_reconfigure(self) -> bool:
+        return True
+
+    def get_reconfigure_handle(self) -> str:
+        return handle_of(self._fabric)
+
+    def reconfigure(self, opts: Options) -> dist.Work:
+        """``opts`` is torch's ``ReconfigureOptions``. Raises ``CommError`` for what is no handle or an old ``uuid``."""
+        return reconfigure(self._fabric, opts.uuid, opts.handles, opts.timeout)
+
+    def _supports_reconfigure(self) -> bool:
+        return True
+
+    def _get_reconfigure_handle(self) -> str:
+        return handle_of(self._fabric)
+
+    def _reconfigure(
+        self, uuid: int, handles: Collection[str], timeout: timedelta | None = None, hints: object = None
+    ) -> dist.Work:
+        return reconfigure(self._fabric, uuid, handles, timeout)
 
 
 class _Done(dist.Work):

@@ -17,15 +17,12 @@ from megatron.elastic.comm import CommError, Fabric, install, make_fabric, regis
 from megatron.elastic.comm.backend import REPLACED
 from megatron.elastic.comm.gloo import GlooFabric
 from megatron.elastic.config import ElasticConfig
-from tests.unit.comm.fabric_checks import edit
 from tools.bench._common import Here, Ranks
 
 
 def by_name(here: Here) -> list[int]:
-    def factory(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Fabric:
-        fabric = GlooFabric(rank, size, 0, here.store(), timeout=timeout.total_seconds())
-        edit(here, fabric, range(size), 1)
-        return fabric
+    def factory(store: dist.Store, rank: int, size: int, timeout: timedelta, dense: bool) -> Fabric:
+        return GlooFabric(rank, size, 0, here.store(), timeout=timeout.total_seconds(), dense_world=dense)
 
     register_backend(factory)
     register_backend(factory)

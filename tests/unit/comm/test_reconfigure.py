@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import ast
-import os
-import zipfile
+import functools
+import inspect
+import json
+import subprocess
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,45 +16,120 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.elastic.comm import CommError, install
-from megatron.elastic.comm.gloo import GlooFabric
-from megatron.elastic.comm.reconfigure import members_of
+from megatron.elastic.comm import CommError, Fabric, install, make_fabric, register_backend
+from megatron.elastic.comm.contract import VERSIONS, fetch, read
+from megatron.elastic.comm.reconfigure import Driven, members_of
+from megatron.elastic.config import ElasticConfig
 from tools.bench._common import Here, Ranks
 
-PROTOCOL = {
-    "_supports_reconfigure": {"group"},
-    "_get_reconfigure_handle": {"group"},
-    "_reconfigure": {"uuid", "handles", "group", "timeout", "hints"},
+RECORD = Path(__file__).with_name("torch_reconfigure.json")
+KINDS = {
+    "gloo": ElasticConfig(comm="gloo"),
+    "shm": ElasticConfig(comm="elastic", transport="shm"),
+    "tcp": ElasticConfig(comm="elastic", transport="tcp"),
 }
 
 
-def driven_by_a_manager(here: Here) -> list[float]:
-    """A manager that knows the protocol only: all three, then without rank 1, then all again."""
-    fabric = GlooFabric(here.rank, 3, 0, here.store(), timeout=20.0)
+class Manager:
+    """Somebody else's: collects handles, hands them out, knows nothing else of us (as torchft's quorum does)."""
+
+    def __init__(self, here: Here) -> None:
+        self._here = here
+        self._quorum = 0
+
+    def quorum(self, ranks: tuple[int, ...], world: Any) -> list[str]:
+        self._quorum += 1
+        handles = self._here.exchange(f"quorum{self._quorum}", asked(world, "_get_reconfigure_handle"), ranks)
+        return [str(handles[rank]) for rank in ranks]
+
+
+def asked(world: Any, what: str, **arguments: Any) -> Any:
+    """By torch.distributed's own function where this torch has it, else by the method of the same name."""
+    theirs = getattr(dist, what, None)
+    return theirs(**arguments) if theirs else getattr(world, what)(**arguments)
+
+
+def driven_by_a_manager(here: Here, kind: str) -> list[tuple[int, int, float, float]]:
+    """All three; one is killed in the middle of a collective; two go on; a new incarnation of it comes back."""
+
+    def make(store: dist.Store, rank: int, size: int, timeout: timedelta, dense: bool) -> Fabric:
+        incarnation = int(here.store().add(f"lives/{rank}", 1)) - 1
+        return make_fabric(
+            KINDS[kind],
+            rank,
+            size,
+            incarnation,
+            f"driven{here.port}",
+            b"driven",
+            here.store,
+            timeout=20.0,
+            dense_world=dense or not hasattr(dist, "_reconfigure"),
+        )
+
+    register_backend(make, driven=not hasattr(dist, "_reconfigure"))
+    enable = {"enable_reconfigure": True} if hasattr(dist, "_reconfigure") else {}
+    dist.init_process_group("elastic", store=here.store(), rank=here.rank, world_size=3, **enable)
+    world: Any = dist.distributed_c10d._get_default_group()
+    manager, seen = Manager(here), []
+    assert asked(world, "_supports_reconfigure") and world.supports_reconfigure
+    late = here.store().add(f"arrivals/{here.rank}", 1) > 1
+    manager._quorum = 2 if late else 0
+    for uuid, ranks in ((7, (0, 1, 2)), (8, (0, 2)), (9, (0, 1, 2))):
+        if (late and uuid < 9) or here.rank not in ranks:
+            continue
+        work = asked(
+            world, "_reconfigure", uuid=uuid, handles=manager.quorum(ranks, world), timeout=timedelta(seconds=20)
+        )
+        assert work.wait() and work.get_future().wait() is None
+        tensor = torch.tensor([float(here.rank + 1)])
+        dist.all_reduce(tensor)
+        shared = torch.tensor([float(here.rank)])
+        dist.broadcast(shared, src=1)  # position 1 of the quorum
+        seen.append((dist.get_rank(), dist.get_world_size(), float(tensor), float(shared)))
+        if uuid == 7:
+            here.tell("first quorum")
+            try:
+                dist.all_reduce(torch.ones(1))
+                if here.rank == 1:
+                    here.ask()  # dies here
+                dist.all_reduce(torch.ones(1))
+            except CommError as error:
+                seen.append(type(error).__name__)
+    return seen
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_manager_that_knows_only_the_protocol_drives_edits(kind: str) -> None:
+    """As torchft does: quorum, handles, reconfigure; ranks and sizes are those the protocol promises."""
+    body = functools.partial(driven_by_a_manager, kind=kind)
+    with Ranks(3, body) as ranks:
+        for rank in range(3):
+            assert ranks.hear(rank) == "first quorum"
+        ranks.kill(1)
+        ranks.start(1)
+        results = ranks.results(range(3))
+    assert results[0] == [(0, 3, 6.0, 1.0), "PeerLost", (0, 2, 4.0, 2.0), (0, 3, 6.0, 1.0)]
+    assert results[2] == [(2, 3, 6.0, 1.0), "PeerLost", (1, 2, 4.0, 2.0), (2, 3, 6.0, 1.0)]
+    assert results[1] == [(1, 3, 6.0, 1.0)]
+
+
+def misused(here: Here) -> None:
+    fabric = make_fabric(KINDS["shm"], here.rank, 2, 0, f"misused{here.port}", b"s", here.store, timeout=20.0)
     install(fabric)
     world: Any = fabric.world
-    group = fabric.group("dp", (0, 1, 2))
-    assert world.supports_reconfigure and world._supports_reconfigure()
-    totals = []
-    for uuid, ranks in ((1, (0, 1, 2)), (2, (0, 2))):
-        if here.rank not in ranks:
-            break
-        handles = here.exchange(f"{uuid}", world.get_reconfigure_handle(), ranks)
-        ordered = [handles[rank] for rank in ranks]
-        if uuid == 1:
-            options = SimpleNamespace(uuid=uuid, handles=ordered, timeout=timedelta(seconds=20), hints={})
-            assert world.reconfigure(options).wait()
-        else:
-            assert world._reconfigure(uuid, ordered).wait()
-        tensor = torch.tensor([float(here.rank + 1)])
-        dist.all_reduce(tensor, group=group)
-        totals.append(float(tensor))
-    return totals
+    handles = here.exchange("handles", world._get_reconfigure_handle(), (0, 1))
+    options = SimpleNamespace(uuid=3, handles=set(handles.values()), timeout=timedelta(seconds=20), hints={})
+    assert world.reconfigure(options).wait(), "a set: the order is ours"
+    with pytest.raises(CommError, match="not newer"):
+        world._reconfigure(3, list(handles.values()))
+    with pytest.raises(CommError, match="not a member"):
+        world._reconfigure(4, [handles[1 - here.rank]])
+    fabric.close()
 
 
-def test_a_manager_shrinks_the_group_by_handles() -> None:
-    with Ranks(3, driven_by_a_manager) as ranks:
-        assert ranks.results(range(3)) == {0: [6.0, 4.0], 1: [6.0], 2: [6.0, 4.0]}
+def test_a_reused_uuid_and_foreign_handles_are_refused() -> None:
+    with Ranks(2, misused) as ranks:
+        ranks.results(range(2))
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", '"x"', '{"rank": 1}', "null"])
@@ -69,30 +146,37 @@ def test_handles_must_not_renumber() -> None:
         members_of([handles[0], handles[0]])
 
 
-def newer_torch_source() -> str:
-    """``distributed_c10d.py`` of a torch that has the protocol: installed, or a wheel in ELASTIC_WHEELS."""
-    if hasattr(dist.distributed_c10d, "_supports_reconfigure"):
-        return Path(dist.distributed_c10d.__file__).read_text(encoding="utf-8")
-    for wheel in sorted(Path(os.environ.get("ELASTIC_WHEELS", "/nonexistent")).glob("torch-2.*.whl")):
-        with zipfile.ZipFile(wheel) as archive:
-            source = archive.read("torch/distributed/distributed_c10d.py").decode()
-        if "def _supports_reconfigure" in source:
-            return source
-    pytest.skip(f"torch {torch.__version__} has no reconfiguration, and ELASTIC_WHEELS holds no wheel that has")
+def test_our_groups_have_what_newer_torch_asks_for() -> None:
+    """The record is of wheels (:mod:`megatron.elastic.comm.contract`)."""
+    record = json.loads(RECORD.read_text(encoding="utf-8"))
+    assert set(record) == set(VERSIONS)
+    for version, protocol in record.items():
+        assert protocol["delegates"] == {
+            "_supports_reconfigure": "supports_reconfigure",
+            "_get_reconfigure_handle": "get_reconfigure_handle",
+            "_reconfigure": "reconfigure",
+        }, version
+        for name in (*protocol["delegates"], *protocol["delegates"].values()):
+            assert hasattr(Driven, name), f"torch {version} asks for {name}"
+        ours = list(inspect.signature(Driven._reconfigure).parameters)[1:]
+        assert ours == [name for name in protocol["parameters"]["_reconfigure"] if name != "group"], version
+        assert protocol["options"] == ["uuid", "handles", "timeout", "hints"], version
+        assert protocol["macro"] and "init_process_group" in protocol["enabled_by"], version
+        assert protocol["virtuals"] == [
+            "virtual bool supportsReconfigure() const",
+            "virtual ReconfigureHandle get_reconfigure_handle() const",
+            "virtual c10::intrusive_ptr<Work> reconfigure(const ReconfigureOptions& opts)",
+        ], version
 
 
-def test_the_protocol_is_the_one_newer_torch_speaks() -> None:
-    functions = {
-        node.name: node for node in ast.walk(ast.parse(newer_torch_source())) if isinstance(node, ast.FunctionDef)
-    }
-    for name, wanted in PROTOCOL.items():
-        arguments = functions[name].args
-        found = {argument.arg for argument in arguments.args + arguments.kwonlyargs}
-        assert wanted <= found, f"{name} takes {sorted(found)}"
-    for name, attribute in (
-        ("_supports_reconfigure", "supports_reconfigure"),
-        ("_get_reconfigure_handle", "get_reconfigure_handle"),
-        ("_reconfigure", "reconfigure"),
-    ):
-        called = {node.attr for node in ast.walk(functions[name]) if isinstance(node, ast.Attribute)}
-        assert attribute in called, f"{name} delegates to {sorted(called)}"
+@pytest.mark.slow
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_record_is_what_the_wheels_say(version: str, tmp_path: Path) -> None:
+    try:
+        wheel = fetch(version, tmp_path)
+    except subprocess.CalledProcessError:
+        pytest.skip(f"no wheel of torch {version} can be downloaded here")
+    recorded = json.loads(RECORD.read_text(encoding="utf-8"))[version]
+    wheel_says = asdict(read(wheel))
+    wheel.unlink()
+    assert wheel_says == recorded
