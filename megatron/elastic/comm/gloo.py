@@ -90,6 +90,7 @@ class GlooFabric(Fabric):
         self._groups: dict[tuple[str, tuple[int, ...]], GlooGroup] = {}
         self._builds: dict[GlooGroup, Build] = {}
         self._waits: dict[int, tuple[int, ...]] = {}
+        self._unseen: set[int] = set()
         slots_tuple = tuple(range(slots))
         self._world_slots = None if dense_world else slots
         self._world = GlooGroup(self, WORLD_ROLE, slots_tuple, self._seating(slots_tuple, self._world_slots))
@@ -144,7 +145,17 @@ class GlooFabric(Fabric):
         return tuple(sorted(self._members))
 
     def waiting_for(self) -> tuple[int, ...]:
-        return tuple(sorted({rank for peers in list(self._waits.values()) for rank in peers}))
+        waits = list(self._waits.items())
+        return tuple(sorted({rank for thread, peers in waits if thread not in self._unseen for rank in peers}))
+
+    def settle(self, work: dist.Work, given_up: Callable[[], bool]) -> None:
+        """See :class:`Fabric`. gloo's messages complete only where somebody waits, so they cannot be polled."""
+        me = threading.get_ident()
+        self._unseen.add(me)
+        try:
+            work.wait()
+        finally:
+            self._unseen.discard(me)
 
     # -- groups -------------------------------------------------------------
 

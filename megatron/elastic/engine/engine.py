@@ -18,9 +18,10 @@ import torch
 import torch.distributed as dist
 
 from megatron.elastic.comm.errors import CommError, GenerationChanged
+from megatron.elastic.engine.basis import Basis, History
 from megatron.elastic.engine.inject import Injector
 from megatron.elastic.engine.joining import Welcome, send_welcome
-from megatron.elastic.engine.movement import Movement, settle_movement, stream, undo_movement
+from megatron.elastic.engine.movement import Moved, Movement, Streams
 from megatron.elastic.engine.port import ForwardStep
 from megatron.elastic.engine.recovery import Outcome, Recovery
 from megatron.elastic.engine.report import Report
@@ -32,6 +33,7 @@ from megatron.elastic.engine.vote import Tally, VoteLayout, ledger_digest
 from megatron.elastic.observe.phases import PhaseTimer
 from megatron.elastic.state.layout import BlockKey
 from megatron.elastic.state.record import GradientKey, StepRecord, Vote, advance
+from megatron.elastic.state.transfer import commit, prune, retire
 from megatron.elastic.state.verify import Corruption, compare, fingerprints
 
 __all__ = ["Engine", "NotFinite", "SilentCorruption"]
@@ -47,7 +49,15 @@ class NotFinite(RuntimeError):
     """A gradient is not finite and the run does not allow it; the same on every rank."""
 
 
+_WINDOW_BYTES = 64 << 20
+"""Gradients kept for copies under way to one rank, before blocks are given up and sent again later."""
+
+
 def _unheard(engine: Engine, address: StepAddress, seconds: float, phases: Mapping[str, int]) -> None:
+    return None
+
+
+def _unmoved(engine: Engine, moved: Moved) -> None:
     return None
 
 
@@ -90,15 +100,23 @@ class Engine:
     """How often the present step was computed."""
     computed: int = 0
     """Samples computed in the newest step: fewer than consumed where the policy lets the batch shrink."""
-    movement_bytes: int = 0
-    """State bytes received by added copies so far."""
+    on_moved: Callable[[Engine, Moved], None] = _unmoved
+    """Told of every finished movement."""
+    history: History = field(default_factory=History)
+    """Placements that may be in force after a loss."""
     _attempt: _Attempt | None = None
     _fenced: bool = False
     _catching_up: bool = False
     _admitting: bool = False
     _unsettled: bool = False
     """Placement may be out of balance or short of mirrors."""
-    _movement: Movement | None = None
+    _streams: Streams | None = None
+    """The movement under way."""
+    _switching: bool = False
+    """All ranks are ready: the movement ends at the next boundary."""
+    _leaving: Movement | None = None
+    """A movement whose new placement no vote has confirmed yet: old copies are still here."""
+    _movements: int = 0
     _zeros: int = 0
     _keys: tuple[str, ...] = ()
     _keys_of: int = -1
@@ -261,8 +279,11 @@ class Engine:
             self.recovery.membership.request("join")
             self._enter()
             self._recover(GenerationChanged(self.standing.generation + 1))
-        if self._unsettled:
-            self._rebalance()
+        if self._switching:
+            self._switch()
+        if self._unsettled and self._streams is None:
+            self.move(self.recovery.movement(self.standing))
+            self._unsettled = False
         interval = self.recovery.config.verify_interval
         if interval and self.record.version and self.record.version % interval == 0:
             self._verify()
@@ -282,20 +303,63 @@ class Engine:
         if found:
             raise SilentCorruption(f"step {self.record.version}: " + "; ".join(map(str, found)))
 
-    def _rebalance(self) -> None:
-        """Bring placement to balance and k mirrors: add, then promote and drop everywhere at once."""
+    # -- copies that change place ---------------------------------------------------
 
-        def body() -> None:
-            self._movement = self.recovery.movement(self.standing)
-            self.movement_bytes += stream(self._movement, self.tools.pool, self.tools.fabric, self.record.version)
+    def move(self, movement: Movement) -> None:
+        """Begin ``movement`` in the background; at one boundary, on every rank alike, with none under way."""
+        if self._streams is not None:
+            raise RuntimeError("a movement is under way")
+        if not movement.changes:
+            return
+        tools = self.tools
+        self._movements += 1
+        self._streams = Streams(movement, tools.pool, tools.fabric, self._movements, _WINDOW_BYTES)
+        self.injector.reach("in_movement_begin", self.record.version)
 
-        with self.timer.phase("rebalance"):
-            self.fenced(body)
-            movement, self._movement = self._movement, None
-            if movement is not None:  # else a recovery has put it in force already
-                settle_movement(movement, self.tools.pool, self.tools.fabric.rank)
-                self.standing, self._body = self.recovery.restand(self.standing, movement.target), None
-        self._unsettled = False
+    def _switch(self) -> None:
+        """At a boundary that all ranks agreed on: the new placement is in force from here, unless somebody is lost."""
+        self._switching = False
+        self._enter()
+        streams, version, began = self._streams, self.record.version, time.monotonic()
+        assert streams is not None, "ranks are counted ready only while something moves"
+        with self.timer.phase("movement"):
+            try:
+                self.tools.publish("movement", streams.peers)
+                self.injector.reach("in_movement_finish", version)
+                streams.finish(version)
+                movement = streams.movement
+                commit(self.tools.pool, movement.changes, streams.received, version)
+                self.injector.reach("in_movement_switch", version)
+            except CommError as error:
+                self._recover(error)
+                return
+            streams.abandon()
+            self._streams, self._leaving = None, movement
+            self._stand_on(movement.target, movement.followers())
+        stall = time.monotonic() - began
+        self.on_moved(self, Moved(movement, streams.bytes_received, began - streams.began, stall))
+
+    def _stand_on(self, basis: Basis, followers: Mapping[BlockKey, tuple[int, ...]]) -> None:
+        self.history.enter(basis)
+        self.standing, self._body = self.recovery.restand(self.standing, basis, followers), None
+
+    def _confirm(self) -> None:
+        """A vote was taken under the present placement: copies it does not name go."""
+        self.history.confirm(self.standing.basis)
+        movement, self._leaving = self._leaving, None
+        if movement is not None:
+            retire(self.tools.pool, movement.changes)
+            self._stand_on(movement.target, {})
+
+    def _forget_movement(self) -> None:
+        """The generation ends: what is under way is begun anew in the next one, or not at all."""
+        if self._streams is not None:
+            self._streams.abandon()
+        self._streams, self._leaving, self._switching, self._movements = None, None, False, 0
+
+    def close(self) -> None:
+        """This rank leaves: stop what runs in the background. Idempotent."""
+        self._forget_movement()
 
     # -- a step ------------------------------------------------------------------
 
@@ -327,6 +391,7 @@ class Engine:
         self._attempt.tally = body.tally(work, result)
         pending = self.recovery.membership.pending()
         self._attempt.tally.joins, self._attempt.tally.drains = "join" in pending, "drain" in pending
+        self._attempt.tally.ready = self._streams is not None and self._streams.ready
         self._vote(body, self._attempt)
 
     def _vote(self, body: StepBody, attempt: _Attempt) -> None:
@@ -351,10 +416,14 @@ class Engine:
             losses=total.report,
             ledger_hash=f"{total.ledger:x}",
             plan_hash=self.standing.plan_hash,
+            placement=self.standing.basis.digest,
         )
         self.record = advance(self.record, vote, settings.hyper)
         self._zeros = total.zeros
+        self.tools.pool.remember(self.record)
         self._admitting, self.draining = total.joins == total.voters, total.drains == total.voters
+        self._switching = total.ready == total.voters
+        self._confirm()
         self.injector.reach("after_vote", step)
 
     def _finish(self) -> None:
@@ -404,19 +473,13 @@ class Engine:
         while True:
             try:
                 self.timer.enter("recover")
-                moving = self._movement
+                self._forget_movement()
                 standing, outcome = self.recovery.agree(
                     error,
                     self._report(),
-                    self.standing.assignment,
-                    self.standing.placement,
+                    self.history,
                     self.present_step if self.in_step else self.record.version + 1,
-                    None if moving is None else moving.target,
                 )
-                if moving is not None:
-                    finish = settle_movement if outcome.phase_over else undo_movement
-                    finish(moving, self.tools.pool, self.tools.fabric.rank)
-                self._movement = None
                 self.standing, self._body, self._unsettled = standing, None, True
                 self.injector.reach("in_recovery_promote", self.record.version)
                 self._settle(outcome)
@@ -429,8 +492,8 @@ class Engine:
     def _welcome(self) -> Welcome:
         return Welcome(
             catalog={key: tuple(slot.spec for slot in layout.slots) for key, layout in self.recovery.layouts.items()},
-            assignment=self.standing.assignment,
-            placement=self.standing.placement.to_json(),
+            basis=self.standing.basis,
+            confirmed=self.history.of(self.record),
             record=self.record,
             phase=self.phase - 1,
             report_keys=self._keys,
@@ -440,6 +503,7 @@ class Engine:
     def joined(self, welcome: Welcome) -> None:
         """A newcomer's first act as a member: take the members' position, then the parameters."""
         self.record, self.phase, self._keys = welcome.record, welcome.phase, welcome.report_keys
+        self.history = welcome.history()
         self.tools.pool.start(self.record)
         self.injector.reach("in_join", self.record.version)
         self._unsettled, self._catching_up = True, True
@@ -449,12 +513,15 @@ class Engine:
 
     def _settle(self, outcome: Outcome) -> None:
         """Bring every survivor to the same version, with parameters to match."""
-        if outcome.newcomers:
-            send_welcome(self.tools.fabric, outcome.decision, self._welcome())
         resolution = outcome.resolution
         record = resolution.record
         assert record is not None, "only a lost state has no record"
         self.record = record
+        self.tools.pool.remember(record)  # before anything it does not name is dropped
+        prune(self.tools.pool, self.standing.placement)
+        self.history.enter(self.standing.basis)
+        if outcome.newcomers:
+            send_welcome(self.tools.fabric, outcome.decision, self._welcome())
         self.tools.pool.discard(resolution.gradient_key, record.version)
         # Everybody gathers when anybody has to: a gather cut short left some parameters behind.
         self.parameters = min(outcome.oldest_parameters, record.version)

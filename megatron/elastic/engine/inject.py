@@ -69,6 +69,9 @@ KILL_POINTS: Mapping[str, str] = MappingProxyType(
         "in_recovery_edit": "groups are being edited",
         "in_recovery_promote": "mirrors are being promoted, blocks moved",
         "in_recovery_resume": "recovered, about to finish or re-run the step",
+        "in_movement_begin": "copies have begun to move in the background",
+        "in_movement_finish": "all copies are about to be brought to one version",
+        "in_movement_switch": "added copies count, no vote was taken under the new placement",
         "in_join": "a joiner is receiving state",
     }
 )

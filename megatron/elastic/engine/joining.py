@@ -18,9 +18,8 @@ import torch.distributed as dist
 
 from megatron.elastic.comm.fabric import Fabric
 from megatron.elastic.control.membership import Decision
-from megatron.elastic.engine.assignment import Assignment
+from megatron.elastic.engine.basis import Basis, History
 from megatron.elastic.state.layout import ParamSpec
-from megatron.elastic.state.placement import Placement
 from megatron.elastic.state.record import StepRecord
 
 __all__ = ["NEWCOMER", "Welcome", "newcomers", "receive_welcome", "send_welcome"]
@@ -34,10 +33,10 @@ class Welcome:
     """Everything a newcomer needs besides tensors."""
 
     catalog: Mapping[tuple[int, int], tuple[ParamSpec, ...]]
-    assignment: Assignment
-    """Which units each cell holds."""
-    placement: str
-    """:meth:`Placement.to_json`, as promoted for the generation that admits it."""
+    basis: Basis
+    """Who holds what, as promoted for the generation that admits it."""
+    confirmed: Basis
+    """What ``record`` names: where to start from should this generation end at once."""
     record: StepRecord
     phase: int
     """Number of the phase before the one in which the members stand."""
@@ -45,9 +44,9 @@ class Welcome:
     host: Mapping[str, Any]
     """The host's own counters, opaque here."""
 
-    def placement_of(self) -> Placement:
-        """The placement."""
-        return Placement.from_json(self.placement)
+    def history(self) -> History:
+        """What a member knows of placements."""
+        return History(self.confirmed, self.basis)
 
 
 def newcomers(decision: Decision) -> tuple[int, ...]:

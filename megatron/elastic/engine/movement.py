@@ -1,39 +1,53 @@
-"""Add, promote, drop: how copies of state blocks change place (DESIGN §6).
+"""Copies change place while steps go on (DESIGN §6; the rules are those of ``state.transfer``).
 
-All movement happens between two steps, as one repeatable action: new copies are
-streamed first, each whole message checked against the hash its source sent; when
-every rank has all of its own, promotions and drops take effect everywhere at
-once. A change of membership before that point leaves the old placement in force,
-and the added copies are forgotten.
+    begin    at a boundary every rank derives the same :class:`Movement`; sources and
+             destinations start one thread a peer, and nobody waits
+    ready    each vote counts the ranks whose bases have all arrived; when all have,
+             every rank switches at the end of that step: no round of its own
+    finish   the gradients of the last steps follow, receivers check versions
+    switch   copies count, the new placement is in force for the next step, which
+             ships to the copies about to go as well
+    retire   the first vote under the new placement: they go
+
+A loss at any instant before that vote leaves the old placement in force, with every
+old copy there (:mod:`basis`): an unfinished movement is forgotten and begun anew from
+what the new generation asks for.
+
+In memory: a sender holds one block and at most ``window_bytes`` of gradients, a
+receiver one message beside the copies it has taken in.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-import torch.distributed as dist
-
+from megatron.elastic.comm.errors import CommError
 from megatron.elastic.comm.fabric import Fabric
-from megatron.elastic.engine.transport import started
-from megatron.elastic.state.hashing import tensor_hash
+from megatron.elastic.engine.basis import Basis
+from megatron.elastic.engine.channel import FabricChannel
 from megatron.elastic.state.layout import BlockKey
-from megatron.elastic.state.placement import Placement, Transition
-from megatron.elastic.state.pool import StatePool
+from megatron.elastic.state.placement import Transition
+from megatron.elastic.state.pool import BlockCopy, StatePool
+from megatron.elastic.state.transfer import BlockReceiver, BlockSender
 
-__all__ = ["Movement", "settle_movement", "stream", "undo_movement"]
+__all__ = ["Moved", "Movement", "Streams"]
 
-_TAG = (1 << 30) + 0x200
-_DIGEST_WORDS = 4
-"""fp32 slots at the end of a message that carry the 128-bit hash of what precedes them."""
+_IDLE_SECONDS = 0.002
+"""How long a sender with nothing to send looks away."""
 
 
 @dataclass(frozen=True)
 class Movement:
-    """A placement to reach, and the changes that lead there."""
+    """A basis to reach, and the changes that lead there; the same on every rank.
 
-    target: Placement
+    An added copy may go from any rank that holds the block to any other, whatever
+    units either computes.
+    """
+
+    target: Basis
     changes: tuple[Transition, ...]
 
     def adds(self) -> dict[tuple[int, int], tuple[BlockKey, ...]]:
@@ -44,62 +58,138 @@ class Movement:
                 pairs.setdefault((change.source, change.rank), []).append(change.block)
         return {pair: tuple(sorted(blocks)) for pair, blocks in sorted(pairs.items())}
 
+    def followers(self) -> dict[BlockKey, tuple[int, ...]]:
+        """Block → ranks whose copy goes, and is kept up to date until the first vote."""
+        gone: dict[BlockKey, list[int]] = {}
+        for change in self.changes:
+            if change.kind == "drop":
+                gone.setdefault(change.block, []).append(change.rank)
+        return {key: tuple(sorted(ranks)) for key, ranks in gone.items()}
 
-def stream(movement: Movement, pool: StatePool, fabric: Fabric, version: int) -> int:
-    """Send and receive every added copy that concerns this rank; returns bytes received.
 
-    A copy whose hash does not match what its source sent raises ``RuntimeError``.
+@dataclass(frozen=True)
+class Moved:
+    """A movement that has ended, as this rank saw it."""
+
+    movement: Movement
+    bytes_received: int
+    """Of state, in added copies."""
+    background: float
+    """Seconds from its begin to the boundary of the switch."""
+    stall: float
+    """Seconds this rank waited there."""
+
+
+class _Incoming:
+    """One receiver on a thread of its own."""
+
+    def __init__(self, receiver: BlockReceiver, blocks: tuple[BlockKey, ...]) -> None:
+        self.receiver, self.blocks = receiver, blocks
+        self.error: Exception | None = None
+        self.thread = threading.Thread(target=self._run, name=f"elastic-from-{receiver.source}", daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        try:
+            while self.receiver.take():
+                pass
+        except Exception as error:  # raised again on the training thread
+            self.error = error
+
+    @property
+    def ready(self) -> bool:
+        return len(self.receiver.blocks) == len(self.blocks)
+
+
+class _Outgoing:
+    """One sender on a thread of its own."""
+
+    def __init__(self, sender: BlockSender, blocks: tuple[BlockKey, ...], given_up: Callable[[], bool]) -> None:
+        self.sender, self._given_up = sender, given_up
+        self.error: Exception | None = None
+        self._finishing = threading.Event()
+        sender.offer(blocks)
+        self.thread = threading.Thread(target=self._run, name=f"elastic-to-{sender.peer}", daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        try:
+            while not self._given_up() and not self._finishing.is_set():
+                if not self.sender.pump():
+                    self._finishing.wait(_IDLE_SECONDS)
+        except Exception as error:  # raised again on the training thread
+            self.error = error
+
+    @property
+    def ready(self) -> bool:
+        return self.sender.pending == 0
+
+    def finish(self, version: int) -> None:
+        self._finishing.set()
+        self.thread.join()
+        if self.error is None:
+            self.sender.finish(version)
+
+
+class Streams:
+    """This rank's part in one movement, from its begin to its end.
+
+    Every member makes one at the same boundary, also without a part in it. Belongs to
+    the training thread.
     """
-    group = fabric.group("move", range(fabric.slots))
-    arriving: list[tuple[dist.Work, torch.Tensor, tuple[BlockKey, ...]]] = []
-    leaving: list[tuple[dist.Work, torch.Tensor]] = []
-    for (source, destination), blocks in movement.adds().items():
-        if destination == fabric.rank:
-            size = sum(3 * pool.block(key).numel for key in blocks) + _DIGEST_WORDS
-            buffer = torch.empty(size, dtype=torch.float32)
-            arriving.append((started(dist.irecv(buffer, src=source, group=group, tag=_TAG)), buffer, blocks))
-        elif source == fabric.rank:
-            packed = _sealed([pool.get(key).state.reshape(-1) for key in blocks])
-            leaving.append((started(dist.isend(packed, dst=destination, group=group, tag=_TAG)), packed))
-    received = 0
-    for work, buffer, blocks in arriving:
-        work.wait()
-        received += buffer.nbytes
-        _unpack(_opened(buffer), blocks, pool, version)
-    for work, _ in leaving:
-        work.wait()
-    return received
 
+    def __init__(self, movement: Movement, pool: StatePool, fabric: Fabric, number: int, window_bytes: int) -> None:
+        self.movement = movement
+        self.began = time.monotonic()
+        self._given_up = threading.Event()
+        self._incoming: list[_Incoming] = []
+        self._outgoing: list[_Outgoing] = []
+        channel = FabricChannel(fabric, number, self._given_up.is_set)
+        for (source, destination), blocks in movement.adds().items():
+            if destination == fabric.rank:
+                self._incoming.append(_Incoming(BlockReceiver(pool, channel, source), blocks))
+            elif source == fabric.rank:
+                sender = BlockSender(pool, channel, destination, window_bytes)
+                self._outgoing.append(_Outgoing(sender, blocks, self._given_up.is_set))
 
-def settle_movement(movement: Movement, pool: StatePool, rank: int) -> None:
-    """Every rank has its added copies: forget the dropped ones. Local."""
-    for change in movement.changes:
-        if change.rank == rank and change.kind == "drop":
-            pool.drop(change.block)
+    @property
+    def ready(self) -> bool:
+        """Whether what is left to move here is only the last steps' gradients. Raises what a thread ran into."""
+        self._raise_findings()
+        return all(part.ready for part in self._incoming) and all(part.ready for part in self._outgoing)
 
+    @property
+    def peers(self) -> tuple[int, ...]:
+        """Ranks this one sends to or receives from."""
+        sources = {part.receiver.source for part in self._incoming}
+        return tuple(sorted(sources | {part.sender.peer for part in self._outgoing}))
 
-def undo_movement(movement: Movement, pool: StatePool, rank: int) -> None:
-    """The generation ended first: forget the added copies, whole or half-finished. Local."""
-    for change in movement.changes:
-        if change.rank == rank and change.kind == "add" and change.block in pool:
-            pool.drop(change.block)
+    @property
+    def bytes_received(self) -> int:
+        """Bytes of state in the copies that have arrived here."""
+        return sum(copy.state.nbytes for copy in self.received.values())
 
+    @property
+    def received(self) -> dict[BlockKey, BlockCopy]:
+        """Copies taken in so far, uncounted."""
+        return {key: copy for part in self._incoming for key, copy in list(part.receiver.blocks.items())}
 
-def _unpack(state: torch.Tensor, blocks: Sequence[BlockKey], pool: StatePool, version: int) -> None:
-    for key, part in zip(blocks, state.split([3 * pool.block(key).numel for key in blocks]), strict=True):
-        master, exp_avg, exp_avg_sq = part.view(3, -1)
-        pool.put(key, master, version, exp_avg, exp_avg_sq)
+    def finish(self, version: int) -> None:
+        """Bring all added copies to ``version``, at a boundary. Raises ``CommError``, ``TransferError``."""
+        for leaving in self._outgoing:
+            leaving.finish(version)
+        for arriving in self._incoming:
+            arriving.thread.join()
+        self._raise_findings()
 
+    def abandon(self) -> None:
+        """Forget the movement: threads end by themselves, no copy counts. Idempotent, returns at once."""
+        self._given_up.set()
+        for part in self._outgoing:
+            part.sender.close()
 
-def _sealed(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    body = torch.cat([*parts, torch.empty(_DIGEST_WORDS)])
-    digest = bytearray.fromhex(tensor_hash(body[:-_DIGEST_WORDS]))
-    body[-_DIGEST_WORDS:].view(torch.uint8).copy_(torch.frombuffer(digest, dtype=torch.uint8))
-    return body
-
-
-def _opened(message: torch.Tensor) -> torch.Tensor:
-    body, seal = message[:-_DIGEST_WORDS], bytes(message[-_DIGEST_WORDS:].view(torch.uint8).tolist())
-    if bytes.fromhex(tensor_hash(body)) != seal:
-        raise RuntimeError("a state block arrived with another hash than it was sent with")
-    return body
+    def _raise_findings(self) -> None:
+        ends = [part.error for part in self._incoming] + [part.error for part in self._outgoing]
+        errors = [error for error in ends if error is not None]
+        for error in sorted(errors, key=lambda error: isinstance(error, CommError)):
+            raise error

@@ -14,24 +14,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from megatron.elastic.comm.errors import CommError, PeerLost
 from megatron.elastic.comm.fabric import EditReport, Fabric
 from megatron.elastic.config import ElasticConfig
 from megatron.elastic.control.membership import Decision, Membership
-from megatron.elastic.engine.assignment import Assignment
+from megatron.elastic.engine.basis import Basis, History
 from megatron.elastic.engine.buffers import Arena
 from megatron.elastic.engine.joining import NEWCOMER, newcomers
 from megatron.elastic.engine.movement import Movement
 from megatron.elastic.engine.nominal import Nominal
 from megatron.elastic.engine.report import Report, phase_is_over
-from megatron.elastic.engine.standing import Standing, stand, unit_groups
+from megatron.elastic.engine.standing import Standing, restand, stand, unit_groups
 from megatron.elastic.plan.choice import Choice
 from megatron.elastic.plan.model import Plan, Profile
 from megatron.elastic.state.layout import BlockKey, UnitLayout
 from megatron.elastic.state.ownership import rebalance
-from megatron.elastic.state.placement import Placement, Rules, promote_only
+from megatron.elastic.state.placement import Rules, promote_only
 from megatron.elastic.state.protocol import Resolution, resolve
 
 __all__ = ["Outcome", "Recovery", "StateLost"]
@@ -95,16 +95,12 @@ class Recovery:
         self,
         error: CommError,
         report: Report,
-        assignment: Assignment,
-        placement: Placement,
+        history: History,
         attempted: int,
-        moving_to: Placement | None = None,
     ) -> tuple[Standing, Outcome]:
         """One attempt. Raises ``CommError`` when a newer generation began meanwhile, :class:`StateLost`.
 
         ``attempted`` is the version that the step under way leads to.
-        ``moving_to`` is the placement that the present phase was moving copies
-        to: it is in force when the phase turns out to be over.
         """
         step, seconds = report.holdings.newest, dict[str, float]()
         if isinstance(error, PeerLost):
@@ -120,11 +116,9 @@ class Recovery:
         self.reach("in_recovery_edit", step)
         reports = {rank: Report.from_text(text) for rank, text in decision.reports.items() if text != NEWCOMER}
         over = phase_is_over(report.phase, reports)
-        if moving_to is not None and over:
-            placement = moving_to
-        promotion = promote_only(
-            placement, decision.members.keys(), unit_groups(assignment, self.layouts, decision.members)
-        )
+        basis = history.in_force([record for r in reports.values() for record in r.holdings.records])
+        placement, groups = basis.placement, unit_groups(basis.assignment, self.layouts, decision.members)
+        promotion = promote_only(placement, reports.keys(), groups)
         if promotion.lost:
             raise StateLost(step, promotion.lost)
         needed = {key: copies.ranks for key, copies in placement.copies.items()}
@@ -132,7 +126,7 @@ class Recovery:
         resolution = resolve({rank: r.holdings for rank, r in reports.items()}, needed, rows)
         if resolution.kind == "lost":
             raise StateLost(resolution.version, resolution.missing)
-        standing = self.stand(decision, assignment, promotion.placement)
+        standing = self.stand(decision, replace(basis, placement=promotion.placement))
         seconds["plan"] = time.monotonic() - started - seconds["decide"] - seconds["edit"]
         outcome = Outcome(
             decision=decision,
@@ -153,32 +147,43 @@ class Recovery:
         groups = unit_groups(standing.assignment, self.layouts, standing.living)
         rules = Rules(self.config.mirrors, self.config.scatter_width, self.domains)
         target, changes = rebalance(standing.placement, groups, rules)
-        return Movement(target, changes)
+        return Movement(replace(standing.basis, placement=target), changes)
 
-    def restand(self, standing: Standing, placement: Placement) -> Standing:
-        """The same generation and plan on another placement."""
-        return self._stand(standing.generation, standing.living, standing.assignment, placement, standing.plan)
+    def restand(
+        self, standing: Standing, basis: Basis, followers: Mapping[BlockKey, tuple[int, ...]] | None = None
+    ) -> Standing:
+        """The same generation on another basis; ``followers`` get gradients as mirrors do."""
+        if basis.assignment == standing.assignment:
+            rank = self.fabric.rank
+            return restand(standing, rank, basis, self.layouts, self.arena, self.fabric, followers or {})
+        plan = self.choose(basis.assignment.topology(standing.living), self.profile)
+        return self._stand(standing.generation, standing.living, basis, plan, followers)
 
-    def stand(self, decision: Decision, assignment: Assignment, placement: Placement) -> Standing:
+    def stand(self, decision: Decision, basis: Basis) -> Standing:
         """This rank's standing in a decided generation."""
         self.domains = failure_domains(decision)
-        plan = self.choose(assignment.topology(decision.members.keys()), self.profile)
-        return self._stand(decision.generation, tuple(decision.members), assignment, placement, plan)
+        plan = self.choose(basis.assignment.topology(decision.members.keys()), self.profile)
+        return self._stand(decision.generation, tuple(decision.members), basis, plan)
 
     def _stand(
-        self, generation: int, living: tuple[int, ...], assignment: Assignment, placement: Placement, plan: Plan
+        self,
+        generation: int,
+        living: tuple[int, ...],
+        basis: Basis,
+        plan: Plan,
+        followers: Mapping[BlockKey, tuple[int, ...]] | None = None,
     ) -> Standing:
-        self.arena.hold(assignment.units_of(self.fabric.rank))
+        self.arena.hold(basis.assignment.units_of(self.fabric.rank))
         return stand(
             self.fabric.rank,
             generation,
             living,
-            assignment,
-            placement,
+            basis,
             self.layouts,
             self.arena,
             self.fabric,
             plan,
+            followers or {},
         )
 
 

@@ -29,8 +29,6 @@ class Report:
     done: bool
     parameters: int
     """Version of the parameters; older than the state when a gather was cut short."""
-    movement: str = ""
-    """Digest of the placement being moved to in the present phase, if any."""
 
     def to_text(self) -> str:
         """One line of JSON."""
@@ -40,7 +38,6 @@ class Report:
                 "phase": self.phase,
                 "done": self.done,
                 "parameters": self.parameters,
-                "movement": self.movement,
             },
             separators=(",", ":"),
         )
@@ -54,7 +51,6 @@ class Report:
             int(raw["phase"]),
             bool(raw["done"]),
             int(raw["parameters"]),
-            str(raw["movement"]),
         )
 
 

@@ -114,7 +114,7 @@ class DatasetSource:
                 return iter([self._read(address, piece)])
             try:
                 return iter([next(self._loader)])
-            except (RuntimeError, StopIteration):
+            except (RuntimeError, OSError, StopIteration):
                 # A loader worker died (it is nobody's rank): read here, start workers anew next step.
                 self.close()
                 return iter([self._read(address, piece)])

@@ -9,20 +9,21 @@ generation; nothing in it is edited.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 import torch.distributed as dist
 
 from megatron.elastic.comm.fabric import BlockRange, Fabric
 from megatron.elastic.engine.assignment import Assignment
+from megatron.elastic.engine.basis import Basis
 from megatron.elastic.engine.buffers import Arena
 from megatron.elastic.plan.model import Cell, Plan
 from megatron.elastic.plan.planner import plan_hash
 from megatron.elastic.state.layout import BlockKey, StateBlock, UnitLayout
 from megatron.elastic.state.placement import Placement, UnitGroup
 
-__all__ = ["Span", "Standing", "block_index", "stand", "unit_groups"]
+__all__ = ["Span", "Standing", "block_index", "restand", "stand", "unit_groups"]
 
 UnitShard = tuple[int, int]
 
@@ -53,47 +54,94 @@ class Standing:
     """This rank's cell, ``None`` when the rank is parked."""
     position: int
     spans: tuple[Span, ...]
-    assignment: Assignment
-    placement: Placement
+    basis: Basis
     owned: tuple[StateBlock, ...]
     mirrored: tuple[StateBlock, ...]
     outgoing: Mapping[int, tuple[StateBlock, ...]]
-    """Mirror rank → owned blocks whose reduced gradient it is sent."""
+    """Rank → owned blocks whose reduced gradient it is sent: their mirrors, and copies about to go."""
     incoming: Mapping[int, tuple[StateBlock, ...]]
-    """Owner rank → blocks mirrored here."""
+    """Owner rank → blocks mirrored here, or about to go."""
+
+    @property
+    def placement(self) -> Placement:
+        """Who holds which copies."""
+        return self.basis.placement
+
+    @property
+    def assignment(self) -> Assignment:
+        """Which units each cell holds."""
+        return self.basis.assignment
 
 
 def stand(
     rank: int,
     generation: int,
     living: Iterable[int],
-    assignment: Assignment,
-    placement: Placement,
+    basis: Basis,
     layouts: Mapping[UnitShard, UnitLayout],
     arena: Arena,
     fabric: Fabric,
     plan: Plan,
+    followers: Mapping[BlockKey, tuple[int, ...]],
 ) -> Standing:
-    """``arena`` holds what ``assignment`` gives this rank; ``plan`` is the policy's answer to who is living."""
+    """``followers``: ranks that get gradients besides mirrors. ``arena`` holds what the basis gives this
+    rank; ``plan`` is the policy's answer to who is living.
+    """
     alive = tuple(sorted(living))
     cell = next((c for c in plan.cells if rank in c.ranks), None)
-    blocks = {block.key: block for layout in layouts.values() for block in layout.blocks}
-    owned = tuple(blocks[key] for key in placement.owned_by(rank))
-    mirrored = tuple(blocks[key] for key in placement.mirrored_by(rank))
-    return Standing(
+    bare = Standing(
         generation=generation,
         living=alive,
         plan=plan,
         plan_hash=plan_hash(plan),
         cell=cell,
-        position=assignment.nominal.place(rank)[0],
-        spans=_spans(rank, alive, assignment, placement, arena, fabric),
-        assignment=assignment,
-        placement=placement,
+        position=basis.assignment.nominal.place(rank)[0],
+        spans=_spans(rank, alive, basis, arena, fabric),
+        basis=basis,
+        owned=(),
+        mirrored=(),
+        outgoing={},
+        incoming={},
+    )
+    return _placed(bare, rank, layouts, followers)
+
+
+def restand(
+    standing: Standing,
+    rank: int,
+    basis: Basis,
+    layouts: Mapping[UnitShard, UnitLayout],
+    arena: Arena,
+    fabric: Fabric,
+    followers: Mapping[BlockKey, tuple[int, ...]],
+) -> Standing:
+    """The same generation, assignment and plan on another placement."""
+    spans = _spans(rank, standing.living, basis, arena, fabric)
+    return _placed(replace(standing, spans=spans, basis=basis), rank, layouts, followers)
+
+
+def _placed(
+    standing: Standing,
+    rank: int,
+    layouts: Mapping[UnitShard, UnitLayout],
+    followers: Mapping[BlockKey, tuple[int, ...]],
+) -> Standing:
+    """``standing`` with everything that follows from its placement and ``followers``."""
+    placement = standing.placement
+    blocks = {block.key: block for layout in layouts.values() for block in layout.blocks}
+    owned = tuple(blocks[key] for key in placement.owned_by(rank))
+    mirrored = tuple(blocks[key] for key in placement.mirrored_by(rank))
+    followed = tuple(blocks[key] for key, ranks in followers.items() if rank in ranks)
+    return replace(
+        standing,
         owned=owned,
         mirrored=mirrored,
-        outgoing=_by_peer((peer, block) for block in owned for peer in placement.copies[block.key].mirrors),
-        incoming=_by_peer((placement.owner(block.key), block) for block in mirrored),
+        outgoing=_by_peer(
+            (peer, block)
+            for block in owned
+            for peer in (*placement.copies[block.key].mirrors, *followers.get(block.key, ()))
+        ),
+        incoming=_by_peer((placement.owner(block.key), block) for block in (*mirrored, *followed)),
     )
 
 
@@ -105,8 +153,9 @@ def _by_peer(pairs: Iterable[tuple[int, StateBlock]]) -> dict[int, tuple[StateBl
 
 
 def _spans(
-    rank: int, living: tuple[int, ...], assignment: Assignment, placement: Placement, arena: Arena, fabric: Fabric
+    rank: int, living: tuple[int, ...], basis: Basis, arena: Arena, fabric: Fabric
 ) -> tuple[Span, ...]:
+    assignment, placement = basis.assignment, basis.placement
     shard = assignment.nominal.place(rank)[0]
     groups = assignment.state_groups()
     alive = frozenset(living)

@@ -237,7 +237,7 @@ class StepBody:
             if layouts[block.unit, block.shard].counts_in_norm(block)
         }
         tally.overflows = sum(not math.isfinite(square) for square in squares.values())
-        tally.plan = plan_digest(self._standing.plan_hash)
+        tally.plan = plan_digest(self._standing.plan_hash, self._standing.basis.digest)
 
     def vote(self, layout: VoteLayout, tally: Tally) -> Tally:
         """The sum over all living ranks. Raises ``RuntimeError`` when plans or ledgers disagree."""
@@ -248,8 +248,8 @@ class StepBody:
         total = layout.unpack(vector)
         if total.voters != len(self._standing.living):
             raise RuntimeError(f"{total.voters} of {len(self._standing.living)} ranks voted")
-        if total.plan != plan_digest(self._standing.plan_hash) * total.voters:
-            raise RuntimeError("ranks disagree about the plan of this generation")
+        if total.plan != tally.plan * total.voters:
+            raise RuntimeError("ranks disagree about the plan of this generation or about who holds which state")
         return total
 
     def _zeros(self) -> int:

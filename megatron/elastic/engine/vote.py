@@ -37,7 +37,8 @@ class _Slot(IntEnum):
     PLAN = 6
     JOINS = 7
     DRAINS = 8
-    SIZE = 9
+    READY = 9
+    SIZE = 10
 
 
 @dataclass
@@ -58,6 +59,8 @@ class Tally:
     """Voters that know of a newcomer waiting to be admitted."""
     drains: int = 0
     """Voters that were asked to save and leave."""
+    ready: int = 0
+    """Voters whose part in the movement under way is all but done."""
     report: dict[str, tuple[float, float]] = field(default_factory=dict)
     rows: tuple[int, ...] = ()
     """Rows behind ``samples``, ascending; not part of the vector, reported if the vote is cut short."""
@@ -80,7 +83,7 @@ class VoteLayout:
         vector = torch.zeros(self.size, dtype=torch.float64)
         counters = (
             tally.voters, tally.tokens, tally.overflows, tally.zeros, tally.samples, tally.ledger, tally.plan,
-            tally.joins, tally.drains,
+            tally.joins, tally.drains, tally.ready,
         )  # fmt: skip
         vector[: _Slot.SIZE] = torch.tensor(counters, dtype=torch.float64)
         at = {key: _Slot.SIZE + i for i, key in enumerate(self.blocks)}
@@ -107,6 +110,7 @@ class VoteLayout:
             plan=int(values[_Slot.PLAN]),
             joins=int(values[_Slot.JOINS]),
             drains=int(values[_Slot.DRAINS]),
+            ready=int(values[_Slot.READY]),
             report={
                 key: (values[start + 2 * i], values[start + 2 * i + 1]) for i, key in enumerate(self.report_keys)
             },
@@ -118,9 +122,9 @@ def ledger_digest(samples: Iterable[int]) -> int:
     return sum(_digest(sample) for sample in samples)
 
 
-def plan_digest(plan_hash: str) -> int:
-    """A plan's hash, short enough for a slot."""
-    return int(plan_hash[:10], 16) % _MODULUS
+def plan_digest(plan_hash: str, basis: str) -> int:
+    """The hashes of a plan and of what state it runs on, short enough for a slot."""
+    return int(hashlib.blake2b(f"{plan_hash}|{basis}".encode(), digest_size=5).hexdigest(), 16) % _MODULUS
 
 
 def _digest(sample: int) -> int:

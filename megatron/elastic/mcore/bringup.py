@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -24,6 +24,7 @@ from megatron.elastic.control import env
 from megatron.elastic.control.client import WorkerMembership
 from megatron.elastic.control.membership import Activity, Decision
 from megatron.elastic.engine.assignment import Assignment
+from megatron.elastic.engine.basis import Basis
 from megatron.elastic.engine.buffers import Arena
 from megatron.elastic.engine.catalog import build_layouts, exchange_catalog
 from megatron.elastic.engine.engine import Engine
@@ -35,7 +36,7 @@ from megatron.elastic.engine.recovery import Outcome, Recovery, failure_domains
 from megatron.elastic.engine.settings import Settings
 from megatron.elastic.engine.standing import Standing, block_index, unit_groups
 from megatron.elastic.engine.transaction import Tools
-from megatron.elastic.mcore.narrate import narrate_step
+from megatron.elastic.mcore.narrate import narrate_movement, narrate_step
 from megatron.elastic.observe.events import EventLog
 from megatron.elastic.observe.phases import PhaseTimer
 from megatron.elastic.plan.choice import Choice, choice_named
@@ -43,7 +44,7 @@ from megatron.elastic.plan.model import Profile
 from megatron.elastic.plan.planner import uniform_profile
 from megatron.elastic.state.layout import UnitLayout
 from megatron.elastic.state.ownership import initial
-from megatron.elastic.state.placement import Placement, Rules
+from megatron.elastic.state.placement import Rules
 from megatron.elastic.state.pool import StatePool
 from megatron.elastic.state.record import StepRecord
 
@@ -136,8 +137,10 @@ def found(links: Links, job: Job) -> Engine:
     assignment = Assignment.at_launch(job.nominal)
     groups = unit_groups(assignment, layouts, links.decision.members)
     rules = Rules(job.config.mirrors, job.config.scatter_width, failure_domains(links.decision))
-    record = StepRecord.initial(job.settings.hyper)
-    engine = _assemble(links, job, links.decision, layouts, assignment, initial(groups, rules), record)
+    basis = Basis(initial(groups, rules), assignment)
+    record = replace(StepRecord.initial(job.settings.hyper), placement=basis.digest)
+    engine = _assemble(links, job, links.decision, layouts, basis, record)
+    engine.history.confirm(basis)
     engine.adopt_parameters()
     return engine
 
@@ -153,9 +156,7 @@ def join(links: Links, job: Job) -> tuple[Engine, Welcome]:
             fabric.edit(decision.generation, decision.members, timeout)
             welcome = receive_welcome(fabric, decision)
             layouts = build_layouts(welcome.catalog, job.config.block_bytes)
-            engine = _assemble(
-                links, job, decision, layouts, welcome.assignment, welcome.placement_of(), welcome.record
-            )
+            engine = _assemble(links, job, decision, layouts, welcome.basis, welcome.record)
             engine.joined(welcome)
             links.events.generation = decision.generation
             return engine, welcome
@@ -165,13 +166,7 @@ def join(links: Links, job: Job) -> tuple[Engine, Welcome]:
 
 
 def _assemble(
-    links: Links,
-    job: Job,
-    decision: Decision,
-    layouts: Layouts,
-    assignment: Assignment,
-    placement: Placement,
-    record: StepRecord,
+    links: Links, job: Job, decision: Decision, layouts: Layouts, basis: Basis, record: StepRecord
 ) -> Engine:
     fabric, rank = links.fabric, links.fabric.rank
     shard = job.nominal.place(rank)[0]
@@ -203,11 +198,12 @@ def _assemble(
         tools=tools,
         recovery=recovery,
         record=record,
-        standing=recovery.stand(decision, assignment, placement),
+        standing=recovery.stand(decision, basis),
         injector=links.injector,
         timer=timer,
         blocks=block_index(layouts),
         on_settled=job.on_settled,
         on_step=lambda *facts: narrate_step(links.events, *facts),
+        on_moved=lambda *facts: narrate_movement(links.events, *facts),
         host_state=job.host_state,
     )

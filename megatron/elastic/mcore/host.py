@@ -269,6 +269,7 @@ class Host:
     def _leave(self, code: int, why: str) -> NoReturn:
         """End this rank on purpose, with one line from whoever speaks."""
         assert self._links is not None
+        self.engine.close()
         living = self.engine.recovery.members or self.engine.standing.living
         if living[0] == self._links.fabric.rank:
             print(why, flush=True)
@@ -408,6 +409,8 @@ class Host:
         @functools.wraps(original)
         def replacement(*args: Any, **kwargs: Any) -> Any:
             result = original(*args, **kwargs)
+            if self._engine is not None:
+                self._engine.close()
             if self._links is not None:
                 self._links.membership.finish(0)
             return result

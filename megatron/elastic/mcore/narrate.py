@@ -6,19 +6,21 @@ the field's words.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 
 from megatron.elastic.control.membership import Loss
 from megatron.elastic.engine.engine import Engine
+from megatron.elastic.engine.movement import Moved
 from megatron.elastic.engine.nominal import Nominal
 from megatron.elastic.engine.recovery import Outcome
 from megatron.elastic.engine.source import StepAddress
 from megatron.elastic.engine.standing import Standing
-from megatron.elastic.observe.events import EventLog, Generation, Phases, Plan, RankLost, Recovery, Step
+from megatron.elastic.observe.events import EventLog, Generation, Movement, Phases, Plan, RankLost, Recovery, Step
 from megatron.elastic.observe.summary import loss_lines, recovery_line
 from megatron.elastic.plan import model
 
-__all__ = ["narrate", "narrate_step"]
+__all__ = ["narrate", "narrate_movement", "narrate_step"]
 
 _OUTCOMES = {"roll_forward": "rolled forward", "revote": "voted again", "rerun": "re-run"}
 
@@ -103,6 +105,22 @@ def narrate_step(
             attempts=max(1, engine.attempts),
             ledger=record.ledger_hash,
             computed=engine.computed,
+        )
+    )
+
+
+def narrate_movement(events: EventLog, engine: Engine, moved: Moved) -> None:
+    """Record copies of state that have changed place."""
+    kinds = Counter(change.kind for change in moved.movement.changes)
+    events.write(
+        Movement(
+            step=engine.record.version,
+            added=kinds["add"],
+            promoted=kinds["promote"],
+            dropped=kinds["drop"],
+            bytes_received=moved.bytes_received,
+            background_seconds=moved.background,
+            stall_seconds=moved.stall,
         )
     )
 

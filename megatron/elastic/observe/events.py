@@ -32,6 +32,7 @@ __all__ = [
     "Event",
     "EventLog",
     "Generation",
+    "Movement",
     "Phases",
     "Plan",
     "RankLost",
@@ -121,6 +122,24 @@ class Recovery(Event):
 
 
 @dataclass(frozen=True)
+class Movement(Event):
+    """Copies of state that changed place while steps went on, as one rank saw it."""
+
+    kind: ClassVar[str] = "movement"
+    step: int
+    """The last step before the new placement."""
+    added: int
+    promoted: int
+    dropped: int
+    bytes_received: int
+    """State bytes that came to this rank in added copies."""
+    background_seconds: float
+    """From the first byte to the boundary at which the copies count."""
+    stall_seconds: float
+    """What this rank waited at that boundary."""
+
+
+@dataclass(frozen=True)
 class Certificate(Event):
     """Outcome of a certificate: what was checked, over how much, how long it took."""
 
@@ -182,7 +201,7 @@ class SlowRank(Event):
 
 EVENT_KINDS: Mapping[str, type[Event]] = {
     event.kind: event
-    for event in (Generation, RankLost, Plan, Phases, Recovery, Certificate, Step, Substitution, SlowRank)
+    for event in (Generation, RankLost, Plan, Phases, Recovery, Movement, Certificate, Step, Substitution, SlowRank)
 }
 
 

@@ -85,14 +85,14 @@ class _Header:
 
     @classmethod
     def unpack(cls, raw: torch.Tensor) -> _Header:
-        kind, unit, shard, index, *rest = json.loads(bytes(raw.tolist()).rstrip(b"\0"))
+        kind, unit, shard, index, *rest = json.loads(raw.numpy().tobytes().rstrip(b"\0"))
         return cls(kind, (unit, shard, index), *rest)
 
 
 def _padded(text: bytes, length: int) -> torch.Tensor:
     if len(text) > length:
         raise ValueError(f"message of {len(text)} bytes does not fit {length}")
-    return torch.tensor(list(text.ljust(length, b"\0")), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(text.ljust(length, b"\0")), dtype=torch.uint8)
 
 
 _Step = tuple[StepRecord, torch.Tensor | None]
@@ -236,7 +236,7 @@ class BlockReceiver:
         elif header.kind == "record":
             text = torch.empty(header.length, dtype=torch.uint8)
             self._channel.recv(self.source, self._tag, text)
-            self._records = {header.version: StepRecord.from_json(bytes(text.tolist()).decode())}
+            self._records = {header.version: StepRecord.from_json(text.numpy().tobytes().decode())}
         elif header.kind == "step":
             self._step(header)
         else:
