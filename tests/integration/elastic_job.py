@@ -59,19 +59,20 @@ class JobResult:
 
 def elastic_job(
     folder: Path, world: int, tensor: int, pipeline: int, iterations: int, *flags: str, comm: str = "elastic",
-    seconds: float = 240.0, launch: tuple[str, ...] = (),
+    seconds: float = 240.0, launch: tuple[str, ...] = (), script: Path = ROOT / "pretrain_gpt.py",
+    environment: dict[str, str] | None = None,
 ) -> JobResult:
     """One job of ``world`` ranks; events go to ``folder``."""
     command = [
         sys.executable, "-m", "megatron.elastic.launch", "--nproc-per-node", str(world), *launch,
-        str(ROOT / "pretrain_gpt.py"), *MODEL,
+        str(script), *MODEL,
         "--tensor-model-parallel-size", str(tensor), "--pipeline-model-parallel-size", str(pipeline),
         "--train-iters", str(iterations), "--elastic", "--elastic-comm", comm,
         "--elastic-event-log", str(folder), *flags,
     ]  # fmt: skip
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    variables = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(environment or {})}
     done = subprocess.run(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        command, cwd=ROOT, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         timeout=seconds, check=False,
     )  # fmt: skip
     return JobResult(done.returncode, done.stdout, read_events(folder) if folder.is_dir() else [])

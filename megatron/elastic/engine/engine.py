@@ -10,8 +10,8 @@ healthy is restarted.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
@@ -19,6 +19,15 @@ import torch.distributed as dist
 
 from megatron.elastic.comm.errors import CommError, GenerationChanged
 from megatron.elastic.engine.basis import Basis, History
+from megatron.elastic.engine.certificates import (
+    Transition,
+    Verdict,
+    examine,
+    examine_memory,
+    looked_at,
+    name_disputes,
+    statement,
+)
 from megatron.elastic.engine.inject import Injector
 from megatron.elastic.engine.joining import Welcome, send_welcome
 from megatron.elastic.engine.movement import Moved, Movement, Streams
@@ -31,10 +40,10 @@ from megatron.elastic.engine.standing import Standing
 from megatron.elastic.engine.transaction import StepBody, StepInput, Tools
 from megatron.elastic.engine.vote import Tally, VoteLayout, ledger_digest
 from megatron.elastic.observe.phases import PhaseTimer
+from megatron.elastic.state.certificate import CertificateError
 from megatron.elastic.state.layout import BlockKey
 from megatron.elastic.state.record import GradientKey, StepRecord, Vote, advance
 from megatron.elastic.state.transfer import commit, prune, retire
-from megatron.elastic.state.verify import Corruption, compare, fingerprints
 
 __all__ = ["Engine", "NotFinite", "SilentCorruption"]
 
@@ -58,6 +67,10 @@ def _unheard(engine: Engine, address: StepAddress, seconds: float, phases: Mappi
 
 
 def _unmoved(engine: Engine, moved: Moved) -> None:
+    return None
+
+
+def _unproved(engine: Engine, verdict: Verdict) -> None:
     return None
 
 
@@ -102,6 +115,8 @@ class Engine:
     """Samples computed in the newest step: fewer than consumed where the policy lets the batch shrink."""
     on_moved: Callable[[Engine, Moved], None] = _unmoved
     """Told of every finished movement."""
+    on_verdict: Callable[[Engine, Verdict], None] = _unproved
+    """Told how every certificate ended, before a failed one is raised."""
     history: History = field(default_factory=History)
     """Placements that may be in force after a loss."""
     _attempt: _Attempt | None = None
@@ -117,6 +132,9 @@ class Engine:
     _leaving: Movement | None = None
     """A movement whose new placement no vote has confirmed yet: old copies are still here."""
     _movements: int = 0
+    """Begun in this generation."""
+    _abandoned: list[Streams] = field(default_factory=list)
+    """Kept until the next edit has made sure that nobody writes into their buffers."""
     _zeros: int = 0
     _keys: tuple[str, ...] = ()
     _keys_of: int = -1
@@ -149,6 +167,8 @@ class Engine:
                 self.tools.pool.put(block.key, master, record.version, exp_avg, exp_avg_sq)
             self.tools.pool.start(record)
         self.share_state()
+        everything = [block.key for layout in self.recovery.layouts.values() for block in layout.blocks]
+        self._certify("start" if units is None else "load", everything)
 
     def export_state(self) -> dict[int, torch.Tensor]:
         """Whole state of every held unit, fp32 ``[3, numel]``. Collective."""
@@ -284,24 +304,30 @@ class Engine:
         if self._unsettled and self._streams is None:
             self.move(self.recovery.movement(self.standing))
             self._unsettled = False
-        interval = self.recovery.config.verify_interval
-        if interval and self.record.version and self.record.version % interval == 0:
-            self._verify()
 
-    def _verify(self) -> None:
-        """Compare every copy with its owner's; raises :class:`SilentCorruption` naming blocks and ranks."""
+    # -- proofs ----------------------------------------------------------------------
 
-        def body() -> tuple[Corruption, ...]:
-            tables: list[Any] = [None] * self.tools.fabric.slots
-            mine = fingerprints(self.tools.pool, tuple(self.tools.pool))
-            dist.all_gather_object(tables, mine, group=self.tools.fabric.world)
-            present = {rank: tables[rank] for rank in self.standing.living}
-            return compare(present, self.standing.placement)
+    def _certify(self, transition: Transition, moved: Iterable[BlockKey]) -> None:
+        """Have everybody compare what all hold and will do. Collective; raises ``CertificateError``."""
+        contents = looked_at(self.recovery.layouts, moved, self.record.version)
+        mine = statement(self.tools, self.standing, self.record, self.parameters, contents)
+        verdict = examine(self.tools, self.standing, self.recovery.groups(self.standing), mine, transition)
+        self.on_verdict(self, verdict)
+        if verdict.findings:
+            raise CertificateError(verdict.findings)
 
-        with self.timer.phase("verify"):
-            found = self.fenced(body)
-        if found:
-            raise SilentCorruption(f"step {self.record.version}: " + "; ".join(map(str, found)))
+    def _examine_memory(self, body: StepBody) -> None:
+        """Copies made alike differ: find out who is wrong, and go on without that copy; it is made anew."""
+        changes, verdict = examine_memory(self.tools, self.standing, self.record, body.disputes)
+        self.on_verdict(self, verdict)
+        if not changes:
+            raise SilentCorruption(f"step {self.record.version}: " + "; ".join(verdict.findings))
+        for change in changes:
+            if change.kind == "drop" and change.rank == self.tools.fabric.rank:
+                self.tools.pool.condemn(change.block)
+        self._forget_movement()
+        self._stand_on(replace(self.standing.basis, placement=self.standing.placement.apply(changes)), {})
+        self._unsettled = True
 
     # -- copies that change place ---------------------------------------------------
 
@@ -329,13 +355,14 @@ class Engine:
                 streams.finish(version)
                 movement = streams.movement
                 commit(self.tools.pool, movement.changes, streams.received, version)
+                streams.abandon()
+                self._streams, self._leaving = None, movement
+                self._stand_on(movement.target, movement.followers())
+                self._certify("movement", {change.block for change in movement.changes if change.kind != "drop"})
                 self.injector.reach("in_movement_switch", version)
             except CommError as error:
                 self._recover(error)
                 return
-            streams.abandon()
-            self._streams, self._leaving = None, movement
-            self._stand_on(movement.target, movement.followers())
         stall = time.monotonic() - began
         self.on_moved(self, Moved(movement, streams.bytes_received, began - streams.began, stall))
 
@@ -346,16 +373,23 @@ class Engine:
     def _confirm(self) -> None:
         """A vote was taken under the present placement: copies it does not name go."""
         self.history.confirm(self.standing.basis)
+        self.tools.pool.absolve()
         movement, self._leaving = self._leaving, None
         if movement is not None:
             retire(self.tools.pool, movement.changes)
             self._stand_on(movement.target, {})
 
+    def flip_bit(self, copy: str, tensor: str) -> None:
+        """Damage the first block this rank owns (``copy`` "owner") or mirrors (fault injection)."""
+        blocks = self.standing.owned if copy == "owner" else self.standing.mirrored
+        self.tools.pool.flip_bit(blocks[0].key, tensor)
+
     def _forget_movement(self) -> None:
         """The generation ends: what is under way is begun anew in the next one, or not at all."""
         if self._streams is not None:
             self._streams.abandon()
-        self._streams, self._leaving, self._switching, self._movements = None, None, False, 0
+            self._abandoned.append(self._streams)
+        self._streams, self._leaving, self._switching = None, None, False
 
     def close(self) -> None:
         """This rank leaves: stop what runs in the background. Idempotent."""
@@ -369,7 +403,7 @@ class Engine:
 
     def _steps(self) -> StepBody:
         if self._body is None:
-            self._body = StepBody(self.tools, self.standing)
+            self._body = StepBody(self.tools, self.standing, self.recovery.config.verify_interval)
         return self._body
 
     def _commit(self, work: StepInput) -> None:
@@ -402,6 +436,10 @@ class Engine:
             layout = VoteLayout(self.blocks, self._report_keys(attempt.tally.report))
             self.injector.reach("before_vote", step)
             total = body.vote(layout, attempt.tally)
+        if total.disputes:
+            verdict = name_disputes(self.tools, self.standing, self.record, body.disputes)
+            self.on_verdict(self, verdict)
+            raise CertificateError(verdict.findings)
         check_ledger(total, address, step, attempt.skipped)
         settings = self.tools.settings
         if total.overflows and settings.check_finite:
@@ -424,6 +462,8 @@ class Engine:
         self._admitting, self.draining = total.joins == total.voters, total.drains == total.voters
         self._switching = total.ready == total.voters
         self._confirm()
+        if total.suspects:
+            self._examine_memory(body)
         self.injector.reach("after_vote", step)
 
     def _finish(self) -> None:
@@ -480,6 +520,8 @@ class Engine:
                     self.history,
                     self.present_step if self.in_step else self.record.version + 1,
                 )
+                self._abandoned.clear()
+                self._movements = 0
                 self.standing, self._body, self._unsettled = standing, None, True
                 self.injector.reach("in_recovery_promote", self.record.version)
                 self._settle(outcome)
@@ -510,6 +552,7 @@ class Engine:
         self._steps().gather(self.record.version)
         self._catching_up = False
         self.parameters = self.record.version
+        self._certify("join", self.blocks)
 
     def _settle(self, outcome: Outcome) -> None:
         """Bring every survivor to the same version, with parameters to match."""
@@ -537,6 +580,10 @@ class Engine:
                 self._finish()
         finally:
             self._catching_up = False
+        if outcome.newcomers:
+            self._certify("join", self.blocks)
+        else:
+            self._certify("recovery", outcome.promoted)
 
 
 def check_ledger(total: Tally, address: StepAddress, step: int, skipped: Sequence[int] = ()) -> None:

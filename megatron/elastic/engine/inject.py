@@ -10,12 +10,14 @@ Grammar of ``--elastic-inject``::
     raise:rank=1,step=2,point=mid_forward,nth=3 an exception, at the third time this step gets there
     oom:rank=1,step=2                           an allocation no machine can serve
     delay:rank=1,step=3|4,seconds=0.5           sleeps: a straggler
+    flip:rank=2,step=6,point=after_gather,copy=mirror,tensor=exp_avg
+                                                one bit of a state block this rank owns or mirrors
     random:seed=7,rate=0.001                    each rank, each step, with this probability
 
 ``|`` separates alternatives. Left out: ``rank`` is every rank, ``step`` every step,
 ``point`` is before_step, ``nth`` 1, ``count`` 1 (how often in one process; 0: no limit),
 ``incarnation`` the first life of a rank (``*``: every life). ``random`` also takes
-``kinds=kill|stop`` and ``points=...``.
+``kinds=kill|stop`` and ``points=...``. ``copy`` is owner (or mirror), ``tensor`` master, exp_avg or exp_avg_sq.
 
 Invariant: a seed decides everything, per (rank, incarnation, step), so a run can be
 repeated and no two processes need talk about it. Without faults, a point costs one test.
@@ -31,7 +33,7 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -80,7 +82,9 @@ KILL_POINTS: Mapping[str, str] = MappingProxyType(
 STEP_POINTS: tuple[str, ...] = tuple(list(KILL_POINTS)[: list(KILL_POINTS).index("between_steps")])
 """The points that every undisturbed step passes, in order."""
 
-_KINDS = ("kill", "stop", "exit", "raise", "oom", "delay", "random")
+_KINDS = ("kill", "stop", "exit", "raise", "oom", "delay", "flip", "random")
+_COPIES = ("owner", "mirror")
+_TENSORS = ("master", "exp_avg", "exp_avg_sq")
 _FIELDS = {
     "rank": _KINDS,
     "step": tuple(kind for kind in _KINDS if kind != "random"),
@@ -90,6 +94,8 @@ _FIELDS = {
     "incarnation": _KINDS,
     "code": ("exit",),
     "seconds": ("delay",),
+    "copy": ("flip",),
+    "tensor": ("flip",),
     "seed": ("random",),
     "rate": ("random",),
     "kinds": ("random",),
@@ -117,6 +123,8 @@ class Fault:
     seed: int = 0
     rate: float = 0.0
     kinds: tuple[str, ...] = ("kill",)
+    copy: str = "owner"
+    tensor: str = "master"
 
 
 def _refuse(why: str) -> ConfigError:
@@ -177,6 +185,10 @@ def _with_field(fault: Fault, field: str, text: str) -> Fault:
             if code > 255:
                 raise _refuse(f"code={code} must be 255 or less")
             return replace(fault, code=code)
+        case "copy":
+            return replace(fault, copy=_names("copy", text, _COPIES)[0])
+        case "tensor":
+            return replace(fault, tensor=_names("tensor", text, _TENSORS)[0])
         case "seed":
             return replace(fault, seed=_whole(field, text))
         case "rate":
@@ -216,6 +228,10 @@ def parse(text: str | None) -> tuple[Fault, ...]:
     return tuple(_parse_one(part.strip()) for part in (text or "").split(";") if part.strip())
 
 
+def _nothing_to_flip(copy: str, tensor: str) -> None:
+    raise InjectedFault("flip: this process holds no state yet")
+
+
 class Injector:
     """Carries out a fault script in one process.
 
@@ -239,6 +255,8 @@ class Injector:
         self._fired: Counter[Fault] = Counter()
         self._reached: Counter[tuple[int, str]] = Counter()
         self._drawn: dict[tuple[Fault, int], Fault | None] = {}
+        self.flip: Callable[[str, str], None] = _nothing_to_flip
+        """Flips one bit of a block: (copy, tensor). Set by whoever holds the state."""
 
     def reach(self, point: str, step: int) -> None:
         """The process is at ``point`` of ``step``. Returns, unless the script wants otherwise.
@@ -284,6 +302,8 @@ class Injector:
                 os.kill(os.getpid(), signal.SIGSTOP)
             case "exit":
                 os._exit(fault.code)  # as a crashing library would: no handlers run
+            case "flip":
+                self.flip(fault.copy, fault.tensor)
             case "raise":
                 raise InjectedFault(line)
             case _:

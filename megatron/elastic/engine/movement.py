@@ -144,7 +144,7 @@ class Streams:
         self._given_up = threading.Event()
         self._incoming: list[_Incoming] = []
         self._outgoing: list[_Outgoing] = []
-        channel = FabricChannel(fabric, number, self._given_up.is_set)
+        self._channel = channel = FabricChannel(fabric, number, self._given_up.is_set)
         for (source, destination), blocks in movement.adds().items():
             if destination == fabric.rank:
                 self._incoming.append(_Incoming(BlockReceiver(pool, channel, source), blocks))
@@ -183,7 +183,10 @@ class Streams:
         self._raise_findings()
 
     def abandon(self) -> None:
-        """Forget the movement: threads end by themselves, no copy counts. Idempotent, returns at once."""
+        """Forget the movement: threads end by themselves, no copy counts. Idempotent, returns at once.
+
+        Keep this object until the next edit: messages under way still use its buffers.
+        """
         self._given_up.set()
         for part in self._outgoing:
             part.sender.close()

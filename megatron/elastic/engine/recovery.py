@@ -31,7 +31,7 @@ from megatron.elastic.plan.choice import Choice
 from megatron.elastic.plan.model import Plan, Profile
 from megatron.elastic.state.layout import BlockKey, UnitLayout
 from megatron.elastic.state.ownership import rebalance
-from megatron.elastic.state.placement import Rules, promote_only
+from megatron.elastic.state.placement import Rules, UnitGroup, promote_only
 from megatron.elastic.state.protocol import Resolution, resolve
 
 __all__ = ["Outcome", "Recovery", "StateLost"]
@@ -64,7 +64,7 @@ class Outcome:
     lost_steps: int
     """Steps that some survivor knew to be committed and that could not be kept."""
     oldest_parameters: int
-    promoted: int
+    promoted: tuple[BlockKey, ...]
     """Blocks that changed owner."""
     seconds: Mapping[str, float]
     edit: EditReport
@@ -118,7 +118,8 @@ class Recovery:
         over = phase_is_over(report.phase, reports)
         basis = history.in_force([record for r in reports.values() for record in r.holdings.records])
         placement, groups = basis.placement, unit_groups(basis.assignment, self.layouts, decision.members)
-        promotion = promote_only(placement, reports.keys(), groups)
+        torn = [(key, rank) for rank, r in reports.items() for key in r.holdings.torn]
+        promotion = promote_only(placement, reports.keys(), groups, torn)
         if promotion.lost:
             raise StateLost(step, promotion.lost)
         needed = {key: copies.ranks for key, copies in placement.copies.items()}
@@ -136,15 +137,19 @@ class Recovery:
             lost_steps=_lost_steps(reports, resolution),
             step_committed=resolution.kind != "revote" and resolution.version >= attempted,
             oldest_parameters=-1 if newcomers(decision) else min(r.parameters for r in reports.values()),
-            promoted=len(promotion.transitions),
+            promoted=tuple(change.block for change in promotion.transitions),
             seconds=seconds,
             edit=edit,
         )
         return standing, outcome
 
+    def groups(self, standing: Standing) -> tuple[UnitGroup, ...]:
+        """Living holders of every (unit, shard) that has any."""
+        return unit_groups(standing.assignment, self.layouts, standing.living)
+
     def movement(self, standing: Standing) -> Movement:
         """What balance and redundancy ask for, among those who are here."""
-        groups = unit_groups(standing.assignment, self.layouts, standing.living)
+        groups = self.groups(standing)
         rules = Rules(self.config.mirrors, self.config.scatter_width, self.domains)
         target, changes = rebalance(standing.placement, groups, rules)
         return Movement(replace(standing.basis, placement=target), changes)

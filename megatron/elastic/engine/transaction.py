@@ -29,6 +29,7 @@ from megatron.elastic.engine.buffers import Arena
 from megatron.elastic.engine.dropout import DropoutKey, dropout_scope
 from megatron.elastic.engine.executor import Executor, PassResult, Work
 from megatron.elastic.engine.port import ForwardStep, ModelPort
+from megatron.elastic.engine.seals import SEAL_SLOTS, Disputes, disputes, seals
 from megatron.elastic.engine.settings import Settings
 from megatron.elastic.engine.source import SampleSource, StepAddress
 from megatron.elastic.engine.standing import Standing
@@ -73,9 +74,11 @@ class StepInput:
 class StepBody:
     """The phases of steps within one generation."""
 
-    def __init__(self, tools: Tools, standing: Standing) -> None:
+    def __init__(self, tools: Tools, standing: Standing, verify_interval: int = 0) -> None:
         self._tools = tools
+        self._verify_interval = verify_interval
         self._standing = standing
+        self.disputes = Disputes()
         self._transport = BoundaryTransport(
             tools.fabric.group("pipeline", range(tools.fabric.slots)), lambda peer: tools.publish("pipeline", (peer,))
         )
@@ -151,24 +154,33 @@ class StepBody:
             tools.pool.retain(block.key, self.key(step), gradient)
 
     def ship(self, step: int) -> None:
-        """Reduced blocks from owners to mirrors."""
-        tools, key = self._tools, self.key(step)
-        self._exchange(
-            lambda block: tools.arena.unit_gradients(block.unit)[block.start : block.stop],
-            lambda block, gradient: tools.pool.retain(block.key, key, gradient),
-            width=1,
-            tag=_SHIP_TAG + (step & 0xFF),
-        )
+        """Reduced blocks from owners to mirrors, each with a seal; ``disputes`` has what does not match."""
+        tools, gradient_key, interval = self._tools, self.key(step), self._verify_interval
+        pool, self.disputes = tools.pool, Disputes()
+
+        def pack(blocks: tuple[StateBlock, ...]) -> torch.Tensor:
+            parts = [tools.arena.unit_gradients(block.unit)[block.start : block.stop] for block in blocks]
+            return torch.cat([*parts, seals(pool, [block.key for block in blocks], gradient_key, interval)])
+
+        def unpack(blocks: tuple[StateBlock, ...], parts: tuple[torch.Tensor, ...], sealed: torch.Tensor) -> None:
+            for block, gradient in zip(blocks, parts, strict=True):
+                pool.retain(block.key, gradient_key, gradient)
+            self.disputes.add(disputes(pool, [block.key for block in blocks], gradient_key, interval, sealed))
+
+        self._exchange(pack, unpack, 1, SEAL_SLOTS, _SHIP_TAG + (step & 0xFF))
 
     def share(self, version: int) -> None:
         """Whole state (master and moments) from owners to mirrors, as after a start or a load."""
         pool = self._tools.pool
+
+        def unpack(blocks: tuple[StateBlock, ...], parts: tuple[torch.Tensor, ...], _: torch.Tensor) -> None:
+            for block, state in zip(blocks, parts, strict=True):
+                _put(pool, block, state, version)
+
         self._exchange(
-            lambda block: pool.get(block.key).state.reshape(-1),
-            lambda block, state: _put(pool, block, state, version),
-            width=3,
-            tag=_SHIP_TAG + 0x100,
-        )
+            lambda blocks: torch.cat([pool.get(block.key).state.reshape(-1) for block in blocks]),
+            unpack, 3, 0, _SHIP_TAG + 0x100,
+        )  # fmt: skip
 
     def collect(self) -> torch.Tensor:
         """Whole state of every held unit from its owners: fp32 ``[3, elements of the arena]``. Collective."""
@@ -185,27 +197,28 @@ class StepBody:
 
     def _exchange(
         self,
-        value: Callable[[StateBlock], torch.Tensor],
-        sink: Callable[[StateBlock, torch.Tensor], None],
+        pack: Callable[[tuple[StateBlock, ...]], torch.Tensor],
+        unpack: Callable[[tuple[StateBlock, ...], tuple[torch.Tensor, ...], torch.Tensor], None],
         width: int,
+        extra: int,
         tag: int,
     ) -> None:
-        """``value`` (fp32 ``[width · numel]``) of every owned block to its mirrors, one message a pair of ranks."""
+        """One message from every owner to each of its mirrors: ``width`` fp32 an element, ``extra`` a block behind."""
         tools, standing = self._tools, self._standing
         group = tools.fabric.group("mirror", range(tools.fabric.slots))
         arriving: list[tuple[dist.Work, torch.Tensor, tuple[StateBlock, ...], int]] = []
         for owner, blocks in standing.incoming.items():
-            buffer = torch.empty(width * sum(block.numel for block in blocks), dtype=torch.float32)
+            buffer = torch.empty(sum(width * block.numel + extra for block in blocks), dtype=torch.float32)
             arriving.append((started(dist.irecv(buffer, src=owner, group=group, tag=tag)), buffer, blocks, owner))
         leaving: list[tuple[dist.Work, torch.Tensor]] = []
         for mirror, blocks in standing.outgoing.items():
-            packed = torch.cat([value(block) for block in blocks])
+            packed = pack(blocks)
             leaving.append((started(dist.isend(packed, dst=mirror, group=group, tag=tag)), packed))
         for work, buffer, blocks, owner in arriving:
             tools.publish("mirror", (owner,))
             work.wait()
-            for block, part in zip(blocks, buffer.split([width * block.numel for block in blocks]), strict=True):
-                sink(block, part)
+            *parts, rest = buffer.split([*(width * block.numel for block in blocks), extra * len(blocks)])
+            unpack(blocks, tuple(parts), rest)
         for work, _ in leaving:
             work.wait()
 
@@ -223,6 +236,8 @@ class StepBody:
             ledger=ledger_digest(samples),
             report=result.report if counted else {},
             rows=tuple(sorted(result.samples)) if counted else (),
+            disputes=len(self.disputes.marks),
+            suspects=len(self.disputes.contents),
         )
         self.weigh(tally, self.key(step.step))
         return tally

@@ -38,7 +38,9 @@ class _Slot(IntEnum):
     JOINS = 7
     DRAINS = 8
     READY = 9
-    SIZE = 10
+    DISPUTES = 10
+    SUSPECTS = 11
+    SIZE = 12
 
 
 @dataclass
@@ -61,6 +63,10 @@ class Tally:
     """Voters that were asked to save and leave."""
     ready: int = 0
     """Voters whose part in the movement under way is all but done."""
+    disputes: int = 0
+    """Copies that were not made as their owner's were."""
+    suspects: int = 0
+    """Copies made like their owner's that differ from it."""
     report: dict[str, tuple[float, float]] = field(default_factory=dict)
     rows: tuple[int, ...] = ()
     """Rows behind ``samples``, ascending; not part of the vector, reported if the vote is cut short."""
@@ -83,7 +89,7 @@ class VoteLayout:
         vector = torch.zeros(self.size, dtype=torch.float64)
         counters = (
             tally.voters, tally.tokens, tally.overflows, tally.zeros, tally.samples, tally.ledger, tally.plan,
-            tally.joins, tally.drains, tally.ready,
+            tally.joins, tally.drains, tally.ready, tally.disputes, tally.suspects,
         )  # fmt: skip
         vector[: _Slot.SIZE] = torch.tensor(counters, dtype=torch.float64)
         at = {key: _Slot.SIZE + i for i, key in enumerate(self.blocks)}
@@ -111,6 +117,8 @@ class VoteLayout:
             joins=int(values[_Slot.JOINS]),
             drains=int(values[_Slot.DRAINS]),
             ready=int(values[_Slot.READY]),
+            disputes=int(values[_Slot.DISPUTES]),
+            suspects=int(values[_Slot.SUSPECTS]),
             report={
                 key: (values[start + 2 * i], values[start + 2 * i + 1]) for i, key in enumerate(self.report_keys)
             },

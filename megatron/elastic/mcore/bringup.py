@@ -36,7 +36,7 @@ from megatron.elastic.engine.recovery import Outcome, Recovery, failure_domains
 from megatron.elastic.engine.settings import Settings
 from megatron.elastic.engine.standing import Standing, block_index, unit_groups
 from megatron.elastic.engine.transaction import Tools
-from megatron.elastic.mcore.narrate import narrate_movement, narrate_step
+from megatron.elastic.mcore.narrate import narrate_movement, narrate_step, narrate_verdict
 from megatron.elastic.observe.events import EventLog
 from megatron.elastic.observe.phases import PhaseTimer
 from megatron.elastic.plan.choice import Choice, choice_named
@@ -194,7 +194,7 @@ def _assemble(
         choose=job.choose or choice_named(job.config.policy, job.config.schedule == "zero-bubble"),
         profile=uniform_profile(job.nominal.compute_units) if job.profile is None else job.profile,
     )
-    return Engine(
+    engine = Engine(
         tools=tools,
         recovery=recovery,
         record=record,
@@ -204,6 +204,9 @@ def _assemble(
         blocks=block_index(layouts),
         on_settled=job.on_settled,
         on_step=lambda *facts: narrate_step(links.events, *facts),
+        on_verdict=lambda *facts: narrate_verdict(links.events, *facts),
         on_moved=lambda *facts: narrate_movement(links.events, *facts),
         host_state=job.host_state,
     )
+    links.injector.flip = engine.flip_bit
+    return engine

@@ -22,7 +22,7 @@ from megatron.training import get_args, training
 from megatron.training.checkpointing import load_checkpoint
 
 from megatron.elastic.config import ElasticConfig
-from megatron.elastic.engine.engine import Engine
+from megatron.elastic.engine.engine import Engine, SilentCorruption
 from megatron.elastic.engine.recovery import Outcome, StateLost
 from megatron.elastic.engine.source import SampleSource, StepAddress
 from megatron.elastic.engine.standing import Standing
@@ -37,6 +37,7 @@ from megatron.elastic.mcore.param_groups import GroupKeys
 from megatron.elastic.mcore.patches import Patch, bound, return_names
 from megatron.elastic.mcore.settings import engine_settings, nominal_topology, sample_grid
 from megatron.elastic.plan.dataflow import PlanError
+from megatron.elastic.state.certificate import CertificateError
 
 __all__ = ["Host", "patches"]
 
@@ -58,7 +59,7 @@ _COUNTERS = (
 )
 """Arguments that Megatron's loop changes as it goes."""
 
-_DRAINED, _STATE_LOST = 3, 4
+_DRAINED, _STATE_LOST, _DETERMINISTIC = 3, 4, 5
 """Exit codes (DESIGN §4)."""
 
 
@@ -263,6 +264,8 @@ class Host:
                 return original(*args, **kwargs)
             except (StateLost, PlanError) as error:
                 self._leave(_STATE_LOST, str(error))
+            except (CertificateError, SilentCorruption) as error:  # the same on every rank, and again if repeated
+                self._leave(_DETERMINISTIC, str(error))
 
         return replacement
 

@@ -10,17 +10,28 @@ from collections import Counter
 from collections.abc import Mapping
 
 from megatron.elastic.control.membership import Loss
+from megatron.elastic.engine.certificates import Verdict
 from megatron.elastic.engine.engine import Engine
 from megatron.elastic.engine.movement import Moved
 from megatron.elastic.engine.nominal import Nominal
 from megatron.elastic.engine.recovery import Outcome
 from megatron.elastic.engine.source import StepAddress
 from megatron.elastic.engine.standing import Standing
-from megatron.elastic.observe.events import EventLog, Generation, Movement, Phases, Plan, RankLost, Recovery, Step
+from megatron.elastic.observe.events import (
+    Certificate,
+    EventLog,
+    Generation,
+    Movement,
+    Phases,
+    Plan,
+    RankLost,
+    Recovery,
+    Step,
+)
 from megatron.elastic.observe.summary import loss_lines, recovery_line
 from megatron.elastic.plan import model
 
-__all__ = ["narrate", "narrate_movement", "narrate_step"]
+__all__ = ["narrate", "narrate_movement", "narrate_step", "narrate_verdict"]
 
 _OUTCOMES = {"roll_forward": "rolled forward", "revote": "voted again", "rerun": "re-run"}
 
@@ -123,6 +134,27 @@ def narrate_movement(events: EventLog, engine: Engine, moved: Moved) -> None:
             stall_seconds=moved.stall,
         )
     )
+
+
+def narrate_verdict(events: EventLog, engine: Engine, verdict: Verdict) -> None:
+    """Record how a certificate ended; what it found is also printed, by the lowest living rank."""
+    passed, lowest = verdict.certificate, engine.standing.living[0] == engine.tools.fabric.rank
+    events.write(
+        Certificate(
+            step=verdict.step,
+            transition=verdict.transition,
+            passed=not verdict.findings,
+            blocks=0 if passed is None else passed.blocks,
+            mirrors=0 if passed is None else passed.copies - passed.blocks,
+            seconds=verdict.seconds,
+            contents=0 if passed is None else passed.contents_compared,
+            digest="" if passed is None else passed.digest,
+            failures=verdict.findings,
+        )
+    )
+    if lowest:
+        for finding in verdict.findings:
+            print(f"step {verdict.step}, certificate ({verdict.transition}): {finding}", flush=True)
 
 
 def _outcome(outcome: Outcome, in_step: bool) -> str:

@@ -146,12 +146,16 @@ class Certificate(Event):
     kind: ClassVar[str] = "certificate"
     step: int
     transition: str
-    """'start', 'recovery', 'join', 'migration', 'load', 'rolling'."""
+    """'start', 'load', 'recovery', 'join', 'movement', 'rolling'."""
     passed: bool
     blocks: int
     mirrors: int
     seconds: float
-    checks: tuple[str, ...] = ()
+    """What everybody waited for it."""
+    contents: int = 0
+    """Copies whose contents were hashed; of the others tables and lineages were compared."""
+    digest: str = ""
+    """Over all statements: the same on every rank."""
     failures: tuple[str, ...] = ()
 
 

@@ -123,7 +123,7 @@ def state_claims(
     """Claims over every copy that counts and that ``placement`` gives this rank (others are being retired).
 
     ``contents``: blocks to hash in full (what moved).
-    ``model_dtype``: also hash the masters as cast to that type, to compare with parameters.
+    ``model_dtype``: of those also hash the masters as cast to that type, to compare with parameters.
     """
     claims = {}
     for key in pool:
@@ -132,7 +132,7 @@ def state_claims(
             continue
         role = "owner" if placement.owner(key) == pool.rank else "mirror"
         content = content_hash(key, copy.state) if key in contents else ""
-        cast = content_hash(key, copy.master.to(model_dtype)) if model_dtype and role == "owner" else ""
+        cast = content_hash(key, copy.master.to(model_dtype)) if content and model_dtype and role == "owner" else ""
         claims[key] = Claim(role, copy.version, copy.lineage, content, cast)
     return claims
 
@@ -140,18 +140,20 @@ def state_claims(
 def certify(
     statements: Mapping[int, Statement],
     groups: Sequence[UnitGroup],
-    mirrors: int,
+    mirrors: int | Mapping[BlockKey, int],
     rows: int,
     members: Collection[int],
     parked_owners: bool = False,
+    left_out: Collection[int] = (),
 ) -> Certificate:
-    """Check all ``statements`` of ``members``; ``mirrors`` is k, ``rows`` the global batch size.
+    """Check all ``statements`` of ``members``; ``mirrors`` is k, or due block by block; ``rows`` the global batch size.
 
     ``parked_owners``: a block may be owned by a rank that does not compute its unit (right
-    after a loss, where the only copy is there). Raises :class:`CertificateError` with
+    after a loss, where the only copy is there). ``left_out``: rows that the plan gives to
+    nobody on purpose. Raises :class:`CertificateError` with
     every finding. Pure: all ranks agree.
     """
-    findings = list(_all_findings(statements, groups, mirrors, rows, members, parked_owners))
+    findings = list(_all_findings(statements, groups, mirrors, rows, members, parked_owners, left_out))
     if findings:
         raise CertificateError(findings)
     claims = [claim for statement in statements.values() for claim in statement.blocks.values()]
@@ -170,10 +172,11 @@ def certify(
 def _all_findings(
     statements: Mapping[int, Statement],
     groups: Sequence[UnitGroup],
-    mirrors: int,
+    mirrors: int | Mapping[BlockKey, int],
     rows: int,
     members: Collection[int],
     parked_owners: bool,
+    left_out: Collection[int],
 ) -> Iterator[str]:
     for rank in sorted(set(members) - set(statements)):
         yield f"no statement of rank {rank}"
@@ -184,9 +187,11 @@ def _all_findings(
     yield from _common(statements)
     version = statements[min(statements)].record.version
     holders = {block.key: group.holders for group in groups for block in group.blocks}
-    yield from _copies(statements, holders, min(mirrors, len(members) - 1), version, parked_owners)
+    if isinstance(mirrors, int):
+        mirrors = dict.fromkeys(holders, min(mirrors, len(members) - 1))
+    yield from _copies(statements, holders, mirrors, version, parked_owners)
     yield from _parameters(statements, holders, version)
-    yield from _samples(statements, rows)
+    yield from _samples(statements, rows, left_out)
     for rank, statement in sorted(statements.items()):
         if statement.random_key[1] != version:
             yield f"rank {rank} would draw the masks of step {statement.random_key[1]} again, the state is at {version}"
@@ -213,7 +218,7 @@ def _odd_ones(name: str, values: Mapping[int, object]) -> Iterator[str]:
 def _copies(
     statements: Mapping[int, Statement],
     holders: Mapping[BlockKey, tuple[int, ...]],
-    mirrors: int,
+    mirrors: Mapping[BlockKey, int],
     version: int,
     parked_owners: bool,
 ) -> Iterator[str]:
@@ -230,8 +235,9 @@ def _copies(
             continue
         if owners[0] not in ranks and not parked_owners:
             yield f"block {key} is owned by rank {owners[0]}, which does not compute its unit (ranks {list(ranks)})"
-        if len(held[key]) != 1 + mirrors:
-            yield f"block {key} has {len(held[key]) - 1} mirrors on ranks {sorted(held[key])}, {mirrors} are due"
+        due = mirrors.get(key, 0)
+        if len(held[key]) != 1 + due:
+            yield f"block {key} has {len(held[key]) - 1} mirrors on ranks {sorted(held[key])}, {due} are due"
         yield from _equal_copies(key, owners[0], held[key], version)
 
 
@@ -267,12 +273,12 @@ def _parameters(
                 yield f"rank {rank}: parameters of block {key} are not their masters"
 
 
-def _samples(statements: Mapping[int, Statement], rows: int) -> Iterator[str]:
+def _samples(statements: Mapping[int, Statement], rows: int, left_out: Collection[int]) -> Iterator[str]:
     takers: dict[int, list[int]] = defaultdict(list)
     for rank, statement in sorted(statements.items()):
         for row in statement.rows:
             takers[row].append(rank)
-    missing = [row for row in range(rows) if row not in takers]
+    missing = [row for row in range(rows) if row not in takers and row not in left_out]
     if missing:
         yield f"rows {_spans(missing)} of the global batch are assigned to nobody"
     for row, ranks in sorted(takers.items()):

@@ -144,20 +144,28 @@ class Promotion:
     lost: tuple[BlockKey, ...]
 
 
-def promote_only(placement: Placement, survivors: Collection[int], groups: Sequence[UnitGroup] = ()) -> Promotion:
+def promote_only(
+    placement: Placement,
+    survivors: Collection[int],
+    groups: Sequence[UnitGroup] = (),
+    gone: Collection[tuple[BlockKey, int]] = (),
+) -> Promotion:
     """Make a surviving mirror the owner where the owner is gone, and forget dead copies. Moves nothing.
 
     With ``groups`` (those of the new topology) an owner that no longer computes the
     unit (parked) hands over to a mirror that does, where there is one. Among equals
-    the one that owns least of the unit so far is chosen.
+    the one that owns least of the unit so far is chosen. ``gone``: single copies (block, rank)
+    that count no more though their ranks survive.
     """
-    alive = frozenset(survivors)
+    alive, unusable = frozenset(survivors), frozenset(gone)
     holders = {(g.unit, g.shard): frozenset(g.holders) for g in groups}
     copies: dict[BlockKey, Copies] = {}
     orphans: list[tuple[int, BlockKey, tuple[int, ...], tuple[int, ...]]] = []
     lost: list[BlockKey] = []
     for key, held in placement.copies.items():
         home = holders.get(key[:2])
+        if unusable and any((key, rank) in unusable for rank in held.ranks):
+            held = Copies(*_usable(key, held, unusable))
         if held.owner in alive and (home is None or held.owner in home):
             whole = alive.issuperset(held.mirrors)
             copies[key] = held if whole else Copies(held.owner, tuple(r for r in held.mirrors if r in alive))
@@ -179,6 +187,15 @@ def promote_only(placement: Placement, survivors: Collection[int], groups: Seque
         copies[key] = Copies(chosen, tuple(r for r in left if r != chosen))
         changes.append(Transition("promote", key, chosen))
     return Promotion(Placement(copies), tuple(changes), tuple(sorted(lost)))
+
+
+_NOBODY = -1
+
+
+def _usable(key: BlockKey, held: Copies, gone: Collection[tuple[BlockKey, int]]) -> tuple[int, tuple[int, ...]]:
+    """(owner or :data:`_NOBODY`, mirrors) without the copies that are ``gone``."""
+    owner = _NOBODY if (key, held.owner) in gone else held.owner
+    return owner, tuple(rank for rank in held.mirrors if (key, rank) not in gone)
 
 
 def _loads(copies: Mapping[BlockKey, Copies], units: Collection[tuple[int, int]]) -> dict[tuple[int, int, int], int]:

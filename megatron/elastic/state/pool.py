@@ -57,6 +57,8 @@ class BlockCopy:
     previous: tuple[int, torch.Tensor, str] | None = None
     """(version, state, lineage) before the last change, in ``state`` mode."""
     gradients: dict[GradientKey, torch.Tensor] = field(default_factory=dict)
+    hashes: dict[GradientKey, str] = field(default_factory=dict)
+    """Content hashes of those gradients, taken when first asked for."""
     spare: list[torch.Tensor] = field(default_factory=list)
 
     @property
@@ -74,9 +76,16 @@ class BlockCopy:
         """fp32 [numel]; unused under SGD."""
         return self.state[2]
 
+    def gradient_hash(self, key: GradientKey) -> str:
+        """Content hash of a retained gradient. Raises ``KeyError``."""
+        if key not in self.hashes:
+            self.hashes[key] = content_hash(self.block.key, self.gradients[key])
+        return self.hashes[key]
+
     def release(self, key: GradientKey) -> None:
         """Forget a gradient, keep its buffer for the next."""
         tensor = self.gradients.pop(key)
+        self.hashes.pop(key, None)
         if len(self.spare) < _SLOTS:
             self.spare.append(tensor)
 
@@ -101,6 +110,7 @@ class StatePool:
         self._layouts = dict(layouts)
         self._copies: dict[BlockKey, BlockCopy] = {}
         self._guards: list[Guard] = []
+        self._condemned: set[BlockKey] = set()
 
     # --- which blocks -------------------------------------------------------------------------
 
@@ -146,6 +156,15 @@ class StatePool:
         with self._guarded(self._copies[key], None):
             del self._copies[key]
 
+    def condemn(self, key: BlockKey) -> None:
+        """Forget a copy whose contents are wrong. It is reported as torn until :meth:`absolve`."""
+        self.drop(key)
+        self._condemned.add(key)
+
+    def absolve(self) -> None:
+        """The placement in force no longer names the condemned copies."""
+        self._condemned.clear()
+
     def get(self, key: BlockKey) -> BlockCopy:
         """The copy of ``key``. Raises :class:`StateError` when this rank has none."""
         copy = self._copies.get(key)
@@ -164,6 +183,11 @@ class StatePool:
         """Host memory of states and gradient buffers."""
         tensors = [t for c in self._copies.values() for t in (c.state, *c.gradients.values(), *c.spare)]
         return sum(t.numel() * t.element_size() for t in tensors)
+
+    def flip_bit(self, key: BlockKey, tensor: str) -> None:
+        """Damage one element of a copy, as failing memory would: nothing else is told (fault injection)."""
+        values: torch.Tensor = getattr(self.get(key), tensor)
+        values.view(torch.int32)[values.numel() // 2] ^= 1 << 20
 
     # --- gradients ----------------------------------------------------------------------------
 
@@ -296,7 +320,7 @@ class StatePool:
         with self._guarded(copy, record):
             self._keep_previous(copy)
             copy.lineage = next_lineage(
-                copy.lineage, "" if record.skipped or gradient is None else content_hash(copy.block.key, gradient),
+                copy.lineage, "" if record.skipped or record.gradient is None else copy.gradient_hash(record.gradient),
                 record.digest,
             )  # fmt: skip
             if gradient is not None and not record.skipped:
@@ -338,7 +362,7 @@ class StatePool:
         keys = {key for c in whole for key in c.gradients}
         complete = [k for k in sorted(keys) if all(c.version > k.step or k in c.gradients for c in whole)]
         spans = tuple((key, tuple(sorted(rows))) for key, rows in sorted((statistics or {}).items()))
-        torn = tuple(sorted(c.block.key for c in counted if c.version == TORN))
+        torn = tuple(sorted({c.block.key for c in counted if c.version == TORN} | self._condemned))
         records = tuple(self.records[v] for v in sorted(self.records))
         floors = [c.version if c.previous is None else c.previous[0] for c in whole] or [NOTHING]
         floor = max(floors) if self.snapshot == "state" else None

@@ -37,7 +37,7 @@ EVENTS = [
     Phases(7, {"compute": 12_000_000, "reduce": 5}),
     Recovery(7, "re-run", {"freeze": 0.01, "edit": 0.2}),
     Movement(8, 6, 2, 4, 595_200, 0.29, 0.001),
-    Certificate(7, "recovery", True, 96, 96, 0.004, ("owners", "mirrors")),
+    Certificate(7, "recovery", True, 96, 96, 0.004, 12, "ab", ("block (0, 0, 1) has no owner",)),
     Step(7, (56, 64), 0.3, {"lm loss": 3.5}, grad_norm=math.inf, learning_rate=1e-4, attempts=2, ledger="ff"),
     Substitution("--transformer-impl", "transformer_engine", "local", "no CUDA"),
     SlowRank(9, 4, 500_000),

@@ -1,0 +1,135 @@
+"""``pretrain_gpt.py`` with one bug on one rank: ``BROKEN_BUG`` strikes rank ``BROKEN_RANK`` before a certificate.
+
+Each bug does to the state of a running rank what the mistake it is named after would
+have left behind, at the instant of the transition ``BROKEN_TRANSITION`` ('recovery',
+'movement', 'load'); everything else is the real job.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import megatron.elastic.adaptor  # noqa: F401
+
+# isort: split
+
+from megatron.elastic.engine.engine import Engine
+from megatron.elastic.engine.transaction import StepBody
+from megatron.elastic.state.placement import Copies, Placement
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def _shared(engine: Engine) -> list[Any]:
+    """Copies here of blocks that another rank holds as well, owned ones first."""
+    copies = engine.standing.placement.copies
+    ours = [*engine.standing.owned, *engine.standing.mirrored]
+    return [engine.tools.pool.get(block.key) for block in ours if len(copies[block.key].ranks) > 1]
+
+
+def stale_moments(engine: Engine) -> None:
+    for copy in _shared(engine):
+        copy.exp_avg.mul_(0.5)
+
+
+def swapped_blocks(engine: Engine) -> None:
+    by_size: dict[int, Any] = {}
+    for copy in _shared(engine):
+        other = by_size.setdefault(copy.block.numel, copy)
+        if other is not copy:
+            copy.state, other.state = other.state, copy.state
+            copy.lineage, other.lineage = other.lineage, copy.lineage
+            return
+    raise AssertionError("no two blocks of one size")
+
+
+def two_owners(engine: Engine) -> None:
+    me = engine.tools.fabric.rank
+    mirrored = next(block for block in engine.standing.mirrored)
+    copies = dict(engine.standing.placement.copies)
+    held = copies[mirrored.key]
+    copies[mirrored.key] = Copies(me, tuple(rank for rank in held.ranks if rank != me))
+    engine.standing = replace(engine.standing, basis=replace(engine.standing.basis, placement=Placement(copies)))
+
+
+def no_owner(engine: Engine) -> None:
+    engine.tools.pool.drop(engine.standing.owned[0].key)
+
+
+def missing_sample(engine: Engine) -> None:
+    _rows(engine, lambda rows: rows[1:])
+
+
+def doubled_sample(engine: Engine) -> None:
+    rows = engine.standing.plan.grid.global_batch_size
+    _rows(engine, lambda mine: (*mine, next(row for row in range(rows) if row not in mine)))
+
+
+def _rows(engine: Engine, change: Callable[[tuple[int, ...]], tuple[int, ...]]) -> None:
+    plan, cell = engine.standing.plan, engine.standing.cell
+    assert cell is not None
+    mine = next(piece for piece in plan.pieces if piece.cell == cell.id and piece.first == 0)
+    pieces = tuple(replace(piece, rows=change(piece.rows)) if piece is mine else piece for piece in plan.pieces)
+    engine.standing = replace(engine.standing, plan=replace(plan, pieces=pieces))
+
+
+def stale_learning_rate(engine: Engine) -> None:
+    rates = tuple(replace(rate, lr=rate.lr * 1.5) for rate in engine.record.rates)
+    engine.record = replace(engine.record, rates=rates)
+
+
+def stale_step_counter(engine: Engine) -> None:
+    engine.record = replace(engine.record, adam_step=engine.record.adam_step - 1)
+
+
+def other_loss_scale(engine: Engine) -> None:
+    engine.record = replace(engine.record, loss_scale=engine.record.loss_scale * 2)
+
+
+def parameters_unlike_masters(engine: Engine) -> None:
+    engine.tools.arena.parameters.add_(1e-3)
+
+
+def reused_random_numbers(engine: Engine) -> None:
+    """The seed of another rank: its masks would be drawn again."""
+    engine.tools = replace(engine.tools, settings=replace(engine.tools.settings, seed=engine.tools.settings.seed + 1))
+
+
+BUGS: dict[str, Callable[[Engine], None]] = {
+    bug.__name__: bug
+    for bug in (
+        stale_moments, swapped_blocks, two_owners, no_owner, missing_sample, doubled_sample, stale_learning_rate,
+        stale_step_counter, other_loss_scale, parameters_unlike_masters, reused_random_numbers,
+    )
+}  # fmt: skip
+SKIPPED_GATHER = "skipped_all_gather"
+"""The one bug that is in the code rather than in what it leaves behind."""
+
+
+def arm() -> None:
+    """Have the bug of the environment strike in this process, if it is the rank meant."""
+    name, when = os.environ["BROKEN_BUG"], os.environ["BROKEN_TRANSITION"]
+    if os.environ["RANK"] != os.environ["BROKEN_RANK"]:
+        return
+    if name == SKIPPED_GATHER:
+        StepBody.gather = lambda self, step: None  # type: ignore[method-assign]
+        return
+    original, struck = Engine._certify, list[str]()
+
+    def certify(self: Engine, transition: Any, moved: Any) -> None:
+        if transition == when and not struck:
+            struck.append(name)
+            BUGS[name](self)
+        original(self, transition, moved)
+
+    Engine._certify = certify  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    arm()
+    runpy.run_path(str(ROOT / "pretrain_gpt.py"), run_name="__main__")

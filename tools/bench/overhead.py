@@ -1,0 +1,102 @@
+"""What elasticity costs while nothing fails: mirrors, votes, heartbeats, verification, as shares of a step.
+
+    python -m tools.bench.overhead [--ranks 4] [--trials 3] [--mirrors 1] [--verify-interval 100]
+
+Two measurements on the quickstart's model, data parallel over all ranks:
+
+share      CPU time, rank by rank and step by step, of what a run without elasticity would not do
+           (packing and sealing shipped gradients, keeping them, replaying mirrored blocks, voting,
+           publishing activity), over the CPU time of the whole step. Waiting is not cost, and the
+           other processes of the machine do not count
+step_ratio wall time of a step with mirrors and verification over that of the same job without,
+           run in turn, pair by pair
+
+The vote replaces Megatron's own all-reduces of loss, gradient norm and overflow; it is
+counted in full all the same. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from tools.bench._common import median_of, print_result
+
+ROOT = Path(__file__).resolve().parents[2]
+STEPS = 28
+MODEL = shlex.split("""
+    --num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128 --max-position-embeddings 128
+    --micro-batch-size 1 --global-batch-size 16 --calculate-per-token-loss --lr 1e-3 --mock-data
+    --tokenizer-type NullTokenizer --vocab-size 2047 --log-interval 1 --eval-iters 0 --eval-interval 1000
+    --num-workers 0 --seed 11 --attention-dropout 0.1 --hidden-dropout 0.1
+""")
+"""The quickstart's sizes (``tools/quickstart.py``); synthetic data, so that nothing has to be prepared."""
+COSTS = ("ship", "seals", "retain", "replay_mirrored", "vote", "publish")
+
+
+def run(ranks: int, *flags: str) -> list[dict[str, Any]]:
+    """One job; what each rank counted. Raises ``RuntimeError`` with its output when it fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [
+            sys.executable, "-m", "megatron.elastic.launch", "--nproc-per-node", str(ranks),
+            str(ROOT / "tools" / "bench" / "_overhead_worker.py"), *MODEL, "--train-iters", str(STEPS), "--elastic",
+            *flags,
+        ]  # fmt: skip
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OVERHEAD_OUT": folder}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400, check=False)
+        if done.returncode:
+            raise RuntimeError(f"exit code {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
+        return [json.loads(path.read_text()) for path in sorted(Path(folder).glob("rank*.json"))]
+
+
+def shares(reports: list[dict[str, Any]]) -> dict[str, float]:
+    """Cost → share of the CPU time of a step, all ranks together."""
+    whole = sum(statistics.mean(report["process_seconds"]) for report in reports)
+    spent = {name: sum(report["cpu_seconds"].get(name, 0.0) for report in reports) / whole for name in COSTS}
+    return {**spent, "total": sum(spent.values())}
+
+
+def main() -> None:
+    """Parse, run in turn, print."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--trials", type=int, default=3)
+    parser.add_argument("--mirrors", type=int, default=1)
+    parser.add_argument("--verify-interval", type=int, default=100)
+    options = parser.parse_args()
+    on = ("--elastic-mirrors", str(options.mirrors), "--elastic-verify-interval", str(options.verify_interval))
+    off = ("--elastic-mirrors", "0", "--elastic-verify-interval", "0")
+    measured: list[dict[str, float]] = []
+    walls: dict[str, list[float]] = {"with": [], "without": []}
+    last: list[dict[str, Any]] = []
+    for _ in range(options.trials):
+        last, bare = run(options.ranks, *on), run(options.ranks, *off)
+        measured.append(shares(last))
+        for name, reports in (("with", last), ("without", bare)):
+            walls[name].append(statistics.median(seconds for report in reports for seconds in report["step_seconds"]))
+        print(f"share {measured[-1]['total']:.3f}, step {walls['with'][-1]:.4f} s", file=sys.stderr, flush=True)
+    print_result(
+        "overhead",
+        {
+            "ranks": options.ranks,
+            "mirrors": options.mirrors,
+            "verify_interval": options.verify_interval,
+            "share": {name: median_of([trial[name] for trial in measured]) for name in measured[0]},
+            "step_seconds": {name: median_of(values) for name, values in walls.items()},
+            "step_ratio": median_of([a / b for a, b in zip(walls["with"], walls["without"], strict=True)]),
+            "publishes_a_step": statistics.mean(report["calls"].get("publish", 0.0) for report in last),
+            "host_bytes_a_parameter": statistics.mean(r["bytes_held"] / r["parameters"] for r in last),
+        },
+    )
+
+
+if __name__ == "__main__":
+    main()
