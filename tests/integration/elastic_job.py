@@ -57,19 +57,29 @@ class JobResult:
         return [record for record in self.events if record.kind == kind]
 
 
-def elastic_job(
+def elastic_command(
     folder: Path, world: int, tensor: int, pipeline: int, iterations: int, *flags: str, comm: str = "elastic",
-    seconds: float = 240.0, launch: tuple[str, ...] = (), script: Path = ROOT / "pretrain_gpt.py",
-    environment: dict[str, str] | None = None,
-) -> JobResult:
-    """One job of ``world`` ranks; events go to ``folder``."""
-    command = [
+    launch: tuple[str, ...] = (), script: Path = ROOT / "pretrain_gpt.py",
+) -> list[str]:
+    """The command line of a job of ``world`` ranks; events go to ``folder``."""
+    return [
         sys.executable, "-m", "megatron.elastic.launch", "--nproc-per-node", str(world), *launch,
         str(script), *MODEL,
         "--tensor-model-parallel-size", str(tensor), "--pipeline-model-parallel-size", str(pipeline),
         "--train-iters", str(iterations), "--elastic", "--elastic-comm", comm,
         "--elastic-event-log", str(folder), *flags,
     ]  # fmt: skip
+
+
+def elastic_job(
+    folder: Path, world: int, tensor: int, pipeline: int, iterations: int, *flags: str, comm: str = "elastic",
+    seconds: float = 240.0, launch: tuple[str, ...] = (), script: Path = ROOT / "pretrain_gpt.py",
+    environment: dict[str, str] | None = None,
+) -> JobResult:
+    """One finished job of ``world`` ranks; events go to ``folder``."""
+    command = elastic_command(
+        folder, world, tensor, pipeline, iterations, *flags, comm=comm, launch=launch, script=script
+    )
     variables = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(environment or {})}
     done = subprocess.run(
         command, cwd=ROOT, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,

@@ -1,8 +1,9 @@
 """A rank dies at any named point of a step: the same step is committed, with the same samples, by those who are left.
 
-Each case is a real job under the launcher with a real SIGKILL, dropout 0.1, fp32,
-compared with an undisturbed run step by step. The quick cases take one rank per
-phase of the transaction; the full walk (every point × every rank) is marked slow.
+Real jobs under the launcher with real SIGKILLs, dropout 0.1, fp32, compared with an
+undisturbed run step by step. One job goes through many losses, each when the rank
+before is back (:mod:`kill_walk`): quick ones through a few, the slow walk through
+every named point of every rank of four layouts.
 """
 
 from __future__ import annotations
@@ -11,81 +12,43 @@ from pathlib import Path
 
 import pytest
 
-from megatron.elastic.engine.inject import STEP_POINTS
-from tests.integration.elastic_job import JobResult, elastic_job, largest_deviation
+from megatron.elastic.engine.inject import KILL_POINTS
+from tests.integration.elastic_job import elastic_job, largest_deviation
+from tests.integration.kill_walk import DROPOUT, LAYOUTS, PHASES, TWO, Case, cases_of, walk
 
 STEPS = 5
-DROPOUT = ("--hidden-dropout", "0.1", "--attention-dropout", "0.1")
-LAYOUTS = {"pp2dp2": (1, 2), "tp2dp2": (2, 1)}
-QUICK = [
-    ("pp2dp2", "mid_backward", 0),
-    ("pp2dp2", "after_vote", 3),
-    ("tp2dp2", "after_ship", 3),
-]
-WALK = [(layout, point, rank) for layout in LAYOUTS for point in STEP_POINTS for rank in range(4)]
+WALK = [(layout, point) for layout in LAYOUTS for point in KILL_POINTS]
 
 
-def job(folder: Path, layout: str, *flags: str, comm: str = "elastic") -> JobResult:
-    tensor, pipeline = LAYOUTS[layout]
-    result = elastic_job(folder, 4, tensor, pipeline, STEPS, *DROPOUT, *flags, comm=comm)
-    assert result.code == 0, result.output[-6000:]
-    return result
+def one(layout: str, point: str, rank: int) -> Case:
+    """The case of ``rank`` killed at ``point``."""
+    return next(case for case in cases_of(LAYOUTS[layout], point) if case.name.startswith(f"{point} of rank {rank}"))
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, JobResult]:
-    return {layout: job(tmp_path_factory.mktemp(layout), layout) for layout in LAYOUTS}
+def test_many_losses_and_returns_in_one_job_cost_no_step(tmp_path: Path) -> None:
+    """In each phase of the transaction, between steps, while a rank is let in, and a second one during recovery."""
+    points = [("mid_backward", 0), ("after_vote", 3), ("after_gather", 0), ("between_steps", 2), ("in_join", 1)]
+    cases = [one("pp2dp2", *case) for case in (*points, ("in_recovery_edit", 3))]
+    walk(tmp_path, LAYOUTS["pp2dp2"], cases, *TWO)
 
 
-def check_kill(
-    folder: Path, undisturbed: dict[str, JobResult], layout: str, point: str, rank: int, comm: str = "elastic"
-) -> None:
-    fault = f"kill:rank={rank},step=3,point={point}"
-    flags = ("--no-elastic-respawn", "--elastic-allow-inject", "--elastic-inject", fault)
-    killed = job(folder, layout, *flags, comm=comm)
-    reference = undisturbed[layout]
-    lost = [record.fields["lost_rank"] for record in killed.of("loss")]
-    assert set(lost) == {rank}, f"lost {lost}, the script kills {rank}"
-    assert set(killed.committed) == set(range(1, STEPS + 1)), "every step is committed"
-    assert largest_deviation(reference.committed, killed.committed) < 1e-5
-    assert all(record.fields["lost_steps"] == 0 for record in killed.of("recovery"))
-    samples = {record.fields["step"]: tuple(record.fields["samples"]) for record in killed.of("step")}
-    ledgers = {record.fields["step"]: record.fields["ledger"] for record in killed.of("step")}
-    assert samples == {step: (16 * (step - 1), 16 * step) for step in range(1, STEPS + 1)}
-    assert ledgers == {r.fields["step"]: r.fields["ledger"] for r in reference.of("step")}, "each sample once"
+def test_losses_of_one_rank_of_a_tensor_parallel_group_cost_no_step(tmp_path: Path) -> None:
+    """Its partner is parked; in the last case it is lost as well, in the recovery from the first loss."""
+    cases = [one("tp2dp2", *case) for case in (("after_ship", 3), ("mid_update", 0), ("in_recovery_decide", 1))]
+    walk(tmp_path, LAYOUTS["tp2dp2"], cases, *TWO)
 
 
-@pytest.mark.parametrize(("layout", "point", "rank"), QUICK)
-def test_a_killed_rank_costs_no_step(
-    tmp_path: Path, undisturbed: dict[str, JobResult], layout: str, point: str, rank: int
-) -> None:
-    check_kill(tmp_path, undisturbed, layout, point, rank)
-
-
-def test_the_gloo_baseline_survives_as_well(tmp_path: Path, undisturbed: dict[str, JobResult]) -> None:
-    check_kill(tmp_path, undisturbed, "pp2dp2", "mid_forward", 1, comm="gloo")
+def test_the_gloo_baseline_survives_as_well(tmp_path: Path) -> None:
+    cases = [one("pp2dp2", "mid_forward", 1), one("pp2dp2", "after_reduce", 2)]
+    walk(tmp_path, LAYOUTS["pp2dp2"], cases, "--elastic-comm", "gloo")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("layout", "point", "rank"), WALK)
-def test_every_point_of_every_rank(
-    tmp_path: Path, undisturbed: dict[str, JobResult], layout: str, point: str, rank: int
-) -> None:
-    check_kill(tmp_path, undisturbed, layout, point, rank)
-
-
-def test_losses_one_after_the_other_and_their_return(tmp_path: Path, undisturbed: dict[str, JobResult]) -> None:
-    """Two ranks of different stages die; each comes back, is admitted, and the losses stay the same."""
-    script = "kill:rank=1,step=2,point=mid_forward;kill:rank=2,step=3,point=after_reduce"
-    result = elastic_job(
-        tmp_path, 4, 1, 2, 40, *DROPOUT, "--lr-decay-iters", "5", "--elastic-allow-inject", "--elastic-inject", script
-    )
-    assert result.code == 0, result.output[-6000:]
-    assert {record.fields["lost_rank"] for record in result.of("loss")} == {1, 2}
-    assert largest_deviation(undisturbed["pp2dp2"].committed, result.committed) < 1e-5
-    joined = {rank for record in result.of("generation") for rank in record.fields["joined"]}
-    assert joined == {1, 2}, "both ranks came back"
-    assert set(result.committed) == set(range(1, 41))
+@pytest.mark.parametrize(("layout", "point"), WALK)
+def test_every_point_of_every_rank(tmp_path: Path, layout: str, point: str) -> None:
+    save = ("--save", str(tmp_path / "saved"))
+    flags = {"in_evaluate": PHASES, "in_save": (*PHASES, *save)}.get(point, TWO if "recovery" in point else ())
+    walk(tmp_path, LAYOUTS[layout], cases_of(LAYOUTS[layout], point), *flags, seconds=600.0)
 
 
 def test_when_no_copy_is_left_the_job_says_what_is_lost(tmp_path: Path) -> None:

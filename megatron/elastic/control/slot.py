@@ -7,8 +7,8 @@ word (odd while being written), so a reader never sees half an update; a writer
 that dies half way leaves it odd, and the reader keeps the last whole one.
 
 Layout (little endian): u64 lease end ns | u64 sequence | i64 step | u64 progress |
-u64 stamp ns | i32 finished, i32 code | u16 phase length, u16 waiting count |
-64 bytes phase | u32 × 256 waiting for | … | at 4096: u32 length, last words.
+u64 stamp ns | u64 usual ns | i32 finished, i32 code | u16 phase length,
+u16 waiting count | 64 bytes phase | u32 × 256 waiting for | … | at 4096: u32 length, last words.
 Times are CLOCK_MONOTONIC, which all processes of a host share.
 """
 
@@ -28,12 +28,12 @@ SLOT_BYTES = 1 << 16
 _WORDS_AT = 4096
 _PHASE_BYTES = 64
 _MAX_WAITING = 256
-_HEAD = struct.Struct("<qQQ")
+_HEAD = struct.Struct("<qQQQ")
 _FINISH = struct.Struct("<ii")
 _COUNTS = struct.Struct("<HH")
 _U64 = struct.Struct("<Q")
 _U32 = struct.Struct("<I")
-_AT_LEASE, _AT_SEQUENCE, _AT_HEAD, _AT_FINISH, _AT_COUNTS, _AT_PHASE = 0, 8, 16, 40, 48, 52
+_AT_LEASE, _AT_SEQUENCE, _AT_HEAD, _AT_FINISH, _AT_COUNTS, _AT_PHASE = 0, 8, 16, 48, 56, 60
 _AT_WAITING = _AT_PHASE + _PHASE_BYTES
 _NO_STEP = -1
 
@@ -45,6 +45,9 @@ class Glimpse:
     activity: Activity
     progress: int
     stamp_ns: int
+    usual_ns: int = 0
+    """How long this phase lasted here when it ended last; 0: it never did. Measured by the worker: an agent
+    that looks now and then may never see a short phase at all."""
 
 
 class Slot:
@@ -55,6 +58,8 @@ class Slot:
         self._sequence: int = _U64.unpack_from(self._map, _AT_SEQUENCE)[0] & ~1
         self._progress = 0
         self._last = Glimpse(Activity(_NO_STEP, "launch"), 0, 0)
+        self._lasted: dict[str, int] = {}
+        self._present = ("", 0)
 
     @classmethod
     def create(cls, name: str) -> tuple[int, Slot]:
@@ -70,11 +75,14 @@ class Slot:
     def publish(self, activity: Activity, progress: int | None = None) -> None:
         """Write what this worker does; costs a few stores."""
         self._progress = self._progress + 1 if progress is None else progress
+        now, (before, since) = time.monotonic_ns(), self._present
+        self._lasted[before], self._present = now - since, (activity.phase, now)
+        usual = self._lasted.get(activity.phase, 0)
         phase = activity.phase.encode()[:_PHASE_BYTES]
         waiting = activity.waiting_for[:_MAX_WAITING]
         self._sequence += 1
         _U64.pack_into(self._map, _AT_SEQUENCE, self._sequence)
-        _HEAD.pack_into(self._map, _AT_HEAD, activity.step, self._progress, time.monotonic_ns())
+        _HEAD.pack_into(self._map, _AT_HEAD, activity.step, self._progress, now, usual)
         _COUNTS.pack_into(self._map, _AT_COUNTS, len(phase), len(waiting))
         self._map[_AT_PHASE : _AT_PHASE + len(phase)] = phase
         struct.pack_into(f"<{len(waiting)}I", self._map, _AT_WAITING, *waiting)
@@ -103,12 +111,12 @@ class Slot:
             before = _U64.unpack_from(self._map, _AT_SEQUENCE)[0]
             if before & 1:
                 continue
-            step, progress, stamp = _HEAD.unpack_from(self._map, _AT_HEAD)
+            step, progress, stamp, usual = _HEAD.unpack_from(self._map, _AT_HEAD)
             phase_length, count = _COUNTS.unpack_from(self._map, _AT_COUNTS)
             phase = self._map[_AT_PHASE : _AT_PHASE + min(phase_length, _PHASE_BYTES)]
             waiting = struct.unpack_from(f"<{min(count, _MAX_WAITING)}I", self._map, _AT_WAITING)
             if _U64.unpack_from(self._map, _AT_SEQUENCE)[0] == before:
-                self._last = Glimpse(Activity(step, phase.decode(errors="replace"), waiting), progress, stamp)
+                self._last = Glimpse(Activity(step, phase.decode(errors="replace"), waiting), progress, stamp, usual)
                 break
         return self._last
 

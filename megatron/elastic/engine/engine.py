@@ -105,6 +105,9 @@ class Engine:
     host_state: Callable[[], Mapping[str, Any]] = dict
     """The host's counters, for whoever joins."""
     phase: int = 0
+    """Number of the phase entered last, equal on all ranks that stand at the same place of the program."""
+    under_way: bool = False
+    """Whether that phase is not over yet, as far as this rank knows."""
     done: bool = False
     parameters: int = 0
     draining: bool = False
@@ -123,6 +126,8 @@ class Engine:
     _fenced: bool = False
     _catching_up: bool = False
     _admitting: bool = False
+    _inside: bool = False
+    """Let in while the members were in a step: they have passed the boundary before it."""
     _unsettled: bool = False
     """Placement may be out of balance or short of mirrors."""
     _streams: Streams | None = None
@@ -185,7 +190,11 @@ class Engine:
 
     def step(self, forward_step: ForwardStep, source: SampleSource | None, address: StepAddress) -> StepResult:
         """Compute and commit the next step; ``address`` says which samples it consumes."""
-        self._at_boundary()
+        self.injector.reach("between_steps", self.record.version)
+        if self._inside:
+            self._inside = False
+        else:
+            self._at_boundary()
         self._enter()
         target = self.record.version + 1
         work = StepInput(target, address, forward_step, source)
@@ -201,7 +210,7 @@ class Engine:
                 break
             except CommError as error:
                 self._recover(error)
-        self._attempt = None
+        self._attempt, self.under_way = None, False
         self.injector.reach("after_step", target)
         self.on_step(self, address, time.monotonic() - started, self.timer.finish())
         return self._result()
@@ -256,11 +265,14 @@ class Engine:
                     self.done = True
                 result = body_result
                 dist.barrier(group=self.tools.fabric.world)
-                return result  # type: ignore[return-value]
+                break
             except CommError as error:
                 if self._recover(error):
-                    return body_result  # type: ignore[return-value]
+                    result = body_result
+                    break
                 self.done = False
+        self.under_way = False
+        return result  # type: ignore[return-value]
 
     def parameter_norm(self) -> float:
         """L2 norm of all parameters, each counted once, from the masters of their owners."""
@@ -295,9 +307,9 @@ class Engine:
     def _at_boundary(self) -> None:
         """Let newcomers in, then restore balance and redundancy, before the next step."""
         if self._admitting:
+            # No phase of its own: whoever is kept from asking by a loss is not a phase behind afterwards.
             self._admitting = False
             self.recovery.membership.request("join")
-            self._enter()
             self._recover(GenerationChanged(self.standing.generation + 1))
         if self._switching:
             self._switch()
@@ -344,8 +356,7 @@ class Engine:
 
     def _switch(self) -> None:
         """At a boundary that all ranks agreed on: the new placement is in force from here, unless somebody is lost."""
-        self._switching = False
-        self._enter()
+        self._switching = False  # no phase of its own: whoever was kept from it by a loss does not come back to it
         streams, version, began = self._streams, self.record.version, time.monotonic()
         assert streams is not None, "ranks are counted ready only while something moves"
         with self.timer.phase("movement"):
@@ -399,7 +410,7 @@ class Engine:
 
     def _enter(self) -> None:
         self.phase += 1
-        self.done = False
+        self.under_way, self.done = True, False
 
     def _steps(self) -> StepBody:
         if self._body is None:
@@ -522,10 +533,13 @@ class Engine:
                 )
                 self._abandoned.clear()
                 self._movements = 0
+                # A request to let newcomers in, made for the generation before, is void: the next vote asks again.
+                self._admitting = False
                 self.standing, self._body, self._unsettled = standing, None, True
                 self.injector.reach("in_recovery_promote", self.record.version)
                 self._settle(outcome)
                 self.injector.reach("in_recovery_resume", self.record.version)
+                self.injector.settle()
                 self.on_settled(outcome, self.standing, time.monotonic() - started)
                 return outcome.phase_over
             except CommError as again:
@@ -537,7 +551,8 @@ class Engine:
             basis=self.standing.basis,
             confirmed=self.history.of(self.record),
             record=self.record,
-            phase=self.phase - 1,
+            phase=self.phase - self.under_way,
+            in_step=self.in_step,
             report_keys=self._keys,
             host=self.host_state(),
         )
@@ -545,7 +560,7 @@ class Engine:
     def joined(self, welcome: Welcome) -> None:
         """A newcomer's first act as a member: take the members' position, then the parameters."""
         self.record, self.phase, self._keys = welcome.record, welcome.phase, welcome.report_keys
-        self.history = welcome.history()
+        self.history, self._inside = welcome.history(), welcome.in_step
         self.tools.pool.start(self.record)
         self.injector.reach("in_join", self.record.version)
         self._unsettled, self._catching_up = True, True
@@ -553,6 +568,7 @@ class Engine:
         self._catching_up = False
         self.parameters = self.record.version
         self._certify("join", self.blocks)
+        self.injector.settle()
 
     def _settle(self, outcome: Outcome) -> None:
         """Bring every survivor to the same version, with parameters to match."""

@@ -14,10 +14,19 @@ Grammar of ``--elastic-inject``::
                                                 one bit of a state block this rank owns or mirrors
     random:seed=7,rate=0.001                    each rank, each step, with this probability
 
+    kill:rank=1,losses=3,point=mid_update       the first step after three ranks were lost and all are back
+    kill:rank=2,rejoin=4,point=in_recovery_edit while the rank that makes the job whole again is let in
+
 ``|`` separates alternatives. Left out: ``rank`` is every rank, ``step`` every step,
 ``point`` is before_step, ``nth`` 1, ``count`` 1 (how often in one process; 0: no limit),
-``incarnation`` the first life of a rank (``*``: every life). ``random`` also takes
-``kinds=kill|stop`` and ``points=...``. ``copy`` is owner (or mirror), ``tensor`` master, exp_avg or exp_avg_sq.
+``incarnation`` the first life of a rank (``*``: every life; the default with ``losses`` and
+``rejoin``). ``random`` also takes ``kinds=kill|stop`` and ``points=...``. ``copy`` is owner (or mirror), ``tensor`` master, exp_avg or exp_avg_sq.
+
+Many losses in one job are ordered by how many went before: with every rank present, the
+sum of their incarnations is the number of losses so far, and every process can count it.
+``losses=k`` holds while all are present after k losses, until the loss that follows is
+recovered from; ``rejoin=k`` while the generation is entered that makes them all present;
+``missing=1`` while some are not.
 
 Invariant: a seed decides everything, per (rank, incarnation, step), so a run can be
 repeated and no two processes need talk about it. Without faults, a point costs one test.
@@ -33,7 +42,7 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -63,7 +72,7 @@ KILL_POINTS: Mapping[str, str] = MappingProxyType(
         "mid_gather": "some units have their new parameters",
         "after_gather": "all parameters are of the new version",
         "after_step": "the step is over, its record kept",
-        "between_steps": "in the host's loop",
+        "between_steps": "in the host's loop: the step before is over, the next not begun",
         "in_evaluate": "inside an evaluation pass",
         "in_save": "inside a checkpoint save",
         "in_recovery_freeze": "has promised to act on no older generation",
@@ -92,6 +101,9 @@ _FIELDS = {
     "nth": tuple(kind for kind in _KINDS if kind != "random"),
     "count": _KINDS,
     "incarnation": _KINDS,
+    "losses": _KINDS,
+    "rejoin": _KINDS,
+    "missing": _KINDS,
     "code": ("exit",),
     "seconds": ("delay",),
     "copy": ("flip",),
@@ -116,6 +128,12 @@ class Fault:
     steps: frozenset[int] = frozenset()
     points: tuple[str, ...] = ("before_step",)
     incarnations: frozenset[int] = frozenset({FIRST_INCARNATION})
+    losses: int | None = None
+    """Only while all ranks are present after so many losses."""
+    rejoin: int | None = None
+    """Only while the generation is entered in which all are present again after so many losses."""
+    missing: bool = False
+    """Only while some rank is missing."""
     nth: int = 1
     count: int = 1
     code: int = 1
@@ -176,6 +194,12 @@ def _with_field(fault: Fault, field: str, text: str) -> Fault:
             return replace(fault, points=_names("point", text, points))
         case "kinds":
             return replace(fault, kinds=_names("kind", text, tuple(kind for kind in _KINDS if kind != "random")))
+        case "losses":
+            return replace(fault, losses=_whole(field, text))
+        case "rejoin":
+            return replace(fault, rejoin=_whole(field, text))
+        case "missing":
+            return replace(fault, missing=bool(_whole(field, text)))
         case "nth":
             return replace(fault, nth=_whole(field, text, least=1))
         case "count":
@@ -215,6 +239,8 @@ def _parse_one(text: str) -> Fault:
             raise _refuse(f"{field} is given twice in {text!r}")
         seen.add(field)
         fault = _with_field(fault, field, value)
+    if seen & {"losses", "rejoin", "missing"} and "incarnation" not in seen:
+        fault = replace(fault, incarnations=frozenset())
     if kind == "random" and not {"seed", "rate"} <= seen:
         raise _refuse("random needs seed= and rate=")
     return fault
@@ -257,6 +283,26 @@ class Injector:
         self._drawn: dict[tuple[Fault, int], Fault | None] = {}
         self.flip: Callable[[str, str], None] = _nothing_to_flip
         """Flips one bit of a block: (copy, tensor). Set by whoever holds the state."""
+        self._present: int | None = None
+        """Losses so far, if every rank is present in the generation that work goes on in."""
+        self._entering: int | None = None
+        """The same for a generation decided and not yet settled."""
+
+    def enter(self, incarnations: Collection[int], slots: int) -> None:
+        """A generation of members with these ``incarnations`` is decided."""
+        self._entering = sum(incarnations) if len(incarnations) == slots else None
+
+    def settle(self) -> None:
+        """The generation entered last is the one in which work goes on."""
+        self._present, self._entering = self._entering, None
+
+    def _holds(self, fault: Fault) -> bool:
+        """Whether as many ranks are present, and were lost before, as ``fault`` asks for."""
+        if fault.missing and self._present is not None:
+            return False
+        if fault.losses is not None and fault.losses != self._present:
+            return False
+        return fault.rejoin is None or fault.rejoin == self._entering
 
     def reach(self, point: str, step: int) -> None:
         """The process is at ``point`` of ``step``. Returns, unless the script wants otherwise.
@@ -272,6 +318,8 @@ class Injector:
         for scripted in self._faults:
             fault = self._draw(scripted, step) if scripted.kind == "random" else scripted
             if fault is None or (fault.steps and step not in fault.steps) or point not in fault.points:
+                continue
+            if not self._holds(fault):
                 continue
             if self._reached[step, point] < fault.nth or 0 < scripted.count <= self._fired[scripted]:
                 continue

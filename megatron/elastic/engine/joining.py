@@ -39,7 +39,9 @@ class Welcome:
     """What ``record`` names: where to start from should this generation end at once."""
     record: StepRecord
     phase: int
-    """Number of the phase before the one in which the members stand."""
+    """Number of the last phase that is over: the newcomer's next is the one after it."""
+    in_step: bool
+    """Whether the members are in a step, which the newcomer begins with."""
     report_keys: tuple[str, ...]
     host: Mapping[str, Any]
     """The host's own counters, opaque here."""

@@ -13,7 +13,7 @@ loss raises a ``CommError``; the caller reports again with what it holds then.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from megatron.elastic.comm.errors import CommError, PeerLost
@@ -22,6 +22,7 @@ from megatron.elastic.config import ElasticConfig
 from megatron.elastic.control.membership import Decision, Membership
 from megatron.elastic.engine.basis import Basis, History
 from megatron.elastic.engine.buffers import Arena
+from megatron.elastic.engine.inject import Injector
 from megatron.elastic.engine.joining import NEWCOMER, newcomers
 from megatron.elastic.engine.movement import Movement
 from megatron.elastic.engine.nominal import Nominal
@@ -80,7 +81,7 @@ class Recovery:
     config: ElasticConfig
     layouts: Mapping[tuple[int, int], UnitLayout]
     arena: Arena
-    reach: Callable[[str, int], None]
+    injector: Injector
     timeout: float
     choose: Choice
     """The policy: which plan the living run."""
@@ -105,17 +106,18 @@ class Recovery:
         step, seconds = report.holdings.newest, dict[str, float]()
         if isinstance(error, PeerLost):
             self.membership.suspect(error.rank, error.why)
-        self.reach("in_recovery_freeze", step)
+        self.injector.reach("in_recovery_freeze", step)
         started = time.monotonic()
         decision = self.membership.decide(self.fabric.address(), report.to_text(), self.timeout)
         self.members = tuple(sorted(decision.members))
         seconds["decide"] = time.monotonic() - started
-        self.reach("in_recovery_decide", step)
+        self.injector.enter([at.incarnation for at in decision.members.values()], self.nominal.slots)
+        self.injector.reach("in_recovery_decide", step)
         edit = self.fabric.edit(decision.generation, decision.members, self.timeout)
         seconds["edit"] = time.monotonic() - started - seconds["decide"]
-        self.reach("in_recovery_edit", step)
+        self.injector.reach("in_recovery_edit", step)
         reports = {rank: Report.from_text(text) for rank, text in decision.reports.items() if text != NEWCOMER}
-        over = phase_is_over(report.phase, reports)
+        over = phase_is_over(report.phase, reports, len(decision.members))
         basis = history.in_force([record for r in reports.values() for record in r.holdings.records])
         placement, groups = basis.placement, unit_groups(basis.assignment, self.layouts, decision.members)
         torn = [(key, rank) for rank, r in reports.items() for key in r.holdings.torn]

@@ -54,9 +54,12 @@ class Report:
         )
 
 
-def phase_is_over(phase: int, reports: Mapping[int, Report]) -> bool:
-    """Whether fenced phase ``phase`` need not be repeated, as every member concludes alike."""
+def phase_is_over(phase: int, reports: Mapping[int, Report], members: int) -> bool:
+    """Whether fenced phase ``phase`` need not be repeated, as every one of ``members`` concludes alike.
+
+    A newcomer, which has no report, has done nothing of it.
+    """
     newest = max(report.phase for report in reports.values())
-    if newest > phase:
-        return True
-    return all(report.done for report in reports.values() if report.phase == phase)
+    # Who is still in the phase before has done nothing of this one, and needs the others for it.
+    everybody = len(reports) == members and all(report.phase == phase for report in reports.values())
+    return newest > phase or (everybody and all(report.done for report in reports.values()))

@@ -114,8 +114,9 @@ class DatasetSource:
                 return iter([self._read(address, piece)])
             try:
                 return iter([next(self._loader)])
-            except (RuntimeError, OSError, StopIteration):
-                # A loader worker died (it is nobody's rank): read here, start workers anew next step.
+            except (RuntimeError, StopIteration, EOFError, OSError):
+                # A loader worker died (it is nobody's rank), or did before its batch was fetched from its
+                # shared memory: read here, start workers anew next step.
                 self.close()
                 return iter([self._read(address, piece)])
 

@@ -76,11 +76,11 @@ class Watch:
         if seen is None:
             self._seen[worker.number] = seen = _Seen(glimpse.progress, glimpse.activity, now)
         elif glimpse.progress != seen.progress:
-            phase, seconds = seen.activity.phase, now - seen.changed
-            # What took longer than it may was a hang, and must not teach that hangs are normal.
-            if seconds <= self._limit(phase):
-                self._longest[phase] = max(self._longest.get(phase, 0.0), seconds)
             seen.progress, seen.activity, seen.changed = glimpse.progress, glimpse.activity, now
+        phase, usual = glimpse.activity.phase, glimpse.usual_ns / 1e9
+        # What took longer than it may was a hang, and must not teach that hangs are normal.
+        if 0.0 < usual <= self._limit(phase):
+            self._longest[phase] = max(self._longest.get(phase, 0.0), usual)
         # 'T' is a stop signal; 't', a debugger at work, is left alone.
         if process_state(worker.pid) != "T":
             seen.stopped_since = None

@@ -142,6 +142,7 @@ def found(links: Links, job: Job) -> Engine:
     engine = _assemble(links, job, links.decision, layouts, basis, record)
     engine.history.confirm(basis)
     engine.adopt_parameters()
+    links.injector.settle()
     return engine
 
 
@@ -172,6 +173,7 @@ def _assemble(
     shard = job.nominal.place(rank)[0]
     arena = Arena(job.port, {unit: layout for (unit, s), layout in layouts.items() if s == shard})
     timer = PhaseTimer()
+    links.injector.enter([at.incarnation for at in decision.members.values()], job.nominal.slots)
     tools = Tools(
         port=job.port,
         arena=arena,
@@ -189,7 +191,7 @@ def _assemble(
         config=job.config,
         layouts=layouts,
         arena=arena,
-        reach=links.injector.reach,
+        injector=links.injector,
         timeout=job.settings.communication_timeout,
         choose=job.choose or choice_named(job.config.policy, job.config.schedule == "zero-bubble"),
         profile=uniform_profile(job.nominal.compute_units) if job.profile is None else job.profile,

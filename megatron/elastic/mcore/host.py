@@ -223,7 +223,8 @@ class Host:
 
     def _settled(self, outcome: Outcome, standing: Standing, seconds: float) -> None:
         assert self._links is not None
-        speaks = standing.living[0] == self._links.fabric.rank
+        # A newcomer knows nothing of the recovery that let it in.
+        speaks = min(set(standing.living) - set(outcome.newcomers)) == self._links.fabric.rank
         nominal, step = self.engine.recovery.nominal, self.engine.present_step
         narrate(self._links.events, nominal, outcome, standing, step, self.engine.in_step, seconds, speaks)
 

@@ -65,6 +65,8 @@ def narrate(
     recovery = Recovery(step=step, outcome=what, seconds=spent, lost_steps=outcome.lost_steps)
     events.write(recovery)
     if speaks:
+        if any(loss.rank < standing.living[0] for loss in decision.lost):
+            events.write_held()  # whoever spoke before may have died before it could say that its last step was over
         events.write(_plan(step, standing))
         lines = (*loss_lines(losses, parked), recovery_line(recovery, decision.generation), *batch_lines(standing.plan))
         for line in lines:
@@ -101,23 +103,23 @@ def narrate_step(
         return
     record = engine.record
     events.write(Phases(step=record.version, nanoseconds=dict(phases)))
-    if engine.standing.living[0] != engine.tools.fabric.rank:
-        return
-    events.write(
-        Step(
-            step=record.version,
-            samples=(address.first, address.first + address.size),
-            seconds=seconds,
-            losses={key: total / count for key, (total, count) in record.losses.items() if count},
-            grad_norm=record.grad_norm,
-            learning_rate=record.rates[0].lr,
-            loss_scale=record.loss_scale,
-            skipped=record.skipped,
-            attempts=max(1, engine.attempts),
-            ledger=record.ledger_hash,
-            computed=engine.computed,
-        )
+    step = Step(
+        step=record.version,
+        samples=(address.first, address.first + address.size),
+        seconds=seconds,
+        losses={key: total / count for key, (total, count) in record.losses.items() if count},
+        grad_norm=record.grad_norm,
+        learning_rate=record.rates[0].lr,
+        loss_scale=record.loss_scale,
+        skipped=record.skipped,
+        attempts=max(1, engine.attempts),
+        ledger=record.ledger_hash,
+        computed=engine.computed,
     )
+    if engine.standing.living[0] == engine.tools.fabric.rank:
+        events.write(step)
+    else:
+        events.hold(step)
 
 
 def narrate_movement(events: EventLog, engine: Engine, moved: Moved) -> None:

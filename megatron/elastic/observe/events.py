@@ -250,6 +250,7 @@ class EventLog:
         self.incarnation = incarnation
         self.generation = 0
         self._file: int | None = None
+        self._held: tuple[Event, float, int] | None = None
         if directory is None:
             return
         path = Path(directory)
@@ -264,14 +265,27 @@ class EventLog:
         """False when nothing would be written: lets a caller skip gathering what it would say."""
         return self._file is not None
 
+    def hold(self, event: Event) -> None:
+        """Keep what another rank is to write; should that one die first, :meth:`write_held` says it."""
+        self._held = (event, time.time(), time.monotonic_ns())
+
+    def write_held(self) -> None:
+        """Write what was held last, once. The dead rank may have written it too: readers take either."""
+        held, self._held = self._held, None
+        if held is not None:
+            self._append(*held)
+
     def write(self, event: Event) -> None:
         """Append one line. Never raises for an unwritable file: says so once and stops logging."""
+        self._append(event, time.time(), time.monotonic_ns())
+
+    def _append(self, event: Event, wall: float, monotonic_ns: int) -> None:
         if self._file is None:
             return
         line: dict[str, Any] = {
             "kind": event.kind,
-            "wall": time.time(),
-            "monotonic_ns": time.monotonic_ns(),
+            "wall": wall,
+            "monotonic_ns": monotonic_ns,
             "rank": self.rank,
             "incarnation": self.incarnation,
             "generation": self.generation,

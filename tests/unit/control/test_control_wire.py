@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import struct
+import time
 
 import pytest
 from hypothesis import given, settings
@@ -129,6 +130,19 @@ def test_a_slot_shows_the_other_side_what_is_done_and_last_words() -> None:
     assert agent.finished() == 3
     worker.say_last_words("x" * SLOT_BYTES + "the end")
     assert agent.last_words().endswith("the end") and len(agent.last_words()) < SLOT_BYTES
+    os.close(fd)
+
+
+def test_a_phase_nobody_looked_at_has_a_usual_time_all_the_same() -> None:
+    fd, agent = Slot.create("t")
+    worker = Slot(fd)
+    worker.publish(Activity(1, "compute"))
+    assert agent.look().usual_ns == 0, "it never ended"
+    began = time.monotonic_ns()
+    worker.publish(Activity(1, "reduce"))
+    worker.publish(Activity(2, "compute"))
+    worker.publish(Activity(2, "reduce"))  # the agent did not see the phase of step 1
+    assert 0 < agent.look().usual_ns <= time.monotonic_ns() - began
     os.close(fd)
 
 
