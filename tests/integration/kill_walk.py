@@ -77,13 +77,15 @@ class Case:
 
 
 def cases_of(layout: Layout, point: str) -> list[Case]:
-    """Every rank killed at ``point``; recovery and admission have points that need a loss of another rank first."""
+    """Every rank killed at ``point``; points of recovery, admission and movement need a loss of another rank first."""
     cases = []
     for rank in range(layout.ranks):
         other = layout.elsewhere(rank)
         name = f"{point} of rank {rank}"
         if point == "in_join":
             cases.append(Case(name, ((rank, "losses", 0, "mid_backward"), (rank, "rejoin", 1, point))))
+        elif point.startswith("in_movement"):
+            cases.append(Case(name, ((other, "losses", 0, "before_reduce"), (rank, "rejoin", 1, point))))
         elif point.startswith("in_recovery"):
             cases.append(Case(name, ((other, "losses", 0, "before_reduce"), (rank, "losses", 0, point))))
             if point in ("in_recovery_edit", "in_recovery_promote", "in_recovery_resume"):

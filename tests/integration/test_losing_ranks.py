@@ -47,7 +47,8 @@ def test_the_gloo_baseline_survives_as_well(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("layout", "point"), WALK)
 def test_every_point_of_every_rank(tmp_path: Path, layout: str, point: str) -> None:
     save = ("--save", str(tmp_path / "saved"))
-    flags = {"in_evaluate": PHASES, "in_save": (*PHASES, *save)}.get(point, TWO if "recovery" in point else ())
+    two = TWO if point.startswith(("in_recovery", "in_movement")) else ()
+    flags = {"in_evaluate": PHASES, "in_save": (*PHASES, *save)}.get(point, two)
     walk(tmp_path, LAYOUTS[layout], cases_of(LAYOUTS[layout], point), *flags, seconds=600.0)
 
 

@@ -126,6 +126,7 @@ class Engine:
     _fenced: bool = False
     _catching_up: bool = False
     _admitting: bool = False
+    _arrived: int = 0
     _inside: bool = False
     """Let in while the members were in a step: they have passed the boundary before it."""
     _unsettled: bool = False
@@ -200,6 +201,8 @@ class Engine:
         work = StepInput(target, address, forward_step, source)
         self.timer.begin(target, "prepare")
         self.attempts, started = 0, time.monotonic()
+        if not self._unsettled and self._streams is None and self._leaving is None:
+            self.injector.restore()
         self.injector.reach("before_step", target)
         while True:
             try:
@@ -288,6 +291,11 @@ class Engine:
         return self.fenced(body)
 
     @property
+    def state_bytes(self) -> int:
+        """Bytes of state received in added copies so far, used or not."""
+        return self._arrived + (0 if self._streams is None else self._streams.bytes_received)
+
+    @property
     def in_step(self) -> bool:
         """Whether a step is under way (as against evaluation, saving, or the time between steps)."""
         return self._attempt is not None
@@ -367,6 +375,7 @@ class Engine:
                 movement = streams.movement
                 commit(self.tools.pool, movement.changes, streams.received, version)
                 streams.abandon()
+                self._arrived += streams.bytes_received
                 self._streams, self._leaving = None, movement
                 self._stand_on(movement.target, movement.followers())
                 self._certify("movement", {change.block for change in movement.changes if change.kind != "drop"})
@@ -399,6 +408,7 @@ class Engine:
         """The generation ends: what is under way is begun anew in the next one, or not at all."""
         if self._streams is not None:
             self._streams.abandon()
+            self._arrived += self._streams.bytes_received
             self._abandoned.append(self._streams)
         self._streams, self._leaving, self._switching = None, None, False
 

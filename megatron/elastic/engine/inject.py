@@ -24,9 +24,10 @@ Grammar of ``--elastic-inject``::
 
 Many losses in one job are ordered by how many went before: with every rank present, the
 sum of their incarnations is the number of losses so far, and every process can count it.
-``losses=k`` holds while all are present after k losses, until the loss that follows is
-recovered from; ``rejoin=k`` while the generation is entered that makes them all present;
-``missing=1`` while some are not.
+``losses=k`` holds while all are present after k losses, with every copy of state where it
+belongs, until the loss that follows is recovered from; ``rejoin=k`` from the entry of the
+generation that makes them all present until copies are in place; ``missing=1`` while some
+rank is missing. ``wait=n`` lets n steps pass with all present and in place first.
 
 Invariant: a seed decides everything, per (rank, incarnation, step), so a run can be
 repeated and no two processes need talk about it. Without faults, a point costs one test.
@@ -104,6 +105,7 @@ _FIELDS = {
     "losses": _KINDS,
     "rejoin": _KINDS,
     "missing": _KINDS,
+    "wait": _KINDS,
     "code": ("exit",),
     "seconds": ("delay",),
     "copy": ("flip",),
@@ -129,11 +131,13 @@ class Fault:
     points: tuple[str, ...] = ("before_step",)
     incarnations: frozenset[int] = frozenset({FIRST_INCARNATION})
     losses: int | None = None
-    """Only while all ranks are present after so many losses."""
+    """Only while all ranks are present after so many losses, and nothing is left to move."""
     rejoin: int | None = None
-    """Only while the generation is entered in which all are present again after so many losses."""
+    """Only while all are present again after so many losses, and copies are not in place yet."""
     missing: bool = False
     """Only while some rank is missing."""
+    wait: int = 0
+    """Only after so many steps with all ranks present."""
     nth: int = 1
     count: int = 1
     code: int = 1
@@ -200,6 +204,8 @@ def _with_field(fault: Fault, field: str, text: str) -> Fault:
             return replace(fault, rejoin=_whole(field, text))
         case "missing":
             return replace(fault, missing=bool(_whole(field, text)))
+        case "wait":
+            return replace(fault, wait=_whole(field, text))
         case "nth":
             return replace(fault, nth=_whole(field, text, least=1))
         case "count":
@@ -239,7 +245,7 @@ def _parse_one(text: str) -> Fault:
             raise _refuse(f"{field} is given twice in {text!r}")
         seen.add(field)
         fault = _with_field(fault, field, value)
-    if seen & {"losses", "rejoin", "missing"} and "incarnation" not in seen:
+    if seen & {"losses", "rejoin", "missing", "wait"} and "incarnation" not in seen:
         fault = replace(fault, incarnations=frozenset())
     if kind == "random" and not {"seed", "rate"} <= seen:
         raise _refuse("random needs seed= and rate=")
@@ -283,10 +289,13 @@ class Injector:
         self._drawn: dict[tuple[Fault, int], Fault | None] = {}
         self.flip: Callable[[str, str], None] = _nothing_to_flip
         """Flips one bit of a block: (copy, tensor). Set by whoever holds the state."""
-        self._present: int | None = None
-        """Losses so far, if every rank is present in the generation that work goes on in."""
         self._entering: int | None = None
-        """The same for a generation decided and not yet settled."""
+        """Losses so far, if every rank is present in the generation decided last."""
+        self._settled: int | None = None
+        """The same for the generation in which work goes on."""
+        self._present: int | None = None
+        """The same once copies are in place."""
+        self._whole_steps = 0
 
     def enter(self, incarnations: Collection[int], slots: int) -> None:
         """A generation of members with these ``incarnations`` is decided."""
@@ -294,15 +303,22 @@ class Injector:
 
     def settle(self) -> None:
         """The generation entered last is the one in which work goes on."""
-        self._present, self._entering = self._entering, None
+        self._settled, self._present = self._entering, None
+        self._whole_steps = 0
+
+    def restore(self) -> None:
+        """Copies of state are where they belong; told at every step."""
+        self._present = self._settled
 
     def _holds(self, fault: Fault) -> bool:
         """Whether as many ranks are present, and were lost before, as ``fault`` asks for."""
-        if fault.missing and self._present is not None:
+        if fault.missing and self._settled is not None:
+            return False
+        if fault.wait and (self._present is None or self._whole_steps <= fault.wait):
             return False
         if fault.losses is not None and fault.losses != self._present:
             return False
-        return fault.rejoin is None or fault.rejoin == self._entering
+        return fault.rejoin is None or (fault.rejoin == self._entering and self._present is None)
 
     def reach(self, point: str, step: int) -> None:
         """The process is at ``point`` of ``step``. Returns, unless the script wants otherwise.
@@ -315,6 +331,7 @@ class Injector:
         if point not in KILL_POINTS:
             raise ValueError(f"{point!r} is not a named point")
         self._reached[step, point] += 1
+        self._whole_steps += point == "before_step" and self._present is not None
         for scripted in self._faults:
             fault = self._draw(scripted, step) if scripted.kind == "random" else scripted
             if fault is None or (fault.steps and step not in fault.steps) or point not in fault.points:
@@ -340,7 +357,8 @@ class Injector:
         if fault.kind == "delay":
             time.sleep(fault.seconds)
             return
-        line = f"injected {fault.kind}: rank {self._rank}, step {step}, {point} ({KILL_POINTS[point]})"
+        where = f"{point} ({KILL_POINTS[point]})"
+        line = f"injected {fault.kind}: rank {self._rank}, step {step}, {where}, wall time {time.time():.4f}"
         print(line, file=sys.stderr, flush=True)
         sys.stdout.flush()
         match fault.kind:

@@ -102,7 +102,7 @@ def narrate_step(
     if not events.enabled:
         return
     record = engine.record
-    events.write(Phases(step=record.version, nanoseconds=dict(phases)))
+    events.write(Phases(record.version, dict(phases), engine.state_bytes))
     step = Step(
         step=record.version,
         samples=(address.first, address.first + address.size),

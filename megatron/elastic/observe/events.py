@@ -105,6 +105,8 @@ class Phases(Event):
     kind: ClassVar[str] = "phases"
     step: int
     nanoseconds: dict[str, int]
+    state_bytes: int = 0
+    """Bytes of optimizer state this rank had received from others by then, since it came."""
 
 
 @dataclass(frozen=True)

@@ -176,3 +176,38 @@ def test_another_rank_of_the_same_script_goes_on():
     process = child("kill:rank=1,step=7,point=after_vote")
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 0 and "survived" in out
+
+
+def test_losses_are_ordered_by_how_many_went_before():
+    """One script for many lives: a fault waits for all ranks to be back from the losses before it."""
+    script = parse("raise:rank=1,losses=2,point=mid_forward;raise:rank=1,rejoin=3,point=in_recovery_edit")
+    injector = Injector(script, rank=1, incarnation=1)
+    assert not fires(injector, "mid_forward", 5), "nobody said who is present"
+    injector.enter([1, 0, 1], slots=4)
+    injector.settle()
+    assert not fires(injector, "mid_forward", 6), "a rank is missing"
+    injector.enter([1, 0, 1, 0], slots=4)
+    assert not fires(injector, "mid_forward", 6), "work has not begun in that generation"
+    injector.settle()
+    assert not fires(injector, "mid_forward", 6), "copies are not in place"
+    injector.restore()
+    assert fires(injector, "mid_forward", 7) and not fires(injector, "mid_forward", 8), "once"
+    injector.enter([1, 0, 1], slots=4)
+    assert not fires(injector, "in_recovery_edit", 8)
+    injector.settle()
+    injector.enter([1, 1, 1, 0], slots=4)
+    assert fires(injector, "in_recovery_edit", 9)
+
+
+def test_a_fault_can_wait_for_steps_with_everybody_present_or_act_while_somebody_is_not():
+    injector = Injector(parse("raise:wait=2,point=after_vote;raise:missing=1,point=after_step,count=0"), rank=0)
+    assert fires(injector, "after_step", 1)
+    injector.enter([0, 0], slots=2)
+    injector.settle()
+    injector.restore()
+    assert not fires(injector, "after_step", 1)
+    hits = []
+    for step in (1, 2, 3, 4):
+        injector.reach("before_step", step)
+        hits.append(fires(injector, "after_vote", step))
+    assert hits == [False, False, True, False]
