@@ -20,7 +20,8 @@ Grammar of ``--elastic-inject``::
 ``|`` separates alternatives. Left out: ``rank`` is every rank, ``step`` every step,
 ``point`` is before_step, ``nth`` 1, ``count`` 1 (how often in one process; 0: no limit),
 ``incarnation`` the first life of a rank (``*``: every life; the default with ``losses`` and
-``rejoin``). ``random`` also takes ``kinds=kill|stop`` and ``points=...``. ``copy`` is owner (or mirror), ``tensor`` master, exp_avg or exp_avg_sq.
+``rejoin``). ``random`` also takes ``kinds=kill|stop`` and ``points=...``. ``copy`` is owner (or
+mirror), ``tensor`` master, exp_avg or exp_avg_sq.
 
 Many losses in one job are ordered by how many went before: with every rank present, the
 sum of their incarnations is the number of losses so far, and every process can count it.
