@@ -126,6 +126,8 @@ class Job:
     """In place of the configured policy."""
     profile: Profile | None = None
     """Costs of units where they are known beforehand; else all alike."""
+    assignment: Assignment | None = None
+    """Who holds what at launch, where it is not Megatron's cut."""
 
 
 def found(links: Links, job: Job) -> Engine:
@@ -134,7 +136,7 @@ def found(links: Links, job: Job) -> Engine:
     shard = job.nominal.place(links.fabric.rank)[0]
     catalog = exchange_catalog(job.port, shard, links.fabric.world, links.fabric.slots)
     layouts = build_layouts(catalog, job.config.block_bytes)
-    assignment = Assignment.at_launch(job.nominal)
+    assignment = job.assignment or Assignment.at_launch(job.nominal)
     groups = unit_groups(assignment, layouts, links.decision.members)
     rules = Rules(job.config.mirrors, job.config.scatter_width, failure_domains(links.decision))
     basis = Basis(initial(groups, rules), assignment)

@@ -22,7 +22,7 @@ All integers, all ties broken by position: deterministic.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megatron.elastic.plan.cost import PPM
@@ -47,6 +47,7 @@ __all__ = [
     "idle_cells",
     "knapsack",
     "pipeline_bound",
+    "seats",
     "work_bound",
 ]
 
@@ -283,24 +284,31 @@ class _Search:
 
     def form(self, cells: Sequence[int], lengths: Sequence[int]) -> list[_Line] | None:
         """Pipelines of ``lengths`` over ``cells``; a cell goes where the units are that it holds already."""
-        middle = {cell: self._middle(cell) for cell in cells}
-        ordered = sorted(cells, key=lambda cell: (middle[cell], cell))[: sum(lengths)]
-        slots = sorted(
-            ((2 * stage + 1) * PPM // (2 * length), number, stage)
-            for number, length in enumerate(lengths)
-            for stage in range(length)
-        )
-        placed: list[list[tuple[int, int]]] = [[] for _ in lengths]
-        for (_, number, stage), cell in zip(slots, ordered, strict=False):
-            placed[number].append((stage, cell))
-        lines = [self.line([cell for _, cell in sorted(pipeline)]) for pipeline in placed]
+        lines = [self.line(seated) for seated in seats(cells, lengths, self.holds, self.model.units)]
         return [line for line in lines if line] if all(lines) else None
 
-    def _middle(self, cell: int) -> int:
-        spans = self.holds.get(cell)
+
+def seats(
+    cells: Sequence[int], lengths: Sequence[int], holds: Mapping[int, tuple[Range, ...]], units: int
+) -> list[list[int]]:
+    """Cells of pipelines of ``lengths``, each near the units it ``holds`` already; cells too many are left out."""
+
+    def middle(cell: int) -> int:
+        spans = holds.get(cell)
         if not spans:
             return PPM // 2
-        return sum(a + b for a, b in spans) * PPM // (2 * len(spans) * self.model.units)
+        return sum(a + b for a, b in spans) * PPM // (2 * len(spans) * units)
+
+    ordered = sorted(cells, key=lambda cell: (middle(cell), cell))[: sum(lengths)]
+    slots = sorted(
+        ((2 * stage + 1) * PPM // (2 * length), number, stage)
+        for number, length in enumerate(lengths)
+        for stage in range(length)
+    )
+    placed: list[list[tuple[int, int]]] = [[] for _ in lengths]
+    for (_, number, stage), cell in zip(slots, ordered, strict=False):
+        placed[number].append((stage, cell))
+    return [[cell for _, cell in sorted(pipeline)] for pipeline in placed]
 
 
 def knapsack(room: int, values: dict[int, int]) -> tuple[list[int], int]:
@@ -367,15 +375,14 @@ def idle_cells(topology: Topology, shape: Shape) -> tuple[int, ...]:
 
 
 def pipeline_bound(topology: Topology, profile: Profile, split_backward: bool = False) -> int:
-    """Least step time (ns) of any set of 1F1B (or ZB-H1) pipelines over the living cells, under their memory.
+    """Least step time (ns), by the closed form, of any set of 1F1B (or ZB-H1) pipelines under the cells' memory.
 
-    Exact for equal cells: for a deadline, an unbounded knapsack over pipeline
-    lengths (each with its minimax cut) gives the most micro-batches that any set
-    of pipelines can finish; bisection gives the least sufficient deadline. Unequal
-    cells are taken at their mean speed and smallest memory. Memory is that of
-    1F1B, which any schedule of full speed needs at least; with a split backward and
-    equal halves the times are a lower bound too (the last stage starts after
-    ``stages - 1`` forwards and never waits). Where units are now is ignored. Raises :class:`PlanError` if nothing fits.
+    For a deadline, an unbounded knapsack over pipeline lengths (each with its
+    minimax cut) gives the most micro-batches that any set of pipelines can finish;
+    bisection gives the least sufficient deadline. Unequal cells are taken at their
+    mean speed and smallest memory. The closed form is somewhat pessimistic for uneven
+    stages: what no schedule can beat is ``bound.schedule_bound``. Where units are
+    now is ignored. Raises :class:`PlanError` if nothing fits.
     """
     search = _Search(topology, profile, GraphOptions(split_backward=split_backward))
     search.model, search.cuts = search.model.optimistic(), {}

@@ -23,6 +23,7 @@ from megatron.elastic.plan.graph import GraphOptions, Shape, candidate_shapes
 from megatron.elastic.plan.model import Plan, Profile, Replica, Segment, Topology
 from megatron.elastic.plan.planner import Dataflow, assemble, instant_plan
 from megatron.elastic.plan.timing import plan_time
+from megatron.elastic.plan.tuning import bound_shapes, few_microbatches, move_quota
 
 __all__ = [
     "Decision",
@@ -38,6 +39,7 @@ __all__ = [
 
 MAX_SOURCES = 16
 MAX_SHAPES = 4
+MAX_SETTLED = 3
 HOUR_NS = 3_600_000_000_000
 
 
@@ -232,19 +234,53 @@ def _shapes(topology: Topology, profile: Profile, options: DecisionOptions) -> l
         return shapes
     shapes = list(dict.fromkeys(shapes))
     near = [shape for number, shape in enumerate(shapes) if number < 2 * MAX_SHAPES or shape.kind == "drop"]
-    return sorted((_timed(topology, shape, profile, options) for shape in near), key=lambda shape: shape.time_ns)
+    timer = _Timer(topology, profile, options.split_backward)
+    timed = [timer.timed(shape) for shape in near]
+    if wanted.pool and options.split_backward and not wanted.even_quotas and few_microbatches(topology):
+        tried = sorted((timer.timed(s) for s in bound_shapes(topology, profile, True)), key=lambda s: s.time_ns)
+        timed += [timer.settled(shape) for shape in tried[:MAX_SETTLED]]
+    return sorted(timed, key=lambda shape: shape.time_ns)
 
 
-def _timed(topology: Topology, shape: Shape, profile: Profile, options: DecisionOptions) -> Shape:
-    """The shape with the time of its own tables; pipelines alike are timed once."""
-    speed = {cell.id: (cell.speed_ppm, cell.memory_bytes) for cell in topology.cells}
-    times: dict[tuple[object, ...], int] = {}
-    for number, pipeline in enumerate(shape.pipelines):
-        key = (pipeline.quota, *((s.first, s.end, speed[s.cell]) for s in pipeline.segments))
-        if pipeline.quota and key not in times:
-            plan = shape_plan(topology, shape, profile, options.split_backward, only=[number])
-            times[key] = plan_time(plan, profile)
-    return replace(shape, time_ns=max(times.values()))
+class _Timer:
+    """Times shapes by their tables; pipelines alike are timed once."""
+
+    def __init__(self, topology: Topology, profile: Profile, split_backward: bool) -> None:
+        self.topology, self.profile, self.split = topology, profile, split_backward
+        self.speed = {cell.id: (cell.speed_ppm, cell.memory_bytes) for cell in topology.cells}
+        self.known: dict[tuple[object, ...], int] = {}
+
+    def times(self, shape: Shape) -> list[int]:
+        """Time of each pipeline, ns (0: it computes nothing)."""
+        found = []
+        for number, pipeline in enumerate(shape.pipelines):
+            key = (pipeline.quota, *((s.first, s.end, self.speed[s.cell]) for s in pipeline.segments))
+            if key not in self.known:
+                plan = shape_plan(self.topology, shape, self.profile, self.split, only=[number])
+                self.known[key] = plan_time(plan, self.profile) if pipeline.quota else 0
+            found.append(self.known[key])
+        return found
+
+    def timed(self, shape: Shape) -> Shape:
+        """The shape with the time of its own tables."""
+        return replace(shape, time_ns=max(self.times(shape)))
+
+    def settled(self, shape: Shape) -> Shape:
+        """Micro-batches moved from the slowest pipeline to others as long as that is faster."""
+        times = self.times(shape)
+        while True:
+            slowest = times.index(max(times))
+            best, best_times = shape, times
+            for target in range(len(times)):
+                if target == slowest or shape.pipelines[slowest].quota < 2:
+                    continue
+                moved = move_quota(shape, slowest, target)
+                after = self.times(moved)
+                if sorted(after, reverse=True) < sorted(best_times, reverse=True):
+                    best, best_times = moved, after
+            if best is shape:
+                return replace(shape, time_ns=max(times))
+            shape, times = best, best_times
 
 
 def _instant(

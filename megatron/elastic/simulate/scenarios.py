@@ -2,9 +2,10 @@
 
 Idea: for each (DP, PP, layers, losses, pattern) every policy answers the same
 topology; its answer's tables are executed, and rows per second are divided by
-those of the undamaged nominal 1F1B plan. Beside them stand two bounds: the best
-set of 1F1B pipelines under the same memory (``graph.pipeline_bound``),
-and the work bound (every living cell always busy), which no schedule reaches.
+those of the undamaged nominal 1F1B plan. Beside them stand bounds: what no set of
+pipelines can beat under the same memory (``bound.schedule_bound``), the best set of
+1F1B pipelines (``graph.pipeline_bound``, for tables without the split), and the work
+bound (every living cell always busy), which no schedule reaches.
 
 Costs: equal layers, forward 1, backward 2 (half of it the weight gradient),
 transfers free, micro-batch size 1, embedding and head not counted; memory is
@@ -17,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
+from megatron.elastic.plan.bound import schedule_bound
 from megatron.elastic.plan.dataflow import PlanError
 from megatron.elastic.plan.graph import GraphOptions, pipeline_bound, work_bound
 from megatron.elastic.plan.model import Plan, Profile, Topology, UnitCost
@@ -105,8 +107,9 @@ class Row:
     ideal_reroute: float
     """ReCycle's limit: steps overlap perfectly, the busiest cell never waits."""
     bound: float
-    """Best set of pipelines with zero-bubble tables, under the same memory."""
+    """What no set of pipelines can beat under the same memory, whatever its schedule (``plan.bound``)."""
     bound_1f1b: float
+    """Best set of 1F1B pipelines by their closed form."""
     work_bound: float
     bubble_before: float
 
@@ -182,8 +185,8 @@ def run_scenario(scenario: Scenario) -> Row:
         _kind(plain),
         {name: _relative(outcome, nominal, rows) for name, outcome in peers.items()},
         nominal / ideal if ideal else 0.0,
-        nominal / _bound(after, profile, True),
-        nominal / _bound(after, profile, False),
+        nominal / schedule_bound(after, profile, split_backward=True),
+        nominal / _best_1f1b(after, profile),
         nominal / work_bound(after, profile),
         1 - work_bound(before, profile) / nominal,
     )
@@ -197,9 +200,9 @@ def _nominal_ns(before: Topology, profile: Profile) -> int:
     return plan_time(nominal_plan(single, profile), profile)
 
 
-def _bound(after: Topology, profile: Profile, split_backward: bool) -> int:
+def _best_1f1b(after: Topology, profile: Profile) -> int:
     try:
-        return pipeline_bound(after, profile, split_backward)
+        return pipeline_bound(after, profile)
     except PlanError:
         return 1 << 62
 

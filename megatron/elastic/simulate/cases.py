@@ -1,0 +1,116 @@
+"""What emulation and simulation both run: a damage, a policy's answer, and how long waits last.
+
+Idea: the emulated job (``tools/bench/throughput.py``) and the simulator are given
+one :class:`Case` and derive plans from it by the same pure functions, so that
+only execution differs: processes, links and timed waits there, arithmetic here.
+
+Costs are those of the damage table (``scenarios``): equal layers, forward 1,
+backward 2. The length of a wait is chosen so that the shortest piece of either
+plan takes ``piece_ms``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+
+from megatron.elastic.plan.choice import choice_named
+from megatron.elastic.plan.cost import plan_costs
+from megatron.elastic.plan.dataflow import PlanError
+from megatron.elastic.plan.graph import GraphOptions
+from megatron.elastic.plan.model import Plan, Profile, Topology
+from megatron.elastic.plan.planner import instant_plan, nominal_plan
+from megatron.elastic.plan.policy import ElasWave, Policy, ReCycle, damaged_replicas
+from megatron.elastic.plan.steady import DecisionOptions
+from megatron.elastic.plan.timing import plan_time
+from megatron.elastic.simulate.scenarios import NEVER_PAYS, Scenario, layer_profile, lost_cells, scenario_topology
+
+__all__ = ["ANSWERS", "Case", "Predicted", "answer", "predict"]
+
+
+def _policy(policy: Policy, split_backward: bool = False) -> Callable[[Topology, Profile], Plan]:
+    return lambda topology, profile: policy.respond(topology, profile).plan(topology, profile, split_backward)
+
+
+_PLAIN = DecisionOptions(horizon_ns=NEVER_PAYS)
+_SPLIT = replace(_PLAIN, split_backward=True)
+ANSWERS: dict[str, Callable[[Topology, Profile], Plan]] = {
+    "elaswave": _policy(ElasWave(_PLAIN)),
+    "elaswave-split": _policy(ElasWave(_SPLIT), True),
+    "alike": _policy(ElasWave(replace(_PLAIN, graph=GraphOptions(recut=False, pool=False)))),
+    "instant": lambda topology, profile: instant_plan(topology, profile),
+    "recycle": _policy(ReCycle(split_backward=False)),
+    "recycle-split": _policy(ReCycle()),
+    "torchft": choice_named("torchft"),
+    "torchft-batch": choice_named("torchft-batch"),
+    "mindspeed": choice_named("mindspeed"),
+}
+"""Plans after the loss, once units have moved. ``-split``: with a backward in two parts."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One damage and one policy; ``piece_ms`` is how long the shortest wait lasts."""
+
+    scenario: Scenario
+    policy: str
+    piece_ms: float = 100.0
+
+    def to_json(self) -> str:
+        """One line, for a command line."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Case:
+        """Inverse of :meth:`to_json`."""
+        raw = json.loads(text)
+        return cls(Scenario(**raw["scenario"]), raw["policy"], raw["piece_ms"])
+
+    @property
+    def profile(self) -> Profile:
+        """Costs in the units of the damage table."""
+        return layer_profile(self.scenario.layers)
+
+    def lost_ranks(self) -> list[int]:
+        """Ranks of the lost cells, numbered as Megatron does (data before pipeline)."""
+        pp, dp = self.scenario.pp, self.scenario.dp
+        return sorted(cell // pp + dp * (cell % pp) for cell in lost_cells(self.scenario))
+
+    def seconds_per_ns(self) -> float:
+        """Length of one ns of the profile, so that no piece of either plan is shorter than ``piece_ms``."""
+        before, after = scenario_topology(self.scenario)
+        plans = (nominal_plan(before, self.profile), answer(self.policy, after, self.profile))
+        shortest = min(
+            cost.forward
+            for plan in plans
+            for cost in plan_costs(plan.pieces, plan.edges, plan.cells, self.profile).pieces
+        )
+        return self.piece_ms / 1e3 / shortest
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """The simulator's word: seconds a step before and after, and rows a second after over before."""
+
+    before_s: float
+    after_s: float
+    relative: float
+
+
+def answer(policy: str, topology: Topology, profile: Profile) -> Plan:
+    """The plan of ``policy``; Megatron's own while nothing is lost. Raises :class:`PlanError` when it stops."""
+    if policy not in ANSWERS:
+        raise PlanError(f"unknown policy {policy!r}: one of {', '.join(ANSWERS)}")
+    if not damaged_replicas(topology):
+        return nominal_plan(topology, profile)
+    return ANSWERS[policy](topology, profile)
+
+
+def predict(case: Case) -> Predicted:
+    """What the simulator says of ``case``."""
+    before, after = scenario_topology(case.scenario)
+    second = case.seconds_per_ns()
+    whole, damaged = nominal_plan(before, case.profile), answer(case.policy, after, case.profile)
+    times = plan_time(whole, case.profile) * second, plan_time(damaged, case.profile) * second
+    return Predicted(times[0], times[1], (damaged.rows / times[1]) / (whole.rows / times[0]))

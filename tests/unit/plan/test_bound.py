@@ -1,0 +1,119 @@
+"""The bound holds for every schedule anybody here can make, and is met where plans are even."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise, product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.elastic.plan.bound import Reach, schedule_bound
+from megatron.elastic.plan.dataflow import PlanError
+from megatron.elastic.plan.graph import Pipeline, Shape, pipeline_bound, work_bound
+from megatron.elastic.plan.model import Profile, Segment, Topology, UnitCost
+from megatron.elastic.plan.partition import Model
+from megatron.elastic.plan.planner import nominal_plan
+from megatron.elastic.plan.steady import DecisionOptions, decide, shape_plan
+from megatron.elastic.plan.timing import plan_time
+from megatron.elastic.plan.topology import regular_topology, without_cells
+from megatron.elastic.plan.tuning import bound_shapes, few_microbatches
+from megatron.elastic.plan.validate import InvalidPlan, validate_plan
+from megatron.elastic.simulate.scenarios import FULL, Scenario, layer_profile, scenario_topology
+
+
+def limited(dp: int, pp: int, units: int, waves: int, headroom: float) -> Topology:
+    widest = -(-units // pp)
+    memory = int(Model(layer_profile(units), 1, dp).stage_bytes(0, widest, min(pp, waves)) * headroom)
+    return regular_topology(dp, pp, units, waves=waves, memory_bytes=memory)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.integers(1, 3), st.integers(1, 5), st.integers(5, 9), st.integers(1, 6), st.sampled_from([1.0, 1.25, 2.0]),
+    st.booleans(), st.data(),
+)  # fmt: skip
+def test_no_plan_that_is_made_beats_it(
+    dp: int, pp: int, units: int, waves: int, headroom: float, split: bool, data: st.DataObject
+) -> None:
+    profile = layer_profile(units)
+    lost = data.draw(st.sets(st.integers(0, dp * pp - 1), max_size=dp * pp - 1))
+    topology = without_cells(limited(dp, pp, units, waves, headroom), lost)
+    try:
+        least = schedule_bound(topology, profile, split)
+    except PlanError:
+        least = None
+    options = DecisionOptions(horizon_ns=10**18, split_backward=split, reroute=False, resize=False)
+    try:
+        decision = decide(topology, profile, options)
+    except PlanError:
+        return
+    answer = decision.steady or decision.instant
+    assert isinstance(answer, Shape)
+    plan = shape_plan(topology, answer, profile, split)
+    try:
+        validate_plan(plan, units, profile)
+    except InvalidPlan:
+        return  # whoever stays where he is with more micro-batches than at launch may exceed memory
+    assert least is not None, "the bound finds no pipeline that fits where the planner does"
+    assert plan_time(plan, profile) >= least >= work_bound(topology, profile) - 1
+
+
+@pytest.mark.parametrize("split", [False, True])
+@settings(max_examples=20, deadline=None)
+@given(count=st.integers(1, 9), room=st.integers(1, 9), stages=st.integers(1, 4), data=st.data())
+def test_no_order_of_one_pipeline_beats_its_stages(
+    split: bool, count: int, room: int, stages: int, data: st.DataObject
+) -> None:
+    """Any cut, memory for ``room`` micro-batches of one unit: the tables made are never shorter than ``least``."""
+    widths = data.draw(st.lists(st.integers(1, 3), min_size=stages, max_size=stages))
+    units = sum(widths)
+    unit = UnitCost(1000, 2000, 1000, 0, 0, 60, 0)
+    profile = Profile((unit,) * units, latency_ns=0)
+    memory = max(room * 60, 60 * max(widths))
+    cuts = [sum(widths[:n]) for n in range(stages + 1)]
+    topology = regular_topology(1, stages, units, waves=count, cuts=cuts, memory_bytes=memory)
+    segments = tuple(Segment(cell, a, b) for cell, (a, b) in enumerate(pairwise(cuts)))
+    plan = shape_plan(topology, Shape((Pipeline(segments, count),), 0, "test"), profile, split)
+    reach = Reach(topology, profile, split)
+    least = max(stage.least(count, max(1, held)) for stage, held in (reach.stage(a, b) for a, b in pairwise(cuts)))
+    try:
+        validate_plan(plan, units, profile)
+    except InvalidPlan:
+        return  # 1F1B's own order needs more than there is: it is no schedule of this memory
+    assert plan_time(plan, profile) >= least
+
+
+def test_an_even_pipeline_meets_it() -> None:
+    profile = layer_profile(8)
+    topology = limited(1, 4, 8, 8, 1.0)
+    assert schedule_bound(topology, profile) == pipeline_bound(topology, profile)
+    assert plan_time(nominal_plan(topology, profile), profile) == schedule_bound(topology, profile)
+
+
+def test_fewest_cells_and_both_ends_agree() -> None:
+    """Counting from the end needs as many cells as counting from the start."""
+    reach = Reach(limited(2, 8, 16, 6, 1.25), layer_profile(16), True)
+    for count, deadline in product(range(1, 13), range(30_000, 120_000, 7_000)):
+        early, late = reach.cuts(count, deadline), reach.late_cuts(count, deadline)
+        assert (early is None) == (late is None)
+        assert early is None or late is None or len(early) == len(late)
+
+
+def test_a_slow_cell_counts_as_fast_but_for_its_work() -> None:
+    topology = regular_topology(1, 2, 4, waves=4)
+    slow = replace(topology, cells=(topology.cells[0], replace(topology.cells[1], speed_ppm=500_000)))
+    profile = layer_profile(4)
+    assert schedule_bound(slow, profile) == max(schedule_bound(topology, profile), work_bound(slow, profile))
+
+
+def test_where_rows_are_few_the_bounds_own_pipelines_are_tried() -> None:
+    """DP 2 x PP 32, one layer a stage, 8 cells lost: what limits a stage is how long rows are away."""
+    _, after = scenario_topology(Scenario(2, 32, 32, 8, "spread"))
+    profile = layer_profile(32)
+    assert few_microbatches(after)
+    assert all(sum(p.quota for p in shape.pipelines) == 32 for shape in bound_shapes(after, profile, True))
+    found = decide(after, profile, FULL)
+    assert found.steady is not None and found.steady.kind == "bound"
+    assert schedule_bound(after, profile, True) / found.steady_ns > 0.9

@@ -1,0 +1,252 @@
+"""One light process of an emulated job: everything is real but the kernels.
+
+    python -m megatron.elastic.launch … tools/bench/emulated.py --elastic … --case JSON --steps N --out DIR
+
+Launcher, control plane, communicator, engine, state and plans are the runtime's
+own; the model behind the engine's port is a row of units of a few parameters
+whose forward and backward *wait* for as long as the cost profile says. Waits are
+timed: each rank writes how long it asked for and how long it got (*dilation*).
+
+Every rank holds the (tiny) state of every unit, so that any plan can run at once:
+what is emulated is the throughput of plans and of the step around them, not the
+migration of units.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.elastic.config import ElasticConfig
+from megatron.elastic.engine.assignment import Assignment
+from megatron.elastic.engine.nominal import Nominal
+from megatron.elastic.engine.port import LossOutput, UnitParameter
+from megatron.elastic.engine.settings import Settings
+from megatron.elastic.engine.source import StepAddress
+from megatron.elastic.mcore.arguments import add_arguments, config_from_args
+from megatron.elastic.mcore.bringup import Job, found, open_links
+from megatron.elastic.plan.model import Piece, Plan, Profile, Topology, UnitCost
+from megatron.elastic.plan.topology import even_cuts
+from megatron.elastic.simulate.cases import Case, answer
+from megatron.elastic.simulate.scenarios import scenario_topology
+from megatron.elastic.state.layout import ParamSpec
+from megatron.elastic.state.record import ConstantSchedule, Hyper, Rate
+
+WIDTH = 16
+"""Parameters of a unit, and elements of a row."""
+PATIENCE = 300.0
+"""Seconds a wait for others may last."""
+
+
+def _forward(unit: UnitCost) -> int:
+    return unit.forward_ns
+
+
+def _backward(unit: UnitCost) -> int:
+    return unit.backward_ns
+
+
+def _weight(unit: UnitCost) -> int:
+    return unit.weight_grad_ns
+
+
+def _input(unit: UnitCost) -> int:
+    return unit.backward_ns - unit.weight_grad_ns
+
+
+@dataclass
+class Waits:
+    """Seconds asked for and seconds spent, over all waits of a process."""
+
+    asked: float = 0.0
+    spent: float = 0.0
+
+    def wait(self, seconds: float) -> None:
+        """Sleep, and note how long it really was."""
+        before = time.monotonic()
+        time.sleep(seconds)
+        self.spent += time.monotonic() - before
+        self.asked += seconds
+
+
+@dataclass
+class Deferred:
+    """Weight gradients of a piece whose backward is split (``engine.port.DeferredWeights``)."""
+
+    port: EmulatedPort
+    piece: Piece
+    share: torch.Tensor | None = None
+
+    def run(self, accumulate: Callable[[torch.nn.Parameter, torch.Tensor], None]) -> None:
+        """Wait for the weight part, then hand the gradients over."""
+        assert self.share is not None, "input gradients come first"
+        self.port.waits.wait(self.port.seconds(self.piece, _weight))
+        for unit in range(self.piece.first, self.piece.end):
+            accumulate(self.port.parameters[unit], self.share)
+
+
+class _Timed(torch.autograd.Function):
+    """Rows pass with a mark of each unit; forward and backward wait."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, port: EmulatedPort, piece: Piece, *parameters: Any) -> torch.Tensor:
+        ctx.port, ctx.piece, ctx.count = port, piece, len(parameters)
+        port.waits.wait(port.seconds(piece, _forward))
+        return rows + sum(parameter.mean() for parameter in parameters)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        share, later = (gradients[0].sum() / WIDTH).expand(WIDTH), ctx.port.deferred
+        if later is not None:
+            ctx.port.waits.wait(ctx.port.seconds(ctx.piece, _input))
+            later.share = share
+            return gradients[0], None, None, *(None for _ in range(ctx.count))
+        ctx.port.waits.wait(ctx.port.seconds(ctx.piece, _backward))
+        return gradients[0], None, None, *(share for _ in range(ctx.count))
+
+
+@dataclass
+class EmulatedPort:
+    """Units that wait (``engine.port.ModelPort``)."""
+
+    profile: Profile
+    second: float
+    """Seconds that one ns of the profile lasts."""
+    waits: Waits = field(default_factory=Waits)
+    deferred: Deferred | None = None
+    """Where weight gradients go while a backward is split."""
+
+    def __post_init__(self) -> None:
+        self.compute_units = len(self.profile.units)
+        self.parameters = [torch.nn.Parameter(torch.zeros(WIDTH)) for _ in self.profile.units]
+
+    def seconds(self, piece: Piece, part: Callable[[UnitCost], int]) -> float:
+        """How long that part of ``piece`` lasts."""
+        return sum(map(part, self.profile.units[piece.first : piece.end])) * len(piece.rows) * self.second
+
+    @contextmanager
+    def deferring(self, piece: Piece) -> Iterator[Deferred]:
+        """See ``ModelPort``."""
+        self.deferred = Deferred(self, piece)
+        try:
+            yield self.deferred
+        finally:
+            self.deferred = None
+
+    def hold(self, units: Collection[int]) -> None:
+        """Every unit is held, always."""
+
+    def held_units(self) -> tuple[int, ...]:
+        """All."""
+        return tuple(range(self.compute_units))
+
+    def unit_parameters(self, unit: int) -> Sequence[UnitParameter]:
+        """One tensor."""
+        return [UnitParameter(ParamSpec("weight", WIDTH, (WIDTH,), False), self.parameters[unit])]
+
+    def boundary(self, rows: int) -> tuple[torch.Size, torch.dtype]:
+        """``[1, rows, WIDTH]``."""
+        return torch.Size((1, rows, WIDTH)), torch.float32
+
+    def forward(
+        self, step: Any, piece: Piece, place: tuple[int, int], source: torch.Tensor | None, batches: Iterator[Any]
+    ) -> torch.Tensor | LossOutput:
+        """Wait; the last segment's loss is the mean of what arrives."""
+        rows = torch.zeros(self.boundary(len(piece.rows))[0]) if source is None else source
+        output: torch.Tensor = _Timed.apply(rows, self, piece, *self.parameters[piece.first : piece.end])
+        if piece.end < self.compute_units:
+            return output
+        loss = output.mean()
+        return LossOutput(loss, None, {"loss": loss.detach()})
+
+    def reads_data(self) -> bool:
+        """Nothing is read."""
+        return False
+
+    def finish_gradients(self, grads: Mapping[int, Sequence[torch.Tensor]]) -> None:
+        """Cells are single ranks: nothing to complete."""
+
+    def train(self, mode: bool) -> None:
+        """Nothing to switch."""
+
+
+class Everywhere(Assignment):
+    """Every rank holds every unit's state (see the module docstring)."""
+
+    def units_of(self, rank: int) -> tuple[int, ...]:
+        """All."""
+        return tuple(range(self.nominal.compute_units))
+
+    def state_groups(self) -> dict[tuple[int, int], tuple[int, ...]]:
+        """One group of all ranks a unit."""
+        return {(unit, 0): tuple(range(self.nominal.slots)) for unit in range(self.nominal.compute_units)}
+
+
+def emulated_job(case: Case, config: ElasticConfig) -> tuple[Job, EmulatedPort]:
+    """What the engine is built from, and the port that keeps the time."""
+    scenario = case.scenario
+    whole, _ = scenario_topology(scenario)
+    memory = whole.cells[0].memory_bytes
+    stages = tuple(pairwise(even_cuts(scenario.layers, scenario.pp)))
+    nominal = Nominal(1, scenario.pp, scenario.dp, stages, whole.grid)
+    port = EmulatedPort(case.profile, case.seconds_per_ns())
+
+    def choose(topology: Topology, profile: Profile) -> Plan:
+        cells = tuple(replace(cell, memory_bytes=memory) for cell in topology.cells)
+        return answer(case.policy, replace(topology, cells=cells), profile)
+
+    job = Job(
+        port=port,
+        nominal=nominal,
+        config=config,
+        settings=Settings(0, Hyper(ConstantSchedule((Rate(0.0, 0.0),))), communication_timeout=PATIENCE),
+        on_settled=lambda outcome, standing, seconds: None,
+        host_state=dict,
+        choose=choose,
+        profile=case.profile,
+        assignment=Everywhere(nominal, Assignment.at_launch(nominal).replicas),
+    )
+    return job, port
+
+
+def no_forward_step(batches: Iterator[Any], model: Any) -> Any:
+    """What the engine hands to the port, which waits instead."""
+    raise AssertionError("an emulated unit computes nothing")
+
+
+def main() -> None:
+    """Train ``--steps`` steps as one rank."""
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("--case", type=Case.from_json, required=True)
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    add_arguments(parser)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    config = config_from_args(args)
+    job, port = emulated_job(args.case, config)
+    links = open_links(config, PATIENCE)
+    engine = found(links, job)
+    engine.resume(engine.record, None)
+    rows = job.nominal.grid.global_batch_size
+    log = []
+    for step in range(args.steps):
+        before, started = replace(port.waits), time.monotonic()
+        engine.step(no_forward_step, None, StepAddress(step * rows, rows))
+        ended, waits = time.monotonic(), port.waits
+        log.append((started, ended, waits.asked - before.asked, waits.spent - before.spent))
+    (args.out / f"waits-{links.fabric.rank}.json").write_text(json.dumps(log))
+    links.membership.finish(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,211 @@
+"""Throughput before and after losses, emulated: the real runtime, with timed waits for kernels.
+
+    python -m tools.bench.throughput [--cases small|table|96|all] [--only N,N] [--piece-ms 100] [--out FILE]
+
+Each case is a job of its own under the launcher: up to 96 light processes forked
+from one preloaded parent, with the runtime's control plane, communicator, engine,
+state and plans; some are killed before a step. Throughput is that of committed
+steps: rows a second of the steps before the loss and of those after it (the steps
+that a loss interrupted are left out). A run whose waits took 2% longer than asked
+for is refused: its machine was too busy to say anything.
+
+Beside each stands the simulator's answer to the same plans. The last line is one
+JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+
+from megatron.elastic.observe.events import read_events
+from megatron.elastic.simulate.cases import Case, predict
+from megatron.elastic.simulate.scenarios import Scenario
+from tools.bench._common import print_result
+
+ROOT = Path(__file__).resolve().parents[2]
+MAX_DILATION = 0.02
+BEFORE, AFTER = 2, 2
+"""Measured steps on either side of the loss; one more on each side warms up."""
+
+SMALL = tuple(
+    Case(Scenario(2, 4, 8, 1, "spread", waves=4), policy) for policy in ("elaswave-split", "recycle-split", "torchft")
+)
+PAPER = tuple(
+    Case(Scenario(2, 8, 32, 1, "spread"), policy)
+    for policy in ("elaswave", "alike", "recycle", "torchft", "torchft-batch", "elaswave-split", "recycle-split")
+)
+TABLE = (
+    *PAPER,
+    Case(Scenario(2, 8, 32, 2, "spread"), "elaswave"),
+    Case(Scenario(3, 8, 32, 2, "spread"), "elaswave"),
+    Case(Scenario(4, 8, 32, 4, "concentrated"), "elaswave"),
+)
+FULL = (
+    Case(Scenario(12, 8, 32, 8, "spread"), "elaswave"),
+    Case(Scenario(8, 12, 32, 4, "spread"), "elaswave"),
+    Case(Scenario(4, 24, 32, 1, "spread"), "elaswave"),
+)
+"""96 processes."""
+SETS = {"small": SMALL, "table": TABLE, "96": FULL, "all": (*TABLE, *FULL)}
+
+
+class Refused(RuntimeError):
+    """The machine was too busy for the figures to say anything."""
+
+
+@dataclass(frozen=True)
+class Emulation:
+    """What a job's committed steps say, and what the simulator says."""
+
+    devices: int
+    before_s: float
+    after_s: float
+    relative: float
+    """Rows a second after, over before."""
+    simulated_before_s: float
+    simulated_after_s: float
+    simulated_relative: float
+    dilation: float
+    recovery_s: float
+    """The step in which ranks were lost, beyond a step after it."""
+
+    def errors(self) -> tuple[float, float, float]:
+        """Simulator against emulation: step before, step after, ratio."""
+        return (
+            self.simulated_before_s / self.before_s - 1,
+            self.simulated_after_s / self.after_s - 1,
+            self.simulated_relative / self.relative - 1,
+        )
+
+
+def emulate(case: Case) -> Emulation:
+    """Run one job. Raises :class:`Refused`, ``RuntimeError`` with the job's output."""
+    steps = 1 + BEFORE + 1 + AFTER
+    with tempfile.TemporaryDirectory(prefix="emulation-") as name:
+        folder = Path(name)
+        _launch(case, steps, folder)
+        committed = [record for record in read_events(folder) if record.kind == "step"]
+        waits = {int(p.stem.split("-")[1]): json.loads(p.read_text()) for p in folder.glob("waits-*.json")}
+    reporter = min(waits)
+    walls = [ended - started for started, ended, _, _ in waits[reporter]]
+    rows = {record.fields["step"]: record.fields["computed"] for record in committed}
+    if set(rows) != set(range(1, steps + 1)):
+        raise RuntimeError(f"steps {sorted(rows)} were committed, {steps} were asked for")
+    first, later = slice(1, 1 + BEFORE), slice(2 + BEFORE, steps)
+    asked, spent = (
+        sum(step[i] for log in waits.values() for part in (first, later) for step in log[part]) for i in (2, 3)
+    )
+    dilation = spent / asked - 1
+    if dilation > MAX_DILATION:
+        raise Refused(f"waits took {dilation:.1%} longer than asked for (limit {MAX_DILATION:.0%})")
+    before, after = median(walls[first]), median(walls[later])
+    said = predict(case)
+    return Emulation(
+        devices=case.scenario.dp * case.scenario.pp,
+        before_s=before,
+        after_s=after,
+        relative=(rows[steps] / after) / (rows[1] / before),
+        simulated_before_s=said.before_s,
+        simulated_after_s=said.after_s,
+        simulated_relative=said.relative,
+        dilation=dilation,
+        recovery_s=walls[1 + BEFORE] - after,
+    )
+
+
+def _launch(case: Case, steps: int, folder: Path) -> None:
+    """One job, to its end. Raises ``RuntimeError``."""
+    lost = "|".join(map(str, case.lost_ranks()))
+    script = f"kill:rank={lost},step={2 + BEFORE},point=before_step"
+    count = case.scenario.dp * case.scenario.pp
+    command = [
+        sys.executable, "-m", "megatron.elastic.launch", "--nproc-per-node", str(count), "--no-respawn",
+        "--preload", "torch,torch.distributed,tools.bench.emulated",
+        str(ROOT / "tools/bench/emulated.py"), "--elastic", "--case", case.to_json(), "--steps", str(steps),
+        "--out", str(folder), "--elastic-event-log", str(folder), "--elastic-detection-timeout", "60",
+        "--elastic-verify-interval", "0", "--elastic-allow-inject", "--elastic-inject", script,
+    ]  # fmt: skip
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=580, check=False)
+    if done.returncode:
+        raise RuntimeError(f"exit code {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
+
+
+def title(case: Case) -> str:
+    """One line for the table."""
+    s = case.scenario
+    return f"DP {s.dp:2} x PP {s.pp:2}, {s.layers} layers, {s.losses} lost {s.pattern:12} {case.policy:14}"
+
+
+def run(cases: Sequence[Case]) -> tuple[list[dict[str, object]], list[tuple[float, float, float]]]:
+    """Rows of the table, and the errors of the cases that were not refused."""
+    rows: list[dict[str, object]] = []
+    errors = []
+    for case in cases:
+        started = time.monotonic()
+        try:
+            result = emulate(case)
+        except Refused as refusal:
+            rows.append({"case": title(case), "refused": str(refusal)})
+            print(f"{title(case)} refused: {refusal}", flush=True)
+            continue
+        errors.append(result.errors())
+        rows.append({"case": title(case), **asdict(result), "errors": result.errors()})
+        print(
+            f"{title(case)} {result.relative:6.3f} of before, simulated {result.simulated_relative:6.3f}; "
+            f"step {result.before_s:6.2f} -> {result.after_s:6.2f} s (simulated {result.simulated_before_s:6.2f} -> "
+            f"{result.simulated_after_s:6.2f}); waits +{result.dilation:.2%}; {time.monotonic() - started:.0f} s",
+            flush=True,
+        )
+    return rows, errors
+
+
+def main() -> None:
+    """Parse, run, print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cases", choices=sorted(SETS), default="small")
+    parser.add_argument("--only", help="numbers of cases in the set, comma-separated, from 0")
+    parser.add_argument("--piece-ms", type=float, default=100.0, help="length of the shortest wait")
+    parser.add_argument("--out", type=Path, help="add the rows to this JSON file, and summarise all of it")
+    options = parser.parse_args()
+    cases = [Case(case.scenario, case.policy, options.piece_ms) for case in SETS[options.cases]]
+    if options.only:
+        cases = [cases[int(number)] for number in options.only.split(",")]
+    rows, _ = run(cases)
+    if options.out:
+        before = json.loads(options.out.read_text()) if options.out.exists() else []
+        new = {row["case"] for row in rows}
+        rows = [row for row in before if row["case"] not in new] + rows
+        options.out.write_text(json.dumps(rows, indent=1))
+    measured = [row for row in rows if "refused" not in row]
+    print_result("throughput", {"rows": rows, **_summary(measured)})
+
+
+def _summary(rows: Sequence[dict[str, object]]) -> dict[str, object]:
+    """Median and worst absolute error of the simulator over measured rows."""
+    if not rows:
+        return {"median_error": None}
+    errors = [row["errors"] for row in rows]
+    steps = [abs(value) for error in errors for value in error[:2]]  # type: ignore[index]
+    ratios = [abs(error[2]) for error in errors]  # type: ignore[index]
+    return {
+        "cases": len(rows),
+        "median_error": median(steps),
+        "worst_error": max(steps),
+        "median_error_of_ratio": median(ratios),
+        "worst_error_of_ratio": max(ratios),
+    }
+
+
+if __name__ == "__main__":
+    main()
