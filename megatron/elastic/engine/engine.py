@@ -137,6 +137,8 @@ class Engine:
     """All ranks are ready: the movement ends at the next boundary."""
     _leaving: Movement | None = None
     """A movement whose new placement no vote has confirmed yet: old copies are still here."""
+    _followed: int = -1
+    """Version that all mirrors are known to have (``state`` mode)."""
     _movements: int = 0
     """Begun in this generation."""
     _abandoned: list[Streams] = field(default_factory=list)
@@ -491,11 +493,16 @@ class Engine:
         """From a committed record to parameters: update, then gather. Safe to repeat."""
         pool, step = self.tools.pool, self.record.version
         with self.timer.phase("update"):
-            keys = tuple(pool)
+            owned = [block.key for block in self.standing.owned]
+            keys = owned if pool.snapshot == "state" else tuple(pool)
             pool.apply(self.record, keys[: len(keys) // 2])
             self.injector.reach("mid_update", step)
-            pool.apply(self.record)
+            pool.apply(self.record, keys)
         self.injector.reach("after_update", step)
+        if pool.snapshot == "state" and self._followed < step:
+            with self.timer.phase("ship"):
+                self._steps().follow(self.record)
+            self._followed = step
         if self.parameters < step:
             if not self.record.skipped or self._catching_up:
                 with self.timer.phase("gather"):
@@ -573,6 +580,9 @@ class Engine:
         self.history, self._inside = welcome.history(), welcome.in_step
         self.tools.pool.start(self.record)
         self.injector.reach("in_join", self.record.version)
+        if self.tools.pool.snapshot == "state":
+            dist.barrier(group=self.tools.fabric.world)  # the one that ends StepBody.follow
+            self._followed = self.record.version
         self._unsettled, self._catching_up = True, True
         self._steps().gather(self.record.version)
         self._catching_up = False
@@ -585,9 +595,15 @@ class Engine:
         resolution = outcome.resolution
         record = resolution.record
         assert record is not None, "only a lost state has no record"
+        pool = self.tools.pool
+        prune(pool, self.standing.placement)
+        if pool.snapshot == "state":
+            # Possibly one step back; what the record of the lost step named stays in force.
+            record = replace(record, placement=outcome.basis)
+            pool.revert(record)
+            self._followed = -1
+        pool.remember(record)
         self.record = record
-        self.tools.pool.remember(record)  # before anything it does not name is dropped
-        prune(self.tools.pool, self.standing.placement)
         self.history.enter(self.standing.basis)
         if outcome.newcomers:
             send_welcome(self.tools.fabric, outcome.decision, self._welcome())

@@ -60,6 +60,8 @@ class Outcome:
     phase_over: bool
     newcomers: tuple[int, ...]
     """Members that have to be told everything (:mod:`joining`)."""
+    basis: str
+    """Digest of what the newest record named."""
     step_committed: bool
     """The step under way here was committed before the loss: only its end had to be finished."""
     lost_steps: int
@@ -120,15 +122,16 @@ class Recovery:
         over = phase_is_over(report.phase, reports, len(decision.members))
         basis = history.in_force([record for r in reports.values() for record in r.holdings.records])
         placement, groups = basis.placement, unit_groups(basis.assignment, self.layouts, decision.members)
-        torn = [(key, rank) for rank, r in reports.items() for key in r.holdings.torn]
-        promotion = promote_only(placement, reports.keys(), groups, torn)
-        if promotion.lost:
-            raise StateLost(step, promotion.lost)
         needed = {key: copies.ranks for key, copies in placement.copies.items()}
         rows = self.nominal.grid.global_batch_size
         resolution = resolve({rank: r.holdings for rank, r in reports.items()}, needed, rows)
         if resolution.kind == "lost":
             raise StateLost(resolution.version, resolution.missing)
+        gone = [(key, rank) for rank, r in reports.items() for key in r.holdings.torn]
+        gone += [(key, rank) for key, ranks in needed.items() for rank in ranks if rank in resolution.stale]
+        promotion = promote_only(placement, reports.keys(), groups, gone)
+        if promotion.lost:
+            raise StateLost(step, promotion.lost)
         standing = self.stand(decision, replace(basis, placement=promotion.placement))
         seconds["plan"] = time.monotonic() - started - seconds["decide"] - seconds["edit"]
         outcome = Outcome(
@@ -136,6 +139,7 @@ class Recovery:
             resolution=resolution,
             phase_over=over,
             newcomers=newcomers(decision),
+            basis=basis.digest,
             lost_steps=_lost_steps(reports, resolution),
             step_committed=resolution.kind != "revote" and resolution.version >= attempted,
             oldest_parameters=-1 if newcomers(decision) else min(r.parameters for r in reports.values()),

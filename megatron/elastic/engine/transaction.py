@@ -38,7 +38,7 @@ from megatron.elastic.engine.vote import Tally, VoteLayout, ledger_digest, plan_
 from megatron.elastic.plan.model import Piece
 from megatron.elastic.state.layout import StateBlock, UnitLayout
 from megatron.elastic.state.pool import StatePool
-from megatron.elastic.state.record import GradientKey
+from megatron.elastic.state.record import GradientKey, StepRecord
 
 __all__ = ["StepBody", "StepInput", "Tools"]
 
@@ -154,9 +154,14 @@ class StepBody:
             tools.pool.retain(block.key, self.key(step), gradient)
 
     def ship(self, step: int) -> None:
-        """Reduced blocks from owners to mirrors, each with a seal; ``disputes`` has what does not match."""
+        """Reduced blocks from owners to mirrors, each with a seal; ``disputes`` has what does not match.
+
+        Nothing in ``state`` mode, where mirrors :meth:`follow` instead.
+        """
         tools, gradient_key, interval = self._tools, self.key(step), self._verify_interval
         pool, self.disputes = tools.pool, Disputes()
+        if pool.snapshot == "state":
+            return
 
         def pack(blocks: tuple[StateBlock, ...]) -> torch.Tensor:
             parts = [tools.arena.unit_gradients(block.unit)[block.start : block.stop] for block in blocks]
@@ -168,6 +173,28 @@ class StepBody:
             self.disputes.add(disputes(pool, [block.key for block in blocks], gradient_key, interval, sealed))
 
         self._exchange(pack, unpack, 1, SEAL_SLOTS, _SHIP_TAG + (step & 0xFF))
+
+    def follow(self, record: StepRecord) -> None:
+        """``state`` mode: stepped blocks from owners to mirrors, with their lineage.
+
+        Returns when every mirror has them, everywhere: nobody may begin the next step
+        while somebody could still have to go back behind this one.
+        """
+        pool = self._tools.pool
+
+        def pack(blocks: tuple[StateBlock, ...]) -> torch.Tensor:
+            copies = [pool.get(block.key) for block in blocks]
+            lineages = bytearray.fromhex("".join(copy.lineage for copy in copies))
+            states = [copy.state.view(-1) for copy in copies]
+            return torch.cat([*states, torch.frombuffer(lineages, dtype=torch.float32)])
+
+        def unpack(blocks: tuple[StateBlock, ...], parts: tuple[torch.Tensor, ...], lineages: torch.Tensor) -> None:
+            text = lineages.contiguous().view(torch.uint8).numpy().tobytes().hex()
+            for number, (block, state) in enumerate(zip(blocks, parts, strict=True)):
+                pool.adopt(block.key, state.view(3, -1), record, text[32 * number : 32 * (number + 1)])
+
+        self._exchange(pack, unpack, 3, SEAL_SLOTS, _SHIP_TAG + 0x200 + (record.version & 0xFF))
+        dist.barrier(group=self._tools.fabric.world)
 
     def share(self, version: int) -> None:
         """Whole state (master and moments) from owners to mirrors, as after a start or a load."""

@@ -179,7 +179,7 @@ def _assemble(
     tools = Tools(
         port=job.port,
         arena=arena,
-        pool=StatePool(rank, layouts, job.settings.hyper),
+        pool=StatePool(rank, layouts, job.settings.hyper, job.config.snapshot),
         layouts=layouts,
         fabric=fabric,
         settings=job.settings,

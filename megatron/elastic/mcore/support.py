@@ -195,7 +195,6 @@ def _check_built(config: ElasticConfig) -> None:
     wanted = {
         "--elastic-exact": config.exact,
         "--elastic-spares": config.spares > 0,
-        "--elastic-snapshot state": config.snapshot != "gradient",
     }
     for flag, asked in wanted.items():
         if asked:

@@ -285,8 +285,12 @@ class StatePool:
         for gradient in [k for k in copy.gradients if k.step < record.version]:
             copy.release(gradient)
 
-    def revert(self, version: int) -> None:
-        """``state`` mode: bring every copy back to ``version``, at most one before; discard later records."""
+    def revert(self, record: StepRecord) -> None:
+        """``state`` mode: bring every copy back to ``record``'s version, at most one before; discard later records.
+
+        ``record`` takes the place of the one held of that version.
+        """
+        version = record.version
         for key in self:
             copy = self.get(key)
             if copy.version == version:
@@ -295,7 +299,7 @@ class StatePool:
                 raise StateError(f"rank {self.rank}: block {key} at {copy.version} cannot go back to {version}")
             _, copy.state, copy.lineage = copy.previous
             copy.version, copy.previous = version, None
-        self.records = {v: record for v, record in self.records.items() if v <= version}
+        self.records = {v: held for v, held in self.records.items() if v < version} | {version: record}
 
     def _keep_previous(self, copy: BlockCopy) -> None:
         if self.snapshot == "state":

@@ -201,19 +201,25 @@ class BlockSender:
                 raise StateError(f"block {key} is dropped while it is streamed to rank {self.peer}")
             if record is not None and key in self._logs and self._pool.get(key) is copy:
                 skip = record.skipped or record.gradient is None
-                gradient = None if skip else copy.gradients[record.gradient].clone()  # type: ignore[index]
-                self._logs[key].append((record, gradient))
-                self._log_bytes += 0 if gradient is None else 4 * gradient.numel()
-                self._stay_within_memory()
+                if not skip and record.gradient not in copy.gradients:
+                    self._begin_again(key)  # ``state`` mode: a mirror has no gradients, the new state must be sent
+                else:
+                    gradient = None if skip else copy.gradients[record.gradient].clone()  # type: ignore[index]
+                    self._logs[key].append((record, gradient))
+                    self._log_bytes += 0 if gradient is None else 4 * gradient.numel()
+                    self._stay_within_memory()
             yield
 
     def _stay_within_memory(self) -> None:
         """Give up the blocks taken up last until within bounds; they start again from a later version."""
         while self._log_bytes > self._memory and self._logs:
-            key, log = self._logs.popitem()
-            self._log_bytes -= sum(4 * gradient.numel() for _, gradient in log if gradient is not None)
-            self._waiting.append(key)
-            self.restarts += 1
+            self._begin_again(next(reversed(self._logs)))
+
+    def _begin_again(self, key: BlockKey) -> None:
+        log = self._logs.pop(key)
+        self._log_bytes -= sum(4 * gradient.numel() for _, gradient in log if gradient is not None)
+        self._waiting.append(key)
+        self.restarts += 1
 
 
 class BlockReceiver:

@@ -136,7 +136,6 @@ def test_the_support_page_is_current() -> None:
     [
         ElasticConfig(exact=True),
         ElasticConfig(spares=1),
-        ElasticConfig(snapshot="state"),
     ],
 )
 def test_settings_without_effect_are_refused(config: ElasticConfig) -> None:

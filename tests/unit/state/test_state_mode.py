@@ -66,7 +66,7 @@ def test_an_owner_lost_before_it_shipped_costs_the_last_step_but_never_mixes_ver
     ship(pools, record, 1)  # rank 0 dies before its own A is shipped
     result = resolve({1: pools[1].holdings()}, {A: (0, 1), B: (1, 0)}, 4)
     assert (result.kind, result.version) == ("rerun", 1)
-    pools[1].revert(1)
+    pools[1].revert(result.record)
     pools[1].discard(None, 1)
     assert all(torch.equal(pools[1].get(key).state, before[key]) for key in KEYS)
     assert pools[1].holdings().newest == pools[1].holdings().oldest == 1
@@ -80,7 +80,7 @@ def test_two_versions_back_is_refused_and_so_is_adopting_in_gradient_mode():
     record = step_owned(pools, record)
     ship(pools, record, 0)
     with pytest.raises(StateError, match="cannot go back to 0"):
-        pools[1].revert(0)
+        pools[1].revert(StepRecord.initial(HYPER))
     plain = StatePool(0, {(0, 0): LAYOUT}, HYPER)
     plain.put(A, torch.zeros(plain.block(A).numel), 0)
     with pytest.raises(StateError, match="cannot adopt"):
