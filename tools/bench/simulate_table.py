@@ -1,11 +1,12 @@
 """Throughput after losses and goodput over traces: every policy on the same damage.
 
-    python tools/bench/simulate_table.py [--quick] [--charts DIR]
+    python tools/bench/simulate_table.py [--quick] [--charts DIR] [--rows FILE]
 
 Prints the damage table (DP 2, 3, 4, 8, 12, 32 and 40 layers, 1 to 8 losses,
 spread and concentrated), the ablation, FT-HSDP's arithmetic, and goodput at
 16,384 GPUs, 100K GPUs and 10^6 devices. The last line is one JSON object with
-the summary; ``--out`` keeps every row.
+the summary; ``--out`` keeps every row. ``--rows`` keeps each scenario as a line as
+soon as it is computed, and takes from there what it has.
 """
 
 from __future__ import annotations
@@ -20,11 +21,19 @@ from statistics import median
 
 from megatron.elastic.simulate.__main__ import damage_table, goodput_table
 from megatron.elastic.simulate.charts import draw_goodput, draw_scenarios
+from megatron.elastic.simulate.clocks import clock_ablation
 from megatron.elastic.simulate.fleet import Fleet
 from megatron.elastic.simulate.ft_hsdp import arithmetic, side_by_side
 from megatron.elastic.simulate.goodput import Assumptions, Goodput, fleet_policies, run_trace
 from megatron.elastic.simulate.rates import RATES
-from megatron.elastic.simulate.scenarios import Row, layer_profile, run_ablation, run_scenario, scenario_list
+from megatron.elastic.simulate.scenarios import (
+    Row,
+    Scenario,
+    layer_profile,
+    run_ablation,
+    run_scenario,
+    scenario_list,
+)
 from megatron.elastic.simulate.traces import TraceOptions, failure_trace
 
 PAPER = {"recycle": 1.35, "torchft": 1.60}
@@ -42,10 +51,32 @@ def fleet_goodput(replicas: int, days: float, rate: str, seed: int) -> tuple[lis
     return results, time.process_time() - start
 
 
+def damage_rows(scenarios: Sequence[Scenario], keep: Path | None) -> list[Row]:
+    """All rows, in the order of ``scenarios``; those kept are not computed again."""
+    known: dict[Scenario, Row] = {}
+    if keep is not None and keep.exists():
+        for line in keep.read_text().splitlines():
+            row = Row.from_flat(json.loads(line))
+            known[row.scenario] = row
+    for scenario in scenarios:
+        if scenario not in known:
+            known[scenario] = run_scenario(scenario)
+            if keep is not None:
+                with keep.open("a") as lines:
+                    lines.write(json.dumps(known[scenario].flat()) + "\n")
+    return [known[scenario] for scenario in scenarios]
+
+
 def summary(rows: Sequence[Row]) -> dict[str, object]:
     """What the table says in a few numbers; ratios only where the peer still runs."""
     result: dict[str, object] = {
         "scenarios": len(rows),
+        "share_of_bound_at_least_0.95": sum(row.elaswave / row.bound >= 0.95 for row in rows),
+        "below": [
+            {**asdict(row.scenario), "share": row.elaswave / row.bound}
+            for row in rows
+            if row.elaswave / row.bound < 0.95
+        ],
         "least_share_of_bound": min(row.elaswave / row.bound for row in rows),
         "least_share_of_bound_1f1b": min(row.elaswave_1f1b / row.bound_1f1b for row in rows),
         "best_share_of_work_bound": max(row.elaswave / row.work_bound for row in rows),
@@ -59,6 +90,9 @@ def summary(rows: Sequence[Row]) -> dict[str, object]:
             "stopped": sum(1 for row in rows if not row.peers[name]),
             "paper": PAPER.get(name),
             "reached_in": sum(1 for ratio in ratios if ratio >= PAPER.get(name, float("inf"))),
+            "out_of_reach_in": sum(
+                row.bound / row.peers[name] < PAPER.get(name, 0.0) for row in rows if row.peers[name] > 0
+            ),
         }
     return result
 
@@ -69,12 +103,17 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="1 and 2 losses only")
     parser.add_argument("--charts", type=Path, help="write PNGs into this directory")
     parser.add_argument("--out", type=Path, help="write every row as JSON here")
+    parser.add_argument("--rows", type=Path, help="keep scenarios here as they are computed, and take them from here")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    rows = [run_scenario(s) for s in scenario_list() if not args.quick or s.losses <= 2]
+    rows = damage_rows([s for s in scenario_list() if not args.quick or s.losses <= 2], args.rows)
     print(damage_table(rows))
-    ablation = run_ablation([s for s in scenario_list() if s.pp == 8 and s.losses <= 2])
+    some = [s for s in scenario_list() if s.pp == 8 and s.losses <= 2]
+    ablation = run_ablation(some)
     print("\n".join(f"{name:24}{value:8.3f}" for name, value in ablation.items()))
+    clocks = clock_ablation([s for s in some if s.dp <= 4])
+    for name, gain in clocks.items():
+        print(f"clocks {name:17}{gain.throughput:8.3f} of the throughput, {gain.energy:.3f} of the energy of a step")
     fleets = {}
     for name, replicas, days, rate in (("16K", 128, 54.0, "llama3"), ("1M", 7_812, 30.0, "rsc1")):
         results, seconds = fleet_goodput(replicas, days, rate, args.seed)
@@ -90,6 +129,7 @@ def main() -> None:
         "bench": "simulate_table",
         "damage": summary(rows),
         "ablation": ablation,
+        "clocks": {name: asdict(gain) for name, gain in clocks.items()},
         "fleets": fleets,
         "ft_hsdp": {"arithmetic": arithmetic(), "results": [asdict(result) for result in hsdp]},
     }

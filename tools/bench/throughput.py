@@ -147,27 +147,21 @@ def title(case: Case) -> str:
     return f"DP {s.dp:2} x PP {s.pp:2}, {s.layers} layers, {s.losses} lost {s.pattern:12} {case.policy:14}"
 
 
-def run(cases: Sequence[Case]) -> tuple[list[dict[str, object]], list[tuple[float, float, float]]]:
-    """Rows of the table, and the errors of the cases that were not refused."""
-    rows: list[dict[str, object]] = []
-    errors = []
-    for case in cases:
-        started = time.monotonic()
-        try:
-            result = emulate(case)
-        except Refused as refusal:
-            rows.append({"case": title(case), "refused": str(refusal)})
-            print(f"{title(case)} refused: {refusal}", flush=True)
-            continue
-        errors.append(result.errors())
-        rows.append({"case": title(case), **asdict(result), "errors": result.errors()})
-        print(
-            f"{title(case)} {result.relative:6.3f} of before, simulated {result.simulated_relative:6.3f}; "
-            f"step {result.before_s:6.2f} -> {result.after_s:6.2f} s (simulated {result.simulated_before_s:6.2f} -> "
-            f"{result.simulated_after_s:6.2f}); waits +{result.dilation:.2%}; {time.monotonic() - started:.0f} s",
-            flush=True,
-        )
-    return rows, errors
+def run(case: Case) -> dict[str, object]:
+    """One row of the table, printed."""
+    started = time.monotonic()
+    try:
+        result = emulate(case)
+    except Refused as refusal:
+        print(f"{title(case)} refused: {refusal}", flush=True)
+        return {"case": title(case), "refused": str(refusal)}
+    print(
+        f"{title(case)} {result.relative:6.3f} of before, simulated {result.simulated_relative:6.3f}; "
+        f"step {result.before_s:6.2f} -> {result.after_s:6.2f} s (simulated {result.simulated_before_s:6.2f} -> "
+        f"{result.simulated_after_s:6.2f}); waits +{result.dilation:.2%}; {time.monotonic() - started:.0f} s",
+        flush=True,
+    )
+    return {"case": title(case), **asdict(result), "errors": result.errors()}
 
 
 def main() -> None:
@@ -181,14 +175,16 @@ def main() -> None:
     cases = [Case(case.scenario, case.policy, options.piece_ms) for case in SETS[options.cases]]
     if options.only:
         cases = [cases[int(number)] for number in options.only.split(",")]
-    rows, _ = run(cases)
-    if options.out:
-        before = json.loads(options.out.read_text()) if options.out.exists() else []
-        new = {row["case"] for row in rows}
-        rows = [row for row in before if row["case"] not in new] + rows
-        options.out.write_text(json.dumps(rows, indent=1))
-    measured = [row for row in rows if "refused" not in row]
-    print_result("throughput", {"rows": rows, **_summary(measured)})
+    kept: list[dict[str, object]] = []
+    if options.out and options.out.exists():
+        kept = json.loads(options.out.read_text())
+    rows = {str(row["case"]): row for row in kept}
+    for case in cases:
+        rows[title(case)] = run(case)
+        if options.out:
+            options.out.write_text(json.dumps(list(rows.values()), indent=1))
+    measured = [row for row in rows.values() if "refused" not in row]
+    print_result("throughput", {"rows": list(rows.values()), **_summary(measured)})
 
 
 def _summary(rows: Sequence[dict[str, object]]) -> dict[str, object]:

@@ -43,7 +43,7 @@ __all__ = ["damage_table", "goodput_table", "main"]
 def damage_table(rows: Sequence[Row]) -> str:
     """The damage table as text (relative throughput; 0: stopped)."""
     head = (
-        "  DP  PP lay. loss pattern       elaswave  bound | 1F1B  bound | recycle  ideal torchft  batch minds. | kind"
+        "  DP  PP lay. loss pattern       elaswave  bound | 1F1B   best | recycle  ideal torchft  batch minds. | kind"
     )
     lines = [head]
     for row in rows:

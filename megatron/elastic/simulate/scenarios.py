@@ -15,8 +15,8 @@ transfers free, micro-batch size 1, embedding and head not counted; memory is
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Literal
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Literal
 
 from megatron.elastic.plan.bound import schedule_bound
 from megatron.elastic.plan.dataflow import PlanError
@@ -113,9 +113,16 @@ class Row:
     work_bound: float
     bubble_before: float
 
-    def flat(self) -> dict[str, object]:
+    def flat(self) -> dict[str, Any]:
         """One level of keys, for JSON and tables."""
         return {**asdict(self.scenario), **{k: v for k, v in asdict(self).items() if k != "scenario"}}
+
+    @classmethod
+    def from_flat(cls, flat: Mapping[str, Any]) -> Row:
+        """Inverse of :meth:`flat`."""
+        names = {field.name for field in fields(Scenario)}
+        rest = {key: value for key, value in flat.items() if key not in names}
+        return cls(Scenario(**{name: flat[name] for name in names}), **rest)
 
 
 def layer_profile(layers: int) -> Profile:

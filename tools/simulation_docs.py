@@ -1,0 +1,163 @@
+"""Figures of docs/simulation.md from what the benches wrote, so that none is typed by hand.
+
+    python tools/simulation_docs.py [--table FILE] [--throughput FILE] [--real FILE] [--page docs/simulation.md]
+
+``FILE``: what ``simulate_table.py --out`` and ``throughput.py --out`` wrote, and the
+last line of ``simulator_real.py``. Between ``<!-- begin NAME -->`` and ``<!-- end -->``
+a section is replaced as a whole; sections whose file is not given stay.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from megatron.elastic.simulate.__main__ import damage_table
+from megatron.elastic.simulate.scenarios import Row
+
+
+def sections_of_table(figures: Mapping[str, Any]) -> dict[str, str]:
+    """Sections that ``simulate_table.py`` fills."""
+    rows = [Row.from_flat(row) for row in figures["rows"]]
+    ablation = [(name, f"{value:.3f}") for name, value in figures["ablation"].items()]
+    gains = [
+        (f"clocks {name}", f"{gain['throughput']:.3f} of all axes, {gain['energy']:.3f} of the energy of a step")
+        for name, gain in figures["clocks"].items()
+    ]
+    found = {
+        "summary": summary(rows),
+        "damage": f"```\n{damage_table(rows)}\n```",
+        "ablation": table(("axes", "throughput"), [*ablation, *gains]),
+        "ft-hsdp": goodput(figures["ft_hsdp"]["results"]),
+    }
+    for name, fleet in figures["fleets"].items():
+        text = goodput(fleet["results"])
+        found[f"goodput-{name}"] = f"{text}\n\nOne core, {fleet['cpu_s']:.0f} s of CPU for the whole trace."
+    return found
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """What the damage table says, in sentences."""
+    shares = {row.scenario: row.elaswave / row.bound for row in rows}
+    below = sorted((share, s) for s, share in shares.items() if share < 0.95)
+    lines = [
+        f"- {len(rows)} scenarios. Share of the bound, all axes: at least 0.95 in {len(rows) - len(below)}, "
+        f"{min(shares.values()):.3f} at worst, {median(shares.values()):.3f} in the middle."
+    ]
+    if below:
+        names = ", ".join(
+            f"DP {s.dp} x PP {s.pp}, {s.layers} layers, {s.losses} lost {s.pattern} ({share:.3f})" for share, s in below
+        )
+        lines.append(f"- Below 0.95: {names}.")
+    for name, title, paper in (
+        ("recycle", "ReCycle", 1.35),
+        ("torchft", "TorchFT (batch shrinks)", 1.60),
+        ("torchft-batch", "TorchFT (batch kept)", 1.60),
+    ):
+        ratios = [(row.elaswave / row.peers[name], row.bound / row.peers[name]) for row in rows if row.peers[name]]
+        ours = [ratio for ratio, _ in ratios]
+        stopped = len(rows) - len(ratios)
+        lines.append(
+            f"- Against {title}: {min(ours):.2f} to {max(ours):.2f}, median {median(ours):.2f}"
+            + (f"; {stopped} scenarios in which it stops" if stopped else "")
+            + f". The paper's {paper:.2f} is reached in {sum(r >= paper for r in ours)} of {len(ours)}; in "
+            f"{sum(limit < paper for _, limit in ratios)} no plan could reach it (bound / peer is below it)."
+        )
+    return "\n".join(lines)
+
+
+def goodput(results: Iterable[Mapping[str, Any]]) -> str:
+    """Goodput by policy."""
+    return table(
+        ("policy", "effective", "stalled", "redone", "rate while running", "MJ a step"),
+        [
+            (
+                r["policy"],
+                f"{r['effective']:.4f}",
+                f"{r['stall_share']:.4f}",
+                f"{r['redone_share']:.4f}",
+                f"{r['mean_rate']:.3f}",
+                f"{r['joules_per_step'] / 1e6:.1f}" if r["effective"] > 1e-4 else "-",
+            )
+            for r in results
+        ],
+    )
+
+
+def emulation(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Emulated beside simulated."""
+    measured = [row for row in rows if "refused" not in row]
+    lines = [
+        (
+            " ".join(str(row["case"]).split()),
+            f"{row['devices']}",
+            f"{row['relative']:.3f}",
+            f"{row['simulated_relative']:.3f}",
+            f"{row['before_s']:.2f} → {row['after_s']:.2f}",
+            f"{row['simulated_before_s']:.2f} → {row['simulated_after_s']:.2f}",
+            f"{row['dilation']:.2%}",
+        )
+        for row in measured
+    ]
+    steps = [abs(error) for row in measured for error in row["errors"][:2]]
+    ratios = [abs(row["errors"][2]) for row in measured]
+    head = ("case", "processes", "emulated", "simulated", "step (s)", "simulated (s)", "waits longer by")
+    return (
+        f"{table(head, lines)}\n\n{len(measured)} cases. Simulator against emulation: step time {median(steps):.1%} in "
+        f"the middle, {max(steps):.1%} at worst; relative throughput {median(ratios):.1%} and {max(ratios):.1%}."
+    )
+
+
+def real(figures: Mapping[str, Any]) -> str:
+    """The simulator beside real training."""
+    rows = [
+        (row["layout"], f"{row['measured_ms']:.0f}", f"{row['simulated_ms']:.0f}", f"{row['error']:+.1%}")
+        for row in figures["rows"]
+    ]
+    return (
+        f"{table(('layout', 'measured (ms)', 'simulated (ms)', 'error'), rows)}\n\nMedian error "
+        f"{figures['median_error']:.1%}, {figures['worst_error']:.1%} at worst."
+    )
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
+
+
+def rewritten(page: str, sections: Mapping[str, str]) -> str:
+    """``page`` with its marked sections replaced. Raises ``KeyError`` for a section the page has no place for."""
+    for name, text in sections.items():
+        pattern = re.compile(rf"(<!-- begin {re.escape(name)} -->\n).*?(\n<!-- end -->)", re.DOTALL)
+        if not pattern.search(page):
+            raise KeyError(f"no section {name!r} in the page")
+        page = pattern.sub(lambda found, text=text: found[1] + text + found[2], page)  # type: ignore[misc]
+    return page
+
+
+def main() -> None:
+    """Read, replace, write."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--table", type=Path)
+    parser.add_argument("--throughput", type=Path)
+    parser.add_argument("--real", type=Path)
+    parser.add_argument("--page", type=Path, default=Path("docs/simulation.md"))
+    options = parser.parse_args()
+    sections: dict[str, str] = {}
+    if options.table:
+        sections |= sections_of_table(json.loads(options.table.read_text()))
+    if options.throughput:
+        sections["emulation"] = emulation(json.loads(options.throughput.read_text()))
+    if options.real:
+        sections["real"] = real(json.loads(options.real.read_text().splitlines()[-1]))
+    options.page.write_text(rewritten(options.page.read_text(), sections))
+
+
+if __name__ == "__main__":
+    main()
