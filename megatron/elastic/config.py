@@ -64,6 +64,10 @@ class ElasticConfig:
     respawn: bool = True
     """Start a lost worker again and let it rejoin at a step boundary."""
 
+    migrate_after: int = 50
+    """Steps after a loss before layers move to other workers while the lost one is being started again (with
+    --no-elastic-respawn they move at once; -1: layers never move)."""
+
     spares: int = 0
     """Ranks that wait with open links to take a lost rank's place."""
 
@@ -92,6 +96,8 @@ class ElasticConfig:
             raise ConfigError("--elastic-scatter-width must be 1 or more")
         if self.block_bytes < 1024 or self.block_bytes % 64:
             raise ConfigError("--elastic-block-bytes must be a multiple of 64 and at least 1024")
+        if self.migrate_after < -1:
+            raise ConfigError("--elastic-migrate-after must be a number of steps, or -1 for never")
         if self.detection_timeout <= 0:
             raise ConfigError("--elastic-detection-timeout must be above 0")
         if self.inject and not self.allow_inject:

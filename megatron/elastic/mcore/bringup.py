@@ -33,6 +33,7 @@ from megatron.elastic.engine.joining import NEWCOMER, Welcome, receive_welcome
 from megatron.elastic.engine.nominal import Nominal
 from megatron.elastic.engine.port import ModelPort
 from megatron.elastic.engine.recovery import Outcome, Recovery, failure_domains
+from megatron.elastic.engine.recut import unmeasured_profile
 from megatron.elastic.engine.settings import Settings
 from megatron.elastic.engine.standing import Standing, block_index, unit_groups
 from megatron.elastic.engine.transaction import Tools
@@ -41,7 +42,6 @@ from megatron.elastic.observe.events import EventLog
 from megatron.elastic.observe.phases import PhaseTimer
 from megatron.elastic.plan.choice import Choice, choice_named
 from megatron.elastic.plan.model import Profile
-from megatron.elastic.plan.planner import uniform_profile
 from megatron.elastic.state.layout import UnitLayout
 from megatron.elastic.state.ownership import initial
 from megatron.elastic.state.placement import Rules
@@ -168,6 +168,12 @@ def join(links: Links, job: Job) -> tuple[Engine, Welcome]:
                 links.membership.suspect(error.rank, error.why)
 
 
+def _profile(job: Job, layouts: Layouts, arena: Arena) -> Profile:
+    """Costs before anything is measured."""
+    shape, dtype = job.port.boundary(1)
+    return unmeasured_profile(job.nominal, layouts, shape[0], shape.numel() * dtype.itemsize, arena.dtype.itemsize)
+
+
 def _assemble(
     links: Links, job: Job, decision: Decision, layouts: Layouts, basis: Basis, record: StepRecord
 ) -> Engine:
@@ -196,7 +202,7 @@ def _assemble(
         injector=links.injector,
         timeout=job.settings.communication_timeout,
         choose=job.choose or choice_named(job.config.policy, job.config.schedule == "zero-bubble"),
-        profile=uniform_profile(job.nominal.compute_units) if job.profile is None else job.profile,
+        profile=_profile(job, layouts, arena) if job.profile is None else job.profile,
     )
     engine = Engine(
         tools=tools,

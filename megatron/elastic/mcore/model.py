@@ -73,6 +73,10 @@ class GptPort:
         if self.held_units() != tuple(sorted(units)):
             raise ValueError(f"units {sorted(units)} cannot be held together: these are {self.held_units()}")
 
+    def as_launched(self) -> AbstractContextManager[None]:
+        """Inside, :attr:`chunk` has parameters of Megatron's shapes also for units given up: checkpoints name them."""
+        return self._anatomy.as_launched()
+
     def held_units(self) -> tuple[int, ...]:
         """See :class:`ModelPort`."""
         return tuple(sorted(self._units))

@@ -60,6 +60,7 @@ class Anatomy:
         self.units = int(self._inner.config.num_layers) + 2
         self._born: dict[int, Modules] = _units_of(self._inner, self.units)
         self._held: dict[int, Modules] = dict(self._born)
+        self._shapes = [(parameter, parameter.shape) for parameter in self._inner.parameters()]
         self._segments: dict[tuple[int, int], torch.nn.Module] = {}
         self._training = True
 
@@ -112,6 +113,22 @@ class Anatomy:
         """Whether the unit is a head built beside the embedding, without a weight of its own, and now needs one."""
         head = modules.get("output_layer")
         return head is not None and head.weight is None and 0 not in wanted
+
+    @contextmanager
+    def as_launched(self) -> Iterator[None]:
+        """Inside, every parameter of the chunk has its shape, whether it is held or not (values undefined if not)."""
+        empty = [
+            (parameter, shape)
+            for parameter, shape in self._shapes
+            if parameter.numel() == 0 and shape.numel() > 0
+        ]
+        for parameter, shape in empty:
+            parameter.data = parameter.data.new_empty(shape)
+        try:
+            yield
+        finally:
+            for parameter, _ in empty:
+                parameter.data = parameter.data.new_empty(0)
 
     def train(self, mode: bool) -> None:
         """Switch dropout and the like on or off, everywhere."""

@@ -1,0 +1,113 @@
+"""When units change place: damaged replicas are cut anew, everybody back means the launch's cut, all ranks agree."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.elastic.engine.assignment import Assignment
+from megatron.elastic.engine.nominal import Nominal
+from megatron.elastic.engine.recut import better_assignment, unmeasured_profile
+from megatron.elastic.plan.dataflow import PlanError
+from megatron.elastic.plan.model import Grid
+from megatron.elastic.plan.planner import instant_plan
+from megatron.elastic.state.layout import ParamSpec, UnitLayout
+
+LAYERS = 8
+
+
+def nominal(tensor: int, pipeline: int, data: int, tied: bool = True) -> Nominal:
+    each = LAYERS // pipeline
+    stages = tuple(
+        (0 if stage == 0 else each * stage + 1, LAYERS + 2 if stage == pipeline - 1 else each * (stage + 1) + 1)
+        for stage in range(pipeline)
+    )
+    return Nominal(tensor, pipeline, data, stages, Grid(8 * data, 1, data), LAYERS + 2 if tied else None)
+
+
+def layouts(shape: Nominal) -> dict[tuple[int, int], UnitLayout]:
+    def spec(name: str, *size: int) -> ParamSpec:
+        numel = size[0] * (size[1] if len(size) > 1 else 1)
+        return ParamSpec(name, numel, size, sharded=False, weight_decay_multiplier=1.0, group=0)
+
+    table = {}
+    for shard in range(shape.tensor):
+        for unit in range(shape.compute_units + (shape.tied_unit is not None)):
+            middle = (spec("weight", 64, 64), spec("bias", 64))
+            specs = {0: (spec("position", 32, 64),), LAYERS + 1: (spec("norm", 64),)}.get(unit, middle)
+            table[unit, shard] = UnitLayout.build(unit, shard, specs, 1 << 14)
+    return table
+
+
+def profile(shape: Nominal):  # type: ignore[no-untyped-def]
+    return unmeasured_profile(shape, layouts(shape), sequence=32, boundary_bytes=4 * 32 * 64, itemsize=4)
+
+
+@pytest.mark.parametrize(("tensor", "pipeline", "data", "lost"), [(1, 2, 2, 3), (1, 4, 2, 5), (2, 2, 2, 6)])
+def test_a_damaged_replica_is_cut_anew_by_itself_and_the_launchs_cut_returns(
+    tensor: int, pipeline: int, data: int, lost: int
+) -> None:
+    shape = nominal(tensor, pipeline, data)
+    start = Assignment.at_launch(shape)
+    living = set(range(shape.slots)) - {lost}
+    recut = better_assignment(start, living, profile(shape))
+    assert recut is not None and recut.then_ns < recut.now_ns
+    alive = {cell.id for cell in start.topology(living).cells}
+    assert all({s.cell for s in r.segments} <= alive for r in recut.target.replicas), "only living cells get units"
+    assert recut.target.units_of(lost) == ()
+    for (unit, shard), ranks in recut.target.state_groups().items():
+        assert {shape.place(rank)[0] for rank in ranks} == {shard}
+        assert ranks, f"unit {unit} has no holder"
+    instant_plan(recut.target.topology(living), profile(shape))  # there is a plan for it
+    assert better_assignment(recut.target, living, profile(shape)) is None, "once is enough"
+    back = better_assignment(recut.target, range(shape.slots), profile(shape))
+    assert back is not None and back.target == start
+
+
+def test_nobody_lost_nothing_moves() -> None:
+    shape = nominal(1, 2, 2)
+    assert better_assignment(Assignment.at_launch(shape), range(4), profile(shape)) is None
+
+
+def test_units_without_a_living_cell_are_taken_over() -> None:
+    """One pipeline of four: the instant answer is none, the others take the units of the lost one."""
+    shape = nominal(1, 4, 1)
+    living = {0, 1, 3}
+    with pytest.raises(PlanError):
+        instant_plan(Assignment.at_launch(shape).topology(living), profile(shape))
+    recut = better_assignment(Assignment.at_launch(shape), living, profile(shape))
+    assert recut is not None and recut.now_ns == 0
+    assert {unit for rank in living for unit in recut.target.units_of(rank)} == set(range(LAYERS + 3))
+
+
+def test_the_head_of_tied_embeddings_costs_its_multiplication() -> None:
+    shape = nominal(1, 2, 2, tied=True)
+    costs = profile(shape).units
+    assert costs[0].forward_ns * 10 < costs[1].forward_ns
+    assert costs[LAYERS + 1].forward_ns == costs[1].forward_ns
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.sampled_from([(1, 2, 2), (1, 4, 2), (2, 2, 2), (1, 2, 4), (1, 4, 1)]), st.data())
+def test_any_losses_leave_every_unit_with_living_holders_of_whole_groups(
+    sizes: tuple[int, int, int], data: st.DataObject
+) -> None:
+    shape = nominal(*sizes)
+    assignment, living = Assignment.at_launch(shape), set(range(shape.slots))
+    for _ in range(3):
+        living = data.draw(st.sets(st.integers(0, shape.slots - 1), min_size=1))
+        try:
+            recut = better_assignment(assignment, living, profile(shape))
+        except PlanError:
+            assert not assignment.topology(living).cells
+            continue
+        if recut is None:
+            continue
+        assignment = recut.target
+        cells = {cell.id for cell in assignment.topology(living).cells}
+        for replica in assignment.replicas:
+            spans = [(s.first, s.end) for s in replica.segments if s.cell in cells]
+            assert spans, "a replica of dead cells only"
+        held = {unit for rank in living for unit in assignment.units_of(rank)}
+        assert held >= set(range(shape.compute_units))
