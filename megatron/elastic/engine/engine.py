@@ -33,6 +33,7 @@ from megatron.elastic.engine.joining import Welcome, send_welcome
 from megatron.elastic.engine.movement import Moved, Movement, Streams
 from megatron.elastic.engine.port import ForwardStep
 from megatron.elastic.engine.recovery import Outcome, Recovery
+from megatron.elastic.engine.recut import Recut, better_assignment, everybody_is_here
 from megatron.elastic.engine.report import Report
 from megatron.elastic.engine.settings import StepResult
 from megatron.elastic.engine.source import SampleSource, StepAddress
@@ -63,6 +64,10 @@ _WINDOW_BYTES = 64 << 20
 
 
 def _unheard(engine: Engine, address: StepAddress, seconds: float, phases: Mapping[str, int]) -> None:
+    return None
+
+
+def _uncut(engine: Engine, recut: Recut) -> None:
     return None
 
 
@@ -116,6 +121,8 @@ class Engine:
     """How often the present step was computed."""
     computed: int = 0
     """Samples computed in the newest step: fewer than consumed where the policy lets the batch shrink."""
+    on_recut: Callable[[Engine, Recut], None] = _uncut
+    """Told before units begin to change place."""
     on_moved: Callable[[Engine, Moved], None] = _unmoved
     """Told of every finished movement."""
     on_verdict: Callable[[Engine, Verdict], None] = _unproved
@@ -135,6 +142,13 @@ class Engine:
     """The movement under way."""
     _switching: bool = False
     """All ranks are ready: the movement ends at the next boundary."""
+    _settled_at: int = 0
+    """Version at the begin of this generation."""
+    _considered: bool = True
+    """Whether units should change place has been asked in this generation."""
+    _reassigned: bool = False
+    """Units have changed place, and no vote has confirmed it yet: after a loss they are where they were before,
+    and everybody's parameters are gathered anew."""
     _leaving: Movement | None = None
     """A movement whose new placement no vote has confirmed yet: old copies are still here."""
     _followed: int = -1
@@ -323,9 +337,13 @@ class Engine:
             self._recover(GenerationChanged(self.standing.generation + 1))
         if self._switching:
             self._switch()
-        if self._unsettled and self._streams is None:
-            self.move(self.recovery.movement(self.standing))
-            self._unsettled = False
+        if self._streams is None:
+            recut = self._considered_recut()
+            if recut is not None:
+                self.on_recut(self, recut)
+            if recut is not None or self._unsettled:
+                self.move(self.recovery.movement(self.standing, None if recut is None else recut.target))
+                self._unsettled = False
 
     # -- proofs ----------------------------------------------------------------------
 
@@ -351,13 +369,25 @@ class Engine:
         self._stand_on(replace(self.standing.basis, placement=self.standing.placement.apply(changes)), {})
         self._unsettled = True
 
+    def _considered_recut(self) -> Recut | None:
+        """Units that should change place; asked once a generation, when it is time, by all ranks at one boundary."""
+        recovery, standing = self.recovery, self.standing
+        if self._considered or recovery.config.migrate_after < 0 or recovery.config.policy != "elaswave":
+            return None
+        waited = self.record.version - self._settled_at >= recovery.config.migrate_after
+        complete = everybody_is_here(standing.assignment, standing.living)
+        if not (complete or waited or not recovery.config.respawn):
+            return None
+        self._considered = True
+        return better_assignment(standing.assignment, standing.living, recovery.profile)
+
     # -- copies that change place ---------------------------------------------------
 
     def move(self, movement: Movement) -> None:
         """Begin ``movement`` in the background; at one boundary, on every rank alike, with none under way."""
         if self._streams is not None:
             raise RuntimeError("a movement is under way")
-        if not movement.changes:
+        if not movement.changes and movement.target.assignment == self.standing.assignment:
             return
         tools = self.tools
         self._movements += 1
@@ -379,7 +409,10 @@ class Engine:
                 streams.abandon()
                 self._arrived += streams.bytes_received
                 self._streams, self._leaving = None, movement
+                self._reassigned = movement.target.assignment != self.standing.assignment
                 self._stand_on(movement.target, movement.followers())
+                if self._reassigned:
+                    self._steps().gather(version)
                 self._certify("movement", {change.block for change in movement.changes if change.kind != "drop"})
                 self.injector.reach("in_movement_switch", version)
             except CommError as error:
@@ -396,7 +429,7 @@ class Engine:
         """A vote was taken under the present placement: copies it does not name go."""
         self.history.confirm(self.standing.basis)
         self.tools.pool.absolve()
-        movement, self._leaving = self._leaving, None
+        movement, self._leaving, self._reassigned = self._leaving, None, False
         if movement is not None:
             retire(self.tools.pool, movement.changes)
             self._stand_on(movement.target, {})
@@ -533,7 +566,8 @@ class Engine:
         if attempt is not None and attempt.tally is not None and attempt.key is not None:
             known = (*attempt.tally.rows, *attempt.skipped)  # of a row left out there is nothing to know
             statistics[attempt.key] = [(row, row + 1) for row in known]
-        return Report(self.tools.pool.holdings(statistics), self.phase, self.done, self.parameters)
+        parameters = -1 if self._reassigned else self.parameters
+        return Report(self.tools.pool.holdings(statistics), self.phase, self.done, parameters)
 
     def _recover(self, error: CommError) -> bool:
         """Agree on a generation and settle in it. Returns whether the present phase is over."""
@@ -587,6 +621,7 @@ class Engine:
         self._steps().gather(self.record.version)
         self._catching_up = False
         self.parameters = self.record.version
+        self._settled_at, self._considered = self.record.version, False
         self._certify("join", self.blocks)
         self.injector.settle()
 
@@ -622,6 +657,7 @@ class Engine:
                 self._finish()
         finally:
             self._catching_up = False
+        self._settled_at, self._considered, self._reassigned = self.record.version, False, False
         if outcome.newcomers:
             self._certify("join", self.blocks)
         else:

@@ -20,6 +20,7 @@ from megatron.elastic.comm.errors import CommError, PeerLost
 from megatron.elastic.comm.fabric import EditReport, Fabric
 from megatron.elastic.config import ElasticConfig
 from megatron.elastic.control.membership import Decision, Membership
+from megatron.elastic.engine.assignment import Assignment
 from megatron.elastic.engine.basis import Basis, History
 from megatron.elastic.engine.buffers import Arena
 from megatron.elastic.engine.inject import Injector
@@ -153,12 +154,13 @@ class Recovery:
         """Living holders of every (unit, shard) that has any."""
         return unit_groups(standing.assignment, self.layouts, standing.living)
 
-    def movement(self, standing: Standing) -> Movement:
-        """What balance and redundancy ask for, among those who are here."""
-        groups = self.groups(standing)
+    def movement(self, standing: Standing, target: Assignment | None = None) -> Movement:
+        """What balance and redundancy ask for, among those who are here, where units are as ``target`` says."""
+        assignment = target or standing.assignment
+        groups = unit_groups(assignment, self.layouts, standing.living)
         rules = Rules(self.config.mirrors, self.config.scatter_width, self.domains)
-        target, changes = rebalance(standing.placement, groups, rules)
-        return Movement(replace(standing.basis, placement=target), changes)
+        placement, changes = rebalance(standing.placement, groups, rules)
+        return Movement(Basis(placement, assignment), changes)
 
     def restand(
         self, standing: Standing, basis: Basis, followers: Mapping[BlockKey, tuple[int, ...]] | None = None

@@ -76,7 +76,7 @@ class DatasetSource:
 
     def begin(self, address: StepAddress) -> Callable[[Piece], Iterator[Any]]:
         """See :class:`SampleSource`."""
-        if self._workers == 0:
+        if self._workers == 0 or not self._pieces:
             return lambda piece: iter([self._read(address, piece)])
         return self._prefetched(address)
 

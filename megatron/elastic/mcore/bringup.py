@@ -37,7 +37,7 @@ from megatron.elastic.engine.recut import unmeasured_profile
 from megatron.elastic.engine.settings import Settings
 from megatron.elastic.engine.standing import Standing, block_index, unit_groups
 from megatron.elastic.engine.transaction import Tools
-from megatron.elastic.mcore.narrate import narrate_movement, narrate_step, narrate_verdict
+from megatron.elastic.mcore.narrate import narrate_movement, narrate_recut, narrate_step, narrate_verdict
 from megatron.elastic.observe.events import EventLog
 from megatron.elastic.observe.phases import PhaseTimer
 from megatron.elastic.plan.choice import Choice, choice_named
@@ -215,6 +215,7 @@ def _assemble(
         on_settled=job.on_settled,
         on_step=lambda *facts: narrate_step(links.events, *facts),
         on_verdict=lambda *facts: narrate_verdict(links.events, *facts),
+        on_recut=lambda *facts: narrate_recut(links.events, *facts),
         on_moved=lambda *facts: narrate_movement(links.events, *facts),
         host_state=job.host_state,
     )

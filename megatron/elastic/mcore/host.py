@@ -36,6 +36,7 @@ from megatron.elastic.mcore.optimizer import EngineOptimizer, MegatronSchedule
 from megatron.elastic.mcore.param_groups import GroupKeys
 from megatron.elastic.mcore.patches import Patch, bound, return_names
 from megatron.elastic.mcore.settings import engine_settings, nominal_topology, sample_grid
+from megatron.elastic.mcore.stage import as_stage
 from megatron.elastic.plan.dataflow import PlanError
 from megatron.elastic.state.certificate import CertificateError
 
@@ -241,7 +242,9 @@ class Host:
         if args.iteration > 0 and args.consumed_train_samples == 0:
             args.consumed_train_samples = args.iteration * args.global_batch_size
         reads = getattr(provider, "is_distributed", False) or parallel_state.get_tensor_model_parallel_rank() == 0
-        datasets = training.build_train_valid_test_datasets(provider) if reads else (None, None, None)
+        # Any rank may come to compute an end of a pipeline, and only these have data sets built: all are such here.
+        with as_stage(0, 1):
+            datasets = training.build_train_valid_test_datasets(provider) if reads else (None, None, None)
         flags = torch.tensor(
             [int(args.train_iters > 0), int(args.eval_iters > 0), int(args.eval_iters > 0 and datasets[2] is not None)]
         )

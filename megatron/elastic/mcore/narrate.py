@@ -15,6 +15,7 @@ from megatron.elastic.engine.engine import Engine
 from megatron.elastic.engine.movement import Moved
 from megatron.elastic.engine.nominal import Nominal
 from megatron.elastic.engine.recovery import Outcome
+from megatron.elastic.engine.recut import Recut
 from megatron.elastic.engine.source import StepAddress
 from megatron.elastic.engine.standing import Standing
 from megatron.elastic.observe.events import (
@@ -31,7 +32,7 @@ from megatron.elastic.observe.events import (
 from megatron.elastic.observe.summary import loss_lines, recovery_line
 from megatron.elastic.plan import model
 
-__all__ = ["narrate", "narrate_movement", "narrate_step", "narrate_verdict"]
+__all__ = ["narrate", "narrate_movement", "narrate_recut", "narrate_step", "narrate_verdict"]
 
 _OUTCOMES = {"roll_forward": "rolled forward", "revote": "voted again", "rerun": "re-run"}
 
@@ -122,8 +123,24 @@ def narrate_step(
         events.hold(step)
 
 
+def narrate_recut(events: EventLog, engine: Engine, recut: Recut) -> None:
+    """Say that layers begin to change place, and why."""
+    if engine.standing.living[0] != engine.tools.fabric.rank:
+        return
+    if recut.target.is_nominal:
+        why = "every rank is back: the pipelines of the launch again"
+    elif recut.now_ns:
+        why = f"a step is expected to take {recut.then_ns / recut.now_ns:.2f} of what it takes now"
+    else:
+        why = "some have no worker that computes them"
+    what = f"{recut.moved_units} layers (or ends) move to other workers"
+    print(f"step {engine.record.version}: {what}; {why}", flush=True)
+
+
 def narrate_movement(events: EventLog, engine: Engine, moved: Moved) -> None:
-    """Record copies of state that have changed place."""
+    """Record copies of state that have changed place, and the plan from there on."""
+    if engine.standing.living[0] == engine.tools.fabric.rank:
+        events.write(_plan(engine.record.version, engine.standing))
     kinds = Counter(change.kind for change in moved.movement.changes)
     events.write(
         Movement(
