@@ -44,7 +44,7 @@ def sections_of_table(figures: Mapping[str, Any]) -> dict[str, str]:
 def summary(rows: Sequence[Row]) -> str:
     """What the damage table says, in sentences."""
     shares = {row.scenario: row.elaswave / row.bound for row in rows}
-    below = sorted((share, s) for s, share in shares.items() if share < 0.95)
+    below = sorted(((share, s) for s, share in shares.items() if share < 0.95), key=lambda found: found[0])
     lines = [
         f"- {len(rows)} scenarios. Share of the bound, all axes: at least 0.95 in {len(rows) - len(below)}, "
         f"{min(shares.values()):.3f} at worst, {median(shares.values()):.3f} in the middle."
