@@ -30,6 +30,7 @@ FROZEN = {
     "--elastic-detection-timeout": 1.0,
     "--elastic-max-losses-per-hour": 0,
     "--elastic-respawn": True,
+    "--elastic-migrate-after": 50,
     "--elastic-spares": 0,
     "--elastic-verify-interval": 100,
     "--elastic-strict-flags": False,
