@@ -74,6 +74,9 @@ class ElasticConfig:
     verify_interval: int = 100
     """Steps between rolling comparisons of owner and mirror hashes (0: never)."""
 
+    background_save: bool = True
+    """Write checkpoints while training goes on; otherwise each save is finished before the next step."""
+
     strict_flags: bool = False
     """Refuse Megatron flags that would have to be substituted on this platform instead of substituting them."""
 

@@ -7,6 +7,9 @@ import re
 import shlex
 import subprocess
 import sys
+import threading
+import time
+import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -71,6 +74,11 @@ def elastic_command(
     ]  # fmt: skip
 
 
+def environment_of(more: dict[str, str] | None = None) -> dict[str, str]:
+    """Of every job, and ``more``."""
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(more or {})}
+
+
 def elastic_job(
     folder: Path, world: int, tensor: int, pipeline: int, iterations: int, *flags: str, comm: str = "elastic",
     seconds: float = 240.0, launch: tuple[str, ...] = (), script: Path = ROOT / "pretrain_gpt.py",
@@ -80,12 +88,87 @@ def elastic_job(
     command = elastic_command(
         folder, world, tensor, pipeline, iterations, *flags, comm=comm, launch=launch, script=script
     )
-    variables = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(environment or {})}
     done = subprocess.run(
-        command, cwd=ROOT, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        command, cwd=ROOT, env=environment_of(environment), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         timeout=seconds, check=False,
     )  # fmt: skip
     return JobResult(done.returncode, done.stdout, read_events(folder) if folder.is_dir() else [])
+
+
+class RunningJob:
+    """A job under way, to be signalled, asked and waited for. Leaves no process behind."""
+
+    def __init__(
+        self, folder: Path, command: list[str], seconds: float = 240.0, environ: dict[str, str] | None = None,
+        named: bool = True,
+    ) -> None:  # fmt: skip
+        self.folder = folder
+        self.run_id = uuid.uuid4().hex[:12]
+        if named:  # else something else names the job
+            at = command.index("--nproc-per-node")
+            command = [*command[:at], "--rdzv-id", self.run_id, *command[at:]]
+        self._end = time.monotonic() + seconds
+        self._lines: list[str] = []
+        self._more = threading.Condition()
+        self.launcher = subprocess.Popen(
+            command, cwd=ROOT, env=environ or environment_of(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            text=True,
+        )  # fmt: skip
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.launcher.stdout is not None
+        for line in self.launcher.stdout:
+            with self._more:
+                self._lines.append(line)
+                self._more.notify_all()
+        with self._more:
+            self._more.notify_all()
+
+    @property
+    def output(self) -> str:
+        """Everything printed so far."""
+        with self._more:
+            return "".join(self._lines)
+
+    def wait_for(self, pattern: str, after: int = 0) -> re.Match[str]:
+        """The first place from ``after`` on in the output that ``pattern`` matches within a line.
+
+        Fails when the job ends or time is up first.
+        """
+        compiled = re.compile(pattern)
+        while True:
+            ended = not self._reader.is_alive()
+            text = self.output
+            found = compiled.search(text, after)
+            if found:
+                return found
+            left = self._end - time.monotonic()
+            assert not ended and left > 0, f"{pattern!r} not seen, job ended: {ended}\n{text[-4000:]}"
+            with self._more:
+                self._more.wait(min(left, 1.0))
+
+    def ctl(self, *words: str) -> subprocess.CompletedProcess[str]:
+        """One request to this job's launcher."""
+        return subprocess.run(
+            [sys.executable, "-m", "megatron.elastic.ctl", *words, "--run-id", self.run_id], cwd=ROOT,
+            env=environment_of(), capture_output=True, text=True, timeout=60, check=False,
+        )  # fmt: skip
+
+    def finish(self) -> JobResult:
+        """Wait for the end."""
+        code = self.launcher.wait(max(1.0, self._end - time.monotonic()))
+        self._reader.join(10)
+        return JobResult(code, self.output, read_events(self.folder) if self.folder.is_dir() else [])
+
+    def __enter__(self) -> RunningJob:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self.launcher.poll() is None:
+            self.launcher.kill()
+            self.launcher.wait()
 
 
 def largest_deviation(reference: dict[int, float], other: dict[int, float]) -> float:

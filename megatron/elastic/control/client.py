@@ -27,7 +27,7 @@ from dataclasses import replace
 from megatron.elastic.comm.errors import CommTimeout, GenerationChanged
 from megatron.elastic.comm.fabric import Address
 from megatron.elastic.control import env
-from megatron.elastic.control.membership import Activity, Decision
+from megatron.elastic.control.membership import Activity, Decision, Released
 from megatron.elastic.control.slot import Slot
 from megatron.elastic.control.wire import (
     FrameReader,
@@ -80,6 +80,8 @@ class WorkerMembership:
         self._decided = 0
         self._decision: Decision | None = None
         self._pending: tuple[str, ...] = ()
+        self._released = False
+        self._drain_asked = False
         self._on_freeze: Callable[[int], None] | None = None
         self._sampler: Callable[[], Activity | None] | None = None
         self._activity = Activity(-1, "launch")
@@ -123,7 +125,8 @@ class WorkerMembership:
 
         In a quiet generation there is nothing to report to: the call waits for the
         next FREEZE and then raises ``GenerationChanged``, so that the caller hands in
-        what it holds *then*. Raises ``CommTimeout`` after ``timeout`` seconds.
+        what it holds *then*. Raises ``CommTimeout`` after ``timeout`` seconds, ``Released``
+        when this rank was asked to leave and the others go on without it.
         """
         if self._thread is None:
             raise RuntimeError("call start() before decide()")
@@ -137,6 +140,8 @@ class WorkerMembership:
             self._send({"t": "report", "g": generation, "address": here, "report": report})
         with self._changed:
             while True:
+                if self._released:
+                    raise Released
                 if self._decided > decided and self._decision is not None and self._decided == self._frozen:
                     return self._decision
                 # Who waits to be admitted is not concerned by generations it was not decided into.
@@ -162,8 +167,16 @@ class WorkerMembership:
         return self._pending
 
     def request(self, what: str) -> None:
-        """See :meth:`Membership.request`. 'join' and 'drain' take effect when every member has asked."""
+        """See :meth:`Membership.request`."""
         self._send({"t": "request", "what": what, "g": self._decided})
+
+    def drain(self) -> None:
+        """See :meth:`Membership.drain`. Only leaves word for the control thread: a signal handler may call it."""
+        self._drain_asked = True
+
+    def give_up(self, code: int, why: str) -> None:
+        """See :meth:`Membership.give_up`."""
+        self._send({"t": "give_up", "code": code, "why": why})
 
     def finish(self, code: int) -> None:
         """See :meth:`Membership.finish`."""
@@ -197,6 +210,9 @@ class WorkerMembership:
             if self._closed.is_set():
                 return
             self._fence()
+            if self._drain_asked:
+                self._drain_asked = False
+                self._send({"t": "drain"})
             if arrived:
                 self._receive()
             elif self._sampler is not None:
@@ -236,6 +252,10 @@ class WorkerMembership:
                 self._changed.notify_all()
         elif kind == "pending":
             self._pending = tuple(str(item) for item in take_list(message, "what"))
+        elif kind == "released":
+            with self._changed:
+                self._released = True
+                self._changed.notify_all()
         elif kind == "end":
             sys.stdout.flush()
             print(f"rank {self.rank}: {take_str(message, 'why')}", file=sys.stderr, flush=True)

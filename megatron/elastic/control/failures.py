@@ -9,7 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-__all__ = ["Failures"]
+__all__ = ["FELL_BACK", "Failures"]
+
+FELL_BACK = 6
+"""Exit code of a rank that ends so that the job starts anew from its last checkpoint."""
 
 _STARTS = 3
 
@@ -25,6 +28,8 @@ class Failures:
     _reached: int = -1
     _ends: list[int] = field(default_factory=list)
     """Step reached before each loss of everybody."""
+    _fell: dict[int, dict[int, int]] = field(default_factory=dict)
+    """Step at which ranks fell back to the checkpoint → rank → its incarnation then."""
     _member: dict[int, int] = field(default_factory=dict)
     """Rank → its newest incarnation that became a member."""
 
@@ -41,6 +46,13 @@ class Failures:
                 return f"step {step} fails deterministically: {who} ended with an error there"
         if self.max_per_hour and len(self._times) > self.max_per_hour:
             return f"{len(self._times)} ranks lost within an hour; --elastic-max-losses-per-hour is {self.max_per_hour}"
+        return None
+
+    def fell_back(self, rank: int, incarnation: int, step: int) -> str | None:
+        """Note a rank that asks for the last checkpoint; a text when it did so at this step before."""
+        before = self._fell.setdefault(step, {}).setdefault(rank, incarnation)
+        if before < incarnation:
+            return f"step {step}: a gradient is not finite, also after the job went back to its last checkpoint"
         return None
 
     def started_anew(self) -> str | None:

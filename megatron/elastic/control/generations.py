@@ -134,13 +134,13 @@ class Generations:
         """DECIDE may be tried."""
         return not self.quiet and self.ended is None and bool(self.expected()) and not self.missing()
 
-    def pending(self, rank: int | None = None) -> tuple[str, ...]:
-        """What members should honour at their next boundary; ``rank``: also what is asked of it alone ('leave')."""
+    def pending(self) -> tuple[str, ...]:
+        """What members should honour at their next boundary: 'join', 'drain', 'checkpoint', 'leave:4,5'."""
         wanted = set(self._sticky)
         if self.drain == ():
             wanted.add("drain")
-        elif self.drain and rank in self.drain:
-            wanted.add("leave")
+        elif self.drain:
+            wanted.add("leave:" + ",".join(map(str, self.drain)))
         return tuple(sorted(wanted))
 
     def coordinator(self) -> int | None:
@@ -193,9 +193,7 @@ class Generations:
                     if rank in self.ranks:
                         self.ranks[rank].may_return = False
             case Readmitted():
-                for rank, state in self.ranks.items():
-                    if (not event.ranks or rank in event.ranks) and state.standing == "lost":
-                        state.may_return = self.nodes[self.node_of(rank)].alive
+                self._readmit(event.ranks)
             case Reformed():
                 if event.generation == self.decided and self.quiet and not self.fresh:
                     self._freeze("loss")
@@ -277,24 +275,42 @@ class Generations:
             return
         asked = self._requests.setdefault(event.what, set())
         asked |= {rank for rank in event.ranks if self.ranks.get(rank, RankState()).standing == "member"}
-        if event.what == "leave" and asked:
-            self.drain = tuple(sorted({*(self.drain or ()), *asked}))
-            self._freeze("drain")
+        if event.what == "reform" and asked:
+            # Something went wrong on one member that all have to know of: no need to wait for the others.
+            self._freeze("reform")
         elif not asked >= set(self.members):
             return
         elif event.what == "checkpoint":
             self._sticky.discard("checkpoint")
             del self._requests["checkpoint"]
-        elif event.what in ("join", "drain"):
-            self._freeze("join" if event.what == "join" else "drain")
-            self.joiners = self._standing("waiting") if event.what == "join" else ()
+        elif event.what == "stay":
+            self.drain = None if self.drain else self.drain
+            del self._requests["stay"]
+        elif event.what == "leave" and self.drain:
+            self._freeze("drain")
+        elif event.what == "join":
+            self._freeze("join")
+            self.joiners = self._standing("waiting")
             self._seat_joiners()
 
     def _want(self, event: Wanted) -> None:
         if event.what == "drain":
-            self.drain = tuple(sorted({*(self.drain or ()), *event.ranks})) if event.ranks and self.drain != () else ()
+            leaving = {*(self.drain or ()), *(rank for rank in event.ranks if rank in self.ranks)}
+            everybody = not event.ranks or self.drain == () or leaving >= set(self.members)
+            self.drain = () if everybody else tuple(sorted(leaving))
         elif event.what == "checkpoint":
             self._sticky.add("checkpoint")
+
+    def _readmit(self, ranks: Sequence[int]) -> None:
+        """Ranks that were given up, or asked to leave, may be started again."""
+        for rank, state in self.ranks.items():
+            if ranks and rank not in ranks:
+                continue
+            if rank in self._left:
+                self._left.discard(rank)
+                state.standing, state.code = "lost", None
+            if state.standing == "lost":
+                state.may_return = self.nodes[self.node_of(rank)].alive
 
     def _finish(self, event: Finished) -> None:
         state = self.ranks.get(event.rank)

@@ -18,9 +18,14 @@ from typing import Literal, Protocol
 
 from megatron.elastic.comm.fabric import Address
 
-__all__ = ["Activity", "Decision", "Loss", "Membership"]
+__all__ = ["Activity", "Decision", "Loss", "Membership", "Released"]
 
-Reason = Literal["start", "loss", "join", "drain"]
+Reason = Literal["start", "loss", "join", "drain", "reform"]
+"""drain: some ranks leave; reform: nobody comes or goes, but a member has something to report that all must know."""
+
+
+class Released(Exception):
+    """The generation decided now goes on without this rank, as it was asked to: nothing is expected of it any more."""
 
 
 @dataclass(frozen=True)
@@ -87,10 +92,19 @@ class Membership(Protocol):
         """Say what this worker does and for whom it waits. Cheap: a shared-memory write."""
 
     def pending(self) -> tuple[str, ...]:
-        """Requests to honour at the next boundary: 'join', 'drain', 'checkpoint'; 'leave': this rank alone."""
+        """Requests to honour at the next boundary: 'join', 'drain', 'checkpoint', 'leave:4,5' (these ranks)."""
 
     def request(self, what: str) -> None:
-        """Ask for a change at a boundary ('join', 'drain', 'leave'): FREEZE follows."""
+        """Ask for a change at a boundary ('join', 'leave'): FREEZE follows when every member has asked.
+
+        'reform' freezes at once; 'checkpoint' and 'stay' take such a wish back once every member has asked.
+        """
+
+    def drain(self) -> None:
+        """Pass on a signal that asks this process to end: the whole job saves and ends at the next boundary."""
+
+    def give_up(self, code: int, why: str) -> None:
+        """End the job, all ranks of it, with exit status ``code`` and one line."""
 
     def finish(self, code: int) -> None:
         """This worker is about to exit with ``code`` on purpose: its end is not a loss."""

@@ -185,7 +185,7 @@ def decision_from_json(value: Mapping[str, Any]) -> Decision:
     addresses = [address_from_json(as_object(item)) for item in take_list(value, "members")]
     reports = {as_rank(rank): str(text) for rank, text in take_object(value, "reports").items()}
     reason = take_str(value, "reason")
-    if reason not in ("start", "loss", "join", "drain"):
+    if reason not in ("start", "loss", "join", "drain", "reform"):
         raise ProtocolError(f"unknown reason {reason!r}")
     return Decision(
         generation=take_int(value, "generation"),

@@ -39,14 +39,14 @@ from megatron.elastic.engine.settings import StepResult
 from megatron.elastic.engine.source import SampleSource, StepAddress
 from megatron.elastic.engine.standing import Standing
 from megatron.elastic.engine.transaction import StepBody, StepInput, Tools
-from megatron.elastic.engine.vote import Tally, VoteLayout, ledger_digest
+from megatron.elastic.engine.vote import Tally, VoteLayout, agreed_by, leaving_of, ledger_digest, wishes
 from megatron.elastic.observe.phases import PhaseTimer
 from megatron.elastic.state.certificate import CertificateError
 from megatron.elastic.state.layout import BlockKey
 from megatron.elastic.state.record import GradientKey, StepRecord, Vote, advance
 from megatron.elastic.state.transfer import commit, prune, retire
 
-__all__ = ["Engine", "NotFinite", "SilentCorruption"]
+__all__ = ["ActionFailed", "Engine", "NotFinite", "SilentCorruption"]
 
 T = TypeVar("T")
 
@@ -55,12 +55,24 @@ class SilentCorruption(RuntimeError):
     """Copies of a state block differ although they were stepped alike: memory has changed by itself."""
 
 
+class ActionFailed(RuntimeError):
+    """A fenced action could not be done on some rank (disk full, no such folder); raised on every rank alike."""
+
+
 class NotFinite(RuntimeError):
     """A gradient is not finite and the run does not allow it; the same on every rank."""
 
 
 _WINDOW_BYTES = 64 << 20
 """Gradients kept for copies under way to one rank, before blocks are given up and sent again later."""
+
+
+def _unspoken(why: str) -> None:
+    return None
+
+
+def _never() -> bool:
+    return False
 
 
 def _unheard(engine: Engine, address: StepAddress, seconds: float, phases: Mapping[str, int]) -> None:
@@ -89,6 +101,8 @@ class _Attempt:
     """Rows that the plan of this attempt leaves out."""
     tally: Tally | None = None
     """Set once every gradient is reduced and shipped: from then on the vote can be taken again."""
+    requests: tuple[str, ...] = ()
+    """What was pending when this rank voted."""
 
 
 @dataclass
@@ -105,18 +119,22 @@ class Engine:
     """Every block of the job, in the order of the vote."""
     on_settled: Callable[[Outcome, Standing, float], None]
     """Told of every finished recovery and the seconds it took."""
+    on_notice: Callable[[str], None] = _unspoken
+    """Told, on every rank, a line for the log: what was asked for and is not done, what is done again."""
     on_step: Callable[[Engine, StepAddress, float, Mapping[str, int]], None] = _unheard
     """Told of every committed step: its samples, the seconds it took, nanoseconds by phase."""
     host_state: Callable[[], Mapping[str, Any]] = dict
     """The host's counters, for whoever joins."""
+    save_due: Callable[[], bool] = _never
+    """Whether this rank knows of a checkpoint to be written at the next boundary: an agreement between all ranks."""
+    share_written: Callable[[], bool] = _never
+    """Whether this rank's share of the checkpoint under way is written."""
     phase: int = 0
     """Number of the phase entered last, equal on all ranks that stand at the same place of the program."""
     under_way: bool = False
     """Whether that phase is not over yet, as far as this rank knows."""
     done: bool = False
     parameters: int = 0
-    draining: bool = False
-    """Everybody was asked to save and leave at the next boundary."""
     attempts: int = 0
     """How often the present step was computed."""
     computed: int = 0
@@ -132,10 +150,19 @@ class Engine:
     _attempt: _Attempt | None = None
     _fenced: bool = False
     _catching_up: bool = False
-    _admitting: bool = False
     _arrived: int = 0
     _inside: bool = False
     """Let in while the members were in a step: they have passed the boundary before it."""
+    _heeded: int = -1
+    """Newest version whose agreed requests were acted on."""
+    _failure: str = ""
+    """Why the present fenced action could not be done here."""
+    _hopeless: tuple[int, str] | None = None
+    """(phase, why) of a fenced action that failed on some rank: perhaps one this rank has yet to reach."""
+    _doubted: tuple[int, int] = (-1, -1)
+    """(step, generation) of the newest step computed again because a gradient was not finite."""
+    _refused: tuple[int, ...] = ()
+    """Ranks whose wish to leave was turned down last."""
     _unsettled: bool = False
     """Placement may be out of balance or short of mirrors."""
     _streams: Streams | None = None
@@ -192,15 +219,9 @@ class Engine:
         everything = [block.key for layout in self.recovery.layouts.values() for block in layout.blocks]
         self._certify("start" if units is None else "load", everything)
 
-    def export_state(self) -> dict[int, torch.Tensor]:
-        """Whole state of every held unit, fp32 ``[3, numel]``. Collective."""
-        return self._by_unit(self._steps().collect())
-
     def empty_state(self) -> dict[int, torch.Tensor]:
-        """Zeros of the shape of :meth:`export_state`."""
-        return self._by_unit(torch.zeros((3, self.tools.arena.parameters.numel()), dtype=torch.float32))
-
-    def _by_unit(self, rows: torch.Tensor) -> dict[int, torch.Tensor]:
+        """Zeros for the whole state of every held unit: fp32 ``[3, numel]`` (master, exp_avg, exp_avg_sq)."""
+        rows = torch.zeros((3, self.tools.arena.parameters.numel()), dtype=torch.float32)
         return {unit: rows[:, piece.start : piece.stop] for unit, piece in self.tools.arena.slices.items()}
 
     # -- surface -----------------------------------------------------------------
@@ -220,19 +241,31 @@ class Engine:
         if not self._unsettled and self._streams is None and self._leaving is None:
             self.injector.restore()
         self.injector.reach("before_step", target)
-        while True:
-            try:
-                if self.record.version < target:
-                    self.attempts += 1
-                    self._commit(work)
-                self._finish()
-                break
-            except CommError as error:
-                self._recover(error)
+        while not self._attempted(work):
+            pass
         self._attempt, self.under_way = None, False
         self.injector.reach("after_step", target)
         self.on_step(self, address, time.monotonic() - started, self.timer.finish())
         return self._result()
+
+    def _attempted(self, work: StepInput) -> bool:
+        """Compute and commit once, or finish what is committed. False: something was lost, try again."""
+        try:
+            try:
+                if self.record.version < work.step:
+                    self.attempts += 1
+                    self._commit(work)
+                self._finish()
+                return True
+            except CommError as error:
+                self._recover(error)
+        except NotFinite as error:
+            # Every rank sees it in the same vote. A fault of the machine is gone when computed again.
+            if self._doubted == (work.step, self.standing.generation):
+                raise
+            self._doubted = (work.step, self.standing.generation)
+            self.on_notice(f"{error}: the step is computed again")
+        return False
 
     def evaluate(
         self, forward_step: ForwardStep, source: SampleSource | None, addresses: Sequence[StepAddress]
@@ -260,24 +293,27 @@ class Engine:
 
         return self.fenced(body)
 
-    def fenced(self, body: Callable[[], T]) -> T:
+    def fenced(self, body: Callable[[], T], together: bool = False) -> T:
         """Run a collective action; repeat it in the next generation if one begins before all have finished.
 
         ``body`` must be repeatable. Returns its last result on this rank. Inside
-        another fenced action it is part of that one.
+        another fenced action it is part of that one. ``together``: an ``OSError`` in it
+        on any rank is :class:`ActionFailed` on every rank.
         """
         if self._fenced:
             return body()
         self._fenced = True
         try:
-            return self._run_fenced(body)
+            return self._run_fenced(body, together)
         finally:
             self._fenced = False
 
-    def _run_fenced(self, body: Callable[[], T]) -> T:
+    def _run_fenced(self, body: Callable[[], T], together: bool) -> T:
         self._enter()
         result = body_result = None
         while True:
+            if self._hopeless is not None and self._hopeless[0] == self.phase:
+                raise ActionFailed(self._hopeless[1])
             try:
                 if not self.done:
                     body_result = body()
@@ -286,10 +322,18 @@ class Engine:
                 dist.barrier(group=self.tools.fabric.world)
                 break
             except CommError as error:
-                if self._recover(error):
-                    result = body_result
-                    break
-                self.done = False
+                over = self._recover(error)
+            except OSError as error:
+                # The others wait inside the action: a generation ends that, and its reports tell them why.
+                if not together:
+                    raise
+                self._failure = " ".join(str(error).split())
+                self.recovery.membership.request("reform")
+                over = self._recover(GenerationChanged(self.standing.generation + 1))
+            if over:
+                result = body_result
+                break
+            self.done = False
         self.under_way = False
         return result  # type: ignore[return-value]
 
@@ -312,6 +356,11 @@ class Engine:
         return self._arrived + (0 if self._streams is None else self._streams.bytes_received)
 
     @property
+    def draining(self) -> bool:
+        """Everybody was asked to save and leave at this boundary."""
+        return "drain" in self.record.agreed
+
+    @property
     def in_step(self) -> bool:
         """Whether a step is under way (as against evaluation, saving, or the time between steps)."""
         return self._attempt is not None
@@ -329,20 +378,21 @@ class Engine:
     # -- between steps -----------------------------------------------------------
 
     def _at_boundary(self) -> None:
-        """Let newcomers in, then restore balance and redundancy, before the next step."""
-        if self._admitting:
-            # No phase of its own: whoever is kept from asking by a loss is not a phase behind afterwards.
-            self._admitting = False
-            self.recovery.membership.request("join")
-            self._recover(GenerationChanged(self.standing.generation + 1))
+        """Let ranks come and go as agreed, then restore balance and redundancy, before the next step."""
+        agreed = self.record.agreed if self._heeded < self.record.version else ()
+        self._heeded = self.record.version
+        if "join" in agreed:
+            self._change("join")
         if self._switching:
             self._switch()
+        leaving = self._part(leaving_of(agreed))
         if self._streams is None:
-            recut = self._considered_recut()
+            recut = None if leaving else self._considered_recut()
             if recut is not None:
                 self.on_recut(self, recut)
-            if recut is not None or self._unsettled:
-                self.move(self.recovery.movement(self.standing, None if recut is None else recut.target))
+            if recut is not None or self._unsettled or self._holds_state(leaving):
+                target = None if recut is None else recut.target
+                self.move(self.recovery.movement(self.standing, target, leaving))
                 self._unsettled = False
 
     # -- proofs ----------------------------------------------------------------------
@@ -380,6 +430,35 @@ class Engine:
             return None
         self._considered = True
         return better_assignment(standing.assignment, standing.living, recovery.profile)
+
+    def _change(self, what: str) -> None:
+        """The generation that all members ask for at this boundary ('join', 'leave').
+
+        No phase of its own: whoever is kept from asking by a loss is not a phase behind afterwards.
+        """
+        self.recovery.membership.request(what)
+        self._recover(GenerationChanged(self.standing.generation + 1))
+
+    def _part(self, asked: tuple[int, ...]) -> tuple[int, ...]:
+        """Ranks leave on request, once nothing is left of them; returns those whose state has to move first.
+
+        Raises ``Released`` on those that leave.
+        """
+        leaving = tuple(rank for rank in asked if rank in self.standing.living)
+        obstacle = self.recovery.indispensable(self.standing, leaving) if leaving else ""
+        if obstacle:
+            if self._refused != leaving:
+                self.on_notice(f"ranks {', '.join(map(str, leaving))} cannot leave: {obstacle}")
+            self._refused = leaving
+            self.recovery.membership.request("stay")
+            return ()
+        if leaving and self._streams is None and self._leaving is None and not self._holds_state(leaving):
+            self._change("leave")
+        return leaving
+
+    def _holds_state(self, ranks: tuple[int, ...]) -> bool:
+        copies = self.standing.placement.copies.values()
+        return bool(ranks) and any(rank in copy.ranks for copy in copies for rank in ranks)
 
     # -- copies that change place ---------------------------------------------------
 
@@ -456,6 +535,7 @@ class Engine:
     def _enter(self) -> None:
         self.phase += 1
         self.under_way, self.done = True, False
+        self._failure = ""
 
     def _steps(self) -> StepBody:
         if self._body is None:
@@ -479,8 +559,9 @@ class Engine:
         self.injector.reach("after_ship", step)
         self._attempt.key = body.key(step)
         self._attempt.tally = body.tally(work, result)
-        pending = self.recovery.membership.pending()
-        self._attempt.tally.joins, self._attempt.tally.drains = "join" in pending, "drain" in pending
+        self._attempt.requests = self.recovery.membership.pending()
+        wishes(self._attempt.tally, self._attempt.requests)
+        self._attempt.tally.saves, self._attempt.tally.written = self.save_due(), self.share_written()
         self._attempt.tally.ready = self._streams is not None and self._streams.ready
         self._vote(body, self._attempt)
 
@@ -511,11 +592,11 @@ class Engine:
             ledger_hash=f"{total.ledger:x}",
             plan_hash=self.standing.plan_hash,
             placement=self.standing.basis.digest,
+            agreed=agreed_by(total, attempt.requests),
         )
         self.record = advance(self.record, vote, settings.hyper)
         self._zeros = total.zeros
         self.tools.pool.remember(self.record)
-        self._admitting, self.draining = total.joins == total.voters, total.drains == total.voters
         self._switching = total.ready == total.voters
         self._confirm()
         if total.suspects:
@@ -567,7 +648,9 @@ class Engine:
             known = (*attempt.tally.rows, *attempt.skipped)  # of a row left out there is nothing to know
             statistics[attempt.key] = [(row, row + 1) for row in known]
         parameters = -1 if self._reassigned else self.parameters
-        return Report(self.tools.pool.holdings(statistics), self.phase, self.done, parameters)
+        return Report(
+            self.tools.pool.holdings(statistics), self.phase, self.done, parameters, failure=self._failure
+        )
 
     def _recover(self, error: CommError) -> bool:
         """Agree on a generation and settle in it. Returns whether the present phase is over."""
@@ -584,8 +667,7 @@ class Engine:
                 )
                 self._abandoned.clear()
                 self._movements = 0
-                # A request to let newcomers in, made for the generation before, is void: the next vote asks again.
-                self._admitting = False
+                self._hopeless = outcome.failure or self._hopeless
                 self.standing, self._body, self._unsettled = standing, None, True
                 self.injector.reach("in_recovery_promote", self.record.version)
                 self._settle(outcome)
@@ -612,6 +694,7 @@ class Engine:
         """A newcomer's first act as a member: take the members' position, then the parameters."""
         self.record, self.phase, self._keys = welcome.record, welcome.phase, welcome.report_keys
         self.history, self._inside = welcome.history(), welcome.in_step
+        self._heeded = self.record.version
         self.tools.pool.start(self.record)
         self.injector.reach("in_join", self.record.version)
         if self.tools.pool.snapshot == "state":
@@ -638,7 +721,8 @@ class Engine:
             pool.revert(record)
             self._followed = -1
         pool.remember(record)
-        self.record = record
+        # What was agreed before is void: some may not have got to ask for it, and the next vote agrees anew.
+        self.record, self._heeded = record, record.version
         self.history.enter(self.standing.basis)
         if outcome.newcomers:
             send_welcome(self.tools.fabric, outcome.decision, self._welcome())

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from megatron.elastic.config import ConfigError
 from megatron.elastic.engine.port import ROW_DIM, DeferredWeights, ForwardStep, LossOutput, ModelPort
 from megatron.elastic.engine.transport import BoundaryTransport, Receipt
 from megatron.elastic.plan.model import Action, Cell, Edge, Op, Piece, Plan
@@ -257,15 +258,16 @@ def _weighted(output: LossOutput, piece: Piece, plan: Plan, work: Work) -> torch
     """The scalar whose gradient is this piece's share of the step's, times the loss scale."""
     if work.per_token:
         if output.tokens is None:
-            raise ValueError(
-                "--calculate-per-token-loss needs a loss function that returns (sum, tokens, report); "
-                "this one returns a mean"
+            raise ConfigError(
+                "--calculate-per-token-loss needs a loss function that returns (sum, tokens, report), and this one "
+                "returns a mean: leave the flag out, or return the sum over tokens and their number"
             )
         loss = output.loss
     else:
         if len(piece.rows) != plan.grid.micro_batch_size:
-            raise ValueError(
-                "a nominal micro-batch was split but its mean is needed: add --calculate-per-token-loss"
+            raise ConfigError(
+                "a micro-batch was split between ranks, and the loss function returns only its mean: add "
+                "--calculate-per-token-loss and return (sum over tokens, number of tokens, report)"
             )
         loss = output.loss if output.tokens is None else output.loss / torch.clamp(output.tokens, min=1)
         loss = loss / work.microbatches

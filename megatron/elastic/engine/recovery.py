@@ -13,7 +13,7 @@ loss raises a ``CommError``; the caller reports again with what it holds then.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from megatron.elastic.comm.errors import CommError, PeerLost
@@ -30,6 +30,7 @@ from megatron.elastic.engine.nominal import Nominal
 from megatron.elastic.engine.report import Report, phase_is_over
 from megatron.elastic.engine.standing import Standing, restand, stand, unit_groups
 from megatron.elastic.plan.choice import Choice
+from megatron.elastic.plan.dataflow import PlanError
 from megatron.elastic.plan.model import Plan, Profile
 from megatron.elastic.state.layout import BlockKey, UnitLayout
 from megatron.elastic.state.ownership import rebalance
@@ -68,6 +69,8 @@ class Outcome:
     lost_steps: int
     """Steps that some survivor knew to be committed and that could not be kept."""
     oldest_parameters: int
+    failure: tuple[int, str] | None
+    """(phase, why): the fenced action that some member could not do, so that nobody does it."""
     promoted: tuple[BlockKey, ...]
     """Blocks that changed owner."""
     seconds: Mapping[str, float]
@@ -144,6 +147,7 @@ class Recovery:
             lost_steps=_lost_steps(reports, resolution),
             step_committed=resolution.kind != "revote" and resolution.version >= attempted,
             oldest_parameters=-1 if newcomers(decision) else min(r.parameters for r in reports.values()),
+            failure=next(((r.phase, r.failure) for _, r in sorted(reports.items()) if r.failure), None),
             promoted=tuple(change.block for change in promotion.transitions),
             seconds=seconds,
             edit=edit,
@@ -154,11 +158,23 @@ class Recovery:
         """Living holders of every (unit, shard) that has any."""
         return unit_groups(standing.assignment, self.layouts, standing.living)
 
-    def movement(self, standing: Standing, target: Assignment | None = None) -> Movement:
-        """What balance and redundancy ask for, among those who are here, where units are as ``target`` says."""
+    def indispensable(self, standing: Standing, leaving: Collection[int]) -> str:
+        """Why the others cannot go on without ``leaving``; empty when they can."""
+        try:
+            staying = [rank for rank in standing.living if rank not in leaving]
+            self.choose(standing.assignment.topology(staying), self.profile)
+        except PlanError as error:
+            return str(error)
+        return ""
+
+    def movement(
+        self, standing: Standing, target: Assignment | None = None, leaving: Collection[int] = ()
+    ) -> Movement:
+        """What balance and redundancy ask for among those who are here and stay, where units are as ``target`` says."""
         assignment = target or standing.assignment
-        groups = unit_groups(assignment, self.layouts, standing.living)
-        rules = Rules(self.config.mirrors, self.config.scatter_width, self.domains)
+        groups = unit_groups(assignment, self.layouts, [rank for rank in standing.living if rank not in leaving])
+        domains = {rank: domain for rank, domain in self.domains.items() if rank not in leaving}
+        rules = Rules(self.config.mirrors, self.config.scatter_width, domains)
         placement, changes = rebalance(standing.placement, groups, rules)
         return Movement(Basis(placement, assignment), changes)
 

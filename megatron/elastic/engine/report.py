@@ -29,6 +29,8 @@ class Report:
     done: bool
     parameters: int
     """Version of the parameters; older than the state when a gather was cut short."""
+    failure: str = ""
+    """Why the present fenced action cannot be done, where it failed on this rank."""
 
     def to_text(self) -> str:
         """One line of JSON."""
@@ -38,6 +40,7 @@ class Report:
                 "phase": self.phase,
                 "done": self.done,
                 "parameters": self.parameters,
+                "failure": self.failure,
             },
             separators=(",", ":"),
         )
@@ -51,6 +54,7 @@ class Report:
             int(raw["phase"]),
             bool(raw["done"]),
             int(raw["parameters"]),
+            str(raw["failure"]),
         )
 
 

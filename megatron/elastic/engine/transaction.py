@@ -209,19 +209,6 @@ class StepBody:
             unpack, 3, 0, _SHIP_TAG + 0x100,
         )  # fmt: skip
 
-    def collect(self) -> torch.Tensor:
-        """Whole state of every held unit from its owners: fp32 ``[3, elements of the arena]``. Collective."""
-        tools = self._tools
-        rows = torch.zeros((3, tools.arena.parameters.numel()), dtype=torch.float32)
-        for block in self._standing.owned:
-            start = tools.arena.slices[block.unit].start
-            rows[:, start + block.start : start + block.stop] = tools.pool.get(block.key).state
-        for row in rows:
-            for span in self._standing.spans:
-                if len(span.members) > 1:
-                    tools.fabric.all_gather_blocks(span.group, row[span.start : span.stop], span.blocks)
-        return rows
-
     def _exchange(
         self,
         pack: Callable[[tuple[StateBlock, ...]], torch.Tensor],

@@ -21,7 +21,7 @@ import torch
 
 from megatron.elastic.state.layout import BlockKey
 
-__all__ = ["Tally", "VoteLayout", "ledger_digest", "plan_digest"]
+__all__ = ["Tally", "VoteLayout", "agreed_by", "leaving_of", "ledger_digest", "plan_digest", "wishes"]
 
 _MODULUS = 1 << 40
 """Digests are summed over at most 2^13 contributors and must stay exact in float64."""
@@ -40,7 +40,10 @@ class _Slot(IntEnum):
     READY = 9
     DISPUTES = 10
     SUSPECTS = 11
-    SIZE = 12
+    LEAVES = 12
+    SAVES = 13
+    WRITTEN = 14
+    SIZE = 15
 
 
 @dataclass
@@ -67,6 +70,12 @@ class Tally:
     """Copies that were not made as their owner's were."""
     suspects: int = 0
     """Copies made like their owner's that differ from it."""
+    leaves: int = 0
+    """Sum of digests of the ranks that are to leave, as each voter knows them; 0: none."""
+    saves: int = 0
+    """Voters for which a checkpoint is due: one was asked for, or the last was cut short."""
+    written: int = 0
+    """Voters whose share of the checkpoint under way is written."""
     report: dict[str, tuple[float, float]] = field(default_factory=dict)
     rows: tuple[int, ...] = ()
     """Rows behind ``samples``, ascending; not part of the vector, reported if the vote is cut short."""
@@ -89,7 +98,8 @@ class VoteLayout:
         vector = torch.zeros(self.size, dtype=torch.float64)
         counters = (
             tally.voters, tally.tokens, tally.overflows, tally.zeros, tally.samples, tally.ledger, tally.plan,
-            tally.joins, tally.drains, tally.ready, tally.disputes, tally.suspects,
+            tally.joins, tally.drains, tally.ready, tally.disputes, tally.suspects, tally.leaves, tally.saves,
+            tally.written,
         )  # fmt: skip
         vector[: _Slot.SIZE] = torch.tensor(counters, dtype=torch.float64)
         at = {key: _Slot.SIZE + i for i, key in enumerate(self.blocks)}
@@ -119,10 +129,52 @@ class VoteLayout:
             ready=int(values[_Slot.READY]),
             disputes=int(values[_Slot.DISPUTES]),
             suspects=int(values[_Slot.SUSPECTS]),
+            leaves=int(values[_Slot.LEAVES]),
+            saves=int(values[_Slot.SAVES]),
+            written=int(values[_Slot.WRITTEN]),
             report={
                 key: (values[start + 2 * i], values[start + 2 * i + 1]) for i, key in enumerate(self.report_keys)
             },
         )
+
+
+_LEAVE = "leave:"
+
+
+def leaving_of(requests: Iterable[str]) -> tuple[int, ...]:
+    """Ranks that ``requests`` (pending ones, or a record's agreed ones) ask to leave, ascending."""
+    for request in requests:
+        if request.startswith(_LEAVE):
+            return tuple(int(rank) for rank in request.removeprefix(_LEAVE).split(","))
+    return ()
+
+
+def wishes(tally: Tally, requests: tuple[str, ...]) -> None:
+    """Put what was asked of this rank from outside into its vote."""
+    tally.joins, tally.drains = "join" in requests, "drain" in requests
+    leaving = leaving_of(requests)
+    tally.leaves = _digest_of_ranks(leaving) if leaving else 0
+
+
+def agreed_by(total: Tally, requests: tuple[str, ...]) -> tuple[str, ...]:
+    """What follows from the sum, the same on every rank; ``requests``: what this one put in.
+
+    A request from outside counts when every voter knew of it (of the very same ranks,
+    for those that are to leave); a checkpoint is due when it is for anybody.
+    """
+    everybody = {"join": total.joins, "drain": total.drains, "written": total.written}
+    agreed = [name for name, count in everybody.items() if count == total.voters]
+    if total.saves:
+        agreed.append("save")
+    leaving = leaving_of(requests)
+    if leaving and total.leaves == _digest_of_ranks(leaving) * total.voters:
+        agreed.append(_LEAVE + ",".join(map(str, leaving)))
+    return tuple(agreed)
+
+
+def _digest_of_ranks(ranks: Iterable[int]) -> int:
+    raw = hashlib.blake2b(",".join(map(str, ranks)).encode(), digest_size=4).digest()
+    return 1 + int.from_bytes(raw, "little")
 
 
 def ledger_digest(samples: Iterable[int]) -> int:

@@ -31,7 +31,7 @@ from megatron.elastic.control.events import (
     Waiting,
     Wanted,
 )
-from megatron.elastic.control.failures import Failures
+from megatron.elastic.control.failures import FELL_BACK, Failures
 from megatron.elastic.control.generations import Generations
 from megatron.elastic.control.membership import Decision, Loss
 from megatron.elastic.control.timing import Timing
@@ -62,10 +62,11 @@ from megatron.elastic.launch.watch import Watch
 
 __all__ = ["Agent"]
 
-_STATE_LOST, _DETERMINISTIC = 4, 5
+_DRAINED, _STATE_LOST, _DETERMINISTIC = 3, 4, 5
 _GOODBYE_SECONDS = 5.0
+_FALL_BACK_SECONDS = 2.0
 _SEVERITY = (5, 4, 1, 3)
-_REQUESTS = ("join", "drain", "leave", "checkpoint")
+_REQUESTS = ("join", "leave", "stay", "checkpoint", "reform")
 
 
 class Agent:
@@ -174,6 +175,12 @@ class Agent:
             self.append(Requested(take_str(message, "what"), (worker.rank,), take_int(message, "g")))
         elif kind == "suspect":
             self._take_suspicion(worker, message)
+        elif kind == "give_up":
+            self.append(Ended(take_int(message, "code"), take_str(message, "why")))
+        elif kind == "drain":
+            if self.state.drain != ():
+                say(f"rank {worker.rank} was sent a signal to end: the job saves and ends at the next step boundary")
+                self.append(Wanted("drain"))
         elif kind == "finish":
             # It may still hang on its way out, and everybody with it.
             self._loop.after(self.job.shutdown_timeout, lambda: self._end_finished(worker))
@@ -296,7 +303,10 @@ class Agent:
         if loss.rank in self._mine.ranks:
             summarize(loss, step)
         # Every agent keeps the same count, so that any of them can take over as coordinator.
+        fell_back = loss.cause == f"exit code {FELL_BACK}"
         verdict = self._failures.record(loss.rank, loss.incarnation, step, raised, time.monotonic())
+        if fell_back:
+            verdict = verdict or self._failures.fell_back(loss.rank, loss.incarnation, step)
         if verdict is not None and self.state.coordinator() == self.node:
             self.append(Ended(_DETERMINISTIC, "\n".join((verdict, *loss.last_lines))))
         if loss.rank not in self._mine.ranks or state.standing != "lost" or loss.incarnation != state.incarnation:
@@ -308,7 +318,8 @@ class Agent:
             self.append(Ended(_DETERMINISTIC, f"rank {loss.rank}: {why}") if start else Abandoned((loss.rank,), why))
         elif state.may_return:
             incarnation = loss.incarnation + 1
-            delay = self._failures.cool_down(loss.rank)
+            # Who falls back is to find a job that starts anew: all others are on their way out, too.
+            delay = self._failures.cool_down(loss.rank) + (_FALL_BACK_SECONDS if fell_back else 0.0)
             self._loop.after(delay, lambda: self._start(loss.rank, incarnation))
 
     def _look_into(self, event: Suspected) -> None:
@@ -340,7 +351,10 @@ class Agent:
             if member is not None and member.incarnation == worker.incarnation:
                 worker.sent_decided = decision.generation
                 self._pool.tell(worker, {"t": "decision", "decision": decision_to_json(decision)})
-        pending = state.pending(worker.rank)
+            elif member is None and decision.reason == "drain" and mine.standing == "done":
+                worker.sent_decided = decision.generation
+                self._pool.tell(worker, {"t": "released"})
+        pending = state.pending()
         if mine.standing == "member" and pending != worker.sent_pending:
             worker.sent_pending = pending
             self._pool.tell(worker, {"t": "pending", "what": list(pending)})
@@ -400,24 +414,27 @@ class Agent:
     def _signalled(self, number: int) -> None:
         self._signals += 1
         name = signal.Signals(number).name
-        elastic = any(worker.elastic for worker in self.by_rank.values())
+        elastic = self.job.elastic or any(worker.elastic for worker in self.by_rank.values())
         if self._signals > 1:
             self.append(Ended(128 + number, f"{name} again: the job ends at once"))
             self._loop.after(1.0, lambda: self._stop(128 + number))
         elif elastic:
             say(f"{name}: asking the workers to save and end (again: at once)")
             self.append(Wanted("drain"))
-            # Before the first step there is nothing to save.
-            stepped = any(idle.step >= 0 for _, idle in self.table().values())
-            seconds = self.job.drain_timeout if stepped else min(self.job.drain_timeout, self.job.shutdown_timeout)
-            late = Ended(128 + number, f"{name}: not drained within {seconds:.0f} s: the job ends")
-            self._loop.after(seconds, lambda: self.append(late))
+            self._loop.after(self.job.drain_timeout, lambda: self.append(self._late(number)))
         else:
             for worker in self._pool.workers.values():
                 if worker.pid:
                     kill_group(worker.pid, number)
             end = Ended(128 + number, f"{name}: the job ends")
             self._loop.after(self.job.shutdown_timeout, lambda: self.append(end))
+
+    def _late(self, number: int) -> Ended:
+        """The end of a job that did not drain in time. Before its first step there was nothing to save."""
+        late = f"{signal.Signals(number).name}: not drained within {self.job.drain_timeout:.0f} s"
+        if any(idle.step >= 0 for _, idle in self.table().values()):
+            return Ended(128 + number, f"{late}: the job ends")
+        return Ended(_DRAINED, f"{late}, before the first step: the job ends, there is nothing to save")
 
     def _leave(self) -> None:
         """Everything of this node ends; the first agent stays until the others have read the journal's end."""

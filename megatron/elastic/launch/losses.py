@@ -9,6 +9,7 @@ import os
 from collections.abc import Sequence
 
 from megatron.elastic.control.events import Ended, Event, Finished, Lost
+from megatron.elastic.control.failures import FELL_BACK
 from megatron.elastic.control.membership import Loss
 from megatron.elastic.launch.pool import Worker
 from megatron.elastic.launch.processes import describe_status
@@ -32,7 +33,8 @@ def classify(worker: Worker, status: int, host: str, started: bool, elastic: boo
         return Finished(worker.rank, worker.incarnation, 0, announced=False)
     cause = worker.doomed or describe_status(status)
     words = worker.slot.last_words().splitlines()
-    raised = not os.WIFSIGNALED(status) and worker.doomed is None
+    fell_back = status == FELL_BACK << 8
+    raised = not os.WIFSIGNALED(status) and worker.doomed is None and not fell_back
     if raised and not started:
         code = os.waitstatus_to_exitcode(status)
         return Ended(code, f"rank {worker.rank} on {host} ended with {cause} before it took part: the job ends")

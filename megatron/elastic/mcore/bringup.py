@@ -9,6 +9,7 @@ together with everybody and a joiner when it is admitted.
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -87,6 +88,8 @@ def open_links(config: ElasticConfig, timeout: float) -> Links:
     membership.start(fabric.interrupt)
     membership.sample(lambda: _waiting(fabric))
     install(fabric)
+    # Slurm and others signal every process of a job, not only the launcher.
+    signal.signal(signal.SIGTERM, lambda number, frame: membership.drain())
     decision = None
     if not membership.newcomer:
         decision = membership.decide(fabric.address(), "", timeout)
@@ -122,6 +125,7 @@ class Job:
     settings: Settings
     on_settled: Callable[[Outcome, Standing, float], None]
     host_state: Callable[[], Mapping[str, Any]]
+    on_notice: Callable[[str], None]
     choose: Choice | None = None
     """In place of the configured policy."""
     profile: Profile | None = None
@@ -218,6 +222,7 @@ def _assemble(
         on_recut=lambda *facts: narrate_recut(links.events, *facts),
         on_moved=lambda *facts: narrate_movement(links.events, *facts),
         host_state=job.host_state,
+        on_notice=job.on_notice,
     )
     links.injector.flip = engine.flip_bit
     return engine

@@ -31,6 +31,8 @@ from megatron.elastic.comm.fabric import Fabric
 from megatron.elastic.config import ConfigError
 from megatron.elastic.engine.engine import Engine
 from megatron.elastic.engine.port import UnitParameter
+from megatron.elastic.engine.saving import Want
+from megatron.elastic.mcore.checkpoint_content import Content
 from megatron.elastic.mcore.model import GptPort
 from megatron.elastic.state.record import StepRecord
 
@@ -56,11 +58,13 @@ class OptimizerCheckpoint:
         self._port = port
         self._config = replace(config, use_distributed_optimizer=False)
         self._reading: Any = None
+        self.content: Content | None = None
+        """Of the save being planned."""
 
     def save(self, model_state: Any, groups: Sequence[Mapping[str, Any]], metadata: Mapping[str, Any]) -> Any:
-        """Sharded state dict of the present state. Collective."""
+        """Sharded state dict to plan a save over; its tensors are registered in :attr:`content`, and empty."""
         shadow = self._shadow(groups)
-        self._fill(shadow, self._engine.export_state(), self._engine.record)
+        self._lay_out(shadow, self._engine.record)
         return self._state_dict(shadow, model_state, metadata, loading=False)
 
     def begin_load(self, model_state: Any, groups: Sequence[Mapping[str, Any]], metadata: Mapping[str, Any]) -> Any:
@@ -120,13 +124,20 @@ class OptimizerCheckpoint:
             model_parallel_group=parallel_state.get_model_parallel_group(),
         )
 
-    def _fill(self, shadow: Any, units: Mapping[int, torch.Tensor], record: StepRecord) -> None:
+    def _lay_out(self, shadow: Any, record: StepRecord) -> None:
+        """Give the shadow a state of the right shapes, and tell the content which tensor shows what."""
+        assert self.content is not None, "a save is planned by BackgroundSave"
         step = torch.tensor(float(record.adam_step))
-        for main, (unit, slot) in zip(_main_parameters(shadow), self._slots(), strict=True):
-            master, exp_avg, exp_avg_sq = (row[slot.start : slot.stop].view(main.shape) for row in units[unit])
-            if not _steps_model_itself(shadow):
-                main.data.copy_(master)
+        shard = self._engine.recovery.nominal.place(self._engine.tools.fabric.rank)[0]
+        for main, item, (unit, slot) in zip(_main_parameters(shadow), self._ordered(), self._slots(), strict=True):
+            master, first, second = (Want(unit, shard, slot.start, slot.stop, row) for row in range(3))
+            exp_avg, exp_avg_sq = (torch.empty(main.shape, dtype=torch.float32) for _ in range(2))
             shadow.optimizer.state[main] = {"step": step.clone(), "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+            self.content.register(exp_avg, first)
+            self.content.register(exp_avg_sq, second)
+            self.content.register(item.parameter.data, master)
+            if main.data_ptr() != item.parameter.data_ptr():
+                self.content.register(main.data, master)
         scaler = getattr(shadow, "grad_scaler", None)
         if scaler is not None and self._engine.tools.settings.hyper.scaler == "dynamic":
             scaler._scale.fill_(record.loss_scale)
@@ -176,11 +187,6 @@ class OptimizerCheckpoint:
 
 def _main_parameters(shadow: Any) -> list[torch.Tensor]:
     return [p for group in shadow.optimizer.param_groups for p in group["params"]]
-
-
-def _steps_model_itself(shadow: Any) -> bool:
-    """Whether the optimizer's parameters are the model's (fp32 training): they hold the masters already."""
-    return not hasattr(shadow, "fp32_from_float16_groups")
 
 
 def _group_step(groups: Sequence[Mapping[str, Any]]) -> int:

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -21,13 +23,16 @@ from megatron.core.rerun_state_machine import RerunMode, get_rerun_state_machine
 from megatron.training import get_args, training
 from megatron.training.checkpointing import load_checkpoint
 
-from megatron.elastic.config import ElasticConfig
-from megatron.elastic.engine.engine import Engine, SilentCorruption
+from megatron.elastic.config import ConfigError, ElasticConfig
+from megatron.elastic.control.failures import FELL_BACK
+from megatron.elastic.control.membership import Released
+from megatron.elastic.engine.engine import Engine, NotFinite, SilentCorruption
 from megatron.elastic.engine.recovery import Outcome, StateLost
 from megatron.elastic.engine.source import SampleSource, StepAddress
 from megatron.elastic.engine.standing import Standing
+from megatron.elastic.mcore import reporter
 from megatron.elastic.mcore.bringup import Job, Links, found, join, open_links
-from megatron.elastic.mcore.checkpoint import OptimizerCheckpoint, without_holes
+from megatron.elastic.mcore.checkpoints import BAD_INPUT, DETERMINISTIC, STATE_LOST, Checkpoints, can_fall_back
 from megatron.elastic.mcore.data import source_for
 from megatron.elastic.mcore.dropout import key_dropout
 from megatron.elastic.mcore.model import GptPort, unwrapped
@@ -60,10 +65,6 @@ _COUNTERS = (
 )
 """Arguments that Megatron's loop changes as it goes."""
 
-_DRAINED, _STATE_LOST, _DETERMINISTIC = 3, 4, 5
-"""Exit codes (DESIGN §4)."""
-
-
 @dataclass
 class Reading:
     """A validation or test set and how far evaluation has read it (what Megatron's iterator remembers).
@@ -89,7 +90,9 @@ class Host:
         self._job: Job | None = None
         self._engine: Engine | None = None
         self._optimizer: EngineOptimizer | None = None
+        self._port: GptPort | None = None
         self._came_later = False
+        self._checkpoints = Checkpoints(config, lambda: self.engine, self._notice)
 
     @property
     def engine(self) -> Engine:
@@ -129,7 +132,6 @@ class Host:
                 self._parameter_norm,
             ),
             (loop + "checkpoint_and_decide_exit", "a drained job saves and leaves at a boundary", self._decide_exit),
-            (loop + "save_checkpoint", repeated, self._save),
             (
                 "megatron.training.checkpointing.get_rng_state",
                 "random states are filed by nominal stage, also when groups have lost members",
@@ -149,7 +151,7 @@ class Host:
                 self._shutdown,
             ),
         )
-        return tuple(Patch(symbol, reason, make) for symbol, reason, make in rows)
+        return tuple(Patch(symbol, reason, make) for symbol, reason, make in (*rows, *self._checkpoints.rows()))
 
     # -- before training -----------------------------------------------------------
 
@@ -186,23 +188,28 @@ class Host:
         groups = GroupKeys(optimizer_config, overrides)
         inner = unwrapped(model[0])
         key_dropout(inner, parallel_state.get_tensor_model_parallel_rank())
-        port = GptPort(model[0], args, groups, parallel_state.get_tensor_model_parallel_rank() == 0)
+        self._port = port = GptPort(model[0], args, groups, parallel_state.get_tensor_model_parallel_rank() == 0)
         self._optimizer = EngineOptimizer(groups, lambda: self.engine.record.loss_scale)
         scheduler = training.get_optimizer_param_scheduler(self._optimizer)
         nominal = nominal_topology(args, inner.config, port.tied_unit is not None)
         settings = engine_settings(args, MegatronSchedule(scheduler, groups))
-        self._job = Job(port, nominal, self._config, settings, self._settled, self._counters)
+        self._job = Job(port, nominal, self._config, settings, self._settled, self._counters, self._notice)
         args.iteration = args.num_floating_point_operations_so_far = 0
         if links.decision is None:  # a newcomer: the engine comes with admission, before the loop begins
             return model, self._optimizer, scheduler
         self._engine = found(links, self._job)
-        self._optimizer.checkpoint = OptimizerCheckpoint(self._engine, port, optimizer_config)
+        self._attach()
         if args.load is not None or args.pretrained_checkpoint is not None:
             args.iteration, args.num_floating_point_operations_so_far = load_checkpoint(
                 model, self._optimizer, scheduler, checkpointing_context=context
             )
         self._resume(scheduler)
         return model, self._optimizer, scheduler
+
+    def _attach(self) -> None:
+        """The engine is there: what saves and loads its state can be made."""
+        assert self._optimizer is not None and self._port is not None
+        self._optimizer.checkpoint = self._checkpoints.attach(self._port)
 
     def _resume(self, scheduler: Any) -> None:
         """Start from what was loaded, or from the initial parameters."""
@@ -224,10 +231,16 @@ class Host:
 
     def _settled(self, outcome: Outcome, standing: Standing, seconds: float) -> None:
         assert self._links is not None
+        reporter.hand_over(self.engine.is_reporter)
         # A newcomer knows nothing of the recovery that let it in.
         speaks = min(set(standing.living) - set(outcome.newcomers)) == self._links.fabric.rank
         nominal, step = self.engine.recovery.nominal, self.engine.present_step
         narrate(self._links.events, nominal, outcome, standing, step, self.engine.in_step, seconds, speaks)
+
+    def _notice(self, why: str) -> None:
+        assert self._links is not None
+        if self.engine.standing.living[0] == self._links.fabric.rank:
+            print(why, flush=True)
 
     def _build_data_iterators(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -262,14 +275,29 @@ class Host:
             if self._engine is None:
                 assert self._links is not None and self._job is not None
                 self._engine, welcome = join(self._links, self._job)
+                self._attach()
                 self._came_later = True
+                reporter.hand_over(self._engine.is_reporter)
                 self._take_counters(welcome.host, bound(original, args, kwargs)["opt_param_scheduler"])
             try:
                 return original(*args, **kwargs)
             except (StateLost, PlanError) as error:
-                self._leave(_STATE_LOST, str(error))
+                self._leave(STATE_LOST, str(error))
             except (CertificateError, SilentCorruption) as error:  # the same on every rank, and again if repeated
-                self._leave(_DETERMINISTIC, str(error))
+                self._leave(DETERMINISTIC, str(error))
+            except ConfigError as error:
+                # Found while computing, perhaps on some ranks only: it would come back on every rank that is started.
+                self._give_up(BAD_INPUT, f"error: {error}")
+            except NotFinite as error:
+                if not can_fall_back(get_args()):
+                    raise
+                self._fall_back(error)
+            except Released:
+                assert self._links is not None
+                print(f"rank {self._links.fabric.rank} leaves as asked; the others go on", flush=True)
+                self.engine.close()
+                self._links.membership.finish(0)
+                raise SystemExit(0) from None
 
         return replacement
 
@@ -283,27 +311,32 @@ class Host:
         self._links.membership.finish(code)
         raise SystemExit(code)
 
+    def _give_up(self, code: int, why: str) -> NoReturn:
+        """End the whole job, with one line."""
+        assert self._links is not None
+        self._links.membership.give_up(code, why)
+        raise SystemExit(code)
+
+    def _fall_back(self, error: NotFinite) -> NoReturn:
+        """End this process so that, with all others, it is started again from the last checkpoint."""
+        assert self._links is not None
+        self.engine.close()
+        self._notice(f"{error}, also when computed again: the job goes back to its last checkpoint (--load)")
+        sys.stdout.flush()
+        os._exit(FELL_BACK)
+
     def _decide_exit(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def replacement(*args: Any, **kwargs: Any) -> Any:
             call, settings = bound(original, args, kwargs), get_args()
+            self._checkpoints.at_boundary(call)
             # Only a time limit has a collective of its own; saving is fenced by itself.
-            limited = bool(settings.exit_duration_in_mins)
-            leaves = self.engine.fenced(lambda: original(**call)) if limited else original(**call)
+            if settings.exit_duration_in_mins:
+                leaves = self._checkpoints.guarded(lambda: self.engine.fenced(lambda: original(**call), together=True))
+            else:
+                leaves = original(**call)
             if self.engine.draining and not leaves:
-                saved = bool(settings.save)
-                if saved and not (settings.save_interval and call["iteration"] % settings.save_interval == 0):
-                    training.save_checkpoint_and_time(
-                        call["iteration"],
-                        call["model"],
-                        call["optimizer"],
-                        call["opt_param_scheduler"],
-                        call["num_floating_point_operations_so_far"],
-                        call["checkpointing_context"],
-                        train_data_iterator=call["train_data_iterator"],
-                    )
-                where = f"saved to {settings.save}" if saved else "nothing saved: there is no --save"
-                self._leave(_DRAINED, f"drained at iteration {call['iteration']}, {where}")
+                self._leave(*self._checkpoints.drain(call["iteration"]))
             return leaves
 
         return replacement
@@ -382,19 +415,9 @@ class Host:
                 totals.update(copy.deepcopy(before))
                 return original(**call)
 
-            return self.engine.fenced(body)
-
-        return replacement
-
-    def _save(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def replacement(*args: Any, **kwargs: Any) -> Any:
-            def body() -> Any:
-                self.engine.injector.reach("in_save", self.engine.record.version)
-                with without_holes(self.engine.tools.fabric):
-                    return original(*args, **kwargs)
-
-            return self.engine.fenced(body)
+            result = self.engine.fenced(body)
+            reporter.flush()
+            return result
 
         return replacement
 
@@ -419,6 +442,8 @@ class Host:
             if self._engine is not None:
                 self._engine.close()
             if self._links is not None:
+                if self._checkpoints.unsaved:
+                    self._leave(STATE_LOST, f"the last checkpoint is not saved: {self._checkpoints.unsaved}")
                 self._links.membership.finish(0)
             return result
 

@@ -179,6 +179,8 @@ def narrate_verdict(events: EventLog, engine: Engine, verdict: Verdict) -> None:
 def _outcome(outcome: Outcome, in_step: bool) -> str:
     if outcome.decision.joined:
         return "joined by " + ", ".join(map(str, outcome.decision.joined))
+    if outcome.decision.reason == "drain":
+        return "some ranks left as asked"
     if not in_step:
         return "between steps"
     return "finished" if outcome.step_committed else _OUTCOMES[outcome.resolution.kind]

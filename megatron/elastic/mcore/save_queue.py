@@ -3,7 +3,7 @@
 megatron.core starts a ``multiprocessing`` manager for it by 'spawn': at the first
 save a new interpreter imports the training script, torch and Megatron (seconds),
 and when its rank is killed it stays behind. Writer and reader of a synchronous save
-are the same process, for which ``queue.Queue`` does. Asynchronous saves keep theirs.
+are the same process, for which ``queue.Queue`` does. Megatron's asynchronous saves keep theirs.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ __all__ = ["make_results_queue"]
 
 
 def make_results_queue(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``get_write_results_queue`` without a manager process unless ``--async-save`` is given."""
+    """``get_write_results_queue`` without a manager process unless Megatron itself writes asynchronously."""
     present: queue.Queue[Any] = queue.Queue()
 
     @functools.wraps(original)
     def get_write_results_queue(*args: Any, **kwargs: Any) -> Any:
         settings = importlib.import_module("megatron.training.global_vars")
         try:
-            synchronous = not settings.get_args().async_save
+            # Under --elastic a thread of this process writes.
+            synchronous = not settings.get_args().async_save or settings.get_args().elastic
         except AssertionError:  # no arguments in this process: the caller uses megatron.core by itself
             synchronous = False
         return present if synchronous else original(*args, **kwargs)

@@ -195,6 +195,8 @@ ELASTIC_ROWS: tuple[Row, ...] = (
     _unused("async_save", "--async-save", "a checkpoint is written within a phase that is repeated after a loss"),
     _unused("use_persistent_ckpt_worker", "--use-persistent-ckpt-worker",
             "a checkpoint is written within a phase that is repeated after a loss"),
+    _unused("exit_signal_handler", "--exit-signal-handler",
+            "SIGTERM to the launcher or to any worker drains the job at the next step boundary in any case"),
     Row("rerun_mode", "--rerun-mode", (_STEP,), _is("validate_results", "report_stats"), "disabled",
         "--rerun-mode disabled", "re-runs Megatron's own step to tell a faulty GPU"),
     _unused("log_straggler", "--log-straggler", "times Megatron's own step; the engine profiles each rank"),

@@ -204,7 +204,7 @@ def _check_built(config: ElasticConfig) -> None:
 def _unknown(words: Sequence[str]) -> tuple[str, ...]:
     """One warning that names the given flags of which no table says anything."""
     flags = dict.fromkeys(word.split("=")[0] for word in words if word.startswith("--"))
-    strange = [flag for flag in flags if not flag.startswith("--elastic") and classify(flag) is None]
+    strange = [flag for flag in flags if not flag.startswith(("--elastic", "--no-elastic")) and classify(flag) is None]
     if not strange:
         return ()
     return (f"not in the support matrix, passed to Megatron as they are, not verified with --elastic: "

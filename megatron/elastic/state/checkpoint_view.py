@@ -7,7 +7,7 @@ own is that of the blocks stepped before they were read, never more than one mor
 copy of what is to be written.
 
 A change of generation abandons the view (the write, too: a checkpoint is one only
-once its manifest is renamed into place), see :meth:`CheckpointView.abandon`.
+once it is renamed into place), see :meth:`CheckpointView.abandon`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from contextlib import contextmanager
 
 import torch
 
-from megatron.elastic.state.hashing import content_hash
 from megatron.elastic.state.layout import BlockKey
 from megatron.elastic.state.pool import BlockCopy, StateError, StatePool
 from megatron.elastic.state.record import StepRecord
@@ -51,8 +50,8 @@ class CheckpointView:
         with self._lock:
             return sum(state.numel() * state.element_size() for state in self._aside.values())
 
-    def read(self, key: BlockKey) -> tuple[torch.Tensor, str]:
-        """(state fp32 [3, numel] at the view's version, its hash for the manifest); each block once.
+    def read(self, key: BlockKey) -> torch.Tensor:
+        """State of a block, fp32 [3, numel], at the view's version; each block once.
 
         Raises :class:`ViewAbandoned`, ``KeyError`` for a block not in the view or read already.
         """
@@ -65,7 +64,7 @@ class CheckpointView:
                 state = self._pool.get(key).state.clone()
             if not self._unread:
                 self._detach()
-        return state, content_hash(key, state)
+        return state
 
     def abandon(self, why: str) -> None:
         """Let go of everything; later reads raise. Idempotent."""

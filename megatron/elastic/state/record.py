@@ -130,6 +130,10 @@ class StepRecord:
     """Digest of the placement under which the vote was taken. It settles which of two holds when a
     generation ends between a change of placement and its first vote (``transfer``)."""
 
+    agreed: tuple[str, ...] = ()
+    """What every rank knew when it voted and all act on at the boundary after this step ('drain', 'join', …). It
+    belongs to the record because a rank that missed the vote and rolled forward must do the same as the others."""
+
     loss_scale: float = 1.0
     """For the next step."""
     growth_tracker: int = 0
@@ -167,6 +171,7 @@ class StepRecord:
         raw = json.loads(text)
         raw["rates"] = tuple(Rate(**rate) for rate in raw["rates"])
         raw["losses"] = {key: (num, den) for key, (num, den) in raw["losses"].items()}
+        raw["agreed"] = tuple(raw["agreed"])
         raw["gradient"] = GradientKey(*raw["gradient"]) if raw["gradient"] is not None else None
         return cls(**raw)
 
@@ -188,6 +193,7 @@ class Vote:
     ledger_hash: str = ""
     plan_hash: str = ""
     placement: str = ""
+    agreed: tuple[str, ...] = ()
 
 
 def _fp32(value: float) -> float:
@@ -233,6 +239,7 @@ def advance(previous: StepRecord, vote: Vote, hyper: Hyper) -> StepRecord:
         plan_hash=vote.plan_hash,
         gradient=vote.gradient,
         placement=vote.placement or previous.placement,
+        agreed=vote.agreed,
         loss_scale=scale,
         growth_tracker=growth,
         hysteresis_tracker=hysteresis,

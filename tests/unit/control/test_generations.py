@@ -219,11 +219,14 @@ def test_leaving_without_a_word_while_a_generation_is_agreed_is_told_in_the_deci
 
 def test_one_rank_may_leave_at_a_boundary() -> None:
     state = started(3)
-    state.apply(Requested("leave", (1,), 1))
+    state.apply(Wanted("drain", (1,)))
+    state.apply(Requested("leave", (0, 1), 1))
+    assert state.quiet, "it happens when every member stands at the boundary"
+    state.apply(Requested("leave", (2,), 1))
     assert state.frozen == 2
-    state.apply(Finished(1, 0, 0))
     report_all(state)
     state.apply(Decided(2, 0))
+    state.apply(Finished(1, 0, 0))
     assert state.decision is not None and list(state.decision.members) == [0, 2] and state.decision.reason == "drain"
     assert state.pending() == () and not state.over()
 
@@ -231,9 +234,54 @@ def test_one_rank_may_leave_at_a_boundary() -> None:
 def test_asking_some_ranks_to_leave_is_no_drain_of_the_job() -> None:
     state = started(3)
     state.apply(Wanted("drain", (1,)))
-    assert [state.pending(rank) for rank in range(3)] == [(), ("leave",), ()]
-    state.apply(Wanted("drain"))
-    assert state.pending(0) == ("drain",)
+    assert state.pending() == ("leave:1",)
+    state.apply(Wanted("drain", (2,)))
+    assert state.pending() == ("leave:1,2",)
+    state.apply(Wanted("drain", (0,)))
+    assert state.pending() == ("drain",), "all of them: the job"
+
+
+def test_a_wish_to_leave_that_cannot_be_granted_is_taken_back_by_all() -> None:
+    state = started(2)
+    state.apply(Wanted("drain", (1,)))
+    state.apply(Requested("stay", (0,), 1))
+    assert state.pending() == ("leave:1",)
+    state.apply(Requested("stay", (1,), 1))
+    assert state.pending() == () and state.quiet
+
+
+def test_a_loss_before_the_decision_lets_nobody_leave_yet() -> None:
+    state = started(3)
+    state.apply(Wanted("drain", (1,)))
+    state.apply(Requested("leave", (0, 1, 2), 1))
+    state.apply(loss(2))
+    report_all(state)
+    state.apply(Decided(3, 0))
+    assert state.decision is not None and list(state.decision.members) == [0, 1]
+    assert state.pending() == ("leave:1",)
+
+
+def test_a_rank_that_left_may_be_admitted_again() -> None:
+    state = started(2)
+    state.apply(Wanted("drain", (1,)))
+    state.apply(Requested("leave", (0, 1), 1))
+    report_all(state)
+    state.apply(Decided(2, 0))
+    state.apply(Finished(1, 0, 0))
+    assert not state.ranks[1].may_return
+    state.apply(Readmitted((1,)))
+    assert state.ranks[1].standing == "lost" and state.ranks[1].may_return
+    state.apply(Waiting((entry(1, 1),)))
+    assert state.pending() == ("join",)
+
+
+def test_one_member_is_enough_to_have_all_report_anew() -> None:
+    state = started(3)
+    state.apply(Requested("reform", (1,), 1))
+    assert state.frozen == 2 and state.missing() == (0, 1, 2)
+    report_all(state)
+    state.apply(Decided(2, 0))
+    assert state.decision is not None and state.decision.reason == "reform" and len(state.members) == 3
 
 
 def test_a_checkpoint_is_pending_until_every_member_took_note() -> None:
@@ -317,7 +365,7 @@ EVENTS = st.one_of(
     st.builds(Decided, st.integers(0, 8), st.integers(0, 1)),
     st.builds(
         lambda w, r, g: Requested(w, tuple(r), g),
-        st.sampled_from(["join", "drain", "leave", "checkpoint", "x"]),
+        st.sampled_from(["join", "leave", "stay", "reform", "checkpoint", "x"]),
         st.lists(st.integers(0, 4), max_size=4),
         st.integers(0, 8),
     ),

@@ -33,6 +33,7 @@ FROZEN = {
     "--elastic-migrate-after": 50,
     "--elastic-spares": 0,
     "--elastic-verify-interval": 100,
+    "--elastic-background-save": True,
     "--elastic-strict-flags": False,
     "--elastic-print-patches": False,
     "--elastic-event-log": None,

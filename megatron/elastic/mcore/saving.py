@@ -1,0 +1,309 @@
+"""Megatron's own checkpoints, written while training goes on.
+
+``save_checkpoint`` stays Megatron's. It runs as for ``--async-save``: the sharded
+state dict is planned (the only part others wait for) and comes back as a request.
+What it plans over are empty tensors (:mod:`checkpoint_content`); a thread fills them
+from the state blocks of that version and writes the files. When every rank's vote
+says that its share is written, all finish the request together at that boundary.
+
+Never half a checkpoint: files are written into ``iter_NNNNNNN.partial``, which is
+renamed when all are complete; then the tracker file is replaced in one piece. A new
+generation voids the write, and it is begun again at the next boundary.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megatron.elastic.comm.errors import CommError
+from megatron.elastic.engine.engine import ActionFailed, Engine
+from megatron.elastic.engine.saving import StateStream, Want
+from megatron.elastic.mcore.checkpoint import OptimizerCheckpoint, without_holes
+from megatron.elastic.mcore.checkpoint_content import Content, strategy_for
+
+__all__ = ["BackgroundSave", "Folders", "Outcome"]
+
+Outcome = Literal["done", "again", "none"]
+"""Of finishing a save: it is a checkpoint; it was cut short and has to be begun again; there was none."""
+
+_PARTIAL = ".partial"
+_NEW = ".new"
+_ROOM_BYTES = 1 << 20
+"""Less free space than this is a full disk."""
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+_NICENESS = 10
+"""Of the writing thread: steps come first."""
+
+
+class Folders:
+    """Where a save under way goes, and how it becomes a checkpoint: one rename, one replaced file."""
+
+    def __init__(self, reach: Callable[[str], None]) -> None:
+        self._reach = reach
+        self._final: str | None = None
+        self._tracker: str | None = None
+        self._open = False
+
+    @contextmanager
+    def naming(self) -> Iterator[None]:
+        """Inside, what Megatron asks for are the names of what is not finished yet."""
+        self._open, self._final, self._tracker = True, None, None
+        try:
+            yield
+        finally:
+            self._open = False
+
+    def named(self, final: str) -> str:
+        """What to call a checkpoint that Megatron calls ``final``."""
+        if not self._open:
+            return final
+        self._final = final
+        return final + _PARTIAL
+
+    def tracked(self, tracker: str) -> str:
+        """What to call its tracker file. Megatron reads there, too, which checkpoint came before."""
+        if not self._open:
+            return tracker
+        self._tracker = tracker
+        if os.path.exists(tracker):
+            shutil.copyfile(tracker, tracker + _NEW)
+        return tracker + _NEW
+
+    def final_name(self, path: str) -> str:
+        """The name a checkpoint has once it is whole."""
+        return path.removesuffix(_PARTIAL)
+
+    def commit(self) -> None:
+        """Everything is written: give the folder its name, then replace the tracker. On the rank that tracks."""
+        if self._final is None or self._tracker is None:
+            return
+        _put_in_place(self._final + _PARTIAL, self._final)
+        self._reach("save_named")
+        with open(self._tracker + _NEW, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(self._tracker + _NEW, self._tracker)
+        self._final = None
+        self._reach("save_tracked")
+
+    def is_written(self) -> bool:
+        """Whether Megatron has written the tracker of the save under way."""
+        if self._final is None or self._tracker is None or not os.path.exists(self._tracker + _NEW):
+            return False
+        number = os.path.basename(self._final).removeprefix("iter_")
+        with open(self._tracker + _NEW, encoding="utf-8") as file:
+            return number.isdigit() and file.read().strip() == str(int(number))
+
+    def sweep(self, save: str) -> None:
+        """Remove what earlier saves left unfinished. On one rank, while none is under way."""
+        if os.path.isdir(save):
+            for name in os.listdir(save):
+                if name.endswith((_PARTIAL, _PARTIAL + ".old")):
+                    shutil.rmtree(os.path.join(save, name), ignore_errors=True)
+
+
+def _put_in_place(partial: str, final: str) -> None:
+    """Rename; with an older checkpoint of that name it changes places, so that at every moment there is one."""
+    if not os.path.isdir(final):
+        os.rename(partial, final)
+        return
+    here, libc = ctypes.c_int(_AT_FDCWD), ctypes.CDLL(None, use_errno=True)
+    if libc.renameat2(here, os.fsencode(partial), here, os.fsencode(final), _RENAME_EXCHANGE) == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+        return
+    # A file system that cannot exchange two names: for a moment there is none.
+    os.rename(final, partial + ".old")
+    os.rename(partial, final)
+    shutil.rmtree(partial + ".old", ignore_errors=True)
+
+
+@contextmanager
+def _writing(folder: str) -> Iterator[None]:
+    """Whatever goes wrong inside, links between ranks apart, is a checkpoint that cannot be written: ``OSError``."""
+    try:
+        yield
+    except (CommError, OSError):
+        raise
+    except (Exception, CheckpointException) as error:
+        raise _as_os_error(error, folder) from error
+
+
+def _as_os_error(error: BaseException, path: str) -> OSError:
+    """torch tells a full disk as a RuntimeError without the cause."""
+    if isinstance(error, OSError):
+        return error
+    text = " ".join(str(error).split())[:200]
+    with suppress(OSError):
+        if shutil.disk_usage(os.path.dirname(path) or ".").free < _ROOM_BYTES:
+            text = f"{os.strerror(errno.ENOSPC)} ({text})"
+    return OSError(text or type(error).__name__)
+
+
+@dataclass
+class _Write:
+    """One save under way on this rank."""
+
+    generation: int
+    request: Any
+    stream: StateStream
+    content: Content
+    reach: Callable[[], None]
+    """Fault injection."""
+    done: threading.Event = field(default_factory=threading.Event)
+    error: BaseException | None = None
+
+    def run(self) -> None:
+        """The thread: collect, write."""
+        try:
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+            self.stream.run(self.content.deliver)
+            self._write()
+        except BaseException as error:  # told to the training thread, which knows what it means
+            self.error = error
+        finally:
+            self.done.set()
+
+    def _write(self) -> None:
+        if self.request.async_fn is None:
+            return
+        transforms, use_msc = self.request.async_fn.args
+        _, buckets, results = self.request.async_fn_args
+        written = {}
+        for index, bucket in enumerate(buckets):
+            self.reach()
+            _, outcome = FileSystemWriterAsync.write_preloaded_data(
+                transforms, index, bucket, None, None, use_fsync=True, use_msc=use_msc
+            )
+            if isinstance(outcome, Exception):
+                raise _as_os_error(outcome, bucket[0])
+            written[index] = outcome
+        results.put(written)
+
+
+class BackgroundSave:
+    """The checkpoints of one rank. ``call`` of :meth:`begin` is Megatron's ``save_checkpoint`` with its arguments."""
+
+    def __init__(self, engine: Engine, optimizer: OptimizerCheckpoint, args: Any, folders: Folders) -> None:
+        self._engine = engine
+        self._optimizer = optimizer
+        self._args = args
+        self._folders = folders
+        self._write: _Write | None = None
+        self._request: Any = None
+        self._again = False
+
+    # -- what the vote asks ----------------------------------------------------------
+
+    def cut_short(self) -> bool:
+        """Whether the save under way is void and has to be begun again."""
+        return self._again or (self._write is not None and self._write.generation != self._engine.standing.generation)
+
+    def written(self) -> bool:
+        """Whether this rank's share is written (or has failed: :meth:`finish` tells)."""
+        return self._write is not None and not self.cut_short() and self._write.done.is_set()
+
+    # -- a save --------------------------------------------------------------------------
+
+    def schedule(self, request: Any) -> None:
+        """Megatron hands over what it would have a process of its own write."""
+        self._request = request
+
+    def begin(self, original: Callable[..., Any], call: Mapping[str, Any]) -> None:
+        """Plan together, then write on. Raises ``ActionFailed`` where the folder cannot be made."""
+        self._again = True
+        try:
+            self._engine.fenced(lambda: self._begin(original, call), together=True)
+        finally:
+            self._again, self._optimizer.content = False, None
+
+    def _begin(self, original: Callable[..., Any], call: Mapping[str, Any]) -> None:
+        engine, fabric = self._engine, self._engine.tools.fabric
+        self.abandon("it is begun again")
+        engine.injector.reach("in_save", engine.record.version)
+        content = self._optimizer.content = Content()
+        context = dict(call["checkpointing_context"] or {})
+        with without_holes(fabric), self._folders.naming(), self._asynchronous():
+            if dist.get_rank() == 0:
+                self._folders.sweep(self._args.save)
+            context["save_strategy"] = strategy_for(self._args, content)
+            with _writing(self._args.save):
+                original(**{**call, "checkpointing_context": context})
+        request, self._request = self._request, None
+        tables: list[Any] = [None] * fabric.slots
+        dist.all_gather_object(tables, content.wants, group=fabric.world)
+        wants: dict[int, tuple[Want, ...]] = {rank: tables[rank] for rank in engine.standing.living}
+        pool, placement = engine.tools.pool, engine.standing.placement
+        stream = StateStream(fabric, pool, placement, engine.recovery.layouts, engine.record, wants)
+        reach, step = engine.injector.reach, engine.record.version
+        self._write = _Write(engine.standing.generation, request, stream, content, lambda: reach("save_writing", step))
+        threading.Thread(target=self._write.run, name="elastic-save", daemon=True).start()
+
+    @contextmanager
+    def _asynchronous(self) -> Iterator[None]:
+        """Megatron plans the save and leaves the writing to somebody else."""
+        args = self._args
+        before = args.async_save, args.async_strategy
+        args.async_save, args.async_strategy = True, "mcore"
+        try:
+            yield
+        finally:
+            args.async_save, args.async_strategy = before
+
+    def finish(self) -> Outcome:
+        """Make what is under way a checkpoint, waiting for the slowest writer. The same outcome on every rank.
+
+        Raises ``ActionFailed`` when it could not be written; training can go on.
+        """
+        try:
+            outcome = self._engine.fenced(self._finish, together=True)
+        except ActionFailed:
+            self.abandon("it could not be written")
+            if self._engine.tools.fabric.alive[0] == self._engine.tools.fabric.rank:
+                self._folders.sweep(self._args.save)  # it may be what fills the disk
+            raise
+        if outcome == "done":
+            self._write = None
+        return outcome
+
+    def _finish(self) -> Outcome:
+        write, engine = self._write, self._engine
+        # A rank that came since the save was begun knows nothing of it.
+        votes = torch.tensor([self.cut_short(), write is not None and not self.cut_short()], dtype=torch.int64)
+        dist.all_reduce(votes, group=engine.tools.fabric.world)
+        again, valid = votes.tolist()
+        if again or not valid:
+            return "again" if again else "none"
+        assert write is not None
+        write.done.wait()
+        engine.injector.reach("save_finish", engine.record.version)
+        if isinstance(write.error, OSError | CommError):
+            raise write.error
+        if write.error is not None:
+            raise RuntimeError("a checkpoint could not be written") from write.error
+        with without_holes(engine.tools.fabric):
+            for finalize in write.request.finalize_fns:
+                with _writing(self._args.save):
+                    finalize()
+                if dist.get_rank() == 0 and self._folders.is_written():
+                    self._folders.commit()
+        return "done"
+
+    def abandon(self, why: str) -> None:
+        """Let go of a save under way, if any."""
+        write, self._write = self._write, None
+        if write is not None:
+            write.stream.abandon(why)
+            # Until its thread has let go of the partial folder, no other may write there.
+            write.done.wait()

@@ -1,0 +1,140 @@
+"""SIGTERM and ``ctl`` at every moment of a job: it ends with status 3 and a checkpoint, or some of its ranks leave.
+
+Real launchers and workers. A moment is held open by an injected delay of all ranks
+at a named point, so that the signal arrives in it; what the moment is, is then read
+from the output, not assumed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.integration.elastic_job import JobResult, RunningJob, elastic_command, elastic_job, largest_deviation
+
+QUIET = ("--hidden-dropout", "0.1", "--attention-dropout", "0.1", "--lr-decay-iters", "8")
+RARELY = ("--save-interval", "1000000")
+FOR_EVER = 100_000
+
+
+def held(point: str, step: int, seconds: float = 3.0) -> str:
+    """All ranks stay for ``seconds`` at a named point."""
+    return f"delay:step={step},point={point},seconds={seconds}"
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Where the job is when the signal comes: ``seen`` in the output, with ``faults`` in the script."""
+
+    name: str
+    seen: str
+    faults: str
+    flags: tuple[str, ...] = ()
+    last: int = 4
+    """The newest iteration at which it may still be drained."""
+
+
+MOMENTS = (
+    Moment("prelude", r"Megatron flags", held("before_step", 1)),
+    Moment("step", r"iteration +2/", held("mid_forward", 3)),
+    Moment("evaluation", r"iteration +2/", held("in_evaluate", 2), ("--eval-interval", "2", "--eval-iters", "1")),
+    Moment("save", r"saving checkpoint at iteration +2", held("in_save", 2), ("--save-interval", "2")),
+    Moment(
+        "recovery", r"iteration +2/",
+        "kill:rank=1,step=3,point=mid_forward;delay:rank=0|2|3,step=2,point=in_recovery_promote,seconds=3",
+        ("--no-elastic-respawn",),
+    ),
+    Moment("joiner", r"lost rank 1", "kill:rank=1,step=2,point=mid_forward", last=200),
+)  # fmt: skip
+
+
+def children(pid: int) -> list[int]:
+    """Of a process's main thread."""
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def iteration_saved(folder: Path) -> int:
+    """What the tracker file says."""
+    return int((folder / "latest_checkpointed_iteration.txt").read_text())
+
+
+def drain_at(folder: Path, moment: Moment, world: int = 4, pipeline: int = 2) -> JobResult:
+    saved = folder / "saved"
+    command = elastic_command(
+        folder / "events", world, 1, pipeline, FOR_EVER, *QUIET, *RARELY, *moment.flags, "--save", str(saved),
+        "--elastic-allow-inject", "--elastic-inject", moment.faults,
+    )  # fmt: skip
+    with RunningJob(folder / "events", command) as job:
+        job.wait_for(moment.seen)
+        job.launcher.send_signal(signal.SIGTERM)
+        result = job.finish()
+    assert result.code == 3, result.output[-5000:]
+    assert "Traceback" not in result.output
+    saved_at = iteration_saved(saved)
+    assert saved_at == max(result.committed) <= moment.last, "the newest committed step, soon after the signal"
+    assert f"drained at iteration {saved_at}, saved to" in result.output
+    return result
+
+
+@pytest.mark.parametrize(
+    "moment",
+    [pytest.param(m, id=m.name, marks=() if m.name in ("recovery", "joiner") else pytest.mark.slow) for m in MOMENTS],
+)
+def test_sigterm_drains_at_the_next_boundary(tmp_path: Path, moment: Moment) -> None:
+    drain_at(tmp_path, moment)
+
+
+def test_a_worker_that_is_sent_sigterm_drains_the_job_and_exit_signal_handler_is_honoured_so(tmp_path: Path) -> None:
+    """Slurm signals every process of a job step."""
+    command = elastic_command(
+        tmp_path / "events", 2, 1, 1, FOR_EVER, *QUIET, *RARELY, "--save", str(tmp_path / "saved"),
+        "--exit-signal-handler",
+    )  # fmt: skip
+    with RunningJob(tmp_path / "events", command) as job:
+        job.wait_for(r"iteration +2/")
+        workers = [pid for parent in children(job.launcher.pid) for pid in children(parent)]
+        assert len(workers) == 2, "the launcher's child forks the workers"
+        for pid in workers:
+            os.kill(pid, signal.SIGTERM)
+        result = job.finish()
+    assert result.code == 3, result.output[-4000:]
+    assert "--exit-signal-handler" in result.output
+    assert iteration_saved(tmp_path / "saved") == max(result.committed)
+    assert not result.of("loss")
+
+
+def test_ranks_asked_to_leave_give_up_their_blocks_and_can_come_back(tmp_path: Path) -> None:
+    """ctl status, drain --ranks, checkpoint, admit, drain, against one job; losses are those of an undisturbed run."""
+    saved = tmp_path / "saved"
+    flags = (*QUIET, "--elastic-verify-interval", "5")
+    command = elastic_command(tmp_path / "events", 4, 1, 2, FOR_EVER, *flags, *RARELY, "--save", str(saved))
+    with RunningJob(tmp_path / "events", command) as job:
+        job.wait_for(r"iteration +2/")
+        assert job.ctl("drain", "--ranks", "3").returncode == 0
+        left = job.wait_for(r"rank 3 leaves as asked").end()
+        job.wait_for(r"iteration +\d+/", left)
+        status = json.loads(job.ctl("status").stdout)
+        assert status["members"] == [0, 1, 2] and status["ranks"]["3"]["standing"] == "done"
+        refused = job.ctl("drain", "--ranks", "2")
+        assert refused.returncode == 0
+        job.wait_for(r"ranks 2 cannot leave: ")
+        assert job.ctl("checkpoint").returncode == 0
+        job.wait_for(r"successfully saved checkpoint")
+        assert job.ctl("admit", "--ranks", "3").returncode == 0
+        joined = job.wait_for(r"joined by 3").end()
+        at = int(job.wait_for(r"iteration +(\d+)/", joined).group(1))
+        job.wait_for(rf"iteration +{at + 5}/")
+        assert job.ctl("drain").returncode == 0
+        result = job.finish()
+    assert result.code == 3, result.output[-5000:]
+    assert not result.of("loss"), "who leaves is not lost"
+    reasons = {record.fields["number"]: record.fields["reason"] for record in result.of("generation")}
+    assert sorted(reasons.values()) == ["drain", "join"]
+    undisturbed = elastic_job(tmp_path / "undisturbed", 4, 1, 2, 8, *flags)
+    assert largest_deviation(undisturbed.committed, result.committed) < 1e-5
+    assert sorted(result.committed) == list(range(1, max(result.committed) + 1)), "every step is committed"

@@ -1,0 +1,48 @@
+"""Reduced precision under --elastic is Megatron's: bf16, and fp16 whose overflows are skipped and whose scale follows.
+
+Two data-parallel ranks, dropout 0. In fp16 the first steps overflow at the initial
+scale, later ones when it has grown again: skips, scales, losses and norms are compared
+with plain Megatron's line by line.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.integration.elastic_job import MODEL, elastic_job, largest_deviation
+from tests.integration.test_cpu_layouts import gradient_norms, logs, losses, run_jobs
+
+STEPS = 9
+QUIET = ("--hidden-dropout", "0", "--attention-dropout", "0", "--lr-decay-iters", "8")
+FP16 = ("--fp16", "--initial-loss-scale", "2097152", "--hysteresis", "1", "--loss-scale-window", "3")
+CASES = {"bf16": (("--bf16",), 1e-4), "fp16": (FP16, 1e-3)}
+"""Flags, and the largest relative deviation: sums are rounded to 8 or 11 bits in another order."""
+
+
+def scales(text: str) -> list[tuple[float, int]]:
+    """(loss scale, skipped steps) of every line."""
+    found = re.findall(r"loss scale: (\S+) .*?number of skipped iterations: +(\d+)", text)
+    return [(float(scale), int(skipped)) for scale, skipped in found]
+
+
+@pytest.mark.parametrize("kind", [pytest.param("bf16"), pytest.param("fp16", marks=pytest.mark.slow)])
+def test_reduced_precision_is_megatrons(tmp_path: Path, kind: str) -> None:
+    flags, allowed = CASES[kind]
+    steps = STEPS if kind == "fp16" else 4
+    arguments = [*MODEL, *QUIET, *flags, "--train-iters", str(steps)]
+    codes = run_jobs(tmp_path, [{"name": "plain", "world": 2, "seconds": 200, "arguments": arguments}])
+    assert codes == {"plain": [0, 0]}, logs(tmp_path, "plain")[-3000:]
+    plain = logs(tmp_path, "plain")
+    result = elastic_job(tmp_path / "events", 2, 1, 1, steps, *QUIET, *flags)
+    assert result.code == 0, result.output[-4000:]
+    assert len(losses(plain)) >= 4 and set(losses(plain)) == set(result.losses)
+    assert largest_deviation(losses(plain), result.losses) < allowed
+    norms = [(float(a), float(b)) for a, b in zip(gradient_norms(plain), gradient_norms(result.output), strict=True)]
+    assert all(abs(a - b) <= 1.01e-3 + 10 * allowed * a for a, b in norms), norms
+    assert scales(plain) == scales(result.output)
+    if kind == "fp16":
+        skipped = sum(count for _, count in scales(plain))
+        assert 2 <= skipped < STEPS - 3, f"{skipped} of {STEPS} steps overflow: the test needs some, not all"

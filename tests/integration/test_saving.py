@@ -1,0 +1,205 @@
+"""Checkpoints are written while training goes on, and a save cut at any point never passes for a checkpoint.
+
+Whatever a job left behind is resumed by plain Megatron's loader, with the losses of a
+run that was never interrupted (dropout 0), from the newest checkpoint its tracker names.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import shlex
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.integration.elastic_job import (
+    MODEL,
+    JobResult,
+    RunningJob,
+    elastic_command,
+    elastic_job,
+    environment_of,
+    largest_deviation,
+)
+from tests.integration.test_cpu_layouts import logs, losses, run_jobs
+
+QUIET = ("--hidden-dropout", "0", "--attention-dropout", "0", "--lr-decay-iters", "8")
+STEPS, FIRST, CUT = 7, 2, 4
+"""A checkpoint is complete at FIRST and every second step; CUT is the step whose save is cut."""
+SAVE_POINTS = ("in_save", "save_writing", "save_finish", "save_named", "save_tracked")
+VICTIMS = {"all": "", "first": "rank=0,", "last": "rank=1,"}
+ROUNDING = 2e-6
+
+
+def tracked(folder: Path) -> int:
+    """The iteration that the tracker names, in a folder that has it whole and nothing else of that name."""
+    iteration = int((folder / "latest_checkpointed_iteration.txt").read_text())
+    kept = folder / f"iter_{iteration:07d}"
+    assert (kept / "metadata.json").is_file() and (kept / ".metadata").is_file() and (kept / "common.pt").is_file()
+    return iteration
+
+
+def complete(folder: Path) -> list[int]:
+    """Iterations whose folder has its name."""
+    return sorted(int(p.name.removeprefix("iter_")) for p in folder.iterdir() if re.fullmatch(r"iter_\d{7}", p.name))
+
+
+def save_and(folder: Path, fault: str) -> JobResult:
+    return elastic_job(
+        folder / "events", 2, 1, 1, STEPS, *QUIET, "--save", str(folder / "saved"), "--save-interval", "2",
+        "--no-elastic-respawn", "--elastic-allow-inject", "--elastic-inject", fault,
+    )  # fmt: skip
+
+
+def resumed(folder: Path, saved: dict[str, Path]) -> dict[str, dict[int, float]]:
+    """Losses of plain Megatron, one rank, going on from each of these."""
+    jobs = [
+        {"name": name, "world": 1, "seconds": 120,
+         "arguments": [*MODEL, *QUIET, "--train-iters", str(tracked(path) + 4), "--load", str(path),
+                       "--exit-on-missing-checkpoint", "--override-opt-param-scheduler"]}
+        for name, path in saved.items()
+    ]  # fmt: skip
+    codes = run_jobs(folder, jobs)
+    assert all(ranks == [0] for ranks in codes.values()), (codes, [logs(folder, name)[-2000:] for name in codes])
+    return {name: losses(logs(folder, name)) for name in saved}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    """Losses of plain Megatron, never interrupted."""
+    folder = tmp_path_factory.mktemp("whole")
+    arguments = [*MODEL, *QUIET, "--train-iters", str(STEPS + 4), "--override-opt-param-scheduler"]
+    run_jobs(folder, [{"name": "whole", "world": 1, "seconds": 120, "arguments": arguments}])
+    return losses(logs(folder, "whole"))
+
+
+def check_resumed(whole: dict[int, float], later: dict[int, float], iteration: int) -> None:
+    # Megatron's second line after a start averages two steps.
+    expected = {step: loss for step, loss in whole.items() if iteration + 3 <= step <= iteration + 4}
+    assert len(expected) == 2 and largest_deviation(expected, later) < ROUNDING
+
+
+def check_cut(folder: Path, point: str, victim: str) -> JobResult:
+    result = save_and(folder, f"kill:{VICTIMS[victim]}step={CUT},point={point}")
+    assert "Traceback" not in result.output, result.output[-4000:]
+    named = point in ("save_named", "save_tracked")
+    if victim == "all":
+        assert result.code == 4, result.output[-4000:]
+        # The rank that names and tracks gets there first; the others die with it, or are left over by a moment.
+        assert tracked(folder / "saved") in ((FIRST, CUT) if point != "save_named" else (FIRST,))
+        assert named or tracked(folder / "saved") == FIRST
+    elif named and victim == "last":
+        assert not result.of("loss"), "only one rank passes these points"
+    else:
+        assert result.code == 0, result.output[-4000:]
+        assert len({record.fields["lost_rank"] for record in result.of("loss")}) == 1
+        assert tracked(folder / "saved") == STEPS, "begun again, and the job saved its end"
+    assert set(complete(folder / "saved")) >= {FIRST}
+    return result
+
+
+def test_steps_go_on_while_a_checkpoint_is_written(tmp_path: Path, whole: dict[int, float]) -> None:
+    """The writing thread is held for longer than a step; what it writes is of the step at which it was begun."""
+    result = save_and(tmp_path, f"delay:step={CUT},point=save_writing,seconds=2")
+    assert result.code == 0, result.output[-4000:]
+    text = result.output
+    begun, step = text.index(f"saving checkpoint at iteration {CUT:7d}"), re.search(rf"iteration +{CUT + 1}/", text)
+    done = text.index(f"successfully saved checkpoint from iteration {CUT:7d}")
+    assert step is not None and begun < step.start() < done, "the next step was over before the checkpoint was"
+    shutil.copytree(tmp_path / "saved", tmp_path / "copy")
+    (tmp_path / "copy/latest_checkpointed_iteration.txt").write_text(str(CUT))
+    later = resumed(tmp_path, {"resumed": tmp_path / "copy"})["resumed"]
+    check_resumed(whole, later, CUT)
+
+
+@pytest.mark.slow
+def test_a_loss_while_a_checkpoint_is_written_has_it_begun_again(tmp_path: Path, whole: dict[int, float]) -> None:
+    fault = f"delay:step={CUT},point=save_writing,seconds=3;kill:rank=1,step={CUT + 1},point=mid_forward"
+    result = save_and(tmp_path, fault)
+    assert result.code == 0, result.output[-4000:]
+    assert f"successfully saved checkpoint from iteration {CUT:7d}" not in result.output
+    assert f"successfully saved checkpoint from iteration {CUT + 1:7d}" in result.output
+    assert not list((tmp_path / "saved").glob("*.partial*"))
+    check_resumed(whole, resumed(tmp_path, {"resumed": tmp_path / "saved"})["resumed"], tracked(tmp_path / "saved"))
+
+
+@pytest.mark.slow
+def test_a_save_cut_anywhere_is_no_checkpoint(tmp_path: Path, whole: dict[int, float]) -> None:
+    """Every point of a save × the death of all ranks, of the one that names the checkpoint, of another."""
+    left = {}
+    for point in SAVE_POINTS:
+        for victim in VICTIMS:
+            folder = tmp_path / f"{point}-{victim}"
+            check_cut(folder, point, victim)
+            left[folder.name] = folder / "saved"
+    for name, later in resumed(tmp_path, left).items():
+        check_resumed(whole, later, tracked(left[name]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_the_launcher_killed_at_any_moment_leaves_a_checkpoint_to_go_on_from(
+    tmp_path: Path, whole: dict[int, float], seed: int
+) -> None:
+    """Saving at every step, so that most moments are moments of a save."""
+    moment = random.Random(seed).uniform(0.0, 2.0)
+    print(f"seed {seed}: killed {moment:.2f} s after the first checkpoint")
+    saved = tmp_path / "saved"
+    command = elastic_command(
+        tmp_path / "events", 2, 1, 1, STEPS, *QUIET, "--save", str(saved), "--save-interval", "1",
+        "--elastic-allow-inject", "--elastic-inject", "delay:count=0,point=save_finish,seconds=0.1",
+    )  # fmt: skip
+    with RunningJob(tmp_path / "events", command) as job:
+        job.wait_for("successfully saved checkpoint")
+        time.sleep(moment)
+        job.launcher.kill()
+        job.finish()
+    check_resumed(whole, resumed(tmp_path, {"resumed": saved})["resumed"], tracked(saved))
+
+
+def can_mount() -> bool:
+    """Whether a mount namespace with a file system of its own may be made here."""
+    return subprocess.run(
+        ["unshare", "--mount", "sh", "-c", "mount -t tmpfs none /mnt"], capture_output=True, check=False
+    ).returncode == 0
+
+
+@pytest.mark.skipif(not can_mount(), reason="unshare --mount and mount need more rights than this user has")
+def test_a_full_disk_costs_a_line_and_not_the_training(tmp_path: Path) -> None:
+    """The first checkpoint fits, the second does not: it is not there, the first is, and the exit status tells."""
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    (tmp_path / "seen").mkdir()
+    command = elastic_command(
+        tmp_path / "events", 2, 1, 1, STEPS, *QUIET, "--save", str(saved), "--save-interval", "2"
+    )
+    inside = (
+        f"mount -t tmpfs -o size=1600k none {saved} && {shlex.join(command)}; code=$?; "
+        f"cp -r {saved}/. {tmp_path / 'seen'}; exit $code"
+    )
+    done = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", inside], env=environment_of(), cwd=Path(__file__).resolve().parents[2],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=200, check=False,
+    )  # fmt: skip
+    assert done.returncode == 4, done.stdout[-4000:]
+    assert "Traceback" not in done.stdout
+    failed = [line for line in done.stdout.splitlines() if "a checkpoint could not be written" in line]
+    assert failed and all("No space left on device" in line and "--save" in line for line in failed)
+    assert re.search(rf"iteration +{STEPS}/", done.stdout), "training went on to its end"
+    assert complete(tmp_path / "seen") == [FIRST] and tracked(tmp_path / "seen") == FIRST
+    assert "the last checkpoint is not saved" in done.stdout
+
+
+@pytest.mark.slow
+def test_a_folder_nobody_may_write_to_costs_a_line_and_not_the_training(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    result = elastic_job(
+        tmp_path / "events", 2, 1, 1, 3, *QUIET, "--save", str(tmp_path / "file/saved"), "--save-interval", "2"
+    )
+    assert result.code == 4, result.output[-4000:]
+    assert "a checkpoint could not be written" in result.output and "Traceback" not in result.output
+    assert max(result.committed) == 3
