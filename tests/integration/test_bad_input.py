@@ -96,3 +96,46 @@ def test_a_port_in_use_is_one_line() -> None:
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1 and "--master-port" in errors[0], done.stderr[-2000:]
     assert "Traceback" not in done.stderr
+
+
+def test_the_launchers_port_in_use_is_one_line() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        done = subprocess.run(
+            [sys.executable, "-m", "megatron.elastic.launch", "--nproc-per-node", "1", "--master-addr", "127.0.0.1",
+             "--master-port", str(taken.getsockname()[1]), str(ROOT / "pretrain_gpt.py"), "--elastic"],
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
+            timeout=180, check=False,
+        )  # fmt: skip
+    assert done.returncode == 1
+    errors = done.stderr.splitlines()
+    assert len(errors) == 1 and errors[0].startswith("error: ") and "--master-port" in errors[0], errors
+
+
+def with_shared_memory(size: str, *flags: str) -> subprocess.CompletedProcess[str]:
+    """An elastic job of two ranks where ``/dev/shm`` has ``size``."""
+    command = [sys.executable, "-m", "megatron.elastic.launch", "--nproc-per-node", "2", str(ROOT / "pretrain_gpt.py"),
+               *GOOD, "--mock-data", "--elastic", *flags]  # fmt: skip
+    return subprocess.run(
+        ["unshare", "--mount", "sh", "-c", f"mount -t tmpfs -o size={size} none /dev/shm && {shlex.join(command)}"],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, cwd=ROOT, capture_output=True, text=True,
+        timeout=180, check=False,
+    )  # fmt: skip
+
+
+def can_mount() -> bool:
+    """Whether a mount namespace may be made here."""
+    probe = ["unshare", "--mount", "sh", "-c", "mount -t tmpfs none /mnt"]
+    return subprocess.run(probe, capture_output=True, check=False).returncode == 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not can_mount(), reason="unshare --mount and mount need more rights than this user has")
+def test_a_tiny_shared_memory_mount_is_no_matter_for_links_and_one_line_for_loader_workers() -> None:
+    alone = with_shared_memory("16k", "--num-workers", "0")
+    assert alone.returncode == 0, alone.stdout[-2000:] + alone.stderr[-2000:]
+    refused = with_shared_memory("4k", "--num-workers", "2")
+    assert refused.returncode == 1
+    errors = [line for line in (refused.stdout + refused.stderr).splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and "/dev/shm" in errors[0] and "--num-workers 0" in errors[0], errors

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from megatron.elastic.mcore.bad_input import BadInput
 
-__all__ = ["check_data", "check_index", "check_sizes", "data_prefixes", "launch_environment"]
+__all__ = ["check_data", "check_index", "check_shared_memory", "check_sizes", "data_prefixes", "launch_environment"]
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _ITEM_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 8, 7: 4, 8: 2}
@@ -172,6 +172,27 @@ def _sum_lengths(raw: bytes) -> int:
 
 
 # ---------------------------------------------------------------- environment
+
+_PREFETCHED = 2
+"""Batches that torch's loader has under way per worker process."""
+
+
+def check_shared_memory(args: Namespace, mount: str = "/dev/shm") -> None:
+    """Loader workers hand batches over in ``mount``; too small a one is a SIGBUS later. Raises :class:`BadInput`."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if not args.num_workers or not args.seq_length or not args.micro_batch_size or not os.path.isdir(mount):
+        return
+    sample = args.seq_length * 28  # tokens, labels and positions of 8 bytes, a mask of 4
+    if getattr(args, "create_attention_mask_in_dataloader", False):
+        sample += args.seq_length**2
+    needed = ranks * args.num_workers * _PREFETCHED * args.micro_batch_size * sample
+    found = os.statvfs(mount)
+    if found.f_bavail * found.f_frsize < needed:
+        raise BadInput(
+            f"{mount} has {found.f_bavail * found.f_frsize >> 10} KiB free, and --num-workers {args.num_workers} hands "
+            f"up to {needed >> 10} KiB of samples over there: mount a larger one, or give --num-workers 0"
+        )
+
 
 
 @contextmanager

@@ -116,6 +116,7 @@ class Startup:
             with translated(), preflight.launch_environment(self.platform.name, parsed):
                 result = original(**call)
             preflight.check_data(parsed)
+            preflight.check_shared_memory(parsed)
             return result
 
         return validate_args
