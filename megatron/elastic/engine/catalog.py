@@ -15,9 +15,14 @@ import torch.distributed as dist
 from megatron.elastic.engine.port import ModelPort
 from megatron.elastic.state.layout import ParamSpec, UnitLayout
 
-__all__ = ["build_layouts", "exchange_catalog"]
+__all__ = ["build_layouts", "exchange_catalog", "own_catalog"]
 
 Catalog = dict[tuple[int, int], tuple[ParamSpec, ...]]
+
+
+def own_catalog(port: ModelPort, shard: int) -> Catalog:
+    """(unit, shard) → parameter specs, of the units held here."""
+    return {(unit, shard): tuple(item.spec for item in port.unit_parameters(unit)) for unit in port.held_units()}
 
 
 def exchange_catalog(port: ModelPort, shard: int, group: dist.ProcessGroup, size: int) -> Catalog:
@@ -25,11 +30,8 @@ def exchange_catalog(port: ModelPort, shard: int, group: dist.ProcessGroup, size
 
     Raises ``ValueError`` when two holders of a unit disagree about it.
     """
-    mine: Catalog = {
-        (unit, shard): tuple(item.spec for item in port.unit_parameters(unit)) for unit in port.held_units()
-    }
     gathered: list[Any] = [None] * size
-    dist.all_gather_object(gathered, mine, group=group)
+    dist.all_gather_object(gathered, own_catalog(port, shard), group=group)
     catalog: Catalog = {}
     for part in gathered:
         for key, specs in (part or {}).items():

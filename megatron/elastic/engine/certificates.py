@@ -1,8 +1,8 @@
 """A transition proves itself before work goes on: statements of all ranks, compared by all (``state.certificate``).
 
-Tables are compared everywhere. Contents are hashed where something moved, at most
-:data:`LOOKED_AT_BYTES` of them on a rank while others wait; what is left over is
-compared later, by the rolling verification. One exchange, no rank decides alone:
+Tables are compared everywhere. Contents are hashed where something moved, all of them
+at a start or a load, at most :data:`LOOKED_AT_BYTES` while others wait; what is left
+over is compared later, by the rolling verification. One exchange, no rank decides alone:
 each certifies the same statements and comes to the same end.
 """
 
@@ -35,6 +35,7 @@ from megatron.elastic.state.record import StepRecord
 from megatron.elastic.state.verify import compare, fingerprints, repairs
 
 __all__ = [
+    "ALL_BYTES",
     "LOOKED_AT_BYTES",
     "Transition",
     "Verdict",
@@ -48,8 +49,10 @@ __all__ = [
 T = TypeVar("T")
 
 Transition = Literal["start", "load", "recovery", "join", "movement", "rolling"]
-LOOKED_AT_BYTES = 64 << 20
-"""State of which contents are hashed while everybody waits."""
+LOOKED_AT_BYTES = 16 << 20
+"""State of which contents are hashed while everybody waits for a rank that joined, or that was lost."""
+ALL_BYTES = 1 << 62
+"""At a start or a load: nobody is kept from training yet."""
 
 
 @dataclass(frozen=True)
@@ -64,11 +67,11 @@ class Verdict:
 
 
 def looked_at(
-    layouts: Mapping[tuple[int, int], UnitLayout], keys: Iterable[BlockKey], turn: int
+    layouts: Mapping[tuple[int, int], UnitLayout], keys: Iterable[BlockKey], turn: int, limit: int
 ) -> frozenset[BlockKey]:
-    """As many of ``keys`` as :data:`LOOKED_AT_BYTES` allow, others each ``turn``; the same on every rank."""
+    """As many of ``keys`` as ``limit`` bytes allow, others each ``turn``; the same on every rank."""
     ordered, chosen = sorted(keys), set[BlockKey]()
-    start, left = (turn * 31) % max(1, len(ordered)), LOOKED_AT_BYTES
+    start, left = (turn * 31) % max(1, len(ordered)), limit
     for key in ordered[start:] + ordered[:start]:
         left -= 12 * layouts[key[:2]].blocks[key[2]].numel
         if chosen and left < 0:

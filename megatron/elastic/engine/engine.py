@@ -20,6 +20,8 @@ import torch.distributed as dist
 from megatron.elastic.comm.errors import CommError, GenerationChanged
 from megatron.elastic.engine.basis import Basis, History
 from megatron.elastic.engine.certificates import (
+    ALL_BYTES,
+    LOOKED_AT_BYTES,
     Transition,
     Verdict,
     examine,
@@ -399,7 +401,8 @@ class Engine:
 
     def _certify(self, transition: Transition, moved: Iterable[BlockKey]) -> None:
         """Have everybody compare what all hold and will do. Collective; raises ``CertificateError``."""
-        contents = looked_at(self.recovery.layouts, moved, self.record.version)
+        limit = ALL_BYTES if transition in ("start", "load") else LOOKED_AT_BYTES
+        contents = looked_at(self.recovery.layouts, moved, self.record.version, limit)
         mine = statement(self.tools, self.standing, self.record, self.parameters, contents)
         verdict = examine(self.tools, self.standing, self.recovery.groups(self.standing), mine, transition)
         self.on_verdict(self, verdict)

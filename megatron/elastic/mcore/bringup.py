@@ -27,7 +27,7 @@ from megatron.elastic.control.membership import Activity, Decision
 from megatron.elastic.engine.assignment import Assignment
 from megatron.elastic.engine.basis import Basis
 from megatron.elastic.engine.buffers import Arena
-from megatron.elastic.engine.catalog import build_layouts, exchange_catalog
+from megatron.elastic.engine.catalog import build_layouts, exchange_catalog, own_catalog
 from megatron.elastic.engine.engine import Engine
 from megatron.elastic.engine.inject import Injector, parse
 from megatron.elastic.engine.joining import NEWCOMER, Welcome, receive_welcome
@@ -145,7 +145,8 @@ def found(links: Links, job: Job) -> Engine:
     rules = Rules(job.config.mirrors, job.config.scatter_width, failure_domains(links.decision))
     basis = Basis(initial(groups, rules), assignment)
     record = replace(StepRecord.initial(job.settings.hyper), placement=basis.digest)
-    engine = _assemble(links, job, links.decision, layouts, basis, record)
+    arena = Arena(job.port, _of_shard(layouts, shard))
+    engine = _assemble(links, job, links.decision, layouts, arena, basis, record)
     engine.history.confirm(basis)
     engine.adopt_parameters()
     links.injector.settle()
@@ -153,8 +154,16 @@ def found(links: Links, job: Job) -> Engine:
 
 
 def join(links: Links, job: Job) -> tuple[Engine, Welcome]:
-    """The engine of a rank that comes later: waits to be admitted, then takes the members' position."""
+    """The engine of a rank that comes later: waits to be admitted, then takes the members' position.
+
+    What can be made without them (its arena) is made before anybody waits for it. Raises
+    ``ValueError`` when its model is not the job's.
+    """
     fabric, timeout = links.fabric, job.settings.communication_timeout
+    shard = job.nominal.place(fabric.rank)[0]
+    own = build_layouts(own_catalog(job.port, shard), job.config.block_bytes)
+    known = _of_shard(own, shard)
+    arena = Arena(job.port, known)
     while True:
         try:
             decision = links.membership.decide(fabric.address(), NEWCOMER, timeout)
@@ -163,7 +172,10 @@ def join(links: Links, job: Job) -> tuple[Engine, Welcome]:
             fabric.edit(decision.generation, decision.members, timeout)
             welcome = receive_welcome(fabric, decision)
             layouts = build_layouts(welcome.catalog, job.config.block_bytes)
-            engine = _assemble(links, job, decision, layouts, welcome.basis, welcome.record)
+            if any(layouts.get(key) != layout for key, layout in own.items()):
+                raise ValueError(f"rank {fabric.rank}: the parameters of its model are not those of the job's")
+            known.update(_of_shard(layouts, shard))
+            engine = _assemble(links, job, decision, layouts, arena, welcome.basis, welcome.record)
             engine.joined(welcome)
             links.events.generation = decision.generation
             return engine, welcome
@@ -178,12 +190,15 @@ def _profile(job: Job, layouts: Layouts, arena: Arena) -> Profile:
     return unmeasured_profile(job.nominal, layouts, shape[0], shape.numel() * dtype.itemsize, arena.dtype.itemsize)
 
 
+def _of_shard(layouts: Layouts, shard: int) -> dict[int, UnitLayout]:
+    """Unit → layout, as tensor-parallel rank ``shard`` holds it."""
+    return {unit: layout for (unit, of), layout in layouts.items() if of == shard}
+
+
 def _assemble(
-    links: Links, job: Job, decision: Decision, layouts: Layouts, basis: Basis, record: StepRecord
+    links: Links, job: Job, decision: Decision, layouts: Layouts, arena: Arena, basis: Basis, record: StepRecord
 ) -> Engine:
     fabric, rank = links.fabric, links.fabric.rank
-    shard = job.nominal.place(rank)[0]
-    arena = Arena(job.port, {unit: layout for (unit, s), layout in layouts.items() if s == shard})
     timer = PhaseTimer()
     links.injector.enter([at.incarnation for at in decision.members.values()], job.nominal.slots)
     tools = Tools(
