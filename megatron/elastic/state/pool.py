@@ -180,8 +180,10 @@ class StatePool:
         return iter(sorted(self._copies))
 
     def bytes_held(self) -> int:
-        """Host memory of states and gradient buffers."""
-        tensors = [t for c in self._copies.values() for t in (c.state, *c.gradients.values(), *c.spare)]
+        """Host memory of states, of the states before them (``state`` mode) and of gradient buffers."""
+        copies = self._copies.values()
+        tensors = [t for c in copies for t in (c.state, *c.gradients.values(), *c.spare)]
+        tensors += [c.previous[1] for c in copies if c.previous is not None]
         return sum(t.numel() * t.element_size() for t in tensors)
 
     def flip_bit(self, key: BlockKey, tensor: str) -> None:

@@ -85,3 +85,12 @@ def test_two_versions_back_is_refused_and_so_is_adopting_in_gradient_mode():
     plain.put(A, torch.zeros(plain.block(A).numel), 0)
     with pytest.raises(StateError, match="cannot adopt"):
         plain.adopt(A, torch.zeros(3, plain.block(A).numel), record, "")
+
+
+def test_memory_is_28_bytes_for_an_owned_parameter_and_24_for_a_mirrored_one():
+    pools, record = pair()
+    record = step_owned(pools, record)
+    for rank in pools:
+        ship(pools, record, rank)
+    owned, mirrored = (pools[0].block(key).numel for key in (A, B))
+    assert pools[0].bytes_held() == 28 * owned + 24 * mirrored
