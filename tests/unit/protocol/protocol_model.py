@@ -8,11 +8,11 @@ to FREEZE, which reaches each survivor at any later time; once all have
 reported, DECIDE calls the real ``resolve`` on real ``Holdings`` and each
 survivor acts on it in its own time, during which more may be killed.
 
-With ``migrate`` the ranks also agree, once and at any time, on another placement
-(every block gets a new owner on a rank that had no copy): new holders take their
-copies in the new generation, nobody votes before, and old copies are retired by
-whoever learns the first vote under the new placement. Until that vote a loss leads
-back to the old placement.
+With ``migrate`` the ranks also agree, once and in any vote, on another placement
+(every block gets a new owner on a rank that had no copy): each rank switches in its own
+time after the step of that vote, once it has taken the copies it is due, and old copies
+are retired by whoever learns the first vote under the new placement. Until that vote a
+loss leads back to the old placement.
 
 What a copy contains is written as its *chain*: the generations whose gradients it
 has applied, one per step. Two copies agree exactly when their chains do.
@@ -63,7 +63,7 @@ class Faults:
     newest_copy_wins: bool = False
     """Rule 2 off: recovery goes to the newest version anybody has."""
     retired_before_vote: bool = False
-    """Old copies are dropped as soon as the new placement is decided."""
+    """Old copies are dropped at the switch."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +96,8 @@ class Rank(NamedTuple):
     copies: tuple[tuple[int, Chain], ...]
     gradients: frozenset[Gradient]
     layout: Layout  # of its newest record
+    target: Layout  # what it works under
+    moving: bool  # the newest vote said that all are ready to switch
 
 
 class Decision(NamedTuple):
@@ -104,7 +106,6 @@ class Decision(NamedTuple):
     key: int
     members: frozenset[int]
     base: Layout  # surviving copies, by the newest record
-    target: Layout  # copies once everybody has taken what it is due
 
 
 class State(NamedTuple):
@@ -116,8 +117,8 @@ class State(NamedTuple):
     decided: int  # its generation
     kills: int
     committed: Chain  # the newest vote result anybody ever had
-    migrations: int  # how often another placement may still be asked for
-    asked: bool
+    migrations: int  # how often another placement may still be agreed on
+    ready: tuple[int, int]  # (generation, step) of the vote in which all are ready to switch
 
 
 def initial_state(setting: Setting) -> State:
@@ -127,9 +128,9 @@ def initial_state(setting: Setting) -> State:
     ranks = []
     for r in range(n):
         copies = tuple((b, ()) for b in range(n) if r in layout[b])
-        ranks.append(Rank(True, 1, 1, "R", 0, 1, (), copies, frozenset(), layout))
-    first = Decision("start", (), 1, frozenset(range(n)), layout, layout)
-    return State(tuple(ranks), frozenset(), 1, 0, first, 1, setting.kills, (), int(setting.migrate), False)
+        ranks.append(Rank(True, 1, 1, "R", 0, 1, (), copies, frozenset(), layout, layout, False))
+    first = Decision("start", (), 1, frozenset(range(n)), layout)
+    return State(tuple(ranks), frozenset(), 1, 0, first, 1, setting.kills, (), int(setting.migrate), (0, 0))
 
 
 class Model:
@@ -145,8 +146,9 @@ class Model:
         if dead > state.seen_dead:
             yield f"freeze {state.freeze + 1}", state._replace(freeze=state.freeze + 1, seen_dead=dead)
         if state.migrations and not dead and state.freeze == state.decided:
-            asked = state._replace(freeze=state.freeze + 1, migrations=state.migrations - 1, asked=True)
-            yield "ask to migrate", asked
+            step = max(rank.step for rank in state.ranks)
+            if all(rank.step < step or rank.phase in "RS" for rank in state.ranks):  # nobody has joined that vote
+                yield "all are ready", state._replace(migrations=state.migrations - 1, ready=(state.decided, step))
         yield from self._decide(state, dead)
         for r, rank in enumerate(state.ranks):
             if not rank.alive:
@@ -168,34 +170,47 @@ class Model:
 
     def _act(self, state: State, r: int, rank: Rank) -> Iterator[tuple[str, State]]:
         peers = [state.ranks[m] for m in state.decision.members]
-        due = self._due(state, r, rank)
+        due = self._due(r, rank)
         yield from self._take(state, r, rank, due)
         if rank.phase == "R" and all(self._past(p, rank, "RSVU") for p in peers):
             yield f"{r} reduces", self._reduce(state, r, rank)
-        elif rank.phase == "S" and not due and self._may_join(rank):
+        elif rank.phase == "S" and self._may_join(rank):
             yield f"{r} joins", self._with(state, r, rank._replace(phase="V"))
         elif rank.phase == "V" and all(self._past(p, rank, "VU") for p in peers):
             yield f"{r} learns the vote", self._commit(state, r, rank)
         elif rank.phase == "U" and not due and self._gatherable(state, rank):
             ended = len(rank.chain) == self.setting.steps
             after = rank._replace(phase="E" if ended else "R", step=len(rank.chain), key=rank.generation)
-            yield f"{r} gathers and computes", self._with(state, r, after)
+            if rank.moving and not ended:
+                yield f"{r} switches", self._with(state, r, self._switched(r, after))
+            else:
+                yield f"{r} gathers and computes", self._with(state, r, after)
         yield from self._receive(state, r, rank)
         yield from self._update(state, r, rank)
 
-    @staticmethod
-    def _due(state: State, r: int, rank: Rank) -> list[int]:
-        """Blocks whose copies this rank has yet to take under the decided placement."""
-        return [b for b, ranks in enumerate(state.decision.target) if r in ranks and b not in dict(rank.copies)]
+    def _due(self, r: int, rank: Rank) -> list[int]:
+        """Blocks whose copies this rank has yet to take before it switches."""
+        if not rank.moving or len(rank.chain) == self.setting.steps:
+            return []
+        wanted = [b for b, ranks in enumerate(rank.target) if r in self._moved(ranks)]
+        return [b for b in wanted if b not in dict(rank.copies)]
 
     def _take(self, state: State, r: int, rank: Rank, due: list[int]) -> Iterator[tuple[str, State]]:
-        """A copy streamed from the base owner once that is at the decided version; its hash has matched."""
+        """A copy streamed from its owner, brought to this rank's version; its hash has matched."""
         for block in due:
-            source = state.ranks[state.decision.base[block][0]]
+            source = state.ranks[rank.target[block][0]]
             chain = dict(source.copies).get(block)
-            if source.generation == rank.generation and chain == state.decision.chain:
+            if source.generation == rank.generation and chain == rank.chain:
                 copies = tuple(sorted((*rank.copies, (block, chain))))
                 yield f"{r} takes {block}", self._with(state, r, rank._replace(copies=copies))
+
+    def _switched(self, r: int, rank: Rank) -> Rank:
+        """From the next step on the new placement is worked under; old copies are followed still."""
+        target = tuple(self._moved(ranks) for ranks in rank.target)
+        kept = rank.copies
+        if self.faults.retired_before_vote:
+            kept = tuple((b, chain) for b, chain in kept if r in target[b])
+        return rank._replace(target=target, moving=False, copies=kept)
 
     @staticmethod
     def _past(peer: Rank, rank: Rank, phases: str) -> bool:
@@ -205,7 +220,7 @@ class Model:
         )
 
     def _reduce(self, state: State, r: int, rank: Rank) -> State:
-        owned = [b for b, _ in rank.copies if state.decision.target[b][0] == r]
+        owned = [b for b, _ in rank.copies if rank.target[b][0] == r]
         gradients = rank.gradients | {(b, rank.step, rank.key) for b in owned}
         messages = {
             (m, b, rank.step, rank.key)
@@ -219,7 +234,7 @@ class Model:
     def _receive(self, state: State, r: int, rank: Rank) -> Iterator[tuple[str, State]]:
         mine = frozenset(message for message in state.network if message[0] == r)
         current = frozenset(m for m in mine if m[2:] == (rank.step, rank.key) and rank.phase in "RS")
-        mirrored = sum(state.decision.target[b][0] != r for b, _ in rank.copies)
+        mirrored = sum(rank.target[b][0] != r for b, _ in rank.copies)
         if self.faults != Faults():
             parts = [frozenset({message}) for message in sorted(mine)]
         else:
@@ -244,11 +259,14 @@ class Model:
     def _commit(self, state: State, r: int, rank: Rank) -> State:
         gradients, chain = rank.gradients, (*rank.chain, rank.key)
         if self.faults.dropped_before_update:
-            gradients = frozenset(g for g in gradients if state.decision.target[g[0]][0] == r)
-        layout = state.decision.target
+            gradients = frozenset(g for g in gradients if rank.target[g[0]][0] == r)
+        layout = rank.target
         copies = tuple((b, c) for b, c in rank.copies if r in layout[b])  # retire the others
         gradients = frozenset(g for g in gradients if r in layout[g[0]])
-        learned = rank._replace(phase="U", chain=chain, gradients=gradients, copies=copies, layout=layout)
+        learned = rank._replace(
+            phase="U", chain=chain, gradients=gradients, copies=copies, layout=layout,
+            moving=state.ready == (rank.generation, rank.step),
+        )  # fmt: skip
         after = self._with(state, r, learned)
         return after._replace(committed=max(state.committed, chain, key=len))
 
@@ -270,7 +288,7 @@ class Model:
             yield f"{r} updates {block}", self._with(state, r, rank._replace(copies=copies, gradients=left))
 
     def _gatherable(self, state: State, rank: Rank) -> bool:
-        for block, (owner, *_) in enumerate(state.decision.target):
+        for block, (owner, *_) in enumerate(rank.target):
             peer = state.ranks[owner]
             chain = dict(peer.copies).get(block)
             if chain is None or peer.generation != rank.generation or len(chain) < len(rank.chain):
@@ -291,18 +309,16 @@ class Model:
         outcome = self._resolve(survivors, layout)
         self._check_decision(state, alive, layout, outcome)
         base = tuple(tuple(r for r in ranks if r in alive) for ranks in layout)
-        move = state.asked and not dead and outcome.kind != "revote"
         decision = Decision(
             kind=outcome.kind,
             chain=self._chain_of(survivors, outcome),
             key=outcome.gradient_key.generation if outcome.gradient_key else state.freeze,
             members=frozenset(alive),
             base=base,
-            target=tuple(self._moved(ranks) for ranks in base) if move else base,
         )
         late = state.network if self.faults.generation_ignored else frozenset()
-        after = state._replace(decision=decision, decided=state.freeze, network=late, asked=False)
-        yield f"decide {outcome.kind} {outcome.version}{' moving' if move else ''}", after
+        after = state._replace(decision=decision, decided=state.freeze, network=late)
+        yield f"decide {outcome.kind} {outcome.version}", after
 
     def _moved(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
         """A rank without a copy becomes the owner; the last mirror goes."""
@@ -365,7 +381,7 @@ class Model:
             g for g in rank.gradients
             if self.faults.generation_ignored or g[1] < version or (revote and g[1:] == (version, decision.key))
         )  # fmt: skip
-        held = decision.target if self.faults.retired_before_vote else decision.base
+        held = decision.base
         copies = tuple((b, chain) for b, chain in rank.copies if r in held[b])
         for block, chain in copies:
             if chain != decision.chain[: len(chain)]:
@@ -379,6 +395,8 @@ class Model:
             copies=copies,
             gradients=frozenset(g for g in kept if r in held[g[0]]),
             layout=decision.base,
+            target=decision.base,
+            moving=False,
         )
         return self._with(state, r, after)
 
@@ -410,7 +428,7 @@ def explore(setting: Setting, limit: int = 3_000_000) -> dict[str, int]:
                 if following not in came:
                     came[following] = (state, action)
                     stack.append(following)
-                    if action.startswith("decide"):
+                    if action.startswith("decide") or action.endswith("switches"):
                         kinds[action] = kinds.get(action, 0) + 1
             if not progress and not done(state):
                 raise Violation("stuck: nobody can go on")
