@@ -121,12 +121,12 @@ def check_left(folder: Path, result: JobResult) -> None:
     assert iteration_saved(folder / "saved") == max(result.committed)
     assert sorted(result.committed) == list(range(1, max(result.committed) + 1)), "every step is committed"
     hosts = {record.fields["host"] for record in result.of("loss")}
-    assert hosts == {f"{SERVICE}-1"}, "the lost host is named"
+    assert hosts == {f"{SERVICE}-1/1"}, "the lost host is named"
 
 
 def test_all_processes_of_one_pod_are_killed(tmp_path: Path) -> None:
     with pods(tmp_path) as both, running(tmp_path, both) as (first, second):
-        first.wait_for(r"iteration +3/")
+        second.wait_for(r"iteration +3/")  # the last rank prints
         parents = children(second.launcher.pid)
         workers = [pid for parent in parents for pid in children(parent)]
         for pid in (second.launcher.pid, *parents, *workers):
@@ -141,7 +141,7 @@ def test_all_processes_of_one_pod_are_killed(tmp_path: Path) -> None:
 def test_the_cable_is_pulled(tmp_path: Path) -> None:
     """Each side thinks the other gone; only the one with the store goes on, and the other ends its ranks by itself."""
     with pods(tmp_path) as both, running(tmp_path, both) as (first, second):
-        first.wait_for(r"iteration +3/")
+        second.wait_for(r"iteration +3/")  # the last rank prints
         _ip("-n", both[1].namespace, "link", "set", both[1].device, "down")
         gone = first.wait_for(r"recovered at generation").end()
         at = int(first.wait_for(r"iteration +(\d+)/", gone).group(1))

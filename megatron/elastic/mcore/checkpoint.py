@@ -12,6 +12,7 @@ tensors have the same keys; the form tied to one data-parallel size is refused.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -20,6 +21,8 @@ from typing import Any
 import torch
 from megatron.core import optimizer as core_optimizer
 from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.optimizer import (
     get_param_id_to_sharded_param_map,
     make_sharded_optimizer_tensor,
@@ -63,6 +66,7 @@ class OptimizerCheckpoint:
 
     def save(self, model_state: Any, groups: Sequence[Mapping[str, Any]], metadata: Mapping[str, Any]) -> Any:
         """Sharded state dict to plan a save over; its tensors are registered in :attr:`content`, and empty."""
+        self._name_writers(model_state)
         shadow = self._shadow(groups)
         self._lay_out(shadow, self._engine.record)
         return self._state_dict(shadow, model_state, metadata, loading=False)
@@ -123,6 +127,34 @@ class OptimizerCheckpoint:
             per_model_buffers=None,
             model_parallel_group=parallel_state.get_model_parallel_group(),
         )
+
+    def _name_writers(self, model_state: Any) -> None:
+        """Number replicas by who holds a unit now: after a re-cut that is not Megatron's data-parallel rank."""
+        ordered = self._ordered()
+        unit_of = {id(i.parameter): u for u in self._port.held_units() for i in self._port.unit_parameters(u)}
+        for index, entry in get_param_id_to_sharded_param_map(model_state, [i.parameter for i in ordered]).items():
+            self._number(entry, unit_of[id(ordered[index].parameter)])
+        for entry in nested_values(model_state):
+            if isinstance(entry, ShardedObject):
+                self._number(entry, self._unit_named(entry))
+
+    def _number(self, entry: Any, unit: int) -> None:
+        standing, rank = self._engine.standing, self._engine.tools.fabric.rank
+        nominal, groups = self._engine.recovery.nominal, standing.assignment.state_groups()
+        shard = nominal.place(rank)[0]
+        if unit >= nominal.compute_units:  # tied: filed with the end of the pipeline that holds it
+            first = groups[0, shard]
+            unit = 0 if rank in first else nominal.compute_units - 1
+        holders = [holder for holder in groups[unit, shard] if holder in standing.living]
+        if rank in holders and isinstance(entry.replica_id, tuple):
+            entry.replica_id = (*entry.replica_id[:-1], holders.index(rank))
+
+    def _unit_named(self, entry: Any) -> int:
+        """The unit of something that is no parameter (extra state of a layer), from its key and place."""
+        layer = re.match(r"decoder\.layers\.(\d+\.)?", entry.key)
+        if layer is None:
+            return 0 if entry.key.startswith("embedding.") else self._engine.recovery.nominal.compute_units - 1
+        return 1 + (int(layer.group(1)[:-1]) if layer.group(1) else int(entry.global_offset[0]))
 
     def _lay_out(self, shadow: Any, record: StepRecord) -> None:
         """Give the shadow a state of the right shapes, and tell the content which tensor shows what."""
