@@ -52,6 +52,12 @@ class ElasticConfig:
     schedule: Literal["1f1b", "zero-bubble"] = "1f1b"
     """Pipeline schedule: Megatron's, or ZB-H1: weight gradients fill the bubbles (same gradients, more activations)."""
 
+    fail_slow: Literal["auto", "on", "off"] = "auto"
+    """Give ranks that are slower than their peers fewer samples; auto: where every rank has a processor to itself."""
+
+    frequency: str = "off"
+    """Run devices with slack at lower clocks: 'auto', or KIND:DEVICE[:LIBRARY], e.g. 'nvml:{local_rank}'; 'off'."""
+
     exact: bool = False
     """Weights of a disturbed run are bitwise those of an undisturbed one (slower)."""
 
@@ -86,6 +92,9 @@ class ElasticConfig:
     event_log: str | None = None
     """Directory for one JSON line an event: generations, losses, plans, phases, certificates."""
 
+    trace: bool = False
+    """Log when each phase and computation ran; python -m megatron.elastic.observe.run_trace draws them."""
+
     inject: str | None = None
     """Faults on demand, e.g. 'kill:rank=2,step=5,point=after_reduce'; needs --elastic-allow-inject."""
 
@@ -103,6 +112,10 @@ class ElasticConfig:
             raise ConfigError("--elastic-migrate-after must be a number of steps, or -1 for never")
         if self.detection_timeout <= 0:
             raise ConfigError("--elastic-detection-timeout must be above 0")
+        if self.frequency not in ("off", "auto") and self.frequency.split(":")[0] not in ("nvml", "dcmi", "cpufreq"):
+            raise ConfigError("--elastic-frequency must be off, auto, or KIND:DEVICE (nvml, dcmi, cpufreq)")
+        if self.trace and not self.event_log:
+            raise ConfigError("--elastic-trace needs --elastic-event-log DIR to write to")
         if self.inject and not self.allow_inject:
             raise ConfigError("--elastic-inject needs --elastic-allow-inject (it kills workers on purpose)")
 

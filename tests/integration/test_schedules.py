@@ -17,9 +17,9 @@ STEPS = 4
 LAYOUTS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "pp4-tied": (1, 4, ()),
     "tp2pp2-sequence-parallel": (2, 2, ("--sequence-parallel", "--untie-embeddings-and-output-weights")),
-    "pp2dp2-bf16-recompute": (
-        1, 2,
-        ("--bf16", "--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"),
+    "pp2dp2-bf16": (1, 2, ("--bf16",)),
+    "pp2dp2-recompute": (
+        1, 2, ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"),
     ),
 }  # fmt: skip
 KILL = ("--no-elastic-respawn", "--elastic-allow-inject", "--elastic-inject")
@@ -52,9 +52,9 @@ def test_split_and_whole_backward_train_alike_bit_by_bit(tmp_path: Path, layout:
 @pytest.mark.slow
 @pytest.mark.parametrize("point", ["mid_backward,nth=3", "after_reduce"])
 def test_rerouted_tables_split_the_backward_too(tmp_path: Path, point: str) -> None:
-    layout = "pp2dp2-bf16-recompute"
+    layout = "pp2dp2-recompute"
     whole = job(tmp_path / "whole", layout, "1f1b")
     killed = job(tmp_path / "killed", layout, "zero-bubble", *KILL, f"kill:rank=2,step=2,point={point}")
     lost = [record.fields["lost_rank"] for record in killed.of("loss")]
     assert set(lost) == {2}
-    assert largest_deviation(whole.committed, killed.committed) < 1e-4, "bf16 products, added in another order"
+    assert largest_deviation(whole.committed, killed.committed) < 1e-5

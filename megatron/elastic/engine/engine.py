@@ -30,6 +30,7 @@ from megatron.elastic.engine.certificates import (
     name_disputes,
     statement,
 )
+from megatron.elastic.engine.clocks import Clocks
 from megatron.elastic.engine.inject import Injector
 from megatron.elastic.engine.joining import Welcome, send_welcome
 from megatron.elastic.engine.movement import Moved, Movement, Streams
@@ -39,10 +40,11 @@ from megatron.elastic.engine.recut import Recut, better_assignment, everybody_is
 from megatron.elastic.engine.report import Report
 from megatron.elastic.engine.settings import StepResult
 from megatron.elastic.engine.source import SampleSource, StepAddress
-from megatron.elastic.engine.standing import Standing
+from megatron.elastic.engine.standing import Standing, replanned
 from megatron.elastic.engine.transaction import StepBody, StepInput, Tools
 from megatron.elastic.engine.vote import Tally, VoteLayout, agreed_by, leaving_of, ledger_digest, wishes
 from megatron.elastic.observe.phases import PhaseTimer
+from megatron.elastic.plan.pace import Pace, ranges_of
 from megatron.elastic.state.certificate import CertificateError
 from megatron.elastic.state.layout import BlockKey
 from megatron.elastic.state.record import GradientKey, StepRecord, Vote, advance
@@ -93,6 +95,10 @@ def _unproved(engine: Engine, verdict: Verdict) -> None:
     return None
 
 
+def _unpaced(engine: Engine, before: Standing) -> None:
+    return None
+
+
 @dataclass
 class _Attempt:
     """What one attempt at a step has gathered so far, kept for a vote taken again."""
@@ -123,6 +129,8 @@ class Engine:
     """Told of every finished recovery and the seconds it took."""
     on_notice: Callable[[str], None] = _unspoken
     """Told, on every rank, a line for the log: what was asked for and is not done, what is done again."""
+    on_paced: Callable[[Engine, Standing], None] = _unpaced
+    """Told when measured speeds changed the plan; the standing before is handed in."""
     on_step: Callable[[Engine, StepAddress, float, Mapping[str, int]], None] = _unheard
     """Told of every committed step: its samples, the seconds it took, nanoseconds by phase."""
     host_state: Callable[[], Mapping[str, Any]] = dict
@@ -149,6 +157,14 @@ class Engine:
     """Told how every certificate ended, before a failed one is raised."""
     history: History = field(default_factory=History)
     """Placements that may be in force after a loss."""
+    pace: Pace = field(default_factory=Pace)
+    """Measured speeds of the cells, from the votes of this generation."""
+    clocks: Clocks | None = None
+    """The frequency axis; None where it is off."""
+    _clocked: tuple[tuple[int, int], ...] | None = None
+    """(cell, kHz) to go on with from the next boundary."""
+    _paced: bool = False
+    """Published speeds changed: plan again at the next boundary."""
     _attempt: _Attempt | None = None
     _fenced: bool = False
     _catching_up: bool = False
@@ -396,6 +412,14 @@ class Engine:
                 target = None if recut is None else recut.target
                 self.move(self.recovery.movement(self.standing, target, leaving))
                 self._unsettled = False
+        if self._paced:
+            self._replan()
+        elif self._clocked is not None:
+            plan = replace(self.standing.plan, frequencies_khz=self._clocked)
+            self.standing, self._body = replanned(self.standing, plan), None
+        if self.clocks is not None:
+            self.clocks.apply(self.standing.plan, self.standing.cell)
+        self._clocked = None
 
     # -- proofs ----------------------------------------------------------------------
 
@@ -462,6 +486,13 @@ class Engine:
     def _holds_state(self, ranks: tuple[int, ...]) -> bool:
         copies = self.standing.placement.copies.values()
         return bool(ranks) and any(rank in copy.ranks for copy in copies for rank in ranks)
+
+    def _replan(self) -> None:
+        """Plan again with the speeds of the record. Every rank does, alone: the next vote compares the plans."""
+        self._paced, before = False, self.standing
+        with self.timer.phase("plan"):
+            self.standing, self._body = self.recovery.replan(before, self.record), None
+        self.on_paced(self, before)
 
     # -- copies that change place ---------------------------------------------------
 
@@ -530,7 +561,9 @@ class Engine:
         self._streams, self._leaving, self._switching = None, None, False
 
     def close(self) -> None:
-        """This rank leaves: stop what runs in the background. Idempotent."""
+        """This rank leaves: stop what runs in the background, put its clock back. Idempotent."""
+        if self.clocks is not None:
+            self.clocks.restore()
         self._forget_movement()
 
     # -- a step ------------------------------------------------------------------
@@ -565,6 +598,8 @@ class Engine:
         self._attempt.requests = self.recovery.membership.pending()
         wishes(self._attempt.tally, self._attempt.requests)
         self._attempt.tally.saves, self._attempt.tally.written = self.save_due(), self.share_written()
+        if self.clocks is not None and self.standing.cell is not None:
+            self._attempt.tally.clocks = {self.standing.cell.id: self.clocks.state()}
         self._attempt.tally.ready = self._streams is not None and self._streams.ready
         self._vote(body, self._attempt)
 
@@ -573,7 +608,10 @@ class Engine:
         assert attempt.tally is not None and attempt.key is not None
         step, address = attempt.step.step, attempt.step.address
         with self.timer.phase("vote"):
-            layout = VoteLayout(self.blocks, self._report_keys(attempt.tally.report))
+            layout = VoteLayout(
+                self.blocks, self._report_keys(attempt.tally.report), ranges_of(self.standing.plan),
+                self._clocked_cells(),
+            )
             self.injector.reach("before_vote", step)
             total = body.vote(layout, attempt.tally)
         if total.disputes:
@@ -584,6 +622,7 @@ class Engine:
         settings = self.tools.settings
         if total.overflows and settings.check_finite:
             raise NotFinite(f"step {step}: a gradient is not finite (--no-check-for-nan-in-loss-and-grad lets it pass)")
+        self._measure(total)
         vote = Vote(
             gradient=attempt.key,
             norm_sq=total.norms,
@@ -596,6 +635,7 @@ class Engine:
             plan_hash=self.standing.plan_hash,
             placement=self.standing.basis.digest,
             agreed=agreed_by(total, attempt.requests),
+            speeds=self.pace.speeds(),
         )
         self.record = advance(self.record, vote, settings.hyper)
         self._zeros = total.zeros
@@ -605,6 +645,19 @@ class Engine:
         if total.suspects:
             self._examine_memory(body)
         self.injector.reach("after_vote", step)
+
+    def _clocked_cells(self) -> tuple[int, ...]:
+        return () if self.clocks is None else tuple(cell.id for cell in self.standing.plan.cells)
+
+    def _measure(self, total: Tally) -> None:
+        """What the vote says about devices; what follows from it begins at the next boundary, on every rank alike."""
+        plan, times = self.standing.plan, total.times
+        if self.clocks is not None:
+            chosen = self.clocks.observe(plan, times, total.clocks, self.recovery.profile)
+            self._clocked = None if chosen is None else chosen.frequencies_khz
+            times = self.clocks.at_nominal(times)
+        if total.steady == total.voters:
+            self._paced = self.pace.observe(plan, times) or self._paced
 
     def _finish(self) -> None:
         """From a committed record to parameters: update, then gather. Safe to repeat."""
@@ -698,6 +751,7 @@ class Engine:
         self.record, self.phase, self._keys = welcome.record, welcome.phase, welcome.report_keys
         self.history, self._inside = welcome.history(), welcome.in_step
         self._heeded = self.record.version
+        self.pace.resume(self.standing.speeds(), self.record.version)
         self.tools.pool.start(self.record)
         self.injector.reach("in_join", self.record.version)
         if self.tools.pool.snapshot == "state":
@@ -725,10 +779,13 @@ class Engine:
             self._followed = -1
         pool.remember(record)
         # What was agreed before is void: some may not have got to ask for it, and the next vote agrees anew.
-        self.record, self._heeded = record, record.version
+        self.record, self._heeded, self._paced, self._clocked = record, record.version, False, None
+        if self.clocks is not None:
+            self.clocks.forget()
         self.history.enter(self.standing.basis)
         if outcome.newcomers:
             send_welcome(self.tools.fabric, outcome.decision, self._welcome())
+        self.pace.resume(self.standing.speeds(), record.version)
         self.tools.pool.discard(resolution.gradient_key, record.version)
         # Everybody gathers when anybody has to: a gather cut short left some parameters behind.
         self.parameters = min(outcome.oldest_parameters, record.version)
@@ -739,6 +796,7 @@ class Engine:
                 attempt, body = self._attempt, self._steps()
                 assert attempt is not None and attempt.tally is not None and resolution.gradient_key is not None
                 attempt.key = resolution.gradient_key
+                attempt.tally.times, attempt.tally.clocks = {}, {}  # measured under another plan
                 body.weigh(attempt.tally, attempt.key)
                 self._vote(body, attempt)
                 self._finish()

@@ -15,19 +15,21 @@ each nominal micro-batch's own mean over the number of nominal micro-batches.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from megatron.elastic.config import ConfigError
 from megatron.elastic.engine.port import ROW_DIM, DeferredWeights, ForwardStep, LossOutput, ModelPort
 from megatron.elastic.engine.transport import BoundaryTransport, Receipt
+from megatron.elastic.observe.timeline import Timeline
 from megatron.elastic.plan.model import Action, Cell, Edge, Op, Piece, Plan
 
-__all__ = ["Executor", "PassResult", "Work"]
+__all__ = ["Executor", "PassResult", "Timed", "Work"]
 
 _BACKWARD_OPS = frozenset({Op.BACKWARD, Op.SEND_BACKWARD, Op.RECV_BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT})
 
@@ -43,6 +45,9 @@ class Work:
     """Entered around forward and backward of a piece: dropout keys."""
     reach: Callable[[str], None]
     """Told of named points (fault injection)."""
+    drag: Callable[[int], None]
+    """Told of every computation's nanoseconds; returns when a slowed rank would have been done with it."""
+    timeline: Timeline
     loss_scale: float = 1.0
     per_token: bool = False
     microbatches: int = 1
@@ -58,6 +63,27 @@ class PassResult:
     report: dict[str, tuple[float, float]] = field(default_factory=dict)
     samples: list[int] = field(default_factory=list)
     """Rows of the global batch whose loss was computed here."""
+    actions: list[Timed] = field(default_factory=list)
+    """Computations in the order they ran."""
+
+    def times(self, pieces: Mapping[int, Piece]) -> dict[tuple[int, int], tuple[int, int]]:
+        """(first unit, end unit) → nanoseconds of (forwards, backwards)."""
+        sums: dict[tuple[int, int], tuple[int, int]] = {}
+        for action in self.actions:
+            piece, spent = pieces[action.piece], action.end_ns - action.start_ns
+            forward, backward = sums.get((piece.first, piece.end), (0, 0))
+            both = (forward + spent, backward) if action.op is Op.FORWARD else (forward, backward + spent)
+            sums[piece.first, piece.end] = both
+        return sums
+
+
+class Timed(NamedTuple):
+    """When a computation ran, by this process's monotonic clock; waiting for its inputs is not in it."""
+
+    op: Op
+    piece: int
+    start_ns: int
+    end_ns: int
 
 
 @dataclass
@@ -105,6 +131,11 @@ class Executor:
         self._receipts: dict[tuple[int, bool], Receipt] = {}
         self._local: dict[tuple[int, bool], torch.Tensor] = {}
 
+    @property
+    def pieces(self) -> Mapping[int, Piece]:
+        """Every piece of the plan by number."""
+        return self._pieces
+
     def data_pieces(self) -> tuple[Piece, ...]:
         """Pieces of this cell that read the data set, in order of their forwards."""
         order = [a.piece for a in self._plan.table(self._cell.id) if a.op is Op.FORWARD]
@@ -134,16 +165,17 @@ class Executor:
                 self._post(action.edge, work.step, backward=action.op is Op.RECV_BACKWARD)
             case Op.FORWARD:
                 work.reach("mid_forward")
-                self._forward(piece, work, result)
+                self._forward(action, piece, work, result)
             case Op.BACKWARD:
                 work.reach("mid_backward")
-                self._backward(piece, work)
+                self._backward(action, piece, work, result)
             case Op.BACKWARD_INPUT:
                 work.reach("mid_backward")
                 with self._port.deferring(piece) as self._deferred[piece.id]:
-                    self._backward(piece, work)
+                    self._backward(action, piece, work, result)
             case Op.BACKWARD_WEIGHT:
-                self._deferred.pop(piece.id).run(self._accumulate)
+                with _timed(action, piece, work, result):
+                    self._deferred.pop(piece.id).run(self._accumulate)
             case Op.SEND_FORWARD:
                 edge = self._plan.edges[action.edge]
                 running = self._running[piece.id]
@@ -155,13 +187,13 @@ class Executor:
                 gradient = self._local[(-1 - piece.id, True)]
                 self._emit(gradient, edge.target_at, action.edge, edge.source, work.step, backward=True)
 
-    def _forward(self, piece: Piece, work: Work, result: PassResult) -> None:
+    def _forward(self, action: Action, piece: Piece, work: Work, result: PassResult) -> None:
         source = self._assemble(piece, backward=False) if piece.first > 0 else None
         if source is not None and work.training:
             source.requires_grad_(True)
         grad_mode = nullcontext() if work.training else torch.no_grad()
         splittable = self._port.deferring(piece) if work.training and piece.id in self._split else nullcontext()
-        with work.scope(piece), grad_mode, splittable:
+        with work.scope(piece), grad_mode, splittable, _timed(action, piece, work, result):
             place = _place(piece, self._port.compute_units)
             output = self._port.forward(work.forward_step, piece, place, source, work.batches(piece))
         if isinstance(output, LossOutput):
@@ -171,10 +203,10 @@ class Executor:
                 return
         self._running[piece.id] = _Running(source, output)
 
-    def _backward(self, piece: Piece, work: Work) -> None:
+    def _backward(self, action: Action, piece: Piece, work: Work, result: PassResult) -> None:
         running = self._running.pop(piece.id)
         gradient = self._assemble(piece, backward=True) if piece.end < self._port.compute_units else None
-        with work.scope(piece):
+        with work.scope(piece), _timed(action, piece, work, result):
             torch.autograd.backward(running.output, grad_tensors=gradient)
         if running.source is not None:
             assert running.source.grad is not None
@@ -229,6 +261,16 @@ class Executor:
         """Whether no later forward send of ``piece`` remains (its output can go)."""
         last = max(i for i, e in enumerate(self._plan.edges) if e.source == piece.id)
         return action.edge == last
+
+
+@contextmanager
+def _timed(action: Action, piece: Piece, work: Work, result: PassResult) -> Iterator[None]:
+    start = time.monotonic_ns()
+    yield
+    work.drag(time.monotonic_ns() - start)
+    end = time.monotonic_ns()
+    result.actions.append(Timed(action.op, action.piece, start, end))
+    work.timeline.computed(action.op.value, piece.id, piece.first, piece.end, start, end)
 
 
 def _positions(edge: Edge, backward: bool) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ Grammar of ``--elastic-inject``::
     raise:rank=1,step=2,point=mid_forward,nth=3 an exception, at the third time this step gets there
     oom:rank=1,step=2                           an allocation no machine can serve
     delay:rank=1,step=3|4,seconds=0.5           sleeps: a straggler
+    slow:rank=1,step=5-20,factor=2              every computation of these steps takes twice as long
     flip:rank=2,step=6,point=after_gather,copy=mirror,tensor=exp_avg
                                                 one bit of a state block this rank owns or mirrors
     random:seed=7,rate=0.001                    each rank, each step, with this probability
@@ -17,7 +18,7 @@ Grammar of ``--elastic-inject``::
     kill:rank=1,losses=3,point=mid_update       the first step after three ranks were lost and all are back
     kill:rank=2,rejoin=4,point=in_recovery_edit while the rank that makes the job whole again is let in
 
-``|`` separates alternatives. Left out: ``rank`` is every rank, ``step`` every step,
+``|`` separates alternatives, ``step=5-20`` is 5 to 20. Left out: ``rank`` is every rank, ``step`` every step,
 ``point`` is before_step, ``nth`` 1, ``count`` 1 (how often in one process; 0: no limit),
 ``incarnation`` the first life of a rank (``*``: every life; the default with ``losses`` and
 ``rejoin``). ``random`` also takes ``kinds=kill|stop`` and ``points=...``. ``copy`` is owner (or
@@ -97,15 +98,17 @@ KILL_POINTS: Mapping[str, str] = MappingProxyType(
 STEP_POINTS: tuple[str, ...] = tuple(list(KILL_POINTS)[: list(KILL_POINTS).index("between_steps")])
 """The points that every undisturbed step passes, in order."""
 
-_KINDS = ("kill", "stop", "exit", "raise", "oom", "delay", "flip", "random")
+_KINDS = ("kill", "stop", "exit", "raise", "oom", "delay", "slow", "flip", "random")
 _COPIES = ("owner", "mirror")
 _TENSORS = ("master", "exp_avg", "exp_avg_sq")
+_AT_POINTS = tuple(kind for kind in _KINDS if kind not in ("random", "slow"))
 _FIELDS = {
     "rank": _KINDS,
     "step": tuple(kind for kind in _KINDS if kind != "random"),
-    "point": tuple(kind for kind in _KINDS if kind != "random"),
-    "nth": tuple(kind for kind in _KINDS if kind != "random"),
-    "count": _KINDS,
+    "point": _AT_POINTS,
+    "nth": _AT_POINTS,
+    "count": tuple(kind for kind in _KINDS if kind != "slow"),
+    "factor": ("slow",),
     "incarnation": _KINDS,
     "losses": _KINDS,
     "rejoin": _KINDS,
@@ -147,6 +150,7 @@ class Fault:
     count: int = 1
     code: int = 1
     seconds: float = 1.0
+    factor: float = 1.0
     seed: int = 0
     rate: float = 0.0
     kinds: tuple[str, ...] = ("kill",)
@@ -166,6 +170,13 @@ def _whole(field: str, text: str, least: int = 0) -> int:
     if value < least:
         raise _refuse(f"{field}={text} must be {least} or more")
     return value
+
+
+def _span(field: str, text: str) -> range:
+    """``7`` or ``5-20``."""
+    first, dash, last = text.partition("-")
+    start = _whole(field, first)
+    return range(start, (_whole(field, last, least=start) if dash else start) + 1)
 
 
 def _real(field: str, text: str, most: float) -> float:
@@ -193,7 +204,12 @@ def _with_field(fault: Fault, field: str, text: str) -> Fault:
         case "rank":
             return replace(fault, ranks=frozenset(_whole(field, part) for part in text.split("|")))
         case "step":
-            return replace(fault, steps=frozenset(_whole(field, part) for part in text.split("|")))
+            return replace(fault, steps=frozenset(step for part in text.split("|") for step in _span(field, part)))
+        case "factor":
+            factor = _real(field, text, most=1000.0)
+            if factor < 1.0:
+                raise _refuse(f"factor={text} must be 1 or more")
+            return replace(fault, factor=factor)
         case "incarnation":
             lives = frozenset() if text == "*" else frozenset(_whole(field, part) for part in text.split("|"))
             return replace(fault, incarnations=lives)
@@ -254,6 +270,8 @@ def _parse_one(text: str) -> Fault:
         fault = replace(fault, incarnations=frozenset())
     if kind == "random" and not {"seed", "rate"} <= seen:
         raise _refuse("random needs seed= and rate=")
+    if kind == "slow" and "factor" not in seen:
+        raise _refuse("slow needs factor=")
     return fault
 
 
@@ -338,6 +356,8 @@ class Injector:
         self._reached[step, point] += 1
         self._whole_steps += point == "before_step" and self._present is not None
         for scripted in self._faults:
+            if scripted.kind == "slow":
+                continue
             fault = self._draw(scripted, step) if scripted.kind == "random" else scripted
             if fault is None or (fault.steps and step not in fault.steps) or point not in fault.points:
                 continue
@@ -347,6 +367,12 @@ class Injector:
                 continue
             self._fired[scripted] += 1
             self._fire(fault, point, step)
+
+    def drag(self, step: int, nanoseconds: int) -> None:
+        """A computation of ``step`` took so long here; a slowed rank sleeps until it took ``factor`` times that."""
+        for fault in self._faults:
+            if fault.kind == "slow" and (not fault.steps or step in fault.steps):
+                time.sleep(nanoseconds * (fault.factor - 1.0) / 1e9)
 
     def _draw(self, fault: Fault, step: int) -> Fault | None:
         """What a ``random`` fault means for this process at ``step``: the same answer however often asked."""

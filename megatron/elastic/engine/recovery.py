@@ -13,7 +13,7 @@ loss raises a ``CommError``; the caller reports again with what it holds then.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from megatron.elastic.comm.errors import CommError, PeerLost
@@ -28,14 +28,16 @@ from megatron.elastic.engine.joining import NEWCOMER, newcomers
 from megatron.elastic.engine.movement import Movement
 from megatron.elastic.engine.nominal import Nominal
 from megatron.elastic.engine.report import Report, phase_is_over
-from megatron.elastic.engine.standing import Standing, restand, stand, unit_groups
+from megatron.elastic.engine.standing import Standing, replanned, restand, stand, unit_groups
 from megatron.elastic.plan.choice import Choice
 from megatron.elastic.plan.dataflow import PlanError
 from megatron.elastic.plan.model import Plan, Profile
+from megatron.elastic.plan.topology import with_speeds
 from megatron.elastic.state.layout import BlockKey, UnitLayout
 from megatron.elastic.state.ownership import rebalance
 from megatron.elastic.state.placement import Rules, UnitGroup, promote_only
 from megatron.elastic.state.protocol import Resolution, resolve
+from megatron.elastic.state.record import StepRecord
 
 __all__ = ["Outcome", "Recovery", "StateLost"]
 
@@ -136,7 +138,8 @@ class Recovery:
         promotion = promote_only(placement, reports.keys(), groups, gone)
         if promotion.lost:
             raise StateLost(step, promotion.lost)
-        standing = self.stand(decision, replace(basis, placement=promotion.placement))
+        assert resolution.record is not None, "only a lost state has no record"
+        standing = self.stand(decision, replace(basis, placement=promotion.placement), resolution.record)
         seconds["plan"] = time.monotonic() - started - seconds["decide"] - seconds["edit"]
         outcome = Outcome(
             decision=decision,
@@ -185,13 +188,22 @@ class Recovery:
         if basis.assignment == standing.assignment:
             rank = self.fabric.rank
             return restand(standing, rank, basis, self.layouts, self.arena, self.fabric, followers or {})
-        plan = self.choose(basis.assignment.topology(standing.living), self.profile)
+        plan = self._plan(basis.assignment, standing.living, standing.speeds())
         return self._stand(standing.generation, standing.living, basis, plan, followers)
 
-    def stand(self, decision: Decision, basis: Basis) -> Standing:
-        """This rank's standing in a decided generation."""
+    def replan(self, standing: Standing, record: StepRecord) -> Standing:
+        """The same standing under a plan made from the speeds of ``record``."""
+        plan = self._plan(standing.assignment, standing.living, record.speeds)
+        return replanned(standing, replace(plan, frequencies_khz=standing.plan.frequencies_khz))
+
+    def _plan(self, assignment: Assignment, living: Iterable[int], speeds: Iterable[tuple[int, int]]) -> Plan:
+        topology = assignment.topology(tuple(living))
+        return self.choose(with_speeds(topology, dict(speeds)), self.profile)
+
+    def stand(self, decision: Decision, basis: Basis, record: StepRecord) -> Standing:
+        """This rank's standing in a decided generation, whose work goes on from ``record``."""
         self.domains = failure_domains(decision)
-        plan = self.choose(basis.assignment.topology(decision.members.keys()), self.profile)
+        plan = self._plan(basis.assignment, decision.members, _speeds_for(record, decision, self.nominal))
         return self._stand(decision.generation, tuple(decision.members), basis, plan)
 
     def _stand(
@@ -214,6 +226,12 @@ class Recovery:
             plan,
             followers or {},
         )
+
+
+def _speeds_for(record: StepRecord, decision: Decision, nominal: Nominal) -> tuple[tuple[int, int], ...]:
+    """Published speeds that hold in a generation: of a cell with a new process nothing is known yet."""
+    new = {nominal.cell_of(rank).id for rank in decision.joined}
+    return tuple((cell, speed) for cell, speed in record.speeds if cell not in new)
 
 
 def _lost_steps(reports: Mapping[int, Report], resolution: Resolution) -> int:

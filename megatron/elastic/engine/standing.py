@@ -20,10 +20,11 @@ from megatron.elastic.engine.basis import Basis
 from megatron.elastic.engine.buffers import Arena
 from megatron.elastic.plan.model import Cell, Plan
 from megatron.elastic.plan.planner import plan_hash
+from megatron.elastic.plan.profile import PPM
 from megatron.elastic.state.layout import BlockKey, StateBlock, UnitLayout
 from megatron.elastic.state.placement import Placement, UnitGroup
 
-__all__ = ["Span", "Standing", "block_index", "restand", "stand", "unit_groups"]
+__all__ = ["Span", "Standing", "block_index", "replanned", "restand", "stand", "unit_groups"]
 
 UnitShard = tuple[int, int]
 
@@ -71,6 +72,17 @@ class Standing:
     def assignment(self) -> Assignment:
         """Which units each cell holds."""
         return self.basis.assignment
+
+    def speeds(self) -> tuple[tuple[int, int], ...]:
+        """(cell, parts per million) of the cells the plan takes to be slower than their peers."""
+        return tuple((cell.id, cell.speed_ppm) for cell in self.plan.cells if cell.speed_ppm != PPM)
+
+
+def replanned(standing: Standing, plan: Plan) -> Standing:
+    """The same standing under another plan of the same cells."""
+    mine = None if standing.cell is None else standing.cell.id
+    cell = next((cell for cell in plan.cells if cell.id == mine), None)
+    return replace(standing, plan=plan, plan_hash=plan_hash(plan), cell=cell)
 
 
 def stand(

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -35,7 +35,9 @@ from megatron.elastic.engine.source import SampleSource, StepAddress
 from megatron.elastic.engine.standing import Standing
 from megatron.elastic.engine.transport import BoundaryTransport, started
 from megatron.elastic.engine.vote import Tally, VoteLayout, ledger_digest, plan_digest
+from megatron.elastic.observe.timeline import Timeline
 from megatron.elastic.plan.model import Piece
+from megatron.elastic.plan.pace import Range
 from megatron.elastic.state.layout import StateBlock, UnitLayout
 from megatron.elastic.state.pool import StatePool
 from megatron.elastic.state.record import GradientKey, StepRecord
@@ -59,6 +61,12 @@ class Tools:
     """Fault injection: (point, step)."""
     publish: Callable[[str, tuple[int, ...]], None]
     """Activity for hang detection: (phase, waiting for)."""
+    drag: Callable[[int, int], None]
+    """Fault injection: (step, nanoseconds just computed); a slowed rank sleeps in proportion."""
+    timeline: Timeline = field(default_factory=Timeline)
+    """What this process did when, if anybody wants to know."""
+    steady_clock: bool = True
+    """Whether this process has its processor to itself, so that the time a piece takes says something about it."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +126,8 @@ class StepBody:
             batches=batches,
             scope=lambda piece: self._scope(step, piece),
             reach=(lambda point: tools.reach(point, step.step)) if training else _nowhere,
+            drag=lambda spent: tools.drag(step.step, spent),
+            timeline=tools.timeline,
             loss_scale=loss_scale,
             per_token=tools.settings.per_token_loss,
             microbatches=self._standing.plan.rows // grid.micro_batch_size,
@@ -252,9 +262,17 @@ class StepBody:
             rows=tuple(sorted(result.samples)) if counted else (),
             disputes=len(self.disputes.marks),
             suspects=len(self.disputes.contents),
+            steady=int(tools.steady_clock),
+            times=self._times(result) if counted else {},
         )
         self.weigh(tally, self.key(step.step))
         return tally
+
+    def _times(self, result: PassResult) -> dict[Range, tuple[int, int]]:
+        if self._executor is None or self._standing.cell is None:
+            return {}
+        cell = self._standing.cell.id
+        return {(cell, *span): spent for span, spent in result.times(self._executor.pieces).items()}
 
     def weigh(self, tally: Tally, key: GradientKey) -> None:
         """(Re)compute what follows from the gradients owned in this generation: norms, overflow, plan."""

@@ -19,6 +19,8 @@ from enum import IntEnum
 
 import torch
 
+from megatron.elastic.engine.clocks import ClockState
+from megatron.elastic.plan.pace import Range
 from megatron.elastic.state.layout import BlockKey
 
 __all__ = ["Tally", "VoteLayout", "agreed_by", "leaving_of", "ledger_digest", "plan_digest", "wishes"]
@@ -43,7 +45,8 @@ class _Slot(IntEnum):
     LEAVES = 12
     SAVES = 13
     WRITTEN = 14
-    SIZE = 15
+    STEADY = 15
+    SIZE = 16
 
 
 @dataclass
@@ -76,6 +79,12 @@ class Tally:
     """Voters for which a checkpoint is due: one was asked for, or the last was cut short."""
     written: int = 0
     """Voters whose share of the checkpoint under way is written."""
+    steady: int = 0
+    """Voters whose measured times say something about their devices."""
+    times: dict[Range, tuple[int, int]] = field(default_factory=dict)
+    """Nanoseconds of (forwards, backwards) by cell and unit range, from the first rank of each cell."""
+    clocks: dict[int, ClockState] = field(default_factory=dict)
+    """By cell: what its devices' clocks can be and are, summed over its ranks."""
     report: dict[str, tuple[float, float]] = field(default_factory=dict)
     rows: tuple[int, ...] = ()
     """Rows behind ``samples``, ascending; not part of the vector, reported if the vote is cut short."""
@@ -87,11 +96,15 @@ class VoteLayout:
 
     blocks: tuple[BlockKey, ...]
     report_keys: tuple[str, ...]
+    ranges: tuple[Range, ...] = ()
+    clocked: tuple[int, ...] = ()
+    """Cells whose clocks are voted on."""
 
     @property
     def size(self) -> int:
         """Length of the vector."""
-        return _Slot.SIZE + len(self.blocks) + 2 * len(self.report_keys)
+        plain = _Slot.SIZE + len(self.blocks) + 2 * len(self.report_keys)
+        return plain + 2 * len(self.ranges) + 4 * len(self.clocked)
 
     def pack(self, tally: Tally) -> torch.Tensor:
         """``tally`` as a float64 vector. Raises ``KeyError`` for a report key nobody announced."""
@@ -99,7 +112,7 @@ class VoteLayout:
         counters = (
             tally.voters, tally.tokens, tally.overflows, tally.zeros, tally.samples, tally.ledger, tally.plan,
             tally.joins, tally.drains, tally.ready, tally.disputes, tally.suspects, tally.leaves, tally.saves,
-            tally.written,
+            tally.written, tally.steady,
         )  # fmt: skip
         vector[: _Slot.SIZE] = torch.tensor(counters, dtype=torch.float64)
         at = {key: _Slot.SIZE + i for i, key in enumerate(self.blocks)}
@@ -109,12 +122,20 @@ class VoteLayout:
         where = {key: start + 2 * i for i, key in enumerate(self.report_keys)}
         for name, (total, count) in tally.report.items():
             vector[where[name]], vector[where[name] + 1] = total, count
+        start += 2 * len(self.report_keys)
+        for i, key in enumerate(self.ranges):
+            vector[start + 2 * i], vector[start + 2 * i + 1] = tally.times.get(key, (0, 0))
+        start += 2 * len(self.ranges)
+        for i, cell in enumerate(self.clocked):
+            vector[start + 4 * i : start + 4 * i + 4] = torch.tensor(tally.clocks.get(cell, (0, 0, 0, 0)))
         return vector
 
     def unpack(self, vector: torch.Tensor) -> Tally:
         """The summed vector as a tally of the whole step."""
         values: list[float] = vector.tolist()
         start = _Slot.SIZE + len(self.blocks)
+        times = start + 2 * len(self.report_keys)
+        clocks = [int(value) for value in values[times + 2 * len(self.ranges) :]]
         return Tally(
             norms=dict(zip(self.blocks, values[_Slot.SIZE : start], strict=True)),
             voters=int(values[_Slot.VOTERS]),
@@ -132,6 +153,14 @@ class VoteLayout:
             leaves=int(values[_Slot.LEAVES]),
             saves=int(values[_Slot.SAVES]),
             written=int(values[_Slot.WRITTEN]),
+            steady=int(values[_Slot.STEADY]),
+            times={
+                key: (int(values[times + 2 * i]), int(values[times + 2 * i + 1])) for i, key in enumerate(self.ranges)
+            },
+            clocks={
+                cell: (clocks[4 * i], clocks[4 * i + 1], clocks[4 * i + 2], clocks[4 * i + 3])
+                for i, cell in enumerate(self.clocked)
+            },
             report={
                 key: (values[start + 2 * i], values[start + 2 * i + 1]) for i, key in enumerate(self.report_keys)
             },

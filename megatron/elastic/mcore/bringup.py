@@ -13,7 +13,7 @@ import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 
@@ -28,6 +28,7 @@ from megatron.elastic.engine.assignment import Assignment
 from megatron.elastic.engine.basis import Basis
 from megatron.elastic.engine.buffers import Arena
 from megatron.elastic.engine.catalog import build_layouts, exchange_catalog, own_catalog
+from megatron.elastic.engine.clocks import Clocks
 from megatron.elastic.engine.engine import Engine
 from megatron.elastic.engine.inject import Injector, parse
 from megatron.elastic.engine.joining import NEWCOMER, Welcome, receive_welcome
@@ -38,11 +39,23 @@ from megatron.elastic.engine.recut import unmeasured_profile
 from megatron.elastic.engine.settings import Settings
 from megatron.elastic.engine.standing import Standing, block_index, unit_groups
 from megatron.elastic.engine.transaction import Tools
-from megatron.elastic.mcore.narrate import narrate_movement, narrate_recut, narrate_step, narrate_verdict
+from megatron.elastic.mcore.narrate import (
+    narrate_clock,
+    narrate_movement,
+    narrate_pace,
+    narrate_recut,
+    narrate_step,
+    narrate_verdict,
+)
 from megatron.elastic.observe.events import EventLog
 from megatron.elastic.observe.phases import PhaseTimer
+from megatron.elastic.observe.timeline import Timeline
 from megatron.elastic.plan.choice import Choice, choice_named
 from megatron.elastic.plan.model import Profile
+from megatron.elastic.plan.pace import Pace
+from megatron.elastic.plan.profile import SpeedOptions
+from megatron.elastic.platform.frequency import Kind, frequency_of, open_frequency
+from megatron.elastic.platform.select import select
 from megatron.elastic.state.layout import UnitLayout
 from megatron.elastic.state.ownership import initial
 from megatron.elastic.state.placement import Rules
@@ -50,6 +63,12 @@ from megatron.elastic.state.pool import StatePool
 from megatron.elastic.state.record import StepRecord
 
 __all__ = ["Job", "JobGone", "Links", "found", "join", "open_links"]
+
+_EVIDENCE_NS = 500_000_000
+"""Computing time that must show a rank slow before plans follow: the moods of a machine pass."""
+
+_BAND_PPM = 150_000
+"""Smaller differences of speed change no plan."""
 
 Layouts = Mapping[tuple[int, int], UnitLayout]
 
@@ -104,6 +123,32 @@ def _agent_store(timeout: float) -> dist.Store:
         raise ConfigError("--elastic-comm gloo needs a store in the first agent: leave out --rdzv-backend etcd")
     where = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     return dist.TCPStore(*where, is_master=False, timeout=timedelta(seconds=timeout))
+
+
+def _has_steady_clock(config: ElasticConfig) -> bool:
+    """Whether times measured here may change plans: ranks that share a core measure each other."""
+    if config.fail_slow == "auto" and select().name == "cpu":
+        return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= len(os.sched_getaffinity(0))
+    return config.fail_slow != "off"
+
+
+def _clocks(links: Links, config: ElasticConfig, timer: PhaseTimer) -> Clocks | None:
+    """The frequency axis, if asked for; the first rank of a node says what is controlled, or why nothing is."""
+    if config.frequency == "off":
+        return None
+    local = os.environ.get("LOCAL_RANK", "0")
+    if config.frequency == "auto":
+        control = frequency_of(select().name, int(local))
+    else:
+        kind, device, path = [*config.frequency.replace("{local_rank}", local).split(":", 2), "", ""][:3]
+        control = open_frequency(cast(Kind, kind), device, path)
+    if local == "0":
+        print(f"--elastic-frequency: {control.why()}", flush=True)
+    return Clocks(
+        control,
+        say=lambda line: print(f"rank {links.fabric.rank}: {line}", flush=True),
+        note=lambda applied, power: narrate_clock(links.events, timer.current.step + 1, applied, power),
+    )
 
 
 def _waiting(fabric: Fabric) -> Activity | None:
@@ -199,7 +244,8 @@ def _assemble(
     links: Links, job: Job, decision: Decision, layouts: Layouts, arena: Arena, basis: Basis, record: StepRecord
 ) -> Engine:
     fabric, rank = links.fabric, links.fabric.rank
-    timer = PhaseTimer()
+    timeline = Timeline(job.config.trace)
+    timer = PhaseTimer(timeline.moved if timeline.enabled else None)
     links.injector.enter([at.incarnation for at in decision.members.values()], job.nominal.slots)
     tools = Tools(
         port=job.port,
@@ -210,6 +256,9 @@ def _assemble(
         settings=job.settings,
         reach=links.injector.reach,
         publish=lambda phase, waiting: links.membership.publish(Activity(timer.current.step, phase, waiting)),
+        drag=links.injector.drag,
+        timeline=timeline,
+        steady_clock=_has_steady_clock(job.config),
     )
     recovery = Recovery(
         membership=links.membership,
@@ -227,11 +276,14 @@ def _assemble(
         tools=tools,
         recovery=recovery,
         record=record,
-        standing=recovery.stand(decision, basis),
+        standing=recovery.stand(decision, basis, record),
         injector=links.injector,
         timer=timer,
         blocks=block_index(layouts),
         on_settled=job.on_settled,
+        clocks=_clocks(links, job.config, timer),
+        pace=Pace(SpeedOptions(evidence_ns=_EVIDENCE_NS, band_ppm=_BAND_PPM)),
+        on_paced=lambda *facts: narrate_pace(links.events, *facts),
         on_step=lambda *facts: narrate_step(links.events, *facts),
         on_verdict=lambda *facts: narrate_verdict(links.events, *facts),
         on_recut=lambda *facts: narrate_recut(links.events, *facts),

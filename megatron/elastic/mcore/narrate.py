@@ -20,6 +20,7 @@ from megatron.elastic.engine.source import StepAddress
 from megatron.elastic.engine.standing import Standing
 from megatron.elastic.observe.events import (
     Certificate,
+    Clock,
     EventLog,
     Generation,
     Movement,
@@ -27,12 +28,23 @@ from megatron.elastic.observe.events import (
     Plan,
     RankLost,
     Recovery,
+    SlowRank,
     Step,
+    Trace,
 )
-from megatron.elastic.observe.summary import loss_lines, recovery_line
+from megatron.elastic.observe.summary import loss_lines, ranks_text, recovery_line
 from megatron.elastic.plan import model
+from megatron.elastic.platform.frequency import Applied
 
-__all__ = ["narrate", "narrate_movement", "narrate_recut", "narrate_step", "narrate_verdict"]
+__all__ = [
+    "narrate",
+    "narrate_clock",
+    "narrate_movement",
+    "narrate_pace",
+    "narrate_recut",
+    "narrate_step",
+    "narrate_verdict",
+]
 
 _OUTCOMES = {"roll_forward": "rolled forward", "revote": "voted again", "rerun": "re-run"}
 
@@ -82,16 +94,21 @@ def batch_lines(plan: model.Plan) -> tuple[str, ...]:
     return (f"policy {plan.labels[0]}: the batch shrinks to {plan.rows} of {whole} samples; the others are left out",)
 
 
-def _plan(step: int, standing: Standing) -> Plan:
-    plan = standing.plan
+def rows_of(plan: model.Plan) -> dict[int, int]:
+    """Cell → rows of the global batch it computes, ascending."""
     rows: dict[int, set[int]] = {}
     for piece in plan.pieces:
         rows.setdefault(piece.cell, set()).update(piece.rows)
+    return {cell: len(rows[cell]) for cell in sorted(rows)}
+
+
+def _plan(step: int, standing: Standing) -> Plan:
+    plan = standing.plan
     return Plan(
         step=step,
         plan_hash=standing.plan_hash,
         stages=tuple((n, s.cell, s.first, s.end) for n, replica in enumerate(plan.replicas) for s in replica.segments),
-        rows={str(cell): len(rows[cell]) for cell in sorted(rows)},
+        rows={str(cell): rows for cell, rows in rows_of(plan).items()},
         labels=plan.labels,
     )
 
@@ -104,6 +121,9 @@ def narrate_step(
         return
     record = engine.record
     events.write(Phases(record.version, dict(phases), engine.state_bytes))
+    if engine.tools.timeline.enabled:
+        spans, work = engine.tools.timeline.take()
+        events.write(Trace(step=record.version, phases=spans, work=work))
     step = Step(
         step=record.version,
         samples=(address.first, address.first + address.size),
@@ -174,6 +194,38 @@ def narrate_verdict(events: EventLog, engine: Engine, verdict: Verdict) -> None:
     if lowest:
         for finding in verdict.findings:
             print(f"step {verdict.step}, certificate ({verdict.transition}): {finding}", flush=True)
+
+
+def narrate_pace(events: EventLog, engine: Engine, before: Standing) -> None:
+    """Record that measured speeds changed the plan; the lowest living rank says who is slow and what that means."""
+    standing = engine.standing
+    if standing.living[0] != engine.tools.fabric.rank:
+        return
+    step = engine.record.version
+    was = {cell.id: cell.speed_ppm for cell in before.plan.cells}
+    now = dict(engine.record.speeds)
+    rows_before, rows_now = rows_of(before.plan), rows_of(standing.plan)
+    for cell in standing.plan.cells:
+        speed = now.get(cell.id, 1_000_000)
+        if speed == was[cell.id]:
+            continue
+        for rank in cell.ranks:
+            events.write(SlowRank(step=step, slow_rank=rank, speed_ppm=speed))
+        name = f"rank {cell.ranks[0]}" if len(cell.ranks) == 1 else f"tensor-parallel group {ranks_text(cell.ranks)}"
+        print(
+            f"step {step}: {name} runs at {speed / 10_000:.0f}% of its peers' speed; "
+            f"samples a step: {rows_now.get(cell.id, 0)} (before: {rows_before.get(cell.id, 0)})",
+            flush=True,
+        )
+    if standing.plan_hash != before.plan_hash:
+        events.write(_plan(step + 1, standing))
+
+
+def narrate_clock(events: EventLog, step: int, applied: Applied, power_mw: int | None) -> None:
+    """Record a clock that was set."""
+    events.write(
+        Clock(step, applied.asked_khz, applied.set_khz, applied.observed_khz, applied.verified, power_mw)
+    )
 
 
 def _outcome(outcome: Outcome, in_step: bool) -> str:

@@ -29,6 +29,7 @@ from typing import Any, ClassVar, Union, get_args, get_origin, get_type_hints
 __all__ = [
     "EVENT_KINDS",
     "Certificate",
+    "Clock",
     "Event",
     "EventLog",
     "Generation",
@@ -41,6 +42,7 @@ __all__ = [
     "SlowRank",
     "Step",
     "Substitution",
+    "Trace",
     "read_events",
 ]
 
@@ -107,6 +109,18 @@ class Phases(Event):
     nanoseconds: dict[str, int]
     state_bytes: int = 0
     """Bytes of optimizer state this rank had received from others by then, since it came."""
+
+
+@dataclass(frozen=True)
+class Trace(Event):
+    """What one rank did when since the line before (``--elastic-trace``), by its monotonic clock."""
+
+    kind: ClassVar[str] = "trace"
+    step: int
+    phases: tuple[tuple[str, int, int], ...]
+    """(phase, start ns, end ns), an abandoned attempt's included."""
+    work: tuple[tuple[str, int, int, int, int, int], ...]
+    """(op, piece, first unit, end unit, start ns, end ns) of every computation."""
 
 
 @dataclass(frozen=True)
@@ -195,6 +209,21 @@ class Substitution(Event):
 
 
 @dataclass(frozen=True)
+class Clock(Event):
+    """A rank's device was set to another clock (``--elastic-frequency``)."""
+
+    kind: ClassVar[str] = "clock"
+    step: int
+    """The first step computed at it."""
+    asked_khz: int
+    set_khz: int
+    observed_khz: int
+    verified: bool
+    power_mw: int | None = None
+    """Where the platform gives it."""
+
+
+@dataclass(frozen=True)
 class SlowRank(Event):
     """A rank's measured speed changed enough to plan anew."""
 
@@ -207,7 +236,10 @@ class SlowRank(Event):
 
 EVENT_KINDS: Mapping[str, type[Event]] = {
     event.kind: event
-    for event in (Generation, RankLost, Plan, Phases, Recovery, Movement, Certificate, Step, Substitution, SlowRank)
+    for event in (
+        Generation, RankLost, Plan, Phases, Trace, Recovery, Movement, Certificate, Step, Substitution, SlowRank,
+        Clock,
+    )
 }
 
 

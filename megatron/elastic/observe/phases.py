@@ -17,9 +17,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
 
-__all__ = ["Moment", "PhaseTimer"]
+__all__ = ["IDLE", "Moment", "PhaseTimer"]
 
 IDLE = "idle"
+"""The phase between steps."""
 
 
 @dataclass(frozen=True)

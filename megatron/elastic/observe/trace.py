@@ -24,6 +24,15 @@ COLOURS: Mapping[str, str] = {
     "BW": "#b6d7a8",
     "loss": "#e45756",
     "recovery": "#f58518",
+    "recover": "#f58518",
+    "slow": "#e45756",
+    "compute": "#9ecae9",
+    "reduce": "#bab0ac",
+    "ship": "#d8b5a5",
+    "vote": "#9d755d",
+    "update": "#eeca3b",
+    "gather": "#b279a2",
+    "movement": "#ff9da6",
 }
 
 
@@ -88,6 +97,8 @@ def draw_spans(
     axes = figure.add_subplot()
     for span in spans:
         colour = COLOURS.get(span.category, "#cccccc")
+        if span.start == span.end:
+            axes.plot([span.start / 1e6], [place[span.track]], marker="D", color=colour, markersize=5)
         axes.barh(
             place[span.track],
             (span.end - span.start) / 1e6,

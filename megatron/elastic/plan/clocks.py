@@ -71,8 +71,8 @@ def with_clocks(
     for group in _pipelines(plan):
         floors = {}
         for cell in sorted(group.intersection(cells)):
-            wanted = fits[cell].clock_khz(limit // rows[cell]) or clocks[cell]
-            floors[cell] = min(clocks[cell], ranges[cell].at_least(wanted))
+            wanted = fits[cell].clock_khz(limit // rows[cell])
+            floors[cell] = clocks[cell] if wanted is None else min(clocks[cell], ranges[cell].at_least(wanted))
         clocks = _lowest(plan, profile, fits, ranges, clocks, floors, limit)
     return replace(plan, frequencies_khz=tuple(sorted(clocks.items())))
 

@@ -3,11 +3,13 @@
 Idea: every cell reports (work, measured ns) per step, where work is what its
 pieces should take at nominal speed. Its speed is work / measured, relative to
 the median cell of the same step, so that a slow step of everybody (a garbage
-collection, a checkpoint) blames nobody. A robust average (the median over a
-window of steps) drops single outliers. The *published* speed, the one the
-planner sees, only moves when the average has left a dead band around it for
-several steps in a row: noise re-plans nothing, a real slowdown shows within a
-few steps, and a recovery gives the work back.
+collection, a checkpoint) blames nobody. Where two differ, the faster one is
+taken for normal: noise only ever slows. For the same reason the estimate is the
+upper quartile over a window of steps: a cell is slow only if nearly all of its
+steps are. The *published* speed, the one the planner sees, only moves when the
+estimate has left a dead band around it for several steps in a row, and for long
+enough: noise re-plans nothing, a real slowdown shows within a few steps, and a
+recovery gives the work back.
 
 Integers in, integers out (parts per million); :class:`SpeedTracker` is updated
 by the same numbers on every process (they travel in the vote), so all publish
@@ -28,7 +30,7 @@ from dataclasses import dataclass, field, replace
 
 from megatron.elastic.plan.model import Profile, UnitCost
 
-__all__ = ["PieceSample", "SlowRank", "SpeedOptions", "SpeedTracker", "fit_profile"]
+__all__ = ["PPM", "PieceSample", "SlowRank", "SpeedOptions", "SpeedTracker", "fit_profile"]
 
 PPM = 1_000_000
 
@@ -38,9 +40,11 @@ class SpeedOptions:
     """Window and dead band of the tracker."""
 
     window: int = 5
-    """Steps whose median is the current estimate."""
+    """Steps whose upper quartile is the current estimate."""
     patience: int = 3
     """Steps in a row the estimate must be outside the dead band before the published speed moves."""
+    evidence_ns: int = 0
+    """Measured time those steps must add up to: a machine's moods outlast three short steps."""
     band_ppm: int = 100_000
     """Half-width of the dead band around the published speed."""
     slow_ppm: int = 850_000
@@ -68,6 +72,7 @@ class _CellSpeed:
     recent: deque[int]
     published: int = PPM
     outside: int = 0
+    evidence: int = 0
     since: int = 0
 
 
@@ -95,24 +100,31 @@ class SpeedTracker:
                 rates[cell] = work * PPM // measured
         if not rates:
             return False
-        middle = max(1, _median(rates.values()))
-        changed = [self._update(cell, rate * PPM // middle) for cell, rate in rates.items()]
+        ordered = sorted(rates.values())
+        usual = max(1, ordered[len(ordered) // 2])
+        changed = [self._update(cell, rate * PPM // usual, samples[cell][1]) for cell, rate in rates.items()]
         return any(changed)
 
-    def _update(self, cell: int, relative: int) -> bool:
+    def _update(self, cell: int, relative: int, measured: int) -> bool:
         state = self.cells.setdefault(cell, _CellSpeed(deque(maxlen=self.options.window)))
         state.recent.append(relative)
-        estimate = min(PPM, _median(state.recent))
+        estimate = min(PPM, sorted(state.recent)[3 * len(state.recent) // 4])
         if abs(estimate - state.published) <= self.options.band_ppm:
-            state.outside = 0
+            state.outside = state.evidence = 0
             return False
         state.outside += 1
-        if state.outside < self.options.patience or len(state.recent) < min(self.options.patience, self.options.window):
+        state.evidence += measured
+        if state.outside < self.options.patience or state.evidence < self.options.evidence_ns:
             return False
         step = self.options.step_ppm
         state.published = min(PPM, max(step, (estimate + step // 2) // step * step))
-        state.outside, state.since = 0, self.step
+        state.outside, state.evidence, state.since = 0, 0, self.step
         return True
+
+    def publish(self, speeds: Mapping[int, int]) -> None:
+        """Take ``speeds`` (ppm by cell) over from before, without the measurements behind them."""
+        for cell, speed in speeds.items():
+            self.cells[cell] = _CellSpeed(deque(maxlen=self.options.window), published=speed, since=self.step)
 
     def speeds(self) -> dict[int, int]:
         """Published speeds, ppm of the median cell; cells never seen are absent."""

@@ -28,6 +28,7 @@ __all__ = [
     "Applied",
     "FrequencyControl",
     "FrequencyUnavailable",
+    "Kind",
     "Limits",
     "NativeFrequency",
     "NoFrequency",

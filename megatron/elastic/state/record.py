@@ -143,6 +143,8 @@ class StepRecord:
     """Megatron's OptimizerParamScheduler.num_steps: samples of steps that were not skipped."""
     consumed_samples: int = 0
     skipped_steps: int = 0
+    speeds: tuple[tuple[int, int], ...] = ()
+    """(cell, parts per million) of the cells measured to be slower than their peers: what plans are made from."""
 
     @classmethod
     def initial(cls, hyper: Hyper, version: int = 0, **carried: int) -> StepRecord:
@@ -172,6 +174,7 @@ class StepRecord:
         raw["rates"] = tuple(Rate(**rate) for rate in raw["rates"])
         raw["losses"] = {key: (num, den) for key, (num, den) in raw["losses"].items()}
         raw["agreed"] = tuple(raw["agreed"])
+        raw["speeds"] = tuple((cell, speed) for cell, speed in raw["speeds"])
         raw["gradient"] = GradientKey(*raw["gradient"]) if raw["gradient"] is not None else None
         return cls(**raw)
 
@@ -194,6 +197,8 @@ class Vote:
     plan_hash: str = ""
     placement: str = ""
     agreed: tuple[str, ...] = ()
+    speeds: tuple[tuple[int, int], ...] = ()
+    """Published speeds after this step's measurements."""
 
 
 def _fp32(value: float) -> float:
@@ -247,6 +252,7 @@ def advance(previous: StepRecord, vote: Vote, hyper: Hyper) -> StepRecord:
         scheduler_steps=previous.scheduler_steps + (0 if skipped else vote.samples),
         consumed_samples=previous.consumed_samples + vote.samples,
         skipped_steps=previous.skipped_steps + skipped,
+        speeds=vote.speeds,
     )
 
 

@@ -26,6 +26,8 @@ FROZEN = {
     "--elastic-snapshot": "gradient",
     "--elastic-policy": "elaswave",
     "--elastic-schedule": "1f1b",
+    "--elastic-fail-slow": "auto",
+    "--elastic-frequency": "off",
     "--elastic-exact": False,
     "--elastic-detection-timeout": 1.0,
     "--elastic-max-losses-per-hour": 0,
@@ -37,6 +39,7 @@ FROZEN = {
     "--elastic-strict-flags": False,
     "--elastic-print-patches": False,
     "--elastic-event-log": None,
+    "--elastic-trace": False,
     "--elastic-inject": None,
     "--elastic-allow-inject": False,
 }

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from megatron.elastic.observe.events import (
     EVENT_KINDS,
     Certificate,
+    Clock,
     EventLog,
     Generation,
     Movement,
@@ -27,6 +28,7 @@ from megatron.elastic.observe.events import (
     SlowRank,
     Step,
     Substitution,
+    Trace,
     read_events,
 )
 
@@ -41,6 +43,8 @@ EVENTS = [
     Step(7, (56, 64), 0.3, {"lm loss": 3.5}, grad_norm=math.inf, learning_rate=1e-4, attempts=2, ledger="ff"),
     Substitution("--transformer-impl", "transformer_engine", "local", "no CUDA"),
     SlowRank(9, 4, 500_000),
+    Clock(9, 1_500_000, 1_755_000, 1_740_000, True, 250_000),
+    Trace(9, (("compute", 5, 90), ("vote", 90, 100)), (("F", 0, 0, 3, 6, 20), ("BW", 0, 0, 3, 50, 70))),
 ]
 
 

@@ -1,6 +1,7 @@
-/* A driver library with NVML's names and calling conventions, for one GPU with a
- * 405 / 600 ... 1980 MHz clock. Its state is a file (STANDIN_STATE), so that a second
- * process, the guard, sees the same device, as it would with a real driver.
+/* A driver library with NVML's names and calling conventions, for GPUs with a
+ * 405 / 600 ... 1980 MHz clock. The state of the first is a file (STANDIN_STATE), so that a second
+ * process, the guard, sees the same device, as it would with a real driver; there are
+ * further GPUs i = 1, 2, 3 where files STANDIN_STATE.i exist.
  *
  * State file: "<locked MHz or 0> <permitted> <throttled MHz or 0>\n" */
 #include <stdio.h>
@@ -8,14 +9,31 @@
 #include <string.h>
 
 struct device { int index; };
-static struct device gpu = {0};
+static struct device gpus[4] = {{0}, {1}, {2}, {3}};
+#define gpu gpus[0]
 static int initialised = 0;
 
 struct state { unsigned locked, permitted, throttled; };
 
-static struct state load(void) {
+static const char *file_of(struct device *d) {
+  static char path[4096];
+  const char *base = getenv("STANDIN_STATE");
+  if (d->index == 0) return base;
+  snprintf(path, sizeof path, "%s.%d", base, d->index);
+  return path;
+}
+
+static int known(struct device *d) {
+  FILE *f;
+  if (d == gpus) return 1;
+  if (d < gpus || d > gpus + 3 || !(f = fopen(file_of(d), "r"))) return 0;
+  fclose(f);
+  return 1;
+}
+
+static struct state load(struct device *d) {
   struct state s = {0, 1, 0};
-  FILE *f = fopen(getenv("STANDIN_STATE"), "r");
+  FILE *f = fopen(file_of(d), "r");
   if (f) {
     if (fscanf(f, "%u %u %u", &s.locked, &s.permitted, &s.throttled) != 3) abort();
     fclose(f);
@@ -23,8 +41,8 @@ static struct state load(void) {
   return s;
 }
 
-static void store(struct state s) {
-  FILE *f = fopen(getenv("STANDIN_STATE"), "w");
+static void store(struct device *d, struct state s) {
+  FILE *f = fopen(file_of(d), "w");
   fprintf(f, "%u %u %u\n", s.locked, s.permitted, s.throttled);
   fclose(f);
 }
@@ -44,8 +62,8 @@ const char *nvmlErrorString(int code) {
 
 int nvmlDeviceGetHandleByIndex_v2(unsigned index, struct device **out) {
   if (!initialised) return 1;
-  if (index != 0) return 2;
-  *out = &gpu;
+  if (index > 3 || !known(gpus + index)) return 2;
+  *out = gpus + index;
   return 0;
 }
 
@@ -62,7 +80,7 @@ int nvmlDeviceGetHandleByUUID(const char *id, struct device **out) {
 }
 
 int nvmlDeviceGetName(struct device *d, char *name, unsigned length) {
-  if (d != &gpu) return 2;
+  if (!known(d)) return 2;
   snprintf(name, length, "Stand-in GPU");
   return 0;
 }
@@ -77,45 +95,48 @@ static int list(unsigned *count, unsigned *out, const unsigned *values, unsigned
 
 int nvmlDeviceGetSupportedMemoryClocks(struct device *d, unsigned *count, unsigned *out) {
   static const unsigned clocks[] = {2619, 1593};
-  return d == &gpu ? list(count, out, clocks, 2) : 2;
+  return known(d) ? list(count, out, clocks, 2) : 2;
 }
 
 int nvmlDeviceGetSupportedGraphicsClocks(struct device *d, unsigned memory, unsigned *count, unsigned *out) {
   static const unsigned fast[] = {1980, 1755, 1500, 1200, 900, 600}, slow[] = {405};
-  if (d != &gpu) return 2;
+  if (!known(d)) return 2;
   if (memory == 2619) return list(count, out, fast, 6);
   if (memory == 1593) return list(count, out, slow, 1);
   return 6;
 }
 
 int nvmlDeviceGetClockInfo(struct device *d, int type, unsigned *mhz) {
-  struct state s = load();
-  if (d != &gpu || type != 1) return 2;
+  struct state s;
+  if (!known(d) || type != 1) return 2;
+  s = load(d);
   *mhz = s.locked ? s.locked : 1980;
   if (s.throttled && *mhz > s.throttled) *mhz = s.throttled;
   return 0;
 }
 
 int nvmlDeviceSetGpuLockedClocks(struct device *d, unsigned low, unsigned high) {
-  struct state s = load();
-  if (d != &gpu || low != high) return 2;
+  struct state s;
+  if (!known(d) || low != high) return 2;
+  s = load(d);
   if (!s.permitted) return 4;
   s.locked = low;
-  store(s);
+  store(d, s);
   return 0;
 }
 
 int nvmlDeviceResetGpuLockedClocks(struct device *d) {
-  struct state s = load();
-  if (d != &gpu) return 2;
+  struct state s;
+  if (!known(d)) return 2;
+  s = load(d);
   if (!s.permitted) return 4;
   s.locked = 0;
-  store(s);
+  store(d, s);
   return 0;
 }
 
 int nvmlDeviceGetPowerUsage(struct device *d, unsigned *milliwatts) {
-  if (d != &gpu) return 2;
+  if (!known(d)) return 2;
   *milliwatts = 412345;
   return 0;
 }

@@ -1,0 +1,190 @@
+"""The frequency axis in a run: devices with slack run slower, the step hardly longer.
+
+Every vote carries what each cell's devices can do and run at, and how long its
+pieces took. From the same numbers every rank derives the same clocks, which
+become part of the plan (``Plan.frequencies_khz``); each rank then sets its own
+device. Until a cell has been seen at two clocks it is taken to be bound by its
+clock entirely, which only ever errs towards too little saving; with two, ``t(f) =
+a / f + b`` is fitted.
+
+Invariant: what is remembered (samples, nominal clocks) is of one generation and
+equal on all its ranks; a generation begins at the clocks devices had before the
+job. What was set is put back by ``platform/frequency.py``, also after a crash.
+
+Source: ElasWave (arXiv 2510.00606), its frequency dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from megatron.elastic.plan.clocks import with_clocks
+from megatron.elastic.plan.frequency import ClockFit, ClockRange, fit_clock
+from megatron.elastic.plan.model import Cell, Plan, Profile
+from megatron.elastic.plan.pace import Range, Times, measured_profile
+from megatron.elastic.platform.frequency import Applied, FrequencyControl, FrequencyUnavailable
+
+__all__ = ["ClockState", "Clocks"]
+
+ClockState = tuple[int, int, int, int]
+"""Of one device, or summed over a cell's: (devices that can be set, lowest, highest, present clock), kHz."""
+
+_SETTLE = 4
+"""Steps at unchanged clocks before clocks are chosen again."""
+_WINDOW = 8
+"""Newest samples a clock keeps."""
+_TOLERANCE_PPM = 20_000
+"""How much longer a step may get: in a pipeline every cell is part of fill and drain, so no clock is free."""
+_STEPS = 15
+"""A device's range is offered to the planner in so many steps; the device takes its own next higher one."""
+
+
+@dataclass
+class Clocks:
+    """One rank's device, and what all ranks know of everybody's.
+
+    ``say`` is told the one line when the device refuses; ``note`` of every setting that was applied.
+    """
+
+    control: FrequencyControl
+    say: Callable[[str], None]
+    note: Callable[[Applied, int | None], None]
+    _before: int = 0
+    """The clock found before anything was set."""
+    _asked: int = 0
+    _usable: bool = True
+    _nominal: dict[int, int] = field(default_factory=dict)
+    _samples: dict[tuple[int, int], list[int]] = field(default_factory=dict)
+    """(cell, kHz) → newest times of one row through the cell's units, ns."""
+    _profile: Profile | None = None
+    """Unit costs at nominal clocks."""
+    _present: dict[int, int] = field(default_factory=dict)
+    _steady: int = 0
+
+    def state(self) -> ClockState:
+        """This device's part of the vote; zeros when it cannot be set."""
+        if not self._usable or not self.control.available():
+            return 0, 0, 0, 0
+        try:
+            limits, present = self.control.limits(), self._asked or self.control.current()
+        except FrequencyUnavailable as error:
+            return self._refused(error)
+        self._before = self._before or present
+        return 1, limits.min_khz, limits.max_khz, present
+
+    def forget(self) -> None:
+        """A generation begins: everybody runs at the clocks found before the job."""
+        self._nominal.clear()
+        self._samples.clear()
+        self._present.clear()
+        self._profile, self._steady = None, 0
+        if self._asked:
+            self._set(self._before)
+
+    def observe(self, plan: Plan, times: Times, states: Mapping[int, ClockState], profile: Profile) -> Plan | None:
+        """Take in one committed step. The plan with other clocks, when they should change; the same on every rank."""
+        able = {cell.id: _of_cell(cell, states.get(cell.id, (0, 0, 0, 0))) for cell in plan.cells}
+        ranges = {}
+        per_row = _per_row(plan, times)
+        for cell, found in able.items():
+            if found is None or cell not in per_row:
+                continue
+            lowest, highest, present = found
+            nominal = self._nominal.setdefault(cell, present)
+            ranges[cell] = ClockRange(_steps(lowest, highest, nominal), nominal)
+            kept = self._samples.setdefault((cell, present), [])
+            kept.append(per_row[cell])
+            del kept[:-_WINDOW]
+        self._present = {cell: found[2] for cell, found in able.items() if found is not None}
+        self._steady += 1
+        if self._steady < _SETTLE or not ranges:
+            return None
+        self._profile = self._profile or measured_profile(plan, times, profile)
+        fits = {cell: self._fit(cell) for cell in ranges}
+        chosen = with_clocks(plan, self._profile, fits, ranges, tolerance_ppm=_TOLERANCE_PPM)
+        if all(_near(khz, self._present[cell], ranges[cell]) for cell, khz in chosen.frequencies_khz):
+            return None
+        self._steady = 0
+        return chosen
+
+    def at_nominal(self, times: Times) -> dict[Range, tuple[int, int]]:
+        """``times`` as they would be at nominal clocks: a device that was slowed on purpose is not a slow one."""
+        found: dict[Range, tuple[int, int]] = {}
+        for key, (forward, backward) in times.items():
+            nominal, present = self._nominal.get(key[0], 0), self._present.get(key[0], 0)
+            if nominal == present:
+                found[key] = (forward, backward)
+                continue
+            fit = self._fit(key[0])
+            here, there = fit.time_ns(present), fit.time_ns(nominal)
+            found[key] = (forward * there // here, backward * there // here)
+        return found
+
+    def apply(self, plan: Plan, cell: Cell | None) -> None:
+        """Set this rank's device as ``plan`` has it."""
+        wanted = dict(plan.frequencies_khz).get(cell.id) if cell is not None else None
+        if wanted is not None and wanted != self._asked:
+            self._set(wanted)
+
+    def restore(self) -> None:
+        """Put the device back as it was found. Idempotent."""
+        if self._asked:
+            self._asked = 0
+            try:
+                self.control.restore()
+            except FrequencyUnavailable as error:
+                self.say(str(error))
+
+    def _set(self, khz: int) -> None:
+        try:
+            applied = self.control.set(khz)
+        except FrequencyUnavailable as error:
+            self._refused(error)
+            return
+        self._asked = khz
+        self.note(applied, self.control.power_mw())
+
+    def _refused(self, error: FrequencyUnavailable) -> ClockState:
+        self._usable = False
+        self.say(str(error))
+        return 0, 0, 0, 0
+
+    def _fit(self, cell: int) -> ClockFit:
+        seen = {khz: min(times) for (owner, khz), times in self._samples.items() if owner == cell}
+        fitted = fit_clock(seen.items())
+        if fitted is not None:
+            return fitted
+        khz, time = next(iter(seen.items()))
+        return ClockFit(work=khz * time, fixed=0)
+
+
+def _of_cell(cell: Cell, total: ClockState) -> tuple[int, int, int] | None:
+    """(lowest, highest, present) when every device of the cell can be set."""
+    able, lowest, highest, present = total
+    size = len(cell.ranks)
+    return (lowest // size, highest // size, present // size) if able == size else None
+
+
+def _per_row(plan: Plan, times: Times) -> dict[int, int]:
+    """Cell → measured ns of one row through all units it runs."""
+    rows: dict[Range, int] = {}
+    for piece in plan.pieces:
+        key = (piece.cell, piece.first, piece.end)
+        rows[key] = rows.get(key, 0) + len(piece.rows)
+    found: dict[int, int] = {}
+    for key, count in rows.items():
+        if spent := sum(times.get(key, (0, 0))):
+            found[key[0]] = found.get(key[0], 0) + spent // count
+    return found
+
+
+def _steps(lowest: int, highest: int, nominal: int) -> tuple[int, ...]:
+    span = highest - lowest
+    return tuple(sorted({nominal, *(lowest + span * step // _STEPS for step in range(_STEPS + 1))}))
+
+
+def _near(one: int, other: int, clocks: ClockRange) -> bool:
+    """At most one step apart: not worth a change."""
+    allowed = clocks.allowed_khz
+    return abs(one - other) <= (allowed[-1] - allowed[0]) // _STEPS

@@ -1,0 +1,133 @@
+"""A run's event log as a picture: what every rank computed, waited for and recovered from.
+
+    python -m megatron.elastic.observe.run_trace DIR --out trace.json [--png run.png] [--steps 3-6]
+
+``DIR`` is what ``--elastic-event-log`` named; with ``--elastic-trace`` it holds
+every computation and phase, without it phases are drawn one after the other
+(their order within a step is that of first entry). Each rank has a track for
+phases, one for computations, and one for losses and recoveries. Open the JSON in ui.perfetto.dev or chrome://tracing.
+
+Ranks of other hosts are placed by their wall clocks: each incarnation's
+monotonic times are moved by the median of (wall - monotonic) over its lines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from statistics import median
+
+from megatron.elastic.observe.events import Phases, RankLost, Record, Recovery, SlowRank, Trace, read_events
+from megatron.elastic.observe.trace import Span, draw_spans, write_chrome_trace
+
+__all__ = ["main", "run_spans", "track_names"]
+
+_PHASES, _WORK, _TRACKS = 1, 2, 3
+"""Offsets of a rank's tracks (its events come first), and how many it has."""
+
+
+def run_spans(records: Sequence[Record], steps: range | None = None) -> list[Span]:
+    """Spans of a run, ns from its first event; ``steps`` limits what belongs to a step.
+
+    Track ``3 · rank`` holds losses and recoveries, ``3 · rank + 1`` phases, ``3 · rank + 2`` computations.
+    """
+    shifts = _shifts(records)
+    traced = {(r.rank, r.incarnation, r.event.step) for r in records if isinstance(r.event, Trace)}
+    spans = [
+        span
+        for record in records
+        for span in _of(record, shifts[record.rank, record.incarnation], traced)
+        if steps is None or int(span.arguments.get("step", steps.start)) in steps
+    ]
+    begin = min((span.start for span in spans), default=0)
+    return sorted((_moved(span, -begin) for span in spans), key=lambda span: (span.start, span.track, span.end))
+
+
+def track_names(spans: Iterable[Span]) -> dict[int, str]:
+    """``rank 3 events``, ``rank 3 phases``, ``rank 3 computes`` for every track in use."""
+    kinds = ("events", "phases", "computes")
+    tracks = {span.track for span in spans}
+    return {track: f"rank {track // _TRACKS} {kinds[track % _TRACKS]}" for track in sorted(tracks)}
+
+
+def _moved(span: Span, by: int) -> Span:
+    return Span(
+        span.track, span.name, span.start + by, span.end + by, span.category, span.flow, span.arguments
+    )
+
+
+def _shifts(records: Iterable[Record]) -> dict[tuple[int, int], int]:
+    """(rank, incarnation) → ns to add to its monotonic times; 0 within one host."""
+    found: dict[tuple[int, int], list[float]] = {}
+    for record in records:
+        found.setdefault((record.rank, record.incarnation), []).append(record.wall * 1e9 - record.monotonic_ns)
+    offsets = {key: median(values) for key, values in found.items()}
+    base = min(offsets.values(), default=0.0)
+    near = 5e7  # clocks of one host differ by the time between two clock reads, not by 50 ms
+    return {key: 0 if offset - base < near else round(offset - base) for key, offset in offsets.items()}
+
+
+def _of(record: Record, shift: int, traced: set[tuple[int, int, int]]) -> Iterator[Span]:
+    """What one line has to show."""
+    event, track, now = record.event, _TRACKS * record.rank, record.monotonic_ns + shift
+    if isinstance(event, Trace):
+        for name, start, end in event.phases:
+            yield Span(track + _PHASES, name, start + shift, end + shift, name, arguments={"step": event.step})
+        for op, piece, first, stop, start, end in event.work:
+            details: dict[str, int | str] = {"step": event.step, "piece": piece, "units": f"[{first}, {stop})"}
+            yield Span(track + _WORK, f"{op}{piece}", start + shift, end + shift, op, arguments=details)
+    elif isinstance(event, Phases) and (record.rank, record.incarnation, event.step) not in traced:
+        start = now - sum(event.nanoseconds.values())
+        for name, spent in event.nanoseconds.items():
+            yield Span(track + _PHASES, name, start, start + spent, name, arguments={"step": event.step})
+            start += spent
+    elif isinstance(event, Recovery):
+        start = now - round(1e9 * sum(event.seconds.values()))
+        for name, seconds in event.seconds.items():
+            end = start + round(1e9 * seconds)
+            yield Span(track, name, start, end, "recovery", arguments={"step": event.step, "outcome": event.outcome})
+            start = end
+    elif isinstance(event, RankLost):
+        details = {"step": event.step, "cause": event.cause, "seen by": record.rank}
+        yield Span(_TRACKS * event.lost_rank, f"lost: {event.cause}", now, now, "loss", arguments=details)
+    elif isinstance(event, SlowRank):
+        details = {"step": event.step, "speed": f"{event.speed_ppm / 10_000:.0f}%"}
+        yield Span(_TRACKS * event.slow_rank, f"speed {details['speed']}", now, now, "slow", arguments=details)
+
+
+def _steps(text: str) -> range:
+    first, dash, last = text.partition("-")
+    try:
+        return range(int(first), int(last if dash else first) + 1)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a step nor FIRST-LAST") from None
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write the trace of a run. Exit code 1 with one line when there is nothing to draw."""
+    parser = argparse.ArgumentParser(prog="python -m megatron.elastic.observe.run_trace", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("directory", type=Path, help="the --elastic-event-log of the run")
+    parser.add_argument("--out", type=Path, required=True, metavar="PATH", help="Chrome trace JSON")
+    parser.add_argument("--png", type=Path, metavar="PATH", help="the same as a picture (PNG or SVG by ending)")
+    parser.add_argument("--steps", type=_steps, metavar="FIRST-LAST", help="only what belongs to these steps")
+    options = parser.parse_args(arguments)
+    try:
+        spans = run_spans(read_events(options.directory), options.steps)
+    except (FileNotFoundError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    if not spans:
+        print(f"{options.directory} holds no event of these steps", file=sys.stderr)
+        return 1
+    names = track_names(spans)
+    write_chrome_trace(options.out, spans, names)
+    if options.png is not None:
+        draw_spans(options.png, spans, names, f"{options.directory.name}: phases and computations of every rank")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,92 @@
+"""A run's event log becomes a trace that Perfetto reads, with every recovery in it."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from megatron.elastic.observe.events import EventLog, Phases, RankLost, Recovery, Trace
+from megatron.elastic.observe.phases import PhaseTimer
+from megatron.elastic.observe.run_trace import main
+from megatron.elastic.observe.timeline import Timeline
+
+PHASES = {"B", "E", "X", "I", "i", "M", "s", "t", "f", "C", "b", "n", "e"}
+
+
+def check_trace_format(text: str) -> list[dict[str, object]]:
+    """The rules of the JSON object format: required fields by event type, finite times, spans that nest on a track."""
+    document = json.loads(text)
+    events = document["traceEvents"]
+    for event in events:
+        assert event["ph"] in PHASES
+        assert isinstance(event["name"], str)
+        assert isinstance(event["pid"], int)
+        if event["ph"] == "M":
+            assert event["args"]
+            continue
+        assert isinstance(event["tid"], int)
+        assert event["ts"] >= 0
+        if event["ph"] == "X":
+            assert event["dur"] >= 0
+    for track in {event["tid"] for event in events if event["ph"] == "X"}:
+        spans = sorted((e["ts"], -e["dur"]) for e in events if e["ph"] == "X" and e["tid"] == track)
+        for (start, length), (later, _) in pairwise(spans):
+            assert later >= start - length - 1e-3 or length == 0, f"spans cross on track {track}"
+    return events
+
+
+def write_run(folder: Path) -> None:
+    """Two ranks; rank 1 dies in step 2, rank 0 traces what it does."""
+    log, timeline = EventLog(folder, 0), Timeline(enabled=True)
+    timer = PhaseTimer(timeline.moved)
+    for step in (1, 2):
+        timer.begin(step, "prepare")
+        with timer.phase("compute"):
+            start = timer.current.since_ns
+            timeline.computed("F", 0, 0, 3, start, start + 100)
+            timeline.computed("B", 0, 0, 3, start + 100, start + 300)
+        if step == 2:
+            timer.enter("recover")
+            log.write(RankLost(1, 0, "here", "signal SIGKILL", step))
+            log.write(Recovery(step, "re-run", {"decide": 0.001, "edit": 0.002}))
+        spent = timer.finish()
+        log.write(Phases(step, spent))
+        phases, work = timeline.take()
+        log.write(Trace(step, phases, work))
+    other = EventLog(folder, 1)
+    other.write(Phases(1, {"prepare": 1000, "compute": 5000}))
+
+
+def test_a_run_with_a_loss_is_a_valid_trace_that_shows_the_recovery(tmp_path: Path) -> None:
+    write_run(tmp_path / "run")
+    out, picture = tmp_path / "trace.json", tmp_path / "run.png"
+    assert main([str(tmp_path / "run"), "--out", str(out), "--png", str(picture)]) == 0
+    events = check_trace_format(out.read_text())
+    names = {(event["tid"], event["name"]) for event in events if event["ph"] == "X"}
+    assert {(0, "decide"), (0, "edit"), (3, "lost: signal SIGKILL")} <= names
+    assert {(1, "prepare"), (1, "compute"), (1, "recover"), (2, "F0"), (2, "B0"), (4, "compute")} <= names
+    tracks = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}  # type: ignore[index]
+    assert tracks[2] == "rank 0 computes" and tracks[3] == "rank 1 events"
+    assert picture.read_bytes()[:4] == b"\x89PNG"
+
+
+def test_steps_can_be_cut_out(tmp_path: Path) -> None:
+    write_run(tmp_path / "run")
+    out = tmp_path / "trace.json"
+    assert main([str(tmp_path / "run"), "--out", str(out), "--steps", "1"]) == 0
+    assert not any(event["name"] == "decide" for event in check_trace_format(out.read_text()))
+
+
+def test_nothing_to_draw_is_said_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path / "none"), "--out", str(tmp_path / "x.json")]) == 1
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_timeline_that_is_off_keeps_nothing() -> None:
+    timeline = Timeline()
+    PhaseTimer(timeline.moved).begin(1, "prepare")
+    timeline.computed("F", 0, 0, 1, 0, 1)
+    assert timeline.take() == ((), ())
