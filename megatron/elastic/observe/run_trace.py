@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
@@ -35,10 +35,11 @@ def run_spans(records: Sequence[Record], steps: range | None = None) -> list[Spa
     """
     shifts = _shifts(records)
     traced = {(r.rank, r.incarnation, r.event.step) for r in records if isinstance(r.event, Trace)}
+    known = _noticed(records)
     spans = [
         span
         for record in records
-        for span in _of(record, shifts[record.rank, record.incarnation], traced)
+        for span in _of(record, shifts[record.rank, record.incarnation], traced, known)
         if steps is None or int(span.arguments.get("step", steps.start)) in steps
     ]
     begin = min((span.start for span in spans), default=0)
@@ -69,7 +70,18 @@ def _shifts(records: Iterable[Record]) -> dict[tuple[int, int], int]:
     return {key: 0 if offset - base < near else round(offset - base) for key, offset in offsets.items()}
 
 
-def _of(record: Record, shift: int, traced: set[tuple[int, int, int]]) -> Iterator[Span]:
+def _noticed(records: Iterable[Record]) -> dict[tuple[int, int], int]:
+    """(rank, generation) → when that rank began to recover, by its own clock: losses are logged at the end."""
+    return {
+        (record.rank, record.generation): record.monotonic_ns - round(1e9 * sum(record.event.seconds.values()))
+        for record in records
+        if isinstance(record.event, Recovery)
+    }
+
+
+def _of(
+    record: Record, shift: int, traced: set[tuple[int, int, int]], known: Mapping[tuple[int, int], int]
+) -> Iterator[Span]:
     """What one line has to show."""
     event, track, now = record.event, _TRACKS * record.rank, record.monotonic_ns + shift
     if isinstance(event, Trace):
@@ -91,6 +103,7 @@ def _of(record: Record, shift: int, traced: set[tuple[int, int, int]]) -> Iterat
             start = end
     elif isinstance(event, RankLost):
         details = {"step": event.step, "cause": event.cause, "seen by": record.rank}
+        now = known.get((record.rank, record.generation), record.monotonic_ns) + shift
         yield Span(_TRACKS * event.lost_rank, f"lost: {event.cause}", now, now, "loss", arguments=details)
     elif isinstance(event, SlowRank):
         details = {"step": event.step, "speed": f"{event.speed_ppm / 10_000:.0f}%"}
@@ -112,6 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("directory", type=Path, help="the --elastic-event-log of the run")
     parser.add_argument("--out", type=Path, required=True, metavar="PATH", help="Chrome trace JSON")
     parser.add_argument("--png", type=Path, metavar="PATH", help="the same as a picture (PNG or SVG by ending)")
+    parser.add_argument("--title", default="", help="of the picture")
     parser.add_argument("--steps", type=_steps, metavar="FIRST-LAST", help="only what belongs to these steps")
     options = parser.parse_args(arguments)
     try:
@@ -125,7 +139,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = track_names(spans)
     write_chrome_trace(options.out, spans, names)
     if options.png is not None:
-        draw_spans(options.png, spans, names, f"{options.directory.name}: phases and computations of every rank")
+        draw_spans(options.png, spans, names, options.title or str(options.directory))
     return 0
 
 
