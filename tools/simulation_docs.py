@@ -1,10 +1,11 @@
 """Figures of docs/simulation.md from what the benches wrote, so that none is typed by hand.
 
-    python tools/simulation_docs.py [--table FILE] [--throughput FILE] [--real FILE] [--page docs/simulation.md]
+    python tools/simulation_docs.py [--table FILE] [--rows FILE] [--throughput FILE] [--real FILE] [--page PAGE]
 
-``FILE``: what ``simulate_table.py --out`` and ``throughput.py --out`` wrote, and the
-last line of ``simulator_real.py``. Between ``<!-- begin NAME -->`` and ``<!-- end -->``
-a section is replaced as a whole; sections whose file is not given stay.
+``FILE``: what ``simulate_table.py --out`` (or its ``--rows`` alone, for the damage
+table) and ``throughput.py --out`` wrote, and the last line of ``simulator_real.py``.
+Between ``<!-- begin NAME -->`` and ``<!-- end -->`` a section is replaced as a whole;
+sections whose file is not given stay.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from statistics import median
 from typing import Any
 
 from megatron.elastic.simulate.__main__ import damage_table
-from megatron.elastic.simulate.scenarios import Row
+from megatron.elastic.simulate.scenarios import Row, scenario_list
 
 
 def sections_of_table(figures: Mapping[str, Any]) -> dict[str, str]:
@@ -30,8 +31,7 @@ def sections_of_table(figures: Mapping[str, Any]) -> dict[str, str]:
         for name, gain in figures["clocks"].items()
     ]
     found = {
-        "summary": summary(rows),
-        "damage": f"```\n{damage_table(rows)}\n```",
+        **sections_of_rows(rows),
         "ablation": table(("axes", "throughput"), [*ablation, *gains]),
         "ft-hsdp": goodput(figures["ft_hsdp"]["results"]),
     }
@@ -39,6 +39,11 @@ def sections_of_table(figures: Mapping[str, Any]) -> dict[str, str]:
         text = goodput(fleet["results"])
         found[f"goodput-{name}"] = f"{text}\n\nOne core, {fleet['cpu_s']:.0f} s of CPU for the whole trace."
     return found
+
+
+def sections_of_rows(rows: Sequence[Row]) -> dict[str, str]:
+    """The damage table and what it says."""
+    return {"summary": summary(rows), "damage": f"```\n{damage_table(rows)}\n```"}
 
 
 def summary(rows: Sequence[Row]) -> str:
@@ -145,6 +150,7 @@ def main() -> None:
     """Read, replace, write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--table", type=Path)
+    parser.add_argument("--rows", type=Path)
     parser.add_argument("--throughput", type=Path)
     parser.add_argument("--real", type=Path)
     parser.add_argument("--page", type=Path, default=Path("docs/simulation.md"))
@@ -152,6 +158,10 @@ def main() -> None:
     sections: dict[str, str] = {}
     if options.table:
         sections |= sections_of_table(json.loads(options.table.read_text()))
+    if options.rows:
+        known = [Row.from_flat(json.loads(line)) for line in options.rows.read_text().splitlines()]
+        order = {scenario: number for number, scenario in enumerate(scenario_list())}
+        sections |= sections_of_rows(sorted(known, key=lambda row: order[row.scenario]))
     if options.throughput:
         sections["emulation"] = emulation(json.loads(options.throughput.read_text()))
     if options.real:

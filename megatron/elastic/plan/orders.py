@@ -51,7 +51,7 @@ def compute_orders(group: Sequence[int], work: Work, split_backward: bool) -> di
     found: list[tuple[int, dict[int, list[Step]]]] = []
     if stages is not None and (delays := _weight_delays(stages, work)) is not None:
         late = {cell: zero_bubble_h1(own, at, len(stages), delays[at]) for at, (cell, own) in enumerate(stages)}
-        if delays == list(range(len(stages))):
+        if delays == list(range(len(stages))) and _even(stages, work.costs):
             return late
         found.append((walk(tables_from_orders(late, work.index), work.costs).makespan, late))
     chunked = is_interleaved(group, work.pieces)
@@ -64,6 +64,11 @@ def compute_orders(group: Sequence[int], work: Work, split_backward: bool) -> di
             )
             found.append((listing.makespan, listing.orders))
     return min(found, key=lambda timed: timed[0])[1]
+
+
+def _even(stages: Sequence[tuple[int, list[int]]], costs: Costs) -> bool:
+    """Whether all stages take equally long: then no order is faster than ZB-H1's."""
+    return len({(costs.pieces[own[0]].forward, costs.pieces[own[0]].backward) for _, own in stages}) == 1
 
 
 def row_caps(group: Sequence[int], work: Work) -> list[dict[int, int]]:
