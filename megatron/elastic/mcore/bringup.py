@@ -47,7 +47,7 @@ from megatron.elastic.mcore.narrate import (
     narrate_step,
     narrate_verdict,
 )
-from megatron.elastic.observe.events import EventLog
+from megatron.elastic.observe.events import EventLog, Ready
 from megatron.elastic.observe.phases import PhaseTimer
 from megatron.elastic.observe.timeline import Timeline
 from megatron.elastic.plan.choice import Choice, choice_named
@@ -209,6 +209,7 @@ def join(links: Links, job: Job) -> tuple[Engine, Welcome]:
     own = build_layouts(own_catalog(job.port, shard), job.config.block_bytes)
     known = _of_shard(own, shard)
     arena = Arena(job.port, known)
+    links.events.write(Ready())
     while True:
         try:
             decision = links.membership.decide(fabric.address(), NEWCOMER, timeout)

@@ -37,6 +37,7 @@ __all__ = [
     "Phases",
     "Plan",
     "RankLost",
+    "Ready",
     "Record",
     "Recovery",
     "SlowRank",
@@ -66,6 +67,13 @@ class Generation(Event):
     lost: tuple[int, ...] = ()
     joined: tuple[int, ...] = ()
     parked: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Ready(Event):
+    """A rank that comes later has run everything up to its admission, and waits for it."""
+
+    kind: ClassVar[str] = "ready"
 
 
 @dataclass(frozen=True)
@@ -238,7 +246,7 @@ EVENT_KINDS: Mapping[str, type[Event]] = {
     event.kind: event
     for event in (
         Generation, RankLost, Plan, Phases, Trace, Recovery, Movement, Certificate, Step, Substitution, SlowRank,
-        Clock,
+        Clock, Ready,
     )
 }
 

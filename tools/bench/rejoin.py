@@ -1,0 +1,108 @@
+"""A lost rank comes back: how soon it takes part once it is ready, and what the others wait for it.
+
+    python -m tools.bench.rejoin [--trials 3] [--ranks 4] [--comm elastic]
+
+Each trial is a real job under the launcher, data parallel, default settings, with one
+rank killed (SIGKILL). Its process is started again, runs the script from the top, and
+is admitted at a step boundary. From the event logs, per trial:
+
+admission      from "ready" (model built, waiting) until the generation that admits it is settled.
+               It ends at a boundary, so it holds the rest of the step under way
+stall          what the slowest member spent in that generation, as a share of the median step
+switch         what the slowest rank waited where its state copies began to count, as a share of a step
+background     seconds in which those copies were made while steps went on
+
+The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from megatron.elastic.observe.events import Record, read_events
+from tools.bench._common import median_of, print_result
+
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = shlex.split("""
+    --num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128 --max-position-embeddings 128
+    --micro-batch-size 1 --global-batch-size 16 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 2047
+    --log-interval 1 --eval-iters 0 --eval-interval 1000 --num-workers 0 --seed 11
+""")
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Seconds, and shares of a step."""
+
+    admission: float
+    stall: float
+    stall_of_step: float
+    switch: float
+    switch_of_step: float
+    background: float
+    step: float
+
+
+def run_trial(ranks: int, comm: str, steps: int) -> Trial:
+    """One job. Raises ``RuntimeError`` with its output when it does not finish or nobody came back."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [
+            sys.executable, "-m", "megatron.elastic.launch", "--nproc-per-node", str(ranks),
+            str(ROOT / "pretrain_gpt.py"), *MODEL, "--train-iters", str(steps), "--elastic", "--elastic-comm", comm,
+            "--elastic-event-log", folder, "--elastic-allow-inject", "--elastic-inject",
+            "kill:rank=1,step=4,point=mid_forward",
+        ]  # fmt: skip
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400, check=False)
+        records = read_events(Path(folder))
+        joined = [r for r in records if r.kind == "generation" and r.fields["joined"]]
+        moved = [r for r in records if r.kind == "movement" and joined and r.generation == joined[0].generation]
+        if done.returncode or not moved:
+            raise RuntimeError(f"exit code {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
+    return evaluated(records, joined, moved)
+
+
+def evaluated(records: list[Record], joined: list[Record], moved: list[Record]) -> Trial:
+    """The figures of one job's events: ``joined`` are those of the generation, ``moved`` of the movement after it."""
+    steps = statistics.median(r.fields["seconds"] for r in records if r.kind == "step")
+    ready = next(r for r in records if r.kind == "ready")
+    recoveries = [r for r in records if r.kind == "recovery" and r.generation == joined[0].generation]
+    stall = max(sum(r.fields["seconds"].values()) for r in recoveries)
+    switch = max(r.fields["stall_seconds"] for r in moved)
+    return Trial(
+        admission=(max(r.monotonic_ns for r in recoveries) - ready.monotonic_ns) / 1e9,
+        stall=stall,
+        stall_of_step=stall / steps,
+        switch=switch,
+        switch_of_step=switch / steps,
+        background=max(r.fields["background_seconds"] for r in moved),
+        step=steps,
+    )
+
+
+def main() -> None:
+    """Parse, run, print."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--trials", type=int, default=3)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--comm", choices=("elastic", "gloo"), default="elastic")
+    options = parser.parse_args()
+    trials = []
+    for _ in range(options.trials):
+        trials.append(run_trial(options.ranks, options.comm, options.steps))
+        print(trials[-1], file=sys.stderr, flush=True)
+    figures = {item.name: median_of([getattr(trial, item.name) for trial in trials]) for item in fields(Trial)}
+    print_result("rejoin", {"ranks": options.ranks, "comm": options.comm, **figures})
+
+
+if __name__ == "__main__":
+    main()
