@@ -2,6 +2,7 @@
 
 #include <cstring>
 
+#include "clones.hpp"
 #include "float_mode.hpp"
 
 #if defined(__FAST_MATH__)
@@ -9,14 +10,6 @@
 #endif
 // Build with -ffp-contract=off (bits), and -fno-math-errno -fno-trapping-math (only
 // then does GCC vectorise square roots; same bits, a tenth of the time).
-
-// One body, compiled for several vector widths and picked at load time: the
-// operations are element-wise and individually rounded, so all give the same bits.
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-#define ELASTIC_CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
-#else
-#define ELASTIC_CLONES
-#endif
 
 namespace elastic::state {
 namespace {

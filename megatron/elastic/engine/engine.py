@@ -585,7 +585,7 @@ class Engine:
         self.computed = self.standing.plan.rows
         self.injector.reach("after_prepare", step)
         with self.timer.phase("compute"):
-            result = body.compute(work, self.record.loss_scale)
+            result = body.train(work, self.record.loss_scale)
         self.injector.reach("before_reduce", step)
         with self.timer.phase("reduce"):
             body.reduce(step)

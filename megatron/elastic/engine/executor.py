@@ -31,6 +31,7 @@ from megatron.elastic.plan.model import Action, Cell, Edge, Op, Piece, Plan
 
 __all__ = ["Executor", "PassResult", "Timed", "Work"]
 
+_GRADIENT_OPS = frozenset({Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT})
 _BACKWARD_OPS = frozenset({Op.BACKWARD, Op.SEND_BACKWARD, Op.RECV_BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT})
 
 
@@ -48,6 +49,8 @@ class Work:
     drag: Callable[[int], None]
     """Told of every computation's nanoseconds; returns when a slowed rank would have been done with it."""
     timeline: Timeline
+    folded: Callable[[], None]
+    """Told whenever a backward has left one piece's gradients (exact mode takes them up)."""
     loss_scale: float = 1.0
     per_token: bool = False
     microbatches: int = 1
@@ -150,6 +153,8 @@ class Executor:
             for action in self._plan.table(self._cell.id):
                 if work.training or action.op not in _BACKWARD_OPS:
                     self._perform(action, work, result)
+                if action.op in _GRADIENT_OPS:
+                    work.folded()
             if self._deferred:
                 raise RuntimeError(f"the schedule forms no weight gradients for pieces {sorted(self._deferred)}")
             self._transport.flush()

@@ -109,5 +109,11 @@ class ModelPort(Protocol):
         ``grads[unit]`` lists fp32 views in the order of :meth:`unit_parameters`.
         """
 
+    def separate_uses(self, contribute: Callable[[int, str, torch.Tensor], None]) -> None:
+        """Hand the gradient of every use of a shared weight but one to ``contribute(unit, name, gradient)``.
+
+        Without this call autograd adds them up in ``parameter.grad`` (:mod:`exact`).
+        """
+
     def train(self, mode: bool) -> None:
         """Switch dropout and the like on or off."""

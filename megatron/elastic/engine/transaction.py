@@ -19,6 +19,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,12 +28,13 @@ import torch.distributed as dist
 from megatron.elastic.comm.fabric import Fabric
 from megatron.elastic.engine.buffers import Arena
 from megatron.elastic.engine.dropout import DropoutKey, dropout_scope
+from megatron.elastic.engine.exact import ExactGradients, OutOfRange, resolutions
 from megatron.elastic.engine.executor import Executor, PassResult, Work
 from megatron.elastic.engine.port import ForwardStep, ModelPort
 from megatron.elastic.engine.seals import SEAL_SLOTS, Disputes, disputes, seals
 from megatron.elastic.engine.settings import Settings
 from megatron.elastic.engine.source import SampleSource, StepAddress
-from megatron.elastic.engine.standing import Standing
+from megatron.elastic.engine.standing import Span, Standing
 from megatron.elastic.engine.transport import BoundaryTransport, started
 from megatron.elastic.engine.vote import Tally, VoteLayout, ledger_digest, plan_digest
 from megatron.elastic.observe.timeline import Timeline
@@ -67,6 +69,8 @@ class Tools:
     """What this process did when, if anybody wants to know."""
     steady_clock: bool = True
     """Whether this process has its processor to itself, so that the time a piece takes says something about it."""
+    exact: ExactGradients | None = None
+    """Where gradients are summed in exact mode."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +110,18 @@ class StepBody:
 
     # -- compute ---------------------------------------------------------------
 
+    def train(self, step: StepInput, loss_scale: float) -> PassResult:
+        """:meth:`compute` once, or in exact mode until all ranks' gradients are in range. Raises ``OutOfRange``."""
+        exact = self._tools.exact
+        if exact is None:
+            return self.compute(step, loss_scale)
+        for places in resolutions(loss_scale):
+            exact.begin(places)
+            result = self.compute(step, loss_scale)
+            if exact.agreed(self._tools.fabric.world):
+                return result
+        raise OutOfRange(f"step {step.step}: gradients are out of the range of --elastic-exact")
+
     def compute(self, step: StepInput, loss_scale: float, *, training: bool = True) -> PassResult:
         """Forward (and backward) of this rank's pieces; a parked rank computes nothing."""
         tools = self._tools
@@ -132,10 +148,12 @@ class StepBody:
             per_token=tools.settings.per_token_loss,
             microbatches=self._standing.plan.rows // grid.micro_batch_size,
             training=training,
+            folded=tools.exact.fold if tools.exact is not None and training else _nothing,
         )
         result = self._executor.run(work)
         if training:
-            tools.port.finish_gradients(tools.arena.gradient_views())
+            gradients = tools.arena.gradient_views() if tools.exact is None else tools.exact.views()
+            tools.port.finish_gradients(gradients)
         return result
 
     def _scope(self, step: StepInput, piece: Piece) -> AbstractContextManager[None]:
@@ -155,13 +173,17 @@ class StepBody:
             if span is self._standing.spans[-1]:
                 tools.reach("mid_reduce", step)
             tools.publish("reduce", span.members)
-            if len(span.members) > 1:
-                tools.fabric.reduce_scatter_blocks(
-                    span.group, tools.arena.gradients[span.start : span.stop], span.blocks
-                )
+            if tools.exact is not None:
+                tools.exact.reduce(span.start, span.stop, partial(self._reduce_scatter, span))
+            else:
+                self._reduce_scatter(span, tools.arena.gradients[span.start : span.stop])
         for block in self._standing.owned:
             gradient = tools.arena.unit_gradients(block.unit)[block.start : block.stop]
             tools.pool.retain(block.key, self.key(step), gradient)
+
+    def _reduce_scatter(self, span: Span, values: torch.Tensor) -> None:
+        if len(span.members) > 1:
+            self._tools.fabric.reduce_scatter_blocks(span.group, values, span.blocks)
 
     def ship(self, step: int) -> None:
         """Reduced blocks from owners to mirrors, each with a seal; ``disputes`` has what does not match.
@@ -335,6 +357,10 @@ def _no_data(piece: Piece) -> Iterator[Any]:
 
 
 def _nowhere(point: str) -> None:
+    return None
+
+
+def _nothing() -> None:
     return None
 
 

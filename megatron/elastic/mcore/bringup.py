@@ -30,6 +30,7 @@ from megatron.elastic.engine.buffers import Arena
 from megatron.elastic.engine.catalog import build_layouts, exchange_catalog, own_catalog
 from megatron.elastic.engine.clocks import Clocks
 from megatron.elastic.engine.engine import Engine
+from megatron.elastic.engine.exact import ExactGradients, one_sample_pieces
 from megatron.elastic.engine.inject import Injector, parse
 from megatron.elastic.engine.joining import NEWCOMER, Welcome, receive_welcome
 from megatron.elastic.engine.nominal import Nominal
@@ -248,6 +249,11 @@ def _assemble(
     timeline = Timeline(job.config.trace)
     timer = PhaseTimer(timeline.moved if timeline.enabled else None)
     links.injector.enter([at.incarnation for at in decision.members.values()], job.nominal.slots)
+    choose = job.choose or choice_named(job.config.policy, job.config.schedule == "zero-bubble")
+    exact = None
+    if job.config.exact:
+        exact, choose = ExactGradients(arena, job.nominal.grid.global_batch_size), one_sample_pieces(choose)
+        job.port.separate_uses(exact.contribute)
     tools = Tools(
         port=job.port,
         arena=arena,
@@ -260,6 +266,7 @@ def _assemble(
         drag=links.injector.drag,
         timeline=timeline,
         steady_clock=_has_steady_clock(job.config),
+        exact=exact,
     )
     recovery = Recovery(
         membership=links.membership,
@@ -270,7 +277,7 @@ def _assemble(
         arena=arena,
         injector=links.injector,
         timeout=job.settings.communication_timeout,
-        choose=job.choose or choice_named(job.config.policy, job.config.schedule == "zero-bubble"),
+        choose=choose,
         profile=_profile(job, layouts, arena) if job.profile is None else job.profile,
     )
     engine = Engine(

@@ -14,7 +14,7 @@ reads of a batch); all return to their nominal values afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -29,10 +29,13 @@ from megatron.elastic.mcore.param_groups import GroupKeys
 from megatron.elastic.mcore.split_backward import SplitLinears, WeightQueue
 from megatron.elastic.mcore.stage import as_stage
 from megatron.elastic.mcore.surgery import Anatomy, unwrapped
+from megatron.elastic.mcore.use_sites import own_use
 from megatron.elastic.plan.model import Piece
 from megatron.elastic.state.layout import ParamSpec
 
 __all__ = ["GptPort", "unwrapped"]
+
+_TIED_NAME = "word_embeddings.weight"
 
 
 class GptPort:
@@ -51,6 +54,7 @@ class GptPort:
         self._specs: dict[int, tuple[ParamSpec, ...]] = {}
         self._units = self._sort_parameters()
         self._linears.install(chunk)
+        self._contribute: Callable[[int, str, torch.Tensor], None] | None = None
 
     @property
     def chunk(self) -> torch.nn.Module:
@@ -113,7 +117,8 @@ class GptPort:
         with self._running(piece, place):
             segment = self._anatomy.segment(piece.first, piece.end)
             get_attr_wrapped_model(segment, "set_input_tensor")([source])
-            output, loss_function = step(batches, segment)
+            with self._separate_output(unwrapped(segment), piece):
+                output, loss_function = step(batches, segment)
             if piece.end < self.compute_units:
                 expected, _ = self.boundary(len(piece.rows))
                 if output.shape != expected:
@@ -126,6 +131,27 @@ class GptPort:
         both_ends = self.tied_unit is not None and (piece.first, piece.end) == (0, self.compute_units)
         tied = [item.parameter for item in self._units[self.compute_units]] if both_ends else []
         return self._linears.deferring(tied)
+
+    def separate_uses(self, contribute: Callable[[int, str, torch.Tensor], None]) -> None:
+        """See :class:`ModelPort`. The use of tied embeddings that is handed over is the output layer's."""
+        self._contribute = contribute
+
+    @contextmanager
+    def _separate_output(self, model: Any, piece: Piece) -> Iterator[None]:
+        """The output layer's use of tied embeddings as a use of its own, while a piece's forward is running."""
+        contribute, unit = self._contribute, self.tied_unit
+        if contribute is None or unit is None or piece.end < self.compute_units:
+            yield
+            return
+        weight = self._anatomy.tied_parameter()
+        assert weight is not None
+        model.shared_embedding_or_output_weight = lambda: own_use(
+            weight, lambda gradient: contribute(unit, _TIED_NAME, gradient)
+        )
+        try:
+            yield
+        finally:
+            del model.shared_embedding_or_output_weight
 
     def finish_gradients(self, grads: Mapping[int, Sequence[torch.Tensor]]) -> None:
         """Sum (or average) over the tensor-parallel group what each rank holds only a part of."""
@@ -144,7 +170,8 @@ class GptPort:
             if tensors:
                 flat = torch.cat([t.reshape(-1) for t in tensors])
                 dist.all_reduce(flat, group=group)
-                flat /= divisor
+                if divisor > 1:
+                    flat = torch.div(flat, divisor, rounding_mode=None if flat.is_floating_point() else "floor")
                 for view, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
                     view.copy_(part.view(view.shape))
 
@@ -187,7 +214,7 @@ class GptPort:
     def _local_name(self, unit: int, name: str) -> str:
         """A parameter's name within its unit, equal on every holder."""
         if unit == self.tied_unit:
-            return "word_embeddings.weight"
+            return _TIED_NAME
         return name.removeprefix(f"decoder.layers.{unit - 1}.") if 0 < unit < self.compute_units - 1 else name
 
     @contextmanager

@@ -179,21 +179,29 @@ def check(
         if platform == "cpu" and feature.cpu == "refused":
             raise BadInput(f"{flag} ({feature.name}) needs a GPU: leave it out here")
     if args.elastic:
-        _check_exact(args, config)
+        _check_exact(args, config, platform)
         _check_built(config)
     return _unknown(words) if args.elastic else ()
 
 
-def _check_exact(args: Namespace, config: ElasticConfig) -> None:
-    if config.exact and args.attention_dropout and args.transformer_impl == "transformer_engine":
-        raise BadInput("--attention-dropout above 0 with --elastic-exact: Transformer Engine draws it inside its "
-                       "kernel by rank; give --attention-dropout 0, or --transformer-impl local")
+def _check_exact(args: Namespace, config: ElasticConfig, platform: str) -> None:
+    if not config.exact:
+        return
+    if platform != "cpu":
+        raise BadInput("--elastic-exact sums gradients in host memory so far: run it on a CPU, or leave it out")
+    if args.micro_batch_size > 1 and not args.calculate_per_token_loss:
+        raise BadInput("--elastic-exact computes sample by sample, and the mean over a micro-batch of "
+                       f"{args.micro_batch_size} belongs to no sample: add --calculate-per-token-loss, "
+                       "or --micro-batch-size 1")
+    if config.policy != "elaswave":
+        raise BadInput(f"--elastic-exact with --elastic-policy {config.policy}: leave one of them out")
+    if config.schedule != "1f1b":
+        raise BadInput(f"--elastic-exact with --elastic-schedule {config.schedule}: leave one of them out")
 
 
 def _check_built(config: ElasticConfig) -> None:
     """Settings whose mechanism the engine does not drive yet are refused, never accepted without effect."""
     wanted = {
-        "--elastic-exact": config.exact,
         "--elastic-spares": config.spares > 0,
     }
     for flag, asked in wanted.items():

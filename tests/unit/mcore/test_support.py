@@ -77,11 +77,25 @@ def test_what_needs_a_gpu_is_refused_on_a_cpu(asked: dict[str, Any]) -> None:
         check(plain(elastic=False, **asked), ElasticConfig(), "cpu", [])
 
 
-def test_kernel_dropout_is_refused_in_exact_mode() -> None:
-    args = plain(transformer_impl="transformer_engine")
-    with pytest.raises(BadInput, match="--attention-dropout"):
-        check(args, ElasticConfig(exact=True), "cuda", [])
-    check(args, ElasticConfig(), "cuda", [])
+@pytest.mark.parametrize(
+    ("platform", "config", "asked", "named"),
+    [
+        ("cuda", ElasticConfig(exact=True), {"micro_batch_size": 1}, "--elastic-exact"),
+        ("cpu", ElasticConfig(exact=True), {"micro_batch_size": 2}, "add --calculate-per-token-loss"),
+        ("cpu", ElasticConfig(exact=True, policy="torchft"), {"micro_batch_size": 1}, "--elastic-policy torchft"),
+        ("cpu", ElasticConfig(exact=True, schedule="zero-bubble"), {"micro_batch_size": 1}, "--elastic-schedule"),
+    ],
+)
+def test_what_exact_mode_cannot_keep_is_refused(
+    platform: str, config: ElasticConfig, asked: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(BadInput, match=named):
+        check(plain(calculate_per_token_loss=False, **asked), config, platform, [])
+
+
+@pytest.mark.parametrize("asked", [{"micro_batch_size": 1}, {"micro_batch_size": 4, "calculate_per_token_loss": True}])
+def test_exact_mode_takes_batches_that_are_made_of_samples(asked: dict[str, Any]) -> None:
+    check(plain(**asked), ElasticConfig(exact=True), "cpu", [])
 
 
 def test_the_flag_that_was_given_is_the_one_named() -> None:
@@ -134,7 +148,6 @@ def test_the_support_page_is_current() -> None:
 @pytest.mark.parametrize(
     "config",
     [
-        ElasticConfig(exact=True),
         ElasticConfig(spares=1),
     ],
 )

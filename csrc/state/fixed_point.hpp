@@ -1,0 +1,29 @@
+// Gradients as 64-bit fixed point: sums that do not depend on their order.
+//
+// Integer addition is associative, so the sum over the samples of a batch has the
+// same bits however samples are spread over processes and in whichever order they
+// arrive (DESIGN.md section 8). Each contribution is rounded once, to nearest even,
+// at a resolution of 1/scale; scale is a power of two, so that scaling is exact.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace elastic::state {
+
+enum FoldFlags : unsigned {
+  kFoldOutOfRange = 1,  // a finite contribution of magnitude >= limit: the sum could overflow
+  kFoldNotFinite = 2,
+};
+
+// Largest limit fold() may be given: the conversion is done by adding 1.5 * 2^52.
+constexpr double kLargestContribution = 2251799813685248.0;  // 2^51
+
+// sum[i] += round(grad[i] * scale), then grad[i] = 0. Returns FoldFlags; where one is
+// set, what sum holds is not specified.
+unsigned fold(float* grad, std::int64_t* sum, std::size_t count, double scale, double limit);
+
+// out[i] = sum[i] / scale, rounded to nearest even.
+void unfold(const std::int64_t* sum, float* out, std::size_t count, double scale);
+
+}  // namespace elastic::state
