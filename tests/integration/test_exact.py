@@ -60,6 +60,7 @@ def test_losses_at_many_points_and_returns_leave_no_trace(tmp_path: Path, tensor
     common = start(tmp_path, tensor)
     flags = ("--sequence-parallel",) if tensor == 2 else ("--bf16",)
     trained(tmp_path / "calm", common, 2 * tensor, tensor, 1, *flags)
-    faults = kill("rank=1,step=2,point=after_reduce", "rank=2,step=4,point=after_vote", "rank=0,step=5,point=mid_gather")
+    where = ("rank=1,step=2,point=after_reduce", "rank=2,step=4,point=after_vote", "rank=0,step=5,point=mid_gather")
+    faults = kill(*where)
     trained(tmp_path / "torn", common, 4, tensor, 1 if tensor == 2 else 2, *flags, *faults)
     same_bits(tmp_path / "calm", tmp_path / "torn")
