@@ -158,7 +158,8 @@ def check(cases: Sequence[Case], result: JobResult) -> None:
     for rank, _ in expected:
         lives[rank] = lives.get(rank, 0) + 1
     lost = {(record.fields["lost_rank"], record.fields["lost_incarnation"]) for record in result.of("loss")}
-    assert lost == {(rank, life) for rank, count in lives.items() for life in range(count)}, "nobody else is lost"
+    scripted = {(rank, life) for rank, count in lives.items() for life in range(count)}
+    assert lost == scripted, f"lost {lost}, by the script {scripted}"
     assert all(record.fields["lost_steps"] == 0 for record in result.of("recovery"))
     steps = set(result.committed)
     assert steps == set(range(1, max(steps) + 1)), f"not committed: {set(range(1, max(steps) + 1)) - steps}"

@@ -12,17 +12,14 @@ tensors have the same keys; the form tied to one data-parallel size is refused.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from megatron.core import optimizer as core_optimizer
 from megatron.core import parallel_state
-from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.optimizer import (
     get_param_id_to_sharded_param_map,
     make_sharded_optimizer_tensor,
@@ -37,9 +34,10 @@ from megatron.elastic.engine.port import UnitParameter
 from megatron.elastic.engine.saving import Want
 from megatron.elastic.mcore.checkpoint_content import Content
 from megatron.elastic.mcore.model import GptPort
+from megatron.elastic.state.layout import ParamSlot
 from megatron.elastic.state.record import StepRecord
 
-__all__ = ["LoadedState", "OptimizerCheckpoint", "without_holes"]
+__all__ = ["Launched", "LoadedState", "OptimizerCheckpoint", "without_holes"]
 
 _RESHARDABLE = "fully_reshardable"
 
@@ -53,12 +51,17 @@ class LoadedState:
     scaler: Mapping[str, Any]
 
 
+Launched = Mapping[int, Sequence[UnitParameter]]
+"""Unit → parameters of this rank's place at launch. That is what it writes, whatever it computes meanwhile."""
+
+
 class OptimizerCheckpoint:
     """Translates between state blocks and Megatron's optimizer classes."""
 
-    def __init__(self, engine: Engine, port: GptPort, config: OptimizerConfig) -> None:
+    def __init__(self, engine: Engine, port: GptPort, config: OptimizerConfig, launched: Launched) -> None:
         self._engine = engine
         self._port = port
+        self._launched = launched
         self._config = replace(config, use_distributed_optimizer=False)
         self._reading: Any = None
         self.content: Content | None = None
@@ -66,10 +69,13 @@ class OptimizerCheckpoint:
 
     def save(self, model_state: Any, groups: Sequence[Mapping[str, Any]], metadata: Mapping[str, Any]) -> Any:
         """Sharded state dict to plan a save over; its tensors are registered in :attr:`content`, and empty."""
-        self._name_writers(model_state)
         shadow = self._shadow(groups)
         self._lay_out(shadow, self._engine.record)
         return self._state_dict(shadow, model_state, metadata, loading=False)
+
+    def as_launched(self) -> AbstractContextManager[None]:
+        """Inside, the model has the shapes of the launch, for Megatron to plan over."""
+        return self._port.as_launched()
 
     def begin_load(self, model_state: Any, groups: Sequence[Mapping[str, Any]], metadata: Mapping[str, Any]) -> Any:
         """Sharded state dict to read a checkpoint into; :meth:`finish_load` takes what was read."""
@@ -101,17 +107,23 @@ class OptimizerCheckpoint:
 
     def _ordered(self) -> list[UnitParameter]:
         """Trainable parameters in the order of Megatron's groups."""
-        items = [item for unit in self._port.held_units() for item in self._port.unit_parameters(unit)]
+        items = [item for parameters in self._launched.values() for item in parameters]
         rank = {id(p): i for i, p in enumerate(self._port.chunk.parameters())}
         return sorted(items, key=lambda item: (item.spec.group, rank[id(item.parameter)]))
 
-    def _slots(self) -> Iterator[tuple[int, Any]]:
+    def _slots(self) -> Iterator[tuple[int, ParamSlot]]:
+        """(unit, place in its flat state) of each of :meth:`_ordered`."""
+        layouts, shard = self._engine.recovery.layouts, self._shard
         home = {
-            id(item.parameter): (unit, self._engine.tools.arena.slices[unit].layout.slot(item.spec.name))
-            for unit in self._port.held_units()
-            for item in self._port.unit_parameters(unit)
+            id(item.parameter): (unit, layouts[unit, shard].slot(item.spec.name))
+            for unit, parameters in self._launched.items()
+            for item in parameters
         }
         return iter([home[id(item.parameter)] for item in self._ordered()])
+
+    @property
+    def _shard(self) -> int:
+        return self._engine.recovery.nominal.place(self._engine.tools.fabric.rank)[0]
 
     def _shadow(self, groups: Sequence[Mapping[str, Any]]) -> Any:
         """Megatron's optimizer for these arguments; its own copies of parameters are fp32."""
@@ -128,39 +140,11 @@ class OptimizerCheckpoint:
             model_parallel_group=parallel_state.get_model_parallel_group(),
         )
 
-    def _name_writers(self, model_state: Any) -> None:
-        """Number replicas by who holds a unit now: after a re-cut that is not Megatron's data-parallel rank."""
-        ordered = self._ordered()
-        unit_of = {id(i.parameter): u for u in self._port.held_units() for i in self._port.unit_parameters(u)}
-        for index, entry in get_param_id_to_sharded_param_map(model_state, [i.parameter for i in ordered]).items():
-            self._number(entry, unit_of[id(ordered[index].parameter)])
-        for entry in nested_values(model_state):
-            if isinstance(entry, ShardedObject):
-                self._number(entry, self._unit_named(entry))
-
-    def _number(self, entry: Any, unit: int) -> None:
-        standing, rank = self._engine.standing, self._engine.tools.fabric.rank
-        nominal, groups = self._engine.recovery.nominal, standing.assignment.state_groups()
-        shard = nominal.place(rank)[0]
-        if unit >= nominal.compute_units:  # tied: filed with the end of the pipeline that holds it
-            first = groups[0, shard]
-            unit = 0 if rank in first else nominal.compute_units - 1
-        holders = [holder for holder in groups[unit, shard] if holder in standing.living]
-        if rank in holders and isinstance(entry.replica_id, tuple):
-            entry.replica_id = (*entry.replica_id[:-1], holders.index(rank))
-
-    def _unit_named(self, entry: Any) -> int:
-        """The unit of something that is no parameter (extra state of a layer), from its key and place."""
-        layer = re.match(r"decoder\.layers\.(\d+\.)?", entry.key)
-        if layer is None:
-            return 0 if entry.key.startswith("embedding.") else self._engine.recovery.nominal.compute_units - 1
-        return 1 + (int(layer.group(1)[:-1]) if layer.group(1) else int(entry.global_offset[0]))
-
     def _lay_out(self, shadow: Any, record: StepRecord) -> None:
         """Give the shadow a state of the right shapes, and tell the content which tensor shows what."""
         assert self.content is not None, "a save is planned by BackgroundSave"
         step = torch.tensor(float(record.adam_step))
-        shard = self._engine.recovery.nominal.place(self._engine.tools.fabric.rank)[0]
+        shard = self._shard
         for main, item, (unit, slot) in zip(_main_parameters(shadow), self._ordered(), self._slots(), strict=True):
             master, first, second = (Want(unit, shard, slot.start, slot.stop, row) for row in range(3))
             exp_avg, exp_avg_sq = (torch.empty(main.shape, dtype=torch.float32) for _ in range(2))

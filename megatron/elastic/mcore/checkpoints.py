@@ -18,7 +18,7 @@ from megatron.training.checkpointing import get_checkpoint_tracker_filename
 
 from megatron.elastic.config import ElasticConfig
 from megatron.elastic.engine.engine import ActionFailed, Engine
-from megatron.elastic.mcore.checkpoint import OptimizerCheckpoint
+from megatron.elastic.mcore.checkpoint import Launched, OptimizerCheckpoint
 from megatron.elastic.mcore.model import GptPort
 from megatron.elastic.mcore.patches import bound
 from megatron.elastic.mcore.saving import BackgroundSave, Folders
@@ -89,11 +89,11 @@ class Checkpoints:
             ),
         )
 
-    def attach(self, port: GptPort) -> OptimizerCheckpoint:
+    def attach(self, port: GptPort, launched: Launched) -> OptimizerCheckpoint:
         """There is an engine now: returns what translates its state."""
         engine = self._engine()
         config, _ = training.get_megatron_optimizer_config(get_args())
-        checkpoint = OptimizerCheckpoint(engine, port, config)
+        checkpoint = OptimizerCheckpoint(engine, port, config, launched)
         self._saves = BackgroundSave(engine, checkpoint, get_args(), self._folders)
         engine.save_due, engine.share_written = self._save_due, self._saves.written
         return checkpoint

@@ -32,6 +32,7 @@ from megatron.elastic.engine.source import SampleSource, StepAddress
 from megatron.elastic.engine.standing import Standing
 from megatron.elastic.mcore import reporter
 from megatron.elastic.mcore.bringup import Job, Links, found, join, open_links
+from megatron.elastic.mcore.checkpoint import Launched
 from megatron.elastic.mcore.checkpoints import BAD_INPUT, DETERMINISTIC, STATE_LOST, Checkpoints, can_fall_back
 from megatron.elastic.mcore.data import source_for
 from megatron.elastic.mcore.dropout import key_dropout
@@ -91,6 +92,7 @@ class Host:
         self._engine: Engine | None = None
         self._optimizer: EngineOptimizer | None = None
         self._port: GptPort | None = None
+        self._launched: Launched = {}
         self._came_later = False
         self._checkpoints = Checkpoints(config, lambda: self.engine, self._notice)
 
@@ -189,6 +191,7 @@ class Host:
         inner = unwrapped(model[0])
         key_dropout(inner, parallel_state.get_tensor_model_parallel_rank())
         self._port = port = GptPort(model[0], args, groups, parallel_state.get_tensor_model_parallel_rank() == 0)
+        self._launched = {unit: tuple(port.unit_parameters(unit)) for unit in port.held_units()}
         self._optimizer = EngineOptimizer(groups, lambda: self.engine.record.loss_scale)
         scheduler = training.get_optimizer_param_scheduler(self._optimizer)
         nominal = nominal_topology(args, inner.config, port.tied_unit is not None)
@@ -209,7 +212,7 @@ class Host:
     def _attach(self) -> None:
         """The engine is there: what saves and loads its state can be made."""
         assert self._optimizer is not None and self._port is not None
-        self._optimizer.checkpoint = self._checkpoints.attach(self._port)
+        self._optimizer.checkpoint = self._checkpoints.attach(self._port, self._launched)
 
     def _resume(self, scheduler: Any) -> None:
         """Start from what was loaded, or from the initial parameters."""

@@ -41,6 +41,8 @@ Outcome = Literal["done", "again", "none"]
 
 _PARTIAL = ".partial"
 _NEW = ".new"
+_NOT_YET = "\n"
+"""Ends a tracker that Megatron may read and has not written, though it may name the very same iteration."""
 _ROOM_BYTES = 1 << 20
 """Less free space than this is a full disk."""
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
@@ -79,7 +81,8 @@ class Folders:
             return tracker
         self._tracker = tracker
         if os.path.exists(tracker):
-            shutil.copyfile(tracker, tracker + _NEW)
+            with open(tracker, encoding="utf-8") as before, open(tracker + _NEW, "w", encoding="utf-8") as new:
+                new.write(before.read().strip() + _NOT_YET)
         return tracker + _NEW
 
     def final_name(self, path: str) -> str:
@@ -104,7 +107,7 @@ class Folders:
             return False
         number = os.path.basename(self._final).removeprefix("iter_")
         with open(self._tracker + _NEW, encoding="utf-8") as file:
-            return number.isdigit() and file.read().strip() == str(int(number))
+            return number.isdigit() and file.read() == str(int(number))
 
     def sweep(self, save: str) -> None:
         """Remove what earlier saves left unfinished. On one rank, while none is under way."""
@@ -234,7 +237,7 @@ class BackgroundSave:
         engine.injector.reach("in_save", engine.record.version)
         content = self._optimizer.content = Content()
         context = dict(call["checkpointing_context"] or {})
-        with without_holes(fabric), self._folders.naming(), self._asynchronous():
+        with without_holes(fabric), self._folders.naming(), self._asynchronous(), self._optimizer.as_launched():
             if dist.get_rank() == 0:
                 self._folders.sweep(self._args.save)
             context["save_strategy"] = strategy_for(self._args, content)
