@@ -39,6 +39,10 @@ class ElasticConfig:
     scatter_width: int = 4
     """Over how many peers one owner's mirrors are spread (at most the group's size less one)."""
 
+    ownership: Literal["interleaved", "contiguous"] = "interleaved"
+    """How optimizer state is dealt over a data-parallel group: every layer over all ranks, or whole stages in one cut
+    as Megatron's distributed optimizer does (moves more when layers move; for comparison)."""
+
     block_bytes: int = 1 << 18
     """Upper bound on the fp32 bytes of one state block, the granule of ownership, copies and transfers."""
 

@@ -177,7 +177,7 @@ class Recovery:
         assignment = target or standing.assignment
         groups = unit_groups(assignment, self.layouts, [rank for rank in standing.living if rank not in leaving])
         domains = {rank: domain for rank, domain in self.domains.items() if rank not in leaving}
-        rules = Rules(self.config.mirrors, self.config.scatter_width, domains)
+        rules = Rules(self.config.mirrors, self.config.scatter_width, domains, self.config.ownership)
         placement, changes = rebalance(standing.placement, groups, rules)
         return Movement(Basis(placement, assignment), changes)
 

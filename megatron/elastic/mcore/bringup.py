@@ -188,7 +188,8 @@ def found(links: Links, job: Job) -> Engine:
     layouts = build_layouts(catalog, job.config.block_bytes)
     assignment = job.assignment or Assignment.at_launch(job.nominal)
     groups = unit_groups(assignment, layouts, links.decision.members)
-    rules = Rules(job.config.mirrors, job.config.scatter_width, failure_domains(links.decision))
+    config = job.config
+    rules = Rules(config.mirrors, config.scatter_width, failure_domains(links.decision), config.ownership)
     basis = Basis(initial(groups, rules), assignment)
     record = replace(StepRecord.initial(job.settings.hyper), placement=basis.digest)
     arena = Arena(job.port, _of_shard(layouts, shard))

@@ -44,6 +44,9 @@ def initial(groups: Sequence[UnitGroup], rules: Rules) -> Placement:
 
     The ranks that own one block more rotate from unit to unit.
     """
+    if rules.ownership == "contiguous":
+        cut = _contiguous(groups)
+        return Placement(_mirrored(groups, rules, cut, {key: (rank,) for key, rank in cut.items()}))
     owners: dict[BlockKey, int] = {}
     turn: dict[tuple[int, ...], int] = {}
     for group in groups:
@@ -63,7 +66,8 @@ def rebalance(
 
     Blocks that ``placement`` does not know raise ``KeyError``: they have no state to copy.
     """
-    owners = balanced_owners(placement.copies, groups)
+    contiguous = rules.ownership == "contiguous"
+    owners = _contiguous(groups) if contiguous else balanced_owners(placement.copies, groups)
     held = {block.key: placement.copies[block.key].ranks for group in groups for block in group.blocks}
     copies = _mirrored(groups, rules, owners, held)
     changes = _difference(placement.copies, copies)
@@ -79,6 +83,18 @@ def after(
         return first.placement, first.transitions, first.lost
     second, changes = rebalance(first.placement, groups, rules)
     return second, first.transitions + changes, ()
+
+
+def _contiguous(groups: Sequence[UnitGroup]) -> dict[BlockKey, int]:
+    """Units of a shard with the same holders end to end, cut once into as many even parts as there are holders."""
+    runs: dict[tuple[int, tuple[int, ...]], list[BlockKey]] = {}
+    for group in sorted(groups, key=lambda g: (g.shard, g.unit)):
+        runs.setdefault((group.shard, group.holders), []).extend(block.key for block in group.blocks)
+    return {
+        key: holders[position * len(holders) // len(keys)]
+        for (_, holders), keys in runs.items()
+        for position, key in enumerate(keys)
+    }
 
 
 def _mirrored(

@@ -24,7 +24,7 @@ from typing import Literal
 
 from megatron.elastic.state.layout import BlockKey, StateBlock
 
-__all__ = ["Copies", "Placement", "Promotion", "Rules", "Transition", "UnitGroup", "promote_only"]
+__all__ = ["Copies", "Ownership", "Placement", "Promotion", "Rules", "Transition", "UnitGroup", "promote_only"]
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,12 @@ class Copies:
         return (self.owner, *self.mirrors)
 
 
+Ownership = Literal["interleaved", "contiguous"]
+"""Interleaved: each unit is dealt over all its holders. Contiguous: the units with the same holders, laid end to
+end, are cut once, as Megatron's distributed optimizer cuts its buffers: a unit has one owner or two, and moving one
+moves the cuts of all (kept for comparison)."""
+
+
 @dataclass(frozen=True)
 class Rules:
     """How copies are spread. ``domains`` maps every living rank to its failure domain (node, rack)."""
@@ -64,6 +70,7 @@ class Rules:
     mirrors: int
     scatter_width: int
     domains: Mapping[int, int]
+    ownership: Ownership = "interleaved"
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ FROZEN = {
     "--elastic-transport": "auto",
     "--elastic-mirrors": 1,
     "--elastic-scatter-width": 4,
+    "--elastic-ownership": "interleaved",
     "--elastic-block-bytes": 1 << 18,
     "--elastic-snapshot": "gradient",
     "--elastic-policy": "elaswave",

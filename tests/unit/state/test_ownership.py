@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter, deque
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -22,6 +23,7 @@ from megatron.elastic.state.ownership import (
     promote_only,
     rebalance,
 )
+from megatron.elastic.state.placement import Ownership
 
 
 def unit_groups(units: int, blocks: int, holders: list[int], shard: int = 0) -> list[UnitGroup]:
@@ -327,3 +329,26 @@ def test_transitions_that_make_no_sense_are_refused():
     for wrong in (("add", 2), ("promote", 3), ("drop", 1)):
         with pytest.raises(ValueError, match="cannot"):
             placement.apply([Transition(wrong[0], (0, 0, 0), wrong[1])])
+
+
+@pytest.mark.parametrize("ownership", ["interleaved", "contiguous"])
+def test_a_layer_that_moves_takes_its_own_state_along_and_little_else(ownership: Ownership) -> None:
+    """Stages of 8 and 8 units over 4 ranks each; unit 8 moves to the first stage.
+
+    Interleaved, its blocks go from four owners to four others and nothing else changes owner;
+    contiguous, every cut of both stages moves (the distributed optimizer's 4.0 units at 4 ranks).
+    """
+    stages, blocks = ((0, 1, 2, 3), (4, 5, 6, 7)), 12
+    rules = Rules(0, 4, dict.fromkeys(range(8), 0), ownership)
+
+    def groups(first: int) -> list[UnitGroup]:
+        both = unit_groups(first, blocks, list(stages[0])) + unit_groups(16, blocks, list(stages[1]))[first:]
+        return [replace(group, unit=unit) for unit, group in enumerate(both)]
+
+    start = initial(groups(8), rules)
+    for group in groups(8):
+        owners = {start.owner(block.key) for block in group.blocks}
+        assert len(owners) == 4 if ownership == "interleaved" else len(owners) <= 2
+    target, _ = rebalance(start, groups(9), rules)
+    moved = sum(start.owner(key) != target.owner(key) for key in start.copies)
+    assert moved == blocks if ownership == "interleaved" else moved >= 3 * blocks
