@@ -73,6 +73,20 @@ def test_a_damaged_replica_is_cut_anew(tmp_path: Path, world: int, tensor: int, 
         assert replica[-1][2] == units, "each pipeline left is whole"
 
 
+def test_a_checkpoint_saved_with_layers_elsewhere_is_the_launchs(tmp_path: Path) -> None:
+    """Saved while one replica is a single stage; resumed by other workers, losses go on as undisturbed."""
+    reference = job(tmp_path / "whole", 4, 1, 2)
+    saved = str(tmp_path / "saved")
+    flags = ("--no-elastic-respawn", "--save", saved, "--save-interval", "6", "--exit-interval", "6")
+    script = ("--elastic-allow-inject", "--elastic-inject", "kill:rank=3,step=2,point=mid_forward")
+    cut = job(tmp_path / "killed", 4, 1, 2, *script, *flags)
+    assert any(len(replica) == 1 for plan in cuts(cut) for replica in plan), "nothing had moved when it was saved"
+    resumed = job(tmp_path / "resumed", 2, 1, 2, "--load", saved, "--override-opt-param-scheduler")
+    later = {step: loss for step, loss in reference.committed.items() if step > 6}
+    assert set(resumed.committed) == set(later)
+    assert largest_deviation(later, resumed.committed) < 1e-5
+
+
 def test_the_launchs_pipelines_return_with_the_lost_rank(tmp_path: Path) -> None:
     """Layers move after two steps without the lost rank, and back when it is there again."""
     steps = 60
