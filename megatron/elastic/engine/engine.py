@@ -44,7 +44,8 @@ from megatron.elastic.engine.standing import Standing, replanned
 from megatron.elastic.engine.transaction import StepBody, StepInput, Tools
 from megatron.elastic.engine.vote import Tally, VoteLayout, agreed_by, leaving_of, ledger_digest, wishes
 from megatron.elastic.observe.phases import PhaseTimer
-from megatron.elastic.plan.pace import Pace, ranges_of
+from megatron.elastic.plan.model import Profile
+from megatron.elastic.plan.pace import Pace, measured_profile, ranges_of
 from megatron.elastic.state.certificate import CertificateError
 from megatron.elastic.state.layout import BlockKey
 from megatron.elastic.state.record import GradientKey, StepRecord, Vote, advance
@@ -189,6 +190,8 @@ class Engine:
     """All ranks are ready: the movement ends at the next boundary."""
     _settled_at: int = 0
     """Version at the begin of this generation."""
+    _measured: Profile | None = None
+    """Costs of units as the votes of this generation have them; ``None`` while measuring is off or not steady."""
     _considered: bool = True
     """Whether units should change place has been asked in this generation."""
     _reassigned: bool = False
@@ -451,12 +454,16 @@ class Engine:
         recovery, standing = self.recovery, self.standing
         if self._considered or recovery.config.migrate_after < 0 or recovery.config.policy != "elaswave":
             return None
-        waited = self.record.version - self._settled_at >= recovery.config.migrate_after
+        steps = self.record.version - self._settled_at
         complete = everybody_is_here(standing.assignment, standing.living)
-        if not (complete or waited or not recovery.config.respawn):
+        due = complete or not recovery.config.respawn or steps >= recovery.config.migrate_after
+        if not due or steps == 0:  # before a vote of this generation not everybody knows the same measurements
             return None
         self._considered = True
-        return better_assignment(standing.assignment, standing.living, recovery.profile)
+        costs = self._measured or recovery.profile
+        return better_assignment(
+            standing.assignment, standing.living, costs, recovery.memory_bytes, dict(standing.speeds())
+        )
 
     def _change(self, what: str) -> None:
         """The generation that all members ask for at this boundary ('join', 'leave').
@@ -657,6 +664,7 @@ class Engine:
             self._clocked = None if chosen is None else chosen.frequencies_khz
             times = self.clocks.at_nominal(times)
         if total.steady == total.voters:
+            self._measured = measured_profile(plan, times, self.recovery.profile)
             self._paced = self.pace.observe(plan, times) or self._paced
 
     def _finish(self) -> None:
@@ -737,6 +745,7 @@ class Engine:
     def _welcome(self) -> Welcome:
         return Welcome(
             catalog={key: tuple(slot.spec for slot in layout.slots) for key, layout in self.recovery.layouts.items()},
+            memory_bytes=self.recovery.memory_bytes,
             basis=self.standing.basis,
             confirmed=self.history.of(self.record),
             record=self.record,
@@ -803,6 +812,7 @@ class Engine:
         finally:
             self._catching_up = False
         self._settled_at, self._considered, self._reassigned = self.record.version, False, False
+        self._measured = None
         if outcome.newcomers:
             self._certify("join", self.blocks)
         else:

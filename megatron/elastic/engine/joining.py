@@ -33,6 +33,8 @@ class Welcome:
     """Everything a newcomer needs besides tensors."""
 
     catalog: Mapping[tuple[int, int], tuple[ParamSpec, ...]]
+    memory_bytes: int
+    """What the rank with the least memory had at the start."""
     basis: Basis
     """Who holds what, as promoted for the generation that admits it."""
     confirmed: Basis

@@ -95,6 +95,8 @@ class Recovery:
     """The policy: which plan the living run."""
     profile: Profile
     """Costs of units, the same on every rank."""
+    memory_bytes: int
+    """What the rank with the least memory has for parameters, state and activations."""
     domains: Mapping[int, int] = field(default_factory=dict)
     """Rank → failure domain, of the present generation."""
     members: tuple[int, ...] = ()

@@ -12,13 +12,14 @@ floating-point operations a parameter and position forward, four backward.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron.elastic.engine.assignment import Assignment
 from megatron.elastic.engine.nominal import Nominal
 from megatron.elastic.plan.dataflow import PlanError
 from megatron.elastic.plan.model import Profile, UnitCost
 from megatron.elastic.plan.steady import DecisionOptions, decide
+from megatron.elastic.plan.topology import with_speeds
 from megatron.elastic.state.layout import UnitLayout
 
 __all__ = ["Recut", "better_assignment", "everybody_is_here", "unmeasured_profile"]
@@ -27,7 +28,7 @@ _OPERATIONS_PER_NS = 10
 """Assumed speed of a cell before anything is measured; ratios between units do not depend on it."""
 _ACTIVATION_TENSORS = 17
 """Activations of a layer in boundary tensors: 34 bytes a position and hidden element at 16 bits (2205.05198, §4)."""
-_STATE_BYTES = 12
+_STATE_BYTES, _GRADIENT_BYTES = 12, 4
 _NO_WORK_SHARE = 20
 """A unit that multiplies nothing (an embedding looks rows up) costs a layer's time over this."""
 
@@ -48,8 +49,16 @@ def everybody_is_here(assignment: Assignment, living: Collection[int]) -> bool:
     return assignment.nominal.slots == sum(rank in living for rank in range(assignment.nominal.slots))
 
 
-def better_assignment(assignment: Assignment, living: Collection[int], profile: Profile) -> Recut | None:
+def better_assignment(
+    assignment: Assignment,
+    living: Collection[int],
+    profile: Profile,
+    memory_bytes: int,
+    speeds: Mapping[int, int] | None = None,
+) -> Recut | None:
     """The assignment to move to, or ``None`` to stay.
+
+    ``memory_bytes``: what a rank has; ``speeds``: ppm of cells slower than their peers.
 
     With everybody here that is the launch's cut. Raises :class:`PlanError` when some
     unit has no living holder and no shape of the living cells fits their memory.
@@ -57,7 +66,8 @@ def better_assignment(assignment: Assignment, living: Collection[int], profile: 
     launch = Assignment.at_launch(assignment.nominal)
     if everybody_is_here(assignment, living):
         return None if assignment == launch else _recut(assignment, launch, 0, 0)
-    topology = assignment.topology(living)
+    topology = with_speeds(assignment.topology(living), dict(speeds or {}))
+    topology = replace(topology, cells=tuple(replace(cell, memory_bytes=memory_bytes) for cell in topology.cells))
     if not topology.cells:
         raise PlanError("no tensor-parallel group is whole: nothing can be computed")
     decision = decide(topology, profile, DecisionOptions())
@@ -91,7 +101,7 @@ def unmeasured_profile(
                 forward_ns=forward,
                 backward_ns=2 * forward,
                 weight_grad_ns=forward,
-                param_bytes=size * itemsize,
+                param_bytes=size * (itemsize + _GRADIENT_BYTES),
                 state_bytes=size * _STATE_BYTES,
                 activation_bytes=_ACTIVATION_TENSORS * boundary_bytes,
                 boundary_bytes=boundary_bytes,

@@ -180,6 +180,16 @@ class Job:
     """Who holds what at launch, where it is not Megatron's cut."""
 
 
+def _least_memory(fabric: Fabric) -> int:
+    """Bytes of device memory of the rank that has least; on CPU its share of the machine's. Collective."""
+    platform, local = select(), int(os.environ.get("LOCAL_RANK", "0"))
+    sharing = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if platform.name == "cpu" else 1
+    table: list[Any] = [None] * fabric.slots
+    own = platform.memory(0 if platform.name == "cpu" else local).total // sharing
+    dist.all_gather_object(table, own, group=fabric.world)
+    return min(int(size) for size in table if size is not None)
+
+
 def found(links: Links, job: Job) -> Engine:
     """The engine at the start of a job, together with everybody. Its state is what the model's parameters say."""
     assert links.decision is not None, "a newcomer joins, it does not found"
@@ -193,7 +203,7 @@ def found(links: Links, job: Job) -> Engine:
     basis = Basis(initial(groups, rules), assignment)
     record = replace(StepRecord.initial(job.settings.hyper), placement=basis.digest)
     arena = Arena(job.port, _of_shard(layouts, shard))
-    engine = _assemble(links, job, links.decision, layouts, arena, basis, record)
+    engine = _assemble(links, job, links.decision, layouts, arena, basis, record, _least_memory(links.fabric))
     engine.history.confirm(basis)
     engine.adopt_parameters()
     links.injector.settle()
@@ -223,7 +233,9 @@ def join(links: Links, job: Job) -> tuple[Engine, Welcome]:
             if any(layouts.get(key) != layout for key, layout in own.items()):
                 raise ValueError(f"rank {fabric.rank}: the parameters of its model are not those of the job's")
             known.update(_of_shard(layouts, shard))
-            engine = _assemble(links, job, decision, layouts, arena, welcome.basis, welcome.record)
+            engine = _assemble(
+                links, job, decision, layouts, arena, welcome.basis, welcome.record, welcome.memory_bytes
+            )
             engine.joined(welcome)
             links.events.generation = decision.generation
             return engine, welcome
@@ -244,7 +256,14 @@ def _of_shard(layouts: Layouts, shard: int) -> dict[int, UnitLayout]:
 
 
 def _assemble(
-    links: Links, job: Job, decision: Decision, layouts: Layouts, arena: Arena, basis: Basis, record: StepRecord
+    links: Links,
+    job: Job,
+    decision: Decision,
+    layouts: Layouts,
+    arena: Arena,
+    basis: Basis,
+    record: StepRecord,
+    memory_bytes: int,
 ) -> Engine:
     fabric, rank = links.fabric, links.fabric.rank
     timeline = Timeline(job.config.trace)
@@ -280,6 +299,7 @@ def _assemble(
         timeout=job.settings.communication_timeout,
         choose=choose,
         profile=_profile(job, layouts, arena) if job.profile is None else job.profile,
+        memory_bytes=memory_bytes,
     )
     engine = Engine(
         tools=tools,

@@ -14,7 +14,7 @@ from megatron.elastic.plan.model import Grid
 from megatron.elastic.plan.planner import instant_plan
 from megatron.elastic.state.layout import ParamSpec, UnitLayout
 
-LAYERS = 8
+LAYERS, MEMORY = 8, 1 << 40
 
 
 def nominal(tensor: int, pipeline: int, data: int, tied: bool = True) -> Nominal:
@@ -51,7 +51,7 @@ def test_a_damaged_replica_is_cut_anew_by_itself_and_the_launchs_cut_returns(
     shape = nominal(tensor, pipeline, data)
     start = Assignment.at_launch(shape)
     living = set(range(shape.slots)) - {lost}
-    recut = better_assignment(start, living, profile(shape))
+    recut = better_assignment(start, living, profile(shape), MEMORY)
     assert recut is not None and recut.then_ns < recut.now_ns
     alive = {cell.id for cell in start.topology(living).cells}
     assert all({s.cell for s in r.segments} <= alive for r in recut.target.replicas), "only living cells get units"
@@ -60,14 +60,14 @@ def test_a_damaged_replica_is_cut_anew_by_itself_and_the_launchs_cut_returns(
         assert {shape.place(rank)[0] for rank in ranks} == {shard}
         assert ranks, f"unit {unit} has no holder"
     instant_plan(recut.target.topology(living), profile(shape))  # there is a plan for it
-    assert better_assignment(recut.target, living, profile(shape)) is None, "once is enough"
-    back = better_assignment(recut.target, range(shape.slots), profile(shape))
+    assert better_assignment(recut.target, living, profile(shape), MEMORY) is None, "once is enough"
+    back = better_assignment(recut.target, range(shape.slots), profile(shape), MEMORY)
     assert back is not None and back.target == start
 
 
 def test_nobody_lost_nothing_moves() -> None:
     shape = nominal(1, 2, 2)
-    assert better_assignment(Assignment.at_launch(shape), range(4), profile(shape)) is None
+    assert better_assignment(Assignment.at_launch(shape), range(4), profile(shape), MEMORY) is None
 
 
 def test_units_without_a_living_cell_are_taken_over() -> None:
@@ -76,7 +76,7 @@ def test_units_without_a_living_cell_are_taken_over() -> None:
     living = {0, 1, 3}
     with pytest.raises(PlanError):
         instant_plan(Assignment.at_launch(shape).topology(living), profile(shape))
-    recut = better_assignment(Assignment.at_launch(shape), living, profile(shape))
+    recut = better_assignment(Assignment.at_launch(shape), living, profile(shape), MEMORY)
     assert recut is not None and recut.now_ns == 0
     assert {unit for rank in living for unit in recut.target.units_of(rank)} == set(range(LAYERS + 3))
 
@@ -98,7 +98,7 @@ def test_any_losses_leave_every_unit_with_living_holders_of_whole_groups(
     for _ in range(3):
         living = data.draw(st.sets(st.integers(0, shape.slots - 1), min_size=1))
         try:
-            recut = better_assignment(assignment, living, profile(shape))
+            recut = better_assignment(assignment, living, profile(shape), MEMORY)
         except PlanError:
             assert not assignment.topology(living).cells
             continue
@@ -111,3 +111,26 @@ def test_any_losses_leave_every_unit_with_living_holders_of_whole_groups(
             assert spans, "a replica of dead cells only"
         held = {unit for rank in living for unit in assignment.units_of(rank)}
         assert held >= set(range(shape.compute_units))
+
+
+def test_memory_limits_who_takes_units_over() -> None:
+    """With room for the whole model every cell becomes a replica of its own; with less, pipelines stay pipelines."""
+    shape = nominal(1, 4, 2)
+    start, living = Assignment.at_launch(shape), set(range(shape.slots)) - {3}
+    costs = profile(shape)
+    whole = sum(unit.param_bytes for unit in costs.units)
+    for memory in (MEMORY, 4 * whole):
+        recut = better_assignment(start, living, costs, memory)
+        assert recut is not None
+        longest = max(len(replica.segments) for replica in recut.target.replicas)
+        assert (longest == 1) == (memory == MEMORY), recut.target.replicas
+
+
+def test_a_slow_cell_is_given_fewer_units() -> None:
+    shape = nominal(1, 4, 2)
+    start, living = Assignment.at_launch(shape), set(range(shape.slots)) - {3}
+    room = 4 * sum(unit.param_bytes for unit in profile(shape).units)
+    even = better_assignment(start, living, profile(shape), room)
+    uneven = better_assignment(start, living, profile(shape), room, {0: 400_000})
+    assert even is not None and uneven is not None
+    assert len(uneven.target.units_of(0)) < len(even.target.units_of(0))
