@@ -52,8 +52,7 @@ class GptPort:
         self._anatomy = Anatomy(chunk, self._prepare)
         self.compute_units = self._anatomy.units
         self._specs: dict[int, tuple[ParamSpec, ...]] = {}
-        self._units = self.launched = self._sort_parameters()
-        """``launched``: parameters of the chunk by unit, whether they are held now or not (checkpoints name them)."""
+        self._units = self._sort_parameters()
         self._linears.install(chunk)
         self._contribute: Callable[[int, str, torch.Tensor], None] | None = None
 
