@@ -44,7 +44,9 @@ def test_reduced_precision_is_megatrons(tmp_path: Path, kind: str) -> None:
     result = elastic_job(tmp_path / "events", 2, 1, pipeline, steps, *QUIET, *flags)
     assert result.code == 0, result.output[-4000:]
     assert len(losses(plain)) >= 4 and set(losses(plain)) == set(result.losses)
-    assert largest_deviation(losses(plain), result.losses) < allowed
+    reported = {step: loss for step, loss in losses(plain).items() if loss}  # a skipped step reports 0
+    assert {step for step, loss in result.losses.items() if loss} == set(reported)
+    assert largest_deviation(reported, result.losses) < allowed
     norms = [(float(a), float(b)) for a, b in zip(gradient_norms(plain), gradient_norms(result.output), strict=True)]
     assert all(abs(a - b) <= 1.01e-3 + 10 * allowed * a for a, b in norms), norms
     assert scales(plain) == scales(result.output)

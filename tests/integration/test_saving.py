@@ -83,23 +83,17 @@ def check_resumed(whole: dict[int, float], later: dict[int, float], iteration: i
     assert len(expected) == 2 and largest_deviation(expected, later) < ROUNDING
 
 
-def check_cut(folder: Path, point: str, victim: str) -> JobResult:
+def check_cut(folder: Path, point: str, victim: str) -> None:
     result = save_and(folder, f"kill:{VICTIMS[victim]}step={CUT},point={point}")
     assert "Traceback" not in result.output, result.output[-4000:]
-    named = point in ("save_named", "save_tracked")
-    if victim == "all":
-        assert result.code == 4, result.output[-4000:]
-        # The rank that names and tracks gets there first; the others die with it, or are left over by a moment.
-        assert tracked(folder / "saved") in ((FIRST, CUT) if point != "save_named" else (FIRST,))
-        assert named or tracked(folder / "saved") == FIRST
-    elif named and victim == "last":
-        assert not result.of("loss"), "only one rank passes these points"
-    else:
-        assert result.code == 0, result.output[-4000:]
-        assert len({record.fields["lost_rank"] for record in result.of("loss")}) == 1
-        assert tracked(folder / "saved") == STEPS, "begun again, and the job saved its end"
-    assert set(complete(folder / "saved")) >= {FIRST}
-    return result
+    lost = {record.fields["lost_rank"] for record in result.of("loss")}
+    if victim == "all" and result.code == 4:
+        assert tracked(folder / "saved") == FIRST and complete(folder / "saved") == [FIRST]
+        return
+    # One rank died there, perhaps because its death kept the other from getting there.
+    assert result.code == 0, result.output[-4000:]
+    assert len(lost) == 1 and (victim == "all" or lost == {0 if victim == "first" else 1})
+    assert tracked(folder / "saved") == STEPS, "begun again, and the job saved its end"
 
 
 def test_steps_go_on_while_a_checkpoint_is_written(tmp_path: Path, whole: dict[int, float]) -> None:
@@ -132,7 +126,8 @@ def test_a_save_cut_anywhere_is_no_checkpoint(tmp_path: Path, whole: dict[int, f
     """Every point of a save × the death of all ranks, of the one that names the checkpoint, of another."""
     left = {}
     for point in SAVE_POINTS:
-        for victim in VICTIMS:
+        # Only the rank that names and tracks a checkpoint passes the last two points.
+        for victim in VICTIMS if point not in ("save_named", "save_tracked") else ("first",):
             folder = tmp_path / f"{point}-{victim}"
             check_cut(folder, point, victim)
             left[folder.name] = folder / "saved"

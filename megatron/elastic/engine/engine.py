@@ -738,6 +738,7 @@ class Engine:
                 self.injector.reach("in_recovery_resume", self.record.version)
                 self.injector.settle()
                 self.on_settled(outcome, self.standing, time.monotonic() - started)
+                self.recovery.untold = ()
                 return outcome.phase_over
             except CommError as again:
                 error = again

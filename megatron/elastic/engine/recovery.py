@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from megatron.elastic.comm.errors import CommError, PeerLost
 from megatron.elastic.comm.fabric import EditReport, Fabric
 from megatron.elastic.config import ElasticConfig
-from megatron.elastic.control.membership import Decision, Membership
+from megatron.elastic.control.membership import Decision, Loss, Membership
 from megatron.elastic.engine.assignment import Assignment
 from megatron.elastic.engine.basis import Basis, History
 from megatron.elastic.engine.buffers import Arena
@@ -60,6 +60,8 @@ class Outcome:
     """What a generation has to do before work goes on, the same on every rank."""
 
     decision: Decision
+    lost: tuple[Loss, ...]
+    """Who was lost since the last generation that came about, those of decisions that did not among them."""
     resolution: Resolution
     phase_over: bool
     newcomers: tuple[int, ...]
@@ -101,6 +103,8 @@ class Recovery:
     """Rank → failure domain, of the present generation."""
     members: tuple[int, ...] = ()
     """Ranks of the newest decision, ascending; the generation may still fail to come about."""
+    untold: tuple[Loss, ...] = ()
+    """Losses of decisions since the last generation that came about: each is told once, with the next that does."""
 
     def agree(
         self,
@@ -120,6 +124,7 @@ class Recovery:
         started = time.monotonic()
         decision = self.membership.decide(self.fabric.address(), report.to_text(), self.timeout)
         self.members = tuple(sorted(decision.members))
+        self.untold = (*self.untold, *decision.lost)
         seconds["decide"] = time.monotonic() - started
         self.injector.enter([at.incarnation for at in decision.members.values()], self.nominal.slots)
         self.injector.reach("in_recovery_decide", step)
@@ -145,6 +150,7 @@ class Recovery:
         seconds["plan"] = time.monotonic() - started - seconds["decide"] - seconds["edit"]
         outcome = Outcome(
             decision=decision,
+            lost=self.untold,
             resolution=resolution,
             phase_over=over,
             newcomers=newcomers(decision),

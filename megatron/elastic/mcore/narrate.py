@@ -59,14 +59,14 @@ def narrate(
     """
     decision = outcome.decision
     events.generation = decision.generation
-    losses = [_rank_lost(loss, nominal, step) for loss in decision.lost]
+    losses = [_rank_lost(loss, nominal, step) for loss in outcome.lost]
     parked = standing.plan.parked
     events.write(
         Generation(
             number=decision.generation,
             reason=decision.reason,
             members=standing.living,
-            lost=tuple(loss.rank for loss in decision.lost),
+            lost=tuple(loss.rank for loss in outcome.lost),
             joined=decision.joined,
             parked=parked,
         )
@@ -78,7 +78,7 @@ def narrate(
     recovery = Recovery(step=step, outcome=what, seconds=spent, lost_steps=outcome.lost_steps)
     events.write(recovery)
     if speaks:
-        if any(loss.rank < standing.living[0] for loss in decision.lost):
+        if any(loss.rank < standing.living[0] for loss in outcome.lost):
             events.write_held()  # whoever spoke before may have died before it could say that its last step was over
         events.write(_plan(step, standing))
         lines = (*loss_lines(losses, parked), recovery_line(recovery, decision.generation), *batch_lines(standing.plan))
