@@ -138,7 +138,8 @@ def _launch(case: Case, steps: int, folder: Path) -> None:
         "--preload", "torch,torch.distributed,tools.bench.emulated",
         str(ROOT / "tools/bench/emulated.py"), "--elastic", "--case", case.to_json(), "--steps", str(steps),
         "--out", str(folder), "--elastic-event-log", str(folder), "--elastic-detection-timeout", "60",
-        "--elastic-verify-interval", "0", "--elastic-allow-inject", "--elastic-inject", script,
+        "--elastic-verify-interval", "0", "--elastic-fail-slow", "off", "--elastic-migrate-after", "-1",
+        "--elastic-allow-inject", "--elastic-inject", script,
     ]  # fmt: skip
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=580, check=False)
