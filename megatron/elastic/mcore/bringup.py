@@ -269,7 +269,8 @@ def _assemble(
     timeline = Timeline(job.config.trace)
     timer = PhaseTimer(timeline.moved if timeline.enabled else None)
     links.injector.enter([at.incarnation for at in decision.members.values()], job.nominal.slots)
-    choose = job.choose or choice_named(job.config.policy, job.config.schedule == "zero-bubble")
+    per_token, split = job.settings.per_token_loss, job.config.schedule == "zero-bubble"
+    choose = job.choose or choice_named(job.config.policy, split, per_token)
     exact = None
     if job.config.exact:
         exact, choose = ExactGradients(arena, job.nominal.grid.global_batch_size), one_sample_pieces(choose)

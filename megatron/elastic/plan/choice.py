@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
-from megatron.elastic.plan.dataflow import PlanError, Share, home_rows, microbatch_rows
+from megatron.elastic.plan.dataflow import PlanError, Share, home_rows
 from megatron.elastic.plan.model import Plan, Profile, Topology
 from megatron.elastic.plan.planner import assemble, instant_plan
 from megatron.elastic.plan.policy import MindSpeed, TorchFT, damaged_replicas
@@ -34,8 +34,8 @@ _Answer = Callable[[Topology, Profile, bool], Plan]
 """A choice that is also told whether tables split the backward."""
 
 
-def _elaswave(topology: Topology, profile: Profile, split: bool) -> Plan:
-    return instant_plan(topology, profile, split_backward=split)
+def _elaswave(topology: Topology, profile: Profile, split: bool, cut: bool = False) -> Plan:
+    return instant_plan(topology, profile, split_backward=split, cut_microbatches=cut)
 
 
 def _recycle(topology: Topology, profile: Profile, split: bool) -> Plan:
@@ -51,15 +51,15 @@ def _torchft(topology: Topology, profile: Profile, split: bool) -> Plan:
         return instant_plan(topology, profile, split_backward=split)
     if len(damaged) == len(topology.replicas):
         raise PlanError("policy torchft: every replica has lost a rank; it restarts from the last checkpoint")
-    grid, homes = topology.grid, home_rows(topology)
+    homes = home_rows(topology)
     shares = [
-        Share(segment.cell, segment.first, segment.end, microbatch_rows(grid, microbatch), wave)
+        Share(segment.cell, segment.first, segment.end, rows, wave)
         for number, replica in enumerate(topology.replicas)
         if number not in damaged
-        for wave, microbatch in enumerate(homes[number])
+        for wave, rows in enumerate(homes[number])
         for segment in replica.segments
     ]
-    skipped = sorted(row for number in damaged for batch in homes[number] for row in microbatch_rows(grid, batch))
+    skipped = sorted(row for number in damaged for rows in homes[number] for row in rows)
     plan = assemble(topology, profile, shares, split, ("torchft",))
     return replace(plan, skipped=tuple(skipped))
 
@@ -98,12 +98,16 @@ CHOICES: Mapping[str, _Answer] = MappingProxyType(
 )
 
 
-def choice_named(name: str, split_backward: bool = False) -> Choice:
+def choice_named(name: str, split_backward: bool = False, cut_microbatches: bool = False) -> Choice:
     """The choice of ``--elastic-policy name``; its tables split every backward if asked to.
+
+    ``cut_microbatches``: rows count by themselves (per-token loss), so elaswave may share to the row.
 
     Raises :class:`PlanError` for an unknown name.
     """
     if name not in CHOICES:
         raise PlanError(f"unknown policy {name!r}: one of {', '.join(CHOICES)}")
+    if name == "elaswave" and cut_microbatches:
+        return lambda topology, profile: _elaswave(topology, profile, split_backward, cut=True)
     answer = CHOICES[name]
     return lambda topology, profile: answer(topology, profile, split_backward)

@@ -43,6 +43,7 @@ __all__ = [
     "reroute",
     "resize",
     "row_groups",
+    "split_rows",
 ]
 
 
@@ -67,6 +68,10 @@ class RowGroup:
 
     microbatch: int
     positions: tuple[int, ...]
+
+
+Homes = Sequence[Sequence[tuple[int, ...]]]
+"""By replica: the rows of each piece it starts from, in the order it runs them."""
 
 
 def microbatches(grid: Grid) -> int:
@@ -129,8 +134,8 @@ def deal(count: int, quotas: Sequence[int], rotation: int = 0) -> tuple[int, ...
     return tuple(holder for _, _, holder in sorted(places))
 
 
-def home_rows(topology: Topology, weights: Sequence[int] | None = None) -> tuple[tuple[int, ...], ...]:
-    """Nominal micro-batches of each replica, in the order the replica runs them.
+def home_rows(topology: Topology, weights: Sequence[int] | None = None) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """Rows of each replica's nominal micro-batches, in the order the replica runs them.
 
     As many replicas as nominal data-parallel ranks and no ``weights``: Megatron's
     grid, micro-batch ``q`` on replica ``q % DP``. Otherwise micro-batches are
@@ -138,12 +143,35 @@ def home_rows(topology: Topology, weights: Sequence[int] | None = None) -> tuple
     """
     total = microbatches(topology.grid)
     count = len(topology.replicas)
+    rows = [microbatch_rows(topology.grid, microbatch) for microbatch in range(total)]
     if weights is None and count == topology.grid.data_parallel_size:
-        return tuple(tuple(range(replica, total, count)) for replica in range(count))
+        return tuple(tuple(rows[replica::count]) for replica in range(count))
     quotas = apportion(total, weights if weights is not None else [1] * count)
-    homes: list[list[int]] = [[] for _ in range(count)]
+    homes: list[list[tuple[int, ...]]] = [[] for _ in range(count)]
     for microbatch, replica in enumerate(deal(total, quotas)):
-        homes[replica].append(microbatch)
+        homes[replica].append(rows[microbatch])
+    return tuple(map(tuple, homes))
+
+
+def split_rows(grid: Grid, quotas: Sequence[int]) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """Homes with exactly ``quotas`` rows each: whole micro-batches dealt out smoothly, the last ones cut.
+
+    No part holds rows of two micro-batches. Raises :class:`PlanError` unless quotas sum to the global batch.
+    """
+    if sum(quotas) != grid.global_batch_size:
+        raise PlanError(f"quotas {tuple(quotas)} do not sum to {grid.global_batch_size} rows")
+    size = grid.micro_batch_size
+    whole = [quota // size for quota in quotas]
+    homes: list[list[tuple[int, ...]]] = [[] for _ in quotas]
+    for microbatch, replica in enumerate(deal(sum(whole), whole)):
+        homes[replica].append(microbatch_rows(grid, microbatch))
+    at = sum(whole) * size
+    for replica, quota in enumerate(quotas):
+        end = at + quota % size
+        while at < end:
+            cut = min(end, (at // size + 1) * size)
+            homes[replica].append(tuple(range(at, cut)))
+            at = cut
     return tuple(map(tuple, homes))
 
 
@@ -171,14 +199,13 @@ def _holders(topology: Topology, first: int, end: int) -> list[tuple[int, int, l
     return parts
 
 
-def _own_shares(topology: Topology, homes: Sequence[Sequence[int]]) -> tuple[list[Share], list[Share]]:
+def _own_shares(topology: Topology, homes: Homes) -> tuple[list[Share], list[Share]]:
     """Shares of the plan before the loss: those of living cells, and orphans of dead ones."""
     alive = {cell.id for cell in topology.cells}
     kept: list[Share] = []
     orphans: list[Share] = []
     for replica, owned in zip(topology.replicas, homes, strict=True):
-        for wave, microbatch in enumerate(owned):
-            rows = microbatch_rows(topology.grid, microbatch)
+        for wave, rows in enumerate(owned):
             for segment in replica.segments:
                 share = Share(segment.cell, segment.first, segment.end, rows, wave)
                 (kept if segment.cell in alive else orphans).append(share)
@@ -236,7 +263,7 @@ def _waves(kept: Sequence[Share], orphans: Sequence[Share]) -> Iterable[tuple[bo
     return sorted(marked, key=lambda m: (m[1].order, m[0], m[1].rows, m[1].first))
 
 
-def reroute(topology: Topology, unit_cost: Sequence[int], homes: Sequence[Sequence[int]]) -> list[Share]:
+def reroute(topology: Topology, unit_cost: Sequence[int], homes: Homes) -> list[Share]:
     """Whole nominal micro-batches of lost cells go to the living holder that would finish them first.
 
     Every other share stays where it was. ``unit_cost[u]`` weighs unit ``u`` (ns a row).
@@ -256,7 +283,7 @@ def reroute(topology: Topology, unit_cost: Sequence[int], homes: Sequence[Sequen
 
 
 def resize(
-    topology: Topology, unit_cost: Sequence[int], homes: Sequence[Sequence[int]], mix_microbatches: bool = False
+    topology: Topology, unit_cost: Sequence[int], homes: Homes, mix_microbatches: bool = False
 ) -> list[Share]:
     """Rows of lost cells are cut over all living holders, wave by wave, balanced over the whole step.
 

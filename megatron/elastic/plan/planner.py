@@ -28,6 +28,7 @@ from megatron.elastic.plan.dataflow import (
     piece_edges,
     reroute,
     resize,
+    split_rows,
 )
 from megatron.elastic.plan.model import Op, Plan, Profile, Segment, Topology, UnitCost
 from megatron.elastic.plan.orders import Work, compute_orders, memory_rows
@@ -70,18 +71,24 @@ def instant_plan(
     dataflow: Dataflow = "reroute",
     mix_microbatches: bool = False,
     split_backward: bool = False,
+    cut_microbatches: bool = False,
 ) -> Plan:
     """The plan right after a change: units stay where they are.
 
     Replicas with slow cells get fewer nominal micro-batches (:func:`speed_quotas`);
-    rows of lost cells go to living holders, least loaded first.
+    rows of lost cells go to living holders, least loaded first. With ``cut_microbatches``
+    (where every row's loss counts by itself) shares are exact to a row.
 
     Raises :class:`PlanError` when a unit has no living holder (then units must
     move first, see ``graph``) or rows do not fit the nominal grid.
     """
     profile = profile or uniform_profile(topology.units)
     _check_topology(topology, profile)
-    work, homes = _work(profile), home_rows(topology, speed_quotas(topology, profile))
+    work, quotas = _work(profile), speed_quotas(topology, profile, cut_microbatches)
+    if quotas is not None and cut_microbatches:
+        homes = split_rows(topology.grid, quotas)
+    else:
+        homes = home_rows(topology, quotas)
     if dataflow == "reroute":
         shares = reroute(topology, work, homes)
     else:
@@ -93,15 +100,15 @@ def _work(profile: Profile) -> list[int]:
     return [unit.forward_ns + unit.backward_ns for unit in profile.units]
 
 
-def speed_quotas(topology: Topology, profile: Profile) -> tuple[int, ...] | None:
-    """Nominal micro-batches per replica that even out how fast replicas are; None for Megatron's equal grid.
+def speed_quotas(topology: Topology, profile: Profile, by_rows: bool = False) -> tuple[int, ...] | None:
+    """Nominal micro-batches (or rows) per replica that even out how fast replicas are; None for Megatron's equal grid.
 
     Replicas differ by measured speed or, after earlier changes, by length. Lost
     stages count as nominally fast: peers serve them, and dealing rows evens out
     their load. Replicas that are not whole hold state and compute nothing.
     """
     places = {cell.id: Place(cell.speed_ppm) for cell in topology.cells}
-    model = Model(profile, topology.grid.micro_batch_size, topology.grid.data_parallel_size)
+    model = Model(profile, 1 if by_rows else topology.grid.micro_batch_size, topology.grid.data_parallel_size)
     times = []
     for replica in topology.replicas:
         if not is_whole(replica, topology.units):
@@ -115,7 +122,7 @@ def speed_quotas(topology: Topology, profile: Profile) -> tuple[int, ...] | None
         times.append(PipelineTime(sum(stages.values()) - slowest, slowest))
     if len(times) == topology.grid.data_parallel_size and len(set(times)) == 1:
         return None
-    return share_out(microbatches(topology.grid), times)[0]
+    return share_out(topology.grid.global_batch_size if by_rows else microbatches(topology.grid), times)[0]
 
 
 def _check_topology(topology: Topology, profile: Profile) -> None:

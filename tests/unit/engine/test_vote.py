@@ -50,3 +50,22 @@ def test_an_unannounced_report_key_is_an_error_not_a_silent_loss() -> None:
 @given(st.text("0123456789abcdef", min_size=64, max_size=64), st.integers(1, 1 << 12))
 def test_plan_digests_stay_exact_when_summed(plan: str, voters: int) -> None:
     assert int(float(plan_digest(plan, plan[::-1]) * voters)) == plan_digest(plan, plan[::-1]) * voters
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 1 << 50), st.integers(0, 1 << 50)), min_size=4, max_size=4),
+    st.integers(1, 3_000_000),
+)
+def test_measured_times_and_clocks_arrive_on_every_rank_to_the_nanosecond(
+    times: list[tuple[int, int]], khz: int
+) -> None:
+    """Each cell speaks for itself; a cell's ranks add up their devices."""
+    ranges = ((0, 0, 3), (1, 3, 6), (2, 0, 3), (3, 3, 6))
+    layout = VoteLayout(LAYOUT.blocks, ("lm loss",), ranges, (0, 1, 2, 3))
+    votes = [
+        Tally(times={ranges[cell]: times[cell]}, clocks={cell: (1, 1, khz, khz)}, steady=1) for cell in range(4)
+    ]
+    total = layout.unpack(sum(layout.pack(vote) for vote in (*votes, Tally(clocks={3: (1, 1, khz, khz)}))))
+    assert total.times == dict(zip(ranges, times, strict=True))
+    assert total.clocks == {**dict.fromkeys(range(3), (1, 1, khz, khz)), 3: (2, 2, 2 * khz, 2 * khz)}
+    assert (total.voters, total.steady) == (5, 4)

@@ -109,6 +109,26 @@ def test_delay_makes_a_straggler():
     assert time.monotonic() - began >= 0.1
 
 
+def test_a_slowed_rank_takes_a_multiple_of_its_own_time_and_only_in_its_steps():
+    injector = Injector(parse("slow:rank=0,step=2-3,factor=3"), rank=0)
+    spent = {}
+    for step in (1, 2, 3, 4):
+        started = time.monotonic()
+        injector.drag(step, 20_000_000)
+        spent[step] = time.monotonic() - started
+    assert min(spent[2], spent[3]) >= 0.04
+    assert max(spent[1], spent[4]) < min(spent[2], spent[3])
+    injector.reach("before_step", 2)  # it is no fault of a point
+
+
+@pytest.mark.parametrize(
+    "script", ["slow:rank=0", "slow:factor=0.5", "slow:factor=2,point=mid_forward", "kill:step=5-3"]
+)
+def test_a_slow_fault_that_makes_no_sense_is_refused(script):
+    with pytest.raises(ConfigError, match="--elastic-inject"):
+        parse(script)
+
+
 def test_random_faults_follow_their_seed_and_rate():
     def trace(seed: int, rank: int, rate: float = 0.2, incarnation: int = 0) -> list[tuple[int, str]]:
         script = f"random:seed={seed},rate={rate},kinds=raise,count=0,incarnation=*"

@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 
 from megatron.elastic.plan.choice import CHOICES, choice_named
 from megatron.elastic.plan.dataflow import PlanError
-from megatron.elastic.plan.model import Op
+from megatron.elastic.plan.model import Op, Plan
 from megatron.elastic.plan.planner import nominal_plan, plan_hash, uniform_profile
 from megatron.elastic.plan.policy import damaged_replicas
-from megatron.elastic.plan.topology import regular_topology, without_cells
+from megatron.elastic.plan.timing import plan_time
+from megatron.elastic.plan.topology import regular_topology, with_speeds, without_cells
 from megatron.elastic.plan.validate import InvalidPlan, validate_plan
 
 UNITS = 8
@@ -79,3 +80,47 @@ def test_when_no_replica_is_whole_a_policy_that_drops_replicas_says_so(name: str
 def test_an_unknown_policy_is_refused_by_name() -> None:
     with pytest.raises(PlanError, match="elaswave, recycle, torchft, torchft-batch, mindspeed"):
         choice_named("none")
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    dp=st.integers(1, 4),
+    pp=st.integers(1, 3),
+    size=st.integers(1, 4),
+    speeds=st.dictionaries(st.integers(0, 11), st.integers(200_000, 1_000_000), max_size=4),
+    lost=st.sets(st.integers(0, 11), max_size=2),
+)
+def test_where_rows_count_by_themselves_shares_are_exact_to_a_row(
+    dp: int, pp: int, size: int, speeds: dict[int, int], lost: set[int]
+) -> None:
+    """Valid plans of every row, no piece of two micro-batches, and no slower than by whole micro-batches."""
+    topology = without_cells(with_speeds(regular_topology(dp, pp, UNITS, size, waves=3), speeds), lost)
+    try:
+        whole = choice_named("elaswave")(topology, PROFILE)
+    except PlanError:
+        return
+    cut = choice_named("elaswave", cut_microbatches=True)(topology, PROFILE)
+    validate_plan(cut, UNITS, PROFILE)
+    entering = sorted(row for piece in cut.pieces if piece.first == 0 for row in piece.rows)
+    assert entering == list(range(cut.grid.global_batch_size))
+    assert all(len({row // size for row in piece.rows}) == 1 for piece in cut.pieces)
+    if pp == 1 and not lost:
+        assert plan_time(cut, PROFILE) <= plan_time(whole, PROFILE)
+
+
+def test_a_rank_at_half_speed_gets_half_the_rows() -> None:
+    """24 rows in micro-batches of four: a speed of 0.7 cannot be met by whole ones."""
+    slow = with_speeds(regular_topology(2, 1, UNITS, 4, waves=3), {1: 500_000})
+    for cut, expected in ((False, {0: 16, 1: 8}), (True, {0: 16, 1: 8})):
+        assert rows_of(choice_named("elaswave", cut_microbatches=cut)(slow, PROFILE)) == expected
+    third = with_speeds(regular_topology(2, 1, UNITS, 4, waves=3), {1: 700_000})
+    assert rows_of(choice_named("elaswave")(third, PROFILE)) == {0: 16, 1: 8}
+    assert rows_of(choice_named("elaswave", cut_microbatches=True)(third, PROFILE)) == {0: 14, 1: 10}
+
+
+def rows_of(plan: Plan) -> dict[int, int]:
+    """Rows by cell."""
+    found: dict[int, int] = {}
+    for piece in plan.pieces:
+        found[piece.cell] = found.get(piece.cell, 0) + len(piece.rows)
+    return dict(sorted(found.items()))
