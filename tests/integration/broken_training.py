@@ -18,6 +18,8 @@ import megatron.elastic.adaptor  # noqa: F401
 
 # isort: split
 
+import torch
+
 from megatron.elastic.engine.engine import Engine
 from megatron.elastic.engine.transaction import StepBody
 from megatron.elastic.state.placement import Copies, Placement
@@ -111,13 +113,30 @@ SKIPPED_GATHER = "skipped_all_gather"
 """The one bug that is in the code rather than in what it leaves behind."""
 
 
+def _skip_gather() -> None:
+    """After a load this rank computes with what its model was made with: it takes part, and keeps nothing of it."""
+    made: list[torch.Tensor] = []
+    adopt, gather = Engine.adopt_parameters, StepBody.gather
+
+    def adopt_parameters(self: Engine) -> None:
+        made.append(self.tools.arena.parameters.clone())
+        adopt(self)
+
+    def gather_nothing(self: StepBody, step: int) -> None:
+        gather(self, step)
+        self._tools.arena.parameters.copy_(made[0])
+
+    Engine.adopt_parameters = adopt_parameters  # type: ignore[method-assign]
+    StepBody.gather = gather_nothing  # type: ignore[method-assign]
+
+
 def arm() -> None:
     """Have the bug of the environment strike in this process, if it is the rank meant."""
     name, when = os.environ["BROKEN_BUG"], os.environ["BROKEN_TRANSITION"]
     if os.environ["RANK"] != os.environ["BROKEN_RANK"]:
         return
     if name == SKIPPED_GATHER:
-        StepBody.gather = lambda self, step: None  # type: ignore[method-assign]
+        _skip_gather()
         return
     original, struck = Engine._certify, list[str]()
 
