@@ -26,10 +26,24 @@ from megatron.elastic.engine.inject import KILL_POINTS
 from megatron.elastic.observe.events import read_events
 from tests.integration.elastic_job import ROOT, JobResult, elastic_command, elastic_job, largest_deviation
 
-__all__ = ["DROPOUT", "LAYOUTS", "PHASES", "TWO", "Case", "Layout", "cases_of", "walk"]
+__all__ = [
+    "DROPOUT",
+    "LAYOUTS",
+    "MANY",
+    "PHASES",
+    "RATES",
+    "TWO",
+    "Case",
+    "Layout",
+    "cases_of",
+    "compare",
+    "undisturbed",
+    "walk",
+]
 
 DROPOUT = ("--hidden-dropout", "0.1", "--attention-dropout", "0.1")
 MANY = 4000
+LEAVING_SECONDS = 20.0
 RATES = ("--lr", "1e-4", "--lr-decay-iters", "400", "--lr-warmup-iters", "2")
 PHASES = ("--eval-interval", "3", "--eval-iters", "2", "--save-interval", "4")
 TWO = ("--elastic-mirrors", "2")
@@ -115,7 +129,8 @@ def run_walk(folder: Path, layout: Layout, cases: Sequence[Case], *flags: str, s
         end = time.monotonic() + seconds
         try:
             while job.poll() is None and time.monotonic() < end:
-                if _whole_again(said.read_text(), losses):
+                late = time.monotonic() > end - LEAVING_SECONDS  # the checks then say how far it came
+                if late or _whole_again(said.read_text(), losses):
                     job.send_signal(signal.SIGTERM)
                     job.wait(max(1.0, end - time.monotonic()))
                 time.sleep(0.2)

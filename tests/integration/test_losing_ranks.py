@@ -8,16 +8,33 @@ every named point of every rank of four layouts.
 
 from __future__ import annotations
 
+import os
+import re
+import signal
 from pathlib import Path
 
 import pytest
 
 from megatron.elastic.engine.inject import KILL_POINTS
-from tests.integration.elastic_job import elastic_job, largest_deviation
-from tests.integration.kill_walk import DROPOUT, LAYOUTS, PHASES, TWO, Case, cases_of, walk
+from megatron.elastic.observe.events import read_events
+from tests.integration.elastic_job import ROOT, JobResult, elastic_command, elastic_job, largest_deviation
+from tests.integration.kill_walk import (
+    DROPOUT,
+    LAYOUTS,
+    MANY,
+    PHASES,
+    RATES,
+    TWO,
+    Case,
+    cases_of,
+    compare,
+    undisturbed,
+    walk,
+)
+from tests.integration.launcher_cluster import cluster, descendants
 
 STEPS = 5
-WALK = [(layout, point) for layout in LAYOUTS for point in KILL_POINTS]
+WALK = [(layout, point) for layout in LAYOUTS for point in KILL_POINTS if point != "in_setup"]
 
 
 def one(layout: str, point: str, rank: int) -> Case:
@@ -52,6 +69,92 @@ def test_every_point_of_every_rank(tmp_path: Path, layout: str, point: str) -> N
     walk(tmp_path, LAYOUTS[layout], cases_of(LAYOUTS[layout], point), *flags, seconds=600.0)
 
 
+@pytest.mark.parametrize(
+    ("layout", "first", "second"), [("tp2dp2", 0, 3), pytest.param("pp2dp2", 2, 3, marks=pytest.mark.slow)]
+)
+def test_a_stage_without_a_living_group_waits_for_its_ranks(
+    tmp_path: Path, layout: str, first: int, second: int
+) -> None:
+    """Its state survives (in parked partners; on the other stage), its ranks are started again: the step is finished.
+
+    Once in a step that has to be run again, once in one that was committed.
+    """
+    cases = [
+        Case("run again", ((first, "losses", 0, "before_reduce"), (second, "losses", 0, "in_recovery_resume"))),
+        Case("committed", ((first, "losses", 0, "after_vote"), (second, "losses", 0, "in_recovery_edit"))),
+    ]
+    walk(tmp_path, LAYOUTS[layout], cases, *TWO)
+
+
+@pytest.mark.slow
+def test_without_respawn_a_stage_without_a_living_group_ends_the_job(tmp_path: Path) -> None:
+    script = "kill:rank=0,losses=0,point=before_reduce;kill:rank=3,losses=0,point=in_recovery_resume"
+    flags = ("--no-elastic-respawn", "--elastic-allow-inject", "--elastic-inject", script)
+    ended = elastic_job(tmp_path, 4, 2, 1, 5, *flags)
+    assert ended.code == 4, ended.output[-3000:]
+    assert "ranks [0, 3] are gone" in ended.output and "--no-elastic-respawn" in ended.output
+    assert "Traceback" not in ended.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "script", "lost"),
+    [
+        ("pp2dp2", "kill:rank=0|3,step=3,point=before_reduce", {0, 3}),
+        ("tp2dp2", "kill:rank=0,step=2,point=mid_forward;kill:rank=1,step=3,point=before_vote", {0, 1}),
+        ("tp2dp2", "kill:rank=2,step=5,point=mid_backward", {2}),
+        ("pp2dp2", "kill:rank=3,step=5,point=after_vote", {3}),
+        ("pp2dp2", "kill:rank=0,step=5,point=after_step", {0}),
+        ("pp2dp2", "kill:rank=2,step=5,point=in_evaluate,nth=2;kill:rank=1,step=5,point=in_evaluate,nth=4", {1, 2}),
+    ],
+    ids=["two stages at once", "a parked rank", "in the last step", "at its vote", "after it", "in the last batches"],
+)
+def test_losses_that_nobody_returns_from(tmp_path: Path, layout: str, script: str, lost: set[int]) -> None:
+    """The job ends as if nothing had happened: losses, and those of validation and test after the last step."""
+    size = LAYOUTS[layout]
+    job = (size.ranks, size.tensor, size.pipeline, 5, *DROPOUT, *TWO, "--eval-iters", "2", "--split", "60,20,20")
+    whole = elastic_job(tmp_path / "whole", *job)
+    flags = ("--no-elastic-respawn", "--elastic-allow-inject", "--elastic-inject", script)
+    killed = elastic_job(tmp_path / "killed", *job, *flags)
+    assert whole.code == killed.code == 0, killed.output[-6000:]
+    seen = {int(rank) for rank in re.findall(r"injected kill: rank (\d+)", killed.output)}
+    assert seen == lost
+    assert set(killed.committed) == set(whole.committed)
+    assert largest_deviation(whole.committed, killed.committed) < 1e-5
+    assert all(record.fields["lost_steps"] == 0 for record in killed.of("recovery"))
+    values = r"loss at iteration .*? lm loss value: (\S+)"
+    evaluated = [[float(value) for value in re.findall(values, run.output)] for run in (whole, killed)]
+    assert len(evaluated[0]) == 2 and evaluated[1] == pytest.approx(evaluated[0], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_a_node_that_wakes_up_after_it_was_given_up_does_no_harm(tmp_path: Path) -> None:
+    """All processes of a node are stopped in the middle of a run, given up, and wake up a generation later."""
+    layout, events = LAYOUTS["tp2dp2"], tmp_path / "events"
+    flags = (*DROPOUT, *RATES, "--elastic-detection-timeout", "0.5")
+    command = elastic_command(events, layout.ranks, layout.tensor, layout.pipeline, MANY, *flags)
+    script = command[command.index(str(ROOT / "pretrain_gpt.py")) :]
+    with cluster(2, nodes=2, command=script) as job:
+        job.wait_text("iteration        3/")
+        asleep = [job.agents[1].pid, *descendants(job.agents[1].pid)]
+        for pid in asleep:
+            os.kill(pid, signal.SIGSTOP)
+        job.wait_text("node unreachable")
+        job.wait_text("recovered at generation 2")
+        for pid in asleep:
+            os.kill(pid, signal.SIGCONT)
+        job.wait_text("joined by")
+        back = [line for line in job.output if "joined by" in line]
+        os.kill(job.agents[0].pid, signal.SIGTERM)
+        assert job.exit_code(0) == 3, job.text()[-6000:]
+    assert back
+    result = JobResult(3, job.text(), read_events(events))
+    lost = {(record.fields["lost_rank"], record.fields["lost_incarnation"]) for record in result.of("loss")}
+    assert {rank for rank, _ in lost} == {2, 3}, "nobody of the other node is lost"
+    assert all(record.fields["lost_steps"] == 0 for record in result.of("recovery"))
+    assert compare(result, undisturbed(tmp_path / "undisturbed", layout, max(result.committed))) < 1e-5
+
+
 def test_when_no_copy_is_left_the_job_says_what_is_lost(tmp_path: Path) -> None:
     """Both ranks of the last stage die at once: exit code 4 and one line, no traceback."""
     script = "kill:rank=2|3,step=3,point=mid_forward"
@@ -61,6 +164,21 @@ def test_when_no_copy_is_left_the_job_says_what_is_lost(tmp_path: Path) -> None:
     assert result.code == 4, result.output[-3000:]
     assert "have no surviving copy" in result.output
     assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize("nth", [1, 2, 3])
+@pytest.mark.slow
+def test_a_loss_before_the_first_step_starts_everybody_anew(tmp_path: Path, nth: int) -> None:
+    """While the engine forms, after state is resumed, while data is built: nothing is held yet that could be lost."""
+    fault = ("--elastic-allow-inject", "--elastic-inject", f"kill:rank=1,point=in_setup,nth={nth}")
+    whole = elastic_job(tmp_path / "whole", 4, 1, 2, 3, *DROPOUT)
+    killed = elastic_job(tmp_path / "killed", 4, 1, 2, 3, *DROPOUT, *fault)
+    assert killed.code == whole.code == 0, killed.output[-4000:]
+    assert "rank 1 was lost before the first step: everybody starts anew" in killed.output
+    assert killed.committed == whole.committed, "the same run, begun again"
+    ended = elastic_job(tmp_path / "ended", 4, 1, 2, 3, *DROPOUT, *fault, "--no-elastic-respawn")
+    assert ended.code == 4
+    assert "rank 1 was lost before the first step: the job ends" in ended.output and "Traceback" not in ended.output
 
 
 def test_a_loss_in_evaluation_and_in_saving_repeats_the_phase(tmp_path: Path) -> None:

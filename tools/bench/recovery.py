@@ -7,9 +7,8 @@ same run) one real job under the launcher, default settings: pipeline 2, the res
 parallel. Ranks of both stages are lost one after the other, each when the one before is
 back and some steps have passed with everybody. Per loss, from the event logs:
 
-overhead    interval between the commits around the loss, less the median step with all ranks present
-redone      of it, computing again: what the slowest survivor computed in that step beyond its usual
-beyond      overhead less redone: finding out, agreeing, editing groups, and what settling takes
+overhead    from the signal to the next committed step, less the median step with all ranks present
+redone      apart from it: what had been computed of the step before the signal, and was computed again
 detect      from the signal to the first survivor that reports
 phases      of the slowest survivor: decide, edit, plan, settle (and freeze, where it is told apart)
 state bytes received by anybody between the two commits: optimizer state that had to move first
@@ -56,18 +55,14 @@ class Loss:
 
     rank: int
     step: int
-    normal_step: float
     overhead: float
     redone: float
     detect: float
     phases: dict[str, float]
     state_bytes: int
     lost_steps: int
-
-    @property
-    def beyond(self) -> float:
-        """Overhead less the computation done again."""
-        return self.overhead - self.redone
+    normal_step: float
+    """Of the job it happened in."""
 
 
 def run_job(comm: str, ranks: int, point: str, kind: str, victims: Sequence[int]) -> list[Loss]:
@@ -130,29 +125,16 @@ def read_losses(events: list[Record], output: str, ranks: int) -> list[Loss]:
             Loss(
                 rank=rank,
                 step=step,
-                normal_step=normal,
-                overhead=gaps[step] - normal,
-                redone=_redone(events, step, quiet),
+                overhead=commits[step].wall - at - normal,
+                redone=at - commits[step - 1].wall,
                 detect=min(r.wall - sum(r.fields["seconds"].values()) for r in mine) - at,
                 phases=slowest,
                 state_bytes=_state_bytes(events, step),
                 lost_steps=max(record.fields["lost_steps"] for record in mine),
+                normal_step=normal,
             )
         )
     return losses
-
-
-def _redone(events: list[Record], step: int, quiet: Sequence[int]) -> float:
-    """Seconds that the rank with most of it computed in ``step`` beyond its median step."""
-    usual, spent = dict[int, list[int]](), dict[int, int]()
-    for record in events:
-        if record.kind == "phases":
-            computed = record.fields["nanoseconds"].get("compute", 0)
-            if record.fields["step"] == step:
-                spent[record.rank] = computed
-            elif record.fields["step"] in quiet:
-                usual.setdefault(record.rank, []).append(computed)
-    return max(0.0, *(spent[rank] - statistics.median(usual[rank]) for rank in spent if rank in usual)) / 1e9
 
 
 def _state_bytes(events: list[Record], step: int) -> int:
@@ -174,9 +156,8 @@ def figures(losses: list[Loss]) -> dict[str, object]:
     names = dict.fromkeys(name for loss in losses for name in loss.phases)
     return {
         "losses": len(losses),
-        "beyond_s": median_of([loss.beyond for loss in losses]),
         "overhead_s": median_of([loss.overhead for loss in losses]),
-        "redone_compute_s": median_of([loss.redone for loss in losses]),
+        "redone_s": median_of([loss.redone for loss in losses]),
         "detect_s": median_of([loss.detect for loss in losses]),
         "normal_step_s": losses[0].normal_step,
         "phases_s": {name: statistics.median(loss.phases.get(name, 0.0) for loss in losses) for name in names},

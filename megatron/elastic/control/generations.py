@@ -94,6 +94,8 @@ class Generations:
     _requests: dict[str, set[int]] = field(default_factory=dict)
     _sticky: set[str] = field(default_factory=set)
     _left: set[int] = field(default_factory=set)
+    _preparing: set[int] = field(default_factory=set)
+    """Ranks that said they have nothing yet that could outlive a loss."""
 
     def __post_init__(self) -> None:
         slots = sorted(rank for node in self.nodes.values() for rank in node.ranks)
@@ -117,6 +119,11 @@ class Generations:
     def quiet(self) -> bool:
         """No change is being agreed."""
         return self.frozen == self.decided
+
+    @property
+    def preparing(self) -> bool:
+        """Some member has not begun: a loss now leaves nothing to go on from, and everybody starts anew."""
+        return any(self.ranks[rank].standing == "member" for rank in self._preparing)
 
     def expected(self) -> tuple[int, ...]:
         """Ranks whose report the next decision waits for; empty in quiet times."""
@@ -216,6 +223,7 @@ class Generations:
             changed |= counts and loss.incarnation == state.incarnation
             state.incarnation, state.standing, state.entry = loss.incarnation, "lost", None
             state.may_return = state.may_return and self.respawn
+            self._preparing.discard(loss.rank)
             self.reports.pop(loss.rank, None)
             self.losses.append(loss)
         if changed:
@@ -271,6 +279,9 @@ class Generations:
                 self._sticky.add("join")
 
     def _request(self, event: Requested) -> None:
+        if event.what == "setup":
+            self._preparing |= set(event.ranks) & self.ranks.keys()
+            return
         if event.generation != self.decided or not self.quiet or self.fresh:
             return
         asked = self._requests.setdefault(event.what, set())
@@ -283,6 +294,9 @@ class Generations:
         elif event.what == "checkpoint":
             self._sticky.discard("checkpoint")
             del self._requests["checkpoint"]
+        elif event.what == "begin":
+            self._preparing.clear()
+            del self._requests["begin"]
         elif event.what == "stay":
             self.drain = None if self.drain else self.drain
             del self._requests["stay"]

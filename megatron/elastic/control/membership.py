@@ -98,6 +98,8 @@ class Membership(Protocol):
         """Ask for a change at a boundary ('join', 'leave'): FREEZE follows when every member has asked.
 
         'reform' freezes at once; 'checkpoint' and 'stay' take such a wish back once every member has asked.
+        'setup' says that nothing is held here yet that could outlive a loss: until every
+        member has asked to 'begin', a loss starts everybody anew.
         """
 
     def drain(self) -> None:

@@ -93,6 +93,11 @@ class Assignment:
         tied = () if nominal.tied_unit is None else ((0, nominal.compute_units - 1),)
         return Topology(nominal.grid, nominal.compute_units, whole, self.replicas, tied, parked)
 
+    def uncovered(self, living: Collection[int]) -> tuple[int, ...]:
+        """Units that no whole living cell holds, ascending."""
+        held = {unit for cell in self.topology(living).cells for unit in self._units.get(cell.id, ())}
+        return tuple(unit for unit in range(self.nominal.compute_units) if unit not in held)
+
     def digest(self) -> str:
         """Hash to compare between processes."""
         spans = [[(s.cell, s.first, s.end) for s in replica.segments] for replica in self.replicas]

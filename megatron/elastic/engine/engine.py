@@ -32,7 +32,7 @@ from megatron.elastic.engine.certificates import (
 )
 from megatron.elastic.engine.clocks import Clocks
 from megatron.elastic.engine.inject import Injector
-from megatron.elastic.engine.joining import Welcome, send_welcome
+from megatron.elastic.engine.joining import NEWCOMER, Welcome, newcomers, send_welcome
 from megatron.elastic.engine.movement import Moved, Movement, Streams
 from megatron.elastic.engine.port import ForwardStep
 from megatron.elastic.engine.recovery import Outcome, Recovery
@@ -43,6 +43,7 @@ from megatron.elastic.engine.source import SampleSource, StepAddress
 from megatron.elastic.engine.standing import Standing, replanned
 from megatron.elastic.engine.transaction import StepBody, StepInput, Tools
 from megatron.elastic.engine.vote import Tally, VoteLayout, agreed_by, leaving_of, ledger_digest, wishes
+from megatron.elastic.engine.waiting import StageGone
 from megatron.elastic.observe.phases import PhaseTimer
 from megatron.elastic.plan.model import Profile
 from megatron.elastic.plan.pace import Pace, measured_profile, ranges_of
@@ -182,6 +183,10 @@ class Engine:
     """(step, generation) of the newest step computed again because a gradient was not finite."""
     _refused: tuple[int, ...] = ()
     """Ranks whose wish to leave was turned down last."""
+    _after_step: bool = False
+    """In the fenced action that follows each step."""
+    _end_only: bool = False
+    """Let in at the end of a step that was committed before."""
     _unsettled: bool = False
     """Placement may be out of balance or short of mirrors."""
     _streams: Streams | None = None
@@ -255,7 +260,7 @@ class Engine:
         else:
             self._at_boundary()
         self._enter()
-        target = self.record.version + 1
+        target, self._end_only = self.record.version + (not self._end_only), False
         work = StepInput(target, address, forward_step, source)
         self.timer.begin(target, "prepare")
         self.attempts, started = 0, time.monotonic()
@@ -314,20 +319,21 @@ class Engine:
 
         return self.fenced(body)
 
-    def fenced(self, body: Callable[[], T], together: bool = False) -> T:
+    def fenced(self, body: Callable[[], T], together: bool = False, after_step: bool = False) -> T:
         """Run a collective action; repeat it in the next generation if one begins before all have finished.
 
         ``body`` must be repeatable. Returns its last result on this rank. Inside
         another fenced action it is part of that one. ``together``: an ``OSError`` in it
-        on any rank is :class:`ActionFailed` on every rank.
+        on any rank is :class:`ActionFailed` on every rank. ``after_step``: the host does
+        this right after each step, so that whoever begins with the end of a step gets here.
         """
         if self._fenced:
             return body()
-        self._fenced = True
+        self._fenced, self._after_step = True, after_step
         try:
             return self._run_fenced(body, together)
         finally:
-            self._fenced = False
+            self._fenced = self._after_step = False
 
     def _run_fenced(self, body: Callable[[], T], together: bool) -> T:
         self._enter()
@@ -519,18 +525,10 @@ class Engine:
         self._switching = False  # no phase of its own: whoever was kept from it by a loss does not come back to it
         streams, version, began = self._streams, self.record.version, time.monotonic()
         assert streams is not None, "ranks are counted ready only while something moves"
+        movement = streams.movement
         with self.timer.phase("movement"):
             try:
-                self.tools.publish("movement", streams.peers)
-                self.injector.reach("in_movement_finish", version)
-                streams.finish(version)
-                movement = streams.movement
-                commit(self.tools.pool, movement.changes, streams.received, version)
-                streams.abandon()
-                self._arrived += streams.bytes_received
-                self._streams, self._leaving = None, movement
-                self._reassigned = movement.target.assignment != self.standing.assignment
-                self._stand_on(movement.target, movement.followers())
+                self._switch_over()
                 if self._reassigned:
                     self._steps().gather(version)
                 self._certify("movement", {change.block for change in movement.changes if change.kind != "drop"})
@@ -540,6 +538,20 @@ class Engine:
                 return
         stall = time.monotonic() - began
         self.on_moved(self, Moved(movement, streams.bytes_received, began - streams.began, stall))
+
+    def _switch_over(self) -> None:
+        """What moves is brought to the present version, and its target is what the next step is taken under."""
+        streams, version = self._streams, self.record.version
+        assert streams is not None
+        self.tools.publish("movement", streams.peers)
+        self.injector.reach("in_movement_finish", version)
+        streams.finish(version)
+        commit(self.tools.pool, streams.movement.changes, streams.received, version)
+        streams.abandon()
+        self._arrived += streams.bytes_received
+        self._streams, self._leaving = None, streams.movement
+        self._reassigned = streams.movement.target.assignment != self.standing.assignment
+        self._stand_on(streams.movement.target, streams.movement.followers())
 
     def _stand_on(self, basis: Basis, followers: Mapping[BlockKey, tuple[int, ...]]) -> None:
         self.history.enter(basis)
@@ -667,8 +679,8 @@ class Engine:
             self._measured = measured_profile(plan, times, self.recovery.profile)
             self._paced = self.pace.observe(plan, times) or self._paced
 
-    def _finish(self) -> None:
-        """From a committed record to parameters: update, then gather. Safe to repeat."""
+    def _update(self) -> None:
+        """Every copy held here to the record's version. Safe to repeat."""
         pool, step = self.tools.pool, self.record.version
         with self.timer.phase("update"):
             owned = [block.key for block in self.standing.owned]
@@ -681,6 +693,11 @@ class Engine:
             with self.timer.phase("ship"):
                 self._steps().follow(self.record)
             self._followed = step
+
+    def _finish(self) -> None:
+        """From a committed record to parameters: update, then gather. Safe to repeat."""
+        self._update()
+        step = self.record.version
         if self.parameters < step:
             if not self.record.skipped or self._catching_up:
                 with self.timer.phase("gather"):
@@ -712,8 +729,9 @@ class Engine:
             known = (*attempt.tally.rows, *attempt.skipped)  # of a row left out there is nothing to know
             statistics[attempt.key] = [(row, row + 1) for row in known]
         parameters = -1 if self._reassigned else self.parameters
+        waits = self.in_step or self._after_step or not self.under_way
         return Report(
-            self.tools.pool.holdings(statistics), self.phase, self.done, parameters, failure=self._failure
+            self.tools.pool.holdings(statistics), self.phase, self.done, parameters, self._failure, waits
         )
 
     def _recover(self, error: CommError) -> bool:
@@ -740,18 +758,41 @@ class Engine:
                 self.on_settled(outcome, self.standing, time.monotonic() - started)
                 self.recovery.untold = ()
                 return outcome.phase_over
+            except StageGone as gone:
+                error = self._wait_for_ranks(gone)
             except CommError as again:
                 error = again
 
+    def _wait_for_ranks(self, gone: StageGone) -> CommError:
+        """Nobody is left to compute a stage: until a newer generation is being agreed, which may bring its ranks."""
+        # The same conclusion everywhere: nobody leaves while others wait.
+        if not all(Report.from_text(text).waits for text in gone.decision.reports.values() if text != NEWCOMER):
+            raise gone.final("lost in evaluation or saving, which cannot wait for them")
+        try:
+            if newcomers(gone.decision):  # some have come, not all
+                send_welcome(self.tools.fabric, gone.decision, self._welcome())
+            self.recovery.wait_for_ranks(gone, self.present_step)
+        except CommError as error:
+            return error
+        return GenerationChanged(gone.decision.generation + 1)
+
+    def _house(self) -> None:
+        """Blocks that only ranks elsewhere kept come to those who compute their units, now: nobody can go on before."""
+        if self.recovery.homeless(self.standing):
+            self.move(self.recovery.movement(self.standing))
+            self._switch_over()
+
     def _welcome(self) -> Welcome:
+        logging = self.under_way and self._after_step  # a newcomer begins with the end of the step before
         return Welcome(
             catalog={key: tuple(slot.spec for slot in layout.slots) for key, layout in self.recovery.layouts.items()},
             memory_bytes=self.recovery.memory_bytes,
             basis=self.standing.basis,
             confirmed=self.history.of(self.record),
             record=self.record,
-            phase=self.phase - self.under_way,
-            in_step=self.in_step,
+            phase=self.phase - self.under_way - logging,
+            in_step=self.in_step or logging,
+            step_committed=logging or (self.in_step and self.record.version == self.present_step),
             report_keys=self._keys,
             host=self.host_state(),
         )
@@ -762,14 +803,15 @@ class Engine:
         self.history, self._inside = welcome.history(), welcome.in_step
         self._heeded = self.record.version
         self.pace.resume(self.standing.speeds(), self.record.version)
+        self._end_only = welcome.step_committed
         self.tools.pool.start(self.record)
         self.injector.reach("in_join", self.record.version)
         if self.tools.pool.snapshot == "state":
             dist.barrier(group=self.tools.fabric.world)  # the one that ends StepBody.follow
             self._followed = self.record.version
-        self._unsettled, self._catching_up = True, True
+        self._unsettled = True
+        self._house()
         self._steps().gather(self.record.version)
-        self._catching_up = False
         self.parameters = self.record.version
         self._settled_at, self._considered = self.record.version, False
         self._certify("join", self.blocks)
@@ -801,6 +843,8 @@ class Engine:
         self.parameters = min(outcome.oldest_parameters, record.version)
         self._catching_up = True
         try:
+            self._update()
+            self._house()
             self._finish()
             if resolution.kind == "revote":
                 attempt, body = self._attempt, self._steps()

@@ -60,6 +60,7 @@ FIRST_INCARNATION = 0
 
 KILL_POINTS: Mapping[str, str] = MappingProxyType(
     {
+        "in_setup": "before the first step: about to form the engine (nth 1), state resumed (2), building data (3)",
         "before_step": "the step's samples are not yet known",
         "after_prepare": "samples and plan of the step are fixed, nothing computed",
         "mid_forward": "between two forwards of the schedule table (nth: which)",
@@ -95,7 +96,7 @@ KILL_POINTS: Mapping[str, str] = MappingProxyType(
 )
 """Every named point → what holds there. The engine reports reaching them; tests walk them all."""
 
-STEP_POINTS: tuple[str, ...] = tuple(list(KILL_POINTS)[: list(KILL_POINTS).index("between_steps")])
+STEP_POINTS: tuple[str, ...] = tuple(list(KILL_POINTS)[1 : list(KILL_POINTS).index("between_steps")])
 """The points that every undisturbed step passes, in order."""
 
 _KINDS = ("kill", "stop", "exit", "raise", "oom", "delay", "slow", "flip", "random")

@@ -44,6 +44,8 @@ class Welcome:
     """Number of the last phase that is over: the newcomer's next is the one after it."""
     in_step: bool
     """Whether the members are in a step, which the newcomer begins with."""
+    step_committed: bool
+    """Whether that step is committed, and only its end is left."""
     report_keys: tuple[str, ...]
     host: Mapping[str, Any]
     """The host's own counters, opaque here."""

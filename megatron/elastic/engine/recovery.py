@@ -29,6 +29,7 @@ from megatron.elastic.engine.movement import Movement
 from megatron.elastic.engine.nominal import Nominal
 from megatron.elastic.engine.report import Report, phase_is_over
 from megatron.elastic.engine.standing import Standing, replanned, restand, stand, unit_groups
+from megatron.elastic.engine.waiting import StageGone, await_ranks
 from megatron.elastic.plan.choice import Choice
 from megatron.elastic.plan.dataflow import PlanError
 from megatron.elastic.plan.model import Plan, Profile
@@ -102,7 +103,7 @@ class Recovery:
     domains: Mapping[int, int] = field(default_factory=dict)
     """Rank → failure domain, of the present generation."""
     members: tuple[int, ...] = ()
-    """Ranks of the newest decision, ascending; the generation may still fail to come about."""
+    """Ranks of the newest decision but newcomers, ascending; the generation may still fail to come about."""
     untold: tuple[Loss, ...] = ()
     """Losses of decisions since the last generation that came about: each is told once, with the next that does."""
 
@@ -123,7 +124,7 @@ class Recovery:
         self.injector.reach("in_recovery_freeze", step)
         started = time.monotonic()
         decision = self.membership.decide(self.fabric.address(), report.to_text(), self.timeout)
-        self.members = tuple(sorted(decision.members))
+        self.members = tuple(sorted(decision.members.keys() - set(newcomers(decision))))
         self.untold = (*self.untold, *decision.lost)
         seconds["decide"] = time.monotonic() - started
         self.injector.enter([at.incarnation for at in decision.members.values()], self.nominal.slots)
@@ -145,6 +146,9 @@ class Recovery:
         promotion = promote_only(placement, reports.keys(), groups, gone)
         if promotion.lost:
             raise StateLost(step, promotion.lost)
+        if resolution.kind == "revote" and newcomers(decision):
+            # A newcomer has no gradients to vote on; nobody knows of the vote, so the step may as well be run again.
+            resolution = replace(resolution, kind="rerun", version=resolution.version - 1, gradient_key=None)
         assert resolution.record is not None, "only a lost state has no record"
         standing = self.stand(decision, replace(basis, placement=promotion.placement), resolution.record)
         seconds["plan"] = time.monotonic() - started - seconds["decide"] - seconds["edit"]
@@ -168,6 +172,15 @@ class Recovery:
     def groups(self, standing: Standing) -> tuple[UnitGroup, ...]:
         """Living holders of every (unit, shard) that has any."""
         return unit_groups(standing.assignment, self.layouts, standing.living)
+
+    def homeless(self, standing: Standing) -> bool:
+        """Whether some block is owned by a rank that does not compute its unit, so that it cannot be gathered."""
+        holders = {(group.unit, group.shard): group.holders for group in self.groups(standing)}
+        return any(copies.owner not in holders.get(key[:2], ()) for key, copies in standing.placement.copies.items())
+
+    def wait_for_ranks(self, gone: StageGone, step: int) -> None:
+        """Until a generation begins that may bring them. Raises ``PlanError`` when there is nothing to wait for."""
+        await_ranks(self.membership, gone, step, self.config.respawn, self.config.detection_timeout)
 
     def indispensable(self, standing: Standing, leaving: Collection[int]) -> str:
         """Why the others cannot go on without ``leaving``; empty when they can."""
@@ -209,8 +222,16 @@ class Recovery:
         return self.choose(with_speeds(topology, dict(speeds)), self.profile)
 
     def stand(self, decision: Decision, basis: Basis, record: StepRecord) -> Standing:
-        """This rank's standing in a decided generation, whose work goes on from ``record``."""
+        """This rank's standing in a decided generation, whose work goes on from ``record``.
+
+        Raises :class:`StageGone` when nobody is left to compute some unit.
+        """
         self.domains = failure_domains(decision)
+        units = basis.assignment.uncovered(decision.members)
+        if units:
+            holders = {rank for (unit, _), group in basis.assignment.state_groups().items() if unit in units
+                       for rank in group}  # fmt: skip
+            raise StageGone(decision, units, sorted(holders - decision.members.keys()))
         plan = self._plan(basis.assignment, decision.members, _speeds_for(record, decision, self.nominal))
         return self._stand(decision.generation, tuple(decision.members), basis, plan)
 

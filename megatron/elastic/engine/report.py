@@ -31,6 +31,8 @@ class Report:
     """Version of the parameters; older than the state when a gather was cut short."""
     failure: str = ""
     """Why the present fenced action cannot be done, where it failed on this rank."""
+    waits: bool = True
+    """Whether it can wait where it is for the ranks of a stage that has no others (:mod:`waiting`)."""
 
     def to_text(self) -> str:
         """One line of JSON."""
@@ -41,6 +43,7 @@ class Report:
                 "done": self.done,
                 "parameters": self.parameters,
                 "failure": self.failure,
+                "waits": self.waits,
             },
             separators=(",", ":"),
         )
@@ -55,6 +58,7 @@ class Report:
             bool(raw["done"]),
             int(raw["parameters"]),
             str(raw["failure"]),
+            bool(raw["waits"]),
         )
 
 

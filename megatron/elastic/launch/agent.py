@@ -66,7 +66,7 @@ _DRAINED, _STATE_LOST, _DETERMINISTIC = 3, 4, 5
 _GOODBYE_SECONDS = 5.0
 _FALL_BACK_SECONDS = 2.0
 _SEVERITY = (5, 4, 1, 3)
-_REQUESTS = ("join", "leave", "stay", "checkpoint", "reform")
+_REQUESTS = ("setup", "begin", "join", "leave", "stay", "checkpoint", "reform")
 
 
 class Agent:
@@ -131,6 +131,9 @@ class Agent:
 
     def _start(self, rank: int, incarnation: int) -> None:
         state = self.state.ranks[rank]
+        if self.state.preparing:  # those who are left are about to end: it starts with them, not as a newcomer
+            self._loop.after(self.timing.look, lambda: self._start(rank, incarnation))
+            return
         if self.exit_code is None and rank not in self.by_rank and (state.may_return or incarnation == 0):
             self.by_rank[rank] = self._nursery.start(rank, incarnation, newcomer=not self.state.fresh)
 
@@ -227,7 +230,8 @@ class Agent:
         if self.exit_code is None:
             lines = self._logs.last_lines(worker.local_rank)
             elastic = worker.elastic or self.job.elastic
-            self.append(classify(worker, status, self._mine.host, self.state.decided > 0, elastic, lines))
+            begun = self.state.decided > 0 and not self.state.preparing
+            self.append(classify(worker, status, self._mine.host, begun, elastic, lines))
 
     def zygote_lost(self, was_ready: bool) -> None:
         """Its workers are lost with it; a new one takes over for the next."""
@@ -268,6 +272,7 @@ class Agent:
                 for index, loss in enumerate(event.losses):
                     step = event.steps[index] if index < len(event.steps) else -1
                     self._mourn(loss, step, event.raised[index : index + 1] == (True,))
+                self._start_anew_unless_begun(event.losses[0].rank)
             case NodeLost(node=node) if node == self.node:
                 say("the others have given this node up: its workers end, and it comes back with new ones")
                 self._active = False
@@ -277,6 +282,7 @@ class Agent:
             case NodeLost(node=node) if self.state.coordinator() == self.node:
                 host, ranks = self.state.nodes[node].host, list(self.state.nodes[node].ranks)
                 say(f"lost node {node} ({host}) with ranks {ranks}: {event.why}")
+                self._start_anew_unless_begun(ranks[0])
                 if self.state.decided == 0:
                     self.append(Ended(_STATE_LOST, f"node {node} was lost before the job had started: it ends"))
             case Suspected():
@@ -321,6 +327,16 @@ class Agent:
             # Who falls back is to find a job that starts anew: all others are on their way out, too.
             delay = self._failures.cool_down(loss.rank) + (_FALL_BACK_SECONDS if fell_back else 0.0)
             self._loop.after(delay, lambda: self._start(loss.rank, incarnation))
+
+    def _start_anew_unless_begun(self, lost: int) -> None:
+        """Before the first step nobody holds anything, and whoever is left cannot begin without the lost one."""
+        if self.state.preparing and not self.state.quiet:
+            mine = [worker for rank, worker in self.by_rank.items() if self.state.ranks[rank].standing == "member"]
+            if any(worker.doomed is None for worker in mine):
+                next_is = "everybody starts anew" if self.job.settings.respawn else "the job ends"
+                say(f"rank {lost} was lost before the first step: {next_is}")
+            for worker in mine:
+                self._pool.kill(worker, f"rank {lost} was lost before the first step")
 
     def _look_into(self, event: Suspected) -> None:
         """Death is the usual cause of a broken link, and stops the next: ask the kernel before anybody is blamed."""

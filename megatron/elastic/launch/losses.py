@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
+from megatron.elastic.comm.errors import CommError
 from megatron.elastic.control.events import Ended, Event, Finished, Lost
 from megatron.elastic.control.failures import FELL_BACK
 from megatron.elastic.control.membership import Loss
@@ -23,8 +24,9 @@ _LINES = 20
 def classify(worker: Worker, status: int, host: str, started: bool, elastic: bool, log_lines: Sequence[str]) -> Event:
     """The event that tells the others how ``worker`` ended.
 
-    ``started``: generation 1 is decided. ``elastic``: the job is meant to survive
-    losses; without it, the first failure ends the job, as torchrun has it.
+    ``started``: members are past their set-up; an error before that would come back.
+    ``elastic``: the job is meant to survive losses; without it, the first failure ends
+    the job, as torchrun has it.
     """
     announced = worker.slot.finished()
     if announced is not None:
@@ -34,7 +36,8 @@ def classify(worker: Worker, status: int, host: str, started: bool, elastic: boo
     cause = worker.doomed or describe_status(status)
     words = worker.slot.last_words().splitlines()
     fell_back = status == FELL_BACK << 8
-    raised = not os.WIFSIGNALED(status) and worker.doomed is None and not fell_back
+    meant = fell_back or _follows_a_loss(words)
+    raised = not os.WIFSIGNALED(status) and worker.doomed is None and not meant
     if raised and not started:
         code = os.waitstatus_to_exitcode(status)
         return Ended(code, f"rank {worker.rank} on {host} ended with {cause} before it took part: the job ends")
@@ -45,6 +48,11 @@ def classify(worker: Worker, status: int, host: str, started: bool, elastic: boo
     lines = tuple(words[-_LINES:]) or tuple(log_lines)
     step = worker.slot.look().activity.step
     return Lost((Loss(worker.rank, worker.incarnation, host, cause, lines),), (step,), (raised,))
+
+
+def _follows_a_loss(words: Sequence[str]) -> bool:
+    """Whether the error that ended the program was communication's: somebody else's end is its cause."""
+    return bool(words) and words[-1].startswith(CommError.__module__ + ".")
 
 
 def summarize(loss: Loss, step: int) -> None:

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from string import Template
 from typing import Any, Literal
 
+from megatron.elastic.comm.errors import CommError
 from megatron.elastic.control import env
 from megatron.elastic.control.slot import Slot
 from megatron.elastic.launch.processes import chain_children, die_with_parent
@@ -127,6 +128,10 @@ def _run_python(spec: WorkerSpec, slot_fd: int) -> int:
         error.__traceback__ = _users_part(error.__traceback__)
         Slot(slot_fd).say_last_words("".join(traceback.format_exception(error)))
         sys.stdout.flush()
+        if isinstance(error, CommError):
+            # Somebody else's end before there was a state to go on from; the launcher says whose.
+            print(f"rank {os.environ.get('RANK', '?')}: {error}", file=sys.stderr, flush=True)
+            return 1
         # The program's own hook, where it has set one, as the interpreter would.
         sys.excepthook(type(error), error, error.__traceback__)
         sys.stderr.flush()

@@ -32,7 +32,7 @@ from megatron.elastic.engine.clocks import Clocks
 from megatron.elastic.engine.engine import Engine
 from megatron.elastic.engine.exact import ExactGradients, one_sample_pieces
 from megatron.elastic.engine.inject import Injector, parse
-from megatron.elastic.engine.joining import NEWCOMER, Welcome, receive_welcome
+from megatron.elastic.engine.joining import NEWCOMER, Welcome, newcomers, receive_welcome
 from megatron.elastic.engine.nominal import Nominal
 from megatron.elastic.engine.port import ModelPort
 from megatron.elastic.engine.recovery import Outcome, Recovery, failure_domains
@@ -40,6 +40,7 @@ from megatron.elastic.engine.recut import unmeasured_profile
 from megatron.elastic.engine.settings import Settings
 from megatron.elastic.engine.standing import Standing, block_index, unit_groups
 from megatron.elastic.engine.transaction import Tools
+from megatron.elastic.engine.waiting import StageGone, await_ranks
 from megatron.elastic.mcore.narrate import (
     narrate_clock,
     narrate_movement,
@@ -70,6 +71,9 @@ _EVIDENCE_NS = 500_000_000
 
 _BAND_PPM = 150_000
 """Smaller differences of speed change no plan."""
+
+_STATE_LOST = 4
+"""Exit code (DESIGN §4)."""
 
 Layouts = Mapping[tuple[int, int], UnitLayout]
 
@@ -112,6 +116,7 @@ def open_links(config: ElasticConfig, timeout: float) -> Links:
     signal.signal(signal.SIGTERM, lambda number, frame: membership.drain())
     decision = None
     if not membership.newcomer:
+        membership.request("setup")  # until "begin", nobody here holds what could outlive a loss
         decision = membership.decide(fabric.address(), "", timeout)
         fabric.edit(decision.generation, decision.members, timeout)
         events.generation = decision.generation
@@ -227,6 +232,9 @@ def join(links: Links, job: Job) -> tuple[Engine, Welcome]:
             decision = links.membership.decide(fabric.address(), NEWCOMER, timeout)
             if decision.reason == "start":
                 raise JobGone("the job this rank was to join has ended; it starts anew")
+            if len(newcomers(decision)) == len(decision.members):
+                links.membership.finish(_STATE_LOST)
+                raise SystemExit(_STATE_LOST)  # whoever held the state has ended, and said why
             fabric.edit(decision.generation, decision.members, timeout)
             welcome = receive_welcome(fabric, decision)
             layouts = build_layouts(welcome.catalog, job.config.block_bytes)
@@ -239,6 +247,8 @@ def join(links: Links, job: Job) -> tuple[Engine, Welcome]:
             engine.joined(welcome)
             links.events.generation = decision.generation
             return engine, welcome
+        except StageGone as gone:  # others are waited for as well
+            await_ranks(links.membership, gone, -1, job.config.respawn, job.config.detection_timeout)
         except CommError as error:
             if isinstance(error, PeerLost):
                 links.membership.suspect(error.rank, error.why)

@@ -95,6 +95,8 @@ class Host:
         self._launched: Launched = {}
         self._came_later = False
         self._checkpoints = Checkpoints(config, lambda: self.engine, self._notice)
+        self._begun = False
+        self._at_step: dict[str, Any] = {}
 
     @property
     def engine(self) -> Engine:
@@ -200,6 +202,7 @@ class Host:
         args.iteration = args.num_floating_point_operations_so_far = 0
         if links.decision is None:  # a newcomer: the engine comes with admission, before the loop begins
             return model, self._optimizer, scheduler
+        links.injector.reach("in_setup", 0)
         self._engine = found(links, self._job)
         self._attach()
         if args.load is not None or args.pretrained_checkpoint is not None:
@@ -231,6 +234,7 @@ class Host:
             hysteresis_tracker=int(scaler.get("hysteresis_tracker", engine.record.hysteresis_tracker)),
         )
         engine.resume(record, None if loaded is None else loaded.units)
+        engine.injector.reach("in_setup", 0)
 
     def _settled(self, outcome: Outcome, standing: Standing, seconds: float) -> None:
         assert self._links is not None
@@ -257,6 +261,8 @@ class Host:
         args = get_args()
         if args.iteration > 0 and args.consumed_train_samples == 0:
             args.consumed_train_samples = args.iteration * args.global_batch_size
+        if self._engine is not None:
+            self._engine.injector.reach("in_setup", 0)
         reads = getattr(provider, "is_distributed", False) or parallel_state.get_tensor_model_parallel_rank() == 0
         # Any rank may come to compute an end of a pipeline, and only these have data sets built: all are such here.
         with as_stage(0, 1):
@@ -282,6 +288,7 @@ class Host:
                 self._came_later = True
                 reporter.hand_over(self._engine.is_reporter)
                 self._take_counters(welcome.host, bound(original, args, kwargs)["opt_param_scheduler"])
+            self._begin()
             try:
                 return original(*args, **kwargs)
             except (StateLost, PlanError) as error:
@@ -303,6 +310,12 @@ class Host:
                 raise SystemExit(0) from None
 
         return replacement
+
+    def _begin(self) -> None:
+        """From here on the engine holds a state that outlives a loss. Idempotent."""
+        if not self._begun and not self._came_later:
+            self._begun = True
+            self.engine.recovery.membership.request("begin")
 
     def _leave(self, code: int, why: str) -> NoReturn:
         """End this rank on purpose, with one line from whoever speaks."""
@@ -345,9 +358,8 @@ class Host:
         return replacement
 
     def _counters(self) -> dict[str, Any]:
-        """Where Megatron's loop stands; the step that is about to run is ``curr_iteration``."""
-        args = get_args()
-        return {name: getattr(args, name) for name in _COUNTERS}
+        """Where Megatron's loop stood when the present step began: whoever comes begins with it, or its end."""
+        return self._at_step
 
     def _take_counters(self, counters: Mapping[str, Any], scheduler: Any) -> None:
         args = get_args()
@@ -364,6 +376,7 @@ class Host:
         def replacement(*args: Any, **kwargs: Any) -> Any:
             call = bound(original, args, kwargs)
             settings = get_args()
+            self._at_step = {name: getattr(settings, name) for name in _COUNTERS}
             address = StepAddress(settings.consumed_train_samples, settings.global_batch_size)
             result = self.engine.step(call["forward_step_func"], call["data_iterator"], address)
             scheduler = call["opt_param_scheduler"]
@@ -388,6 +401,7 @@ class Host:
         @functools.wraps(original)
         def replacement(*args: Any, **kwargs: Any) -> Any:
             call = bound(original, args, kwargs)
+            self._begin()
             settings = get_args()
             iterations = call.get("eval_iters") or settings.eval_iters
             size = settings.global_batch_size
@@ -418,7 +432,7 @@ class Host:
                 totals.update(copy.deepcopy(before))
                 return original(**call)
 
-            result = self.engine.fenced(body)
+            result = self.engine.fenced(body, after_step=True)
             reporter.flush()
             return result
 

@@ -166,6 +166,33 @@ def test_losing_everybody_starts_anew_with_whoever_comes() -> None:
     assert state.decision is not None and state.decision.reason == "start" and state.members == (0, 1)
 
 
+def test_until_every_member_has_begun_a_loss_finds_the_others_preparing() -> None:
+    state = machine(3)
+    for rank in state.ranks:
+        state.apply(Requested("setup", (rank,), 0))
+        state.apply(Waiting((entry(rank),)))
+    assert not state.preparing, "nobody is a member yet: a loss is simply replaced"
+    state.apply(Decided(1, 0))
+    assert state.preparing
+    for rank in (0, 1):
+        state.apply(Requested("begin", (rank,), 1))
+        assert state.preparing
+    state.apply(loss(2))
+    assert state.preparing and not state.quiet
+    state.apply(loss(0))
+    state.apply(loss(1))
+    assert state.fresh and not state.preparing
+    for rank in state.ranks:
+        state.apply(Requested("setup", (rank,), 0))
+        state.apply(Waiting((entry(rank, 1),)))
+    state.apply(Decided(state.frozen, 0))
+    for rank in state.ranks:
+        state.apply(Requested("begin", (rank,), state.decided))
+    assert not state.preparing
+    state.apply(loss(2, 1))
+    assert not state.preparing and not state.quiet, "now the others go on"
+
+
 def test_without_respawn_losing_everybody_is_the_end() -> None:
     state = started(2, respawn=False)
     state.apply(loss(0))

@@ -51,3 +51,15 @@ def test_a_cell_computes_only_when_it_is_whole(sizes: tuple[int, int, int], data
     assert computing <= living and computing | set(topology.parked) == living
     assert all(set(cell.ranks) <= living for cell in topology.cells)
     assert not any(set(shape.cell_of(rank).ranks) <= living for rank in topology.parked)
+
+
+@given(SIZES, st.data())
+def test_units_are_uncovered_where_every_cell_of_their_stage_lost_a_rank(
+    sizes: tuple[int, int, int], data: st.DataObject
+) -> None:
+    shape = nominal(*sizes)
+    living = data.draw(st.sets(st.sampled_from(range(shape.slots))))
+    gone = Assignment.at_launch(shape).uncovered(living)
+    for stage, (first, end) in enumerate(shape.stages):
+        whole = any(set(shape.cell(replica, stage).ranks) <= living for replica in range(shape.data))
+        assert {unit in gone for unit in range(first, end)} == {not whole}

@@ -1,0 +1,59 @@
+"""A stage nobody can compute, although its state survives: wait for its ranks to come back (DESIGN §4, §6).
+
+When both ranks of a stage die and mirrors of its blocks lie elsewhere, or when every
+tensor-parallel group of a stage has lost a member, nothing is lost but the means to
+compute. Members then keep what they hold and ask, at once and not at a boundary, for
+whoever is being started again to be let in. Each admission is a generation of its own;
+the first in which every unit has a whole tensor-parallel group goes on with the step.
+
+Bounded by the time a phase may last that was never seen to end (``control.timing``),
+since a newcomer's start is such a phase; ended by a request to drain.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from megatron.elastic.control.membership import Activity, Decision, Membership
+from megatron.elastic.control.timing import Timing
+from megatron.elastic.plan.dataflow import PlanError
+
+__all__ = ["StageGone", "await_ranks"]
+
+_LOOK_SECONDS = 0.02
+
+
+class StageGone(PlanError):
+    """No whole tensor-parallel group is left for some units; ``missing`` ranks would make one each."""
+
+    def __init__(self, decision: Decision, units: Sequence[int], missing: Sequence[int]) -> None:
+        self.decision = decision
+        self.missing = tuple(missing)
+        super().__init__(
+            f"units {list(units)} have no living tensor-parallel group: ranks {list(missing)} are gone. "
+            "Their state survives, but nobody is left to compute them"
+        )
+
+    def final(self, why: str) -> PlanError:
+        """The same as the end of the job."""
+        return PlanError(f"{self}; {why}; resume from the last checkpoint (--load)")
+
+
+def await_ranks(membership: Membership, gone: StageGone, step: int, respawn: bool, detection_timeout: float) -> None:
+    """Ask for newcomers until a newer generation is frozen. Raises ``PlanError`` when none is to be expected."""
+    if not respawn:
+        raise gone.final("lost ranks are not started again (--no-elastic-respawn)")
+    patience = Timing.derive(detection_timeout).hang_unknown
+    end, asked = time.monotonic() + patience, False
+    while membership.frozen() <= gone.decision.generation:
+        pending = membership.pending()
+        if "drain" in pending:
+            raise gone.final("asked to drain meanwhile, nothing can be saved without them")
+        if "join" in pending and not asked:
+            asked = True
+            membership.request("join")
+        if time.monotonic() > end:
+            raise gone.final(f"they did not come back within {patience:.0f} s (--elastic-detection-timeout × 600)")
+        membership.publish(Activity(step, "waiting for ranks", gone.missing))
+        time.sleep(_LOOK_SECONDS)
