@@ -190,7 +190,9 @@ def _standing_in(
 ) -> tuple[int | None, int | None]:
     """The root of an object broadcast, replaced by the first living member where it is gone."""
     alive = fabric.alive
-    if group is None or group is fabric.world:
+    # The default group need not be the world: a save numbers the living without holes for its time.
+    group = c10d._get_default_group() if group is None else group
+    if group is fabric.world:
         root = src if src is not None else group_src
         return (root if root in alive else alive[0]), None
     living = dist.get_process_group_ranks(group)
