@@ -45,6 +45,7 @@ from megatron.elastic.engine.transaction import StepBody, StepInput, Tools
 from megatron.elastic.engine.vote import Tally, VoteLayout, agreed_by, leaving_of, ledger_digest, wishes
 from megatron.elastic.engine.waiting import StageGone
 from megatron.elastic.observe.phases import PhaseTimer
+from megatron.elastic.plan.dataflow import PlanError
 from megatron.elastic.plan.model import Profile
 from megatron.elastic.plan.pace import Pace, measured_profile, ranges_of
 from megatron.elastic.state.certificate import CertificateError
@@ -467,9 +468,11 @@ class Engine:
             return None
         self._considered = True
         costs = self._measured or recovery.profile
-        return better_assignment(
-            standing.assignment, standing.living, costs, recovery.memory_bytes, dict(standing.speeds())
-        )
+        speeds = dict(standing.speeds())
+        try:
+            return better_assignment(standing.assignment, standing.living, costs, recovery.memory_bytes, speeds)
+        except PlanError:  # nothing better is known to fit; the plan that runs goes on
+            return None
 
     def _change(self, what: str) -> None:
         """The generation that all members ask for at this boundary ('join', 'leave').
