@@ -151,14 +151,14 @@ std::string Hub::transport(int rank) const {
   return link ? link->transport() : (rank == config_.rank ? "self" : "none");
 }
 
-std::vector<int> Hub::broken() const {
+std::vector<std::pair<int, uint64_t>> Hub::broken() const {
   Shared lock(topology_);
-  std::vector<int> out;
-  for (Link* link : living_links_) {
+  std::vector<std::pair<int, uint64_t>> out;
+  for (const auto& link : links_) {
+    if (!link) continue;
     link->probe();
-    if (link->dead()) out.push_back(link->rank);
+    if (link->dead()) out.emplace_back(link->rank, link->incarnation);
   }
-  std::sort(out.begin(), out.end());
   return out;
 }
 

@@ -55,7 +55,8 @@ struct Peer {
   int port = 0;
   std::string unix_name;  // empty: no shared memory there
   std::string machine;    // same text: same host and network namespace
-  std::vector<int> broken;  // ranks to which it has found its link broken: both ends drop it and open a new one
+  // (rank, incarnation) to which it has found its link broken: both ends drop it and open a new one.
+  std::vector<std::pair<int, uint64_t>> broken;
 };
 
 struct EditStats {
@@ -99,8 +100,8 @@ class Hub final : public LinkHost {
   std::vector<int> waiting_for() const;
   std::map<std::string, uint64_t> counters() const;
   std::string transport(int rank) const;
-  // Ranks of this generation to which the link is broken.
-  std::vector<int> broken() const;
+  // (rank, incarnation) to which the link is broken.
+  std::vector<std::pair<int, uint64_t>> broken() const;
   // Breaks the link to `rank`, nothing else: for tests and injected faults. `quietly`: only this end notices.
   void sever(int rank, bool quietly);
 

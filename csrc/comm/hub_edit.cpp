@@ -408,7 +408,7 @@ EditStats Hub::edit(uint64_t generation, const std::vector<Peer>& members, doubl
   const auto stands_with = [this](const Link& link, const Peer& peer) {
     const auto& broken = peer.broken;
     return peer.incarnation == link.incarnation &&
-           std::find(broken.begin(), broken.end(), config_.rank) == broken.end();
+           std::find(broken.begin(), broken.end(), std::make_pair(config_.rank, config_.incarnation)) == broken.end();
   };
   interrupt(generation);  // whatever still runs belongs to an older generation
   std::unique_lock<std::shared_mutex> alone(topology_);

@@ -90,6 +90,7 @@ void Link::fail_if_dead_locked() {
   current_recv_.reset();
   if (current_arrived_ && current_arrived_->claimed) finish(current_arrived_->claimed, error);
   current_arrived_.reset();
+  redirect();
   std::lock_guard<std::mutex> lock(tx_);
   detach();
   for (auto& send : queue_) finish(send, error);
@@ -459,6 +460,7 @@ void Link::end(const FrameHeader& h) {
 }
 
 bool Link::pump() {
+  if (finished()) return false;  // what may still come has no place to go
   bool any = false;
   {
     std::unique_lock<std::mutex> lock(rx_, std::try_to_lock);

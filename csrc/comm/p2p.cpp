@@ -23,6 +23,10 @@ RecvPtr make_recv(const Call& call, uint64_t tag, void* into, size_t size) {
 
 }  // namespace
 
+Request::~Request() {
+  if (!kept_ && !ended()) withdraw(std::make_exception_ptr(CommError("let go")));
+}
+
 bool Request::ended() const {
   if (!sends_.empty()) return !sends_.front().second->pending();
   const auto taken = [](const auto& e) { return e.second->state.load() == MessageState::Done; };
@@ -118,9 +122,9 @@ int Request::source() const {
   return -1;
 }
 
-RequestPtr send_to(const Call& call, int to, uint64_t tag, const void* data, size_t size) {
+RequestPtr send_to(const Call& call, int to, uint64_t tag, const void* data, size_t size, Keep keep) {
   const auto shared = call.hub.enter(call.generation);
-  auto request = std::make_shared<Request>(call.hub, call.generation);
+  auto request = std::make_shared<Request>(call.hub, call.generation, keep != nullptr);
   const LinkPtr link = link_to(call, to);
   auto s = std::make_shared<Send>();
   s->header.key = {call.group.id, tag & ~kCollectiveBit};
@@ -128,7 +132,7 @@ RequestPtr send_to(const Call& call, int to, uint64_t tag, const void* data, siz
   s->data = static_cast<const char*>(data);
   s->size = size;
   s->detached = true;
-  s->ended = [weak = std::weak_ptr<Request>(request)] {
+  s->ended = [weak = std::weak_ptr<Request>(request), keep] {
     if (auto r = weak.lock()) r->announce();
   };
   request->sends_.emplace_back(link, s);
@@ -137,12 +141,12 @@ RequestPtr send_to(const Call& call, int to, uint64_t tag, const void* data, siz
   return request;
 }
 
-RequestPtr receive_from(const Call& call, int from, uint64_t tag, void* into, size_t size) {
+RequestPtr receive_from(const Call& call, int from, uint64_t tag, void* into, size_t size, Keep keep) {
   const auto shared = call.hub.enter(call.generation);
-  auto request = std::make_shared<Request>(call.hub, call.generation);
+  auto request = std::make_shared<Request>(call.hub, call.generation, keep != nullptr);
   const LinkPtr link = link_to(call, from);
   auto r = make_recv(call, tag, into, size);
-  r->ended = [weak = std::weak_ptr<Request>(request)] {
+  r->ended = [weak = std::weak_ptr<Request>(request), keep] {
     if (auto q = weak.lock()) q->announce();
   };
   request->recvs_.emplace_back(link, r);
@@ -150,15 +154,15 @@ RequestPtr receive_from(const Call& call, int from, uint64_t tag, void* into, si
   return request;
 }
 
-RequestPtr receive_from_any(const Call& call, uint64_t tag, void* into, size_t size) {
+RequestPtr receive_from_any(const Call& call, uint64_t tag, void* into, size_t size, Keep keep) {
   const auto shared = call.hub.enter(call.generation);
-  auto request = std::make_shared<Request>(call.hub, call.generation);
+  auto request = std::make_shared<Request>(call.hub, call.generation, keep != nullptr);
   const auto any = std::make_shared<AnySource>();
   for (int rank : call.group.living) {
     if (rank == call.hub.config().rank) continue;
     auto r = make_recv(call, tag, into, size);
     r->any = any;
-    r->ended = [weak = std::weak_ptr<Request>(request)] {
+    r->ended = [weak = std::weak_ptr<Request>(request), keep] {
       if (auto q = weak.lock()) q->announce();
     };
     request->recvs_.emplace_back(link_to(call, rank), r);

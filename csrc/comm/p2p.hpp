@@ -9,9 +9,12 @@
 
 namespace elastic::comm {
 
+using Keep = std::shared_ptr<void>;
+
 class Request {
  public:
-  Request(Hub& hub, uint64_t generation) : hub_(hub), generation_(generation) {}
+  Request(Hub& hub, uint64_t generation, bool kept) : hub_(hub), generation_(generation), kept_(kept) {}
+  ~Request();
   // Drives the message a little; whether it has ended (well or not). Never throws.
   bool test();
   // Until it has ended; throws what it ended with. After any exception the buffer is free.
@@ -22,15 +25,16 @@ class Request {
   void on_end(std::function<void()> fn);
 
  private:
-  friend std::shared_ptr<Request> send_to(const Call&, int, uint64_t, const void*, size_t);
-  friend std::shared_ptr<Request> receive_from(const Call&, int, uint64_t, void*, size_t);
-  friend std::shared_ptr<Request> receive_from_any(const Call&, uint64_t, void*, size_t);
+  friend std::shared_ptr<Request> send_to(const Call&, int, uint64_t, const void*, size_t, Keep);
+  friend std::shared_ptr<Request> receive_from(const Call&, int, uint64_t, void*, size_t, Keep);
+  friend std::shared_ptr<Request> receive_from_any(const Call&, uint64_t, void*, size_t, Keep);
   bool ended() const;
   void withdraw(const std::exception_ptr& error);
   void announce();
 
   Hub& hub_;
   uint64_t generation_;
+  bool kept_;  // the message keeps its memory alive itself
   std::vector<std::pair<LinkPtr, SendPtr>> sends_;
   std::vector<std::pair<LinkPtr, RecvPtr>> recvs_;  // several: from any source
   mutable std::mutex mutex_;
@@ -40,9 +44,10 @@ class Request {
 
 using RequestPtr = std::shared_ptr<Request>;
 
-// `to`, `from`: global ranks of living members. Tags below 2^63.
-RequestPtr send_to(const Call& call, int to, uint64_t tag, const void* data, size_t size);
-RequestPtr receive_from(const Call& call, int from, uint64_t tag, void* into, size_t size);
-RequestPtr receive_from_any(const Call& call, uint64_t tag, void* into, size_t size);
+// `to`, `from`: global ranks of living members. Tags below 2^63. The message holds `keep` until it has ended, so that
+// the request may be let go before; without one, a request that is let go withdraws its message.
+RequestPtr send_to(const Call& call, int to, uint64_t tag, const void* data, size_t size, Keep keep = nullptr);
+RequestPtr receive_from(const Call& call, int from, uint64_t tag, void* into, size_t size, Keep keep = nullptr);
+RequestPtr receive_from_any(const Call& call, uint64_t tag, void* into, size_t size, Keep keep = nullptr);
 
 }  // namespace elastic::comm

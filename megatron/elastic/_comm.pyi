@@ -28,9 +28,9 @@ class Peer:
         port: int,
         unix_name: str,
         machine: str,
-        broken: list[int] = ...,
+        broken: list[tuple[int, int]] = ...,
     ) -> None:
-        """``broken``: ranks to which that process has found its link broken."""
+        """``broken``: (rank, incarnation) to which that process has found its link broken."""
 
 class EditStats:
     """What an edit did: seconds by phase, links opened, open ahead of it and dropped, groups placed anew."""
@@ -82,8 +82,8 @@ class Hub:
     def counters(self) -> dict[str, int]:
         """Connections turned away, by reason, and how many are half-way."""
     def transport(self, rank: int) -> str: ...
-    def broken(self) -> list[int]:
-        """Ranks of this generation to which the link is broken."""
+    def broken(self) -> list[tuple[int, int]]:
+        """(rank, incarnation) to which the link is broken."""
     def sever(self, rank: int, quietly: bool = ...) -> None:
         """Break the link to ``rank`` and nothing else; ``quietly``: only this end notices."""
 

@@ -81,12 +81,12 @@ PYBIND11_MODULE(_comm, m) {
 
   py::class_<Peer>(m, "Peer")
       .def(py::init([](int rank, uint64_t incarnation, std::string ip, int port, std::string unix_name,
-                       std::string machine, std::vector<int> broken) {
+                       std::string machine, std::vector<std::pair<int, uint64_t>> broken) {
              return Peer{
                  rank, incarnation, std::move(ip), port, std::move(unix_name), std::move(machine), std::move(broken)};
            }),
            py::arg("rank"), py::arg("incarnation"), py::arg("ip"), py::arg("port"), py::arg("unix_name"),
-           py::arg("machine"), py::arg("broken") = std::vector<int>{})
+           py::arg("machine"), py::arg("broken") = std::vector<std::pair<int, uint64_t>>{})
       .def_readonly("rank", &Peer::rank)
       .def_readonly("incarnation", &Peer::incarnation)
       .def_readonly("ip", &Peer::ip)

@@ -113,7 +113,7 @@ class NativeFabric(Fabric):
             "port": own.port,
             "unix": own.unix_name,
             "machine": own.machine,
-            "broken": self._hub.broken(),
+            "broken": [list(end) for end in self._hub.broken()],
         }
         return Address(self.rank, own.incarnation, self._host, endpoint)
 
@@ -227,5 +227,5 @@ def _peer(address: Address) -> _comm.Peer:
         port=int(str(endpoint["port"])),
         unix_name=str(endpoint["unix"]),
         machine=str(endpoint["machine"]),
-        broken=[int(rank) for rank in cast("Sequence[int]", endpoint.get("broken", ()))],
+        broken=[(end[0], end[1]) for end in cast("Sequence[Sequence[int]]", endpoint.get("broken", ()))],
     )
