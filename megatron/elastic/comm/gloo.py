@@ -35,8 +35,9 @@ from megatron.elastic.comm import registry
 from megatron.elastic.comm.errors import CommError, CommTimeout, GenerationChanged, PeerLost
 from megatron.elastic.comm.fabric import Address, BlockRange, EditReport, Fabric
 from megatron.elastic.comm.gloo_build import Build, bury
-from megatron.elastic.comm.gloo_group import GlooGroup, Seating
+from megatron.elastic.comm.gloo_group import GlooGroup
 from megatron.elastic.comm.guarded_store import GuardedStore
+from megatron.elastic.comm.seating import Seating
 from megatron.elastic.comm.sockets import Endpoint, Liveness, created_listener, refused, shut_connections
 
 __all__ = ["GlooFabric"]

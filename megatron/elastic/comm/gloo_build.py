@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch.distributed as dist
 
 from megatron.elastic.comm.errors import CommError
-from megatron.elastic.comm.gloo_group import Seating
+from megatron.elastic.comm.seating import Seating
 
 __all__ = ["Build", "bury"]
 

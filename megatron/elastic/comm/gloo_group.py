@@ -1,13 +1,8 @@
 # mypy: disable-error-code="override, assignment"
 """A process group whose object lives for ever while the gloo group inside is rebuilt.
 
-Two ranks to keep apart. *Group ranks* are what callers use: positions among the
-living members, or, in the slot space (the default group), global slots.
-*Inner ranks* are positions in the gloo group, which only the living are in. A
-:class:`Seating` maps between them; it is replaced as a whole by an edit.
-
-Data that is only moved travels as bytes, so every dtype goes; what gloo cannot
-add (bool, int16) is widened, ``AVG`` is a sum divided afterwards.
+Who takes part and under which rank is a :class:`~megatron.elastic.comm.seating.Seating`,
+replaced as a whole by an edit; how tensors travel is :mod:`~megatron.elastic.comm.gloo_tensors`.
 
 (Type checking of overrides is off here: torch's stubs give each collective
 several overloads of its own wording, and lack others that exist.)
@@ -16,76 +11,23 @@ several overloads of its own wording, and lack others that exist.)
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
+from megatron.elastic.comm.call_arguments import Op, op_in, options_in, tensor_list
 from megatron.elastic.comm.errors import CommError, PeerLost
+from megatron.elastic.comm.gloo_tensors import Movable, Reducible
 from megatron.elastic.comm.gloo_work import GlooWork, Waits
 from megatron.elastic.comm.reconfigure import Driven, Reconfigurable
 from megatron.elastic.comm.registry import group_name
+from megatron.elastic.comm.seating import Seating
 
-__all__ = ["GlooGroup", "Host", "Seating"]
+__all__ = ["GlooGroup", "Host"]
 
 Tensors = list[torch.Tensor]
-Op = dist.ReduceOp | dist.ReduceOp.RedOpType
-
-WIDENED = {torch.bool: torch.uint8, torch.int16: torch.int32}
-"""Types gloo cannot reduce → the type the reduction is done in."""
-
-
-@dataclass(frozen=True)
-class Seating:
-    """Who takes part in one group in one generation."""
-
-    generation: int
-    living: tuple[int, ...]
-    """Global ranks in member order: inner rank → global rank."""
-    own: int
-    """Inner rank of this process."""
-    slots: int | None
-    """Number of slots for the default group; None for a sub-group."""
-    members: tuple[int, ...] = ()
-    """Everybody the group was made of. Before the first edit sizes and ranks are theirs (a model is
-    built to nominal sizes), and collectives run over this process alone."""
-
-    @property
-    def _nominal(self) -> bool:
-        return self.slots is None and self.generation == 0
-
-    @property
-    def size(self) -> int:
-        if self._nominal:
-            return len(self.members)
-        return len(self.living) if self.slots is None else self.slots
-
-    @property
-    def rank(self) -> int:
-        if self._nominal:
-            return self.members.index(self.living[self.own])
-        return self.own if self.slots is None else self.living[self.own]
-
-    def seats(self) -> tuple[int, ...]:
-        """Group rank of every inner rank."""
-        if self._nominal:
-            return (self.rank,)
-        return tuple(range(len(self.living))) if self.slots is None else self.living
-
-    def inner(self, group_rank: int) -> int | None:
-        """Inner rank of ``group_rank``; None when that member is not living."""
-        if self._nominal:
-            return 0 if group_rank == self.rank else None
-        if self.slots is None:
-            return group_rank if 0 <= group_rank < len(self.living) else None
-        return self.living.index(group_rank) if group_rank in self.living else None
-
-    def root(self, group_rank: int) -> int:
-        """Inner rank of a collective's root; the first living member stands in for a dead one."""
-        inner = self.inner(group_rank)
-        return 0 if inner is None else inner
 
 
 class Host(Waits, Reconfigurable, Protocol):
@@ -149,15 +91,15 @@ class GlooGroup(Driven, dist.ProcessGroup):
 
     def allreduce(self, tensors: Any, *args: Any, **kwargs: Any) -> dist.Work:
         """Sum (or ``opts.reduceOp``) over the living, in place."""
-        tensors = _tensor_list(tensors)
-        return self._reduce_all(tensors, _op(args, kwargs))
+        tensors = tensor_list(tensors)
+        return self._reduce_all(tensors, op_in(args, kwargs))
 
     def allreduce_coalesced(self, tensors: Any, *args: Any, **kwargs: Any) -> dist.Work:
-        return self._reduce_all(_tensor_list(tensors), _op(args, kwargs))
+        return self._reduce_all(tensor_list(tensors), op_in(args, kwargs))
 
     def _reduce_all(self, tensors: Tensors, op: Op) -> dist.Work:
         inner, seating = self._host.inner(self)
-        travelling = [_Reducible(tensor, op, len(seating.living)) for tensor in tensors]
+        travelling = [Reducible(tensor, op, len(seating.living)) for tensor in tensors]
         works = []
         for item in travelling:
             opts = dist.AllreduceOptions()
@@ -167,11 +109,11 @@ class GlooGroup(Driven, dist.ProcessGroup):
         return self._work(works, seating, tensors, _finishing(travelling))
 
     def reduce(self, tensors: Any, *args: Any, **kwargs: Any) -> dist.Work:
-        tensors, opts = _tensor_list(tensors), _options(args, kwargs, dist.ReduceOptions)
+        tensors, opts = tensor_list(tensors), options_in(args, kwargs, dist.ReduceOptions)
         if args and not isinstance(args[0], dist.ReduceOptions):
             opts.rootRank, opts.reduceOp = int(args[0]), args[1] if len(args) > 1 else dist.ReduceOp.SUM
         inner, seating = self._host.inner(self)
-        item = _Reducible(tensors[0], opts.reduceOp, len(seating.living))
+        item = Reducible(tensors[0], opts.reduceOp, len(seating.living))
         own = dist.ReduceOptions()
         own.reduceOp, own.rootRank = item.op, seating.root(opts.rootRank)
         works = [inner.reduce([item.data], own)] if item.data.numel() else []
@@ -182,18 +124,18 @@ class GlooGroup(Driven, dist.ProcessGroup):
         """``inputs[0]``: a tensor per group rank; those of holes are not read."""
         if isinstance(outputs, torch.Tensor):
             outputs, inputs = [outputs], [inputs]
-        return self._reduce_scatter(outputs, [list(row) for row in inputs], _op(args, kwargs))
+        return self._reduce_scatter(outputs, [list(row) for row in inputs], op_in(args, kwargs))
 
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, *args: Any, **kwargs: Any) -> dist.Work:
         """``input`` holds ``size()`` equal parts, in order of group rank."""
-        return self._reduce_scatter([output], [self._parts(input)], _op(args, kwargs))
+        return self._reduce_scatter([output], [self._parts(input)], op_in(args, kwargs))
 
     _reduce_scatter_base = reduce_scatter_single
 
     def reduce_scatter_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, *args: Any, **kwargs: Any
     ) -> dist.Work:
-        return self._reduce_scatter(outputs, [self._parts(part) for part in inputs], _op(args, kwargs))
+        return self._reduce_scatter(outputs, [self._parts(part) for part in inputs], op_in(args, kwargs))
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
@@ -207,7 +149,7 @@ class GlooGroup(Driven, dist.ProcessGroup):
             starts = [0]
             for row in rows:
                 starts.append(starts[-1] + row.numel())
-            item = _Reducible(torch.cat(rows), op, len(seating.living))
+            item = Reducible(torch.cat(rows), op, len(seating.living))
             opts = dist.AllreduceOptions()
             opts.reduceOp = item.op
             if item.data.numel():
@@ -242,31 +184,31 @@ class GlooGroup(Driven, dist.ProcessGroup):
         works: list[dist.Work] = []
         endings: list[Callable[[], None]] = []
         for row, tensor in zip(outputs, inputs, strict=True):
-            targets = [_Movable(row[seat]) for seat in seating.seats()]
-            source = _Movable(tensor)
+            targets = [Movable(row[seat]) for seat in seating.seats()]
+            source = Movable(tensor)
             if source.data.numel():
                 works.append(inner.allgather([[target.data for target in targets]], [source.data]))
             endings.extend(target.finish for target in targets)
         return self._work(works, seating, result or [t for row in outputs for t in row], _all(endings))
 
     def gather(self, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> dist.Work:
-        opts = _options(args, kwargs, dist.GatherOptions)
+        opts = options_in(args, kwargs, dist.GatherOptions)
         tensor = inputs[0] if isinstance(inputs, list) else inputs
         inner, seating = self._host.inner(self)
         own = dist.GatherOptions()
         own.rootRank = seating.root(opts.rootRank)
-        source = _Movable(tensor)
-        targets: list[_Movable] = []
+        source = Movable(tensor)
+        targets: list[Movable] = []
         if seating.own == own.rootRank:
             row = outputs[0] if outputs else []
             # A root that is gone asked for nothing: its stand-in receives into scratch.
-            targets = [_Movable(row[seat]) if row else _Movable(torch.empty_like(tensor)) for seat in seating.seats()]
+            targets = [Movable(row[seat]) if row else Movable(torch.empty_like(tensor)) for seat in seating.seats()]
         lists = [[target.data for target in targets]] if targets else []
         works = [inner.gather(lists, [source.data], own)] if source.data.numel() else []
         return self._work(works, seating, [tensor], _all([target.finish for target in targets]))
 
     def scatter(self, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> dist.Work:
-        opts = _options(args, kwargs, dist.ScatterOptions)
+        opts = options_in(args, kwargs, dist.ScatterOptions)
         output = outputs[0] if isinstance(outputs, list) else outputs
         inner, seating = self._host.inner(self)
         root = seating.inner(opts.rootRank)
@@ -274,21 +216,21 @@ class GlooGroup(Driven, dist.ProcessGroup):
             raise CommError(f"scatter: group rank {opts.rootRank} of {self.role!r} is not living")
         own = dist.ScatterOptions()
         own.rootRank = root
-        target = _Movable(output)
+        target = Movable(output)
         lists = []
         if seating.own == root:
-            lists = [[_Movable(inputs[0][seat]).data for seat in seating.seats()]]
+            lists = [[Movable(inputs[0][seat]).data for seat in seating.seats()]]
         works = [inner.scatter([target.data], lists, own)] if target.data.numel() else []
         return self._work(works, seating, [output], target.finish)
 
     def broadcast(self, tensors: Any, *args: Any, **kwargs: Any) -> dist.Work:
-        tensors, opts = _tensor_list(tensors), _options(args, kwargs, dist.BroadcastOptions)
+        tensors, opts = tensor_list(tensors), options_in(args, kwargs, dist.BroadcastOptions)
         if args and isinstance(args[0], int):
             opts.rootRank = args[0]
         inner, seating = self._host.inner(self)
         own = dist.BroadcastOptions()
         own.rootRank = seating.root(opts.rootRank)
-        item = _Movable(tensors[0])
+        item = Movable(tensors[0])
         works = [inner.broadcast([item.data], own)] if item.data.numel() else []
         return self._work(works, seating, tensors, item.finish)
 
@@ -314,8 +256,8 @@ class GlooGroup(Driven, dist.ProcessGroup):
     def _exchange(self, outputs: Tensors, inputs: Tensors, result: Tensors) -> dist.Work:
         """One gloo all-to-all over bytes: what goes to or comes from holes is left out."""
         inner, seating = self._host.inner(self)
-        sources = [_Movable(inputs[seat]) for seat in seating.seats()]
-        targets = [_Movable(outputs[seat]) for seat in seating.seats()]
+        sources = [Movable(inputs[seat]) for seat in seating.seats()]
+        targets = [Movable(outputs[seat]) for seat in seating.seats()]
         sent = torch.cat([source.data for source in sources])
         received = torch.empty(sum(target.data.numel() for target in targets), dtype=torch.uint8)
         out_splits = [target.data.numel() for target in targets]
@@ -333,21 +275,21 @@ class GlooGroup(Driven, dist.ProcessGroup):
 
     def send(self, tensors: Any, dst: int, tag: int = 0) -> dist.Work:
         inner, seating = self._host.inner(self)
-        item = _Movable(_tensor_list(tensors)[0])
+        item = Movable(tensor_list(tensors)[0])
         peer = self._peer(seating, dst)
         works = [inner.send([item.data], peer, tag)] if item.data.numel() else []
         return self._work(works, seating, [item.tensor], None, (seating.living[peer],))
 
     def recv(self, tensors: Any, src: int, tag: int = 0) -> dist.Work:
         inner, seating = self._host.inner(self)
-        item = _Movable(_tensor_list(tensors)[0])
+        item = Movable(tensor_list(tensors)[0])
         peer = self._peer(seating, src)
         works = [inner.recv([item.data], peer, tag)] if item.data.numel() else []
         return self._work(works, seating, [item.tensor], item.finish, (seating.living[peer],))
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> dist.Work:
         inner, seating = self._host.inner(self)
-        item = _Movable(_tensor_list(tensors)[0])
+        item = Movable(tensor_list(tensors)[0])
         work = inner.recv_anysource([item.data], tag)
         return self._work(
             [work],
@@ -412,62 +354,14 @@ class GlooGroup(Driven, dist.ProcessGroup):
         return GlooWork(self._host, works, peers, seating.generation, self._host.timeout, result, finish, source)
 
 
-class _Movable:
-    """A tensor as contiguous bytes, with the way back."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
-        self._dense = tensor.detach().contiguous()
-        self.data = self._dense.reshape(-1).view(torch.uint8)
-
-    def finish(self) -> None:
-        """Write received bytes to the tensor they are for."""
-        if self._dense.data_ptr() != self.tensor.data_ptr():
-            self.tensor.detach().copy_(self._dense)
-
-
-class _Reducible:
-    """A tensor in a form gloo can reduce, with the way back."""
-
-    def __init__(self, tensor: torch.Tensor, op: Op, count: int) -> None:
-        self.tensor = tensor
-        self._average = op == dist.ReduceOp.AVG
-        self._count = count
-        self.op = dist.ReduceOp.SUM if self._average else op
-        if tensor.dtype == torch.bool:
-            self.op = {dist.ReduceOp.SUM: dist.ReduceOp.MAX, dist.ReduceOp.PRODUCT: dist.ReduceOp.MIN}.get(
-                _kind(self.op), self.op
-            )
-        dense = tensor.detach().contiguous()
-        self.data = dense.to(WIDENED[tensor.dtype]) if tensor.dtype in WIDENED else dense
-
-    def reduced(self) -> torch.Tensor:
-        """The result in the tensor's own type and shape."""
-        data = self.data
-        if self._average:
-            data.div_(self._count, rounding_mode=None if data.is_floating_point() else "trunc")
-        if self.tensor.dtype == torch.bool:
-            return data != 0
-        return data
-
-    def finish(self) -> None:
-        data = self.reduced()
-        if data.data_ptr() != self.tensor.data_ptr():
-            self.tensor.detach().copy_(data)
-
-
-def _kind(op: Op) -> dist.ReduceOp.RedOpType:
-    return op if isinstance(op, dist.ReduceOp.RedOpType) else cast(dist.ReduceOp.RedOpType, cast(Any, op).op)
-
-
-def _taking(item: _Reducible, output: torch.Tensor, start: int, stop: int) -> Callable[[], None]:
+def _taking(item: Reducible, output: torch.Tensor, start: int, stop: int) -> Callable[[], None]:
     def take() -> None:
         output.detach().copy_(item.reduced()[start:stop].view(output.shape))
 
     return take
 
 
-def _finishing(items: Sequence[_Reducible]) -> Callable[[], None]:
+def _finishing(items: Sequence[Reducible]) -> Callable[[], None]:
     return _all([item.finish for item in items])
 
 
@@ -477,23 +371,3 @@ def _all(actions: Sequence[Callable[[], None]]) -> Callable[[], None]:
             action()
 
     return run
-
-
-def _tensor_list(tensors: Any) -> Tensors:
-    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-
-
-def _options(args: tuple[Any, ...], kwargs: dict[str, Any], kind: Callable[[], Any]) -> Any:
-    for value in (*args, *kwargs.values()):
-        if hasattr(value, "rootRank") or hasattr(value, "reduceOp"):
-            return value
-    return kind()
-
-
-def _op(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Op:
-    for value in (*args, *kwargs.values()):
-        if hasattr(value, "reduceOp"):
-            return cast(Op, value.reduceOp)
-        if isinstance(value, (dist.ReduceOp, dist.ReduceOp.RedOpType)):
-            return value
-    return dist.ReduceOp.SUM

@@ -1,6 +1,6 @@
 """One contract, every fabric: gloo, and native over shared memory and TCP.
 
-Each claim is a function of ``fabric_checks.py``, run by four real processes.
+Each claim is a function of ``collective_checks.py`` or ``membership_checks.py``, run by four real processes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import pytest
 
 from megatron.elastic.comm import Fabric, install, make_fabric
 from megatron.elastic.config import ElasticConfig
-from tests.unit.comm import fabric_checks
+from tests.unit.comm import collective_checks, fabric_checks, membership_checks
 from tools.bench._common import Here, Ranks
 
 NATIVE = importlib.util.find_spec("megatron.elastic.comm.native") is not None
@@ -22,6 +22,7 @@ KINDS = {
     "tcp": ElasticConfig(comm="elastic", transport="tcp"),
 }
 SECRET = b"contract"
+CHECKS = (*collective_checks.CHECKS, *membership_checks.CHECKS)
 
 
 def build(kind: str, here: Here, incarnation: int = 0) -> Fabric:
@@ -54,13 +55,15 @@ def run(kind: str, check: Callable[..., None], replacing: bool = False) -> None:
         ranks.results(range(4))
 
 
-@pytest.mark.parametrize("check", fabric_checks.CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize(
+    "check", CHECKS, ids=lambda check: check.__name__
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_contract(kind: str, check: fabric_checks.Check) -> None:
     run(kind, check)
 
 
-@pytest.mark.parametrize("check", fabric_checks.REPLACING_CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("check", membership_checks.REPLACING_CHECKS, ids=lambda check: check.__name__)
 @pytest.mark.parametrize("kind", KINDS)
 def test_replacing_contract(kind: str, check: Callable[..., None]) -> None:
     run(kind, check, replacing=True)
@@ -75,18 +78,18 @@ def test_alone_before_the_first_edit(kind: str) -> None:
     def alone(here: Here) -> None:
         fabric = make_fabric(KINDS[kind], 2, 4, 1, f"alone{here.port}", SECRET, here.store, timeout=20.0)
         install(fabric)
-        fabric_checks.alone(fabric)
+        membership_checks.alone(fabric)
         fabric.close()
 
     with Ranks(1, alone) as ranks:
         ranks.hear(0)
 
 
-@pytest.mark.parametrize("check", fabric_checks.ORDERED_CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("check", membership_checks.ORDERED_CHECKS, ids=lambda check: check.__name__)
 @pytest.mark.parametrize("kind", ["shm", "tcp"])
 def test_ordered_contract(kind: str, check: fabric_checks.Check) -> None:
     run(kind, check)
 
 
 def test_dead_members_can_still_be_named() -> None:
-    fabric_checks.living_ranks_table()
+    membership_checks.living_ranks_table()

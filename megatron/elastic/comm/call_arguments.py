@@ -1,0 +1,37 @@
+"""What c10d's Python callers pass to a process group, in whichever of its spellings.
+
+A collective may come as (tensors, options), (tensor, op), or with keywords,
+depending on the caller and the release of torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["Op", "op_in", "options_in", "tensor_list"]
+
+Op = dist.ReduceOp | dist.ReduceOp.RedOpType
+
+
+def tensor_list(tensors: Any) -> list[torch.Tensor]:
+    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+
+
+def options_in(args: tuple[Any, ...], kwargs: dict[str, Any], kind: Callable[[], Any]) -> Any:
+    for value in (*args, *kwargs.values()):
+        if hasattr(value, "rootRank") or hasattr(value, "reduceOp"):
+            return value
+    return kind()
+
+
+def op_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Op:
+    for value in (*args, *kwargs.values()):
+        if hasattr(value, "reduceOp"):
+            return cast(Op, value.reduceOp)
+        if isinstance(value, (dist.ReduceOp, dist.ReduceOp.RedOpType)):
+            return value
+    return dist.ReduceOp.SUM
