@@ -127,6 +127,11 @@ class Ranks:
     def pid(self, rank: int) -> int:
         return int(self._processes[rank].pid)
 
+    def exit_code(self, rank: int, seconds: float = 30.0) -> int | None:
+        """How the process of ``rank`` ended (negative: by that signal); None when it has not within ``seconds``."""
+        self._processes[rank].join(seconds)
+        return cast("int | None", self._processes[rank].exitcode)
+
     def _next(self, rank: int) -> tuple[str, Any]:
         """The next message of ``rank``; a failure of any other rank meanwhile is raised at once."""
         while not self._inbox.setdefault(rank, []):

@@ -34,6 +34,8 @@ from megatron.elastic.comm.fabric import Fabric
 from megatron.elastic.comm.gloo import GlooFabric
 from megatron.elastic.comm.reconfigure import handle_of, members_of
 from megatron.elastic.config import ConfigError, ElasticConfig
+from megatron.elastic.platform.base import Platform
+from megatron.elastic.platform.select import select
 
 __all__ = ["REPLACED", "Installation", "install", "make_fabric", "register_backend"]
 
@@ -55,12 +57,15 @@ def make_fabric(
     host: str = "127.0.0.1",
     timeout: float = 60.0,
     dense_world: bool = False,
+    platform: Platform | None = None,
 ) -> Fabric:
     """The fabric ``config.comm`` names, connected to nobody yet.
 
     ``store`` (or a function that connects to it: clients do not survive a fork)
     is served outside the ranks; only gloo needs it. ``secret`` authenticates
     native links. With ``dense_world`` the default group counts the living.
+    ``platform`` (default: the machine's) says whether bulk tensors of a device go
+    through its vendor's library. Raises ``ConfigError`` for what is not there.
     """
     if config.comm == "gloo":
         client = store() if callable(store) else store
@@ -73,17 +78,20 @@ def make_fabric(
         raise ConfigError(
             f"--elastic-comm elastic needs the native core ({error}); build it or use --elastic-comm gloo"
         ) from error
-    return NativeFabric(
-        rank,
-        slots,
-        incarnation,
-        run_id=run_id,
-        secret=secret,
-        transport=config.transport,
-        host=host,
-        timeout=timeout,
-        dense_world=dense_world,
-    )
+    native: dict[str, Any] = {
+        "run_id": run_id,
+        "secret": secret,
+        "transport": config.transport,
+        "host": host,
+        "timeout": timeout,
+        "dense_world": dense_world,
+    }
+    found = (platform or select()).name
+    if found == "cpu":
+        return NativeFabric(rank, slots, incarnation, **native)
+    from megatron.elastic.comm.vendors import vendor_of  # opens the vendor's library
+
+    return vendor_of(found, store).fabric(rank, slots, incarnation, **native)
 
 
 @dataclass

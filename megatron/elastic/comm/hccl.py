@@ -1,10 +1,8 @@
 """HCCL (Ascend) behind the same interface, by torch_npu.
 
-HCCL cannot shrink or grow: an edit stops what is in flight and makes the
-group's links anew. With the same members (a rank replaced by a new incarnation)
-torch_npu's own ``reinit_process_group`` does it in place; with others the group
-is made anew by ``make_group``. Either way it is local to the groups a change
-touches.
+HCCL cannot shrink or grow: an edit stops what is in flight and makes the group's
+links anew, under a name that its first survivor hands round. It is local to the
+groups a change touches.
 
 Names used are checked against a torch-npu wheel by
 ``tests/unit/comm/test_hccl.py``. No Ascend device has run this file.
@@ -12,58 +10,96 @@ Names used are checked against a torch-npu wheel by
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
 
 from megatron.elastic.comm.vendor import Edit, VendorCommunicator, bounded
 
-__all__ = ["GROUP_NAMES", "MODULE_NAMES", "HcclCommunicator"]
+__all__ = ["BACKEND_NAMES", "HcclCommunicator"]
 
-MODULE_NAMES = ("reinit_process_group",)
-"""Functions used of ``torch_npu.distributed``."""
+BACKEND_NAMES = ("abort_hccl_comm",)
+"""Methods used of ``ProcessGroupHCCL`` besides those of every c10d backend."""
 
-GROUP_NAMES = ("abort_hccl_comm",)
-"""Methods used of its process group backend."""
+TYPES = frozenset({torch.int8, torch.uint8, torch.int32, torch.int64, torch.float16, torch.float32, torch.bfloat16})
+REDUCTIONS = frozenset({dist.ReduceOp.SUM, dist.ReduceOp.PRODUCT, dist.ReduceOp.MAX, dist.ReduceOp.MIN})
 
 
 class HcclCommunicator(VendorCommunicator):
-    """One HCCL group. ``distributed`` is the module ``torch_npu.distributed``.
+    """One HCCL group. ``make_backend(members, name)`` connects a ``ProcessGroupHCCL`` over ``members``
+    (global ranks, in order), all of them under one ``name`` that was never used before."""
 
-    ``make_group(members)`` makes a process group over ``members`` (global ranks,
-    in order) with names of ours; ``device`` is ``torch.device("npu")``.
-    """
-
-    def __init__(
-        self,
-        distributed: Any,
-        device: Any,
-        members: Sequence[int],
-        make_group: Callable[[Sequence[int]], Any],
-        limit: float,
-    ) -> None:
-        self.order = tuple(members)
-        self._distributed = distributed
-        self._device = device
-        self._make_group = make_group
+    def __init__(self, rank: int, make_backend: Callable[[Sequence[int], str], Any], limit: float) -> None:
+        self.order: tuple[int, ...] = ()
+        self.revoked = self.can_shrink = self.can_grow = False
+        self._rank = rank
+        self._make_backend = make_backend
         self._limit = limit
-        self.group: Any = make_group(self.order)
+        self.backend: Any = None
 
-    def edit(self, members: Sequence[int], share: Callable[[bytes | None], bytes]) -> Edit:
-        """``share`` is not needed: HCCL meets through the store."""
-        if tuple(members) == self.order:
-            bounded(
-                lambda: self._distributed.reinit_process_group(self.group, rebuild_link=True),
-                self._limit,
-                "reinit_process_group",
-            )
-            return "rebuilt"
+    def new_identity(self) -> bytes:
+        return secrets.token_hex(16).encode()
+
+    def start(self, members: Sequence[int], identity: bytes) -> None:
+        self.order, self.revoked = tuple(members), False
+        self.backend = self._make_backend(self.order, identity.decode())
+
+    def join(self, order: Sequence[int], identity: bytes) -> None:
+        self.start(sorted(order), identity)
+
+    def edit(self, members: Sequence[int], share: Callable[[bytes | None], bytes], damaged: bool = False) -> Edit:
+        if set(members) == set(self.order) and not damaged:
+            return "kept"
+        leader = next(rank for rank in self.order if rank in members)
         self.close()
-        self.order = tuple(members)
-        self.group = self._make_group(self.order)
+        self.start(sorted(members), share(self.new_identity() if leader == self._rank else None))
         return "rebuilt"
 
+    def revoke(self) -> None:
+        """Stop the group's streams; its links are made anew by the edit."""
+        if self.backend is not None:
+            self.revoked = True
+            self._abort(self.backend)
+
     def close(self) -> None:
-        group, self.group = self.group, None
-        if group is not None:
-            backend = group._get_backend(self._device)
-            bounded(lambda: backend.abort_hccl_comm("edit"), self._limit, "abort_hccl_comm")
+        backend, self.backend = self.backend, None
+        self.order, revoked, self.revoked = (), self.revoked, False
+        if backend is not None and not revoked:
+            self._abort(backend)
+
+    def _abort(self, backend: Any) -> None:
+        bounded(lambda: backend.abort_hccl_comm("edit"), self._limit, "abort_hccl_comm")
+
+    # -- operations: torch_npu's backend enqueues on the current stream --------------
+
+    def takes(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType | None = None) -> bool:
+        return tensor.dtype in TYPES and (op is None or op in REDUCTIONS)
+
+    @contextmanager
+    def batch(self) -> Iterator[None]:
+        yield
+
+    def all_reduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType) -> None:
+        options = dist.AllreduceOptions()
+        options.reduceOp = cast(Any, op)
+        self.backend.allreduce([tensor], options).wait()
+
+    def reduce(self, tensor: torch.Tensor, root: int, op: dist.ReduceOp.RedOpType) -> None:
+        options = dist.ReduceOptions()
+        options.reduceOp, options.rootRank = cast(Any, op), root
+        self.backend.reduce([tensor], options).wait()
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
+        options = dist.BroadcastOptions()
+        options.rootRank = root
+        self.backend.broadcast([tensor], options).wait()
+
+    def send(self, tensor: torch.Tensor, to: int) -> None:
+        self.backend.send([tensor], to, 0)
+
+    def recv(self, tensor: torch.Tensor, source: int) -> None:
+        self.backend.recv([tensor], source, 0).wait()

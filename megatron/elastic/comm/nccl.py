@@ -23,9 +23,13 @@ from __future__ import annotations
 
 import ctypes
 import ctypes.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import torch
+import torch.distributed as dist
 
 from megatron.elastic.comm.vendor import Edit, VendorCommunicator, VendorError, bounded
 
@@ -54,6 +58,15 @@ PROTOTYPES: dict[str, str] = {
     "ncclConfig_t* config",
     "ncclAllReduce": "const void* sendbuff, void* recvbuff, size_t count, ncclDataType_t datatype, ncclRedOp_t op, "
     "ncclComm_t comm, cudaStream_t stream",
+    "ncclReduce": "const void* sendbuff, void* recvbuff, size_t count, ncclDataType_t datatype, ncclRedOp_t op, "
+    "int root, ncclComm_t comm, cudaStream_t stream",
+    "ncclBroadcast": "const void* sendbuff, void* recvbuff, size_t count, ncclDataType_t datatype, int root, "
+    "ncclComm_t comm, cudaStream_t stream",
+    "ncclSend": "const void* sendbuff, size_t count, ncclDataType_t datatype, int peer, ncclComm_t comm, "
+    "cudaStream_t stream",
+    "ncclRecv": "void* recvbuff, size_t count, ncclDataType_t datatype, int peer, ncclComm_t comm, cudaStream_t stream",
+    "ncclGroupStart": "",
+    "ncclGroupEnd": "",
 }
 """Each function used → its parameters, as the header spells them."""
 
@@ -73,10 +86,22 @@ C_TYPES: dict[str, Any] = {
 def argument_types(parameters: str) -> list[Any]:
     """ctypes of a C parameter list; every pointer is an address."""
     types = []
-    for parameter in parameters.split(","):
+    for parameter in filter(None, parameters.split(",")):
         words = parameter.replace("*", " * ").replace("const", " ").split()
         types.append(ctypes.c_void_p if "*" in words else C_TYPES[words[0]])
     return types
+
+
+ELEMENTS = {
+    torch.int8: 0, torch.uint8: 1, torch.int32: 2, torch.int64: 4,
+    torch.float16: 6, torch.float32: 7, torch.float64: 8, torch.bfloat16: 9,
+}  # fmt: skip
+"""torch type → ``ncclDataType_t``."""
+
+REDUCTIONS = {
+    dist.ReduceOp.SUM: 0, dist.ReduceOp.PRODUCT: 1, dist.ReduceOp.MAX: 2, dist.ReduceOp.MIN: 3, dist.ReduceOp.AVG: 4,
+}  # fmt: skip
+"""torch reduction → ``ncclRedOp_t``."""
 
 
 class NcclLibrary:
@@ -119,8 +144,8 @@ class NcclLibrary:
 class NcclCommunicator(VendorCommunicator):
     """One ``ncclComm_t``. ``limit`` bounds each call that can block, in seconds.
 
-    The CUDA device must be current in the helper threads as well:
-    ``set_device`` is run there before each call.
+    The CUDA device must be current in the helper threads as well: ``set_device``
+    is run there before each call. ``stream`` gives the ``cudaStream_t`` to enqueue on.
     """
 
     def __init__(
@@ -129,42 +154,44 @@ class NcclCommunicator(VendorCommunicator):
         rank: int,
         limit: float,
         set_device: Callable[[], None] = lambda: None,
+        stream: Callable[[], int] = lambda: 0,
     ) -> None:
         self.order: tuple[int, ...] = ()
+        self.revoked = False
+        self.can_shrink, self.can_grow = library.can_shrink, library.can_grow
         self._library = library
         self._rank = rank
         self._limit = limit
         self._set_device = set_device
+        self._stream = stream
         self._comm: int | None = None
 
-    def start(self, members: Sequence[int], unique_id: bytes) -> None:
-        """Connect ``members`` anew, all of them calling this with one ``unique_id``."""
+    def new_identity(self) -> bytes:
+        return self._library.unique_id()
+
+    def start(self, members: Sequence[int], identity: bytes) -> None:
         self._comm = self._new(
             "ncclCommInitRank",
-            lambda out: (out, len(members), UniqueId.from_buffer_copy(unique_id), members.index(self._rank)),
+            lambda out: (out, len(members), UniqueId.from_buffer_copy(identity), members.index(self._rank)),
         )
-        self.order = tuple(members)
+        self.order, self.revoked = tuple(members), False
 
-    def join(self, order: Sequence[int], unique_id: bytes) -> None:
-        """Enter a communicator that survivors :meth:`edit` at the same time.
-
-        ``order``: survivors in their order, then newcomers ascending.
-        """
+    def join(self, order: Sequence[int], identity: bytes) -> None:
         if not self._library.can_grow:
-            self.start(sorted(order), unique_id)
+            self.start(sorted(order), identity)
             return
-        identity = UniqueId.from_buffer_copy(unique_id)
+        known = UniqueId.from_buffer_copy(identity)
         place = list(order).index(self._rank)
-        self._comm = self._new("ncclCommGrow", lambda out: (None, len(order), ctypes.byref(identity), place, out, None))
-        self.order = tuple(order)
+        self._comm = self._new("ncclCommGrow", lambda out: (None, len(order), ctypes.byref(known), place, out, None))
+        self.order, self.revoked = tuple(order), False
 
-    def edit(self, members: Sequence[int], share: Callable[[bytes | None], bytes]) -> Edit:
+    def edit(self, members: Sequence[int], share: Callable[[bytes | None], bytes], damaged: bool = False) -> Edit:
         lost = [index for index, rank in enumerate(self.order) if rank not in members]
         joined = sorted(set(members) - set(self.order))
-        if not lost and not joined:
+        if not lost and not joined and not damaged:
             return "kept"
         leader = next(rank for rank in self.order if rank in members) == self._rank
-        if (lost and not self._library.can_shrink) or (joined and not self._library.can_grow):
+        if self.rebuilds(bool(lost), bool(joined), damaged):
             self.close()
             self.start(sorted(members), share(self._library.unique_id() if leader else None))
             return "rebuilt"
@@ -174,25 +201,65 @@ class NcclCommunicator(VendorCommunicator):
             self._grow(joined, leader, share)
         return "replaced" if lost and joined else "shrunk" if lost else "grown"
 
-    def all_reduce(self, source: int, target: int, count: int, dtype: int, op: int, stream: int) -> None:
-        """Enqueue a reduction of ``count`` elements between device addresses on a CUDA stream."""
-        self._library.call("ncclAllReduce", source, target, count, dtype, op, self._comm, stream)
+    def revoke(self) -> None:
+        """By the library's own revoke, else by an abort, after which nothing is left to shrink."""
+        if self._library.can_revoke and self._comm is not None:
+            self.revoked = True
+            self._bounded("ncclCommRevoke", self._comm, REVOKE_DEFAULT)
+        else:
+            self.close()
 
     def close(self) -> None:
         comm, self._comm = self._comm, None
+        self.order, self.revoked = (), False
         if comm is not None:
             self._bounded("ncclCommAbort", comm)
+
+    # -- operations ---------------------------------------------------------
+
+    def takes(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType | None = None) -> bool:
+        return tensor.dtype in ELEMENTS and (op is None or op in REDUCTIONS)
+
+    @contextmanager
+    def batch(self) -> Iterator[None]:
+        self._library.call("ncclGroupStart")
+        try:
+            yield
+        finally:
+            self._library.call("ncclGroupEnd")
+
+    def all_reduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType) -> None:
+        self._enqueue("ncclAllReduce", tensor, REDUCTIONS[op], both=True)
+
+    def reduce(self, tensor: torch.Tensor, root: int, op: dist.ReduceOp.RedOpType) -> None:
+        self._enqueue("ncclReduce", tensor, REDUCTIONS[op], root, both=True)
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
+        self._enqueue("ncclBroadcast", tensor, root, both=True)
+
+    def send(self, tensor: torch.Tensor, to: int) -> None:
+        self._enqueue("ncclSend", tensor, to)
+
+    def recv(self, tensor: torch.Tensor, source: int) -> None:
+        self._enqueue("ncclRecv", tensor, source)
+
+    def _enqueue(self, name: str, tensor: torch.Tensor, *rest: int, both: bool = False) -> None:
+        """``both``: the function takes a source and a target, here the same memory."""
+        where = (tensor.data_ptr(),) * (2 if both else 1)
+        element = ELEMENTS[tensor.dtype]
+        self._library.call(name, *where, tensor.numel(), element, *rest, self._comm, self._stream())
 
     def _shrink(self, lost: list[int]) -> None:
         old = self._comm
         flags = SHRINK_ABORT
         if self._library.can_revoke:
-            self._bounded("ncclCommRevoke", old, REVOKE_DEFAULT)
+            if not self.revoked:
+                self._bounded("ncclCommRevoke", old, REVOKE_DEFAULT)
             flags = SHRINK_DEFAULT  # nothing is in flight any more
         excluded = (ctypes.c_int * len(lost))(*lost)
         self._comm = self._new("ncclCommShrink", lambda out: (old, excluded, len(lost), out, None, flags))
         self._bounded("ncclCommAbort", old)
-        self.order = tuple(rank for index, rank in enumerate(self.order) if index not in lost)
+        self.order, self.revoked = tuple(rank for index, rank in enumerate(self.order) if index not in lost), False
 
     def _grow(self, joined: list[int], leader: bool, share: Callable[[bytes | None], bytes]) -> None:
         old = self._comm

@@ -14,7 +14,11 @@ import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Literal, NoReturn, TypeVar
+
+import torch
+import torch.distributed as dist
 
 from megatron.elastic.comm.errors import CommError
 
@@ -49,24 +53,79 @@ class VendorHang(CommError):
 class VendorCommunicator(ABC):
     """One group of one process inside a vendor library.
 
-    ``order`` lists global ranks by vendor rank. After members were added it need
-    not be the group's member order: libraries append.
+    ``order`` lists global ranks by vendor rank; empty before :meth:`start` and after
+    what was in flight had to be aborted. After members were added it need not be the
+    group's member order: libraries append. Tensors are contiguous and on the device;
+    operations are enqueued on its current stream.
     """
 
     order: tuple[int, ...]
+    revoked: bool
+    """What was in flight has been stopped: nothing can be begun, members can still be dropped."""
+    can_shrink: bool
+    can_grow: bool
+
+    def rebuilds(self, lost: bool, joined: bool, damaged: bool) -> bool:
+        """Whether such a change makes all anew; the same answer on every process of a job."""
+        return damaged or (lost and not self.can_shrink) or (joined and not self.can_grow)
 
     @abstractmethod
-    def edit(self, members: Sequence[int], share: Callable[[bytes | None], bytes]) -> Edit:
+    def new_identity(self) -> bytes:
+        """What the first of the members hands to the others for :meth:`start`; may be empty."""
+
+    @abstractmethod
+    def start(self, members: Sequence[int], identity: bytes) -> None:
+        """Connect ``members`` anew, all of them calling this with one ``identity``."""
+
+    @abstractmethod
+    def join(self, order: Sequence[int], identity: bytes) -> None:
+        """Enter a communicator that survivors :meth:`edit` at the same time.
+
+        ``order``: survivors in their order, then newcomers ascending.
+        """
+
+    @abstractmethod
+    def edit(self, members: Sequence[int], share: Callable[[bytes | None], bytes], damaged: bool = False) -> Edit:
         """Stop what is in flight and make ``members`` (global ranks, this one included) the members.
 
         Called by survivors. ``share(value)`` broadcasts bytes over the host
         links, from the member that passes bytes to those that pass None: the
-        first survivor in ``order``. Raises :class:`VendorError`, :class:`VendorHang`.
+        first survivor in ``order``. ``damaged``: what stands cannot be kept even
+        for the same members. Raises :class:`VendorError`, :class:`VendorHang`.
         """
+
+    @abstractmethod
+    def revoke(self) -> None:
+        """End what is in flight, from another thread. Raises :class:`VendorHang`."""
 
     @abstractmethod
     def close(self) -> None:
         """Free everything, aborting what is in flight. Idempotent."""
+
+    # -- operations: ``root``, ``to`` and ``source`` are vendor ranks ------------
+
+    @abstractmethod
+    def takes(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType | None = None) -> bool:
+        """Whether the library moves (and, with ``op``, reduces) tensors of this type."""
+
+    @abstractmethod
+    def batch(self) -> AbstractContextManager[None]:
+        """Operations of the block begin together: sends and receives may come in any order."""
+
+    @abstractmethod
+    def all_reduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType) -> None: ...
+
+    @abstractmethod
+    def reduce(self, tensor: torch.Tensor, root: int, op: dist.ReduceOp.RedOpType) -> None: ...
+
+    @abstractmethod
+    def broadcast(self, tensor: torch.Tensor, root: int) -> None: ...
+
+    @abstractmethod
+    def send(self, tensor: torch.Tensor, to: int) -> None: ...
+
+    @abstractmethod
+    def recv(self, tensor: torch.Tensor, source: int) -> None: ...
 
 
 def bounded(action: Callable[[], T], seconds: float, what: str) -> T:

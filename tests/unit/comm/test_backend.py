@@ -16,7 +16,8 @@ from torch.distributed import distributed_c10d as c10d
 from megatron.elastic.comm import CommError, Fabric, install, make_fabric, register_backend
 from megatron.elastic.comm.backend import REPLACED
 from megatron.elastic.comm.gloo import GlooFabric
-from megatron.elastic.config import ElasticConfig
+from megatron.elastic.config import ConfigError, ElasticConfig
+from megatron.elastic.platform.cpu import CpuPlatform
 from tools.bench._common import Here, Ranks
 
 
@@ -65,6 +66,20 @@ def put_back(here: Here) -> None:
 def test_what_is_replaced_is_put_back() -> None:
     with Ranks(1, put_back) as ranks:
         ranks.hear(0)
+
+
+class NoVendor(CpuPlatform):
+    """A machine that says it has CUDA, as far as choosing goes."""
+
+    name = "cuda"
+
+
+def test_a_device_platform_without_its_library_is_refused_in_one_line() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has the library")
+    with pytest.raises(ConfigError) as refused:
+        make_fabric(ElasticConfig(), 0, 1, 0, "run", b"secret", dist.HashStore, platform=NoVendor())
+    assert "--elastic-comm gloo" in str(refused.value)
 
 
 def sources() -> list[tuple[str, str]]:

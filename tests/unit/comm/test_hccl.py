@@ -11,25 +11,20 @@ from typing import Any
 
 import pytest
 
-from megatron.elastic.comm.hccl import GROUP_NAMES, MODULE_NAMES, HcclCommunicator
+from megatron.elastic.comm.hccl import BACKEND_NAMES, HcclCommunicator
 from megatron.elastic.comm.vendor import VendorHang
 
 
-class Vendor:
-    """Records what the adapter asks of torch_npu and of a group's backend."""
+class Backend:
+    """Records what the adapter asks of torch_npu."""
 
     def __init__(self, hang: float = 0.0) -> None:
         self.calls: list[tuple[Any, ...]] = []
         self._hang = hang
 
-    def make_group(self, members: Sequence[int]) -> Vendor:
-        self.calls.append(("make", tuple(members)))
-        return self
-
-    def reinit_process_group(self, group: Any, rebuild_link: bool) -> None:
-        self.calls.append(("reinit", rebuild_link))
-
-    def _get_backend(self, device: Any) -> Vendor:
+    def make(self, members: Sequence[int], name: str) -> Backend:
+        assert ("make", tuple(members), name) not in self.calls, "a name is used once"
+        self.calls.append(("make", tuple(members), name))
         return self
 
     def abort_hccl_comm(self, why: str) -> None:
@@ -38,29 +33,37 @@ class Vendor:
 
 
 def share(value: bytes | None) -> bytes:
-    raise AssertionError("HCCL meets through the store")
+    assert value is not None, "rank 0 is the first survivor"
+    return value
 
 
-def test_other_members_mean_a_new_group_and_the_same_ones_new_links() -> None:
-    vendor = Vendor()
-    communicator = HcclCommunicator(vendor, "npu", (0, 1, 2), vendor.make_group, limit=5.0)
+def test_a_change_of_members_is_a_stop_and_a_new_group_under_a_new_name() -> None:
+    backend = Backend()
+    communicator = HcclCommunicator(0, backend.make, limit=5.0)
+    communicator.start((0, 1, 2), communicator.new_identity())
     assert communicator.edit((0, 2), share) == "rebuilt"
     assert communicator.order == (0, 2)
-    assert communicator.edit((0, 2), share) == "rebuilt"
+    assert communicator.edit((0, 2), share) == "kept"
+    communicator.revoke()
+    assert communicator.revoked
+    assert communicator.edit((0, 2), share, damaged=True) == "rebuilt"
     communicator.close()
     communicator.close()
-    assert vendor.calls == [
+    seen = [call[:2] for call in backend.calls]
+    assert seen == [
         ("make", (0, 1, 2)),
         ("abort", "edit"),
         ("make", (0, 2)),
-        ("reinit", True),
+        ("abort", "edit"),
+        ("make", (0, 2)),
         ("abort", "edit"),
     ]
 
 
 def test_a_hanging_abort_is_bounded() -> None:
-    vendor = Vendor(hang=5.0)
-    communicator = HcclCommunicator(vendor, "npu", (0, 1), vendor.make_group, limit=0.1)
+    backend = Backend(hang=5.0)
+    communicator = HcclCommunicator(0, backend.make, limit=0.1)
+    communicator.start((0, 1), b"name")
     with pytest.raises(VendorHang, match="abort_hccl_comm"):
         communicator.edit((0,), share)
 
@@ -71,7 +74,9 @@ def test_the_names_exist_in_torch_npu() -> None:
         pytest.skip("ELASTIC_WHEELS holds no torch_npu wheel")
     with zipfile.ZipFile(wheels[-1]) as archive:
         source = archive.read("torch_npu/distributed/distributed_c10d.py").decode()
-    for name in MODULE_NAMES:
-        assert f"def {name}(group=None, rebuild_link=True)" in source
-    for name in GROUP_NAMES:
+        registry = archive.read("torch_npu/_init/registry/distributed.py").decode()
+    for name in BACKEND_NAMES:
         assert f".{name}(" in source
+    for used in ("ProcessGroupHCCL(", "ProcessGroupHCCL.Options()", ".global_ranks_in_group =", ".group_id ="):
+        assert used in registry, f"torch_npu makes its groups without {used}"
+    assert "store, group_rank, group_size, pg_options" in registry

@@ -18,8 +18,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from megatron.elastic.comm.nccl import PROTOTYPES, NcclCommunicator, NcclLibrary
+from megatron.elastic.comm.nccl import ELEMENTS, PROTOTYPES, REDUCTIONS, NcclCommunicator, NcclLibrary
 from megatron.elastic.comm.vendor import RESPAWN_EXIT_CODE, VendorError, VendorHang
 
 SOURCE = Path(__file__).with_name("standin_nccl.c")
@@ -124,7 +126,7 @@ def test_refusals_name_the_call(build: Callable[..., Path]) -> None:
     communicator.close()
     communicator.close()
     with pytest.raises(VendorError, match="ncclAllReduce: invalid usage"):
-        communicator.all_reduce(0, 0, 8, 7, 0, 0)
+        communicator.all_reduce(torch.ones(8), dist.ReduceOp.SUM)
 
 
 def test_a_hanging_revoke_is_noticed_and_ends_the_process(build: Callable[..., Path]) -> None:
@@ -171,6 +173,13 @@ def test_prototypes_are_those_of_the_header(wheel: zipfile.ZipFile) -> None:
         found = re.search(rf"ncclResult_t\s+{name}\(([^)]*)\)", header)
         assert found, f"{name} is gone from nccl.h"
         assert normal(found[1]) == normal(parameters), name
+    for torch_type, number in ELEMENTS.items():
+        name = {"int8": "Int8", "uint8": "Uint8", "bfloat16": "Bfloat16"}.get(str(torch_type).removeprefix("torch."))
+        name = name or str(torch_type).removeprefix("torch.").capitalize()
+        assert re.search(rf"nccl{name}\s*=\s*{number}\b", header), name
+    for op, number in REDUCTIONS.items():
+        name = {"PRODUCT": "Prod"}.get(op.name, op.name.capitalize())
+        assert re.search(rf"nccl{name}\s*=\s*{number}\b", header), name
     for constant, value in (("NCCL_SHRINK_ABORT", "0x01"), ("NCCL_REVOKE_DEFAULT", "0x00")):
         assert re.search(rf"#define {constant} {value}\b", header), constant
     assert "#define NCCL_UNIQUE_ID_BYTES 128" in header

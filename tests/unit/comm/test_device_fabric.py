@@ -1,0 +1,236 @@
+"""Device tensors through a vendor's library, with the CPU as the device and a library that really moves bytes.
+
+``moving_nccl.c`` is compiled with NCCL's names and prototypes and loaded by the
+same code that loads NCCL; several processes, real kills. No GPU has run this.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.elastic.comm import BlockRange, CommError, GenerationChanged, install
+from megatron.elastic.comm.nccl import NcclCommunicator, NcclLibrary
+from megatron.elastic.comm.vendor import RESPAWN_EXIT_CODE
+from tests.unit.comm.fabric_checks import edit, same
+from tools.bench._common import Here, Ranks
+
+device = pytest.importorskip("megatron.elastic.comm.device")
+SOURCE = Path(__file__).with_name("moving_nccl.c")
+OPTIONS: dict[str, tuple[str, ...]] = {"full": (), "shrinks": ("REVOKE", "GROW"), "basic": ("REVOKE", "SHRINK", "GROW")}
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    folder = tmp_path_factory.mktemp("vendor")
+
+    def build(version: str) -> Path:
+        path = folder / version / "libnccl.so.2"
+        if not path.exists():
+            path.parent.mkdir()
+            flags = [f"-DNO_{name}" for name in OPTIONS[version]]
+            subprocess.run(["cc", "-O1", "-shared", "-fPIC", "-o", path, *flags, SOURCE], check=True, timeout=60)
+        return path
+
+    return build
+
+
+def make(here: Here, path: Path, incarnation: int = 0, device_name: str | None = None, limit: float = 30.0):  # type: ignore[no-untyped-def]
+    os.environ["STANDIN_DIR"] = str(path.parent)
+    opened = NcclLibrary(path)
+    fabric = device.DeviceFabric(
+        here.rank, 4, incarnation, vendor=lambda rank: NcclCommunicator(opened, rank, limit),
+        device=torch.device("cpu"), device_name=device_name or f"gpu{here.rank}",
+        run_id=f"device{here.port}", secret=b"device", timeout=30.0,
+    )  # fmt: skip
+    install(fabric)
+    return fabric
+
+
+def everything(rank: int, living: tuple[int, ...], group: dist.ProcessGroup, fabric) -> None:  # type: ignore[no-untyped-def]
+    """Every operation of the surface on device tensors, checked."""
+    place, size, total = living.index(rank), len(living), float(sum(one + 1 for one in living))
+    for count in (1, 300_000):
+        tensor = torch.full((count,), float(rank + 1))
+        dist.all_reduce(tensor, group=group)
+        same(tensor, torch.full((count,), total), "all_reduce")
+        tensor = torch.full((count,), float(rank + 1))
+        dist.broadcast(tensor, src=living[-1], group=group)
+        same(tensor, torch.full((count,), float(living[-1] + 1)), "broadcast")
+    largest = torch.tensor([rank, 7])
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    same(largest, torch.tensor([living[-1], 7]), "max of integers")
+    bits = torch.tensor([1 << rank])
+    dist.all_reduce(bits, dist.ReduceOp.BOR, group=group)  # the library has no bit operations: staged
+    assert int(bits) == sum(1 << one for one in living)
+    rows = [torch.zeros(3) for _ in living]
+    dist.all_gather(rows, torch.full((3,), float(rank)), group=group)
+    same(torch.cat(rows), torch.tensor(living).float().repeat_interleave(3), "all_gather")
+    flat = torch.zeros(size, 2)
+    dist.all_gather_into_tensor(flat, torch.full((2,), float(rank)), group=group)
+    same(flat[:, 1].contiguous(), torch.tensor(living).float(), "all_gather_into_tensor")
+    source = torch.arange(float(2 * size))
+    part = torch.zeros(2)
+    dist.reduce_scatter_tensor(part, source, group=group)
+    same(part, size * torch.arange(float(2 * size))[2 * place : 2 * place + 2], "reduce_scatter_tensor")
+    same(source, torch.arange(float(2 * size)), "its input is left alone")
+    dist.reduce_scatter(part, [torch.full((2,), float(one)) for one in range(size)], group=group)
+    same(part, torch.full((2,), float(size * place)), "reduce_scatter")
+    swapped = torch.zeros(size)
+    dist.all_to_all_single(swapped, torch.arange(float(size)) + 10 * rank, group=group)
+    same(swapped, torch.tensor([10.0 * one + place for one in living]), "all_to_all_single")
+    strided = torch.zeros(3, 2)[:, 0] + rank
+    dist.all_reduce(strided, group=group)
+    same(strided, torch.full((3,), total - size), "strided")
+    if size > 1:
+        got = torch.zeros(70_000)
+        after, before = living[(place + 1) % size], living[place - 1]
+        for work in dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, torch.full((70_000,), float(rank)), after, group=group, tag=1),
+                dist.P2POp(dist.irecv, got, before, group=group, tag=1),
+            ]
+        ):
+            work.wait()
+        same(got, torch.full((70_000,), float(before)), "ring over host links")
+        if place == 0:
+            dist.send(torch.full((70_000,), 5.0), dst=living[1], group=group)
+        elif place == 1:
+            dist.recv(got, src=living[0], group=group)
+            same(got, torch.full((70_000,), 5.0), "send and recv")
+    flat = torch.full((8,), float(rank + 1))
+    blocks = [BlockRange(0, 3, living[-1]), BlockRange(3, 8, living[0])]
+    fabric.reduce_scatter_blocks(group, flat, blocks)
+    for block in blocks:
+        if block.owner == rank:
+            same(flat[block.start : block.stop], torch.full((block.stop - block.start,), total), block)
+    fabric.all_gather_blocks(group, flat, blocks)
+    same(flat, torch.full((8,), total), "blocks")
+    gathered: list[object] = [None] * size
+    dist.all_gather_object(gathered, {"rank": rank}, group=group)
+    assert gathered == [{"rank": one} for one in living]
+    dist.barrier(group=group)
+
+
+def through_edits(here: Here, path: Path, incarnation: int) -> list[str]:
+    """All four; rank 1 is killed; three go on; it comes back."""
+    fabric = make(here, path, incarnation)
+    dp = fabric.group("dp", range(4))
+    pair = fabric.group("pair", (0, 2)) if here.rank in (0, 2) else None
+    if incarnation == 0:
+        edit(here, fabric, range(4), 1)
+        everything(here.rank, (0, 1, 2, 3), dp, fabric)
+        dist.all_reduce(whole := torch.ones(2))  # the slot space
+        same(whole, torch.full((2,), 4.0), "world")
+        if pair is not None:
+            everything(here.rank, (0, 2), pair, fabric)
+        here.tell("ready")
+        if here.rank == 1:
+            here.ask()  # killed here
+        stuck(fabric, dp, here)
+        edit(here, fabric, (0, 2, 3), 2)
+        everything(here.rank, (0, 2, 3), dp, fabric)
+        row = torch.full((4,), -1.0)
+        dist.all_gather_into_tensor(row, torch.tensor([float(here.rank)]))
+        same(row, torch.tensor([0.0, -1.0, 2.0, 3.0]), "the hole is left alone")
+        if pair is not None:
+            everything(here.rank, (0, 2), pair, fabric)
+    edit(here, fabric, range(4), 3)
+    everything(here.rank, (0, 1, 2, 3), dp, fabric)
+    here.exchange("done", True, range(4))
+    fabric.close()
+    return [change for name, change in fabric.edits if name.startswith(("dp", "pair"))]
+
+
+def stuck(fabric, group: dist.ProcessGroup, here: Here) -> None:  # type: ignore[no-untyped-def]
+    """A collective inside the library that waits for the dead one ends when the generation is frozen."""
+    ended: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            dist.all_reduce(torch.ones(10), group=group)
+        except CommError as error:
+            ended.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    deadline = time.monotonic() + 20
+    while 1 not in fabric.waiting_for() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert 1 in fabric.waiting_for()
+    here.exchange("stuck", True, (0, 2, 3))
+    fabric.interrupt(2)
+    thread.join(20)
+    assert [type(error) for error in ended] == [GenerationChanged]
+
+
+CHANGES = {
+    "full": {0: ["started", "started", "shrunk", "kept", "grown"], 3: ["started", "shrunk", "grown"]},
+    "shrinks": {0: ["started", "started", "started", "kept", "rebuilt"], 3: ["started", "started", "rebuilt"]},
+    "basic": {0: ["started", "started", "started", "kept", "rebuilt"], 3: ["started", "started", "rebuilt"]},
+}
+"""What became of the communicators of "dp" and "pair". Without revoke, what was in flight is aborted for good."""
+
+
+@pytest.mark.parametrize("version", OPTIONS)
+def test_collectives_and_edits_through_the_library(version: str, library: Callable[[str], Path]) -> None:
+    path = library(version)
+    with Ranks(4, functools.partial(through_edits, path=path, incarnation=0), seconds=120) as ranks:
+        for rank in range(4):
+            assert ranks.hear(rank) == "ready"
+        ranks.kill(1)
+        ranks.start(1, functools.partial(through_edits, path=path, incarnation=1))
+        results = ranks.results(range(4))
+    assert (results[0], results[2], results[3]) == (CHANGES[version][0], CHANGES[version][0], CHANGES[version][3])
+    assert results[1] == ["joined"]
+
+
+def sharing(here: Here, path: Path) -> list[tuple[str, str]]:
+    fabric = make(here, path, device_name="the only one")
+    edit(here, fabric, range(4), 1)
+    everything(here.rank, (0, 1, 2, 3), fabric.group("dp", range(4)), fabric)
+    fabric.close()
+    return list(fabric.edits)
+
+
+def test_ranks_that_share_a_device_go_over_host_links(library: Callable[[str], Path]) -> None:
+    with Ranks(4, functools.partial(sharing, path=library("full"))) as ranks:
+        assert all(edits == [] for edits in ranks.results(range(4)).values()), "no communicator was made"
+
+
+def hanging(here: Here, path: Path) -> None:
+    fabric = make(here, path, limit=0.5)
+    group = fabric.group("dp", range(4))
+    edit(here, fabric, range(4), 1)
+    dist.all_reduce(torch.ones(1), group=group)
+    here.tell("ready")
+    if here.rank == 3:
+        here.ask()
+    threading.Timer(1.0, lambda: fabric.interrupt(2)).start()
+    dist.all_reduce(torch.ones(1), group=group)
+    raise AssertionError("a revoke that hangs must end the process")
+
+
+def test_a_library_that_hangs_when_it_is_stopped_ends_the_process_into_a_respawn(
+    library: Callable[[str], Path],
+) -> None:
+    path = library("full")
+    with Ranks(4, functools.partial(hanging, path=path)) as ranks:
+        for rank in range(4):
+            assert ranks.hear(rank) == "ready"
+        (path.parent / "hang").touch()
+        try:
+            assert [ranks.exit_code(rank) for rank in range(3)] == [RESPAWN_EXIT_CODE] * 3
+        finally:
+            (path.parent / "hang").unlink()
+            ranks.say(3, "end")
+            ranks.kill(3)
