@@ -25,7 +25,9 @@ class Movable:
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
         self._dense = tensor.detach().contiguous()
-        self.data = self._dense.reshape(-1).view(torch.uint8)
+        # Nothing at all may keep strides that no bytes can be seen through.
+        flat = self._dense.reshape(-1) if self._dense.numel() else self._dense.new_empty(0)
+        self.data = flat.view(torch.uint8)
 
     def finish(self) -> None:
         """Write received bytes to the tensor they are for."""
