@@ -307,7 +307,7 @@ class GlooGroup(Driven, dist.ProcessGroup):
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """A barrier; who is missing is named by ``CommTimeout`` or ``PeerLost``."""
-        self.barrier().wait(timeout)
+        self.barrier().wait(timeout or timedelta(seconds=self._host.timeout))
 
     def _start_coalescing(self, device: torch.device) -> None:
         """Nothing to batch on gloo: operations between start and end run at once."""
