@@ -1,4 +1,4 @@
-"""A link breaks and nobody dies: it is opened anew; broken again, everybody names the same loser. Who hangs is named.
+"""A link breaks and nobody dies: it is opened anew; broken again, everybody names the same loser.
 
 Real ranks under the launcher, real TCP links. The break is made from inside one
 of the two processes: both ends notice, or (quietly) only one.
@@ -88,22 +88,6 @@ say("finished", generation=d.generation)
 m.finish(0)
 """
 
-HANGS = """
-for step in range(20):  # so that the phases have a profile
-    m.publish(Activity(step, "step"))
-    dist.all_reduce(torch.ones(10), group=group)
-m.publish(Activity(20, "step"))
-try:
-    # A chain: 0 waits for 1, 1 for 2; 2 computes for ever, and all are alive. Nobody says so: the links do.
-    if m.rank == 2:
-        time.sleep(600)
-    dist.recv(torch.zeros(1), src=m.rank + 1, group=group)
-except CommError:
-    d = agree()
-say("finished", generation=d.generation)
-m.finish(0)
-"""
-
 
 def run(tmp_path: Path, body: str) -> Cluster:
     program = tmp_path / "program.py"
@@ -117,7 +101,7 @@ def run(tmp_path: Path, body: str) -> Cluster:
         made.close()
 
 
-@pytest.mark.parametrize("quietly", [False, True])
+@pytest.mark.parametrize("quietly", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_broken_link_is_opened_anew_and_the_second_time_the_same_rank_goes_everywhere(
     tmp_path: Path, quietly: bool
 ) -> None:
@@ -125,17 +109,12 @@ def test_a_broken_link_is_opened_anew_and_the_second_time_the_same_rank_goes_eve
     first, second = done.of("edited", generation=2), done.of("edited", generation=3)
     assert [sorted(e["members"]) for e in first] == [[0, 1, 2]] * 3 and all(e["lost"] == [] for e in first), done.text()
     assert {e["rank"]: e["opened"] for e in first} == {0: 1, 1: 1, 2: 0}, "one link is opened, no other touched"
-    assert {e["rank"] for e in second} == {0, 2} and all(e["lost"][0][0] == 1 for e in second), done.text()
+    losers = {e["lost"][0][0] for e in second}
+    assert len(losers) == 1 and losers < {0, 1}, f"one of the two ends, the same everywhere: {done.text()}"
+    assert {e["rank"] for e in second} == {0, 1, 2} - losers
     assert all("link broken again" in e["lost"][0][1] for e in second)
-    assert {e["rank"] for e in done.of("finished", generation=3)} == {0, 2}
+    assert {e["rank"] for e in done.of("finished", generation=3)} == {0, 1, 2} - losers
     assert all(e["incarnation"] == 0 for e in done.events)
-
-
-def test_the_sink_of_a_hang_is_found_by_what_native_links_publish(tmp_path: Path) -> None:
-    done = run(tmp_path, HANGS)
-    after = done.of("edited", generation=2)
-    assert {e["rank"] for e in after} == {0, 1}, done.text()
-    assert all(e["lost"][0][0] == 2 and e["lost"][0][1].startswith("hung") for e in after), done.text()
 
 
 SEVERED = """
