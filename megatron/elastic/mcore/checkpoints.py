@@ -45,7 +45,7 @@ class Checkpoints:
         self._config = config
         self._engine = engine
         self._say = say
-        self._folders = Folders(lambda point: engine().injector.reach(point, engine().record.version))
+        self._folders = Folders(lambda point, step: engine().injector.reach(point, step))
         self._saves: BackgroundSave | None = None
         self._boundary: Mapping[str, Any] = {}
         """Megatron's arguments at the newest boundary, to save with."""

@@ -53,7 +53,7 @@ _NICENESS = 10
 class Folders:
     """Where a save under way goes, and how it becomes a checkpoint: one rename, one replaced file."""
 
-    def __init__(self, reach: Callable[[str], None]) -> None:
+    def __init__(self, reach: Callable[[str, int], None]) -> None:
         self._reach = reach
         self._final: str | None = None
         self._tracker: str | None = None
@@ -93,13 +93,14 @@ class Folders:
         """Everything is written: give the folder its name, then replace the tracker. On the rank that tracks."""
         if self._final is None or self._tracker is None:
             return
+        step = int("".join(filter(str.isdigit, os.path.basename(self._final))) or -1)
         _put_in_place(self._final + _PARTIAL, self._final)
-        self._reach("save_named")
+        self._reach("save_named", step)
         with open(self._tracker + _NEW, "rb") as file:
             os.fsync(file.fileno())
         os.replace(self._tracker + _NEW, self._tracker)
         self._final = None
-        self._reach("save_tracked")
+        self._reach("save_tracked", step)
 
     def is_written(self) -> bool:
         """Whether Megatron has written the tracker of the save under way."""
@@ -159,6 +160,7 @@ class _Write:
     """One save under way on this rank."""
 
     generation: int
+    step: int
     request: Any
     stream: StateStream
     content: Content
@@ -250,7 +252,9 @@ class BackgroundSave:
         pool, placement = engine.tools.pool, engine.standing.placement
         stream = StateStream(fabric, pool, placement, engine.recovery.layouts, engine.record, wants)
         reach, step = engine.injector.reach, engine.record.version
-        self._write = _Write(engine.standing.generation, request, stream, content, lambda: reach("save_writing", step))
+        self._write = _Write(
+            engine.standing.generation, step, request, stream, content, lambda: reach("save_writing", step)
+        )
         threading.Thread(target=self._write.run, name="elastic-save", daemon=True).start()
 
     @contextmanager
@@ -290,7 +294,7 @@ class BackgroundSave:
             return "again" if again else "none"
         assert write is not None
         write.done.wait()
-        engine.injector.reach("save_finish", engine.record.version)
+        engine.injector.reach("save_finish", write.step)
         if isinstance(write.error, OSError | CommError):
             raise write.error
         if write.error is not None:

@@ -34,13 +34,13 @@ def tracked(save: Path) -> str:
 
 
 def test_a_name_is_what_megatron_asks_for_outside_a_save() -> None:
-    folders = Folders(lambda point: None)
+    folders = Folders(lambda point, step: None)
     assert folders.named("/a/iter_0000003") == "/a/iter_0000003" and folders.tracked("/a/t") == "/a/t"
     assert folders.final_name("/a/iter_0000003.partial") == "/a/iter_0000003"
 
 
 def test_megatron_reads_in_the_new_tracker_which_checkpoint_came_before(tmp_path: Path) -> None:
-    folders = Folders(lambda point: None)
+    folders = Folders(lambda point, step: None)
     begun(folders, tmp_path, 2)
     folders.commit()
     with folders.naming():
@@ -52,11 +52,12 @@ def test_megatron_reads_in_the_new_tracker_which_checkpoint_came_before(tmp_path
 @pytest.mark.parametrize("again", [4, 2], ids=["a later one", "the same iteration anew"])
 @pytest.mark.parametrize("cut_at", ["save_named", "save_tracked", "never"])
 def test_at_every_cut_a_whole_checkpoint_is_tracked(tmp_path: Path, again: int, cut_at: str) -> None:
-    folders = Folders(lambda point: None)
+    folders = Folders(lambda point, step: None)
     begun(folders, tmp_path, 2)
     folders.commit()
 
-    def reach(point: str) -> None:
+    def reach(point: str, step: int) -> None:
+        assert step == again
         assert tracked(tmp_path) in ("2", "4")
         if point == cut_at:
             raise Cut
