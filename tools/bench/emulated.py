@@ -211,6 +211,7 @@ def emulated_job(case: Case, config: ElasticConfig) -> tuple[Job, EmulatedPort]:
         settings=Settings(0, Hyper(ConstantSchedule((Rate(0.0, 0.0),))), communication_timeout=PATIENCE),
         on_settled=lambda outcome, standing, seconds: None,
         host_state=dict,
+        on_notice=lambda text: print(text, flush=True),
         choose=choose,
         profile=case.profile,
         assignment=Everywhere(nominal, Assignment.at_launch(nominal).replicas),
@@ -237,6 +238,7 @@ def main() -> None:
     links = open_links(config, PATIENCE)
     engine = found(links, job)
     engine.resume(engine.record, None)
+    links.membership.request("begin")
     rows = job.nominal.grid.global_batch_size
     log = []
     for step in range(args.steps):
