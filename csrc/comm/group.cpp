@@ -89,7 +89,11 @@ Workers::~Workers() {
 }
 
 void Workers::submit(std::function<void()> task) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::unique_lock<std::mutex> lock(mutex_);
+  if (stopping_) {  // nobody would wait for a thread of ours any more
+    lock.unlock();
+    return task();
+  }
   tasks_.push_back(std::move(task));
   if (idle_ >= tasks_.size()) {
     ready_.notify_one();

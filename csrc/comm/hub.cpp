@@ -16,6 +16,7 @@ namespace elastic::comm {
 namespace {
 
 constexpr uint64_t kBellEvent = ~0ull;
+constexpr size_t kEvents = 64;  // taken from the kernel at once
 
 size_t power_of_two_below(size_t n) {
   size_t p = 1;
@@ -61,6 +62,7 @@ Hub::Hub(HubConfig config)
     : config_(std::move(config)),
       links_(size_t(config_.slots)),
       alive_(size_t(config_.slots), false),
+      cores_(std::max(1u, std::thread::hardware_concurrency())),
       known_(size_t(config_.slots), 0),
       linked_(size_t(config_.slots), 0) {
   if (config_.rank < 0 || config_.rank >= config_.slots) throw CommError("rank outside the slots");
@@ -305,8 +307,8 @@ bool Hub::pump() {
 }
 
 bool Hub::poll_sockets(int milliseconds) {
-  epoll_event events[64];
-  const int n = epoll_wait(epoll_, events, 64, milliseconds);
+  epoll_event events[kEvents];
+  const int n = epoll_wait(epoll_, events, int(kEvents), milliseconds);
   for (int i = 0; i < n; ++i) {
     if (events[i].data.u64 == kBellEvent) {
       eventfd_t count;
@@ -317,6 +319,13 @@ bool Hub::poll_sockets(int milliseconds) {
     if (rank < links_.size() && links_[rank]) links_[rank]->socket_event(events[i].events);
   }
   return n > 0;
+}
+
+void Hub::collect_socket_events() {
+  // Level-triggered: what is not an end comes back each time, so as many rounds as there can be distinct ones.
+  for (size_t round = 0; round * kEvents <= links_.size(); ++round) {
+    if (!poll_sockets(0)) return;
+  }
 }
 
 void Hub::check(const WaitScope& scope, unsigned spin) const {

@@ -24,6 +24,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "buffers.hpp"
 #include "errors.hpp"
 #include "group.hpp"
 #include "link.hpp"
@@ -118,6 +119,7 @@ class Hub final : public LinkHost {
   // All living members say they can share memory on one machine: the same answer on each of them.
   bool shares_memory() const { return shares_memory_; }
   Workers& workers() { return workers_; }
+  BufferPool& buffers() { return buffers_; }
   // Until done() or an error; takes messages in meanwhile. With the topology held.
   void wait(const WaitScope& scope, const std::function<bool()>& done);
   bool pump();  // One round over all links; whether anything moved.
@@ -136,6 +138,7 @@ class Hub final : public LinkHost {
   void sleep(const WaitScope& scope, const std::function<bool()>& done);
   bool any_input() const;
   bool poll_sockets(int milliseconds);
+  void collect_socket_events();  // All of them that are there now.
   void kick();  // Makes the leader look again.
   std::unique_ptr<Negotiation> accept(int socket, bool unix_socket);
   Refusal admit(const Identity& who);
@@ -175,6 +178,7 @@ class Hub final : public LinkHost {
   int socket_links_ = 0;
   bool shares_memory_ = false;
   unsigned spin_ = 0;                // rounds before yielding
+  const unsigned cores_;             // of this machine; asking for them reads a file
   std::unordered_map<uint64_t, GroupPtr> groups_;
   mutable std::mutex groups_mutex_;
   std::mutex edit_mutex_;
@@ -211,6 +215,7 @@ class Hub final : public LinkHost {
   bool background_stop_ = false;
   std::thread progress_;
 
+  BufferPool buffers_;
   Workers workers_;
 };
 

@@ -414,37 +414,44 @@ EditStats Hub::edit(uint64_t generation, const std::vector<Peer>& members, doubl
   std::unique_lock<std::shared_mutex> alone(topology_);
   stats.quiesce = seconds_since(start);
 
-  std::map<int, Peer> wanted;
+  std::vector<const Peer*> wanted(size_t(config_.slots), nullptr);
   for (const Peer& p : members) {
     if (p.rank < 0 || p.rank >= config_.slots) throw CommError("member outside the slots");
-    if (p.rank != config_.rank) wanted[p.rank] = p;
+    if (p.rank != config_.rank) wanted[size_t(p.rank)] = &p;
   }
   auto mark = Clock::now();
   const auto changed = std::make_exception_ptr(GenerationChanged(generation));
   living_links_.clear();
   std::fill(alive_.begin(), alive_.end(), false);
   std::map<int, Peer> missing;
+  auto gone = std::make_shared<std::vector<LinkPtr>>();
+  collect_socket_events();  // one call says which of the watched links have ended
   for (int r = 0; r < config_.slots; ++r) {
     LinkPtr& link = links_[size_t(r)];
-    const auto want = wanted.find(r);
+    const Peer* want = wanted[size_t(r)];
     if (link) {
       link->purge(changed);
-      link->probe();
+      if (!link->watched() || link->has_input()) link->probe();
       // One that merely left keeps its link: both sides still have it if it comes back.
-      if (link->dead() || (want != wanted.end() && !stands_with(*link, want->second))) {
+      if (link->dead() || (want != nullptr && !stands_with(*link, *want))) {
         link->unwatch();
+        gone->push_back(std::move(link));
         link.reset();
         ++stats.dropped;
-      } else if (want == wanted.end()) {
+      } else if (want == nullptr) {
         link->unwatch();
       }
     }
-    if (want != wanted.end() && !link) missing.insert(*want);
+    if (want != nullptr && !link) missing.emplace(r, *want);
   }
+  // Unmapping gives back the memory of the dead: nobody need wait for that.
+  if (!gone->empty()) workers_.submit([gone] { gone->clear(); });
   {
     std::lock_guard<std::mutex> lock(parked_mutex_);
-    for (size_t r = 0; r < links_.size(); ++r) linked_[r] = links_[r] ? links_[r]->incarnation + 1 : 0;
-    for (const auto& [rank, peer] : wanted) known_[size_t(rank)] = std::max(known_[size_t(rank)], peer.incarnation);
+    for (size_t r = 0; r < links_.size(); ++r) {
+      linked_[r] = links_[r] ? links_[r]->incarnation + 1 : 0;
+      if (wanted[r] != nullptr) known_[r] = std::max(known_[r], wanted[r]->incarnation);
+    }
     for (auto it = parked_.begin(); it != parked_.end();) {
       const bool stale = it->second->incarnation < known_[size_t(it->first)];
       it = stale ? parked_.erase(it) : std::next(it);
@@ -481,23 +488,24 @@ EditStats Hub::edit(uint64_t generation, const std::vector<Peer>& members, doubl
   socket_links_ = 0;
   int local = 1;
   shares_memory_ = !self_.unix_name.empty();
-  for (const auto& [rank, peer] : wanted) {
-    alive_[size_t(rank)] = true;
-    shares_memory_ = shares_memory_ && !peer.unix_name.empty() && peer.machine == self_.machine;
-    Link* link = links_[size_t(rank)].get();
+  for (const Peer* peer : wanted) {
+    if (peer == nullptr) continue;
+    alive_[size_t(peer->rank)] = true;
+    shares_memory_ = shares_memory_ && !peer->unix_name.empty() && peer->machine == self_.machine;
+    Link* link = links_[size_t(peer->rank)].get();
     living_links_.push_back(link);
     if (link->reads_in_place()) {
       ++local;
     } else {
       ++socket_links_;
-      if (peer.machine == self_.machine) ++local;
+      if (peer->machine == self_.machine) ++local;
     }
     link->watch(epoll_);
-    link->pump();  // Frames of this generation may have come before us.
+    // Frames of this generation may have come before us; sockets may hold one back without saying so.
+    if (!link->reads_in_place() || link->has_input() || link->dead()) link->pump();
   }
   alive_[size_t(config_.rank)] = true;
-  const unsigned cores = std::max(1u, std::thread::hardware_concurrency());
-  spin_ = unsigned(local) <= cores ? 2000 : (unsigned(local) <= 8 * cores ? 20 : 0);
+  spin_ = unsigned(local) <= cores_ ? 2000 : (unsigned(local) <= 8 * cores_ ? 20 : 0);
   {
     std::lock_guard<std::mutex> lock(groups_mutex_);
     for (auto& entry : groups_) place_group(*entry.second);

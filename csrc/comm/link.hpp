@@ -51,6 +51,7 @@ class Link {
   virtual void doorbell() = 0;                     // wakes the peer if it sleeps
   virtual void watch(int epoll) = 0;               // registers the socket, data = rank
   virtual void unwatch() = 0;
+  virtual bool watched() = 0;                      // an end shows in the poll; else ask with probe()
   virtual void socket_event(uint32_t events) = 0;
 
   // Queues `send` behind what is queued and pushes what fits. The doorbell is the caller's.

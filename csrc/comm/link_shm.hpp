@@ -31,6 +31,7 @@ class ShmLink final : public Link {
   void doorbell() override;
   void watch(int epoll) override;
   void unwatch() override;
+  bool watched() override { return epoll_ >= 0; }
   void socket_event(uint32_t events) override;
 
  protected:

@@ -39,6 +39,11 @@ void TcpLink::unwatch() {
   epoll_ = -1;
 }
 
+bool TcpLink::watched() {
+  std::lock_guard<std::mutex> lock(epoll_mutex_);
+  return epoll_ >= 0;
+}
+
 void TcpLink::want_in(bool yes) {
   std::lock_guard<std::mutex> lock(epoll_mutex_);
   if (std::exchange(want_in_, yes) != yes) modify_locked();
@@ -185,20 +190,26 @@ bool TcpLink::pump_frames() {
   }
 }
 
+// Straight into its place, and the next header behind it: one call for the rest of a frame.
 bool TcpLink::read_payload() {
-  begin_ = end_ = 0;
   const bool direct = target_ != nullptr;
-  char* into = direct ? target_ : staging_.data();
-  const size_t size = direct ? payload_left_ : std::min(payload_left_, kStaging);
-  const ssize_t n = recv(socket_, into, size, MSG_DONTWAIT);
+  iovec parts[2] = {{direct ? target_ : staging_.data(), direct ? payload_left_ : std::min(payload_left_, kStaging)},
+                    {staging_.data(), direct ? sizeof(FrameHeader) : 0}};
+  begin_ = end_ = 0;
+  msghdr message{};
+  message.msg_iov = parts;
+  message.msg_iovlen = direct ? 2 : 1;
+  const ssize_t n = recvmsg(socket_, &message, MSG_DONTWAIT);
   if (n <= 0) {
     if (n < 0 && errno == EINTR) return true;
     if (n == 0) read_ended("connection closed");
     if (n < 0 && errno != EAGAIN && errno != EWOULDBLOCK) read_ended("connection reset");
     return false;
   }
-  if (direct) target_ += n;
-  payload_left_ -= size_t(n);
+  const size_t of_payload = std::min(size_t(n), payload_left_);
+  end_ = size_t(n) - of_payload;
+  if (direct) target_ += of_payload;
+  payload_left_ -= of_payload;
   return true;
 }
 

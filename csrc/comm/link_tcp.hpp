@@ -20,6 +20,7 @@ class TcpLink final : public Link {
   void doorbell() override {}
   void watch(int epoll) override;
   void unwatch() override;
+  bool watched() override;
   void socket_event(uint32_t events) override;
 
  protected:
@@ -33,11 +34,11 @@ class TcpLink final : public Link {
 
  private:
   static constexpr size_t kFrameBytes = 512 << 10;
-  static constexpr size_t kStaging = 64 << 10;
+  static constexpr size_t kStaging = 8 << 10;  // small frames together; of large ones little is copied twice
 
   bool write_tail();          // the rest of the last frame; false while some is left
   bool take_header(size_t* used);
-  bool read_payload();        // straight into its place; false when the socket is empty
+  bool read_payload();        // false when the socket is empty
   void want_in(bool yes);
   void want_out(bool yes);
   void modify_locked();

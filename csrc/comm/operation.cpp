@@ -44,7 +44,11 @@ Operation::Operation(Hub& hub, Group& group, uint64_t generation, double timeout
 }
 
 Operation::~Operation() {
-  if (finished_) return;
+  if (!finished_) withdraw();
+  for (auto& buffer : scratch_) hub_.buffers().give(std::move(buffer));
+}
+
+void Operation::withdraw() {
   const auto error = std::make_exception_ptr(CommError("withdrawn"));
   int lost = group_.lost.load(std::memory_order_acquire);
   for (auto& [rank, send] : sends_) {
@@ -137,8 +141,8 @@ void Operation::release(const RecvPtr& recv) {
 }
 
 char* Operation::scratch(size_t size) {
-  scratch_.emplace_back(new char[std::max<size_t>(size, 1)]);
-  return scratch_.back().get();
+  scratch_.push_back(hub_.buffers().take(std::max<size_t>(size, 1)));
+  return scratch_.back().memory.get();
 }
 
 void Operation::finish() {

@@ -72,6 +72,7 @@ class Operation {
   void finish();
 
  private:
+  void withdraw();  // nothing of this collective touches its buffers any more; tells the others of a lost peer
   void wait(const std::function<bool()>& done, const std::function<void(std::vector<int>*)>& missing);
   Key key(uint32_t phase) const { return {group_.id, collective_tag(sequence_, phase)}; }
 
@@ -85,7 +86,7 @@ class Operation {
   bool finished_ = false;
   std::vector<std::pair<int, SendPtr>> sends_;  // global rank
   std::vector<std::pair<int, RecvPtr>> recvs_;
-  std::vector<std::unique_ptr<char[]>> scratch_;
+  std::vector<BufferPool::Buffer> scratch_;
 };
 
 }  // namespace elastic::comm

@@ -10,6 +10,11 @@ namespace {
 
 constexpr size_t kInline = 4 << 10;  // up to here a frame carries the bytes itself
 
+// Chunks whose receives stand before they are begun. A peer with a part as long as ours is at most this far
+// ahead of us, so what it sends finds its place and is not put by first.
+constexpr uint32_t kAhead = 2;
+constexpr uint32_t kLandings = kAhead + 2;
+
 // One chunk of one part from this member to `to`: through a shared block where
 // that works, else inline. Bytes must stay until finish(), as in Operation::send.
 void send_chunk(Operation& op, int to, uint32_t phase, const Part& part, size_t offset, size_t size) {
@@ -86,15 +91,16 @@ class Pipeline {
     }
     chunks_ = uint32_t((largest_ + chunk_ - 1) / chunk_);
     gathers_ = job.outputs != nullptr && (job.only < 0 || job.only == me_);
-    landing_[0].resize(size_t(n_));
-    landing_[1].resize(size_t(n_));
+    for (auto& slot : landing_) slot.resize(size_t(n_));
     arriving_.resize(chunks_);
     results_.resize(chunks_);
   }
 
   void run() {
+    for (uint32_t c = 0; c < std::min(kAhead, chunks_); ++c) post(c);
     for (uint32_t c = 0; c < chunks_ + 2; ++c) {
-      if (c < chunks_) begin(c);
+      if (c + kAhead < chunks_) post(c + kAhead);
+      if (c < chunks_) contribute(c);
       if (c >= 1 && c - 1 < chunks_) reduce_and_publish(c - 1);
       if (c >= 2) collect(c - 2);
     }
@@ -106,33 +112,38 @@ class Pipeline {
     return at >= sizes_[size_t(part)] ? 0 : std::min(chunk_, sizes_[size_t(part)] - at);
   }
 
-  // Where a contribution that cannot be read in place lands: chunk c is reduced before c + 2 is posted.
+  // Where a contribution that cannot be read in place lands: free again when chunk c - kLandings was reduced.
   char* landing(int j, uint32_t c) {
     if (op_.in_place(j)) return nullptr;
-    char*& at = landing_[c % 2][size_t(j)];
+    char*& at = landing_[c % kLandings][size_t(j)];
     if (at == nullptr) at = op_.scratch(std::min(chunk_, sizes_[size_t(me_)]));
     return at;
   }
 
-  // Contributions to everybody's chunk c go out; what will come for it is posted.
-  void begin(uint32_t c) {
+  // What will come for chunk c. A result cannot come before this member's contribution to it has left.
+  void post(uint32_t c) {
     const size_t at = size_t(c) * chunk_;
     if (job_.inputs != nullptr) {
       if (const size_t mine = length(me_, c)) {
         for (int j : peers_) arriving_[c].push_back(op_.post(j, 2 * c, landing(j, c), mine));
       }
-      for (int step = 1; step < n_; ++step) {
-        const int j = (me_ + step) % n_;  // each starts elsewhere
-        if (const size_t size = length(j, c)) send_chunk(op_, j, 2 * c, (*job_.inputs)[size_t(j)], at, size);
-      }
     }
-    if (gathers_) {
-      results_[c].resize(size_t(n_));
-      for (int j : peers_) {
-        const size_t size = length(j, c);
-        if (size == 0) continue;
-        results_[c][size_t(j)] = op_.post(j, 2 * c + 1, contiguous((*job_.outputs)[size_t(j)], at, size), size);
-      }
+    if (!gathers_) return;
+    results_[c].resize(size_t(n_));
+    for (int j : peers_) {
+      const size_t size = length(j, c);
+      if (size == 0) continue;
+      results_[c][size_t(j)] = op_.post(j, 2 * c + 1, contiguous((*job_.outputs)[size_t(j)], at, size), size);
+    }
+  }
+
+  // Contributions to everybody's chunk c go out.
+  void contribute(uint32_t c) {
+    if (job_.inputs == nullptr) return;
+    for (int step = 1; step < n_; ++step) {
+      const int j = (me_ + step) % n_;  // each starts elsewhere
+      const size_t size = length(j, c);
+      if (size > 0) send_chunk(op_, j, 2 * c, (*job_.inputs)[size_t(j)], size_t(c) * chunk_, size);
     }
   }
 
@@ -188,7 +199,7 @@ class Pipeline {
   size_t chunk_ = 0;
   uint32_t chunks_ = 0;
   bool gathers_ = false;
-  std::vector<char*> landing_[2];
+  std::vector<char*> landing_[kLandings];
   std::vector<int> peers_;
   std::vector<int> receivers_;
   std::vector<std::vector<RecvPtr>> arriving_;

@@ -102,6 +102,8 @@ class NativeFabric(Fabric):
         if notice:
             _log.warning("%s", notice)
         self._groups: dict[tuple[str, tuple[int, ...]], NativeGroup] = {}
+        self._peers: dict[int, _comm.Peer] = {}
+        self._told = frozenset(range(slots))  # who is living, as torch's tables have it
         self._world = self._make(WORLD_ROLE, tuple(range(slots)), slot_space=not dense_world)
 
     # -- membership ---------------------------------------------------------
@@ -120,13 +122,16 @@ class NativeFabric(Fabric):
     def edit(self, generation: int, members: Mapping[int, Address], timeout: float) -> EditReport:
         if self.rank not in members:
             raise CommError(f"rank {self.rank} is not a member of generation {generation}")
-        stats = self._hub.edit(generation, [_peer(address) for address in members.values()], timeout)
+        stats = self._hub.edit(generation, [self._peer(address) for address in members.values()], timeout)
         began = time.monotonic()
         self.generation = generation
         if self._dense_world:
             registry.set_ranks(self._world, range(len(members)), range(len(members)))
+        changed = self._told.symmetric_difference(members)
+        self._told = frozenset(members)
         for (_, everyone), group in self._groups.items():
-            registry.set_ranks(group, everyone, [rank for rank in everyone if rank in members])
+            if not changed.isdisjoint(everyone):
+                registry.set_ranks(group, everyone, [rank for rank in everyone if rank in members])
         seconds = {
             "quiesce": stats.quiesce,
             "drop": stats.drop,
@@ -136,8 +141,17 @@ class NativeFabric(Fabric):
         }
         return EditReport(generation, seconds, len(self._groups) + 1, stats.opened, stats.dropped, stats.ahead)
 
+    def _peer(self, address: Address) -> _comm.Peer:
+        """``address`` as the native part has it; kept, since all of it but broken links is fixed for an incarnation."""
+        if address.endpoint.get("broken"):
+            return _peer(address)
+        peer = self._peers.get(address.rank)
+        if peer is None or peer.incarnation != address.incarnation:
+            peer = self._peers[address.rank] = _peer(address)
+        return peer
+
     def prepare(self, members: Mapping[int, Address], timeout: float) -> int:
-        return self._hub.prepare([_peer(address) for address in members.values()], timeout)
+        return self._hub.prepare([self._peer(address) for address in members.values()], timeout)
 
     def sever(self, rank: int, quietly: bool = False) -> None:
         """Break the link to ``rank`` and nothing else (an injected fault); ``quietly``: only this end notices.
@@ -181,9 +195,8 @@ class NativeFabric(Fabric):
         if group is None:
             group = self._groups[key] = self._make(role, key[1], slot_space=False)
             registry.register(group, registry.group_name(*key), dist.HashStore(), key[1])
-            if self.generation > 0:
-                alive = set(self.alive)
-                registry.set_ranks(group, key[1], [rank for rank in key[1] if rank in alive])
+            if not self._told.issuperset(key[1]):
+                registry.set_ranks(group, key[1], [rank for rank in key[1] if rank in self._told])
         return group
 
     def _make(self, role: str, members: tuple[int, ...], *, slot_space: bool) -> NativeGroup:
