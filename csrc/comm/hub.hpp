@@ -119,13 +119,13 @@ class Hub final : public LinkHost {
   // All living members say they can share memory on one machine: the same answer on each of them.
   bool shares_memory() const { return shares_memory_; }
   Workers& workers() { return workers_; }
-  BufferPool& buffers() { return buffers_; }
   // Until done() or an error; takes messages in meanwhile. With the topology held.
   void wait(const WaitScope& scope, const std::function<bool()>& done);
   bool pump();  // One round over all links; whether anything moved.
 
   // --- LinkHost ---
   void block_returned(uint32_t block) override;
+  BufferPool& buffers() override { return buffers_; }
   void group_aborted(uint64_t group, int lost) override;
   void wake_local() override;
   void background_changed(int by) override;
@@ -172,6 +172,7 @@ class Hub final : public LinkHost {
   int edit_bell_ = -1;   // a link was parked, or an interrupt: an edit in progress looks again
 
   mutable std::shared_mutex topology_;
+  BufferPool buffers_;               // before the links, which hold some
   std::vector<LinkPtr> links_;       // by rank; null where none
   std::vector<bool> alive_;
   std::vector<Link*> living_links_;  // those of the living, for pump()
@@ -215,7 +216,6 @@ class Hub final : public LinkHost {
   bool background_stop_ = false;
   std::thread progress_;
 
-  BufferPool buffers_;
   Workers workers_;
 };
 

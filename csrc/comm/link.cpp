@@ -393,12 +393,12 @@ char* Link::begin(const FrameHeader& h) {
         return nullptr;
       }
       if (current_recv_->into == nullptr && h.total > 0) {
-        current_recv_->heap.reset(new char[h.total]);
+        current_recv_->heap = host_.buffers().take(h.total);
       }
     } else {
       current_arrived_ = std::make_shared<Arrived>();
       current_arrived_->total = h.total;
-      if (h.total > 0) current_arrived_->heap.reset(new char[h.total]);
+      if (h.total > 0) current_arrived_->heap = host_.buffers().take(h.total);
       arrived_[h.key].push_back(current_arrived_);
     }
   }

@@ -16,6 +16,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "buffers.hpp"
 #include "frame.hpp"
 #include "message.hpp"
 
@@ -28,6 +29,7 @@ class LinkHost {
   virtual uint64_t generation() const = 0;
   virtual void block_returned(uint32_t block) = 0;
   virtual void group_aborted(uint64_t group, int lost) = 0;
+  virtual BufferPool& buffers() = 0;
   virtual void wake_local() = 0;                 // some message ended: threads asleep look again
   virtual void background_changed(int by) = 0;   // messages the progress thread looks after
 };
@@ -98,7 +100,7 @@ class Link {
 
  private:
   struct Arrived {
-    std::unique_ptr<char[]> heap;
+    BufferPool::Buffer heap;
     size_t total = 0;
     size_t got = 0;
     int block = -1;

@@ -9,6 +9,7 @@
 #include <functional>
 #include <memory>
 
+#include "buffers.hpp"
 #include "frame.hpp"
 
 namespace elastic::comm {
@@ -52,7 +53,7 @@ struct Recv : Message {
   int source = -1;          // rank it came from
   const char* view = nullptr;
   int block = -1;           // outbox block behind `view`, to be released
-  std::unique_ptr<char[]> heap;
+  BufferPool::Buffer heap;
 };
 
 using SendPtr = std::shared_ptr<Send>;

@@ -45,7 +45,6 @@ Operation::Operation(Hub& hub, Group& group, uint64_t generation, double timeout
 
 Operation::~Operation() {
   if (!finished_) withdraw();
-  for (auto& buffer : scratch_) hub_.buffers().give(std::move(buffer));
 }
 
 void Operation::withdraw() {
@@ -142,7 +141,7 @@ void Operation::release(const RecvPtr& recv) {
 
 char* Operation::scratch(size_t size) {
   scratch_.push_back(hub_.buffers().take(std::max<size_t>(size, 1)));
-  return scratch_.back().memory.get();
+  return scratch_.back().get();
 }
 
 void Operation::finish() {

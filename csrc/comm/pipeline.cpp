@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "reduce.hpp"
+#include "stream.hpp"
 
 namespace elastic::comm {
 namespace {
@@ -14,6 +15,8 @@ constexpr size_t kInline = 4 << 10;  // up to here a frame carries the bytes its
 // ahead of us, so what it sends finds its place and is not put by first.
 constexpr uint32_t kAhead = 2;
 constexpr uint32_t kLandings = kAhead + 2;
+
+constexpr size_t kPastCache = 4 << 20;  // results of that many bytes and more do not stay in the cache anyway
 
 // One chunk of one part from this member to `to`: through a shared block where
 // that works, else inline. Bytes must stay until finish(), as in Operation::send.
@@ -68,9 +71,9 @@ void publish_chunk(Operation& op, const std::vector<int>& to, uint32_t phase, co
   }
 }
 
-void copy_out(const Part& part, size_t offset, const char* from, size_t size) {
+void copy_out(const Part& part, size_t offset, const char* from, size_t size, bool past_cache = false) {
   for_pieces(part, offset, size, [&](char* p, size_t n) {
-    if (p != from) std::memcpy(p, from, n);
+    if (p != from) past_cache ? copy_past_cache(p, from, n) : void(std::memcpy(p, from, n));
     from += n;
   });
 }
@@ -79,16 +82,20 @@ class Pipeline {
  public:
   Pipeline(Operation& op, const PipelineJob& job) : op_(op), job_(job), n_(op.size()), me_(op.me()) {
     const auto& parts = job.inputs != nullptr ? *job.inputs : *job.outputs;
+    size_t total = 0;
     for (const Part& part : parts) {
       sizes_.push_back(bytes_of(part));
       largest_ = std::max(largest_, sizes_.back());
+      total += sizes_.back();
     }
+    past_cache_ = total >= kPastCache;
     chunk_ = op.hub().chunk_bytes();
     for (int j = 0; j < n_; ++j) {
       if (j == me_) continue;
       peers_.push_back(j);
       if (job.only < 0 || job.only == j) receivers_.push_back(j);
     }
+    all_in_place_ = std::all_of(receivers_.begin(), receivers_.end(), [&](int j) { return op_.in_place(j); });
     chunks_ = uint32_t((largest_ + chunk_ - 1) / chunk_);
     gathers_ = job.outputs != nullptr && (job.only < 0 || job.only == me_);
     for (auto& slot : landing_) slot.resize(size_t(n_));
@@ -151,20 +158,41 @@ class Pipeline {
     const size_t size = length(me_, c);
     if (size == 0) return;
     const size_t at = size_t(c) * chunk_;
-    if (job_.inputs != nullptr) reduce_chunk(c, at, size);
-    if (job_.outputs == nullptr) return;
-    const Part& from = job_.inputs != nullptr ? *job_.target : (*job_.outputs)[size_t(me_)];
-    if (!receivers_.empty()) publish_chunk(op_, receivers_, 2 * c + 1, from, at, size);
+    const bool publishes = job_.outputs != nullptr && !receivers_.empty();
+    if (job_.inputs == nullptr) {
+      publish_chunk(op_, receivers_, 2 * c + 1, (*job_.outputs)[size_t(me_)], at, size);
+      return;
+    }
+    // Reduced where the others will read it, then copied once to where this member wants it.
+    Outbox* outbox = op_.hub().outbox();
+    const int readers = int(receivers_.size()) + 1;  // we are one of them
+    const int block = publishes && size > kInline && all_in_place_ ? outbox->acquire(readers) : -1;
+    if (block < 0) {
+      reduce_chunk(c, *job_.target, at, at, size);
+      if (publishes) publish_chunk(op_, receivers_, 2 * c + 1, *job_.target, at, size);
+      return;
+    }
+    char* shared = outbox->block(block);
+    try {
+      reduce_chunk(c, {Span{shared, size}}, 0, at, size);
+    } catch (...) {
+      for (int k = 0; k < readers; ++k) outbox->release(uint32_t(block));
+      throw;
+    }
+    for (int j : receivers_) op_.share(j, 2 * c + 1, block, size);
+    copy_out(*job_.target, at, shared, size, past_cache_);
+    outbox->release(uint32_t(block));
   }
 
-  void reduce_chunk(uint32_t c, size_t at, size_t size) {
+  // Chunk c of the sum, from `offset` of `out` on.
+  void reduce_chunk(uint32_t c, const Part& out_part, size_t offset, size_t at, size_t size) {
     std::vector<const void*> sources(size_t(n_), nullptr);
     auto& arriving = arriving_[c];
     for (size_t k = 0; k < peers_.size(); ++k) sources[size_t(peers_[k])] = op_.await(arriving[k]);
     size_t done = 0;
     // Own input and target may be cut differently: pieces of both are walked together.
     for_pieces((*job_.inputs)[size_t(me_)], at, size, [&](const char* own, size_t n) {
-      for_pieces(*job_.target, at + done, n, [&](char* out, size_t m) {
+      for_pieces(out_part, offset + done, n, [&](char* out, size_t m) {
         std::vector<const void*> here(sources);
         for (int j : peers_) here[size_t(j)] = static_cast<const char*>(sources[size_t(j)]) + done;
         here[size_t(me_)] = own;
@@ -184,7 +212,7 @@ class Pipeline {
       RecvPtr& recv = results_[c][size_t(j)];
       if (!recv) continue;
       const char* data = op_.await(recv);
-      copy_out((*job_.outputs)[size_t(j)], size_t(c) * chunk_, data, recv->size);
+      copy_out((*job_.outputs)[size_t(j)], size_t(c) * chunk_, data, recv->size, past_cache_);
       op_.release(recv);
       recv.reset();
     }
@@ -199,6 +227,8 @@ class Pipeline {
   size_t chunk_ = 0;
   uint32_t chunks_ = 0;
   bool gathers_ = false;
+  bool past_cache_ = false;
+  bool all_in_place_ = false;
   std::vector<char*> landing_[kLandings];
   std::vector<int> peers_;
   std::vector<int> receivers_;
