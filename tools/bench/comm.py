@@ -1,7 +1,8 @@
 """Collectives against gloo: time, bandwidth, and how much of the machine's copy bandwidth is used.
 
-``python tools/bench/comm.py`` (``--quick`` for small sizes) runs all-reduce,
-reduce-scatter and all-gather from 1 KiB to 256 MiB at 2, 4 and 8 ranks, on
+``python tools/bench/comm.py`` runs all-reduce, reduce-scatter and all-gather from
+1 KiB to 64 MiB at 2, 4 and 8 ranks (``--full``: more sizes, to 256 MiB, and more
+trials; ``--quick``: to 4 MiB), on
 stock gloo (``ProcessGroupGloo`` as torch makes it) and on the native links over
 shared memory and TCP, in alternating rounds so that a busy moment hits all of
 them. A trial's time is that of the slowest rank. Last line: one JSON object.
@@ -92,7 +93,7 @@ def measure(here: Here, kind: str, sizes: list[int], trials: int) -> dict[str, l
             act = operation(name, group, size, here.size)
             act()
             found = times[f"{name} {size}"] = []
-            inner = 20 if size <= 1 << 16 else 1
+            inner = 10 if size <= 1 << 16 else 1
             for _ in range(max(3, min(trials, BUDGET_BYTES // size))):
                 group.allreduce([barrier]).wait()
                 began = time.perf_counter()
@@ -152,17 +153,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", default="2,4,8")
     parser.add_argument("--kinds", default=",".join(KINDS))
-    parser.add_argument("--trials", type=int, default=15)
+    parser.add_argument("--trials", type=int, help="default: 7; with --full 15")
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--quick", action="store_true", help="1 KiB to 4 MiB only, one round")
+    extent = parser.add_mutually_exclusive_group()
+    extent.add_argument("--quick", action="store_true", help="1 KiB to 4 MiB only, one round")
+    extent.add_argument("--full", action="store_true", help="every size from 1 KiB to 256 MiB")
     options = parser.parse_args()
-    sizes = [1 << power for power in ((10, 16, 22) if options.quick else (10, 13, 16, 20, 22, 24, 26, 28))]
+    trials = options.trials or (15 if options.full else 7)
+    powers = (10, 16, 22) if options.quick else (10, 16, 20, 24, 26)
+    sizes = [1 << power for power in ((10, 13, 16, 20, 22, 24, 26, 28) if options.full else powers)]
     kinds, copy = available(options.kinds.split(",")), copy_bandwidth()
     times: dict[Case, list[float]] = {}
     for ranks in map(int, options.ranks.split(",")):
         for _ in range(1 if options.quick else options.rounds):
             for kind in kinds:
-                for key, found in one_round(ranks, kind, sizes, options.trials).items():
+                for key, found in one_round(ranks, kind, sizes, trials).items():
                     name, size = key.split()
                     times.setdefault(Case(ranks, kind, name, int(size)), []).extend(found)
     rows = table(times, copy)

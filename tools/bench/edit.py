@@ -10,10 +10,13 @@ processes and the same death, four ways to go on:
 
 The groups are those Megatron's own ``parallel_state`` asks for at TP 2 × PP 2 ×
 DP N/4, recorded from its calls. Phases apart: ``abort`` (interrupt → the blocked
-collective has returned), ``agree`` (addresses of the members swapped over the
-store; stands for FREEZE/DECIDE), ``edit`` (the edit proper), ``first`` (a
-first all-reduce over everybody alive). A phase's time is the slowest
-rank's; medians over trials, each trial one more death. Last line: one JSON object.
+collective has returned), ``agree`` (everybody reports its address, the lowest
+rank writes one record of all, on which the others wait: what FREEZE and DECIDE
+are made of), ``edit`` (the edit proper), ``first`` (a first all-reduce over
+everybody alive). A phase's time is the slowest rank's; ``edit_middle`` is the
+middle rank's and ``edit_cpu`` the most processor time a rank spent in it: where
+ranks outnumber the cores, the rest of the slowest rank's time is waiting for its
+turn. Medians over trials, each trial one more death. Last line: one JSON object.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ import contextlib
 import gc
 import importlib.util
 import json
+import statistics
 import threading
 import time
 from collections.abc import Sequence
@@ -83,6 +87,7 @@ class Worker:
         self.here = here
         self.groups = groups
         self.store = here.store()
+        self.records = dist.TCPStore("127.0.0.1", here.port, is_master=False, timeout=timedelta(seconds=SECONDS))
         self.fabrics = {kind: self._connect(kind) for kind in kinds if kind in ("native", "gloo")}
         self.living = tuple(range(here.size))
         self.stock: list[Any] = []
@@ -94,12 +99,13 @@ class Worker:
         return make_fabric(config, self.here.rank, self.here.size, 0, run, b"bench", self.here.store, timeout=SECONDS)
 
     def agree(self, kind: str, living: Sequence[int], generation: int) -> dict[int, Address]:
-        """Every member's address, by the store's one batched read."""
-        keys = [f"agree/{kind}/{generation}/{rank}" for rank in living]
-        self.store.set(f"agree/{kind}/{generation}/{self.here.rank}", _text(self.fabrics[kind].address()))
-        while not self.store.check(keys):
-            time.sleep(0.0005)
-        return {rank: _address(text) for rank, text in zip(living, self.store.multi_get(keys), strict=True)}
+        """Every member's address, from one record; nobody polls."""
+        place = f"agree/{kind}/{generation}"
+        self.records.set(f"{place}/{self.here.rank}", json.dumps(vars(self.fabrics[kind].address())))
+        if self.here.rank == living[0]:
+            reports = self.records.multi_get([f"{place}/{rank}" for rank in living])
+            self.records.set(place, json.dumps([json.loads(report) for report in reports]))
+        return {int(one["rank"]): Address(**one) for one in json.loads(self.records.get(place))}
 
     def first_edit(self, kind: str) -> None:
         fabric = self.fabrics[kind]
@@ -125,9 +131,9 @@ class Worker:
         blocked.join()
         aborted = time.perf_counter()
         members = self.agree(kind, living, generation)
-        agreed = time.perf_counter()
+        agreed, cpu = time.perf_counter(), time.thread_time()
         fabric.edit(generation, members, SECONDS)
-        edited = time.perf_counter()
+        edited, cpu = time.perf_counter(), time.thread_time() - cpu
         fabric.world.allreduce([torch.ones(1)]).wait()
         first = time.perf_counter()
         for role, group in self.groups:
@@ -138,6 +144,7 @@ class Worker:
             "abort": aborted - began,
             "agree": agreed - aborted,
             "edit": edited - agreed,
+            "edit_cpu": cpu,
             "first": first - edited,
             "every_group": all_used - first,
             "total": all_used - agreed,
@@ -176,14 +183,6 @@ def _until_error(group: dist.ProcessGroup) -> None:
         group.allreduce([torch.ones(1 << 14)]).wait()
 
 
-def _text(address: Address) -> str:
-    return json.dumps(vars(address))
-
-
-def _address(text: bytes | str) -> Address:
-    return Address(**json.loads(text))
-
-
 def body(here: Here, groups: Groups, kinds: Sequence[str], deaths: Sequence[int]) -> str:
     worker = Worker(here, groups, kinds)
     for kind in worker.fabrics:
@@ -211,7 +210,7 @@ def body(here: Here, groups: Groups, kinds: Sequence[str], deaths: Sequence[int]
 
 
 def run(ranks: int, kinds: Sequence[str], trials: int) -> dict[str, dict[str, Any]]:
-    """Median (over trials) of the slowest rank's time, by way and phase, in seconds."""
+    """Median over trials of the slowest rank's seconds (``edit_middle``: the middle one's), by way and phase."""
     groups = megatron_groups(ranks)
     deaths = [ranks - 1 - 2 * trial for trial in range(trials)]
     slowest: dict[str, dict[str, list[float]]] = {kind: {} for kind in kinds}
@@ -228,6 +227,8 @@ def run(ranks: int, kinds: Sequence[str], trials: int) -> dict[str, dict[str, An
             for kind in kinds:
                 for phase in heard[0][kind]:
                     slowest[kind].setdefault(phase, []).append(max(one[kind][phase] for one in heard))
+                middle = statistics.median(one[kind]["edit"] for one in heard)
+                slowest[kind].setdefault("edit_middle", []).append(middle)
         workers.results(living)
     return {
         "groups": {"made": len(groups), "a_rank": sum(0 in members for _, members in groups)},
