@@ -117,7 +117,8 @@ bool TcpLink::drained() {
 }
 
 void TcpLink::detach() {
-  if (tail_left_ == 0 || tail_data_ == tail_owned_.data() + tail_owned_.size() - tail_left_) return;
+  const size_t kept = tail_owned_.size();
+  if (tail_left_ == 0 || (tail_left_ <= kept && tail_data_ == tail_owned_.data() + (kept - tail_left_))) return;
   tail_owned_.assign(tail_data_, tail_data_ + tail_left_);
   tail_data_ = tail_owned_.data();
 }
