@@ -32,11 +32,11 @@ def same_bits(one: Path, other: Path) -> None:
         assert not list(differences(read(one / kind), read(other / kind))), (one.name, other.name, kind)
 
 
-def start(tmp_path: Path, tensor: int = 1) -> Path:
+def start(tmp_path: Path, tensor: int = 1, *flags: str) -> Path:
     """A checkpoint of step 1: Megatron draws initial weights by pipeline stage, so runs start from one."""
     folder = tmp_path / "start"
     save = ("--save", str(folder), "--save-interval", "1", "--exit-interval", "1")
-    begun = elastic_job(tmp_path / "begun", tensor, tensor, 1, STEPS, *EXACT, *save)
+    begun = elastic_job(tmp_path / "begun", tensor, tensor, 1, STEPS, *EXACT, *save, *flags)
     assert begun.code == 0, begun.output[-4000:]
     return folder
 
@@ -57,8 +57,8 @@ def test_a_pipeline_that_loses_a_rank_ends_with_the_bits_of_one_rank_alone(tmp_p
 @pytest.mark.slow
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_losses_at_many_points_and_returns_leave_no_trace(tmp_path: Path, tensor: int) -> None:
-    common = start(tmp_path, tensor)
     flags = ("--sequence-parallel",) if tensor == 2 else ("--bf16",)
+    common = start(tmp_path, tensor, *flags)
     trained(tmp_path / "calm", common, 2 * tensor, tensor, 1, *flags)
     where = ("rank=1,step=2,point=after_reduce", "rank=2,step=4,point=after_vote", "rank=0,step=5,point=mid_gather")
     faults = kill(*where)
