@@ -15,13 +15,17 @@ from tests.integration.elastic_job import JobResult, elastic_job
 from tools.fingerprint import checkpoint_fingerprint, differences, events_fingerprint
 
 STEPS = 6
+LONG = 250
+"""Steps enough for three lost ranks to come back one after the other."""
 EXACT = ("--elastic-exact", "--calculate-per-token-loss", "--lr-decay-iters", "12")
 
 
-def trained(folder: Path, start: Path, ranks: int, tensor: int, pipeline: int, *flags: str) -> JobResult:
-    """Train to ``STEPS`` from the checkpoint at ``start`` and save at the end."""
-    keep = ("--load", str(start), "--save", str(folder / "checkpoint"), "--save-interval", "100")
-    done = elastic_job(folder / "events", ranks, tensor, pipeline, STEPS, *EXACT, *keep, *flags)
+def trained(
+    folder: Path, start: Path, ranks: int, tensor: int, pipeline: int, *flags: str, steps: int = STEPS
+) -> JobResult:
+    """Train to ``steps`` from the checkpoint at ``start`` and save at the end."""
+    keep = ("--load", str(start), "--save", str(folder / "checkpoint"), "--save-interval", "1000")
+    done = elastic_job(folder / "events", ranks, tensor, pipeline, steps, *EXACT, *keep, *flags)
     assert done.code == 0, done.output[-4000:]
     return done
 
@@ -59,8 +63,11 @@ def test_a_pipeline_that_loses_a_rank_ends_with_the_bits_of_one_rank_alone(tmp_p
 def test_losses_at_many_points_and_returns_leave_no_trace(tmp_path: Path, tensor: int) -> None:
     flags = ("--sequence-parallel",) if tensor == 2 else ("--bf16",)
     common = start(tmp_path, tensor, *flags)
-    trained(tmp_path / "calm", common, 2 * tensor, tensor, 1, *flags)
-    where = ("rank=1,step=2,point=after_reduce", "rank=2,step=4,point=after_vote", "rank=0,step=5,point=mid_gather")
-    faults = kill(*where)
-    trained(tmp_path / "torn", common, 4, tensor, 1 if tensor == 2 else 2, *flags, *faults)
+    trained(tmp_path / "calm", common, 2 * tensor, tensor, 1, *flags, steps=LONG)
+    faults = kill(
+        "rank=1,step=2,point=after_reduce", "rank=2,losses=1,point=after_vote", "rank=0,losses=2,point=mid_gather"
+    )
+    pipeline = 1 if tensor == 2 else 2
+    torn = trained(tmp_path / "torn", common, 4, tensor, pipeline, *flags, *faults, steps=LONG)
+    assert len(torn.of("loss")) == 3 and torn.output.count("joined by") >= 2
     same_bits(tmp_path / "calm", tmp_path / "torn")
