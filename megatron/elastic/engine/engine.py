@@ -23,7 +23,6 @@ from megatron.elastic.engine.certificates import (
     ALL_BYTES,
     LOOKED_AT_BYTES,
     Transition,
-    Verdict,
     examine,
     examine_memory,
     looked_at,
@@ -31,8 +30,10 @@ from megatron.elastic.engine.certificates import (
     statement,
 )
 from megatron.elastic.engine.clocks import Clocks
+from megatron.elastic.engine.failures import ActionFailed, NotFinite, SilentCorruption
 from megatron.elastic.engine.inject import Injector
 from megatron.elastic.engine.joining import NEWCOMER, Welcome, newcomers, send_welcome
+from megatron.elastic.engine.listener import Listener
 from megatron.elastic.engine.movement import Moved, Movement, Streams
 from megatron.elastic.engine.port import ForwardStep
 from megatron.elastic.engine.recovery import Outcome, Recovery
@@ -42,7 +43,7 @@ from megatron.elastic.engine.settings import StepResult
 from megatron.elastic.engine.source import SampleSource, StepAddress
 from megatron.elastic.engine.standing import Standing, replanned
 from megatron.elastic.engine.transaction import StepBody, StepInput, Tools
-from megatron.elastic.engine.vote import Tally, VoteLayout, agreed_by, leaving_of, ledger_digest, wishes
+from megatron.elastic.engine.vote import Tally, VoteLayout, agreed_by, check_ledger, leaving_of, wishes
 from megatron.elastic.engine.waiting import StageGone
 from megatron.elastic.observe.phases import PhaseTimer
 from megatron.elastic.plan.dataflow import PlanError
@@ -53,53 +54,17 @@ from megatron.elastic.state.layout import BlockKey
 from megatron.elastic.state.record import GradientKey, StepRecord, Vote, advance
 from megatron.elastic.state.transfer import commit, prune, retire
 
-__all__ = ["ActionFailed", "Engine", "NotFinite", "SilentCorruption"]
+__all__ = ["Engine"]
 
 T = TypeVar("T")
-
-
-class SilentCorruption(RuntimeError):
-    """Copies of a state block differ although they were stepped alike: memory has changed by itself."""
-
-
-class ActionFailed(RuntimeError):
-    """A fenced action could not be done on some rank (disk full, no such folder); raised on every rank alike."""
-
-
-class NotFinite(RuntimeError):
-    """A gradient is not finite and the run does not allow it; the same on every rank."""
 
 
 _WINDOW_BYTES = 64 << 20
 """Gradients kept for copies under way to one rank, before blocks are given up and sent again later."""
 
 
-def _unspoken(why: str) -> None:
-    return None
-
-
 def _never() -> bool:
     return False
-
-
-def _unheard(engine: Engine, address: StepAddress, seconds: float, phases: Mapping[str, int]) -> None:
-    return None
-
-
-def _uncut(engine: Engine, recut: Recut) -> None:
-    return None
-
-
-def _unmoved(engine: Engine, moved: Moved) -> None:
-    return None
-
-
-def _unproved(engine: Engine, verdict: Verdict) -> None:
-    return None
-
-
-def _unpaced(engine: Engine, before: Standing) -> None:
-    return None
 
 
 @dataclass
@@ -128,14 +93,7 @@ class Engine:
     timer: PhaseTimer
     blocks: tuple[BlockKey, ...]
     """Every block of the job, in the order of the vote."""
-    on_settled: Callable[[Outcome, Standing, float], None]
-    """Told of every finished recovery and the seconds it took."""
-    on_notice: Callable[[str], None] = _unspoken
-    """Told, on every rank, a line for the log: what was asked for and is not done, what is done again."""
-    on_paced: Callable[[Engine, Standing], None] = _unpaced
-    """Told when measured speeds changed the plan; the standing before is handed in."""
-    on_step: Callable[[Engine, StepAddress, float, Mapping[str, int]], None] = _unheard
-    """Told of every committed step: its samples, the seconds it took, nanoseconds by phase."""
+    listener: Listener = field(default_factory=Listener)
     host_state: Callable[[], Mapping[str, Any]] = dict
     """The host's counters, for whoever joins."""
     save_due: Callable[[], bool] = _never
@@ -152,12 +110,6 @@ class Engine:
     """How often the present step was computed."""
     computed: int = 0
     """Samples computed in the newest step: fewer than consumed where the policy lets the batch shrink."""
-    on_recut: Callable[[Engine, Recut], None] = _uncut
-    """Told before units begin to change place."""
-    on_moved: Callable[[Engine, Moved], None] = _unmoved
-    """Told of every finished movement."""
-    on_verdict: Callable[[Engine, Verdict], None] = _unproved
-    """Told how every certificate ended, before a failed one is raised."""
     history: History = field(default_factory=History)
     """Placements that may be in force after a loss."""
     pace: Pace = field(default_factory=Pace)
@@ -272,7 +224,7 @@ class Engine:
             pass
         self._attempt, self.under_way = None, False
         self.injector.reach("after_step", target)
-        self.on_step(self, address, time.monotonic() - started, self.timer.finish())
+        self.listener.stepped(self, address, time.monotonic() - started, self.timer.finish())
         return self._result()
 
     def _attempted(self, work: StepInput) -> bool:
@@ -291,7 +243,7 @@ class Engine:
             if self._doubted == (work.step, self.standing.generation):
                 raise
             self._doubted = (work.step, self.standing.generation)
-            self.on_notice(f"{error}: the step is computed again")
+            self.listener.noticed(f"{error}: the step is computed again")
         return False
 
     def evaluate(
@@ -417,7 +369,7 @@ class Engine:
         if self._streams is None:
             recut = None if leaving else self._considered_recut()
             if recut is not None:
-                self.on_recut(self, recut)
+                self.listener.recut(self, recut)
             if recut is not None or self._unsettled or self._holds_state(leaving):
                 target = None if recut is None else recut.target
                 self.move(self.recovery.movement(self.standing, target, leaving))
@@ -439,14 +391,14 @@ class Engine:
         contents = looked_at(self.recovery.layouts, moved, self.record.version, limit)
         mine = statement(self.tools, self.standing, self.record, self.parameters, contents)
         verdict = examine(self.tools, self.standing, self.recovery.groups(self.standing), mine, transition)
-        self.on_verdict(self, verdict)
+        self.listener.examined(self, verdict)
         if verdict.findings:
             raise CertificateError(verdict.findings)
 
     def _examine_memory(self, body: StepBody) -> None:
         """Copies made alike differ: find out who is wrong, and go on without that copy; it is made anew."""
         changes, verdict = examine_memory(self.tools, self.standing, self.record, body.disputes)
-        self.on_verdict(self, verdict)
+        self.listener.examined(self, verdict)
         if not changes:
             raise SilentCorruption(f"step {self.record.version}: " + "; ".join(verdict.findings))
         for change in changes:
@@ -491,7 +443,7 @@ class Engine:
         obstacle = self.recovery.indispensable(self.standing, leaving) if leaving else ""
         if obstacle:
             if self._refused != leaving:
-                self.on_notice(f"ranks {', '.join(map(str, leaving))} cannot leave: {obstacle}")
+                self.listener.noticed(f"ranks {', '.join(map(str, leaving))} cannot leave: {obstacle}")
             self._refused = leaving
             self.recovery.membership.request("stay")
             return ()
@@ -508,7 +460,7 @@ class Engine:
         self._paced, before = False, self.standing
         with self.timer.phase("plan"):
             self.standing, self._body = self.recovery.replan(before, self.record), None
-        self.on_paced(self, before)
+        self.listener.paced(self, before)
 
     # -- copies that change place ---------------------------------------------------
 
@@ -540,7 +492,7 @@ class Engine:
                 self._recover(error)
                 return
         stall = time.monotonic() - began
-        self.on_moved(self, Moved(movement, streams.bytes_received, began - streams.began, stall))
+        self.listener.moved(self, Moved(movement, streams.bytes_received, began - streams.began, stall))
 
     def _switch_over(self) -> None:
         """What moves is brought to the present version, and its target is what the next step is taken under."""
@@ -638,7 +590,7 @@ class Engine:
             total = body.vote(layout, attempt.tally)
         if total.disputes:
             verdict = name_disputes(self.tools, self.standing, self.record, body.disputes)
-            self.on_verdict(self, verdict)
+            self.listener.examined(self, verdict)
             raise CertificateError(verdict.findings)
         check_ledger(total, address, step, attempt.skipped)
         settings = self.tools.settings
@@ -758,7 +710,7 @@ class Engine:
                 self._settle(outcome)
                 self.injector.reach("in_recovery_resume", self.record.version)
                 self.injector.settle()
-                self.on_settled(outcome, self.standing, time.monotonic() - started)
+                self.listener.settled(outcome, self.standing, time.monotonic() - started)
                 self.recovery.untold = ()
                 return outcome.phase_over
             except StageGone as gone:
@@ -865,14 +817,3 @@ class Engine:
             self._certify("join", self.blocks)
         else:
             self._certify("recovery", outcome.promoted)
-
-
-def check_ledger(total: Tally, address: StepAddress, step: int, skipped: Sequence[int] = ()) -> None:
-    """Every sample of the step, but for the rows ``skipped``, was computed exactly once. Raises ``RuntimeError``."""
-    left_out = frozenset(skipped)
-    expected = [address.first + row for row in range(address.size) if row not in left_out]
-    if total.samples != len(expected) or total.ledger != ledger_digest(expected):
-        raise RuntimeError(
-            f"step {step}: {total.samples} samples were computed, {len(expected)} belong to it; "
-            "each must be computed exactly once"
-        )

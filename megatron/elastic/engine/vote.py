@@ -13,17 +13,18 @@ are added over cells in member order.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
 import torch
 
 from megatron.elastic.engine.clocks import ClockState
+from megatron.elastic.engine.source import StepAddress
 from megatron.elastic.plan.pace import Range
 from megatron.elastic.state.layout import BlockKey
 
-__all__ = ["Tally", "VoteLayout", "agreed_by", "leaving_of", "ledger_digest", "plan_digest", "wishes"]
+__all__ = ["Tally", "VoteLayout", "agreed_by", "check_ledger", "leaving_of", "ledger_digest", "plan_digest", "wishes"]
 
 _MODULUS = 1 << 40
 """Digests are summed over at most 2^13 contributors and must stay exact in float64."""
@@ -220,3 +221,13 @@ def _digest(sample: int) -> int:
     raw = hashlib.blake2b(sample.to_bytes(8, "little"), digest_size=5).digest()
     return int.from_bytes(raw, "little") % (1 << 24)
 
+
+def check_ledger(total: Tally, address: StepAddress, step: int, skipped: Sequence[int] = ()) -> None:
+    """Every sample of the step, but for the rows ``skipped``, was computed exactly once. Raises ``RuntimeError``."""
+    left_out = frozenset(skipped)
+    expected = [address.first + row for row in range(address.size) if row not in left_out]
+    if total.samples != len(expected) or total.ledger != ledger_digest(expected):
+        raise RuntimeError(
+            f"step {step}: {total.samples} samples were computed, {len(expected)} belong to it; "
+            "each must be computed exactly once"
+        )

@@ -28,16 +28,20 @@ from megatron.elastic.engine.assignment import Assignment
 from megatron.elastic.engine.basis import Basis
 from megatron.elastic.engine.buffers import Arena
 from megatron.elastic.engine.catalog import build_layouts, exchange_catalog, own_catalog
+from megatron.elastic.engine.certificates import Verdict
 from megatron.elastic.engine.clocks import Clocks
 from megatron.elastic.engine.engine import Engine
 from megatron.elastic.engine.exact import ExactGradients, one_sample_pieces
 from megatron.elastic.engine.inject import Injector, parse
 from megatron.elastic.engine.joining import NEWCOMER, Welcome, newcomers, receive_welcome
+from megatron.elastic.engine.listener import Listener
+from megatron.elastic.engine.movement import Moved
 from megatron.elastic.engine.nominal import Nominal
 from megatron.elastic.engine.port import ModelPort
 from megatron.elastic.engine.recovery import Outcome, Recovery, failure_domains
-from megatron.elastic.engine.recut import unmeasured_profile
+from megatron.elastic.engine.recut import Recut, unmeasured_profile
 from megatron.elastic.engine.settings import Settings
+from megatron.elastic.engine.source import StepAddress
 from megatron.elastic.engine.standing import Standing, block_index, unit_groups
 from megatron.elastic.engine.transaction import Tools
 from megatron.elastic.engine.waiting import StageGone, await_ranks
@@ -254,6 +258,35 @@ def join(links: Links, job: Job) -> tuple[Engine, Welcome]:
                 links.membership.suspect(error.rank, error.why)
 
 
+@dataclass(frozen=True)
+class _Narrator(Listener):
+    """Writes what the engine did into the event log, and hands on what the host prints."""
+
+    events: EventLog
+    job: Job
+
+    def stepped(self, engine: Engine, address: StepAddress, seconds: float, phases: Mapping[str, int]) -> None:
+        narrate_step(self.events, engine, address, seconds, phases)
+
+    def settled(self, outcome: Outcome, standing: Standing, seconds: float) -> None:
+        self.job.on_settled(outcome, standing, seconds)
+
+    def noticed(self, why: str) -> None:
+        self.job.on_notice(why)
+
+    def paced(self, engine: Engine, before: Standing) -> None:
+        narrate_pace(self.events, engine, before)
+
+    def recut(self, engine: Engine, recut: Recut) -> None:
+        narrate_recut(self.events, engine, recut)
+
+    def moved(self, engine: Engine, moved: Moved) -> None:
+        narrate_movement(self.events, engine, moved)
+
+    def examined(self, engine: Engine, verdict: Verdict) -> None:
+        narrate_verdict(self.events, engine, verdict)
+
+
 def _profile(job: Job, layouts: Layouts, arena: Arena) -> Profile:
     """Costs before anything is measured."""
     shape, dtype = job.port.boundary(1)
@@ -320,16 +353,10 @@ def _assemble(
         injector=links.injector,
         timer=timer,
         blocks=block_index(layouts),
-        on_settled=job.on_settled,
+        listener=_Narrator(links.events, job),
         clocks=_clocks(links, job.config, timer),
         pace=Pace(SpeedOptions(evidence_ns=_EVIDENCE_NS, band_ppm=_BAND_PPM)),
-        on_paced=lambda *facts: narrate_pace(links.events, *facts),
-        on_step=lambda *facts: narrate_step(links.events, *facts),
-        on_verdict=lambda *facts: narrate_verdict(links.events, *facts),
-        on_recut=lambda *facts: narrate_recut(links.events, *facts),
-        on_moved=lambda *facts: narrate_movement(links.events, *facts),
         host_state=job.host_state,
-        on_notice=job.on_notice,
     )
     links.injector.flip = engine.flip_bit
     return engine

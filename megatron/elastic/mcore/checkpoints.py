@@ -17,7 +17,8 @@ from megatron.training import get_args, training
 from megatron.training.checkpointing import get_checkpoint_tracker_filename
 
 from megatron.elastic.config import ElasticConfig
-from megatron.elastic.engine.engine import ActionFailed, Engine
+from megatron.elastic.engine.engine import Engine
+from megatron.elastic.engine.failures import ActionFailed
 from megatron.elastic.mcore.checkpoint import Launched, OptimizerCheckpoint
 from megatron.elastic.mcore.model import GptPort
 from megatron.elastic.mcore.patches import bound

@@ -26,7 +26,8 @@ from megatron.training.checkpointing import load_checkpoint
 from megatron.elastic.config import ConfigError, ElasticConfig
 from megatron.elastic.control.failures import FELL_BACK
 from megatron.elastic.control.membership import Released
-from megatron.elastic.engine.engine import Engine, NotFinite, SilentCorruption
+from megatron.elastic.engine.engine import Engine
+from megatron.elastic.engine.failures import NotFinite, SilentCorruption
 from megatron.elastic.engine.recovery import Outcome, StateLost
 from megatron.elastic.engine.source import SampleSource, StepAddress
 from megatron.elastic.engine.standing import Standing

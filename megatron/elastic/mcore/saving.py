@@ -29,7 +29,8 @@ from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSys
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron.elastic.comm.errors import CommError
-from megatron.elastic.engine.engine import ActionFailed, Engine
+from megatron.elastic.engine.engine import Engine
+from megatron.elastic.engine.failures import ActionFailed
 from megatron.elastic.engine.saving import StateStream, Want
 from megatron.elastic.mcore.checkpoint import OptimizerCheckpoint, without_holes
 from megatron.elastic.mcore.checkpoint_content import Content, strategy_for

@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.elastic.engine.engine import check_ledger
 from megatron.elastic.engine.source import StepAddress
-from megatron.elastic.engine.vote import Tally, VoteLayout, ledger_digest, plan_digest
+from megatron.elastic.engine.vote import Tally, VoteLayout, check_ledger, ledger_digest, plan_digest
 
 BLOCKS = tuple((unit, shard, index) for unit in range(3) for shard in range(2) for index in range(2))
 LAYOUT = VoteLayout(BLOCKS, ("aux loss", "lm loss"))
