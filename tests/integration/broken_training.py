@@ -14,10 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import megatron.elastic.adaptor  # noqa: F401
-
-# isort: split
-
 import torch
 
 from megatron.elastic.engine.engine import Engine
@@ -150,5 +146,7 @@ def arm() -> None:
 
 
 if __name__ == "__main__":
+    import megatron.elastic.adaptor  # noqa: F401
+
     arm()
     runpy.run_path(str(ROOT / "pretrain_gpt.py"), run_name="__main__")
