@@ -77,7 +77,7 @@ def test_a_synchronous_save_starts_no_process_and_an_asynchronous_one_still_does
             import megatron.elastic.adaptor
             from megatron.training import global_vars
             from megatron.core.dist_checkpointing.strategies.filesystem_async import get_write_results_queue
-            global_vars.set_args(argparse.Namespace(async_save=False))
+            global_vars.set_args(argparse.Namespace(async_save=False, elastic=False))
             assert type(get_write_results_queue()) is queue.Queue
             assert get_write_results_queue() is get_write_results_queue()
             assert multiprocessing.active_children() == []

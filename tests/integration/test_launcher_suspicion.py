@@ -115,6 +115,7 @@ def test_the_sink_of_a_hang_is_executed_and_those_who_wait_are_not(tmp_path: Pat
     assert all(event["lost"][0][0] == 2 and event["lost"][0][1].startswith("hung in 'compute'") for event in after)
 
 
+@pytest.mark.slow
 def test_a_circle_is_formed_anew_once_and_then_ends_the_job(tmp_path: Path) -> None:
     done, code = run(tmp_path, CIRCLE)
     assert code == 5, done.text()

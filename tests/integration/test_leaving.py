@@ -108,6 +108,7 @@ def test_a_worker_that_is_sent_sigterm_drains_the_job_and_exit_signal_handler_is
     assert not result.of("loss")
 
 
+@pytest.mark.slow
 def test_ranks_asked_to_leave_give_up_their_blocks_and_can_come_back(tmp_path: Path) -> None:
     """ctl status, drain --ranks, checkpoint, admit, drain, against one job; losses are those of an undisturbed run."""
     saved = tmp_path / "saved"

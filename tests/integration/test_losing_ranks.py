@@ -69,8 +69,9 @@ def test_every_point_of_every_rank(tmp_path: Path, layout: str, point: str) -> N
     walk(tmp_path, LAYOUTS[layout], cases_of(LAYOUTS[layout], point), *flags, seconds=600.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("layout", "first", "second"), [("tp2dp2", 0, 3), pytest.param("pp2dp2", 2, 3, marks=pytest.mark.slow)]
+    ("layout", "first", "second"), [("tp2dp2", 0, 3), ("pp2dp2", 2, 3)]
 )
 def test_a_stage_without_a_living_group_waits_for_its_ranks(
     tmp_path: Path, layout: str, first: int, second: int

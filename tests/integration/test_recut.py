@@ -73,6 +73,7 @@ def test_a_damaged_replica_is_cut_anew(tmp_path: Path, world: int, tensor: int, 
         assert replica[-1][2] == units, "each pipeline left is whole"
 
 
+@pytest.mark.slow
 def test_a_checkpoint_saved_with_layers_elsewhere_is_the_launchs(tmp_path: Path) -> None:
     """Saved while one replica is a single stage; resumed by other workers, losses go on as undisturbed."""
     reference = job(tmp_path / "whole", 4, 1, 2)
@@ -87,6 +88,7 @@ def test_a_checkpoint_saved_with_layers_elsewhere_is_the_launchs(tmp_path: Path)
     assert largest_deviation(later, resumed.committed) < 1e-5
 
 
+@pytest.mark.slow
 def test_the_launchs_pipelines_return_with_the_lost_rank(tmp_path: Path) -> None:
     """Layers move after two steps without the lost rank, and back when it is there again."""
     steps = 60

@@ -38,7 +38,7 @@ def test_any_order_and_any_split_over_ranks_gives_the_same_bits(
     for index in torch.randperm(samples, generator=made).tolist():
         fold(gradients[index].clone(), ranks[int(torch.randint(3, (1,), generator=made))])
     assert torch.equal(unfold(one), unfold(ranks[2] + (ranks[0] + ranks[1])))
-    exact = torch.tensor([math.fsum(column) for column in gradients.double().T.tolist()])
+    exact = torch.tensor([math.fsum(column) for column in gradients.double().T.tolist()], dtype=torch.float64)
     error = (unfold(one).double() - exact).abs()
     bound = samples * 0.5 / SCALE
     assert bool((error <= bound + (exact.abs() + bound) * 2.0**-24).all())
