@@ -601,7 +601,7 @@ class Engine:
             gradient=attempt.key,
             norm_sq=total.norms,
             found_nonfinite=total.overflows > 0,
-            denominator=total.tokens if settings.per_token_loss else 1.0,
+            denominator=total.tokens if settings.per_token_loss else self.standing.plan.grid.data_parallel_size,
             tokens=total.tokens,
             samples=address.size,
             losses=total.report,

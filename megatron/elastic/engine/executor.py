@@ -10,7 +10,8 @@ them; activations live until then, as ``plan/validate.py`` counts them.
 
 Loss weights are those of the nominal sample grid (DESIGN §7): with per-token
 loss the plain sum, divided by the step's token count after the vote; otherwise
-each nominal micro-batch's own mean over the number of nominal micro-batches.
+each nominal micro-batch's own mean over their number on a nominal replica, the
+replicas averaged after the vote.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ class Work:
     """Told whenever a backward has left one piece's gradients (exact mode takes them up)."""
     loss_scale: float = 1.0
     per_token: bool = False
-    microbatches: int = 1
-    """Nominal micro-batches of the step, those that nobody computes left out."""
+    microbatches: float = 1.0
+    """Nominal micro-batches of the step a nominal replica, those that nobody computes left out."""
     training: bool = True
 
 

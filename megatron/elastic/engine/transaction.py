@@ -146,7 +146,9 @@ class StepBody:
             timeline=tools.timeline,
             loss_scale=loss_scale,
             per_token=tools.settings.per_token_loss,
-            microbatches=self._standing.plan.rows // grid.micro_batch_size,
+            # Of one nominal replica, as Megatron counts them: replicas are averaged with the vote's denominator, so
+            # that a loss scale overflows where it does there.
+            microbatches=self._standing.plan.rows / (grid.micro_batch_size * grid.data_parallel_size),
             training=training,
             folded=tools.exact.fold if tools.exact is not None and training else _nothing,
         )

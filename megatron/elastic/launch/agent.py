@@ -88,7 +88,8 @@ class Agent:
         self._watch = Watch(self.timing, lambda worker: self._pool.kill(worker, "stopped"))
         self._neighbours = self._make_neighbours() if len(company.nodes) > 1 else None
         self._judge = Judge(self.state, self.timing, loop, self.append)
-        self._console = Console(loop, job.run_id, self.node, Desk(self, self.append).handle)
+        desk = Desk(job.run_id, self.state, self.table, self.append)
+        self._console = Console(loop, job.run_id, self.node, desk.handle)
         self._failures = Failures(job.settings.max_losses_per_hour)
         self._active = not company.returning
         self._next_position = 0

@@ -4,31 +4,31 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from megatron.elastic.control.events import Event, Readmitted, Wanted
+from megatron.elastic.control.generations import Generations
 from megatron.elastic.control.wire import Message, as_rank, take_list, take_str
-
-if TYPE_CHECKING:
-    from megatron.elastic.launch.agent import Agent
+from megatron.elastic.launch.neighbours import Table
 
 __all__ = ["Desk"]
 
 
 class Desk:
-    """Serves one agent's console."""
+    """Serves one agent's console. ``table``: what the workers here do."""
 
-    def __init__(self, agent: Agent, append: Callable[[Event], None]) -> None:
-        self._agent, self._append = agent, append
+    def __init__(
+        self, run_id: str, state: Generations, table: Callable[[], Table], append: Callable[[Event], None]
+    ) -> None:
+        self._run_id, self._state, self._table, self._append = run_id, state, table, append
         self._since = time.monotonic()
 
     def handle(self, request: Message) -> Message:
         """The answer to one request. Raises ProtocolError for what is no request."""
         what = take_str(request, "do")
         ranks = tuple(as_rank(rank) for rank in take_list(request, "ranks")) if "ranks" in request else ()
-        unknown = [rank for rank in ranks if rank not in self._agent.state.ranks]
+        unknown = [rank for rank in ranks if rank not in self._state.ranks]
         if unknown:
-            return {"error": f"no such ranks: {unknown}; there are 0 … {len(self._agent.state.ranks) - 1}"}
+            return {"error": f"no such ranks: {unknown}; there are 0 … {len(self._state.ranks) - 1}"}
         if what == "status":
             return self._status()
         if what in ("drain", "checkpoint"):
@@ -40,9 +40,9 @@ class Desk:
         return {"accepted": what, "ranks": list(ranks)}
 
     def _status(self) -> Message:
-        state = self._agent.state
+        state = self._state
         rows = {}
-        for rank, (_, idle) in sorted(self._agent.table().items()):
+        for rank, (_, idle) in sorted(self._table().items()):
             rows[str(rank)] = {
                 "step": idle.step,
                 "phase": idle.phase,
@@ -50,7 +50,7 @@ class Desk:
                 "idle_s": round(idle.seconds, 3),
             }
         return {
-            "run_id": self._agent.job.run_id,
+            "run_id": self._run_id,
             "up_s": round(time.monotonic() - self._since, 1),
             "generation": {"decided": state.decided, "frozen": state.frozen, "missing": list(state.missing())},
             "members": list(state.members),
