@@ -1,0 +1,149 @@
+"""Layers that move to other workers after a loss: what the steps pay for it, beside moving the same bytes at once.
+
+    python -m tools.bench.migrate [--trials 3]
+
+Per trial three real jobs under the launcher, PP 2 x DP 2, one rank killed and not
+started again: one whose layers stay where they are (the normal step after the loss),
+and one for each ownership, interleaved and contiguous, whose damaged pipeline is cut
+anew. From their event logs, for every movement:
+
+bytes       state that came to ranks in added copies, all ranks together, the busiest rank
+background  seconds from the first byte to the boundary at which the copies count
+stall       what the slowest rank waited at that boundary
+exposed     the stall, and what the steps in the background were longer than normal
+share       exposed, as a share of moving the busiest rank's bytes over one link with nothing else going on
+            (measured in the same run, two processes, 64 MiB)
+
+The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.elastic.observe.events import Record, read_events
+from tools.bench._common import Here, Ranks, Spread, median_of, print_result
+from tools.bench.comm import connect
+
+ROOT = Path(__file__).resolve().parents[2]
+WORLD, RANK, AT = 4, 3, 6
+LINK_BYTES = 64 << 20
+MODEL = shlex.split("""
+    --pipeline-model-parallel-size 2 --num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 64
+    --max-position-embeddings 64 --micro-batch-size 1 --global-batch-size 16 --lr 1e-3 --mock-data
+    --tokenizer-type NullTokenizer --vocab-size 1023 --log-interval 1 --eval-iters 0 --eval-interval 1000
+    --num-workers 0 --seed 11
+""")
+
+
+@dataclass(frozen=True)
+class Moved:
+    """One movement of one job; seconds and bytes."""
+
+    bytes: float
+    busiest_bytes: float
+    background: float
+    stall: float
+    exposed: float
+    share: float
+
+
+def job(steps: int, *flags: str) -> list[Record]:
+    """Events of one job. Raises ``RuntimeError`` with its output when it does not finish."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [
+            sys.executable, "-m", "megatron.elastic.launch", "--nproc-per-node", str(WORLD),
+            str(ROOT / "pretrain_gpt.py"), *MODEL, "--train-iters", str(steps), "--elastic", "--no-elastic-respawn",
+            "--elastic-event-log", folder, "--elastic-allow-inject", "--elastic-inject",
+            f"kill:rank={RANK},step={AT},point=before_step", *flags,
+        ]  # fmt: skip
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+        if done.returncode:
+            raise RuntimeError(f"exit code {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
+        return read_events(Path(folder))
+
+
+def seconds_of_steps(records: list[Record], first: int, last: int) -> list[float]:
+    """Durations of the steps ``first`` … ``last``, as whoever wrote them saw them."""
+    return [r.fields["seconds"] for r in records if r.kind == "step" and first <= r.fields["step"] <= last]
+
+
+def evaluated(records: list[Record], normal: float, bandwidth: float) -> Moved:
+    """The re-cut of one job: the movement after the loss with the most bytes."""
+    movements: dict[int, list[Record]] = {}
+    for record in records:
+        if record.kind == "movement" and record.fields["step"] > AT:
+            movements.setdefault(record.fields["step"], []).append(record)
+    if not movements:
+        raise RuntimeError("no layer moved")
+    end, moved = max(movements.items(), key=lambda item: sum(r.fields["bytes_received"] for r in item[1]))
+    received = [r.fields["bytes_received"] for r in moved]
+    background, stall = (max(r.fields[name] for r in moved) for name in ("background_seconds", "stall_seconds"))
+    spanned = max(1, round(background / normal))
+    longer = sum(seconds - normal for seconds in seconds_of_steps(records, end - spanned + 1, end))
+    exposed = stall + max(0.0, longer)
+    return Moved(sum(received), max(received), background, stall, exposed, exposed / (max(received) / bandwidth))
+
+
+def link_bandwidth() -> float:
+    """Bytes a second from one process to another over a native link, nothing else going on."""
+
+    def body(here: Here) -> float:
+        made, fabric = connect(here, "shm")
+        group: Any = made
+        payload, together, seconds = torch.zeros(LINK_BYTES // 4), torch.zeros(1), []
+        for _ in range(6):
+            group.allreduce([together]).wait()
+            began = time.perf_counter()
+            (group.recv if here.rank else group.send)([payload], 1 - here.rank, 0).wait()
+            seconds.append(time.perf_counter() - began)
+        group.allreduce([together]).wait()
+        assert fabric is not None
+        fabric.close()
+        return LINK_BYTES / statistics.median(seconds[1:])
+
+    with Ranks(2, body, seconds=120.0) as ranks:
+        return min(ranks.results((0, 1)).values())
+
+
+def main() -> None:
+    """Parse, run, print."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--trials", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=40)
+    options = parser.parse_args()
+    found: dict[str, list[Moved]] = {"interleaved": [], "contiguous": []}
+    bandwidths, normals = [], []
+    for _ in range(options.trials):
+        bandwidths.append(link_bandwidth())
+        still = job(options.steps, "--elastic-migrate-after", "-1")
+        normals.append(statistics.median(seconds_of_steps(still, AT + 3, options.steps)))
+        for ownership, moved in found.items():
+            records = job(options.steps, "--elastic-ownership", ownership)
+            moved.append(evaluated(records, normals[-1], bandwidths[-1]))
+            print(ownership, moved[-1], file=sys.stderr, flush=True)
+    figures: dict[str, dict[str, Spread]] = {
+        ownership: {item.name: median_of([getattr(each, item.name) for each in moved]) for item in fields(Moved)}
+        for ownership, moved in found.items()
+    }
+    print_result(
+        "migrate",
+        {"link_bytes_a_second": median_of(bandwidths), "normal_step_s": median_of(normals), **figures},
+    )
+
+
+if __name__ == "__main__":
+    main()
