@@ -57,11 +57,3 @@ class Nominal:
         """The nominal cell of a rank."""
         _, replica, stage = self.place(rank)
         return self.cell(replica, stage)
-
-    def units_of_stage(self, stage: int) -> tuple[int, ...]:
-        """Units whose state lives at a stage, ascending (the tied unit included)."""
-        first, end = self.stages[stage]
-        units = list(range(first, end))
-        if self.tied_unit is not None and stage in (0, self.pipeline - 1):
-            units.append(self.tied_unit)
-        return tuple(units)

@@ -43,7 +43,7 @@ from megatron.elastic.mcore.optimizer import EngineOptimizer, MegatronSchedule
 from megatron.elastic.mcore.param_groups import GroupKeys
 from megatron.elastic.mcore.patches import Patch, bound, return_names
 from megatron.elastic.mcore.settings import engine_settings, nominal_topology, sample_grid
-from megatron.elastic.mcore.stage import as_stage
+from megatron.elastic.mcore.stage import GroupStandIn, as_stage
 from megatron.elastic.plan.dataflow import PlanError
 from megatron.elastic.state.certificate import CertificateError
 
@@ -468,31 +468,15 @@ class Host:
         return replacement
 
 
-@dataclass(frozen=True)
-class _NominalGroup:
-    """A group as it was at launch, for code that only asks for rank and size."""
-
-    number: int
-    count: int
-
-    def rank(self) -> int:
-        """This process's rank in it."""
-        return self.number
-
-    def size(self) -> int:
-        """Number of members."""
-        return self.count
-
-
 def _nominal_rng_state(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def replacement(*args: Any, **kwargs: Any) -> Any:
         call, state = bound(original, args, kwargs), parallel_state
         nominal = {
-            "tp_group": _NominalGroup(
+            "tp_group": GroupStandIn(
                 state.get_tensor_model_parallel_rank(), state.get_tensor_model_parallel_world_size()
             ),
-            "pp_group": _NominalGroup(
+            "pp_group": GroupStandIn(
                 state.get_pipeline_model_parallel_rank(), state.get_pipeline_model_parallel_world_size()
             ),
         }

@@ -1,13 +1,30 @@
-"""Megatron's global idea of which pipeline stage is running, for a limited time."""
+"""Another place than the one at launch: Megatron's global idea of the running stage for a time, and groups by value."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from megatron.core import parallel_state
 
-__all__ = ["as_stage"]
+__all__ = ["GroupStandIn", "as_stage"]
+
+
+@dataclass(frozen=True)
+class GroupStandIn:
+    """A parallel group for code that only asks for its rank and size."""
+
+    number: int
+    count: int
+
+    def rank(self) -> int:
+        """This process's rank in it."""
+        return self.number
+
+    def size(self) -> int:
+        """Number of members."""
+        return self.count
 
 
 @contextmanager

@@ -17,7 +17,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -28,26 +27,12 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from megatron.core.utils import get_pg_rank
 
-__all__ = ["Anatomy", "StageStandIn", "unwrapped"]
+from megatron.elastic.mcore.stage import GroupStandIn
+
+__all__ = ["Anatomy", "unwrapped"]
 
 Modules = dict[str, Any]
 """Modules of one unit by their path in the model: ``embedding``, ``decoder.layers.<n>``, ``output_layer``, …"""
-
-
-@dataclass(frozen=True)
-class StageStandIn:
-    """A pipeline group for modules that only ask for its rank and size."""
-
-    number: int
-    count: int
-
-    def rank(self) -> int:
-        """Position of the segment in its pipeline."""
-        return self.number
-
-    def size(self) -> int:
-        """Number of segments of the pipeline."""
-        return self.count
 
 
 class Anatomy:
@@ -171,9 +156,9 @@ class Anatomy:
         for attribute in ("embedding_activation_buffer", "grad_output_buffer"):
             if not hasattr(model, attribute):
                 setattr(model, attribute, None)
-        return self._wrapped(model, StageStandIn(0 if starts else 1, (1 if ends else 2) + (0 if starts else 1)))
+        return self._wrapped(model, GroupStandIn(0 if starts else 1, (1 if ends else 2) + (0 if starts else 1)))
 
-    def _wrapped(self, model: Any, stage: StageStandIn) -> torch.nn.Module:
+    def _wrapped(self, model: Any, stage: GroupStandIn) -> torch.nn.Module:
         """``model`` inside what Megatron wrapped its own chunk in (conversion to 16 bits happens at the ends)."""
         wrappers, at = [], self._chunk
         while hasattr(at, "module"):

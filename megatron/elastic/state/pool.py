@@ -118,10 +118,6 @@ class StatePool:
         """Layout of (unit, shard). Raises ``KeyError``."""
         return self._layouts[unit, shard]
 
-    def add_layout(self, layout: UnitLayout) -> None:
-        """Make blocks of another (unit, shard) known (mirrors of other stages, migrated units)."""
-        self._layouts[layout.unit, layout.shard] = layout
-
     def block(self, key: BlockKey) -> StateBlock:
         """The block of that name. Raises ``KeyError``."""
         return self._layouts[key[0], key[1]].blocks[key[2]]

@@ -35,7 +35,7 @@ from __future__ import annotations
 import json
 import threading
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -48,7 +48,7 @@ from megatron.elastic.state.placement import Placement, Transition
 from megatron.elastic.state.pool import BlockCopy, StateError, StatePool
 from megatron.elastic.state.record import StepRecord
 
-__all__ = ["BlockReceiver", "BlockSender", "Channel", "TransferError", "commit", "prune", "retire", "split"]
+__all__ = ["BlockReceiver", "BlockSender", "Channel", "TransferError", "commit", "prune", "retire"]
 
 HEADER_BYTES = 512
 Kind = Literal["base", "step", "record", "end"]
@@ -277,18 +277,6 @@ class BlockReceiver:
         if behind:
             raise TransferError(f"rank {self.source} ended at version {version}, but blocks are at {behind}")
         self.finished_at = version
-
-
-def split(
-    transitions: Iterable[Transition], arrived: Collection[tuple[BlockKey, int]]
-) -> tuple[tuple[Transition, ...], tuple[Transition, ...]]:
-    """(what can be committed now, what must wait): a block's transitions go together, once its adds have arrived.
-
-    ``arrived``: (block, rank) of finished adds, over all ranks; the same set everywhere.
-    """
-    ordered = tuple(transitions)
-    waiting = {c.block for c in ordered if c.kind == "add" and (c.block, c.rank) not in arrived}
-    return tuple(c for c in ordered if c.block not in waiting), tuple(c for c in ordered if c.block in waiting)
 
 
 def commit(

@@ -10,16 +10,12 @@ share of the blocks at each (:func:`due`), the fingerprints are gathered, and
   when the other agrees (only the owner can then be wrong: what it gathered out was
   right, what it holds now is not); otherwise *undecided* between the two, and the
   persistent checkpoint must settle it. Two mirrors settle every single corruption.
-
-:class:`RestingCheck` settles it locally for a share of the blocks: contents hashed
-after one update must be unchanged before the next, or this rank's memory is bad.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -27,10 +23,9 @@ import torch
 from megatron.elastic.state.hashing import content_hash
 from megatron.elastic.state.layout import BlockKey
 from megatron.elastic.state.placement import Placement, Transition
-from megatron.elastic.state.pool import BlockCopy, StatePool
-from megatron.elastic.state.record import StepRecord
+from megatron.elastic.state.pool import StatePool
 
-__all__ = ["Corruption", "Fingerprint", "MemoryCorrupted", "RestingCheck", "compare", "due", "fingerprints", "repairs"]
+__all__ = ["Corruption", "Fingerprint", "compare", "due", "fingerprints", "repairs"]
 
 TENSORS = ("master", "exp_avg", "exp_avg_sq")
 
@@ -58,10 +53,6 @@ class Corruption:
     def __str__(self) -> str:
         who = f"rank {self.rank}" if self.rank >= 0 else f"one of ranks {list(self.suspects)}"
         return f"block {self.block}: {', '.join(self.tensors)} corrupted at {who}"
-
-
-class MemoryCorrupted(RuntimeError):
-    """This rank's memory changed by itself; its copies must not be used any more."""
 
 
 def due(key: BlockKey, version: int, interval: int) -> bool:
@@ -153,23 +144,3 @@ def repairs(found: Iterable[Corruption], placement: Placement) -> tuple[Transiti
         for rank in sorted(ranks):
             changes += [Transition("drop", key, rank), Transition("add", key, rank, owner)]
     return tuple(changes)
-
-
-class RestingCheck:
-    """Guards a pool: contents hashed after an update must be the same before the next (of blocks that are due)."""
-
-    def __init__(self, pool: StatePool, interval: int) -> None:
-        self._interval = interval
-        self._rank = pool.rank
-        self._marks: dict[BlockKey, tuple[int, str]] = {}
-        self.close: Callable[[], None] = pool.add_guard(self._around_change)
-
-    @contextmanager
-    def _around_change(self, copy: BlockCopy, record: StepRecord | None) -> Iterator[None]:
-        key = copy.block.key
-        version, mark = self._marks.pop(key, (copy.version, ""))
-        if mark and version == copy.version and content_hash(key, copy.state) != mark:
-            raise MemoryCorrupted(f"rank {self._rank}: block {key} changed in memory since version {version}")
-        yield
-        if record is not None and due(key, record.version, self._interval):
-            self._marks[key] = (record.version, content_hash(key, copy.state))

@@ -44,7 +44,7 @@ from megatron.elastic.mcore.dropout import key_dropout  # noqa: E402
 from megatron.elastic.mcore.model import GptPort  # noqa: E402
 from megatron.elastic.mcore.norms import make_wrapped_norm  # noqa: E402
 from megatron.elastic.mcore.param_groups import GroupKeys  # noqa: E402
-from megatron.elastic.mcore.surgery import StageStandIn  # noqa: E402
+from megatron.elastic.mcore.stage import GroupStandIn  # noqa: E402
 from megatron.elastic.plan.model import Piece  # noqa: E402
 from megatron.elastic.state.layout import UnitLayout  # noqa: E402
 
@@ -94,7 +94,7 @@ def port_of(case: Case, stage: int) -> GptPort:
     """The port of the cell that holds stage ``stage`` at launch."""
     config, stages = config_of(case), len(NOMINAL) - 1
     groups = ProcessGroupCollection.use_mpu_process_groups()
-    groups.pp = StageStandIn(stage, stages)
+    groups.pp = GroupStandIn(stage, stages)
     model: Any = GPTModel(
         config, get_gpt_layer_local_spec(), VOCABULARY, LENGTH,
         pre_process=stage == 0, post_process=stage == stages - 1,

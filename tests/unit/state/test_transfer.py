@@ -16,7 +16,7 @@ from megatron.elastic.state.ownership import Rules, UnitGroup, initial, promote_
 from megatron.elastic.state.placement import Copies, Placement, Transition
 from megatron.elastic.state.pool import StateError, StatePool
 from megatron.elastic.state.record import ConstantSchedule, GradientKey, Hyper, Rate, StepRecord, Vote, advance
-from megatron.elastic.state.transfer import BlockReceiver, BlockSender, TransferError, commit, prune, retire, split
+from megatron.elastic.state.transfer import BlockReceiver, BlockSender, TransferError, commit, prune, retire
 
 LAYOUT = UnitLayout.build(0, 0, [ParamSpec("w", 3000, (3000,), True), ParamSpec("b", 100, (100,), False, 0.0)], 2048)
 KEYS = [block.key for block in LAYOUT.blocks]
@@ -255,21 +255,6 @@ def test_a_block_cannot_be_dropped_while_it_is_streamed():
         source.drop(KEYS[1])
         sender.close()
         source.drop(KEYS[0])
-
-
-def test_blocks_whose_copies_have_arrived_are_committed_while_others_wait():
-    a, b = KEYS[:2]
-    changes = [
-        Transition("add", a, 2, 0),
-        Transition("add", b, 2, 0),
-        Transition("promote", b, 2),
-        Transition("drop", a, 1),
-        Transition("drop", b, 0),
-    ]
-    now, later = split(changes, {(a, 2)})
-    assert [(c.kind, c.block) for c in now] == [("add", a), ("drop", a)]
-    assert [(c.kind, c.block) for c in later] == [("add", b), ("promote", b), ("drop", b)]
-    assert split(later, {(b, 2)}) == (later, ())
 
 
 def execute(pools: dict[int, StatePool], changes, version: int) -> None:
