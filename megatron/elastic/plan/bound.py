@@ -12,8 +12,8 @@ fit, each of which every schedule has to pay:
   nothing else, no more than memory holds;
 * *residence*: each micro-batch is held from its forward to the end of its backward,
   at least one trip to the end of the pipeline and back. Where memory holds ``k``,
-  the forward of number ``j + k`` waits until ``j`` have gone, and gradients that
-  came back are taken one after the other.
+  the forward of number ``j + k`` waits until ``j + 1`` have gone; gradients that
+  came back are taken one after the other, with the forwards they make room for.
 
 All sums grow with the stage, and a stage that begins later but ends at the same
 unit has less to do: so letting every stage reach as far as it can gives the
@@ -67,18 +67,31 @@ class _Stage:
         early = min(room, count) * self.forward
         arrival = self.forward + self.trip
         trip = arrival - early + max(chain, work)
-        return max(chain, work, trip, *(self._waves(count, held) for held in range(room, count)))
+        return max(chain, work, trip, self._returns(count, room))
 
-    def _waves(self, count: int, room: int) -> int:
-        """With fewer held than computed: the forward of number ``j + room`` waits for ``j`` weight gradients.
+    def _returns(self, count: int, room: int) -> int:
+        """With ``room`` held at once, forward number ``j`` follows ``j - room + 1`` weight gradients.
 
-        ``waves`` times ``room`` micro-batches and ``rest`` of them (1 … ``room``) make ``count``.
+        Of the micro-batches these belong to, all but ``i`` went forward as number ``i`` or later, for any
+        ``i``: so their gradients came back, and were taken, after forward ``i`` had ended and its trip was over. So
+        did forwards ``i + room`` to ``j``, each of which follows one of those. ``ends[j]``: when forward ``j`` may
+        have ended; what the stage has still to do after the return of number ``i`` gives the whole.
         """
-        waves = -(-count // room) - 1
-        rest = count - waves * room
-        away, close = self.forward + self.trip, self.gradient + self.weight
-        last = self.forward_before + waves * away + (waves - 1 + rest) * close
-        return last + away + self.gradient + max(self.weight, self.gradient_before + self.tail)
+        close = self.gradient + self.weight
+        after = self.gradient_before + self.tail
+        ends: list[int] = []
+        latest, whole = 0, 0
+        for j in range(count):
+            end = self.forward_before + (j + 1) * self.forward
+            if j >= room:
+                i = j - room
+                latest = max(latest, ends[i] + self.trip - i * (self.forward + close))
+                end = max(end, latest + (i + 1) * (self.forward + close))
+            ends.append(end)
+            left, again = count - j, max(0, count - room - j)
+            back = end + self.trip + again * self.forward + left * self.gradient
+            whole = max(whole, back + left * self.weight, back + again * self.weight + after)
+        return whole
 
 
 class Reach:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
-from itertools import pairwise, product
+from itertools import combinations, pairwise, product
 
 import pytest
 from hypothesis import given, settings
@@ -85,6 +86,106 @@ def test_no_order_of_one_pipeline_beats_its_stages(
     assert plan_time(plan, profile) >= least
 
 
+Order = tuple[str, ...]
+
+
+def orders(count: int, room: int, split: bool) -> Iterator[Order]:
+    """Every order in which one stage may run ``count`` micro-batches with at most ``room`` of them held.
+
+    F forward, B (input gradient of a split) backward, W weight gradient. Micro-batches are alike, so that the
+    n-th of each kind may be taken to be the n-th micro-batch's.
+    """
+
+    def more(f: int, b: int, w: int) -> Iterator[Order]:
+        done = w if split else b
+        if done == count:
+            yield ()
+        for op, able, after in (
+            ("F", f < count and f - done < room, (f + 1, b, w)),
+            ("B", b < f, (f, b + 1, w)),
+            ("W", split and w < b, (f, b, w + 1)),
+        ):
+            if able:
+                yield from ((op, *rest) for rest in more(*after))
+
+    yield from more(0, 0, 0)
+
+
+def makespan(lines: tuple[Order, ...], widths: list[int], split: bool) -> int:
+    """End of the last action when every stage starts each as soon as it can; a huge number where they deadlock."""
+    cost = {"F": 1000, "B": 1000 if split else 2000, "W": 1000}
+    ends: dict[tuple[str, int, int], int] = {}
+    at, free = [0] * len(lines), [0] * len(lines)
+    moved = True
+    while moved:
+        moved = False
+        for stage, line in enumerate(lines):
+            while at[stage] < len(line):
+                op = line[at[stage]]
+                number = line[: at[stage]].count(op)
+                needs = {
+                    "F": ("F", stage - 1, number) if stage else None,
+                    "B": ("B", stage + 1, number) if stage + 1 < len(lines) else ("F", stage, number),
+                    "W": ("B", stage, number),
+                }[op]
+                if needs is not None and needs not in ends:
+                    break
+                start = max(free[stage], ends[needs] if needs else 0)
+                free[stage] = ends[op, stage, number] = start + cost[op] * widths[stage]
+                at[stage] += 1
+                moved = True
+    return max(free) if all(n == len(line) for n, line in zip(at, lines, strict=True)) else 1 << 60
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize(
+    ("count", "rooms"),
+    [(3, [1, 1]), (3, [2, 1]), (4, [2, 2]), (5, [2, 1]), (3, [1, 2, 1]), (3, [1, 1, 1])],
+)
+def test_no_schedule_at_all_beats_the_stages(count: int, rooms: list[int], split: bool) -> None:
+    """Exhaustive: every order of every stage, for several cuts of four units."""
+    units = 4
+    profile = layer_profile(units)
+    for cut in combinations(range(1, units), len(rooms) - 1):
+        cuts = (0, *cut, units)
+        widths = [b - a for a, b in pairwise(cuts)]
+        reach = Reach(regular_topology(1, len(rooms), units, waves=count, cuts=cuts), profile, split)
+        least = max(reach.stage(a, b)[0].least(count, room) for (a, b), room in zip(pairwise(cuts), rooms, strict=True))
+        every = product(*(list(orders(count, room, split)) for room in rooms))
+        assert min(makespan(lines, widths, split) for lines in every) >= least, (cuts, rooms)
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize(("dp", "pp", "waves", "room"), [(1, 2, 5, 2), (1, 3, 3, 2), (2, 2, 1, 3), (1, 2, 4, 3)])
+def test_no_set_of_pipelines_at_all_beats_the_bound(dp: int, pp: int, waves: int, room: int, split: bool) -> None:
+    """Exhaustive: every set of pipelines of every cut, every quota, every order of every stage.
+
+    ``room``: micro-batches of one unit that a cell holds.
+    """
+    units, cells, count = 3, dp * pp, dp * waves
+    profile = Profile((UnitCost(1000, 2000, 1000, 0, 0, 60, 0),) * units, latency_ns=0)
+    topology = regular_topology(dp, pp, units, waves=waves, memory_bytes=60 * room)
+    reach = Reach(topology, profile, split)
+    best: dict[tuple[int, int], int] = {}
+    for stages, quota in product(range(1, min(cells, units) + 1), range(1, count + 1)):
+        for cut in combinations(range(1, units), stages - 1):
+            cuts = (0, *cut, units)
+            rooms = [reach.stage(a, b)[1] for a, b in pairwise(cuts)]
+            widths = [b - a for a, b in pairwise(cuts)]
+            every = product(*(list(orders(quota, room, split)) for room in rooms))
+            time = min((makespan(lines, widths, split) for lines in every), default=1 << 60)
+            best[stages, quota] = min(time, best.get((stages, quota), 1 << 60))
+
+    def least(room: int, rows: int) -> int:
+        """Of all sets of pipelines on ``room`` cells that compute ``rows``."""
+        if not rows:
+            return 0
+        found = (max(t, least(room - s, rows - q)) for (s, q), t in best.items() if s <= room and q <= rows)
+        return min(found, default=1 << 60)
+
+    assert least(cells, count) >= schedule_bound(topology, profile, split)
+
+
 def test_an_even_pipeline_meets_it() -> None:
     profile = layer_profile(8)
     topology = limited(1, 4, 8, 8, 1.0)
@@ -116,4 +217,4 @@ def test_where_rows_are_few_the_bounds_own_pipelines_are_tried() -> None:
     assert all(sum(p.quota for p in shape.pipelines) == 32 for shape in bound_shapes(after, profile, True))
     found = decide(after, profile, FULL)
     assert found.steady is not None and found.steady.kind == "bound"
-    assert schedule_bound(after, profile, True) / found.steady_ns > 0.9
+    assert schedule_bound(after, profile, True) / found.steady_ns >= 0.95
