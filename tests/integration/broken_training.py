@@ -17,27 +17,29 @@ from typing import Any
 import torch
 
 from megatron.elastic.engine.engine import Engine
+from megatron.elastic.engine.position import Position
+from megatron.elastic.engine.proofs import Proofs
 from megatron.elastic.engine.transaction import StepBody
 from megatron.elastic.state.placement import Copies, Placement
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def _shared(engine: Engine) -> list[Any]:
+def _shared(position: Position) -> list[Any]:
     """Copies here of blocks that another rank holds as well, owned ones first."""
-    copies = engine.standing.placement.copies
-    ours = [*engine.standing.owned, *engine.standing.mirrored]
-    return [engine.tools.pool.get(block.key) for block in ours if len(copies[block.key].ranks) > 1]
+    copies = position.standing.placement.copies
+    ours = [*position.standing.owned, *position.standing.mirrored]
+    return [position.tools.pool.get(block.key) for block in ours if len(copies[block.key].ranks) > 1]
 
 
-def stale_moments(engine: Engine) -> None:
-    for copy in _shared(engine):
+def stale_moments(position: Position) -> None:
+    for copy in _shared(position):
         copy.exp_avg.mul_(0.5)
 
 
-def swapped_blocks(engine: Engine) -> None:
+def swapped_blocks(position: Position) -> None:
     by_size: dict[int, Any] = {}
-    for copy in _shared(engine):
+    for copy in _shared(position):
         other = by_size.setdefault(copy.block.numel, copy)
         if other is not copy:
             copy.state, other.state = other.state, copy.state
@@ -46,59 +48,60 @@ def swapped_blocks(engine: Engine) -> None:
     raise AssertionError("no two blocks of one size")
 
 
-def two_owners(engine: Engine) -> None:
-    me = engine.tools.fabric.rank
-    mirrored = next(block for block in engine.standing.mirrored)
-    copies = dict(engine.standing.placement.copies)
+def two_owners(position: Position) -> None:
+    me = position.tools.fabric.rank
+    mirrored = next(block for block in position.standing.mirrored)
+    copies = dict(position.standing.placement.copies)
     held = copies[mirrored.key]
     copies[mirrored.key] = Copies(me, tuple(rank for rank in held.ranks if rank != me))
-    engine.standing = replace(engine.standing, basis=replace(engine.standing.basis, placement=Placement(copies)))
+    position.standing = replace(position.standing, basis=replace(position.standing.basis, placement=Placement(copies)))
 
 
-def no_owner(engine: Engine) -> None:
-    engine.tools.pool.drop(engine.standing.owned[0].key)
+def no_owner(position: Position) -> None:
+    position.tools.pool.drop(position.standing.owned[0].key)
 
 
-def missing_sample(engine: Engine) -> None:
-    _rows(engine, lambda rows: rows[1:])
+def missing_sample(position: Position) -> None:
+    _rows(position, lambda rows: rows[1:])
 
 
-def doubled_sample(engine: Engine) -> None:
-    rows = engine.standing.plan.grid.global_batch_size
-    _rows(engine, lambda mine: (*mine, next(row for row in range(rows) if row not in mine)))
+def doubled_sample(position: Position) -> None:
+    rows = position.standing.plan.grid.global_batch_size
+    _rows(position, lambda mine: (*mine, next(row for row in range(rows) if row not in mine)))
 
 
-def _rows(engine: Engine, change: Callable[[tuple[int, ...]], tuple[int, ...]]) -> None:
-    plan, cell = engine.standing.plan, engine.standing.cell
+def _rows(position: Position, change: Callable[[tuple[int, ...]], tuple[int, ...]]) -> None:
+    plan, cell = position.standing.plan, position.standing.cell
     assert cell is not None
     mine = next(piece for piece in plan.pieces if piece.cell == cell.id and piece.first == 0)
     pieces = tuple(replace(piece, rows=change(piece.rows)) if piece is mine else piece for piece in plan.pieces)
-    engine.standing = replace(engine.standing, plan=replace(plan, pieces=pieces))
+    position.standing = replace(position.standing, plan=replace(plan, pieces=pieces))
 
 
-def stale_learning_rate(engine: Engine) -> None:
-    rates = tuple(replace(rate, lr=rate.lr * 1.5) for rate in engine.record.rates)
-    engine.record = replace(engine.record, rates=rates)
+def stale_learning_rate(position: Position) -> None:
+    rates = tuple(replace(rate, lr=rate.lr * 1.5) for rate in position.record.rates)
+    position.record = replace(position.record, rates=rates)
 
 
-def stale_step_counter(engine: Engine) -> None:
-    engine.record = replace(engine.record, adam_step=engine.record.adam_step - 1)
+def stale_step_counter(position: Position) -> None:
+    position.record = replace(position.record, adam_step=position.record.adam_step - 1)
 
 
-def other_loss_scale(engine: Engine) -> None:
-    engine.record = replace(engine.record, loss_scale=engine.record.loss_scale * 2)
+def other_loss_scale(position: Position) -> None:
+    position.record = replace(position.record, loss_scale=position.record.loss_scale * 2)
 
 
-def parameters_unlike_masters(engine: Engine) -> None:
-    engine.tools.arena.parameters.add_(1e-3)
+def parameters_unlike_masters(position: Position) -> None:
+    position.tools.arena.parameters.add_(1e-3)
 
 
-def reused_random_numbers(engine: Engine) -> None:
+def reused_random_numbers(position: Position) -> None:
     """The seed of another rank: its masks would be drawn again."""
-    engine.tools = replace(engine.tools, settings=replace(engine.tools.settings, seed=engine.tools.settings.seed + 1))
+    settings = position.tools.settings
+    position.tools = replace(position.tools, settings=replace(settings, seed=settings.seed + 1))
 
 
-BUGS: dict[str, Callable[[Engine], None]] = {
+BUGS: dict[str, Callable[[Position], None]] = {
     bug.__name__: bug
     for bug in (
         stale_moments, swapped_blocks, two_owners, no_owner, missing_sample, doubled_sample, stale_learning_rate,
@@ -134,15 +137,15 @@ def arm() -> None:
     if name == SKIPPED_GATHER:
         _skip_gather()
         return
-    original, struck = Engine._certify, list[str]()
+    original, struck = Proofs.certify, list[str]()
 
-    def certify(self: Engine, transition: Any, moved: Any) -> None:
+    def certify(self: Proofs, transition: Any, moved: Any) -> None:
         if transition == when and not struck:
             struck.append(name)
-            BUGS[name](self)
+            BUGS[name](self.position)
         original(self, transition, moved)
 
-    Engine._certify = certify  # type: ignore[method-assign]
+    Proofs.certify = certify  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from megatron.elastic.engine.standing import Standing
 
 if TYPE_CHECKING:
     from megatron.elastic.engine.engine import Engine
+    from megatron.elastic.engine.position import Position
 
 __all__ = ["Listener"]
 
@@ -34,14 +35,14 @@ class Listener:
     def noticed(self, why: str) -> None:
         """A line for the log: what was asked for and is not done, what is done again."""
 
-    def paced(self, engine: Engine, before: Standing) -> None:
+    def paced(self, position: Position, before: Standing) -> None:
         """Measured speeds changed the plan from that of ``before``."""
 
-    def recut(self, engine: Engine, recut: Recut) -> None:
+    def recut(self, position: Position, recut: Recut) -> None:
         """Units are about to change place."""
 
-    def moved(self, engine: Engine, moved: Moved) -> None:
+    def moved(self, position: Position, moved: Moved) -> None:
         """Copies, and perhaps units, have changed place."""
 
-    def examined(self, engine: Engine, verdict: Verdict) -> None:
+    def examined(self, position: Position, verdict: Verdict) -> None:
         """A certificate was taken; one that failed is raised next."""

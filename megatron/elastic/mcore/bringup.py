@@ -25,7 +25,7 @@ from megatron.elastic.control import env
 from megatron.elastic.control.client import WorkerMembership
 from megatron.elastic.control.membership import Activity, Decision
 from megatron.elastic.engine.assignment import Assignment
-from megatron.elastic.engine.basis import Basis
+from megatron.elastic.engine.basis import Basis, History
 from megatron.elastic.engine.buffers import Arena
 from megatron.elastic.engine.catalog import build_layouts, exchange_catalog, own_catalog
 from megatron.elastic.engine.certificates import Verdict
@@ -37,12 +37,14 @@ from megatron.elastic.engine.joining import NEWCOMER, Welcome, newcomers, receiv
 from megatron.elastic.engine.listener import Listener
 from megatron.elastic.engine.movement import Moved
 from megatron.elastic.engine.nominal import Nominal
+from megatron.elastic.engine.pacing import Pacing
 from megatron.elastic.engine.port import ModelPort
+from megatron.elastic.engine.position import Position
 from megatron.elastic.engine.recovery import Outcome, Recovery, failure_domains
 from megatron.elastic.engine.recut import Recut, unmeasured_profile
 from megatron.elastic.engine.settings import Settings
 from megatron.elastic.engine.source import StepAddress
-from megatron.elastic.engine.standing import Standing, block_index, unit_groups
+from megatron.elastic.engine.standing import Standing, unit_groups
 from megatron.elastic.engine.transaction import Tools
 from megatron.elastic.engine.waiting import StageGone, await_ranks
 from megatron.elastic.mcore.narrate import (
@@ -213,7 +215,6 @@ def found(links: Links, job: Job) -> Engine:
     record = replace(StepRecord.initial(job.settings.hyper), placement=basis.digest)
     arena = Arena(job.port, _of_shard(layouts, shard))
     engine = _assemble(links, job, links.decision, layouts, arena, basis, record, _least_memory(links.fabric))
-    engine.history.confirm(basis)
     engine.adopt_parameters()
     links.injector.settle()
     return engine
@@ -248,7 +249,7 @@ def join(links: Links, job: Job) -> tuple[Engine, Welcome]:
             engine = _assemble(
                 links, job, decision, layouts, arena, welcome.basis, welcome.record, welcome.memory_bytes
             )
-            engine.joined(welcome)
+            engine.join(welcome)
             links.events.generation = decision.generation
             return engine, welcome
         except StageGone as gone:  # others are waited for as well
@@ -274,17 +275,17 @@ class _Narrator(Listener):
     def noticed(self, why: str) -> None:
         self.job.on_notice(why)
 
-    def paced(self, engine: Engine, before: Standing) -> None:
-        narrate_pace(self.events, engine, before)
+    def paced(self, position: Position, before: Standing) -> None:
+        narrate_pace(self.events, position, before)
 
-    def recut(self, engine: Engine, recut: Recut) -> None:
-        narrate_recut(self.events, engine, recut)
+    def recut(self, position: Position, recut: Recut) -> None:
+        narrate_recut(self.events, position, recut)
 
-    def moved(self, engine: Engine, moved: Moved) -> None:
-        narrate_movement(self.events, engine, moved)
+    def moved(self, position: Position, moved: Moved) -> None:
+        narrate_movement(self.events, position, moved)
 
-    def examined(self, engine: Engine, verdict: Verdict) -> None:
-        narrate_verdict(self.events, engine, verdict)
+    def examined(self, position: Position, verdict: Verdict) -> None:
+        narrate_verdict(self.events, position, verdict)
 
 
 def _profile(job: Job, layouts: Layouts, arena: Arena) -> Profile:
@@ -345,18 +346,18 @@ def _assemble(
         profile=_profile(job, layouts, arena) if job.profile is None else job.profile,
         memory_bytes=memory_bytes,
     )
-    engine = Engine(
+    position = Position(
         tools=tools,
         recovery=recovery,
         record=record,
         standing=recovery.stand(decision, basis, record),
+        history=History(basis),
         injector=links.injector,
         timer=timer,
-        blocks=block_index(layouts),
         listener=_Narrator(links.events, job),
-        clocks=_clocks(links, job.config, timer),
-        pace=Pace(SpeedOptions(evidence_ns=_EVIDENCE_NS, band_ppm=_BAND_PPM)),
-        host_state=job.host_state,
     )
+    pace = Pace(SpeedOptions(evidence_ns=_EVIDENCE_NS, band_ppm=_BAND_PPM))
+    pacing = Pacing(position, pace, _clocks(links, job.config, timer))
+    engine = Engine(position, pacing, job.host_state, newcomer=links.decision is None)
     links.injector.flip = engine.flip_bit
     return engine

@@ -46,7 +46,7 @@ class Checkpoints:
         self._config = config
         self._engine = engine
         self._say = say
-        self._folders = Folders(lambda point, step: engine().injector.reach(point, step))
+        self._folders = Folders(lambda point, step: engine().tools.reach(point, step))
         self._saves: BackgroundSave | None = None
         self._boundary: Mapping[str, Any] = {}
         """Megatron's arguments at the newest boundary, to save with."""
@@ -96,7 +96,7 @@ class Checkpoints:
         config, _ = training.get_megatron_optimizer_config(get_args())
         checkpoint = OptimizerCheckpoint(engine, port, config, launched)
         self._saves = BackgroundSave(engine, checkpoint, get_args(), self._folders)
-        engine.save_due, engine.share_written = self._save_due, self._saves.written
+        engine.agree_on_saves(self._save_due, self._saves.written)
         return checkpoint
 
     # -- at a boundary -----------------------------------------------------------------

@@ -235,7 +235,7 @@ class Host:
             hysteresis_tracker=int(scaler.get("hysteresis_tracker", engine.record.hysteresis_tracker)),
         )
         engine.resume(record, None if loaded is None else loaded.units)
-        engine.injector.reach("in_setup", 0)
+        engine.tools.reach("in_setup", 0)
 
     def _settled(self, outcome: Outcome, standing: Standing, seconds: float) -> None:
         assert self._links is not None
@@ -263,7 +263,7 @@ class Host:
         if args.iteration > 0 and args.consumed_train_samples == 0:
             args.consumed_train_samples = args.iteration * args.global_batch_size
         if self._engine is not None:
-            self._engine.injector.reach("in_setup", 0)
+            self._engine.tools.reach("in_setup", 0)
         reads = getattr(provider, "is_distributed", False) or parallel_state.get_tensor_model_parallel_rank() == 0
         # Any rank may come to compute an end of a pipeline, and only these have data sets built: all are such here.
         with as_stage(0, 1):

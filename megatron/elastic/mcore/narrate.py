@@ -14,6 +14,7 @@ from megatron.elastic.engine.certificates import Verdict
 from megatron.elastic.engine.engine import Engine
 from megatron.elastic.engine.movement import Moved
 from megatron.elastic.engine.nominal import Nominal
+from megatron.elastic.engine.position import Position
 from megatron.elastic.engine.recovery import Outcome
 from megatron.elastic.engine.recut import Recut
 from megatron.elastic.engine.source import StepAddress
@@ -143,9 +144,9 @@ def narrate_step(
         events.hold(step)
 
 
-def narrate_recut(events: EventLog, engine: Engine, recut: Recut) -> None:
+def narrate_recut(events: EventLog, position: Position, recut: Recut) -> None:
     """Say that layers begin to change place, and why."""
-    if engine.standing.living[0] != engine.tools.fabric.rank:
+    if position.standing.living[0] != position.tools.fabric.rank:
         return
     if recut.target.is_nominal:
         why = "every rank is back: the pipelines of the launch again"
@@ -154,17 +155,17 @@ def narrate_recut(events: EventLog, engine: Engine, recut: Recut) -> None:
     else:
         why = "some have no worker that computes them"
     what = f"{recut.moved_units} layers (or ends) move to other workers"
-    print(f"step {engine.record.version}: {what}; {why}", flush=True)
+    print(f"step {position.record.version}: {what}; {why}", flush=True)
 
 
-def narrate_movement(events: EventLog, engine: Engine, moved: Moved) -> None:
+def narrate_movement(events: EventLog, position: Position, moved: Moved) -> None:
     """Record copies of state that have changed place, and the plan from there on."""
-    if engine.standing.living[0] == engine.tools.fabric.rank:
-        events.write(_plan(engine.record.version, engine.standing))
+    if position.standing.living[0] == position.tools.fabric.rank:
+        events.write(_plan(position.record.version, position.standing))
     kinds = Counter(change.kind for change in moved.movement.changes)
     events.write(
         Movement(
-            step=engine.record.version,
+            step=position.record.version,
             added=kinds["add"],
             promoted=kinds["promote"],
             dropped=kinds["drop"],
@@ -175,9 +176,9 @@ def narrate_movement(events: EventLog, engine: Engine, moved: Moved) -> None:
     )
 
 
-def narrate_verdict(events: EventLog, engine: Engine, verdict: Verdict) -> None:
+def narrate_verdict(events: EventLog, position: Position, verdict: Verdict) -> None:
     """Record how a certificate ended; what it found is also printed, by the lowest living rank."""
-    passed, lowest = verdict.certificate, engine.standing.living[0] == engine.tools.fabric.rank
+    passed, lowest = verdict.certificate, position.standing.living[0] == position.tools.fabric.rank
     events.write(
         Certificate(
             step=verdict.step,
@@ -196,14 +197,14 @@ def narrate_verdict(events: EventLog, engine: Engine, verdict: Verdict) -> None:
             print(f"step {verdict.step}, certificate ({verdict.transition}): {finding}", flush=True)
 
 
-def narrate_pace(events: EventLog, engine: Engine, before: Standing) -> None:
+def narrate_pace(events: EventLog, position: Position, before: Standing) -> None:
     """Record that measured speeds changed the plan; the lowest living rank says who is slow and what that means."""
-    standing = engine.standing
-    if standing.living[0] != engine.tools.fabric.rank:
+    standing = position.standing
+    if standing.living[0] != position.tools.fabric.rank:
         return
-    step = engine.record.version
+    step = position.record.version
     was = {cell.id: cell.speed_ppm for cell in before.plan.cells}
-    now = dict(engine.record.speeds)
+    now = dict(position.record.speeds)
     rows_before, rows_now = rows_of(before.plan), rows_of(standing.plan)
     for cell in standing.plan.cells:
         speed = now.get(cell.id, 1_000_000)

@@ -237,7 +237,7 @@ class BackgroundSave:
     def _begin(self, original: Callable[..., Any], call: Mapping[str, Any]) -> None:
         engine, fabric = self._engine, self._engine.tools.fabric
         self.abandon("it is begun again")
-        engine.injector.reach("in_save", engine.record.version)
+        engine.tools.reach("in_save", engine.record.version)
         content = self._optimizer.content = Content()
         context = dict(call["checkpointing_context"] or {})
         with without_holes(fabric), self._folders.naming(), self._asynchronous(), self._optimizer.as_launched():
@@ -252,7 +252,7 @@ class BackgroundSave:
         wants: dict[int, tuple[Want, ...]] = {rank: tables[rank] for rank in engine.standing.living}
         pool, placement = engine.tools.pool, engine.standing.placement
         stream = StateStream(fabric, pool, placement, engine.recovery.layouts, engine.record, wants)
-        reach, step = engine.injector.reach, engine.record.version
+        reach, step = engine.tools.reach, engine.record.version
         self._write = _Write(
             engine.standing.generation, step, request, stream, content, lambda: reach("save_writing", step)
         )
@@ -295,7 +295,7 @@ class BackgroundSave:
             return "again" if again else "none"
         assert write is not None
         write.done.wait()
-        engine.injector.reach("save_finish", write.step)
+        engine.tools.reach("save_finish", write.step)
         if isinstance(write.error, OSError | CommError):
             raise write.error
         if write.error is not None:

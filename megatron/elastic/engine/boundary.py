@@ -1,0 +1,111 @@
+"""Between two steps: everything that changes who is here, who holds what and who computes what (DESIGN §6, §7).
+
+    come and go   newcomers are let in as the last vote agreed, who was asked to leave goes
+    switch        a movement that all are ready for ends
+    move          what balance, redundancy, a better cut or a leaving rank ask for begins
+    pace          plans and clocks follow measured speeds
+
+Every rank decides from the record and from what all know alike, so nobody asks anybody.
+"""
+
+from __future__ import annotations
+
+from megatron.elastic.comm.errors import CommError
+from megatron.elastic.engine.mover import Mover
+from megatron.elastic.engine.pacing import Pacing
+from megatron.elastic.engine.position import Position
+from megatron.elastic.engine.recut import Recut, better_assignment, everybody_is_here
+from megatron.elastic.engine.regroup import Regroup
+from megatron.elastic.engine.vote import leaving_of
+from megatron.elastic.plan.dataflow import PlanError
+
+__all__ = ["Boundary"]
+
+
+class Boundary:
+    """``considered``: the generation in which units are where they should be to begin with, or -1."""
+
+    def __init__(
+        self, position: Position, mover: Mover, pacing: Pacing, regroup: Regroup, considered: int
+    ) -> None:
+        self._position = position
+        self._mover = mover
+        self._pacing = pacing
+        self._regroup = regroup
+        self._considered = considered
+        """Generation in which it was last asked whether units should change place."""
+        self._refused: tuple[int, ...] = ()
+        """Ranks whose wish to leave was turned down last."""
+
+    def cross(self) -> None:
+        """Pass this boundary. Raises ``Released`` on ranks that leave here, and what a recovery raises."""
+        at = self._position
+        agreed = at.record.agreed if at.heeded < at.record.version else ()
+        at.heeded = at.record.version
+        if "join" in agreed:
+            # No phase of its own, nor is leaving: whoever is kept from it by a loss is not a phase behind afterwards.
+            self._regroup.ask("join")
+        if self._mover.due:
+            self._switch()
+        self._move(self._part(leaving_of(agreed)))
+        self._pacing.at_boundary()
+
+    def _switch(self) -> None:
+        at = self._position
+        with at.timer.phase("movement"):
+            try:
+                moved = self._mover.switch()
+            except CommError as error:
+                self._regroup.recover(error)
+                return
+        at.listener.moved(at, moved)
+
+    def _move(self, leaving: tuple[int, ...]) -> None:
+        """Begin what is asked for, unless something moves already."""
+        at = self._position
+        if self._mover.under_way:
+            return
+        recut = None if leaving else self._recut()
+        if recut is not None:
+            at.listener.recut(at, recut)
+        if recut is not None or at.unsettled or self._holds_state(leaving):
+            self._mover.begin(at.recovery.movement(at.standing, None if recut is None else recut.target, leaving))
+            at.unsettled = False
+
+    def _recut(self) -> Recut | None:
+        """Units that should change place; asked once a generation, when it is time, by all ranks at one boundary."""
+        recovery, standing = self._position.recovery, self._position.standing
+        asked = self._considered == standing.generation
+        if asked or recovery.config.migrate_after < 0 or recovery.config.policy != "elaswave":
+            return None
+        steps = self._position.record.version - self._position.settled_at
+        complete = everybody_is_here(standing.assignment, standing.living)
+        due = complete or not recovery.config.respawn or steps >= recovery.config.migrate_after
+        if not due or steps == 0:  # before a vote of this generation not everybody knows the same measurements
+            return None
+        self._considered = standing.generation
+        costs = self._pacing.measured or recovery.profile
+        speeds = dict(standing.speeds())
+        try:
+            return better_assignment(standing.assignment, standing.living, costs, recovery.memory_bytes, speeds)
+        except PlanError:  # nothing better is known to fit; the plan that runs goes on
+            return None
+
+    def _part(self, asked: tuple[int, ...]) -> tuple[int, ...]:
+        """Ranks leave on request, once nothing is left of them; returns those whose state has to move first."""
+        at = self._position
+        leaving = tuple(rank for rank in asked if rank in at.standing.living)
+        obstacle = at.recovery.indispensable(at.standing, leaving) if leaving else ""
+        if obstacle:
+            if self._refused != leaving:
+                at.listener.noticed(f"ranks {', '.join(map(str, leaving))} cannot leave: {obstacle}")
+            self._refused = leaving
+            at.recovery.membership.request("stay")
+            return ()
+        if leaving and self._mover.at_rest and not self._holds_state(leaving):
+            self._regroup.ask("leave")
+        return leaving
+
+    def _holds_state(self, ranks: tuple[int, ...]) -> bool:
+        copies = self._position.standing.placement.copies.values()
+        return bool(ranks) and any(rank in copy.ranks for copy in copies for rank in ranks)

@@ -1,0 +1,217 @@
+"""A step as a transaction, from one attempt at it to the state it leads to (DESIGN §3).
+
+    commit   compute, reduce and ship, then vote: with the vote's sum every rank makes the same
+             record, and the step can no longer be undone
+    finish   update every copy held here, then gather parameters; safe to repeat
+
+What an attempt has gathered is kept until the step is over: if everybody who had the
+vote's sum is lost, :meth:`Commitment.vote_again` takes it over the retained gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from megatron.elastic.engine.failures import NotFinite
+from megatron.elastic.engine.mover import Mover
+from megatron.elastic.engine.pacing import Pacing
+from megatron.elastic.engine.position import Position
+from megatron.elastic.engine.proofs import Proofs
+from megatron.elastic.engine.seals import Disputes
+from megatron.elastic.engine.settings import StepResult
+from megatron.elastic.engine.standing import block_index
+from megatron.elastic.engine.transaction import StepInput
+from megatron.elastic.engine.vote import Tally, VoteLayout, agreed_by, check_ledger, wishes
+from megatron.elastic.plan.pace import ranges_of
+from megatron.elastic.state.record import GradientKey, Vote, advance
+
+__all__ = ["Commitment"]
+
+
+@dataclass
+class _Attempt:
+    """What one attempt at a step has gathered so far."""
+
+    step: StepInput
+    key: GradientKey
+    """Of its gradients."""
+    skipped: tuple[int, ...]
+    """Rows that the plan of this attempt leaves out."""
+    tally: Tally | None = None
+    """Set once every gradient is reduced and shipped: from then on the vote can be taken again."""
+    requests: tuple[str, ...] = ()
+    """What was pending when this rank voted."""
+    disputes: Disputes = field(default_factory=Disputes)
+    """Copies here that are not what their owners' are, as the shipping showed."""
+
+
+def _never() -> bool:
+    return False
+
+
+class Commitment:
+    """The step of one rank. ``Commitment`` and the host agree on saves through two questions, asked at each vote."""
+
+    def __init__(self, position: Position, mover: Mover, proofs: Proofs, pacing: Pacing) -> None:
+        self._position = position
+        self._mover = mover
+        self._proofs = proofs
+        self._pacing = pacing
+        self._blocks = block_index(position.recovery.layouts)
+        self.save_due: Callable[[], bool] = _never
+        """Whether this rank knows of a checkpoint to be written at the next boundary: an agreement between all."""
+        self.share_written: Callable[[], bool] = _never
+        """Whether this rank's share of the checkpoint under way is written."""
+        self.computed = 0
+        """Samples computed in the newest step: fewer than consumed where the policy lets the batch shrink."""
+        self.followed = -1
+        """Version that all mirrors are known to have (``state`` mode)."""
+        self._attempt: _Attempt | None = None
+        self._zeros = 0
+
+    # -- the present attempt -------------------------------------------------------
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a step is being computed or finished."""
+        return self._attempt is not None
+
+    @property
+    def present_step(self) -> int:
+        """The step under way, or the newest committed one between steps."""
+        return self._position.record.version if self._attempt is None else self._attempt.step.step
+
+    def known_rows(self) -> dict[GradientKey, list[tuple[int, int]]]:
+        """Ranges of rows whose loss this rank could tell in a vote taken again, by gradient."""
+        attempt = self._attempt
+        if attempt is None or attempt.tally is None:
+            return {}
+        known = (*attempt.tally.rows, *attempt.skipped)  # of a row left out there is nothing to know
+        return {attempt.key: [(row, row + 1) for row in known]}
+
+    def close(self) -> None:
+        """The step is over on every rank."""
+        self._attempt = None
+
+    # -- up to the vote ------------------------------------------------------------
+
+    def commit(self, work: StepInput) -> None:
+        """Compute, reduce, ship, vote. On return the position's record is that of ``work.step``."""
+        at, body, step = self._position, self._position.body, work.step
+        reach, timer = at.tools.reach, at.timer
+        attempt = self._attempt = _Attempt(work, body.key(step), at.standing.plan.skipped)
+        self.computed = at.standing.plan.rows
+        reach("after_prepare", step)
+        with timer.phase("compute"):
+            result = body.train(work, at.record.loss_scale)
+        reach("before_reduce", step)
+        with timer.phase("reduce"):
+            body.reduce(step)
+        reach("after_reduce", step)
+        with timer.phase("ship"):
+            body.ship(step)
+        reach("after_ship", step)
+        attempt.tally, attempt.disputes = body.tally(work, result), body.disputes
+        attempt.requests = at.recovery.membership.pending()
+        wishes(attempt.tally, attempt.requests)
+        attempt.tally.saves, attempt.tally.written = self.save_due(), self.share_written()
+        attempt.tally.ready = self._mover.ready
+        self._pacing.add_to(attempt.tally)
+        self._vote(attempt, attempt.tally)
+
+    def vote_again(self, key: GradientKey) -> None:
+        """Over the gradients of an earlier generation, retained under ``key``, which are complete."""
+        attempt = self._attempt
+        if attempt is None or attempt.tally is None:
+            raise RuntimeError("a vote is to be taken again that this rank was not ready for")
+        attempt.key = key
+        attempt.tally.times, attempt.tally.clocks = {}, {}  # measured under another plan
+        self._position.body.weigh(attempt.tally, key)
+        self._vote(attempt, attempt.tally)
+
+    def _vote(self, attempt: _Attempt, tally: Tally) -> None:
+        """The commit point: with the vote's sum every rank computes the same record."""
+        at, step = self._position, attempt.step.step
+        with at.timer.phase("vote"):
+            layout = VoteLayout(
+                self._blocks, at.agree_on_keys(tally.report), ranges_of(at.standing.plan), self._pacing.clocked_cells()
+            )
+            at.tools.reach("before_vote", step)
+            total = at.body.vote(layout, tally)
+        self._refuse(total, attempt)
+        self._pacing.observe(total)
+        at.record = advance(at.record, self._outcome(total, attempt), at.tools.settings.hyper)
+        self._zeros = total.zeros
+        at.tools.pool.remember(at.record)
+        self._mover.due = total.ready == total.voters
+        self._mover.confirm()
+        if total.suspects:
+            self._mover.forget()
+            self._proofs.mend_memory(attempt.disputes)
+        at.tools.reach("after_vote", step)
+
+    def _refuse(self, total: Tally, attempt: _Attempt) -> None:
+        """Raises for a sum that must not become a record; the same on every rank."""
+        step = attempt.step.step
+        if total.disputes:
+            self._proofs.dispute(attempt.disputes)
+        check_ledger(total, attempt.step.address, step, attempt.skipped)
+        if total.overflows and self._position.tools.settings.check_finite:
+            raise NotFinite(f"step {step}: a gradient is not finite (--no-check-for-nan-in-loss-and-grad lets it pass)")
+
+    def _outcome(self, total: Tally, attempt: _Attempt) -> Vote:
+        standing, settings = self._position.standing, self._position.tools.settings
+        return Vote(
+            gradient=attempt.key,
+            norm_sq=total.norms,
+            found_nonfinite=total.overflows > 0,
+            denominator=total.tokens if settings.per_token_loss else standing.plan.grid.data_parallel_size,
+            tokens=total.tokens,
+            samples=attempt.step.address.size,
+            losses=total.report,
+            ledger_hash=f"{total.ledger:x}",
+            plan_hash=standing.plan_hash,
+            placement=standing.basis.digest,
+            agreed=agreed_by(total, attempt.requests),
+            speeds=self._pacing.pace.speeds(),
+        )
+
+    # -- after it ------------------------------------------------------------------
+
+    def update(self) -> None:
+        """Every copy held here to the record's version. Safe to repeat."""
+        at = self._position
+        pool, step = at.tools.pool, at.record.version
+        with at.timer.phase("update"):
+            keys = [block.key for block in at.standing.owned] if pool.snapshot == "state" else tuple(pool)
+            pool.apply(at.record, keys[: len(keys) // 2])
+            at.tools.reach("mid_update", step)
+            pool.apply(at.record, keys)
+        at.tools.reach("after_update", step)
+        if pool.snapshot == "state" and self.followed < step:
+            with at.timer.phase("ship"):
+                at.body.follow(at.record)
+            self.followed = step
+
+    def finish(self, catching_up: bool = False) -> None:
+        """From a committed record to parameters: update, then gather. Safe to repeat.
+
+        ``catching_up``: a skipped step is gathered as well, since a gather before it may have been cut short.
+        """
+        self.update()
+        at = self._position
+        step = at.record.version
+        if at.parameters < step:
+            if not at.record.skipped or catching_up:
+                with at.timer.phase("gather"):
+                    at.body.gather(step)
+            at.parameters = step
+        at.tools.reach("after_gather", step)
+
+    def result(self) -> StepResult:
+        """The newest step as the host's loop wants it."""
+        record, settings = self._position.record, self._position.tools.settings
+        losses = {key: total / count if count else 0.0 for key, (total, count) in record.losses.items()}
+        zeros = self._zeros if settings.count_zeros else None
+        return StepResult(losses, record.skipped, record.grad_norm, zeros, record.loss_scale)

@@ -1,0 +1,200 @@
+"""A rank's way through a loss: from the error in the middle of something to work going on (DESIGN §3, §4).
+
+    agree    on a generation, with what everybody holds (:mod:`recovery`)
+    settle   every survivor at the same version, with parameters to match: roll forward, vote
+             again, or back to where the step is run again
+    wait     for ranks that come back, where a stage has none left (:mod:`waiting`)
+    join     the same from the other side: a newcomer takes the members' position
+
+Any further loss on the way begins it anew with what is held then. Nothing is committed
+here that a vote has not agreed on.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron.elastic.comm.errors import CommError, GenerationChanged
+from megatron.elastic.engine.commitment import Commitment
+from megatron.elastic.engine.joining import NEWCOMER, Welcome, newcomers, send_welcome
+from megatron.elastic.engine.mover import Mover
+from megatron.elastic.engine.pacing import Pacing
+from megatron.elastic.engine.position import Position
+from megatron.elastic.engine.program import Program
+from megatron.elastic.engine.proofs import Proofs
+from megatron.elastic.engine.recovery import Outcome
+from megatron.elastic.engine.report import Report
+from megatron.elastic.engine.waiting import StageGone
+from megatron.elastic.state.transfer import prune
+
+__all__ = ["Regroup"]
+
+
+class Regroup:
+    """Belongs to the training thread. ``host_state``: the host's counters, for whoever joins."""
+
+    def __init__(
+        self,
+        position: Position,
+        program: Program,
+        mover: Mover,
+        proofs: Proofs,
+        pacing: Pacing,
+        commitment: Commitment,
+        host_state: Callable[[], Mapping[str, Any]],
+    ) -> None:
+        self._position = position
+        self._program = program
+        self._mover = mover
+        self._proofs = proofs
+        self._pacing = pacing
+        self._commitment = commitment
+        self._host_state = host_state
+
+    # -- members -------------------------------------------------------------------
+
+    def ask(self, what: str) -> bool:
+        """Have a generation begin ('join', 'leave', 'reform'), and settle in it; whether the present phase is over."""
+        at = self._position
+        at.recovery.membership.request(what)
+        return self.recover(GenerationChanged(at.standing.generation + 1))
+
+    def recover(self, error: CommError) -> bool:
+        """Agree on a generation and settle in it. Returns whether the present phase is over.
+
+        Raises ``StateLost``, ``PlanError``, ``CertificateError``: the end of the job.
+        """
+        at, started = self._position, time.monotonic()
+        while True:
+            try:
+                at.timer.enter("recover")
+                self._mover.forget()
+                attempted = self._commitment.present_step if self._commitment.under_way else at.record.version + 1
+                standing, outcome = at.recovery.agree(error, self._report(), at.history, attempted)
+                self._mover.renew()
+                self._program.hopeless = outcome.failure or self._program.hopeless
+                at.standing, at.unsettled = standing, True
+                at.tools.reach("in_recovery_promote", at.record.version)
+                self._settle(outcome)
+                at.tools.reach("in_recovery_resume", at.record.version)
+                at.injector.settle()
+                at.listener.settled(outcome, at.standing, time.monotonic() - started)
+                at.recovery.untold = ()
+                return outcome.phase_over
+            except StageGone as gone:
+                error = self._wait_for_ranks(gone)
+            except CommError as again:
+                error = again
+
+    def _report(self) -> Report:
+        at, program = self._position, self._program
+        return Report(
+            holdings=at.tools.pool.holdings(self._commitment.known_rows()),
+            phase=program.phase,
+            done=program.done,
+            parameters=-1 if self._mover.reassigned else at.parameters,
+            failure=program.failure,
+            waits=self._commitment.under_way or program.after_step or not program.under_way,
+        )
+
+    def _settle(self, outcome: Outcome) -> None:
+        """Bring every survivor to the same version, with parameters to match."""
+        at, resolution = self._position, outcome.resolution
+        record, pool = resolution.record, at.tools.pool
+        assert record is not None, "only a lost state has no record"
+        prune(pool, at.standing.placement)
+        if pool.snapshot == "state":
+            # Possibly one step back; what the record of the lost step named stays in force.
+            record = replace(record, placement=outcome.basis)
+            pool.revert(record)
+            self._commitment.followed = -1
+        pool.remember(record)
+        # What was agreed before is void: some may not have got to ask for it, and the next vote agrees anew.
+        at.record, at.heeded = record, record.version
+        at.history.enter(at.standing.basis)
+        if outcome.newcomers:
+            send_welcome(at.tools.fabric, outcome.decision, self._welcome())
+        self._pacing.renew()
+        pool.discard(resolution.gradient_key, record.version)
+        # Everybody gathers when anybody has to: a gather cut short left some parameters behind.
+        at.parameters = min(outcome.oldest_parameters, record.version)
+        self._commitment.update()
+        self._mover.house()
+        self._commitment.finish(catching_up=True)
+        if resolution.kind == "revote":
+            assert resolution.gradient_key is not None
+            self._commitment.vote_again(resolution.gradient_key)
+            self._commitment.finish(catching_up=True)
+        self._work_anew()
+        if outcome.newcomers:
+            self._proofs.certify("join", self._every_block())
+        else:
+            self._proofs.certify("recovery", outcome.promoted)
+
+    def _work_anew(self) -> None:
+        """The generation is complete here: what it finds out from now on is its own."""
+        self._position.settled_at = self._position.record.version
+        self._mover.reassigned = False
+
+    def _every_block(self) -> tuple[tuple[int, int, int], ...]:
+        return tuple(block.key for layout in self._position.recovery.layouts.values() for block in layout.blocks)
+
+    def _wait_for_ranks(self, gone: StageGone) -> CommError:
+        """Nobody is left to compute a stage: until a newer generation is being agreed, which may bring its ranks."""
+        # The same conclusion everywhere: nobody leaves while others wait.
+        if not all(Report.from_text(text).waits for text in gone.decision.reports.values() if text != NEWCOMER):
+            raise gone.final("lost in evaluation or saving, which cannot wait for them")
+        at = self._position
+        try:
+            if newcomers(gone.decision):  # some have come, not all
+                send_welcome(at.tools.fabric, gone.decision, self._welcome())
+            at.recovery.wait_for_ranks(gone, self._commitment.present_step)
+        except CommError as error:
+            return error
+        return GenerationChanged(gone.decision.generation + 1)
+
+    # -- newcomers -----------------------------------------------------------------
+
+    def _welcome(self) -> Welcome:
+        at, program = self._position, self._program
+        in_step = self._commitment.under_way
+        logging = program.under_way and program.after_step  # a newcomer begins with the end of the step before
+        return Welcome(
+            catalog={
+                key: tuple(slot.spec for slot in layout.slots) for key, layout in at.recovery.layouts.items()
+            },
+            memory_bytes=at.recovery.memory_bytes,
+            basis=at.standing.basis,
+            confirmed=at.history.of(at.record),
+            record=at.record,
+            phase=program.phase - program.under_way - logging,
+            in_step=in_step or logging,
+            step_committed=logging or (in_step and at.record.version == self._commitment.present_step),
+            report_keys=at.report_keys,
+            host=self._host_state(),
+        )
+
+    def join(self, welcome: Welcome) -> None:
+        """A newcomer's first act as a member: take the members' position, then the parameters."""
+        at, program = self._position, self._program
+        at.record, at.history, at.report_keys = welcome.record, welcome.history(), welcome.report_keys
+        at.heeded = at.record.version
+        program.phase, program.inside, program.end_only = welcome.phase, welcome.in_step, welcome.step_committed
+        self._pacing.renew()
+        at.tools.pool.start(at.record)
+        at.tools.reach("in_join", at.record.version)
+        if at.tools.pool.snapshot == "state":
+            dist.barrier(group=at.tools.fabric.world)  # the one that ends StepBody.follow
+            self._commitment.followed = at.record.version
+        at.unsettled = True
+        self._mover.house()
+        at.body.gather(at.record.version)
+        at.parameters = at.record.version
+        self._work_anew()
+        self._proofs.certify("join", self._every_block())
+        at.injector.settle()
