@@ -59,6 +59,14 @@ class _Stage:
 
     def least(self, count: int, room: int) -> int:
         """No schedule of ``count`` micro-batches, ``room`` of them held at once, is shorter than this."""
+        return max(self._sums(count, room), self._returns(count, room))
+
+    def meets(self, count: int, room: int, deadline: int) -> bool:
+        """Whether ``least`` is within ``deadline``; the costly part only where the sums allow it."""
+        return self._sums(count, room) <= deadline and self._returns(count, room) <= deadline
+
+    def _sums(self, count: int, room: int) -> int:
+        """Chain, work and round trip."""
         each = self.forward + self.gradient
         late = max(0, count - room) * self.weight
         after = self.gradient_before + self.tail
@@ -66,8 +74,7 @@ class _Stage:
         work = self.forward_before + count * (each + self.weight)
         early = min(room, count) * self.forward
         arrival = self.forward + self.trip
-        trip = arrival - early + max(chain, work)
-        return max(chain, work, trip, self._returns(count, room))
+        return max(chain, work) + max(0, arrival - early)
 
     def _returns(self, count: int, room: int) -> int:
         """With ``room`` held at once, forward number ``j`` follows ``j - room + 1`` weight gradients.
@@ -77,21 +84,26 @@ class _Stage:
         did forwards ``i + room`` to ``j``, each of which follows one of those. ``ends[j]``: when forward ``j`` may
         have ended; what the stage has still to do after the return of number ``i`` gives the whole.
         """
-        close = self.gradient + self.weight
-        after = self.gradient_before + self.tail
+        forward, trip, each = self.forward, self.trip, self.forward + self.gradient + self.weight
+        end = self.forward_before + forward
+        if count <= room:
+            return max(self._after_return(end, count, 0), self._after_return(end + (count - 1) * forward, 1, 0))
         ends: list[int] = []
         latest, whole = 0, 0
         for j in range(count):
-            end = self.forward_before + (j + 1) * self.forward
             if j >= room:
                 i = j - room
-                latest = max(latest, ends[i] + self.trip - i * (self.forward + close))
-                end = max(end, latest + (i + 1) * (self.forward + close))
+                latest = max(latest, ends[i] + trip - i * each)
+                end = max(end, latest + (i + 1) * each)
             ends.append(end)
-            left, again = count - j, max(0, count - room - j)
-            back = end + self.trip + again * self.forward + left * self.gradient
-            whole = max(whole, back + left * self.weight, back + again * self.weight + after)
+            whole = max(whole, self._after_return(end, count - j, max(0, count - room - j)))
+            end += forward
         return whole
+
+    def _after_return(self, end: int, left: int, again: int) -> int:
+        """Whole time when a forward ends at ``end`` with ``left`` gradients to take, ``again`` forwards held back."""
+        back = end + self.trip + again * self.forward + left * self.gradient
+        return back + max(left * self.weight, again * self.weight + self.gradient_before + self.tail)
 
 
 class Reach:
@@ -145,7 +157,7 @@ class Reach:
             while low < high:
                 middle = (low + high + 1) // 2
                 stage, room = self.stage(cuts[-1], middle)
-                if room and stage.least(count, room) <= deadline:
+                if room and stage.meets(count, room, deadline):
                     low = middle
                 else:
                     high = middle - 1
@@ -162,7 +174,7 @@ class Reach:
             while low < high:
                 middle = (low + high) // 2
                 stage, room = self.stage(middle, cuts[-1])
-                if room and stage.least(count, room) <= deadline:
+                if room and stage.meets(count, room, deadline):
                     high = middle
                 else:
                     low = middle + 1

@@ -73,6 +73,8 @@ class GraphOptions:
     """Largest number of cells dissolved into one pool."""
     pool_replicas: int = 12
     """Most healthy replicas dissolved beside the damaged ones."""
+    every_pool: bool = True
+    """A larger pool need not beat a smaller one by the closed form: for who ranks by tables afterwards."""
 
 
 @dataclass(frozen=True)
@@ -242,10 +244,11 @@ class _Search:
             cells = loose + [s.cell for line in self.healthy[len(kept) :] for s in line.segments]
             if len(cells) > self.options.pool_cells:
                 return
-            if cells:
-                yield from self._fill(kept, list(dict.fromkeys(cells)), best)
+            for lines, reached in self._fill(kept, list(dict.fromkeys(cells)), best) if cells else ():
+                yield lines
+                best = best if self.options.every_pool else min(best, reached)
 
-    def _fill(self, kept: list[_Line], cells: list[int], best: int) -> Iterable[list[_Line]]:
+    def _fill(self, kept: list[_Line], cells: list[int], best: int) -> Iterable[tuple[list[_Line], int]]:
         table = self.lengths(cells)
         deadline = best
         while table:
@@ -257,7 +260,7 @@ class _Search:
             _, reached = share_out(self.total, times)
             lines = self.form(cells, lengths)
             if lines is not None:
-                yield kept + lines
+                yield kept + lines, reached
             if reached >= deadline:
                 return
             deadline = reached

@@ -173,10 +173,10 @@ class Model:
         return low
 
 
-def _greedy(model: Model, places: Sequence[Place], time: int) -> tuple[int, ...] | None:
+def _greedy(model: Model, places: Sequence[Place], held: Sequence[int], time: int) -> tuple[int, ...] | None:
     cuts = [0]
-    for stage, place in enumerate(places):
-        cuts.append(model.reach(cuts[-1], place, time, model.in_flight(stage, len(places))))
+    for place, in_flight in zip(places, held, strict=True):
+        cuts.append(model.reach(cuts[-1], place, time, in_flight))
     return tuple(cuts) if cuts[-1] == model.units else None
 
 
@@ -188,14 +188,15 @@ def cut_pipeline(model: Model, places: Sequence[Place]) -> tuple[int, ...] | Non
     if not places:
         return None
     high = model.work[-1] * PPM // min(place.speed_ppm for place in places) + 1
-    best = _greedy(model, places, high)
+    held = [model.in_flight(stage, len(places)) for stage in range(len(places))]
+    best = _greedy(model, places, held, high)
     if best is None:
         return None
     low = max(0, model.work[-1] * PPM // sum(place.speed_ppm for place in places) - 1)
     high = pipeline_time(model, places, best).each
     while low < high:
         middle = (low + high) // 2
-        cuts = _greedy(model, places, middle)
+        cuts = _greedy(model, places, held, middle)
         if cuts is None:
             low = middle + 1
         else:
@@ -230,22 +231,25 @@ def nearest_cuts(
     """
     best: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, (0,))}
     for stage, place in enumerate(places):
+        lacking = _lacking(model, holds[stage])
+        held = model.in_flight(stage, len(places))
         onward: dict[int, tuple[int, tuple[int, ...]]] = {}
         for first, (cost, cuts) in best.items():
-            reach = model.reach(first, place, time, model.in_flight(stage, len(places)))
-            for end in range(first, reach + 1):
-                candidate = (cost + _fetched(model, first, end, holds[stage]), (*cuts, end))
-                if end not in onward or candidate < onward[end]:
-                    onward[end] = candidate
+            base = cost - lacking[first]
+            for end in range(first, model.reach(first, place, time, held) + 1):
+                fetched = base + lacking[end]
+                known = onward.get(end)
+                if known is None or fetched < known[0] or (fetched == known[0] and (*cuts, end) < known[1]):
+                    onward[end] = fetched, (*cuts, end)
         best = onward
     return best[model.units][1] if model.units in best else None
 
 
-def _fetched(model: Model, first: int, end: int, ranges: Sequence[tuple[int, int]]) -> int:
-    """Bytes of ``[first, end)`` outside ``ranges`` (which do not overlap)."""
-    need = model.moved[end] - model.moved[first]
+def _lacking(model: Model, ranges: Sequence[tuple[int, int]]) -> list[int]:
+    """Prefix sums of the bytes of units outside ``ranges`` (which do not overlap)."""
+    moved = model.moved
+    lacking = list(moved)
     for a, b in ranges:
-        low, high = max(a, first), min(b, end)
-        if low < high:
-            need -= model.moved[high] - model.moved[low]
-    return need
+        lacking[a:b] = [less - (all_ - moved[a]) for less, all_ in zip(lacking[a:b], moved[a:b], strict=True)]
+        lacking[b:] = [less - (moved[b] - moved[a]) for less in lacking[b:]]
+    return lacking

@@ -18,6 +18,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
+from megatron.elastic.plan.bound import Reach
 from megatron.elastic.plan.dataflow import PlanError, Share, deal, microbatch_rows
 from megatron.elastic.plan.graph import GraphOptions, Shape, candidate_shapes
 from megatron.elastic.plan.model import Plan, Profile, Replica, Segment, Topology
@@ -224,21 +225,26 @@ def _shapes(topology: Topology, profile: Profile, options: DecisionOptions) -> l
     """Shapes to consider, fastest first; without the graph axis only those that move nothing."""
     wanted = options.graph or GraphOptions(alike=False, recut=False, pool=False, drop=True)
     shapes: list[Shape] = []
+    by_tables = _piece_count(topology) <= options.max_pieces
+    wanted = replace(wanted, every_pool=by_tables)
     for split, late in ((True, True), (True, False), (False, False)) if options.split_backward else ((False, False),):
+        if not by_tables and (shapes or (split and not late)):
+            continue  # only tables say whether what is too hopeful holds
         try:
             shapes += candidate_shapes(topology, profile, replace(wanted, split_backward=split, late_weights=late))
         except PlanError:
             continue
     shapes.sort(key=lambda shape: shape.time_ns)
-    if _piece_count(topology) > options.max_pieces:
+    if not by_tables:
         return shapes
     shapes = list(dict.fromkeys(shapes))
     near = [shape for number, shape in enumerate(shapes) if number < 2 * MAX_SHAPES or shape.kind == "drop"]
     timer = _Timer(topology, profile, options.split_backward)
-    timed = [timer.timed(shape) for shape in near]
+    timed = timer.best((shape for shape in near if shape.kind != "drop"), MAX_SHAPES)
+    timed += [timer.timed(shape) for shape in near if shape.kind == "drop"]
     if wanted.pool and options.split_backward and not wanted.even_quotas and few_microbatches(topology):
-        tried = sorted((timer.timed(s) for s in bound_shapes(topology, profile, True)), key=lambda s: s.time_ns)
-        timed += [timer.settled(shape) for shape in tried[:MAX_SETTLED]]
+        tried = timer.best(bound_shapes(topology, profile, True), MAX_SETTLED)
+        timed += [timer.settled(shape) for shape in tried]
     return sorted(timed, key=lambda shape: shape.time_ns)
 
 
@@ -249,6 +255,25 @@ class _Timer:
         self.topology, self.profile, self.split = topology, profile, split_backward
         self.speed = {cell.id: (cell.speed_ppm, cell.memory_bytes) for cell in topology.cells}
         self.known: dict[tuple[object, ...], int] = {}
+        self.reach = Reach(topology, profile, split_backward)
+
+    def best(self, shapes: Iterable[Shape], count: int) -> list[Shape]:
+        """The ``count`` fastest by their tables, fastest first; made only where the bound leaves a chance."""
+        found: list[Shape] = []
+        for shape in shapes:
+            if len(found) == count and self.least(shape) >= found[-1].time_ns:
+                continue
+            found = sorted((*found, self.timed(shape)), key=lambda shape: shape.time_ns)[:count]
+        return found
+
+    def least(self, shape: Shape) -> int:
+        """What no tables of the shape's pipelines can beat, ns."""
+        found = 0
+        for pipeline in shape.pipelines:
+            for segment in pipeline.segments if pipeline.quota else ():
+                stage, room = self.reach.stage(segment.first, segment.end)
+                found = max(found, stage.least(pipeline.quota, max(1, room)))
+        return found
 
     def times(self, shape: Shape) -> list[int]:
         """Time of each pipeline, ns (0: it computes nothing)."""
