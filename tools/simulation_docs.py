@@ -37,7 +37,7 @@ def sections_of_table(figures: Mapping[str, Any]) -> dict[str, str]:
     }
     for name, fleet in figures["fleets"].items():
         text = goodput(fleet["results"])
-        found[f"goodput-{name}"] = f"{text}\n\nOne core, {fleet['cpu_s']:.0f} s of CPU for the whole trace."
+        found[f"goodput-{name}"] = f"{text}\n\nOne core, {fleet['cpu_s']:.2f} s of CPU for the whole trace."
     return found
 
 

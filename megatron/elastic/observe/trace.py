@@ -14,6 +14,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 __all__ = ["Span", "chrome_trace", "draw_spans", "write_chrome_trace"]
 
@@ -34,6 +35,13 @@ COLOURS: Mapping[str, str] = {
     "gather": "#b279a2",
     "movement": "#ff9da6",
 }
+_WIDTH_PT, _LETTER_PT = 850, 3.9
+"""Width of the drawing and of a letter in a label, points: what does not fit is not written."""
+NAMES: Mapping[str, str] = {
+    "F": "forward", "B": "backward", "BI": "input gradient", "BW": "weight gradient", "slow": "slow rank",
+    "recover": "recovery",
+}  # fmt: skip
+"""What categories are called in legends, where not by their own name."""
 
 
 @dataclass(frozen=True)
@@ -87,34 +95,76 @@ def write_chrome_trace(path: Path, spans: Iterable[Span], tracks: Mapping[int, s
 def draw_spans(
     path: Path, spans: Sequence[Span], tracks: Mapping[int, str] | None = None, title: str = "", label: bool = True
 ) -> None:
-    """PNG or SVG (by ending): one row a track, first track on top, coloured by category."""
+    """PNG or SVG (by ending): one row a track, first track on top, coloured by category.
+
+    Moments (spans of no length) are marked and named; losses and the recoveries from them stand out over all rows.
+    """
     from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
 
     rows = sorted({span.track for span in spans})
     place = {track: len(rows) - 1 - number for number, track in enumerate(rows)}
     end = max((span.end for span in spans), default=1)
-    figure = Figure(figsize=(14, max(1.6, 0.32 * len(rows) + 0.9)))
+    figure = Figure(figsize=(14, max(2.2, 0.34 * len(rows) + 1.4)), dpi=110)
     axes = figure.add_subplot()
     for span in spans:
         colour = COLOURS.get(span.category, "#cccccc")
+        start, length = span.start / 1e6, (span.end - span.start) / 1e6
         if span.start == span.end:
-            axes.plot([span.start / 1e6], [place[span.track]], marker="D", color=colour, markersize=5)
-        axes.barh(
-            place[span.track],
-            (span.end - span.start) / 1e6,
-            0.9,
-            span.start / 1e6,
-            color=colour,
-            edgecolor="white",
-            linewidth=0.4,
-        )
-        if label and (span.end - span.start) * 90 >= end:
-            middle = (span.start + span.end) / 2e6
-            axes.text(middle, place[span.track], span.name, ha="center", va="center", fontsize=6)
+            axes.plot([start], [place[span.track]], marker="D", color=colour, markersize=6, zorder=4)
+            continue
+        axes.barh(place[span.track], length, 0.9, start, color=colour, edgecolor="white", linewidth=0.4, zorder=2)
+        if label and length * 1e6 * _WIDTH_PT > end * _LETTER_PT * (len(span.name) + 0.4):
+            axes.text(
+                start + length / 2, place[span.track], span.name, ha="center", va="center", fontsize=6.5, zorder=3,
+                clip_on=True,
+            )  # fmt: skip
+    _mark_losses(axes, spans, place)
     names = tracks or {}
-    axes.set_yticks([place[track] for track in rows], [names.get(track, f"cell {track}") for track in rows], fontsize=6)
-    axes.set_xlabel("ms")
-    axes.set_title(title, fontsize=9)
+    axes.set_yticks([place[track] for track in rows], [names.get(track, f"cell {track}") for track in rows], fontsize=8)
+    axes.set_ylim(-0.6, len(rows) - (0.0 if any(span.category == "recovery" for span in spans) else 0.4))
+    axes.set_xlabel("ms", fontsize=9)
+    axes.set_title(title, fontsize=10)
     axes.set_xlim(0, end / 1e6)
-    figure.tight_layout()
-    figure.savefig(path)
+    used = {span.category for span in spans}
+    shown = {NAMES.get(category, category): COLOURS[category] for category in COLOURS if category in used}
+    handles = [Patch(facecolor=colour, label=name) for name, colour in shown.items()]
+    axes.legend(
+        handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.8 / figure.get_figheight()),
+        ncols=len(handles) or 1, fontsize=8, frameon=False, handlelength=1.2, columnspacing=1.2,
+    )  # fmt: skip
+    figure.savefig(path, bbox_inches="tight")
+
+
+def _mark_losses(axes: Any, spans: Sequence[Span], place: Mapping[int, int]) -> None:
+    """A line through all rows where a loss was first seen, a band until the last recovery from it is over."""
+    recoveries = [span for span in spans if span.category == "recovery"]
+    moments: dict[tuple[int, str], list[Span]] = {}
+    for span in sorted(spans, key=lambda span: span.start):
+        if span.category in ("loss", "slow"):
+            moments.setdefault((span.track, span.name), []).append(span)
+    for (track, name), seen in moments.items():
+        axes.annotate(
+            name, (seen[-1].start / 1e6, place[track]), xytext=(8, 0), textcoords="offset points", va="center",
+            fontsize=8, color=COLOURS["loss"], zorder=5,
+        )  # fmt: skip
+        if seen[0].category == "loss":
+            axes.axvline(seen[0].start / 1e6, color=COLOURS["loss"], linewidth=1, linestyle="--", zorder=1)
+    begin, over = 0, -1
+    for span in sorted(recoveries, key=lambda span: span.start):
+        if span.start > over:
+            if over > begin:
+                _band(axes, begin, over)
+            begin, over = span.start, span.end
+        over = max(over, span.end)
+    if over > begin:
+        _band(axes, begin, over)
+
+
+def _band(axes: Any, begin: int, over: int) -> None:
+    axes.axvspan(begin / 1e6, over / 1e6, color=COLOURS["recovery"], alpha=0.15, zorder=0, linewidth=0)
+    text = f"recovery {(over - begin) / 1e6:.0f} ms"
+    axes.annotate(
+        text, ((begin + over) / 2e6, 1), xycoords=("data", "axes fraction"), xytext=(0, -3), textcoords="offset points",
+        ha="center", va="top", fontsize=8, color="#b85c00", zorder=5,
+    )  # fmt: skip

@@ -117,12 +117,16 @@ def shape_hash(shape: Shape) -> str:
     return hashlib.sha256(b"elastic-shape-1" + packed.tobytes()).hexdigest()
 
 
-def steady_plan(
-    topology: Topology, profile: Profile, options: GraphOptions | None = None, split_backward: bool = False
-) -> Plan:
-    """The fastest plan the living cells can run once units have moved (no pay-back considered)."""
-    wanted = replace(options or GraphOptions(), split_backward=split_backward)
-    return shape_plan(topology, candidate_shapes(topology, profile, wanted)[0], profile, split_backward)
+def steady_plan(topology: Topology, profile: Profile, options: DecisionOptions | None = None) -> Plan:
+    """The fastest plan of pipelines the living cells can run once units have moved (no pay-back considered).
+
+    Raises :class:`PlanError` when no shape of the living cells fits their memory.
+    """
+    options = options or DecisionOptions()
+    shapes = _shapes(topology, profile, options)
+    if not shapes:
+        raise PlanError("no shape of the living cells fits their memory")
+    return shape_plan(topology, shapes[0], profile, options.split_backward)
 
 
 def transition(

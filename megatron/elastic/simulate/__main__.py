@@ -1,8 +1,11 @@
-"""``python -m megatron.elastic.simulate {damage,goodput,ft-hsdp,table}``: tables, charts, one JSON object at the end.
+"""The simulator: policies on fixed losses, over failure traces, and single tables. The last line is one JSON object.
 
-python -m megatron.elastic.simulate damage --devices 96 --chart damage.png
-python -m megatron.elastic.simulate goodput --devices 1000000 --days 30 --rate rsc1 --seed 7
-python -m megatron.elastic.simulate ft-hsdp
+    python -m megatron.elastic.simulate damage --dp 2 --losses 1 --chart damage.png
+    python -m megatron.elastic.simulate goodput --devices 1000000 --days 30 --rate rsc1 --seed 7
+    python -m megatron.elastic.simulate ft-hsdp
+    python -m megatron.elastic.simulate table --dp 2 --pp 4 --layers 16 --lost 2 --plan steady --chart table.png
+
+What the columns mean and where the rates come from: docs/simulation.md.
 """
 
 from __future__ import annotations
@@ -15,8 +18,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 from megatron.elastic.observe.trace import draw_spans, write_chrome_trace
+from megatron.elastic.plan.dataflow import PlanError
 from megatron.elastic.plan.planner import instant_plan, plan_hash
-from megatron.elastic.plan.steady import steady_plan
+from megatron.elastic.plan.steady import DecisionOptions, steady_plan
 from megatron.elastic.plan.topology import without_cells
 from megatron.elastic.plan.validate import validate_plan
 from megatron.elastic.simulate.charts import draw_goodput, draw_scenarios
@@ -70,11 +74,15 @@ def goodput_table(results: Sequence[Goodput]) -> str:
 
 
 def _damage(args: argparse.Namespace) -> dict[str, object]:
+    if args.devices < 24:
+        raise ValueError(f"--devices {args.devices}: the scenarios need at least 24 (DP 12 x PP 2)")
     scenarios = scenario_list(args.devices)
     if args.losses:
         scenarios = [s for s in scenarios if s.losses in args.losses]
     if args.dp:
         scenarios = [s for s in scenarios if s.dp in args.dp]
+    if not scenarios:
+        raise ValueError("no scenario has these --dp and --losses: DP is one of 2, 3, 4, 8, 12, losses of 1, 2, 4, 8")
     rows = [run_scenario(scenario) for scenario in scenarios]
     print(damage_table(rows))
     if args.chart:
@@ -90,6 +98,10 @@ def _damage(args: argparse.Namespace) -> dict[str, object]:
 def _goodput(args: argparse.Namespace) -> dict[str, object]:
     tp, stages = args.tp, args.pp
     replicas = args.devices // (tp * stages)
+    if replicas < 1:
+        raise ValueError(f"--devices {args.devices} are fewer than one replica of --tp {tp} x --pp {stages}")
+    if args.layers < stages:
+        raise ValueError(f"--layers {args.layers} are fewer than the stages of --pp {stages}")
     fleet = Fleet(replicas, stages, args.layers, layer_profile(args.layers), args.waves, split_backward=True)
     options = TraceOptions(
         replicas * stages,
@@ -124,11 +136,18 @@ def _ft_hsdp(args: argparse.Namespace) -> dict[str, object]:
 
 
 def _table(args: argparse.Namespace) -> dict[str, object]:
+    strangers = [cell for cell in args.lost if not 0 <= cell < args.dp * args.pp]
+    if strangers:
+        raise ValueError(f"--lost {strangers[0]}: cells are 0 to {args.dp * args.pp - 1}")
+    if len(set(args.lost)) == args.dp * args.pp:
+        raise ValueError("--lost names every cell: there is nothing left to plan for")
+    if args.layers < args.pp:
+        raise ValueError(f"--layers {args.layers} are fewer than the stages of --pp {args.pp}")
     profile = layer_profile(args.layers)
     scenario = Scenario(args.dp, args.pp, args.layers, 0, "spread", args.waves, headroom=args.headroom)
     topology = without_cells(scenario_topology(scenario)[0], args.lost)
     if args.plan == "steady":
-        plan = steady_plan(topology, profile, split_backward=args.split)
+        plan = steady_plan(topology, profile, DecisionOptions(split_backward=args.split))
     else:
         plan = instant_plan(topology, profile, args.plan, split_backward=args.split)
     validate_plan(plan, args.layers)
@@ -141,51 +160,117 @@ def _table(args: argparse.Namespace) -> dict[str, object]:
     return {"hash": plan_hash(plan), "makespan_ns": step.pipeline, "idle_share": step.timeline.idle_share()}
 
 
+class _Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Defaults behind flags that have one, examples as they stand."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return super()._get_help_string(action) if action.default else action.help
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
+
+
+def _above_zero(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return value
+
+
+def _share(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a share from 0 to 1")
+    return value
+
+
+def _picture(text: str) -> Path:
+    path = Path(text)
+    if path.suffix not in (".png", ".svg"):
+        raise argparse.ArgumentTypeError(f"{text!r} ends in neither .png nor .svg")
+    return _file(text)
+
+
+def _file(text: str) -> Path:
+    path = Path(text)
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no directory {str(path.parent)!r}")
+    return path
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m megatron.elastic.simulate", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
-    damage = commands.add_parser("damage", help="policies on fixed losses")
-    damage.add_argument("--devices", type=int, default=96)
-    damage.add_argument("--losses", type=int, nargs="*", help="only these numbers of losses")
-    damage.add_argument("--dp", type=int, nargs="*", help="only these data-parallel sizes")
+    parser = argparse.ArgumentParser(
+        prog="python -m megatron.elastic.simulate", description=__doc__, formatter_class=_Formatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def command(name: str, what: str) -> argparse.ArgumentParser:
+        return commands.add_parser(name, help=what, description=what, formatter_class=_Formatter)
+
+    damage = command("damage", "throughput of every policy after fixed losses, relative to before, and the bound")
+    damage.add_argument("--devices", type=_positive, default=96, metavar="N", help="devices before the loss")
+    damage.add_argument("--losses", type=_positive, nargs="*", metavar="N", help="only these numbers of losses")
+    damage.add_argument("--dp", type=_positive, nargs="*", metavar="N", help="only these data-parallel sizes")
     damage.add_argument("--ablation", action="store_true", help="each axis off in turn (1 and 2 losses)")
-    goodput = commands.add_parser("goodput", help="policies over a failure trace")
-    goodput.add_argument("--devices", type=int, default=16_384)
-    goodput.add_argument("--days", type=float, default=30.0)
-    goodput.add_argument("--rate", choices=sorted(RATES), default="llama3")
-    goodput.add_argument("--tp", type=int, default=8)
-    goodput.add_argument("--pp", type=int, default=16)
-    goodput.add_argument("--layers", type=int, default=128)
-    goodput.add_argument("--waves", type=int, default=16, help="micro-batches per replica and step")
-    goodput.add_argument("--step", type=float, default=20.0, help="seconds a step")
-    goodput.add_argument("--repair-hours", type=float, default=4.0)
-    goodput.add_argument("--correlated", type=float, default=0.0, help="share of losses that take a block of cells")
-    goodput.add_argument("--correlated-cells", type=int, default=8)
-    goodput.add_argument("--spares", type=int, default=16)
-    hsdp = commands.add_parser("ft-hsdp", help="FT-HSDP's arithmetic and everyone on the same trace")
-    hsdp.add_argument("--days", type=float, default=7.0)
-    table = commands.add_parser("table", help="draw a schedule table")
-    table.add_argument("--dp", type=int, default=2)
-    table.add_argument("--pp", type=int, default=4)
-    table.add_argument("--layers", type=int, default=16)
-    table.add_argument("--waves", type=int, default=8)
-    table.add_argument("--lost", type=int, nargs="*", default=[], help="cells that died")
-    table.add_argument("--plan", choices=("reroute", "resize", "steady"), default="reroute")
+    goodput = command("goodput", "every policy over a trace of failures and repairs: goodput, stalls, energy")
+    goodput.add_argument("--devices", type=_positive, default=16_384, metavar="N", help="devices of the job")
+    goodput.add_argument("--days", type=_above_zero, default=30.0, metavar="DAYS", help="simulated time")
+    goodput.add_argument("--rate", choices=sorted(RATES), default="llama3", help="published rate of failures")
+    goodput.add_argument("--tp", type=_positive, default=8, metavar="N", help="tensor-parallel size")
+    goodput.add_argument("--pp", type=_positive, default=16, metavar="N", help="stages of a replica")
+    goodput.add_argument("--layers", type=_positive, default=128, metavar="N", help="layers of the model")
+    goodput.add_argument("--waves", type=_positive, default=16, metavar="N", help="micro-batches per replica and step")
+    goodput.add_argument("--step", type=_above_zero, default=20.0, metavar="S", help="seconds an undamaged step takes")
+    goodput.add_argument("--repair-hours", type=_above_zero, default=4.0, metavar="H", help="mean time to repair")
+    goodput.add_argument(
+        "--correlated", type=_share, default=0.0, metavar="SHARE", help="share of losses that take a block of cells"
+    )
+    goodput.add_argument("--correlated-cells", type=_positive, default=8, metavar="N", help="cells of such a block")
+    goodput.add_argument("--spares", type=_positive, default=16, metavar="N", help="waiting cells of policy 'spares'")
+    hsdp = command("ft-hsdp", "FT-HSDP's arithmetic, and everyone on one trace of its rate")
+    hsdp.add_argument("--days", type=_above_zero, default=7.0, metavar="DAYS", help="simulated time")
+    table = command("table", "one schedule table: its time, its picture")
+    table.add_argument("--dp", type=_positive, default=2, metavar="N", help="replicas")
+    table.add_argument("--pp", type=_positive, default=4, metavar="N", help="stages of a replica")
+    table.add_argument("--layers", type=_positive, default=16, metavar="N", help="layers of the model")
+    table.add_argument("--waves", type=_positive, default=8, metavar="N", help="micro-batches per replica")
+    table.add_argument(
+        "--lost", type=int, nargs="*", default=[], metavar="CELL", help="cells that died (replica x PP + stage)"
+    )
+    table.add_argument(
+        "--plan", choices=("reroute", "resize", "steady"), default="reroute", help="peers take over, or cut anew"
+    )
     table.add_argument("--split", action="store_true", help="split backward into input and weight gradient")
-    table.add_argument("--headroom", type=float, default=1.3, help="memory over the neediest nominal stage's")
-    table.add_argument("--trace", type=Path, help="write a Chrome trace here (Perfetto)")
-    for command in (damage, goodput, hsdp, table):
-        command.add_argument("--chart", type=Path, help="write a PNG or SVG here")
-    for command in (goodput, hsdp):
-        command.add_argument("--seed", type=int, default=0)
+    table.add_argument(
+        "--headroom", type=_above_zero, default=1.3, metavar="X", help="a cell's memory over the neediest stage's"
+    )
+    table.add_argument("--trace", type=_file, metavar="PATH", help="write a Chrome trace here (ui.perfetto.dev)")
+    for one in (damage, goodput, hsdp, table):
+        one.add_argument("--chart", type=_picture, metavar="PATH", help="write a picture here (.png or .svg)")
+    for one in (goodput, hsdp):
+        one.add_argument("--seed", type=int, default=0, metavar="N", help="of the trace")
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; the last line printed is one JSON object."""
+    """Entry point; the last line printed is one JSON object. Exit code 1 with one line on stderr for bad input."""
     args = _parser().parse_args(argv)
     run = {"damage": _damage, "goodput": _goodput, "ft-hsdp": _ft_hsdp, "table": _table}[args.command]
-    print(json.dumps(run(args)))
+    try:
+        result = run(args)
+    except (PlanError, ValueError) as error:
+        print(f"{args.command}: {error}", file=sys.stderr)
+        return 1
+    print(json.dumps(result))
     return 0
 
 

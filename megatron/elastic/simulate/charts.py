@@ -28,11 +28,17 @@ def draw_scenarios(rows: Sequence[Row], path: Path, losses: int = 1) -> None:
     width = 0.8 / len(series)
     for number, (name, values) in enumerate(series.items()):
         axes.bar([at + number * width for at in range(len(shown))], values, width, label=name)
+    edges = [at - width / 2 for at in range(len(shown))]
+    axes.hlines(
+        [row.bound for row in shown], edges, [edge + width for edge in edges], "black", linewidth=1.6, label="bound"
+    )
     names = [f"{r.scenario.dp}x{r.scenario.pp}\n{r.scenario.layers} layers" for r in shown]
-    axes.set_xticks([at + 0.4 - width / 2 for at in range(len(shown))], names, fontsize=7)
+    axes.set_xticks([at + 0.4 - width / 2 for at in range(len(shown))], names, fontsize=8)
+    axes.set_xlabel("DP x PP")
     axes.axhline(1.0, color="black", linewidth=0.6)
-    axes.set_ylabel(f"throughput after {losses} loss(es), before = 1")
-    axes.legend(fontsize=7)
+    axes.set_ylabel(f"throughput after {losses} {'loss' if losses == 1 else 'losses'}, before = 1")
+    axes.set_ylim(0, 1.12 * max(1.0, *(row.bound for row in shown)))
+    axes.legend(fontsize=8, ncols=len(series) + 1, loc="upper center")
     figure.tight_layout()
     figure.savefig(path)
 

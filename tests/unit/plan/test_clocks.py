@@ -10,7 +10,7 @@ from megatron.elastic.plan.clocks import clocked_time, with_clocks
 from megatron.elastic.plan.frequency import ClockFit, ClockRange, balance_clocks, fit_clock
 from megatron.elastic.plan.graph import GraphOptions
 from megatron.elastic.plan.model import Plan, Profile, UnitCost
-from megatron.elastic.plan.steady import steady_plan
+from megatron.elastic.plan.steady import DecisionOptions, steady_plan
 from megatron.elastic.plan.timing import plan_time
 from megatron.elastic.plan.topology import regular_topology, without_cells
 
@@ -81,7 +81,7 @@ def recut_plan() -> tuple[Plan, Profile]:
     """Pipelines of four and three cells, 9 and 7 micro-batches; some cells have less work than others."""
     profile = Profile((UnitCost(1_000_000, 2_000_000, 1_000_000, 0, 0, 1, 0),) * 16, latency_ns=0)
     topology = without_cells(regular_topology(2, 4, 16, waves=8), [2])
-    return steady_plan(topology, profile, GraphOptions(alike=False, pool=False, drop=False)), profile
+    return steady_plan(topology, profile, DecisionOptions(GraphOptions(alike=False, pool=False, drop=False))), profile
 
 
 def test_spared_clocks_never_delay_the_step_and_some_cells_slow_down() -> None:

@@ -177,3 +177,20 @@ def test_command_line_prints_json_last_and_draws(tmp_path: object, capsys: pytes
     assert main(["damage", "--devices", "24", "--losses", "1", "--dp", "2", "--chart", f"{tmp_path}/damage.svg"]) == 0
     rows = json.loads(capsys.readouterr().out.strip().splitlines()[-1])["rows"]
     assert all(row["elaswave"] > 0 for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        (["table", "--lost", "9"], "--lost 9: cells are 0 to 7"),
+        (["table", "--lost", *map(str, range(8))], "--lost names every cell"),
+        (["goodput", "--devices", "12"], "--devices 12 are fewer than one replica of --tp 8 x --pp 16"),
+        (["damage", "--dp", "5"], "no scenario has these --dp"),
+    ],
+)
+def test_bad_input_is_one_line_that_names_the_flag(
+    command: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(command) == 1
+    told = capsys.readouterr().err
+    assert says in told and told.count("\n") == 1
