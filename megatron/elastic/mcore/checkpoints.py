@@ -21,7 +21,7 @@ from megatron.elastic.engine.engine import Engine
 from megatron.elastic.engine.failures import ActionFailed
 from megatron.elastic.mcore.checkpoint import Launched, OptimizerCheckpoint
 from megatron.elastic.mcore.model import GptPort
-from megatron.elastic.mcore.patches import bound
+from megatron.elastic.mcore.patches import Row, bound
 from megatron.elastic.mcore.saving import BackgroundSave, Folders
 
 __all__ = ["BAD_INPUT", "DETERMINISTIC", "DRAINED", "STATE_LOST", "Checkpoints", "can_fall_back"]
@@ -30,8 +30,6 @@ BAD_INPUT, DRAINED, STATE_LOST, DETERMINISTIC = 1, 3, 4, 5
 """Exit codes (DESIGN §4)."""
 
 T = TypeVar("T")
-
-Row = tuple[str, str, Callable[..., Any]]
 
 
 def can_fall_back(args: Any) -> bool:

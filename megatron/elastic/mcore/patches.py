@@ -28,8 +28,12 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
-__all__ = ["Patch", "PatchError", "PatchSet", "apply", "bound", "describe", "in_range", "installed_version",
+__all__ = ["Patch", "PatchError", "PatchSet", "Row", "apply", "bound", "describe", "in_range", "installed_version",
            "return_names"]
+
+
+Row = tuple[str, str, Callable[..., Any]]
+"""(symbol, reason, original → replacement): a row of the table before versions and group are added."""
 
 
 class PatchError(RuntimeError):
