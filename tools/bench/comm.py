@@ -1,6 +1,6 @@
 """Collectives against gloo: time, bandwidth, and how much of the machine's copy bandwidth is used.
 
-``python tools/bench/comm.py`` runs all-reduce, reduce-scatter and all-gather from
+``python -m tools.bench.comm`` runs all-reduce, reduce-scatter and all-gather from
 1 KiB to 64 MiB at 2, 4 and 8 ranks (``--full``: more sizes, to 256 MiB, and more
 trials; ``--quick``: to 4 MiB), on
 stock gloo (``ProcessGroupGloo`` as torch makes it) and on the native links over

@@ -1,6 +1,6 @@
 """Sample-keyed dropout beside torch's, forward and backward, at Megatron's three sites.
 
-    OMP_NUM_THREADS=1 python tools/bench/dropout.py [--trials 15] [--threads 1]
+    OMP_NUM_THREADS=1 python -m tools.bench.dropout [--trials 15] [--threads 1]
 
 Trials of both alternate in one process; with one thread, CPU time of that thread is
 taken, so that other processes do not blur it. ``ratio`` is torch's median time over ours

@@ -1,6 +1,6 @@
 """One death among N processes: how long until Megatron's groups work again.
 
-``python tools/bench/edit.py --ranks 8,16,32,64``. In one run, on the same
+``python -m tools.bench.edit --ranks 8,16,32,64``. In one run, on the same
 processes and the same death, four ways to go on:
 
 - ``native``   the communicator's edit in place;

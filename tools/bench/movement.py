@@ -1,6 +1,6 @@
 """How much state a change of membership moves, against the least that any balanced layout needs.
 
-    python tools/bench/movement.py [--changes 1000] [--ranks 8] [--units 24] [--blocks 48] [--seed 0]
+    python -m tools.bench.movement [--changes 1000] [--ranks 8] [--units 24] [--blocks 48] [--seed 0]
 
 A job of data-parallel ranks goes through random losses and returns. For each
 change: the optimizer blocks that must move before the next step (none: mirrors are
@@ -47,6 +47,7 @@ class Tally:
     worst_unit_spread: int = 0
     worst_rank_share: float = 0.0
     worst_mirror_share: float = 0.0
+    worst_held_share: float = 0.0
     seconds_promote: list[float] = field(default_factory=list)
     seconds_rebalance: list[float] = field(default_factory=list)
 
@@ -142,7 +143,8 @@ def spread(tally: Tally, placement: Placement, groups: Sequence[UnitGroup], aliv
         tally.worst_unit_spread = max(tally.worst_unit_spread, max(loads.values()) - min(loads[r] for r in alive))
     owned = Counter(copies.owner for copies in placement.copies.values())
     mirrored = Counter(rank for copies in placement.copies.values() for rank in copies.mirrors)
-    for counts, name in ((owned, "worst_rank_share"), (mirrored, "worst_mirror_share")):
+    shares = ((owned, "worst_rank_share"), (mirrored, "worst_mirror_share"), (owned + mirrored, "worst_held_share"))
+    for counts, name in shares:
         mean = sum(counts.values()) / len(alive)
         off = max(counts.values()) / mean - 1.0 if mean else 0.0
         setattr(tally, name, max(getattr(tally, name), off))
@@ -164,7 +166,8 @@ def main() -> None:
     print(f"    at least (copies balanced) {tally.bound_copies:10d}   ratio {tally.moved / tally.bound_copies:.3f}")
     print(f"    rank-ordered ranges        {tally.contiguous:10d}   ratio {tally.contiguous / tally.moved:.2f}")
     print(f"  within a unit max - min <=   {tally.worst_unit_spread:10d} blocks")
-    print(f"  owned by a rank, over mean   {tally.worst_rank_share:10.2%}   mirrored {tally.worst_mirror_share:.2%}")
+    print(f"  owned by a rank, over mean   {tally.worst_rank_share:10.2%}   mirrored {tally.worst_mirror_share:.2%}"
+          f"   both {tally.worst_held_share:.2%}")
     print_result("movement", {
         "changes": args.changes, "ranks": args.ranks, "units": args.units, "blocks": args.blocks,
         "mirrors": args.mirrors, "scatter": args.scatter, "seed": args.seed,
@@ -177,6 +180,7 @@ def main() -> None:
         "max_minus_min_in_a_unit": tally.worst_unit_spread,
         "owned_over_mean": tally.worst_rank_share,
         "mirrored_over_mean": tally.worst_mirror_share,
+        "held_over_mean": tally.worst_held_share,
         "promote_ms_median": 1e3 * statistics.median(tally.seconds_promote),
         "rebalance_ms_median": 1e3 * statistics.median(tally.seconds_rebalance),
     })  # fmt: skip

@@ -1,6 +1,6 @@
 """How long planning takes, from 16 to 100,000 cells.
 
-    python tools/bench/planner.py [--repeat 5]
+    python -m tools.bench.planner [--repeat 5]
 
 For each size a regular topology (PP 8, 32 layers, 16 micro-batches a replica)
 loses cells, and three things are timed: the decision (instant answer, best

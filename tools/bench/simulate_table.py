@@ -1,6 +1,6 @@
 """Throughput after losses and goodput over traces: every policy on the same damage.
 
-    python tools/bench/simulate_table.py [--quick] [--charts DIR] [--rows FILE]
+    python -m tools.bench.simulate_table [--quick] [--charts DIR] [--rows FILE]
 
 Prints the damage table (DP 2, 3, 4, 8, 12, 32 and 40 layers, 1 to 8 losses,
 spread and concentrated), the ablation, FT-HSDP's arithmetic, and goodput at

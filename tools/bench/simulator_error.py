@@ -1,6 +1,6 @@
 """The simulator against tables run with timed waits.
 
-    python tools/bench/simulator_error.py [--unit-ms 100] [--repeat 1]
+    python -m tools.bench.simulator_error [--unit-ms 100] [--repeat 1]
 
 Eight of the damage table's smaller scenarios; ``--unit-ms`` is how long the
 forward of one layer waits. Runs whose waits stretch by more than 2% are refused

@@ -195,24 +195,25 @@ class _Table:
 
     def shift(self, high: int, low: int) -> bool:
         """Move one mirror from ``high`` to ``low``; False if no owner's would stay among its peers and as even."""
-        best: tuple[tuple[int, int], BlockKey] | None = None
-        for key in self.mirrors:
-            owner = self.owners[key]
-            if owner == low or not self._movable(key, high, low):
-                continue
-            if self.order[owner][low][0] > self.order[owner][high][0]:
-                continue
-            surplus = self.pairs.get((owner, low), 0) - self.pairs.get((owner, high), 0)
-            if surplus >= 0:
-                continue
-            rank = (0 if low in self.held[key] else 1, surplus)
-            if best is None or rank < best[0]:
-                best = (rank, key)
+        surplus = {owner: self._surplus(owner, high, low) for owner in self.order if owner not in (high, low)}
+        owners = {owner for owner, more in surplus.items() if more < 0}
+        if not owners:
+            return False
+        keys = (key for key in self.mirrors if self.owners[key] in owners and self._movable(key, high, low))
+        best = min(keys, key=lambda key: (low not in self.held[key], surplus[self.owners[key]]), default=None)
         if best is None:
             return False
-        self._count(best[1], high, -1)
-        self._count(best[1], low, 1)
+        self._count(best, high, -1)
+        self._count(best, low, 1)
         return True
+
+    def _surplus(self, owner: int, high: int, low: int) -> int:
+        """How many more of ``owner``'s blocks ``low`` mirrors than ``high``; less one where only ``low`` is a peer."""
+        order = self.order[owner]
+        if low not in order or high not in order or order[low][0] > order[high][0]:
+            return 0
+        more = self.pairs.get((owner, low), 0) - self.pairs.get((owner, high), 0)
+        return more - (order[low][0] < order[high][0])
 
     def _movable(self, key: BlockKey, high: int, low: int) -> bool:
         """Whether the mirror of ``key`` may go from ``high`` to ``low`` without a worse tier."""
