@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -62,12 +63,12 @@ class JobResult:
 
 def elastic_command(
     folder: Path, world: int, tensor: int, pipeline: int, iterations: int, *flags: str, comm: str = "elastic",
-    launch: tuple[str, ...] = (), script: Path = ROOT / "pretrain_gpt.py",
+    launch: tuple[str, ...] = (), script: Path = ROOT / "pretrain_gpt.py", model: Sequence[str] = MODEL,
 ) -> list[str]:
     """The command line of a job of ``world`` ranks; events go to ``folder``."""
     return [
         sys.executable, "-m", "megatron.elastic.launch", "--nproc-per-node", str(world), *launch,
-        str(script), *MODEL,
+        str(script), *model,
         "--tensor-model-parallel-size", str(tensor), "--pipeline-model-parallel-size", str(pipeline),
         "--train-iters", str(iterations), "--elastic", "--elastic-comm", comm,
         "--elastic-event-log", str(folder), *flags,
@@ -82,12 +83,12 @@ def environment_of(more: dict[str, str] | None = None) -> dict[str, str]:
 def elastic_job(
     folder: Path, world: int, tensor: int, pipeline: int, iterations: int, *flags: str, comm: str = "elastic",
     seconds: float = 240.0, launch: tuple[str, ...] = (), script: Path = ROOT / "pretrain_gpt.py",
-    environment: dict[str, str] | None = None,
+    environment: dict[str, str] | None = None, model: Sequence[str] = MODEL,
 ) -> JobResult:
     """One finished job of ``world`` ranks; events go to ``folder``."""
     command = elastic_command(
-        folder, world, tensor, pipeline, iterations, *flags, comm=comm, launch=launch, script=script
-    )
+        folder, world, tensor, pipeline, iterations, *flags, comm=comm, launch=launch, script=script, model=model
+    )  # fmt: skip
     done = subprocess.run(
         command, cwd=ROOT, env=environment_of(environment), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         timeout=seconds, check=False,

@@ -1,60 +1,153 @@
 """With --elastic and nothing failing, losses and gradient norms are Megatron's own, to fp32 rounding.
 
 The same flags run under plain Megatron-LM (``torchrun``'s environment, its DDP,
-its schedules, its Adam) and under the engine; dropout 0, seven printed digits.
+its schedules, its Adam) and under the engine; dropout 0. Three cases are quick and read
+the log's digits; the slow matrix reads all digits of both (Megatron's from its
+TensorBoard log) over real documents whose ends are masked, so that micro-batches
+have between half and all of their tokens.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import pytest
 
-from tests.integration.elastic_job import MODEL, elastic_job, largest_deviation
-from tests.integration.test_cpu_layouts import gradient_norms, logs, losses, run_jobs
+from tests.integration.elastic_job import MODEL, JobResult, elastic_job, largest_deviation
+from tests.integration.test_cpu_layouts import LAYOUTS, gradient_norms, logs, losses, name_of, run_jobs
 
 STEPS = 5
 ROUNDING = 2e-6
-CASES: dict[str, tuple[int, int, int, tuple[str, ...]]] = {
-    "pp2dp2-untied-recompute-clip": (
-        4, 1, 2,
-        ("--untie-embeddings-and-output-weights", "--recompute-granularity", "full", "--recompute-method", "uniform",
-         "--recompute-num-layers", "1", "--clip-grad", "0.5", "--eod-mask-loss"),
-    ),
-    "tp2pp2-per-token-uneven-masks": (
-        4, 2, 2, ("--calculate-per-token-loss", "--eod-mask-loss", "--sequence-parallel"),
-    ),
-    "dp4-tied": (4, 1, 1, ()),
-}  # fmt: skip
-PLAIN_DROPOUT = ("--hidden-dropout", "0", "--attention-dropout", "0", "--train-iters", str(STEPS))
+NO_DROPOUT = ("--hidden-dropout", "0", "--attention-dropout", "0")
+UNTIED = ("--untie-embeddings-and-output-weights",)
+RECOMPUTE = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
+PER_TOKEN = ("--calculate-per-token-loss",)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Flags of one run at (tp, pp, dp), and its name."""
+
+    name: str
+    layout: tuple[int, int, int]
+    flags: tuple[str, ...] = ()
+
+    @property
+    def ranks(self) -> int:
+        tensor, pipeline, data = self.layout
+        return tensor * pipeline * data
+
+    def elastic(self, folder: Path, model: Sequence[str] = MODEL) -> JobResult:
+        """Under the engine; events go to ``folder``."""
+        tensor, pipeline, _ = self.layout
+        flags = (*NO_DROPOUT, *self.flags)
+        result = elastic_job(folder, self.ranks, tensor, pipeline, STEPS, *flags, model=model)
+        assert result.code == 0, result.output[-6000:]
+        return result
+
+
+def run_plain(folder: Path, cases: Sequence[Case], model: Sequence[str] = MODEL) -> None:
+    """Every case under plain Megatron; logs go to ``folder``, TensorBoard's to ``folder/<name>-board``."""
+    jobs = [
+        {
+            "name": case.name, "world": case.ranks, "seconds": 240,
+            "arguments": [*model, *NO_DROPOUT, "--train-iters", str(STEPS), *case.flags,
+                          "--tensor-model-parallel-size", str(case.layout[0]),
+                          "--pipeline-model-parallel-size", str(case.layout[1]),
+                          "--tensorboard-dir", str(folder / f"{case.name}-board")],
+        }
+        for case in cases
+    ]  # fmt: skip
+    codes = run_jobs(folder, jobs)
+    assert all(set(ranks) == {0} for ranks in codes.values()), codes
+
+
+QUICK = (
+    Case("pp2dp2-untied-recompute-clip", (1, 2, 2), (*UNTIED, *RECOMPUTE, "--clip-grad", "0.5", "--eod-mask-loss")),
+    Case("tp2pp2-per-token-uneven-masks", (2, 2, 1), (*PER_TOKEN, "--eod-mask-loss", "--sequence-parallel")),
+    Case("dp4-tied", (1, 1, 4)),
+)
 
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Logs of every case under plain Megatron."""
+    """Logs of the quick cases under plain Megatron."""
     folder = tmp_path_factory.mktemp("plain")
-    jobs: list[dict[str, Any]] = [
-        {
-            "name": name, "world": world, "seconds": 240,
-            "arguments": [*MODEL, *PLAIN_DROPOUT, *flags, "--tensor-model-parallel-size", str(tensor),
-                          "--pipeline-model-parallel-size", str(pipeline)],
-        }
-        for name, (world, tensor, pipeline, flags) in CASES.items()
-    ]  # fmt: skip
-    codes = run_jobs(folder, jobs)
-    assert all(set(ranks) == {0} for ranks in codes.values()), codes
+    run_plain(folder, QUICK)
     return folder
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_losses_and_norms_are_megatrons(plain: Path, tmp_path: Path, name: str) -> None:
-    world, tensor, pipeline, flags = CASES[name]
-    result = elastic_job(tmp_path, world, tensor, pipeline, STEPS, *flags, "--hidden-dropout", "0",
-                         "--attention-dropout", "0")  # fmt: skip
-    assert result.code == 0, result.output[-6000:]
-    reference = losses(logs(plain, name))
+@pytest.mark.parametrize("case", QUICK, ids=lambda case: case.name)
+def test_losses_and_norms_are_megatrons(plain: Path, tmp_path: Path, case: Case) -> None:
+    result = case.elastic(tmp_path)
+    reference = losses(logs(plain, case.name))
     assert len(reference) == STEPS
     assert largest_deviation(reference, result.losses) < ROUNDING
-    theirs, ours = gradient_norms(logs(plain, name)), list(result.norms.values())
+    theirs, ours = gradient_norms(logs(plain, case.name)), list(result.norms.values())
     assert all(abs(float(a) - b) <= 1.01e-3 for a, b in zip(theirs, ours, strict=True)), (theirs, ours)
+
+
+# -- every layout, both meanings of a loss ------------------------------------------------------
+
+CLIP = 0.2
+"""Below every norm that occurs: each step is clipped."""
+NORM_ROUNDING = 1e-5
+
+
+def matrix(layout: tuple[int, int, int], number: int) -> tuple[Case, Case]:
+    """Mean and per-token loss at ``layout``, one of them untied, the other with recomputation, by turns.
+
+    So tied and untied embeddings, recomputation and its absence meet each of TP, PP and DP with either loss.
+    """
+    sequence = ("--sequence-parallel",) if layout[0] > 1 else ()
+    kinds = ((*UNTIED, *sequence), RECOMPUTE)
+    first, second = kinds if number % 2 else kinds[::-1]
+    name = name_of(layout)
+    return Case(f"{name}-mean", layout, first), Case(f"{name}-per-token", layout, (*PER_TOKEN, *second))
+
+
+@pytest.fixture(scope="module")
+def documents(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    """The model reading random documents, as many tokens in ones of three as in ones of a hundred, clipped."""
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    folder, dice = tmp_path_factory.mktemp("documents"), np.random.default_rng(7)
+    builder = IndexedDatasetBuilder(str(folder / "text.bin"), dtype=np.uint16)
+    end = 255  # NullTokenizer's, with --vocab-size 255
+    for length in dice.permutation([3] * 1000 + [100] * 30):
+        tokens = [*dice.integers(0, end, length - 1), end]
+        builder.add_document(np.array(tokens, dtype=np.uint16), [length])
+    builder.finalize(str(folder / "text.idx"))
+    data = ("--data-path", str(folder / "text"), "--data-cache-path", str(folder / "cache"), "--eod-mask-loss")
+    return (*(flag for flag in MODEL if flag != "--mock-data"), *data, "--split", "100,0,0", "--clip-grad", str(CLIP))
+
+
+def scalars(folder: Path, tag: str) -> dict[int, float]:
+    """Step → value, from a TensorBoard log."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    (path,) = folder.glob("events.out.tfevents.*")
+    log = EventAccumulator(str(path))
+    log.Reload()
+    return {event.step: event.value for event in log.Scalars(tag)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(len(LAYOUTS)), ids=[name_of(layout) for layout in LAYOUTS])
+def test_every_layout_with_both_losses(tmp_path: Path, documents: tuple[str, ...], number: int) -> None:
+    cases = matrix(LAYOUTS[number], number)
+    run_plain(tmp_path, cases, documents)
+    for case in cases:
+        result = case.elastic(tmp_path / case.name, documents)
+        board = tmp_path / f"{case.name}-board"
+        loss, norm = scalars(board, "lm loss"), scalars(board, "grad-norm")
+        norms = {record.fields["step"]: float(record.fields["grad_norm"]) for record in result.of("step")}
+        assert set(loss) == set(norm) == set(result.committed) == set(range(1, STEPS + 1))
+        assert min(norm.values()) > CLIP, "every step is clipped"
+        losses_by, norms_by = largest_deviation(loss, result.committed), largest_deviation(norm, norms)
+        assert losses_by < ROUNDING, (case.name, loss, result.committed)
+        assert norms_by < NORM_ROUNDING, (case.name, norm, norms)
+        print(f"{case.name}: losses deviate by {losses_by:.1e}, gradient norms by {norms_by:.1e}")
