@@ -38,6 +38,7 @@ from megatron.training.arguments import core_transformer_config_from_args
 from megatron.training.utils import get_blend_and_blend_per_split
 
 from megatron.elastic.mcore.compat import batch_on_this_rank, run
+from megatron.elastic.mcore.preflight import check_tokens, check_validation
 
 Batch = tuple[torch.Tensor | None, ...]
 
@@ -189,11 +190,13 @@ def datasets_provider(sample_counts: list[int], vp_stage: int | None = None) -> 
     """Train, validation and test datasets of at least ``sample_counts`` samples each."""
     args = get_args()
     print_rank_0("> building train, validation, and test datasets for GPT ...")
+    check_tokens(args, args.padded_vocab_size)
     kind = MockGPTDataset if args.mock_data else GPTDataset
     builder = BlendedMegatronDatasetBuilder(
         kind, sample_counts, partial(reads_data, vp_stage), dataset_config(args)
     )
     train, valid, test = builder.build()
+    check_validation(args, train, valid)
     print_rank_0("> finished creating GPT datasets ...")
     return train, valid, test
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import socket
 import subprocess
@@ -11,6 +12,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,6 +37,9 @@ class Case:
 CASES = (
     Case("missing-data", 2, "--data-path no/such/text --split 98,1,1", ("--data-path no/such/text", "preprocess")),
     Case("damaged-data", 1, "--data-path {damaged} --split 98,1,1", ("--data-path", "not a Megatron index")),
+    Case("cut-data", 1, "--data-path {cut} --split 98,1,1", ("--data-path", "has 100 bytes where", "it was cut")),
+    Case("foreign-tokens", 1, "--data-path {foreign} --split 98,1,1", ("token 60000 (number 3 ", "another tokenizer")),
+    Case("no-validation", 1, "--data-path {good} --split 1,0,0 --eval-iters 1", ("--split 1,0,0", "--eval-iters 0")),
     Case("too-few-ranks", 1, "--mock-data --tensor-model-parallel-size 2", ("too few ranks", "--nproc-per-node")),
     Case("global-batch", 1, "--mock-data --micro-batch-size 4 --global-batch-size 6", ("--global-batch-size 6",)),
     Case("heads", 2, "--mock-data --num-attention-heads 3 --tensor-model-parallel-size 2", ("-heads 3 is not",)),
@@ -48,15 +53,31 @@ CASES = (
 )
 
 
+def datasets(folder: Path) -> dict[str, Path]:
+    """Name → prefix of a data set: a good one and what can become of it."""
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    found = {name: folder / name for name in ("good", "damaged", "cut", "foreign")}
+    found["damaged"].with_suffix(".bin").write_bytes(b"\0" * 64)
+    found["damaged"].with_suffix(".idx").write_bytes(b"something else, long enough to hold a header")
+    for name in ("good", "cut", "foreign"):
+        builder = IndexedDatasetBuilder(f"{found[name]}.bin", dtype=np.uint16)
+        tokens = np.arange(400, dtype=np.uint16) % 63
+        tokens[3] = 60000 if name == "foreign" else 3
+        builder.add_document(tokens, [400])
+        builder.finalize(f"{found[name]}.idx")
+    os.truncate(f"{found['cut']}.bin", 100)
+    return found
+
+
 @pytest.fixture(scope="module")
 def outputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[int]]]:
     """Folder with the logs of every case, and the exit codes of its ranks."""
     folder = tmp_path_factory.mktemp("bad")
-    (folder / "damaged.bin").write_bytes(b"\0" * 64)
-    (folder / "damaged.idx").write_bytes(b"something else, long enough to hold a header")
+    data = datasets(folder)
     jobs = [
         {"name": case.name, "world": case.world, "seconds": 120,
-         "arguments": [*GOOD, *shlex.split(case.flags.format(damaged=folder / "damaged"))]}
+         "arguments": [*GOOD, *shlex.split(case.flags.format(**data))]}
         for case in CASES
     ]
     (folder / "jobs.json").write_text(json.dumps(jobs))
@@ -74,7 +95,8 @@ def test_one_line_and_exit_code_1(outputs: tuple[Path, dict[str, list[int]]], ca
     folder, codes = outputs
     said = [path.read_text() for path in sorted(folder.glob(f"{case.name}.*.log"))]
     assert codes[case.name] == [1] * case.world, said
-    errors = [line for text in said for line in text.splitlines() if line.startswith("error: ")]
+    # With groups up, torch names the rank in front.
+    errors = [line for text in said for line in text.splitlines() if re.match(r"(\[rank\d\]: )?error: ", line)]
     assert len(errors) == 1, f"{len(errors)} error lines: {said}"
     assert all(word in errors[0] for word in case.words), errors[0]
     assert not any("Traceback" in text for text in said), said

@@ -18,7 +18,16 @@ from pathlib import Path
 
 from megatron.elastic.mcore.bad_input import BadInput
 
-__all__ = ["check_data", "check_index", "check_shared_memory", "check_sizes", "data_prefixes", "launch_environment"]
+__all__ = [
+    "check_data",
+    "check_index",
+    "check_shared_memory",
+    "check_sizes",
+    "check_tokens",
+    "check_validation",
+    "data_prefixes",
+    "launch_environment",
+]
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _ITEM_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 8, 7: 4, 8: 2}
@@ -162,6 +171,56 @@ def check_index(flag: str, prefix: str) -> None:
     if data.stat().st_size < tokens * _ITEM_BYTES[code]:
         raise BadInput(f"{flag} {prefix}: {data} has {data.stat().st_size} bytes where {index.name} says "
                        f"{tokens * _ITEM_BYTES[code]}: it was cut; preprocess the data again")
+
+
+_WINDOWS, _WINDOW_BYTES = 64, 64 << 10
+"""How much of a dataset is looked at, evenly spread: all of a small one, enough of any to know its vocabulary."""
+
+
+def check_tokens(args: Namespace, vocabulary: int) -> None:
+    """The tokens of every named dataset are in a ``vocabulary`` of that many. Raises :class:`BadInput`.
+
+    Of large ones a sample is read: it finds data of another tokenizer, not every damaged byte.
+    """
+    if args.mock_data:
+        return
+    for flag, prefix in data_prefixes(args):
+        if "://" not in prefix:
+            _check_tokens(flag, prefix, vocabulary)
+
+
+def _check_tokens(flag: str, prefix: str, vocabulary: int) -> None:
+    import numpy
+
+    with open(prefix + ".idx", "rb") as file:
+        code = struct.unpack("<QBQQ", file.read(34)[9:34])[1]
+    kinds = ("u1", "i1", "<i2", "<i4", "<i8", "<f8", "<f4", "<u2")  # Megatron's type codes from 1 on
+    size, width = os.path.getsize(prefix + ".bin"), _ITEM_BYTES[code]
+    step = max(_WINDOW_BYTES, size // _WINDOWS) // width * width
+    with open(prefix + ".bin", "rb") as file:
+        for start in range(0, size, step):
+            file.seek(start)
+            raw = file.read(min(_WINDOW_BYTES, size - start) // width * width)
+            tokens = numpy.frombuffer(raw, dtype=kinds[code - 1])
+            bad = numpy.flatnonzero((tokens < 0) | (tokens >= vocabulary))
+            if bad.size:
+                number = start // width + bad[0]
+                raise BadInput(
+                    f"{flag} {prefix}: token {tokens[bad[0]]} (number {number} of {prefix}.bin) is not in the "
+                    f"vocabulary of {vocabulary}: made with another tokenizer, or damaged; preprocess the data again"
+                )
+
+
+def check_validation(args: Namespace, training: object, validation: object) -> None:
+    """A rank that reads data has a ``validation`` set if it is to evaluate. Raises :class:`BadInput`.
+
+    Both are ``None`` where others of its tensor-parallel group read for it.
+    """
+    if args.eval_iters and training is not None and validation is None:
+        raise BadInput(
+            f"--split {args.split} leaves nothing for validation, which --eval-iters {args.eval_iters} asks for: "
+            "give it a share, or give --eval-iters 0"
+        )
 
 
 def _sum_lengths(raw: bytes) -> int:
