@@ -49,6 +49,10 @@ PHASES = ("--eval-interval", "3", "--eval-iters", "2", "--save-interval", "4")
 TWO = ("--elastic-mirrors", "2")
 """Where two ranks are lost at once: with one mirror they may share a block (of tied embeddings even across stages)."""
 DRAINED = 3
+INJECTED = r"(?<!Fault: )injected \w+: rank (\d+)"
+"""A fault as it happens; a traceback that tells of it again does not count."""
+NAMING = ("save_named", "save_tracked")
+"""Points that only the first rank comes to while nobody is missing."""
 
 
 @dataclass(frozen=True)
@@ -84,16 +88,20 @@ class Case:
 
     name: str
     faults: tuple[tuple[int, str, int, str], ...]
+    kind: str = "kill"
 
     def script(self, before: int) -> list[str]:
         """The faults, ``before`` losses into the job."""
-        return [f"kill:rank={r},{when}={before + n},point={point}" for r, when, n, point in self.faults]
+        return [f"{self.kind}:rank={r},{when}={before + n},point={point}" for r, when, n, point in self.faults]
 
 
 def cases_of(layout: Layout, point: str) -> list[Case]:
-    """Every rank killed at ``point``; points of recovery, admission and movement need a loss of another rank first."""
+    """Every rank that comes to ``point`` killed there.
+
+    Points of recovery, admission and movement need a loss of another rank first.
+    """
     cases = []
-    for rank in range(layout.ranks):
+    for rank in range(1 if point in NAMING else layout.ranks):
         other = layout.elsewhere(rank)
         name = f"{point} of rank {rank}"
         if point == "in_join":
@@ -143,7 +151,7 @@ def run_walk(folder: Path, layout: Layout, cases: Sequence[Case], *flags: str, s
 
 def _whole_again(output: str, losses: int) -> bool:
     missing, killed = set[int](), 0
-    for kill, joined in re.findall(r"injected kill: rank (\d+)|joined by ([\d, ]+), ", output):
+    for kill, joined in re.findall(INJECTED + r"|joined by ([\d, ]+), ", output):
         if kill:
             missing.add(int(kill))
             killed += 1
@@ -166,7 +174,7 @@ def check(cases: Sequence[Case], result: JobResult) -> None:
     """What can be told without the undisturbed run."""
     tail = result.output[-6000:]
     expected = [(rank, point) for case in cases for rank, _, _, point in case.faults]
-    happened = [(int(r), p) for r, p in re.findall(r"injected kill: rank (\d+), step -?\d+, (\w+)", result.output)]
+    happened = [(int(r), p) for r, p in re.findall(INJECTED + r", step -?\d+, (\w+)", result.output)]
     assert happened == expected, f"happened {happened}\nexpected {expected}\n{tail}"
     assert result.code == DRAINED, tail
     lives: dict[int, int] = {}
@@ -184,11 +192,16 @@ def check(cases: Sequence[Case], result: JobResult) -> None:
 
 
 def compare(result: JobResult, reference: JobResult) -> float:
-    """Largest relative deviation of a loss; every sample of every step counted once."""
+    """Largest relative deviation of a loss, also of validation; every sample of every step counted once."""
     steps = set(result.committed)
     ledgers = {r.fields["step"]: r.fields["ledger"] for r in result.of("step")}
     assert ledgers == {r.fields["step"]: r.fields["ledger"] for r in reference.of("step") if r.fields["step"] in steps}
-    return largest_deviation({s: v for s, v in reference.committed.items() if s in steps}, result.committed)
+    told = [int(step) for step in re.findall(r"validation loss at iteration (\d+) ", result.output)]
+    assert len(told) == len(set(told)), f"evaluated twice: {told}"
+    expected = {step: loss for step, loss in reference.validation.items() if step < max(steps)}
+    evaluated = largest_deviation(expected, result.validation) if expected else 0.0
+    trained = largest_deviation({s: v for s, v in reference.committed.items() if s in steps}, result.committed)
+    return max(evaluated, trained)
 
 
 def walk(folder: Path, layout: Layout, cases: Sequence[Case], *flags: str, seconds: float = 170.0) -> float:
