@@ -108,11 +108,61 @@ def test_a_worker_that_is_sent_sigterm_drains_the_job_and_exit_signal_handler_is
     assert not result.of("loss")
 
 
+SLOW_TO_RETURN = """
+import os
+import time
+
+import pretrain_gpt
+
+if __name__ == "__main__":
+    if os.environ["MEGATRON_ELASTIC_INCARNATION"] != "0":
+        time.sleep({seconds})
+    pretrain_gpt.main()
+"""
+STAGE_LOST = "kill:rank=2,step=3,point=before_reduce;kill:rank=3,step=2,point=in_recovery_resume"
+"""Both ranks of the last of two stages, one after the other; two mirrors keep its state on the other stage."""
+
+
+def drained_while_waiting(folder: Path, seconds: float, *launch: str) -> JobResult:
+    """SIGTERM while members wait for ranks that take so long to come back."""
+    script = folder / "pretrain_slow.py"
+    script.write_text(SLOW_TO_RETURN.format(seconds=seconds))
+    command = elastic_command(
+        folder / "events", 4, 1, 2, FOR_EVER, *QUIET, *RARELY, "--elastic-mirrors", "2",
+        "--save", str(folder / "saved"),
+        "--elastic-allow-inject", "--elastic-inject", STAGE_LOST, launch=launch, script=script,
+    )  # fmt: skip
+    with RunningJob(folder / "events", command) as job:
+        job.wait_for(r"ranks \[2, 3\] are gone.*: waiting up to")
+        job.launcher.send_signal(signal.SIGTERM)
+        job.wait_for(r"nothing can be saved before ranks \[2, 3\] are back")
+        result = job.finish()
+    assert "Traceback" not in result.output
+    return result
+
+
+@pytest.mark.slow
+def test_sigterm_while_a_lost_stage_is_waited_for_drains_when_it_is_back(tmp_path: Path) -> None:
+    result = drained_while_waiting(tmp_path, 2.0)
+    assert result.code == 3, result.output[-5000:]
+    assert iteration_saved(tmp_path / "saved") == max(result.committed) >= 3
+    assert result.output.count("drained at iteration") == 1
+
+
+@pytest.mark.slow
+def test_when_it_does_not_come_back_in_time_the_end_says_for_whom_was_waited(tmp_path: Path) -> None:
+    result = drained_while_waiting(tmp_path, 60.0, "--shutdown-timeout", "1")
+    assert result.code == 128 + signal.SIGTERM, result.output[-5000:]
+    assert "ranks [2, 3] did not come back, without whom nothing can be saved" in result.output
+    assert not (tmp_path / "saved/latest_checkpointed_iteration.txt").exists()
+
+
 @pytest.mark.slow
 def test_ranks_asked_to_leave_give_up_their_blocks_and_can_come_back(tmp_path: Path) -> None:
     """ctl status, drain --ranks, checkpoint, admit, drain, against one job; losses are those of an undisturbed run."""
     saved = tmp_path / "saved"
-    flags = (*QUIET, "--elastic-verify-interval", "5")
+    # With layers where they were, rank 2 alone has those of its stage; spread over all, it could leave as well.
+    flags = (*QUIET, "--elastic-verify-interval", "5", "--elastic-migrate-after", "-1")
     command = elastic_command(tmp_path / "events", 4, 1, 2, FOR_EVER, *flags, *RARELY, "--save", str(saved))
     with RunningJob(tmp_path / "events", command) as job:
         job.wait_for(r"iteration +2/")

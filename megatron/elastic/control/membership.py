@@ -18,7 +18,7 @@ from typing import Literal, Protocol
 
 from megatron.elastic.comm.fabric import Address
 
-__all__ = ["Activity", "Decision", "Loss", "Membership", "Released"]
+__all__ = ["WAITING_FOR_RANKS", "Activity", "Decision", "Loss", "Membership", "Released"]
 
 Reason = Literal["start", "loss", "join", "drain", "reform"]
 """drain: some ranks leave; reform: nobody comes or goes, but a member has something to report that all must know."""
@@ -53,6 +53,10 @@ class Decision:
     joined: tuple[int, ...] = ()
     reports: Mapping[int, str] = field(default_factory=dict)
     """What each member handed in (text); absent for a joiner."""
+
+
+WAITING_FOR_RANKS = "waiting for ranks"
+"""Phase of a member that can do nothing before lost ranks are back."""
 
 
 @dataclass(frozen=True)

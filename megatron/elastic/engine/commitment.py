@@ -126,7 +126,8 @@ class Commitment:
         if attempt is None or attempt.tally is None:
             raise RuntimeError("a vote is to be taken again that this rank was not ready for")
         attempt.key = key
-        attempt.tally.times, attempt.tally.clocks = {}, {}  # measured under another plan
+        attempt.tally.steady, attempt.tally.times, attempt.tally.clocks = 0, {}, {}  # measured under another plan
+        attempt.tally.ready = 0  # what moved then has ended with its generation
         self._position.body.weigh(attempt.tally, key)
         self._vote(attempt, attempt.tally)
 
@@ -142,6 +143,7 @@ class Commitment:
         self._refuse(total, attempt)
         self._pacing.observe(total)
         at.record = advance(at.record, self._outcome(total, attempt), at.tools.settings.hyper)
+        at.admitted = 0
         self._zeros = total.zeros
         at.tools.pool.remember(at.record)
         self._mover.due = total.ready == total.voters

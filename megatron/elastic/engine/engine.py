@@ -136,7 +136,7 @@ class Engine:
         if not program.inside:
             self._boundary.cross()
         program.inside = False
-        program.enter()
+        program.enter_step()
         target, program.end_only = at.record.version + (not program.end_only), False
         work = StepInput(target, address, forward_step, source)
         at.timer.begin(target, "prepare")
@@ -147,7 +147,7 @@ class Engine:
         while not self._attempted(work):
             pass
         self._commitment.close()
-        program.under_way = False
+        program.over()
         at.tools.reach("after_step", target)
         at.listener.stepped(self, address, time.monotonic() - started, at.timer.finish())
         return self._commitment.result()
@@ -173,9 +173,9 @@ class Engine:
 
     # -- beside steps ------------------------------------------------------------------
 
-    def fenced(self, body: Callable[[], T], together: bool = False, after_step: bool = False) -> T:
+    def fenced(self, body: Callable[[], T], together: bool = False) -> T:
         """Run a collective action, repeated in the next generation if one begins (:meth:`Fence.run`)."""
-        return self._fence.run(body, together, after_step)
+        return self._fence.run(body, together)
 
     def evaluate(
         self, forward_step: ForwardStep, source: SampleSource | None, addresses: Sequence[StepAddress]
@@ -276,6 +276,11 @@ class Engine:
     def present_step(self) -> int:
         """The step under way, or the newest committed one between steps."""
         return self._commitment.present_step
+
+    @property
+    def behind(self) -> bool:
+        """Whether this rank was let in late and runs through what is over: the others have told of that."""
+        return self._program.behind
 
     @property
     def is_reporter(self) -> bool:

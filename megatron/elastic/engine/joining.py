@@ -2,10 +2,11 @@
 
 A newcomer runs the user's script in a world of one and waits to be admitted. At
 a step boundary all members let it in (a generation like any other, reason
-``join``). What it cannot know it is told once, in a :class:`Welcome`: the
-layouts, the placement, the record and the host's counters. Parameters come with
-the gather that follows, state blocks with the next rebalancing; until then the
-newcomer owns nothing and computes already.
+``join``), or wherever they are when they cannot go on without it (:mod:`waiting`).
+What it cannot know it is told once, in a :class:`Welcome`: the layouts, the
+placement, the record, the place in the program and the host's counters. Parameters
+come with the gather that follows, state blocks with the next rebalancing; until
+then the newcomer owns nothing and computes already.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from megatron.elastic.comm.fabric import Fabric
 from megatron.elastic.control.membership import Decision
 from megatron.elastic.engine.basis import Basis, History
+from megatron.elastic.engine.program import Place
 from megatron.elastic.state.layout import ParamSpec
 from megatron.elastic.state.record import StepRecord
 
@@ -40,12 +42,10 @@ class Welcome:
     confirmed: Basis
     """What ``record`` names: where to start from should this generation end at once."""
     record: StepRecord
-    phase: int
-    """Number of the last phase that is over: the newcomer's next is the one after it."""
-    in_step: bool
-    """Whether the members are in a step, which the newcomer begins with."""
+    place: Place
+    """Where in the host's program it begins."""
     step_committed: bool
-    """Whether that step is committed, and only its end is left."""
+    """Whether the step it begins with is committed, and only its end is left."""
     report_keys: tuple[str, ...]
     host: Mapping[str, Any]
     """The host's own counters, opaque here."""

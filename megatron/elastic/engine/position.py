@@ -46,6 +46,8 @@ class Position:
     """Placement may be out of balance or short of mirrors."""
     settled_at: int = 0
     """Version from which this generation does work of its own."""
+    admitted: int = 0
+    """Generation that let this rank in, until it has voted."""
     heeded: int = -1
     """Newest version whose agreed requests were acted on, or are void."""
     report_keys: tuple[str, ...] = ()

@@ -13,7 +13,7 @@ loss raises a ``CommError``; the caller reports again with what it holds then.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from megatron.elastic.comm.errors import CommError, PeerLost
@@ -37,7 +37,7 @@ from megatron.elastic.plan.topology import with_speeds
 from megatron.elastic.state.layout import BlockKey, UnitLayout
 from megatron.elastic.state.ownership import rebalance
 from megatron.elastic.state.placement import Rules, UnitGroup, promote_only
-from megatron.elastic.state.protocol import Resolution, resolve
+from megatron.elastic.state.protocol import Holdings, Resolution, resolve
 from megatron.elastic.state.record import StepRecord
 
 __all__ = ["Outcome", "Recovery", "StateLost"]
@@ -103,7 +103,7 @@ class Recovery:
     domains: Mapping[int, int] = field(default_factory=dict)
     """Rank → failure domain, of the present generation."""
     members: tuple[int, ...] = ()
-    """Ranks of the newest decision but newcomers, ascending; the generation may still fail to come about."""
+    """Ranks, but newcomers, of a decision whose generation has yet to come about, ascending."""
     untold: tuple[Loss, ...] = ()
     """Losses of decisions since the last generation that came about: each is told once, with the next that does."""
 
@@ -136,18 +136,23 @@ class Recovery:
         over = phase_is_over(report.phase, reports, len(decision.members))
         basis = history.in_force([record for r in reports.values() for record in r.holdings.records])
         placement, groups = basis.placement, unit_groups(basis.assignment, self.layouts, decision.members)
-        needed = {key: copies.ranks for key, copies in placement.copies.items()}
+        strangers = _strangers(reports)
+        needed = {
+            key: [rank for rank in copies.ranks if rank not in strangers] for key, copies in placement.copies.items()
+        }
         rows = self.nominal.grid.global_batch_size
-        resolution = resolve({rank: r.holdings for rank, r in reports.items()}, needed, rows)
+        held = {rank: _knowledge(r.holdings) if rank in strangers else r.holdings for rank, r in reports.items()}
+        resolution = resolve(held, needed, rows)
         if resolution.kind == "lost":
             raise StateLost(resolution.version, resolution.missing)
         gone = [(key, rank) for rank, r in reports.items() for key in r.holdings.torn]
-        gone += [(key, rank) for key, ranks in needed.items() for rank in ranks if rank in resolution.stale]
+        gone += [(key, rank) for key, copies in placement.copies.items() for rank in copies.ranks
+                 if rank in resolution.stale or rank in strangers]  # fmt: skip
         promotion = promote_only(placement, reports.keys(), groups, gone)
         if promotion.lost:
             raise StateLost(step, promotion.lost)
-        if resolution.kind == "revote" and newcomers(decision):
-            # A newcomer has no gradients to vote on; nobody knows of the vote, so the step may as well be run again.
+        if resolution.kind == "revote" and (strangers or newcomers(decision)):
+            # They have no gradients to vote on; nobody knows of the vote, so the step may as well be run again.
             resolution = replace(resolution, kind="rerun", version=resolution.version - 1, gradient_key=None)
         assert resolution.record is not None, "only a lost state has no record"
         standing = self.stand(decision, replace(basis, placement=promotion.placement), resolution.record)
@@ -178,9 +183,9 @@ class Recovery:
         holders = {(group.unit, group.shard): group.holders for group in self.groups(standing)}
         return any(copies.owner not in holders.get(key[:2], ()) for key, copies in standing.placement.copies.items())
 
-    def wait_for_ranks(self, gone: StageGone, step: int) -> None:
+    def wait_for_ranks(self, gone: StageGone, step: int, say: Callable[[str], None]) -> None:
         """Until a generation begins that may bring them. Raises ``PlanError`` when there is nothing to wait for."""
-        await_ranks(self.membership, gone, step, self.config.respawn, self.config.detection_timeout)
+        await_ranks(self.membership, gone, step, self.config.respawn, self.config.detection_timeout, say)
 
     def indispensable(self, standing: Standing, leaving: Collection[int]) -> str:
         """Why the others cannot go on without ``leaving``; empty when they can."""
@@ -259,8 +264,21 @@ class Recovery:
 
 def _speeds_for(record: StepRecord, decision: Decision, nominal: Nominal) -> tuple[tuple[int, int], ...]:
     """Published speeds that hold in a generation: of a cell with a new process nothing is known yet."""
-    new = {nominal.cell_of(rank).id for rank in decision.joined}
+    new = {nominal.cell_of(rank).id for rank in newcomers(decision)}
     return tuple((cell, speed) for cell, speed in record.speeds if cell not in new)
+
+
+def _strangers(reports: Mapping[int, Report]) -> set[int]:
+    """Ranks that came after the newest vote: the copies that it named under their number died with an earlier life."""
+    records = [record for report in reports.values() for record in report.holdings.records]
+    newest = max(records, key=lambda record: record.version)
+    voted = 0 if newest.gradient is None else newest.gradient.generation
+    return {rank for rank, report in reports.items() if report.admitted > voted}
+
+
+def _knowledge(held: Holdings) -> Holdings:
+    """What a stranger knows, without copies: those it was given since the vote are void and given again."""
+    return Holdings(held.rank, records=held.records, statistics=held.statistics)
 
 
 def _lost_steps(reports: Mapping[int, Report], resolution: Resolution) -> int:

@@ -20,6 +20,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.elastic.comm.errors import CommError, GenerationChanged
+from megatron.elastic.control.membership import Decision
 from megatron.elastic.engine.commitment import Commitment
 from megatron.elastic.engine.joining import NEWCOMER, Welcome, newcomers, send_welcome
 from megatron.elastic.engine.mover import Mover
@@ -28,7 +29,7 @@ from megatron.elastic.engine.position import Position
 from megatron.elastic.engine.program import Program
 from megatron.elastic.engine.proofs import Proofs
 from megatron.elastic.engine.recovery import Outcome
-from megatron.elastic.engine.report import Report
+from megatron.elastic.engine.report import Report, first_open
 from megatron.elastic.engine.waiting import StageGone
 from megatron.elastic.state.transfer import prune
 
@@ -84,7 +85,7 @@ class Regroup:
                 at.tools.reach("in_recovery_resume", at.record.version)
                 at.injector.settle()
                 at.listener.settled(outcome, at.standing, time.monotonic() - started)
-                at.recovery.untold = ()
+                at.recovery.untold, at.recovery.members = (), ()
                 return outcome.phase_over
             except StageGone as gone:
                 error = self._wait_for_ranks(gone)
@@ -99,7 +100,8 @@ class Regroup:
             done=program.done,
             parameters=-1 if self._mover.reassigned else at.parameters,
             failure=program.failure,
-            waits=self._commitment.under_way or program.after_step or not program.under_way,
+            under_way=program.under_way,
+            admitted=at.admitted,
         )
 
     def _settle(self, outcome: Outcome) -> None:
@@ -118,7 +120,7 @@ class Regroup:
         at.record, at.heeded = record, record.version
         at.history.enter(at.standing.basis)
         if outcome.newcomers:
-            send_welcome(at.tools.fabric, outcome.decision, self._welcome())
+            send_welcome(at.tools.fabric, outcome.decision, self._welcome(outcome.decision))
         self._pacing.renew()
         pool.discard(resolution.gradient_key, record.version)
         # Everybody gathers when anybody has to: a gather cut short left some parameters behind.
@@ -146,24 +148,22 @@ class Regroup:
 
     def _wait_for_ranks(self, gone: StageGone) -> CommError:
         """Nobody is left to compute a stage: until a newer generation is being agreed, which may bring its ranks."""
-        # The same conclusion everywhere: nobody leaves while others wait.
-        if not all(Report.from_text(text).waits for text in gone.decision.reports.values() if text != NEWCOMER):
-            raise gone.final("lost in evaluation or saving, which cannot wait for them")
         at = self._position
         try:
             if newcomers(gone.decision):  # some have come, not all
-                send_welcome(at.tools.fabric, gone.decision, self._welcome())
-            at.recovery.wait_for_ranks(gone, self._commitment.present_step)
+                send_welcome(at.tools.fabric, gone.decision, self._welcome(gone.decision))
+            at.recovery.wait_for_ranks(gone, self._commitment.present_step, at.listener.noticed)
         except CommError as error:
             return error
         return GenerationChanged(gone.decision.generation + 1)
 
     # -- newcomers -----------------------------------------------------------------
 
-    def _welcome(self) -> Welcome:
-        at, program = self._position, self._program
-        in_step = self._commitment.under_way
-        logging = program.under_way and program.after_step  # a newcomer begins with the end of the step before
+    def _welcome(self, decision: Decision) -> Welcome:
+        at = self._position
+        reports = [Report.from_text(text) for text in decision.reports.values() if text != NEWCOMER]
+        place, in_step = self._program.place(first_open(reports)), self._commitment.under_way
+        committed = not in_step or at.record.version == self._commitment.present_step
         return Welcome(
             catalog={
                 key: tuple(slot.spec for slot in layout.slots) for key, layout in at.recovery.layouts.items()
@@ -172,9 +172,8 @@ class Regroup:
             basis=at.standing.basis,
             confirmed=at.history.of(at.record),
             record=at.record,
-            phase=program.phase - program.under_way - logging,
-            in_step=in_step or logging,
-            step_committed=logging or (in_step and at.record.version == self._commitment.present_step),
+            place=place,
+            step_committed=place.inside and committed,
             report_keys=at.report_keys,
             host=self._host_state(),
         )
@@ -183,8 +182,9 @@ class Regroup:
         """A newcomer's first act as a member: take the members' position, then the parameters."""
         at, program = self._position, self._program
         at.record, at.history, at.report_keys = welcome.record, welcome.history(), welcome.report_keys
-        at.heeded = at.record.version
-        program.phase, program.inside, program.end_only = welcome.phase, welcome.in_step, welcome.step_committed
+        at.heeded, at.admitted = at.record.version, at.standing.generation
+        program.take(welcome.place)
+        program.end_only = welcome.step_committed
         self._pacing.renew()
         at.tools.pool.start(at.record)
         at.tools.reach("in_join", at.record.version)

@@ -5,19 +5,19 @@ report from the decision record and draws the same conclusion.
 
 Phases: each step and each fenced action of the host's loop has a number, equal
 on all ranks. ``done`` says that this rank finished the action's body and was
-only waiting for the others. If anybody is at a later phase, or all are done,
-the phase is over for everybody; otherwise it is repeated.
+only waiting for the others. If anybody is past the phase, or all are done,
+it is over for everybody; otherwise it is repeated.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from megatron.elastic.state.protocol import Holdings
 
-__all__ = ["Report", "phase_is_over"]
+__all__ = ["Report", "first_open", "phase_is_over"]
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,15 @@ class Report:
     """Version of the parameters; older than the state when a gather was cut short."""
     failure: str = ""
     """Why the present fenced action cannot be done, where it failed on this rank."""
-    waits: bool = True
-    """Whether it can wait where it is for the ranks of a stage that has no others (:mod:`waiting`)."""
+    under_way: bool = True
+    """Whether the phase is not over, as far as this rank knows."""
+    admitted: int = 0
+    """Generation that let this rank in, if it has not voted since: no vote named a copy it holds."""
+
+    @property
+    def first_open(self) -> int:
+        """The first phase that is not over, as far as this rank knows."""
+        return self.phase + (not self.under_way)
 
     def to_text(self) -> str:
         """One line of JSON."""
@@ -43,7 +50,8 @@ class Report:
                 "done": self.done,
                 "parameters": self.parameters,
                 "failure": self.failure,
-                "waits": self.waits,
+                "under_way": self.under_way,
+                "admitted": self.admitted,
             },
             separators=(",", ":"),
         )
@@ -58,8 +66,14 @@ class Report:
             bool(raw["done"]),
             int(raw["parameters"]),
             str(raw["failure"]),
-            bool(raw["waits"]),
+            bool(raw["under_way"]),
+            int(raw["admitted"]),
         )
+
+
+def first_open(reports: Iterable[Report]) -> int:
+    """The first phase that is not over, if not all have done it (a newcomer has not)."""
+    return max(report.first_open for report in reports)
 
 
 def phase_is_over(phase: int, reports: Mapping[int, Report], members: int) -> bool:
@@ -67,7 +81,7 @@ def phase_is_over(phase: int, reports: Mapping[int, Report], members: int) -> bo
 
     A newcomer, which has no report, has done nothing of it.
     """
-    newest = max(report.phase for report in reports.values())
+    newest = first_open(reports.values())
     # Who is still in the phase before has done nothing of this one, and needs the others for it.
     everybody = len(reports) == members and all(report.phase == phase for report in reports.values())
     return newest > phase or (everybody and all(report.done for report in reports.values()))

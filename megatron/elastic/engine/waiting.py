@@ -7,15 +7,17 @@ whoever is being started again to be let in. Each admission is a generation of i
 the first in which every unit has a whole tensor-parallel group goes on with the step.
 
 Bounded by the time a phase may last that was never seen to end (``control.timing``),
-since a newcomer's start is such a phase; ended by a request to drain.
+since a newcomer's start is such a phase. A request to drain does not end it: without
+these ranks there is nothing to save, with them the job drains at the next boundary;
+the launcher ends it, saying for whom it waited, when that takes longer than its notice.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from megatron.elastic.control.membership import Activity, Decision, Membership
+from megatron.elastic.control.membership import WAITING_FOR_RANKS, Activity, Decision, Membership
 from megatron.elastic.control.timing import Timing
 from megatron.elastic.plan.dataflow import PlanError
 
@@ -40,20 +42,28 @@ class StageGone(PlanError):
         return PlanError(f"{self}; {why}; resume from the last checkpoint (--load)")
 
 
-def await_ranks(membership: Membership, gone: StageGone, step: int, respawn: bool, detection_timeout: float) -> None:
-    """Ask for newcomers until a newer generation is frozen. Raises ``PlanError`` when none is to be expected."""
+def await_ranks(
+    membership: Membership, gone: StageGone, step: int, respawn: bool, detection_timeout: float,
+    say: Callable[[str], None],
+) -> None:
+    """Ask for newcomers until a newer generation is frozen. Raises ``PlanError`` when none is to be expected.
+
+    ``say``: one line about what is going on.
+    """  # fmt: skip
     if not respawn:
         raise gone.final("lost ranks are not started again (--no-elastic-respawn)")
     patience = Timing.derive(detection_timeout).hang_unknown
-    end, asked = time.monotonic() + patience, False
+    end, asked, leaving = time.monotonic() + patience, False, False
+    say(f"{gone}: waiting up to {patience:.0f} s for them")
     while membership.frozen() <= gone.decision.generation:
         pending = membership.pending()
-        if "drain" in pending:
-            raise gone.final("asked to drain meanwhile, nothing can be saved without them")
+        if "drain" in pending and not leaving:
+            leaving = True
+            say(f"asked to save and end: nothing can be saved before ranks {list(gone.missing)} are back")
         if "join" in pending and not asked:
             asked = True
             membership.request("join")
         if time.monotonic() > end:
             raise gone.final(f"they did not come back within {patience:.0f} s (--elastic-detection-timeout × 600)")
-        membership.publish(Activity(step, "waiting for ranks", gone.missing))
+        membership.publish(Activity(step, WAITING_FOR_RANKS, gone.missing))
         time.sleep(_LOOK_SECONDS)

@@ -33,7 +33,7 @@ from megatron.elastic.control.events import (
 )
 from megatron.elastic.control.failures import FELL_BACK, Failures
 from megatron.elastic.control.generations import Generations
-from megatron.elastic.control.membership import Decision, Loss
+from megatron.elastic.control.membership import WAITING_FOR_RANKS, Decision, Loss
 from megatron.elastic.control.timing import Timing
 from megatron.elastic.control.wire import (
     Message,
@@ -449,7 +449,11 @@ class Agent:
     def _late(self, number: int) -> Ended:
         """The end of a job that did not drain in time. Before its first step there was nothing to save."""
         late = f"{signal.Signals(number).name}: not drained within {self.job.drain_timeout:.0f} s"
-        if any(idle.step >= 0 for _, idle in self.table().values()):
+        doing = [idle for _, idle in self.table().values()]
+        missing = sorted({rank for idle in doing if idle.phase == WAITING_FOR_RANKS for rank in idle.waiting_for})
+        if missing:
+            late += f", in which ranks {missing} did not come back, without whom nothing can be saved"
+        if any(idle.step >= 0 for idle in doing):
             return Ended(128 + number, f"{late}: the job ends")
         return Ended(_DRAINED, f"{late}, before the first step: the job ends, there is nothing to save")
 

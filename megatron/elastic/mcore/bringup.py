@@ -253,7 +253,8 @@ def join(links: Links, job: Job) -> tuple[Engine, Welcome]:
             links.events.generation = decision.generation
             return engine, welcome
         except StageGone as gone:  # others are waited for as well
-            await_ranks(links.membership, gone, -1, job.config.respawn, job.config.detection_timeout)
+            respawn, patience = job.config.respawn, job.config.detection_timeout
+            await_ranks(links.membership, gone, -1, respawn, patience, say=lambda line: None)  # the members say it
         except CommError as error:
             if isinstance(error, PeerLost):
                 links.membership.suspect(error.rank, error.why)

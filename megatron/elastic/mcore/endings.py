@@ -1,12 +1,17 @@
-"""How one process of the job ends, other than by the last iteration: exit codes and one line each (DESIGN §4)."""
+"""How one process of the job ends, other than by the last iteration: exit codes and one line each (DESIGN §4).
+
+What ends a job does so on every rank alike, wherever in Megatron's program it is noticed: in its
+loop, in the evaluations after it, or while the last checkpoint is written.
+"""
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from megatron.training import get_args
 
@@ -16,6 +21,7 @@ from megatron.elastic.control.membership import Released
 from megatron.elastic.engine.failures import NotFinite, SilentCorruption
 from megatron.elastic.engine.recovery import StateLost
 from megatron.elastic.mcore.checkpoints import BAD_INPUT, DETERMINISTIC, STATE_LOST, can_fall_back
+from megatron.elastic.mcore.patches import Row
 from megatron.elastic.mcore.prelude import Prelude
 from megatron.elastic.plan.dataflow import PlanError
 from megatron.elastic.state.certificate import CertificateError
@@ -29,9 +35,24 @@ class Endings:
     def __init__(self, prelude: Prelude) -> None:
         self._prelude = prelude
 
+    def named(self, row: Row) -> Row:
+        """A row of the patch table whose replacement ends the job by name where the engine cannot go on."""
+        symbol, reason, make = row
+
+        def made(original: Callable[..., Any]) -> Callable[..., Any]:
+            inner = make(original)
+
+            @functools.wraps(inner)
+            def replacement(*args: Any, **kwargs: Any) -> Any:
+                with self._caught():
+                    return inner(*args, **kwargs)
+
+            return replacement
+
+        return symbol, reason, made
+
     @contextmanager
-    def named(self) -> Iterator[None]:
-        """Run Megatron's loop inside."""
+    def _caught(self) -> Iterator[None]:
         try:
             yield
         except (StateLost, PlanError) as error:
@@ -48,18 +69,17 @@ class Endings:
             self._fall_back(error)
         except Released:
             print(f"rank {self._prelude.links.fabric.rank} leaves as asked; the others go on", flush=True)
-            self._prelude.engine.close()
-            self._prelude.links.membership.finish(0)
-            raise SystemExit(0) from None
+            self._end(0)
 
     def leave(self, code: int, why: str) -> NoReturn:
         """End this rank on purpose, with one line from whoever speaks."""
-        engine, links = self._prelude.engine, self._prelude.links
-        engine.close()
-        living = engine.recovery.members or engine.standing.living
-        if living[0] == links.fabric.rank:
-            print(why, flush=True)
-        links.membership.finish(code)
+        self._prelude.notice(why)
+        self._end(code)
+
+    def _end(self, code: int) -> NoReturn:
+        if self._prelude.built:
+            self._prelude.engine.close()
+        self._prelude.links.membership.finish(code)
         raise SystemExit(code)
 
     def _fall_back(self, error: NotFinite) -> NoReturn:

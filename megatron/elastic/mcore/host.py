@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from megatron.elastic.engine.engine import Engine
 from megatron.elastic.engine.source import StepAddress
 from megatron.elastic.mcore import nominal, reporter
 from megatron.elastic.mcore.checkpoints import STATE_LOST
+from megatron.elastic.mcore.counters import Counters
 from megatron.elastic.mcore.endings import Endings
 from megatron.elastic.mcore.patches import Patch, Row, bound, return_names
 from megatron.elastic.mcore.prelude import Prelude, Reading
@@ -32,30 +33,16 @@ def patches(args: Any, config: ElasticConfig) -> tuple[Patch, ...]:
     return Host(config).patches()
 
 
-_COUNTERS = (
-    "curr_iteration",
-    "consumed_train_samples",
-    "skipped_train_samples",
-    "consumed_valid_samples",
-    "num_floating_point_operations_so_far",
-    "do_train",
-    "do_valid",
-    "do_test",
-)
-"""Arguments that Megatron's loop changes as it goes."""
-
-
 class Host:
     """One process's side of the bargain between Megatron's loop and the engine."""
 
     def __init__(self, config: ElasticConfig) -> None:
-        self._prelude = Prelude(config, lambda: self._at_step)
+        self._counters = Counters()
+        self._prelude = Prelude(config, self._counters.told)
         self._checkpoints = self._prelude.checkpoints
         self._endings = Endings(self._prelude)
         self._came_later = False
         self._begun = False
-        self._at_step: dict[str, Any] = {}
-        """Megatron's counters when the present step began: whoever comes begins with it, or its end."""
 
     @property
     def _engine(self) -> Engine:
@@ -63,7 +50,8 @@ class Host:
 
     def patches(self) -> tuple[Patch, ...]:
         """The elastic rows of the patch table, bound to this host."""
-        rows = (*self._prelude.rows(), *self._rows(), *nominal.rows(), *self._checkpoints.rows())
+        ending = (*self._rows(), *self._checkpoints.rows())  # also in what follows the loop
+        rows = (*self._prelude.rows(), *map(self._endings.named, ending), *nominal.rows())
         return tuple(Patch(symbol, reason, make) for symbol, reason, make in rows)
 
     def _rows(self) -> tuple[Row, ...]:
@@ -97,26 +85,28 @@ class Host:
     def _train(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def replacement(*args: Any, **kwargs: Any) -> Any:
-            if not self._prelude.built:
-                welcome = self._prelude.admitted()
-                self._came_later = True
-                self._take_counters(welcome.host, bound(original, args, kwargs)["opt_param_scheduler"])
             self._begin()
-            with self._endings.named():
-                return original(*args, **kwargs)
+            return original(*args, **kwargs)
 
         return replacement
 
     def _begin(self) -> None:
-        """From here on the engine holds a state that outlives a loss. Idempotent."""
-        if not self._begun and not self._came_later:
-            self._begun = True
+        """From here on the engine holds a state that outlives a loss; a newcomer is admitted. Idempotent."""
+        if self._begun:
+            return
+        self._begun = True
+        if self._prelude.built:
             self._engine.recovery.membership.request("begin")
+            self._counters.begin()
+        else:
+            self._counters.take(self._prelude.admitted().host)
+            self._came_later = True
 
     def _decide_exit(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def replacement(*args: Any, **kwargs: Any) -> Any:
             call, settings = bound(original, args, kwargs), get_args()
+            self._counters.boundary(call["num_floating_point_operations_so_far"])
             self._checkpoints.at_boundary(call)
             # Only a time limit has a collective of its own; saving is fenced by itself.
             if settings.exit_duration_in_mins:
@@ -129,14 +119,6 @@ class Host:
 
         return replacement
 
-    def _take_counters(self, counters: Mapping[str, Any], scheduler: Any) -> None:
-        args = get_args()
-        for name in _COUNTERS:
-            setattr(args, name, counters[name])
-        args.iteration = args.curr_iteration
-        scheduler.num_steps = self._engine.record.scheduler_steps
-        scheduler.step(increment=0)
-
     def _train_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
         names = return_names(original)
 
@@ -144,7 +126,7 @@ class Host:
         def replacement(*args: Any, **kwargs: Any) -> Any:
             call = bound(original, args, kwargs)
             settings = get_args()
-            self._at_step = {name: getattr(settings, name) for name in _COUNTERS}
+            self._counters.step()
             address = StepAddress(settings.consumed_train_samples, settings.global_batch_size)
             result = self._engine.step(call["forward_step_func"], call["data_iterator"], address)
             scheduler = call["opt_param_scheduler"]
@@ -200,7 +182,7 @@ class Host:
                 totals.update(copy.deepcopy(before))
                 return original(**call)
 
-            result = self._engine.fenced(body, after_step=True)
+            result = self._engine.fenced(body)
             reporter.flush()
             return result
 
@@ -216,7 +198,10 @@ class Host:
     def _is_last_rank(self, original: Callable[..., bool]) -> Callable[..., bool]:
         @functools.wraps(original)
         def replacement() -> bool:
-            return self._engine.is_reporter if self._prelude.built else original()
+            if not self._prelude.built:
+                return original()
+            # Whoever reported before has told already what a newcomer only runs through.
+            return self._engine.is_reporter and not self._engine.behind
 
         return replacement
 

@@ -68,7 +68,7 @@ def narrate(
             reason=decision.reason,
             members=standing.living,
             lost=tuple(loss.rank for loss in outcome.lost),
-            joined=decision.joined,
+            joined=outcome.newcomers,
             parked=parked,
         )
     )
@@ -230,8 +230,8 @@ def narrate_clock(events: EventLog, step: int, applied: Applied, power_mw: int |
 
 
 def _outcome(outcome: Outcome, in_step: bool) -> str:
-    if outcome.decision.joined:
-        return "joined by " + ", ".join(map(str, outcome.decision.joined))
+    if outcome.newcomers:  # some perhaps let in by a decision before, whose generation did not come about
+        return "joined by " + ", ".join(map(str, outcome.newcomers))
     if outcome.decision.reason == "drain":
         return "some ranks left as asked"
     if not in_step:

@@ -37,6 +37,7 @@ from megatron.elastic.mcore.narrate import narrate
 from megatron.elastic.mcore.optimizer import EngineOptimizer, MegatronSchedule
 from megatron.elastic.mcore.param_groups import GroupKeys
 from megatron.elastic.mcore.patches import Row, bound
+from megatron.elastic.mcore.preflight import check_validation
 from megatron.elastic.mcore.settings import engine_settings, nominal_topology, sample_grid
 from megatron.elastic.mcore.stage import as_stage
 
@@ -70,6 +71,7 @@ class Prelude:
         self._job: Job | None = None
         self._engine: Engine | None = None
         self._optimizer: EngineOptimizer | None = None
+        self._scheduler: Any = None
         self._port: GptPort | None = None
         self._launched: Launched = {}
 
@@ -155,7 +157,7 @@ class Prelude:
         self._port = port = GptPort(model[0], args, groups, parallel_state.get_tensor_model_parallel_rank() == 0)
         self._launched = {unit: tuple(port.unit_parameters(unit)) for unit in port.held_units()}
         self._optimizer = EngineOptimizer(groups, lambda: self.engine.record.loss_scale)
-        scheduler = training.get_optimizer_param_scheduler(self._optimizer)
+        self._scheduler = scheduler = training.get_optimizer_param_scheduler(self._optimizer)
         topology = nominal_topology(args, inner.config, port.tied_unit is not None)
         settings = engine_settings(args, MegatronSchedule(scheduler, groups))
         self._job = Job(port, topology, self._config, settings, self._settled, self._counters, self.notice)
@@ -178,6 +180,8 @@ class Prelude:
         engine, welcome = join(self.links, self._job)
         self._attach(engine)
         reporter.hand_over(engine.is_reporter)
+        self._scheduler.num_steps = engine.record.scheduler_steps
+        self._scheduler.step(increment=0)
         return welcome
 
     def _attach(self, engine: Engine) -> None:
@@ -225,6 +229,7 @@ class Prelude:
         # Any rank may come to compute an end of a pipeline, and only these have data sets built: all are such here.
         with as_stage(0, 1):
             datasets = training.build_train_valid_test_datasets(provider) if reads else (None, None, None)
+        check_validation(args, *datasets[:2])
         flags = torch.tensor(
             [int(args.train_iters > 0), int(args.eval_iters > 0), int(args.eval_iters > 0 and datasets[2] is not None)]
         )
@@ -245,6 +250,9 @@ class Prelude:
         narrate(links.events, topology, outcome, standing, step, engine.in_step, seconds, speaks)
 
     def notice(self, why: str) -> None:
-        """Print one line, on the rank that speaks for the job."""
-        if self.engine.standing.living[0] == self.links.fabric.rank:
+        """Print one line that all ranks know of, on one of them, also in a generation that has yet to come about."""
+        if self._engine is None or self._engine.behind:
+            return
+        living = self._engine.recovery.members or self._engine.standing.living
+        if living[0] == self.links.fabric.rank:
             print(why, flush=True)

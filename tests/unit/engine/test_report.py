@@ -9,8 +9,10 @@ from megatron.elastic.engine.report import Report, phase_is_over
 from megatron.elastic.state.protocol import Holdings
 
 REPORT = st.builds(
-    lambda rank, phase, done, version: Report(Holdings(rank, version, version), phase, done, version),
-    st.integers(0, 7), st.integers(1, 3), st.booleans(), st.integers(0, 5),
+    lambda rank, phase, done, version, under_way: Report(
+        Holdings(rank, version, version), phase, done, version, under_way=under_way
+    ),
+    st.integers(0, 7), st.integers(1, 3), st.booleans(), st.integers(0, 5), st.booleans(),
 )  # fmt: skip
 
 
@@ -22,7 +24,7 @@ def test_a_report_survives_its_text(report: Report) -> None:
 @given(st.lists(REPORT, min_size=1, max_size=5))
 def test_a_phase_is_over_when_somebody_has_left_it_or_everybody_has_done_it(reports: list[Report]) -> None:
     by_rank = dict(enumerate(reports))
-    newest = max(report.phase for report in reports)
+    newest = max(report.phase if report.under_way else report.phase + 1 for report in reports)
     for phase in {report.phase for report in reports}:
         # Who is still in the phase before (a step being finished) has not done it either.
         waiting = [report for report in reports if report.phase < phase or not report.done]
