@@ -27,6 +27,7 @@ from megatron.elastic.engine.port import ForwardStep, LossOutput, UnitParameter
 from megatron.elastic.mcore.dropout import key_module
 from megatron.elastic.mcore.param_groups import GroupKeys
 from megatron.elastic.mcore.split_backward import SplitLinears, WeightQueue
+from megatron.elastic.mcore.split_te import split_te_linears
 from megatron.elastic.mcore.stage import as_stage
 from megatron.elastic.mcore.surgery import Anatomy, unwrapped
 from megatron.elastic.mcore.use_sites import own_use
@@ -53,7 +54,7 @@ class GptPort:
         self.compute_units = self._anatomy.units
         self._specs: dict[int, tuple[ParamSpec, ...]] = {}
         self._units = self._sort_parameters()
-        self._linears.install(chunk)
+        self._split(chunk)
         self._contribute: Callable[[int, str, torch.Tensor], None] | None = None
 
     @property
@@ -68,7 +69,11 @@ class GptPort:
 
     def _prepare(self, inner: Any, module: torch.nn.Module) -> None:
         key_module(inner, module, self._tensor_rank)
+        self._split(module)
+
+    def _split(self, module: torch.nn.Module) -> None:
         self._linears.install(module)
+        split_te_linears(module, self._linears)
 
     def hold(self, units: Collection[int]) -> None:
         """See :class:`ModelPort`."""

@@ -8,7 +8,8 @@ parameters' gradients along, and queues (input, output gradient) of the weight.
 Running the queue does the products that were left out: the same shapes as the
 whole backward's, added in the order the pieces went through, so every bit is
 the whole backward's. Outside of :meth:`WeightQueue.deferring` Megatron's
-function runs unchanged.
+function runs unchanged. Transformer Engine's layers split their backward
+themselves and hand the other half to :mod:`split_te`.
 
 The queue keeps the sharded input under sequence parallelism and gathers it
 again when its turn comes, as Megatron's backward does. A weight that the same
@@ -21,17 +22,25 @@ Source: Zero Bubble Pipeline Parallelism (Qi et al., arXiv 2401.10241), section 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
-__all__ = ["SplitLinears", "WeightQueue"]
+__all__ = ["Deferred", "SplitLinears", "WeightQueue"]
+
+
+class Deferred(Protocol):
+    """Gradients that one layer's backward pass left out."""
+
+    def form(self) -> Iterable[tuple[torch.nn.Parameter, torch.Tensor]]:
+        """Each parameter and its gradient, of its shape and type. Once; possibly collective over the cell."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -43,31 +52,32 @@ class _Product:
     gradient: torch.Tensor
     gather: dist.ProcessGroup | None
 
-    def form(self) -> torch.Tensor:
-        """The weight's gradient, of the weight's shape and type."""
+    def form(self) -> tuple[tuple[torch.nn.Parameter, torch.Tensor]]:
+        """See :class:`Deferred`."""
         source = self.source if self.gather is None else _gathered(self.source, self.gather)
-        return self.gradient.t().matmul(_flat(source))
+        return ((self.weight, self.gradient.t().matmul(_flat(source))),)
 
 
 @dataclass
 class WeightQueue:
     """Weight gradients left out by one piece's backward pass, in the order autograd met them."""
 
-    _products: list[_Product] = field(default_factory=list)
+    _left_out: list[Deferred] = field(default_factory=list)
 
     def __len__(self) -> int:
-        return len(self._products)
+        return len(self._left_out)
 
     def run(self, accumulate: Callable[[torch.nn.Parameter, torch.Tensor], None]) -> None:
         """Form and hand over every gradient left out. Collective over the cell under sequence parallelism."""
         with torch.no_grad():
-            for product in self._products:
-                accumulate(product.weight, product.form())
-        self._products.clear()
+            for deferred in self._left_out:
+                for parameter, gradient in deferred.form():
+                    accumulate(parameter, gradient)
+        self._left_out.clear()
 
-    def put(self, product: _Product) -> None:
-        """Leave ``product`` for later."""
-        self._products.append(product)
+    def put(self, deferred: Deferred) -> None:
+        """Leave ``deferred`` for later."""
+        self._left_out.append(deferred)
 
 
 @dataclass
@@ -155,7 +165,7 @@ class _SplitLinear(torch.autograd.Function):
         queue = settings.switch.defers(settings.weight)
         if queue is not None:
             queue.put(product)
-        weight_gradient = product.form() if queue is None else None
+        weight_gradient = product.form()[0][1] if queue is None else None
         bias_gradient = flat.sum(dim=0) if ctx.has_bias else None
         if work is not None:
             work.wait()

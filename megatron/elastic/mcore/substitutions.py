@@ -178,6 +178,8 @@ ELASTIC_ROWS: tuple[Row, ...] = (
     _unused("delay_wgrad_compute", "--delay-wgrad-compute", _OVERLAP),
     _unused("defer_embedding_wgrad_compute", "--defer-embedding-wgrad-compute", _OVERLAP),
     _unused("overlap_p2p_comm_warmup_flush", "--overlap-p2p-communication-warmup-flush", _OVERLAP),
+    _switch("gradient_accumulation_fusion", "--no-gradient-accumulation-fusion", (_STEP,),
+            "--no-gradient-accumulation-fusion", "adds into Megatron's gradient buffers; the engine has its own"),
     _unused("ddp_average_in_collective", "--ddp-average-in-collective", _BUFFERS),
     _unused("ddp_pad_buckets_for_high_nccl_busbw", "--ddp-pad-buckets-for-high-nccl-busbw", _BUFFERS),
     Row("ddp_bucket_size", "--ddp-bucket-size", (_STEP,), _on, None, _LEAVE_OUT, _BUFFERS),
