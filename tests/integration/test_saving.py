@@ -136,6 +136,23 @@ def test_a_save_cut_anywhere_is_no_checkpoint(tmp_path: Path, whole: dict[int, f
 
 
 @pytest.mark.slow
+def test_a_tensor_parallel_group_that_lost_a_member_saves_its_cuts(tmp_path: Path, whole: dict[int, float]) -> None:
+    """Whichever of the two is gone, the other is parked, and every parameter is whole in the checkpoint."""
+    left = {}
+    for rank in (0, 3):
+        folder = tmp_path / f"without-{rank}"
+        result = elastic_job(
+            folder / "events", 4, 2, 1, STEPS, *QUIET, "--save", str(folder / "saved"), "--save-interval", "4",
+            "--no-elastic-respawn", "--elastic-allow-inject", "--elastic-inject", f"kill:rank={rank},step=2",
+        )  # fmt: skip
+        assert result.code == 0, result.output[-4000:]
+        assert tracked(folder / "saved") == STEPS and "could not be written" not in result.output
+        left[folder.name] = folder / "saved"
+    for later in resumed(tmp_path, left).values():
+        check_resumed(whole, later, STEPS)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_the_launcher_killed_at_any_moment_leaves_a_checkpoint_to_go_on_from(
     tmp_path: Path, whole: dict[int, float], seed: int

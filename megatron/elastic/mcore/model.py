@@ -28,7 +28,7 @@ from megatron.elastic.mcore.dropout import key_module
 from megatron.elastic.mcore.param_groups import GroupKeys
 from megatron.elastic.mcore.split_backward import SplitLinears, WeightQueue
 from megatron.elastic.mcore.split_te import split_te_linears
-from megatron.elastic.mcore.stage import as_stage
+from megatron.elastic.mcore.stage import as_stage, whole_tensor_group
 from megatron.elastic.mcore.surgery import Anatomy, unwrapped
 from megatron.elastic.mcore.use_sites import own_use
 from megatron.elastic.plan.model import Piece
@@ -82,9 +82,13 @@ class GptPort:
         if self.held_units() != tuple(sorted(units)):
             raise ValueError(f"units {sorted(units)} cannot be held together: these are {self.held_units()}")
 
-    def as_launched(self) -> AbstractContextManager[None]:
-        """Inside, :attr:`chunk` has parameters of Megatron's shapes also for units given up: checkpoints name them."""
-        return self._anatomy.as_launched()
+    @contextmanager
+    def as_launched(self) -> Iterator[None]:
+        """Inside, :attr:`chunk` has parameters of Megatron's shapes, also for units given up and in a group that is
+        not whole: checkpoints name them.
+        """
+        with self._anatomy.as_launched(), whole_tensor_group(self.chunk):
+            yield
 
     def held_units(self) -> tuple[int, ...]:
         """See :class:`ModelPort`."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import torch
 from megatron.core import parallel_state
 
-__all__ = ["GroupStandIn", "as_stage"]
+__all__ = ["GroupStandIn", "as_stage", "whole_tensor_group"]
 
 
 @dataclass(frozen=True)
@@ -41,3 +42,32 @@ def as_stage(rank: int, size: int) -> Iterator[None]:
     finally:
         parallel_state.set_pipeline_model_parallel_rank(before[0])
         parallel_state.set_pipeline_model_parallel_world_size(before[1])
+
+
+@contextmanager
+def whole_tensor_group(model: torch.nn.Module) -> Iterator[None]:
+    """Inside, Megatron finds the tensor-parallel group of the launch, also where a member of it is missing.
+
+    By value only: a parked rank has its cut of every parameter, and says so in a checkpoint, but computes nothing.
+    """
+    group = parallel_state.get_tensor_model_parallel_group()
+    nominal = GroupStandIn(
+        parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
+    )
+    if group.size() == nominal.size():
+        yield
+        return
+    collections = {id(found): found for module in model.modules() if (found := getattr(module, "pg_collection", None))}
+    owners = (*model.modules(), *collections.values())
+    places = [(owner, name) for owner in owners for name, value in vars(owner).items() if value is group]
+    _put(places, nominal)
+    try:
+        yield
+    finally:
+        _put(places, group)
+
+
+def _put(places: Iterable[tuple[object, str]], group: object) -> None:
+    for owner, name in places:
+        setattr(owner, name, group)
+    parallel_state._TENSOR_MODEL_PARALLEL_GROUP = group
