@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.integration.elastic_job import (
     MODEL,
@@ -171,6 +172,27 @@ def test_the_launcher_killed_at_any_moment_leaves_a_checkpoint_to_go_on_from(
         job.launcher.kill()
         job.finish()
     check_resumed(whole, resumed(tmp_path, {"resumed": saved})["resumed"], tracked(saved))
+
+
+@pytest.mark.slow
+def test_the_first_rank_back_from_a_loss_saves_the_counts_of_the_job(tmp_path: Path) -> None:
+    """It writes what is common to all: steps, operations, arguments, as if it had been there from the start."""
+    common, steps = {}, 150
+    for name, faults in {"whole": "", "back": "kill:rank=0,step=3,point=mid_forward"}.items():
+        folder = tmp_path / name
+        result = elastic_job(
+            folder / "events", 2, 1, 1, steps, *QUIET, "--save", str(folder / "saved"), "--save-interval", "1000",
+            "--elastic-allow-inject", "--elastic-inject", faults,
+        )  # fmt: skip
+        assert result.code == 0, result.output[-4000:]
+        assert [record.fields["joined"] for record in result.of("generation") if record.fields["reason"] == "join"] == (
+            [[0]] if faults else []
+        )
+        saved = torch.load(folder / f"saved/iter_{steps:07d}/common.pt", weights_only=False)
+        arguments = {k: v for k, v in vars(saved["args"]).items() if k not in ("save", "elastic_inject")}
+        counts = {key: saved[key] for key in ("iteration", "num_floating_point_operations_so_far")}
+        common[name] = {**arguments, **counts, "elastic_event_log": ""}
+    assert common["back"] == common["whole"]
 
 
 def can_mount() -> bool:
