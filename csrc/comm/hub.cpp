@@ -91,16 +91,16 @@ Hub::Hub(HubConfig config)
     }
   }
   alive_[size_t(config_.rank)] = true;  // generation 0: a world of one
-  self_.rank = config_.rank;
-  self_.incarnation = config_.incarnation;
-  self_.ip = config_.bind;
-  self_.machine = machine_identity();
-  if (outbox_) self_.unix_name = random_name();
+  self_->rank = config_.rank;
+  self_->incarnation = config_.incarnation;
+  self_->ip = config_.bind;
+  self_->machine = machine_identity();
+  if (outbox_) self_->unix_name = random_name();
   Listener::Callbacks callbacks;
   callbacks.accept = [this](int socket, bool unix_socket) { return accept(socket, unix_socket); };
   callbacks.established = [this](std::unique_ptr<Negotiation> n) { established(std::move(n)); };
-  listener_ = std::make_unique<Listener>(config_.bind, self_.unix_name, config_.handshake_seconds, callbacks);
-  self_.port = listener_->port();
+  listener_ = std::make_unique<Listener>(config_.bind, self_->unix_name, config_.handshake_seconds, callbacks);
+  self_->port = listener_->port();
 }
 
 Hub::~Hub() {
@@ -120,8 +120,8 @@ void Hub::close() {
   }
   if (progress_.joinable()) progress_.join();
   workers_.stop();
-  listener_.reset();
   std::lock_guard<std::mutex> no_edit(edit_mutex_);
+  listener_.reset();
   ahead_.clear();
   std::unique_lock<std::shared_mutex> alone(topology_);
   const auto gone = std::make_exception_ptr(CommError("the communicator was closed"));

@@ -60,6 +60,9 @@ struct Peer {
   std::vector<std::pair<int, uint64_t>> broken;
 };
 
+using PeerPtr = std::shared_ptr<Peer>;
+using Members = std::vector<PeerPtr>;
+
 struct EditStats {
   double quiesce = 0, drop = 0, connect = 0, publish = 0;  // seconds
   int opened = 0, ahead = 0, dropped = 0, groups = 0;  // ahead: links that stood before the edit began
@@ -81,13 +84,13 @@ class Hub final : public LinkHost {
   ~Hub() override;
 
   const HubConfig& config() const { return config_; }
-  Peer self() const { return self_; }
+  const PeerPtr& self() const { return self_; }
   const std::string& notice() const { return notice_; }  // why not shared memory; empty when it is used
 
-  EditStats edit(uint64_t generation, const std::vector<Peer>& members, double timeout);
+  EditStats edit(uint64_t generation, const Members& members, double timeout);
   // Opens links ahead of an edit that may admit this process. Returns how many stand. An edit ends it early
   // and takes over what is half-way.
-  int prepare(const std::vector<Peer>& members, double timeout);
+  int prepare(const Members& members, double timeout);
   void interrupt(uint64_t generation);
   // Fails what runs on `group` and all later work on it.
   void abort(Group& group);
@@ -161,7 +164,7 @@ class Hub final : public LinkHost {
 
   HubConfig config_;
   Secrets secrets_;
-  Peer self_;
+  PeerPtr self_ = std::make_shared<Peer>();
   std::string notice_;
   size_t ring_bytes_;
   size_t chunk_bytes_;

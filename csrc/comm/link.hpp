@@ -110,6 +110,7 @@ class Link {
   using ArrivedPtr = std::shared_ptr<Arrived>;
 
   RecvPtr take_posted(const Key& key);
+  void order_after_sends();
   void hand_over(const RecvPtr& recv, Arrived& arrived);
   void complete_view(const RecvPtr& recv, uint32_t block, size_t size);
   void finish(const std::shared_ptr<Message>& message, std::exception_ptr error);

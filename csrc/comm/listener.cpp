@@ -10,8 +10,10 @@
 #include <sys/un.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <iterator>
 
 #include "errors.hpp"
 
@@ -85,6 +87,7 @@ Listener::~Listener() {
   stop_.store(true);
   eventfd_write(wake_, 1);
   thread_.join();
+  run_due(true);
   pending_.clear();
   for (int fd : {tcp_, unix_, epoll_, wake_, reserve_}) {
     if (fd >= 0) close(fd);
@@ -168,17 +171,46 @@ void Listener::drop_late() {
   while (!pending_.empty() && pending_.front()->deadline <= now) drop(pending_.begin(), Refusal::Slow);
 }
 
+void Listener::later(std::chrono::milliseconds delay, std::function<void()> task) {
+  {
+    std::lock_guard<std::mutex> lock(tasks_mutex_);
+    tasks_.push_back({std::chrono::steady_clock::now() + delay, std::move(task)});
+  }
+  eventfd_write(wake_, 1);
+}
+
+int Listener::patience() {
+  std::lock_guard<std::mutex> lock(tasks_mutex_);
+  if (tasks_.empty() && pending_.empty()) return -1;
+  return 50;
+}
+
+void Listener::run_due(bool all) {
+  std::vector<Task> due;
+  {
+    std::lock_guard<std::mutex> lock(tasks_mutex_);
+    const auto now = std::chrono::steady_clock::now();
+    const auto first = std::partition(tasks_.begin(), tasks_.end(), [&](auto& t) { return !all && t.due > now; });
+    std::move(first, tasks_.end(), std::back_inserter(due));
+    tasks_.erase(first, tasks_.end());
+  }
+  for (auto& task : due) task.run();
+}
+
 void Listener::loop() {
   epoll_event events[64];
   while (!stop_.load()) {
-    const int n = epoll_wait(epoll_, events, 64, pending_.empty() ? -1 : 50);
+    const int n = epoll_wait(epoll_, events, 64, patience());
     for (int i = 0; i < n; ++i) {
       void* what = events[i].data.ptr;
       if (what == &tcp_) {
         accept_all(tcp_, false);
       } else if (what == &unix_) {
         accept_all(unix_, true);
-      } else if (what != &wake_) {
+      } else if (what == &wake_) {
+        eventfd_t count;
+        eventfd_read(wake_, &count);
+      } else {
         for (auto it = pending_.begin(); it != pending_.end(); ++it) {
           if (it->get() == what) {
             advance(it);
@@ -188,6 +220,7 @@ void Listener::loop() {
       }
     }
     drop_late();
+    run_due(false);
   }
 }
 

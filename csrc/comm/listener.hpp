@@ -3,16 +3,21 @@
 // Every connection is a state machine with a deadline. Strangers, stale
 // incarnations, garbage and those that say nothing are closed and counted; when
 // too many are half-way, the oldest goes.
+//
+// Its thread sleeps almost always, so it also does what may be done a little later (later()).
 #pragma once
 
 #include <array>
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <list>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <thread>
+#include <vector>
 
 #include "handshake.hpp"
 #include "shared_memory.hpp"
@@ -40,6 +45,8 @@ class Listener {
   int port() const { return port_; }
   // Connections turned away, by Refusal.
   std::array<uint64_t, 9> refused() const;
+  // Runs `task`, which must not throw, in the listener's thread, not before `delay`; at the latest when this ends.
+  void later(std::chrono::milliseconds delay, std::function<void()> task);
   size_t half_way() const { return half_way_.load(std::memory_order_relaxed); }
 
  private:
@@ -48,6 +55,8 @@ class Listener {
   void advance(std::list<std::unique_ptr<Negotiation>>::iterator it);
   void drop(std::list<std::unique_ptr<Negotiation>>::iterator it, Refusal why);
   void drop_late();
+  int patience();     // milliseconds until there is something to do, -1: for ever
+  void run_due(bool all);
 
   Callbacks callbacks_;
   std::chrono::duration<double> patience_;
@@ -61,6 +70,12 @@ class Listener {
   std::atomic<size_t> half_way_{0};
   std::array<std::atomic<uint64_t>, 9> refused_{};
   std::list<std::unique_ptr<Negotiation>> pending_;  // oldest first
+  struct Task {
+    std::chrono::steady_clock::time_point due;
+    std::function<void()> run;
+  };
+  std::mutex tasks_mutex_;
+  std::vector<Task> tasks_;
   std::thread thread_;
 };
 

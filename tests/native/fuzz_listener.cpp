@@ -147,7 +147,7 @@ int main(int argc, char** argv) {
   Ranks ranks(4, true);
   uint64_t generation = 1;
   honest_peers_get_in(ranks, generation);
-  const Peer target = ranks.hubs[0]->self();
+  const Peer target = *ranks.hubs[0]->self();
   HubConfig as = ranks.hubs[1]->config();
   as.rank = 2;
   as.incarnation = 1000000;

@@ -59,8 +59,8 @@ struct Ranks {
     return out;
   }
 
-  std::vector<Peer> peers(const std::vector<int>& ranks) const {
-    std::vector<Peer> out;
+  Members peers(const std::vector<int>& ranks) const {
+    Members out;
     for (int r : ranks) out.push_back(hubs[size_t(r)]->self());
     return out;
   }

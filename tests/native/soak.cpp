@@ -108,7 +108,7 @@ struct Rank {
     reply.after = after;
     std::snprintf(reply.text, sizeof reply.text, "%s", text.c_str());
     if (hub) {
-      const Peer own = hub->self();
+      const Peer& own = *hub->self();
       reply.self.rank = own.rank;
       reply.self.incarnation = own.incarnation;
       reply.self.port = own.port;
@@ -142,16 +142,16 @@ struct Rank {
   }
 
   void edit(const Command& c) {
-    std::vector<Peer> members;
+    Members members;
     for (int r : ranks_in(c.living)) {
       const WirePeer& w = c.peers[size_t(r)];
-      members.push_back({w.rank,
-                         w.incarnation,
-                         "127.0.0.1",
-                         w.port,
-                         w.unix_name,
-                         w.machine,
-                         {w.broken.begin(), w.broken.begin() + w.broken_count}});
+      members.push_back(std::make_shared<Peer>(Peer{w.rank,
+                                                    w.incarnation,
+                                                    "127.0.0.1",
+                                                    w.port,
+                                                    w.unix_name,
+                                                    w.machine,
+                                                    {w.broken.begin(), w.broken.begin() + w.broken_count}}));
     }
     hub->edit(c.generation, members, kPatience / 2);
     answer(Answer::Edited);

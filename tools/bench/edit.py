@@ -13,10 +13,18 @@ DP N/4, recorded from its calls. Phases apart: ``abort`` (interrupt → the bloc
 collective has returned), ``agree`` (everybody reports its address, the lowest
 rank writes one record of all, on which the others wait: what FREEZE and DECIDE
 are made of), ``edit`` (the edit proper), ``first`` (a first all-reduce over
-everybody alive). A phase's time is the slowest rank's; ``edit_middle`` is the
-middle rank's and ``edit_cpu`` the most processor time a rank spent in it: where
-ranks outnumber the cores, the rest of the slowest rank's time is waiting for its
-turn. Medians over trials, each trial one more death. Last line: one JSON object.
+everybody alive), ``every_group`` (an all-reduce on each group).
+
+Where ranks outnumber cores, one rank's phase would be measured with the others'
+next phase running in its turn. So nobody begins a phase before all have ended
+the one before (:class:`Gate`: who waits there sleeps), in every way alike, and
+
+- a phase's time is from its first rank's begin to its last rank's end (``edit``, ...);
+- ``edit_slowest`` and ``edit_middle`` are the slowest and the middle rank's own time,
+  ``edit_cpu`` the most processor time of a thread in its edit;
+- ``total`` is edit and first collective.
+
+Medians over trials, each trial one more death. Last line: one JSON object.
 """
 
 from __future__ import annotations
@@ -26,12 +34,13 @@ import contextlib
 import gc
 import importlib.util
 import json
+import os
 import statistics
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -40,6 +49,9 @@ from megatron.elastic.comm import Address, CommError, Fabric, make_fabric
 from megatron.elastic.config import ElasticConfig
 from tools.bench._common import Here, Ranks, median_of, print_result
 
+Span = tuple[float, float]
+"""Begin and end of a phase in one rank: seconds of a clock that all processes of a machine share."""
+Trial = dict[str, Span | float]
 Groups = list[tuple[str, tuple[int, ...]]]
 SECONDS = 120.0
 
@@ -80,11 +92,32 @@ def stock_groups(groups: Groups, living: Sequence[int], chosen: set[int] | None)
     return made
 
 
+class Gate:
+    """Nobody passes before all have come. Who waits sleeps in the kernel; one write wakes everybody."""
+
+    def __init__(self) -> None:
+        self._come = os.eventfd(0, os.EFD_SEMAPHORE)
+        # In turns: who is at the next gate already must not take the leave of one who has not woken at this.
+        self._go = [os.eventfd(0, os.EFD_SEMAPHORE) for _ in range(2)]
+
+    def enter(self, rank: int, living: Sequence[int]) -> None:
+        go = self._go[0]
+        self._go.reverse()
+        if rank == living[0]:
+            for _ in living[1:]:
+                os.eventfd_read(self._come)
+            os.eventfd_write(go, len(living) - 1)
+        else:
+            os.eventfd_write(self._come, 1)
+            os.eventfd_read(go)
+
+
 class Worker:
     """One rank of the bench: both fabrics and the stock groups, side by side."""
 
-    def __init__(self, here: Here, groups: Groups, kinds: Sequence[str]) -> None:
+    def __init__(self, here: Here, groups: Groups, kinds: Sequence[str], gate: Gate) -> None:
         self.here = here
+        self.gate = gate
         self.groups = groups
         self.store = here.store()
         self.records = dist.TCPStore("127.0.0.1", here.port, is_master=False, timeout=timedelta(seconds=SECONDS))
@@ -110,9 +143,7 @@ class Worker:
     def first_edit(self, kind: str) -> None:
         fabric = self.fabrics[kind]
         fabric.edit(1, self.agree(kind, self.living, 1), SECONDS)
-        for role, members in self.groups:
-            if self.here.rank in members:
-                fabric.group(f"{kind} {role}", members).allreduce([torch.ones(1)]).wait()
+        self.use_groups(kind)
 
     def block(self) -> dict[str, threading.Thread]:
         """A collective in flight on each fabric, which the rank that is about to die does not join."""
@@ -122,35 +153,37 @@ class Worker:
             threads[kind].start()
         return threads
 
-    def fabric_trial(
-        self, kind: str, living: tuple[int, ...], generation: int, blocked: threading.Thread
-    ) -> dict[str, float]:
-        fabric = self.fabrics[kind]
+    def phase(self, living: Sequence[int], act: Callable[[], object]) -> Span:
+        self.gate.enter(self.here.rank, living)
         began = time.perf_counter()
-        fabric.interrupt(generation)
-        blocked.join()
-        aborted = time.perf_counter()
-        members = self.agree(kind, living, generation)
-        agreed, cpu = time.perf_counter(), time.thread_time()
-        fabric.edit(generation, members, SECONDS)
-        edited, cpu = time.perf_counter(), time.thread_time() - cpu
-        fabric.world.allreduce([torch.ones(1)]).wait()
-        first = time.perf_counter()
-        for role, group in self.groups:
-            if self.here.rank in group:
-                fabric.group(f"{kind} {role}", group).allreduce([torch.ones(1)]).wait()
-        all_used = time.perf_counter()
-        return {
-            "abort": aborted - began,
-            "agree": agreed - aborted,
-            "edit": edited - agreed,
-            "edit_cpu": cpu,
-            "first": first - edited,
-            "every_group": all_used - first,
-            "total": all_used - agreed,
-        }
+        act()
+        return began, time.perf_counter()
 
-    def stock_trial(self, kind: str, living: tuple[int, ...], generation: int) -> dict[str, float]:
+    def fabric_trial(self, kind: str, living: tuple[int, ...], generation: int, blocked: threading.Thread) -> Trial:
+        fabric, found, members = self.fabrics[kind], Trial(), {}
+
+        def abort() -> None:
+            fabric.interrupt(generation)
+            blocked.join()
+
+        def edit() -> None:
+            cpu = time.thread_time()
+            fabric.edit(generation, members, SECONDS)
+            found["edit_cpu"] = time.thread_time() - cpu
+
+        found["abort"] = self.phase(living, abort)
+        found["agree"] = self.phase(living, lambda: members.update(self.agree(kind, living, generation)))
+        found["edit"] = self.phase(living, edit)
+        found["first"] = self.phase(living, lambda: fabric.world.allreduce([torch.ones(1)]).wait())
+        found["every_group"] = self.phase(living, lambda: self.use_groups(kind))
+        return found
+
+    def use_groups(self, kind: str) -> None:
+        for role, members in self.groups:
+            if self.here.rank in members:
+                self.fabrics[kind].group(f"{kind} {role}", members).allreduce([torch.ones(1)]).wait()
+
+    def stock_trial(self, kind: str, living: tuple[int, ...], generation: int) -> Trial:
         """The default group must be made anew either way: it holds the dead rank."""
         lost = set(self.living) - set(living)
         chosen = None
@@ -160,22 +193,21 @@ class Worker:
         if dist.is_initialized():
             dist.destroy_process_group()
         gc.collect()  # the groups of the trial before end here, not inside the measurement
-        self.store.set(f"ready/{kind}/{generation}/{self.here.rank}", "yes")
-        while not self.store.check([f"ready/{kind}/{generation}/{rank}" for rank in living]):
-            time.sleep(0.001)
-        began = time.perf_counter()
-        dist.init_process_group(
-            "gloo",
-            store=dist.PrefixStore(f"{kind}/{generation}", self.store),
-            rank=living.index(self.here.rank),
-            world_size=len(living),
-            timeout=timedelta(seconds=SECONDS),
-        )
-        self.stock = stock_groups(self.groups, living, chosen)
-        made = time.perf_counter()
-        dist.all_reduce(torch.ones(1))
-        first = time.perf_counter()
-        return {"edit": made - began, "first": first - made, "total": first - began}
+
+        def rebuild() -> None:
+            dist.init_process_group(
+                "gloo",
+                store=dist.PrefixStore(f"{kind}/{generation}", self.store),
+                rank=living.index(self.here.rank),
+                world_size=len(living),
+                timeout=timedelta(seconds=SECONDS),
+            )
+            self.stock = stock_groups(self.groups, living, chosen)
+
+        return {
+            "edit": self.phase(living, rebuild),
+            "first": self.phase(living, lambda: dist.all_reduce(torch.ones(1))),
+        }
 
 
 def _until_error(group: dist.ProcessGroup) -> None:
@@ -183,8 +215,8 @@ def _until_error(group: dist.ProcessGroup) -> None:
         group.allreduce([torch.ones(1 << 14)]).wait()
 
 
-def body(here: Here, groups: Groups, kinds: Sequence[str], deaths: Sequence[int]) -> str:
-    worker = Worker(here, groups, kinds)
+def body(here: Here, groups: Groups, kinds: Sequence[str], deaths: Sequence[int], gate: Gate) -> str:
+    worker = Worker(here, groups, kinds, gate)
     for kind in worker.fabrics:
         worker.first_edit(kind)
     if {"full", "partial"} & set(kinds):
@@ -209,12 +241,28 @@ def body(here: Here, groups: Groups, kinds: Sequence[str], deaths: Sequence[int]
     return "done"
 
 
+def times_of(heard: Sequence[Trial]) -> dict[str, float]:
+    """Seconds by phase of one trial, from what each rank measured (see the module docstring)."""
+    times: dict[str, float] = {}
+    for phase, one in heard[0].items():
+        if isinstance(one, float):
+            times[phase] = max(cast(float, trial[phase]) for trial in heard)
+            continue
+        spans = [cast(Span, trial[phase]) for trial in heard]
+        times[phase] = max(end for _, end in spans) - min(begin for begin, _ in spans)
+        if phase == "edit":
+            own = [end - begin for begin, end in spans]
+            times["edit_slowest"], times["edit_middle"] = max(own), statistics.median(own)
+    times["total"] = times["edit"] + times["first"]
+    return times
+
+
 def run(ranks: int, kinds: Sequence[str], trials: int) -> dict[str, dict[str, Any]]:
-    """Median over trials of the slowest rank's seconds (``edit_middle``: the middle one's), by way and phase."""
-    groups = megatron_groups(ranks)
-    deaths = [ranks - 1 - 2 * trial for trial in range(trials)]
-    slowest: dict[str, dict[str, list[float]]] = {kind: {} for kind in kinds}
-    with Ranks(ranks, lambda here: body(here, groups, kinds, deaths), seconds=900) as workers:
+    """Median over trials of the seconds of each phase, by way."""
+    groups, gate = megatron_groups(ranks), Gate()
+    deaths = [ranks - 1 - 2 * trial for trial in range(min(trials, ranks // 2 - 1))]
+    found: dict[str, dict[str, list[float]]] = {kind: {} for kind in kinds}
+    with Ranks(ranks, lambda here: body(here, groups, kinds, deaths, gate), seconds=900) as workers:
         living = list(range(ranks))
         for dead in deaths:
             for rank in living:
@@ -225,27 +273,27 @@ def run(ranks: int, kinds: Sequence[str], trials: int) -> dict[str, dict[str, An
                 workers.say(rank, "go")
             heard = [workers.hear(rank) for rank in living]
             for kind in kinds:
-                for phase in heard[0][kind]:
-                    slowest[kind].setdefault(phase, []).append(max(one[kind][phase] for one in heard))
-                middle = statistics.median(one[kind]["edit"] for one in heard)
-                slowest[kind].setdefault("edit_middle", []).append(middle)
+                for phase, seconds in times_of([one[kind] for one in heard]).items():
+                    found[kind].setdefault(phase, []).append(seconds)
         workers.results(living)
     return {
         "groups": {"made": len(groups), "a_rank": sum(0 in members for _, members in groups)},
-        **{kind: {phase: median_of(times) for phase, times in found.items()} for kind, found in slowest.items()},
+        **{kind: {phase: median_of(times) for phase, times in by_phase.items()} for kind, by_phase in found.items()},
     }
 
 
 def ratios(found: dict[str, Any]) -> dict[str, float]:
-    """How many times faster the native edit is than making the groups by each other way.
+    """How many times faster the native edit is than making the groups by each other way, all ranks each time.
 
     ``gloo`` connects its groups aside, so its figure is the time until every group has been used.
     """
     if "native" not in found:
         return {}
     ours = found["native"]["edit"].median
-    phase = {"gloo": "total", "full": "edit", "partial": "edit"}
-    return {way: found[way][phase[way]].median / ours for way in phase if way in found}
+    phases = {"gloo": ("edit", "first", "every_group"), "full": ("edit",), "partial": ("edit",)}
+    return {
+        way: sum(found[way][phase].median for phase in parts) / ours for way, parts in phases.items() if way in found
+    }
 
 
 def main() -> None:

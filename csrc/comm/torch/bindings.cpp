@@ -79,11 +79,11 @@ PYBIND11_MODULE(_comm, m) {
   m.def("hmac_sha256", &hmac, py::arg("key"), py::arg("data"));
   m.def("reduce_instruction_set", &elastic::comm::reduce_instruction_set);
 
-  py::class_<Peer>(m, "Peer")
+  py::class_<Peer, std::shared_ptr<Peer>>(m, "Peer")
       .def(py::init([](int rank, uint64_t incarnation, std::string ip, int port, std::string unix_name,
                        std::string machine, std::vector<std::pair<int, uint64_t>> broken) {
-             return Peer{
-                 rank, incarnation, std::move(ip), port, std::move(unix_name), std::move(machine), std::move(broken)};
+             return std::make_shared<Peer>(Peer{rank, incarnation, std::move(ip), port, std::move(unix_name),
+                                                std::move(machine), std::move(broken)});
            }),
            py::arg("rank"), py::arg("incarnation"), py::arg("ip"), py::arg("port"), py::arg("unix_name"),
            py::arg("machine"), py::arg("broken") = std::vector<std::pair<int, uint64_t>>{})

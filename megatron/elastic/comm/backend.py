@@ -143,7 +143,8 @@ def install(fabric: Fabric, store: dist.Store | None = None) -> Installation:
         raise CommError("torch.distributed is initialized already: install the fabric before it")
     os.environ.setdefault("TORCH_DIST_INIT_BARRIER", "0")
     members = tuple(range(fabric.slots))
-    registry.register(fabric.world, registry.group_name("world", members), store or dist.HashStore(), members)
+    name = registry.group_name("world", members)
+    registry.register(fabric.world, name, store or dist.HashStore(), members, registry.Living(members))
     c10d._world.pg_group_ranks[fabric.world] = {rank: rank for rank in members}
     c10d._update_default_pg(fabric.world)
     installation = Installation(fabric)

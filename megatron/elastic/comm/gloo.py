@@ -173,8 +173,8 @@ class GlooFabric(Fabric):
             if found is None:
                 found = GlooGroup(self, role, key[1], self._seating(key[1], None))
                 self._groups[key] = found
-                registry.register(found, registry.group_name(*key), self._store, key[1])
-                registry.set_ranks(found, key[1], found.seating.living if self.generation else key[1])
+                living = registry.Living(found.seating.living if self.generation else key[1])
+                registry.register(found, registry.group_name(*key), self._store, key[1], living)
                 if self._frozen <= self.generation:
                     self._begin(found)
         return found
@@ -314,10 +314,10 @@ class GlooFabric(Fabric):
     def _seat(self, group: GlooGroup) -> None:
         group.seating = self._seating(group.members, self._world_slots if group is self._world else None)
         if group is not self._world:
-            registry.set_ranks(group, group.members, group.seating.living)
+            registry.set_ranks(group, group.members, registry.Living(group.seating.living))
         elif self._world_slots is None:
             living = range(len(group.seating.living))
-            registry.set_ranks(group, living, living)
+            registry.set_ranks(group, living, registry.Living(living))
 
     def _keys(self, topic: str, generation: int, timeout: float) -> GuardedStore:
         return GuardedStore(self._store, f"{self._run_id}/{topic}/", lambda: self._check_frozen(generation), timeout)

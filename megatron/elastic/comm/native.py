@@ -102,8 +102,9 @@ class NativeFabric(Fabric):
         if notice:
             _log.warning("%s", notice)
         self._groups: dict[tuple[str, tuple[int, ...]], NativeGroup] = {}
-        self._peers: dict[int, _comm.Peer] = {}
-        self._told = frozenset(range(slots))  # who is living, as torch's tables have it
+        self._incarnation = incarnation
+        self._peers: dict[int, tuple[int, _comm.Peer]] = {}  # incarnation and peer, by rank
+        self._living = registry.Living(frozenset(range(slots)))  # as torch's tables have it
         self._world = self._make(WORLD_ROLE, tuple(range(slots)), slot_space=not dense_world)
 
     # -- membership ---------------------------------------------------------
@@ -122,16 +123,12 @@ class NativeFabric(Fabric):
     def edit(self, generation: int, members: Mapping[int, Address], timeout: float) -> EditReport:
         if self.rank not in members:
             raise CommError(f"rank {self.rank} is not a member of generation {generation}")
-        stats = self._hub.edit(generation, [self._peer(address) for address in members.values()], timeout)
+        stats = self._hub.edit(generation, self._peers_of(members), timeout)
         began = time.monotonic()
         self.generation = generation
+        self._living.ranks = frozenset(members)
         if self._dense_world:
-            registry.set_ranks(self._world, range(len(members)), range(len(members)))
-        changed = self._told.symmetric_difference(members)
-        self._told = frozenset(members)
-        for (_, everyone), group in self._groups.items():
-            if not changed.isdisjoint(everyone):
-                registry.set_ranks(group, everyone, [rank for rank in everyone if rank in members])
+            registry.set_ranks(self._world, range(len(members)), registry.Living(range(len(members))))
         seconds = {
             "quiesce": stats.quiesce,
             "drop": stats.drop,
@@ -141,17 +138,23 @@ class NativeFabric(Fabric):
         }
         return EditReport(generation, seconds, len(self._groups) + 1, stats.opened, stats.dropped, stats.ahead)
 
-    def _peer(self, address: Address) -> _comm.Peer:
-        """``address`` as the native part has it; kept, since all of it but broken links is fixed for an incarnation."""
-        if address.endpoint.get("broken"):
-            return _peer(address)
-        peer = self._peers.get(address.rank)
-        if peer is None or peer.incarnation != address.incarnation:
-            peer = self._peers[address.rank] = _peer(address)
-        return peer
+    def _peers_of(self, members: Mapping[int, Address]) -> list[_comm.Peer]:
+        """``members`` as the native part has them; all but broken links is fixed for an incarnation, and kept."""
+        me = [self.rank, self._incarnation]
+        peers = []
+        for rank, address in members.items():
+            incarnation, peer = self._peers.get(rank, (-1, None))
+            if peer is None or incarnation != address.incarnation:
+                peer = _peer(address)
+                self._peers[rank] = address.incarnation, peer
+            broken = address.endpoint.get("broken")
+            if broken and me in cast("Sequence[Sequence[int]]", broken):
+                peer = _peer(address, [(self.rank, self._incarnation)])
+            peers.append(peer)
+        return peers
 
     def prepare(self, members: Mapping[int, Address], timeout: float) -> int:
-        return self._hub.prepare([self._peer(address) for address in members.values()], timeout)
+        return self._hub.prepare(self._peers_of(members), timeout)
 
     def sever(self, rank: int, quietly: bool = False) -> None:
         """Break the link to ``rank`` and nothing else (an injected fault); ``quietly``: only this end notices.
@@ -194,9 +197,7 @@ class NativeFabric(Fabric):
         group = self._groups.get(key)
         if group is None:
             group = self._groups[key] = self._make(role, key[1], slot_space=False)
-            registry.register(group, registry.group_name(*key), dist.HashStore(), key[1])
-            if not self._told.issuperset(key[1]):
-                registry.set_ranks(group, key[1], [rank for rank in key[1] if rank in self._told])
+            registry.register(group, registry.group_name(*key), dist.HashStore(), key[1], self._living)
         return group
 
     def _make(self, role: str, members: tuple[int, ...], *, slot_space: bool) -> NativeGroup:
@@ -231,7 +232,8 @@ def _ours(group: dist.ProcessGroup) -> _comm.ElasticProcessGroup:
     return group
 
 
-def _peer(address: Address) -> _comm.Peer:
+def _peer(address: Address, broken: Sequence[tuple[int, int]] = ()) -> _comm.Peer:
+    """``broken``: (rank, incarnation) to which it has found its link broken."""
     endpoint = address.endpoint
     return _comm.Peer(
         rank=address.rank,
@@ -240,5 +242,5 @@ def _peer(address: Address) -> _comm.Peer:
         port=int(str(endpoint["port"])),
         unix_name=str(endpoint["unix"]),
         machine=str(endpoint["machine"]),
-        broken=[(end[0], end[1]) for end in cast("Sequence[Sequence[int]]", endpoint.get("broken", ()))],
+        broken=list(broken),
     )

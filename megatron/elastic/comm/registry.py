@@ -1,21 +1,24 @@
 """What ``torch.distributed``'s Python layer remembers about a group, kept true.
 
 ``dist.get_rank(group)``, ``get_process_group_ranks`` and every collective that
-takes a global root read ``_world.pg_group_ranks``, not the group. An edit
-therefore rewrites that table (:class:`LivingRanks`). All access to torch's
-tables from this package goes through here.
+takes a global root read ``_world.pg_group_ranks``, not the group. The tables put
+there (:class:`LivingRanks`) follow one :class:`Living` a fabric: an edit changes
+that, and each table is numbered anew when next it is read, so that an edit costs
+the same however many groups there are. All access to torch's tables from this
+package goes through here.
 
 Names are (role, members), so that processes with different histories agree.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
+from typing import cast
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-__all__ = ["LivingRanks", "group_name", "register", "set_ranks", "unregister"]
+__all__ = ["Living", "LivingRanks", "group_name", "register", "set_ranks", "unregister"]
 
 BACKEND_NAME = "elastic"
 
@@ -25,7 +28,14 @@ def group_name(role: str, members: Sequence[int]) -> str:
     return f"{role}:{','.join(map(str, members))}"
 
 
-class LivingRanks(dict[int, int]):
+class Living:
+    """Who takes part now, for all tables that follow it. ``ranks`` is replaced as a whole, never changed."""
+
+    def __init__(self, ranks: Container[int]) -> None:
+        self.ranks = ranks
+
+
+class LivingRanks(Mapping[int, int]):
     """Global rank → group rank of the living, in member order.
 
     Iteration and length show the living only. A dead member can still be named:
@@ -35,18 +45,37 @@ class LivingRanks(dict[int, int]):
     member, a point-to-point peer is reported lost.
     """
 
-    def __init__(self, members: Sequence[int], living: Sequence[int]) -> None:
-        super().__init__({rank: index for index, rank in enumerate(living)})
+    def __init__(self, members: Sequence[int], living: Living) -> None:
         self._members = tuple(members)
+        self._living = living
+        self._numbered: tuple[Container[int], dict[int, int]] = ((), {})
+
+    def _places(self) -> dict[int, int]:
+        ranks, (seen, places) = self._living.ranks, self._numbered
+        if seen is not ranks:
+            places = {rank: place for place, rank in enumerate(rank for rank in self._members if rank in ranks)}
+            self._numbered = ranks, places
+        return places
+
+    def __getitem__(self, rank: int) -> int:
+        places = self._places()
+        if rank in places:
+            return places[rank]
+        if rank in self._members:
+            return len(places) + self._members.index(rank)
+        raise KeyError(rank)
 
     def __contains__(self, rank: object) -> bool:
-        return super().__contains__(rank) or rank in self._members
+        return rank in self._members
 
-    def __missing__(self, rank: int) -> int:
-        return len(self) + self._members.index(rank)
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._places())
+
+    def __len__(self) -> int:
+        return len(self._places())
 
 
-def register(group: dist.ProcessGroup, name: str, store: dist.Store, members: Sequence[int]) -> None:
+def register(group: dist.ProcessGroup, name: str, store: dist.Store, members: Sequence[int], living: Living) -> None:
     """Make ``group`` known to torch.distributed under ``name``."""
     world = c10d._world
     world.pg_map[group] = (BACKEND_NAME, store)
@@ -56,12 +85,12 @@ def register(group: dist.ProcessGroup, name: str, store: dist.Store, members: Se
     world.tags_to_pg.setdefault(f"ptd:{name}", []).append(group)
     world.pg_to_tag[group] = f"ptd:{name}"
     c10d._register_process_group(c10d.GroupName(name), group)
-    set_ranks(group, members, members)
+    set_ranks(group, members, living)
 
 
-def set_ranks(group: dist.ProcessGroup, members: Sequence[int], living: Sequence[int]) -> None:
-    """Say who of ``members`` takes part now."""
-    c10d._world.pg_group_ranks[group] = LivingRanks(members, living)
+def set_ranks(group: dist.ProcessGroup, members: Sequence[int], living: Living) -> None:
+    """Say that those of ``members`` take part who are in ``living``."""
+    c10d._world.pg_group_ranks[group] = cast("dict[int, int]", LivingRanks(members, living))
 
 
 def unregister(group: dist.ProcessGroup) -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.elastic.comm import BlockRange, CommError, Fabric, GenerationChanged, PeerLost
-from megatron.elastic.comm.registry import LivingRanks
+from megatron.elastic.comm.registry import Living, LivingRanks
 from megatron.elastic.control.suspicion import sinks
 from tests.unit.comm.fabric_checks import SEED, WORLD, Check, addresses, edit, same, sum_of, values
 from tools.bench._common import Here
@@ -329,10 +329,14 @@ def alone(fabric: Fabric) -> None:
 
 
 def living_ranks_table() -> None:
-    """Dead members can still be named, beyond the living."""
-    table = LivingRanks((4, 2, 7, 1), (2, 1))
+    """Dead members can still be named, beyond the living; the table follows who is living."""
+    living = Living(frozenset((1, 2)))
+    table = LivingRanks((4, 2, 7, 1), living)
     assert list(table) == [2, 1] and len(table) == 2 and table[1] == 1
     assert 7 in table and 9 not in table and table[4] == 2 and table[7] == 4
+    assert table == {2: 0, 1: 1} and dict(table) == {2: 0, 1: 1}
+    living.ranks = frozenset((1, 4, 9))
+    assert list(table.items()) == [(4, 0), (1, 1)] and table[2] == 3 and table.get(9) is None
 
 
 CHECKS: tuple[Check, ...] = (

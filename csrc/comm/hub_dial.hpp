@@ -1,0 +1,35 @@
+// One attempt to open a link from this side: a socket that connects, then a handshake.
+#pragma once
+
+#include <unistd.h>
+
+#include <utility>
+
+#include "hub.hpp"
+
+namespace elastic::comm {
+
+struct Hub::Dial {
+  Hub& hub;
+  Peer peer;
+  std::unique_ptr<Negotiation> negotiation;
+  int connecting = -1;         // socket not connected yet
+  Clock::time_point again{};   // when to try next, while neither of the two
+  bool ready = false;
+  int fd() const { return connecting >= 0 ? connecting : (negotiation ? negotiation->handshake.socket() : -1); }
+  bool over = false;  // kept to the end of the edit: dialing_ says who is not to dial us
+  void end() {
+    over = true;
+    if (connecting >= 0) ::close(std::exchange(connecting, -1));
+    negotiation.reset();
+  }
+  // With may_dial's leave, which counted it in dialing_.
+  Dial(Hub& h, Peer p) : hub(h), peer(std::move(p)) {}
+  ~Dial() {
+    if (connecting >= 0) ::close(connecting);
+    std::lock_guard<std::mutex> lock(hub.parked_mutex_);
+    if (--hub.dialing_[peer.rank] == 0) hub.dialing_.erase(peer.rank);
+  }
+};
+
+}  // namespace elastic::comm
