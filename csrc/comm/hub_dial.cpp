@@ -246,12 +246,18 @@ void Hub::collect_parked(std::map<int, Peer>& missing, std::map<int, LinkPtr>* o
 }
 
 // Until every one of `missing` is linked: parked links are taken up, the others dialed. `ahead`: for an edit to come,
-// so that lower ranks dial too and who refuses is left out. Returns how many stood at once; `dials` holds what is
-// half-way.
+// so that lower ranks dial too and who refuses is left out. Returns how many stood already or had been opened by the
+// other side, whose last word was under way to us; `dials` holds what is half-way.
 int Hub::connect(std::map<int, Peer> missing, Clock::time_point deadline, double timeout,
                  const std::function<void()>& check, bool ahead, Dials* dials, std::map<int, LinkPtr>* opened) {
+  std::map<int, int> claimed;
+  {
+    std::lock_guard<std::mutex> lock(parked_mutex_);
+    claimed = claims_;
+  }
   collect_parked(missing, opened);
-  const int stood = int(opened->size());
+  int stood = int(opened->size());
+  for (const auto& entry : missing) stood += int(claimed.count(entry.first));
   for (auto it = dials->begin(); it != dials->end();) {
     const auto wanted = missing.find(it->first);
     const bool same = wanted != missing.end() && wanted->second.incarnation == it->second->peer.incarnation;
