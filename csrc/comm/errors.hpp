@@ -13,12 +13,13 @@ struct CommError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// The link to `rank` broke while something was in flight on it.
+// The link to `rank` broke while something was in flight on it. `heard`: another member's did, ours stands.
 struct PeerLost : CommError {
-  PeerLost(int rank_, std::string why_)
-      : CommError("rank " + std::to_string(rank_) + ": " + why_), rank(rank_), why(std::move(why_)) {}
+  PeerLost(int rank_, std::string why_, bool heard_ = false)
+      : CommError("rank " + std::to_string(rank_) + ": " + why_), rank(rank_), why(std::move(why_)), heard(heard_) {}
   int rank;
   std::string why;
+  bool heard;
 };
 
 // A newer generation was frozen; the caller's work belongs to an older one.

@@ -334,7 +334,7 @@ void Hub::check(const WaitScope& scope, unsigned spin) const {
   if (scope.group != nullptr) {
     if (scope.group->aborted.load(std::memory_order_acquire)) throw CommError("the group was aborted");
     const int lost = scope.group->lost.load(std::memory_order_acquire);
-    if (lost >= 0) throw PeerLost(lost, "another member lost it");
+    if (lost >= 0) throw PeerLost(lost, "another member lost it", stands(lost));
   }
   if (spin % 16 == 15 && Clock::now() >= scope.deadline) {
     std::vector<int> ranks;

@@ -115,6 +115,7 @@ class Hub final : public LinkHost {
   Shared enter(uint64_t generation);
   Link* link(int rank) { return links_[size_t(rank)].get(); }
   LinkPtr link_ptr(int rank) { return links_[size_t(rank)]; }
+  bool stands(int rank) const { return links_[size_t(rank)] && !links_[size_t(rank)]->dead(); }
   bool is_alive(int rank) const { return alive_[size_t(rank)]; }
   // Bytes of a pipeline chunk: the same in every process of the job.
   size_t chunk_bytes() const { return chunk_bytes_; }

@@ -59,9 +59,13 @@ struct Ranks {
     return out;
   }
 
+  // As members report themselves: with the links they found broken.
   Members peers(const std::vector<int>& ranks) const {
     Members out;
-    for (int r : ranks) out.push_back(hubs[size_t(r)]->self());
+    for (int r : ranks) {
+      out.push_back(std::make_shared<Peer>(*hubs[size_t(r)]->self()));
+      out.back()->broken = hubs[size_t(r)]->broken();
+    }
     return out;
   }
 

@@ -195,6 +195,32 @@ TEST(a_lost_member_is_named_to_everyone_in_the_collective) {
   });
 }
 
+TEST(who_only_hears_of_a_broken_link_says_so) {
+  both([](bool shared) {
+    Ranks ranks(3, shared);
+    ranks.edit(1, ranks.all());
+    for (auto& hub : ranks.hubs) hub->group("g", {0, 1, 2});
+    std::atomic<int> named{0};
+    ranks.hubs[1]->sever(0, true);
+    ranks.each(ranks.all(), [&](int r) {
+      const GroupPtr g = ranks.hubs[size_t(r)]->group("g", {0, 1, 2});
+      auto data = values(r, 100000);
+      try {
+        all_reduce(ranks.call(r, *g), part_of(data), DType::F32, ReduceOp::Sum);
+        CHECK(false);
+      } catch (const PeerLost& lost) {
+        CHECK(lost.rank == 0 && lost.heard == (r == 2));
+        if (++named == 2) ranks.hubs[0]->interrupt(2);  // which has noticed nothing
+      } catch (const GenerationChanged&) {
+        CHECK(r == 0);
+      }
+    });
+    CHECK(named == 2);
+    ranks.edit(2, ranks.all());
+    all_reduce_everywhere(ranks, ranks.all(), ranks.all(), 100000);
+  });
+}
+
 TEST(an_interrupt_wakes_every_wait) {
   both([](bool shared) {
     Ranks ranks(3, shared);

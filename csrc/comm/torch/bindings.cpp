@@ -29,7 +29,7 @@ void translate(std::exception_ptr p) {
   try {
     std::rethrow_exception(p);
   } catch (const elastic::comm::PeerLost& e) {
-    raise("PeerLost", e.rank, e.why);
+    raise("PeerLost", e.rank, e.why, e.heard);
   } catch (const elastic::comm::GenerationChanged& e) {
     raise("GenerationChanged", e.generation);
   } catch (const elastic::comm::Timeout& e) {

@@ -15,12 +15,17 @@ class CommError(RuntimeError):
 
 
 class PeerLost(CommError):
-    """The link to ``rank`` broke while something was in flight on it."""
+    """The link to ``rank`` broke while something was in flight on it.
 
-    def __init__(self, rank: int, why: str = "connection lost") -> None:
+    ``heard``: another member's link did, and said so; this process's own stands. Then it
+    is no evidence of its own: whoever lost the link gives it.
+    """
+
+    def __init__(self, rank: int, why: str = "connection lost", heard: bool = False) -> None:
         super().__init__(f"rank {rank}: {why}")
         self.rank = rank
         self.why = why
+        self.heard = heard
 
 
 class GenerationChanged(CommError):

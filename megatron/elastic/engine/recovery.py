@@ -119,7 +119,7 @@ class Recovery:
         ``attempted`` is the version that the step under way leads to.
         """
         step, seconds = report.holdings.newest, dict[str, float]()
-        if isinstance(error, PeerLost):
+        if isinstance(error, PeerLost) and not error.heard:
             self.membership.suspect(error.rank, error.why)
         self.injector.reach("in_recovery_freeze", step)
         started = time.monotonic()

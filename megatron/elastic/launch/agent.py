@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import signal
 import time
+from dataclasses import replace
 
 from megatron.elastic.control.events import (
     Abandoned,
@@ -155,8 +156,12 @@ class Agent:
     def table(self) -> Table:
         """What this node's workers do, and since when nothing changed there."""
         rows = {}
+        # Reports of a node go together: who has handed in its own waits for the others', and does nothing wrong.
+        reported = () if self.state.quiet else self._entries
         for worker in self.by_rank.values():
             idle = self._watch.idle(worker)
+            if idle is not None and worker.rank in reported:
+                idle = replace(idle, seconds=0.0)
             if idle is not None:
                 rows[worker.rank] = (worker.incarnation, idle)
         return rows

@@ -256,7 +256,7 @@ def join(links: Links, job: Job) -> tuple[Engine, Welcome]:
             respawn, patience = job.config.respawn, job.config.detection_timeout
             await_ranks(links.membership, gone, -1, respawn, patience, say=lambda line: None)  # the members say it
         except CommError as error:
-            if isinstance(error, PeerLost):
+            if isinstance(error, PeerLost) and not error.heard:
                 links.membership.suspect(error.rank, error.why)
 
 
