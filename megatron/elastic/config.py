@@ -78,6 +78,10 @@ class ElasticConfig:
     """Steps after a loss before layers move to other workers while the lost one is being started again (with
     --no-elastic-respawn they move at once; -1: layers never move)."""
 
+    mean_time_between_losses: float = 3600.0
+    """Seconds until somebody is expected to be lost or to return: layers move only where more steps get done by then,
+    or by the end of the run if that comes first."""
+
     spares: int = 0
     """Ranks that wait with open links to take a lost rank's place."""
 
@@ -114,6 +118,8 @@ class ElasticConfig:
             raise ConfigError("--elastic-block-bytes must be a multiple of 64 and at least 1024")
         if self.migrate_after < -1:
             raise ConfigError("--elastic-migrate-after must be a number of steps, or -1 for never")
+        if not 0 < self.mean_time_between_losses < float("inf"):
+            raise ConfigError("--elastic-mean-time-between-losses must be a number of seconds above 0")
         if self.detection_timeout <= 0:
             raise ConfigError("--elastic-detection-timeout must be above 0")
         if self.frequency not in ("off", "auto") and self.frequency.split(":")[0] not in ("nvml", "dcmi", "cpufreq"):

@@ -157,6 +157,10 @@ class EmulatedPort:
         """``[1, rows, WIDTH]``."""
         return torch.Size((1, rows, WIDTH)), torch.float32
 
+    def activation_bytes(self, unit: int) -> int:
+        """What a row of the boundary takes."""
+        return 4 * WIDTH
+
     def forward(
         self, step: Any, piece: Piece, place: tuple[int, int], source: torch.Tensor | None, batches: Iterator[Any]
     ) -> torch.Tensor | LossOutput:

@@ -18,6 +18,7 @@ from megatron.elastic.engine.recut import Recut, better_assignment, everybody_is
 from megatron.elastic.engine.regroup import Regroup
 from megatron.elastic.engine.vote import leaving_of
 from megatron.elastic.plan.dataflow import PlanError
+from megatron.elastic.plan.steady import DecisionOptions
 
 __all__ = ["Boundary"]
 
@@ -87,9 +88,20 @@ class Boundary:
         costs = self._pacing.measured or recovery.profile
         speeds = dict(standing.speeds())
         try:
-            return better_assignment(standing.assignment, standing.living, costs, recovery.memory_bytes, speeds)
+            return better_assignment(
+                standing.assignment, standing.living, costs, recovery.machine.memory_bytes, speeds, self._outlook()
+            )
         except PlanError:  # nothing better is known to fit; the plan that runs goes on
             return None
+
+    def _outlook(self) -> DecisionOptions:
+        """How long a cut made now is of use: to the next expected change, or to the end of the run."""
+        at = self._position
+        steps = at.tools.settings.steps
+        return DecisionOptions(
+            horizon_ns=round(at.recovery.config.mean_time_between_losses * 1e9),
+            horizon_steps=None if steps is None else max(0, steps - at.record.version),
+        )
 
     def _part(self, asked: tuple[int, ...]) -> tuple[int, ...]:
         """Ranks leave on request, once nothing is left of them; returns those whose state has to move first."""

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from megatron.elastic.comm.fabric import Fabric
 from megatron.elastic.control.membership import Decision
 from megatron.elastic.engine.basis import Basis, History
+from megatron.elastic.engine.machine import Machine
 from megatron.elastic.engine.program import Place
 from megatron.elastic.state.layout import ParamSpec
 from megatron.elastic.state.record import StepRecord
@@ -35,8 +36,7 @@ class Welcome:
     """Everything a newcomer needs besides tensors."""
 
     catalog: Mapping[tuple[int, int], tuple[ParamSpec, ...]]
-    memory_bytes: int
-    """What the rank with the least memory had at the start."""
+    machine: Machine
     basis: Basis
     """Who holds what, as promoted for the generation that admits it."""
     confirmed: Basis

@@ -79,6 +79,9 @@ class ModelPort(Protocol):
     def boundary(self, rows: int) -> tuple[torch.Size, torch.dtype]:
         """Shape and type of the tensor that enters and leaves a segment of ``rows`` rows."""
 
+    def activation_bytes(self, unit: int) -> int:
+        """Bytes that a compute unit's forward keeps for its backward, a row; any unit, held here or not."""
+
     def forward(
         self,
         step: ForwardStep,

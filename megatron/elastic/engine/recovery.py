@@ -25,6 +25,7 @@ from megatron.elastic.engine.basis import Basis, History
 from megatron.elastic.engine.buffers import Arena
 from megatron.elastic.engine.inject import Injector
 from megatron.elastic.engine.joining import NEWCOMER, newcomers
+from megatron.elastic.engine.machine import Machine
 from megatron.elastic.engine.movement import Movement
 from megatron.elastic.engine.nominal import Nominal
 from megatron.elastic.engine.report import Report, phase_is_over
@@ -98,8 +99,7 @@ class Recovery:
     """The policy: which plan the living run."""
     profile: Profile
     """Costs of units, the same on every rank."""
-    memory_bytes: int
-    """What the rank with the least memory has for parameters, state and activations."""
+    machine: Machine
     domains: Mapping[int, int] = field(default_factory=dict)
     """Rank → failure domain, of the present generation."""
     members: tuple[int, ...] = ()

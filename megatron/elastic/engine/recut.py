@@ -11,7 +11,7 @@ floating-point operations a parameter and position forward, four backward.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
 from megatron.elastic.engine.assignment import Assignment
@@ -26,9 +26,7 @@ __all__ = ["Recut", "better_assignment", "everybody_is_here", "unmeasured_profil
 
 _OPERATIONS_PER_NS = 10
 """Assumed speed of a cell before anything is measured; ratios between units do not depend on it."""
-_ACTIVATION_TENSORS = 17
-"""Activations of a layer in boundary tensors: 34 bytes a position and hidden element at 16 bits (2205.05198, §4)."""
-_STATE_BYTES, _GRADIENT_BYTES = 12, 4
+_GRADIENT_BYTES = 4
 _NO_WORK_SHARE = 20
 """A unit that multiplies nothing (an embedding looks rows up) costs a layer's time over this."""
 
@@ -55,10 +53,12 @@ def better_assignment(
     profile: Profile,
     memory_bytes: int,
     speeds: Mapping[int, int] | None = None,
+    options: DecisionOptions | None = None,
 ) -> Recut | None:
     """The assignment to move to, or ``None`` to stay.
 
-    ``memory_bytes``: what a rank has; ``speeds``: ppm of cells slower than their peers.
+    ``memory_bytes``: what a rank has; ``speeds``: ppm of cells slower than their peers; ``options``: how long a cut is
+    expected to be of use.
 
     With everybody here that is the launch's cut. Raises :class:`PlanError` when some
     unit has no living holder and no shape of the living cells fits their memory.
@@ -70,7 +70,7 @@ def better_assignment(
     topology = replace(topology, cells=tuple(replace(cell, memory_bytes=memory_bytes) for cell in topology.cells))
     if not topology.cells:
         raise PlanError("no tensor-parallel group is whole: nothing can be computed")
-    decision = decide(topology, profile, DecisionOptions())
+    decision = decide(topology, profile, options)
     if decision.steady is None:
         return None
     target = Assignment(assignment.nominal, decision.steady.replicas())
@@ -85,9 +85,19 @@ def _recut(before: Assignment, target: Assignment, now_ns: int, then_ns: int) ->
 
 
 def unmeasured_profile(
-    nominal: Nominal, layouts: Mapping[tuple[int, int], UnitLayout], sequence: int, boundary_bytes: int, itemsize: int
+    nominal: Nominal,
+    layouts: Mapping[tuple[int, int], UnitLayout],
+    sequence: int,
+    boundary_bytes: int,
+    itemsize: int,
+    activation_bytes: Callable[[int], int],
+    state_bytes: int,
 ) -> Profile:
-    """Costs from sizes alone: ``sequence`` positions and ``boundary_bytes`` a row, ``itemsize`` bytes a parameter."""
+    """Costs from sizes alone: ``sequence`` positions and ``boundary_bytes`` a row, ``itemsize`` bytes a parameter.
+
+    ``activation_bytes(unit)``: what a row's forward keeps; ``state_bytes``: what all copies of a parameter's
+    optimizer state take together.
+    """
     multiplied = [_multiplied(nominal, layouts, unit) for unit in range(nominal.compute_units)]
     typical = sorted(multiplied)[len(multiplied) // 2]
     units = []
@@ -96,14 +106,16 @@ def unmeasured_profile(
         work = max(1, typical // _NO_WORK_SHARE if looks_up else parameters)
         forward = max(1, 2 * work * sequence // _OPERATIONS_PER_NS)
         size = layouts[unit, 0].numel
+        if nominal.tied_unit is not None and unit in (0, nominal.compute_units - 1):
+            size += layouts[nominal.tied_unit, 0].numel
         units.append(
             UnitCost(
                 forward_ns=forward,
                 backward_ns=2 * forward,
                 weight_grad_ns=forward,
                 param_bytes=size * (itemsize + _GRADIENT_BYTES),
-                state_bytes=size * _STATE_BYTES,
-                activation_bytes=_ACTIVATION_TENSORS * boundary_bytes,
+                state_bytes=size * state_bytes,
+                activation_bytes=activation_bytes(unit),
                 boundary_bytes=boundary_bytes,
             )
         )

@@ -168,7 +168,7 @@ class Regroup:
             catalog={
                 key: tuple(slot.spec for slot in layout.slots) for key, layout in at.recovery.layouts.items()
             },
-            memory_bytes=at.recovery.memory_bytes,
+            machine=at.recovery.machine,
             basis=at.standing.basis,
             confirmed=at.history.of(at.record),
             record=at.record,

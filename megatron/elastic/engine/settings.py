@@ -21,6 +21,8 @@ class Settings:
     """A gradient that is not finite ends the job (Megatron's default) instead of being applied."""
     communication_timeout: float = 600.0
     """Seconds a wait inside a healthy generation may last."""
+    steps: int | None = None
+    """Steps of the whole run, where that is known: nothing moves that would not pay back before its end."""
 
 
 @dataclass(frozen=True)

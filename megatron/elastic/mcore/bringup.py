@@ -35,6 +35,7 @@ from megatron.elastic.engine.exact import ExactGradients, one_sample_pieces
 from megatron.elastic.engine.inject import Injector, parse
 from megatron.elastic.engine.joining import NEWCOMER, Welcome, newcomers, receive_welcome
 from megatron.elastic.engine.listener import Listener
+from megatron.elastic.engine.machine import Machine, survey
 from megatron.elastic.engine.movement import Moved
 from megatron.elastic.engine.nominal import Nominal
 from megatron.elastic.engine.pacing import Pacing
@@ -191,16 +192,6 @@ class Job:
     """Who holds what at launch, where it is not Megatron's cut."""
 
 
-def _least_memory(fabric: Fabric) -> int:
-    """Bytes of device memory of the rank that has least; on CPU its share of the machine's. Collective."""
-    platform, local = select(), int(os.environ.get("LOCAL_RANK", "0"))
-    sharing = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if platform.name == "cpu" else 1
-    table: list[Any] = [None] * fabric.slots
-    own = platform.memory(0 if platform.name == "cpu" else local).total // sharing
-    dist.all_gather_object(table, own, group=fabric.world)
-    return min(int(size) for size in table if size is not None)
-
-
 def found(links: Links, job: Job) -> Engine:
     """The engine at the start of a job, together with everybody. Its state is what the model's parameters say."""
     assert links.decision is not None, "a newcomer joins, it does not found"
@@ -214,7 +205,7 @@ def found(links: Links, job: Job) -> Engine:
     basis = Basis(initial(groups, rules), assignment)
     record = replace(StepRecord.initial(job.settings.hyper), placement=basis.digest)
     arena = Arena(job.port, _of_shard(layouts, shard))
-    engine = _assemble(links, job, links.decision, layouts, arena, basis, record, _least_memory(links.fabric))
+    engine = _assemble(links, job, links.decision, layouts, arena, basis, record, survey(links.fabric))
     engine.adopt_parameters()
     links.injector.settle()
     return engine
@@ -247,7 +238,7 @@ def join(links: Links, job: Job) -> tuple[Engine, Welcome]:
                 raise ValueError(f"rank {fabric.rank}: the parameters of its model are not those of the job's")
             known.update(_of_shard(layouts, shard))
             engine = _assemble(
-                links, job, decision, layouts, arena, welcome.basis, welcome.record, welcome.memory_bytes
+                links, job, decision, layouts, arena, welcome.basis, welcome.record, welcome.machine
             )
             engine.join(welcome)
             links.events.generation = decision.generation
@@ -289,10 +280,15 @@ class _Narrator(Listener):
         narrate_verdict(self.events, position, verdict)
 
 
-def _profile(job: Job, layouts: Layouts, arena: Arena) -> Profile:
+def _profile(job: Job, layouts: Layouts, arena: Arena, machine: Machine) -> Profile:
     """Costs before anything is measured."""
     shape, dtype = job.port.boundary(1)
-    return unmeasured_profile(job.nominal, layouts, shape[0], shape.numel() * dtype.itemsize, arena.dtype.itemsize)
+    copies, gradient = 1 + job.config.mirrors, job.config.snapshot == "gradient"
+    costs = unmeasured_profile(
+        job.nominal, layouts, shape[0], shape.numel() * dtype.itemsize, arena.dtype.itemsize,
+        job.port.activation_bytes, state_bytes=16 * copies if gradient else 4 + 24 * copies,
+    )  # fmt: skip
+    return replace(costs, link_bytes_per_s=machine.link_bytes_per_s)
 
 
 def _of_shard(layouts: Layouts, shard: int) -> dict[int, UnitLayout]:
@@ -308,7 +304,7 @@ def _assemble(
     arena: Arena,
     basis: Basis,
     record: StepRecord,
-    memory_bytes: int,
+    machine: Machine,
 ) -> Engine:
     fabric, rank = links.fabric, links.fabric.rank
     timeline = Timeline(job.config.trace)
@@ -344,8 +340,8 @@ def _assemble(
         injector=links.injector,
         timeout=job.settings.communication_timeout,
         choose=choose,
-        profile=_profile(job, layouts, arena) if job.profile is None else job.profile,
-        memory_bytes=memory_bytes,
+        profile=_profile(job, layouts, arena, machine) if job.profile is None else job.profile,
+        machine=machine,
     )
     position = Position(
         tools=tools,

@@ -24,6 +24,7 @@ from megatron.core import parallel_state
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
 from megatron.elastic.engine.port import ForwardStep, LossOutput, UnitParameter
+from megatron.elastic.mcore.activations import held_bytes
 from megatron.elastic.mcore.dropout import key_module
 from megatron.elastic.mcore.param_groups import GroupKeys
 from megatron.elastic.mcore.split_backward import SplitLinears, WeightQueue
@@ -113,6 +114,13 @@ class GptPort:
             length //= self._config.tensor_model_parallel_size
         dtype = torch.float32 if self._config.fp32_residual_connection else self._config.params_dtype
         return torch.Size((length, rows, self._config.hidden_size)), dtype
+
+    def activation_bytes(self, unit: int) -> int:
+        """See :class:`ModelPort`."""
+        model = unwrapped(self._chunk)
+        return held_bytes(
+            model, self._config, self._args.seq_length, model.vocab_size, unit, self.compute_units - 1
+        )
 
     def forward(
         self,

@@ -71,4 +71,5 @@ def engine_settings(args: Any, schedule: Schedule) -> Settings:
         count_zeros=bool(args.log_num_zeros_in_grad),
         check_finite=bool(args.check_for_nan_in_loss_and_grad) and not args.fp16,
         communication_timeout=60.0 * float(args.distributed_timeout_minutes),
+        steps=int(args.train_iters) if args.train_iters else None,
     )

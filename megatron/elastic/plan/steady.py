@@ -66,6 +66,8 @@ class DecisionOptions:
     mix_microbatches: bool = False
     horizon_ns: int = HOUR_NS
     """Expected time to the next change of membership."""
+    horizon_steps: int | None = None
+    """Steps left in the run, where that is known."""
     max_pieces: int = 2_000
     """Above this many pieces rerouting is not tried and shapes are ranked by the closed form alone: with so many
     replicas, resting the damaged one costs little."""
@@ -211,13 +213,16 @@ def decide(topology: Topology, profile: Profile, options: DecisionOptions | None
     instant, instant_ns = _instant(topology, profile, options, shapes)
     best: Shape | None = None
     best_ns, best_moves, best_migration = instant_ns, tuple[Move, ...](), 0
-    best_done = _steps(options.horizon_ns, 0, instant_ns, instant_ns)
+    horizon = options.horizon_ns
+    if options.horizon_steps is not None and instant_ns:
+        horizon = min(horizon, options.horizon_steps * instant_ns)
+    best_done = _steps(horizon, 0, instant_ns, instant_ns)
     for shape in shapes[:MAX_SHAPES] if options.graph is not None else ():
-        if _steps(options.horizon_ns, 0, instant_ns, shape.time_ns) <= best_done:
+        if _steps(horizon, 0, instant_ns, shape.time_ns) <= best_done:
             break
         moves = transition(topology.replicas, shape.replicas(), profile, (cell.id for cell in topology.cells))
         migration = migration_ns(moves, profile)
-        done = _steps(options.horizon_ns, migration, instant_ns, shape.time_ns)
+        done = _steps(horizon, migration, instant_ns, shape.time_ns)
         if done > best_done:
             best, best_ns, best_moves, best_migration, best_done = shape, shape.time_ns, moves, migration, done
     if instant is None and best is None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.elastic.engine.assignment import Assignment
 from megatron.elastic.engine.nominal import Nominal
-from megatron.elastic.engine.recut import better_assignment, unmeasured_profile
+from megatron.elastic.engine.recut import Recut, better_assignment, unmeasured_profile
 from megatron.elastic.plan.dataflow import PlanError
 from megatron.elastic.plan.model import Grid
 from megatron.elastic.plan.planner import instant_plan
+from megatron.elastic.plan.steady import DecisionOptions
 from megatron.elastic.state.layout import ParamSpec, UnitLayout
 
 LAYERS, MEMORY = 8, 1 << 40
@@ -41,7 +44,10 @@ def layouts(shape: Nominal) -> dict[tuple[int, int], UnitLayout]:
 
 
 def profile(shape: Nominal):  # type: ignore[no-untyped-def]
-    return unmeasured_profile(shape, layouts(shape), sequence=32, boundary_bytes=4 * 32 * 64, itemsize=4)
+    return unmeasured_profile(
+        shape, layouts(shape), sequence=32, boundary_bytes=4 * 32 * 64, itemsize=4,
+        activation_bytes=lambda unit: 17 * 4 * 32 * 64, state_bytes=32,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(("tensor", "pipeline", "data", "lost"), [(1, 2, 2, 3), (1, 4, 2, 5), (2, 2, 2, 6)])
@@ -129,8 +135,31 @@ def test_memory_limits_who_takes_units_over() -> None:
 def test_a_slow_cell_is_given_fewer_units() -> None:
     shape = nominal(1, 4, 2)
     start, living = Assignment.at_launch(shape), set(range(shape.slots)) - {3}
-    room = 4 * sum(unit.param_bytes for unit in profile(shape).units)
+    room = 6 * sum(unit.param_bytes for unit in profile(shape).units)
     even = better_assignment(start, living, profile(shape), room)
     uneven = better_assignment(start, living, profile(shape), room, {0: 400_000})
     assert even is not None and uneven is not None
     assert len(uneven.target.units_of(0)) < len(even.target.units_of(0))
+
+
+def test_nothing_moves_that_would_not_pay_back_before_the_end_or_the_next_change() -> None:
+    """Moving a layer takes a second, a step milliseconds: it pays only in a run that is long enough."""
+    shape = nominal(1, 2, 2)
+    start, living, costs = Assignment.at_launch(shape), {0, 1, 2}, profile(shape)
+    heavy = tuple(replace(unit, param_bytes=costs.link_bytes_per_s) for unit in costs.units)
+
+    def asked(**outlook: int) -> Recut | None:
+        found = replace(costs, units=heavy)
+        return better_assignment(start, living, found, MEMORY, None, DecisionOptions(**outlook))
+
+    assert asked(horizon_ns=10**18) is not None
+    assert asked(horizon_ns=10**18, horizon_steps=10**12) is not None
+    assert asked(horizon_ns=10**18, horizon_steps=5) is None, "the run ends before"
+    assert asked(horizon_ns=10**6) is None, "the next change comes before"
+    assert asked(horizon_ns=10**18, horizon_steps=0) is None
+
+
+def test_a_stage_nobody_holds_moves_however_little_is_left() -> None:
+    shape = nominal(1, 4, 1)
+    options = DecisionOptions(horizon_steps=1)
+    assert better_assignment(Assignment.at_launch(shape), {0, 1, 3}, profile(shape), MEMORY, None, options) is not None

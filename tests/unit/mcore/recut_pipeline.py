@@ -120,6 +120,7 @@ class Pipeline:
         self.tied = self.ports[0].tied_unit
         specs = {u: [i.spec for i in port.unit_parameters(u)] for port in self.ports for u in port.held_units()}
         layouts = {unit: UnitLayout.build(unit, 0, tuple(found), 1 << 18) for unit, found in specs.items()}
+        self.layouts = {(unit, 0): layout for unit, layout in layouts.items()}
         self.arenas = [Arena(port, layouts) for port in self.ports]
         generator = torch.Generator().manual_seed(3 + parallel_state.get_tensor_model_parallel_rank())
         shared = torch.Generator().manual_seed(2)

@@ -34,6 +34,7 @@ FROZEN = {
     "--elastic-max-losses-per-hour": 0,
     "--elastic-respawn": True,
     "--elastic-migrate-after": 50,
+    "--elastic-mean-time-between-losses": 3600.0,
     "--elastic-spares": 0,
     "--elastic-verify-interval": 100,
     "--elastic-background-save": True,

@@ -1,0 +1,69 @@
+"""How many bytes a unit's forward keeps for its backward, from the model's sizes.
+
+Idea: count the tensors that autograd holds between a micro-batch's forward and its
+backward, as Korthikanti et al. do for Megatron's layer (arXiv 2205.05198, §4), but
+for what runs here: keyed dropout recomputes its masks, so none is kept; attention
+keeps its scores, and keys and values repeated for every head, only where Megatron's
+own ``DotProductAttention`` runs (fused and flash kernels do not).
+
+In elements of one row (a sequence of length ``s``), sizes of one tensor-parallel rank:
+
+    embedding   s h
+    layer       s (4 h + 2 q + kv) + s f + 2 a s^2        4 h: both norms, both residuals; q, kv: attention's
+                                                          inputs and output; f: what the MLP keeps
+    head        2 s h + s v, the latter in fp32           what came in, its norm, softmax of the cross entropy
+
+A layer that is recomputed keeps its input.
+
+Compared with what is really allocated in ``tests/unit/mcore/test_memory_model.py``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+__all__ = ["held_bytes"]
+
+_FP32 = 4
+
+
+def held_bytes(model: torch.nn.Module, config: Any, sequence: int, vocabulary: int, unit: int, last: int) -> int:
+    """Bytes of one row of ``unit`` (0: embedding, ``last``: head) on one rank; ``sequence``: positions of a row."""
+    tensor = config.tensor_model_parallel_size
+    own = sequence // tensor if config.sequence_parallel else sequence
+    size: int = torch.finfo(config.params_dtype).bits // 8
+    boundary: int = own * config.hidden_size * (_FP32 if config.fp32_residual_connection else size)
+    if unit == 0 or (unit < last and config.recompute_granularity == "full" and config.recompute_method == "uniform"):
+        return boundary
+    if unit == last:
+        return int(2 * boundary + sequence * vocabulary // tensor * _FP32)
+    local = any(isinstance(module, DotProductAttention) for module in model.modules())
+    query: int = config.kv_channels * config.num_attention_heads
+    pairs: int = 2 * (query if local else config.kv_channels * (config.num_query_groups or config.num_attention_heads))
+    inside = sequence * (2 * query + pairs + _feed_forward(config)) * size
+    if local:
+        inside += _scores(config, size) * config.num_attention_heads * sequence**2
+    return int(4 * boundary + inside // tensor)
+
+
+def _feed_forward(config: Any) -> int:
+    """Elements a position: what goes into the activation, and what comes out of it."""
+    if not config.gated_linear_unit:
+        each = 2 * config.ffn_hidden_size
+    else:
+        each = (3 if config.bias_activation_fusion else 5) * config.ffn_hidden_size
+    if config.num_moe_experts:
+        routed = config.moe_ffn_hidden_size or config.ffn_hidden_size
+        each = each * routed * config.moe_router_topk // config.ffn_hidden_size
+    return int(each)
+
+
+def _scores(config: Any, size: int) -> int:
+    """Bytes a head and pair of positions: probabilities as the softmax leaves them, as they multiply the values."""
+    if config.recompute_granularity == "selective" and "core_attn" in (config.recompute_modules or ()):
+        return 0
+    softmax = _FP32 if config.attention_softmax_in_fp32 and not config.masked_softmax_fusion else size
+    return softmax + (size if config.attention_dropout > 0 or softmax != size else 0)
