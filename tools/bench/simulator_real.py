@@ -1,15 +1,13 @@
-"""The simulator against real training: costs from one layout, predictions for others.
+"""The simulator against real training: costs from two pipelines, predictions for other layouts.
 
     python -m tools.bench.simulator_real [--steps 12]
 
-Two ranks throughout, so that both cores are as busy in every run. Calibration:
-data parallelism with two depths of one model gives what a layer and what
-embedding and head cost a micro-batch (backward taken as twice the forward).
-Prediction: pipelines of two stages, even and uneven cuts, few and many
-micro-batches, by the tables of their plans. Compared is the compute phase of
-committed steps (its slowest rank, waits included; the fastest of the steps, since
-whatever else runs on the machine only adds): what the simulator claims to know. The
-last line is one JSON object.
+Two ranks throughout, no more than there are cores: otherwise what is measured is how the machine shares them.
+Calibration: two pipelines of two stages, of different depth, whose executors log how long every forward and backward
+took (waits are not in it); least squares over their stages gives what embedding, a layer and the head cost forward
+and backward. Prediction: other numbers of micro-batches, uneven cuts, another depth, and no pipeline at all, by the
+tables of their plans. Compared is the compute phase of committed steps (its slowest rank, waits included), what the
+simulator claims to know. Medians on both sides, over steps and pieces. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -20,11 +18,13 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
-from megatron.elastic.observe.events import read_events
+import numpy as np
+
+from megatron.elastic.observe.events import Phases, Trace, read_events
 from megatron.elastic.plan.model import Profile, UnitCost
 from megatron.elastic.plan.planner import nominal_plan
 from megatron.elastic.plan.timing import plan_time
@@ -66,16 +66,37 @@ class Layout:
         return f"{kind}, {self.layers} layers{cut}, {self.microbatches} micro-batches"
 
 
-CALIBRATION = (Layout(1, 4, 4), Layout(1, 8, 4))
-PREDICTED = (Layout(2, 8, 4), Layout(2, 8, 8), Layout(2, 8, 6, 3), Layout(2, 12, 4))
+CALIBRATION = (Layout(2, 4, 4), Layout(2, 8, 4))
+PREDICTED = (Layout(2, 8, 8), Layout(2, 8, 6, 3), Layout(2, 12, 4), Layout(1, 8, 4))
+ROWS = 2
+"""Rows of a micro-batch, as ``MODEL`` says."""
+Stage = tuple[int, int]
 
 
-def compute_ns(layout: Layout, steps: int) -> float:
-    """Fastest step's compute phase, on its slowest rank. Raises ``RuntimeError`` when the job fails."""
+@dataclass(frozen=True)
+class Seen:
+    """One job, medians over steps: the compute phase of its slowest rank, (op, units) → time of a piece; ns."""
+
+    compute: float
+    pieces: dict[tuple[str, Stage], float]
+
+
+@dataclass(frozen=True)
+class UnitTime:
+    """ns of a micro-batch: embedding, one layer, head."""
+
+    embedding: float
+    layer: float
+    head: float
+
+
+def observed(layout: Layout, steps: int) -> Seen:
+    """Train and read the event log. Raises ``RuntimeError`` when the job fails."""
     with tempfile.TemporaryDirectory(prefix="simulator-") as folder:
         command = [
             sys.executable, "-m", "megatron.elastic.launch", "--nproc-per-node", "2", str(ROOT / "pretrain_gpt.py"),
             *MODEL, *layout.flags(), "--train-iters", str(steps), "--elastic", "--elastic-event-log", folder,
+            "--elastic-trace",
         ]  # fmt: skip
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         done = subprocess.run(
@@ -84,35 +105,46 @@ def compute_ns(layout: Layout, steps: int) -> float:
         if done.returncode:
             raise RuntimeError(f"exit code {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
         slowest: dict[int, int] = {}
+        pieces: dict[tuple[str, Stage], list[int]] = {}
         for record in read_events(Path(folder)):
-            if record.kind == "phases":
-                step = record.fields["step"]
-                slowest[step] = max(slowest.get(step, 0), record.fields["nanoseconds"]["compute"])
-    return float(min(spent for step, spent in slowest.items() if step > WARM_UP))
+            event = record.event
+            if isinstance(event, Phases) and event.step > WARM_UP:
+                slowest[event.step] = max(slowest.get(event.step, 0), event.nanoseconds["compute"])
+            elif isinstance(event, Trace) and event.step > WARM_UP:
+                for op, _, first, end, start, stop in event.work:
+                    pieces.setdefault((op, (first, end)), []).append(stop - start)
+    return Seen(median(slowest.values()), {key: median(spent) for key, spent in pieces.items()})
 
 
-def calibrated(times: dict[Layout, float]) -> tuple[float, float]:
-    """ns a micro-batch: (a layer, embedding and head together)."""
-    few, many = CALIBRATION
-    each = {layout: times[layout] / layout.microbatches for layout in CALIBRATION}
-    layer = (each[many] - each[few]) / (many.layers - few.layers)
-    return layer, each[few] - few.layers * layer
+def calibrated(jobs: dict[Layout, Seen]) -> dict[str, UnitTime]:
+    """Op (F, B) → times of units: least squares over all stages."""
+    found = {}
+    for op in ("F", "B"):
+        rows, times = [], []
+        for layout, seen in jobs.items():
+            for (of, (first, end)), spent in seen.pieces.items():
+                if of == op:
+                    last = layout.layers + 2
+                    rows.append([first == 0, end - first - (first == 0) - (end == last), end == last])
+                    times.append(spent)
+        solved = np.linalg.lstsq(np.array(rows, dtype=float), np.array(times), rcond=None)[0]
+        found[op] = UnitTime(*(float(max(0.0, value)) for value in solved))
+    return found
 
 
-def predicted_ns(layout: Layout, layer: float, ends: float) -> int:
-    """The simulator's compute phase of ``layout``: its nominal tables with calibrated costs.
+def predicted_ns(layout: Layout, forward: UnitTime, backward: UnitTime) -> int:
+    """The simulator's compute phase of ``layout``: its nominal tables with calibrated costs."""
 
-    The head is next to all of what both ends cost; the embedding is a lookup.
-    """
+    def unit(there: float, back: float) -> UnitCost:
+        return UnitCost(round(there / ROWS), round(back / ROWS), round(back / ROWS / 2), 0, 0, 1, 0)
 
-    def unit(cost: float) -> UnitCost:
-        forward = max(1, round(cost / 3 / 2))  # a row; two rows a micro-batch
-        return UnitCost(forward, 2 * forward, forward, 0, 0, 1, 0)
-
-    units = (unit(0.0), *(unit(layer) for _ in range(layout.layers)), unit(ends))
+    layers = (unit(forward.layer, backward.layer),) * layout.layers
+    units = (unit(forward.embedding, backward.embedding), *layers, unit(forward.head, backward.head))
     first = layout.layers // 2 if layout.first_stage is None else layout.first_stage
-    cuts = (0, 1 + first, len(units))
-    topology = regular_topology(1, 2, len(units), micro_batch_size=2, waves=layout.microbatches, cuts=cuts)
+    cuts = (0, 1 + first, len(units)) if layout.pipeline == 2 else (0, len(units))
+    topology = regular_topology(
+        2 // layout.pipeline, layout.pipeline, len(units), micro_batch_size=ROWS, waves=layout.microbatches, cuts=cuts
+    )
     profile = Profile(units, latency_ns=0)
     return plan_time(nominal_plan(topology, profile), profile)
 
@@ -122,12 +154,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=12)
     options = parser.parse_args()
-    times = {layout: compute_ns(layout, options.steps) for layout in CALIBRATION}
-    layer, ends = calibrated(times)
-    print(f"calibrated: {layer / 1e6:.2f} ms a layer and micro-batch, {ends / 1e6:.2f} ms embedding and head")
+    if options.steps <= WARM_UP:
+        parser.error(f"--steps {options.steps}: the first {WARM_UP} are not counted")
+    costs = calibrated({layout: observed(layout, options.steps) for layout in CALIBRATION})
+    for op, unit in costs.items():
+        print(
+            f"{op}: embedding {unit.embedding / 1e6:.2f} ms, a layer {unit.layer / 1e6:.2f}, head {unit.head / 1e6:.2f}"
+        )
     rows = []
     for layout in PREDICTED:
-        measured, said = compute_ns(layout, options.steps), predicted_ns(layout, layer, ends)
+        measured, said = observed(layout, options.steps).compute, predicted_ns(layout, costs["F"], costs["B"])
         rows.append({"layout": str(layout), "measured_ms": measured / 1e6, "simulated_ms": said / 1e6,
                      "error": said / measured - 1})  # fmt: skip
         print(f"{layout!s:44} measured {measured / 1e6:8.1f} ms, simulated {said / 1e6:8.1f} ms, "
@@ -136,7 +172,7 @@ def main() -> None:
     print_result(
         "simulator_real",
         {
-            "calibration": {"layer_ms": layer / 1e6, "ends_ms": ends / 1e6},
+            "calibration": {op: asdict(unit) for op, unit in costs.items()},
             "rows": rows,
             "median_error": median(errors),
             "worst_error": max(errors),
