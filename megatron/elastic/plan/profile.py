@@ -9,7 +9,8 @@ upper quartile over a window of steps: a cell is slow only if nearly all of its
 steps are. The *published* speed, the one the planner sees, only moves when the
 estimate has left a dead band around it for several steps in a row, and for long
 enough: noise re-plans nothing, a real slowdown shows within a few steps, and a
-recovery gives the work back.
+recovery gives the work back: all of it, once the estimate is one for which nobody
+is called slow.
 
 Integers in, integers out (parts per million); :class:`SpeedTracker` is updated
 by the same numbers on every process (they travel in the vote), so all publish
@@ -117,7 +118,8 @@ class SpeedTracker:
         if state.outside < self.options.patience or state.evidence < self.options.evidence_ns:
             return False
         step = self.options.step_ppm
-        state.published = min(PPM, max(step, (estimate + step // 2) // step * step))
+        rounded = max(step, (estimate + step // 2) // step * step)
+        state.published = PPM if estimate >= PPM - self.options.band_ppm else rounded
         state.outside, state.evidence, state.since = 0, 0, self.step
         return True
 

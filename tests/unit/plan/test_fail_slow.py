@@ -45,6 +45,15 @@ def test_it_gets_its_share_back() -> None:
     assert tracker.speeds()[5] == 1_000_000
 
 
+def test_a_machine_in_a_mood_keeps_nobody_from_getting_all_of_it_back() -> None:
+    """What would not have been called slow before is not called slow after: no share is kept back by the dead band."""
+    tracker = SpeedTracker()
+    steps(tracker, 10, {5: 2.4})
+    steps(tracker, 12, {5: 1.08})
+    assert tracker.speeds()[5] == 1_000_000
+    assert steps(tracker, 50, {5: 1.08}) == 0
+
+
 def test_noise_and_single_outliers_ask_for_no_new_plan() -> None:
     seed = 20261121
     noise = random.Random(seed)
