@@ -288,7 +288,7 @@ def _profile(job: Job, layouts: Layouts, arena: Arena, machine: Machine) -> Prof
         job.nominal, layouts, shape[0], shape.numel() * dtype.itemsize, arena.dtype.itemsize,
         job.port.activation_bytes, state_bytes=16 * copies if gradient else 4 + 24 * copies,
     )  # fmt: skip
-    return replace(costs, link_bytes_per_s=machine.link_bytes_per_s)
+    return replace(costs, link_bytes_per_s=machine.link_bytes_per_s, state_in_memory=select().name == "cpu")
 
 
 def _of_shard(layouts: Layouts, shard: int) -> dict[int, UnitLayout]:

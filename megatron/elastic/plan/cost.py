@@ -94,7 +94,8 @@ def held_bytes(
     need: dict[int, int] = {}
     for unit, cells in holders.items():
         cost = profile.units[unit]
-        each = cost.param_bytes + -(-cost.state_bytes // max(len(cells), shares))
+        state = cost.state_bytes if profile.state_in_memory else 0
+        each = cost.param_bytes + -(-state // max(len(cells), shares))
         for cell in cells:
             need[cell] = need.get(cell, 0) + each
     return need

@@ -93,6 +93,8 @@ class Profile:
     units: tuple[UnitCost, ...]
     link_bytes_per_s: int = 10_000_000_000
     latency_ns: int = 20_000
+    state_in_memory: bool = True
+    """Whether optimizer state lies in cells' memory; else in that of the host of an accelerator."""
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron.elastic.plan.cost import held_bytes
 from megatron.elastic.plan.dataflow import PlanError
 from megatron.elastic.plan.graph import GraphOptions, Shape, candidate_shapes, idle_cells, pipeline_bound
 from megatron.elastic.plan.model import Cell, Grid, Plan, Profile, Replica, Segment, Topology, UnitCost
@@ -257,3 +258,14 @@ def test_ragged_replicas_share_by_speed_in_the_instant_plan_too() -> None:
     plan = instant_plan(moved, layers(32))
     validate_plan(plan, 32)
     assert plan_time(plan, layers(32)) == steady.time_ns
+
+
+def test_state_in_the_hosts_memory_takes_none_of_the_cells() -> None:
+    profile = Profile((UnitCost(1000, 2000, 1000, 4_000, 32_000, 100, 0),) * 8, latency_ns=0)
+    topology = without_cells(regular_topology(1, 4, 8, waves=4, memory_bytes=20_000), [2])
+    with pytest.raises(PlanError):
+        candidate_shapes(topology, profile)
+    there = replace(profile, state_in_memory=False)
+    assert candidate_shapes(topology, there)
+    replicas = topology.replicas
+    assert held_bytes(replicas, there)[0] == 2 * 4_000 < held_bytes(replicas, profile)[0]
