@@ -113,7 +113,7 @@ class Clocks:
         found: dict[Range, tuple[int, int]] = {}
         for key, (forward, backward) in times.items():
             nominal, present = self._nominal.get(key[0], 0), self._present.get(key[0], 0)
-            if nominal == present:
+            if not present or nominal == present:  # a device that refused is where it was
                 found[key] = (forward, backward)
                 continue
             fit = self._fit(key[0])

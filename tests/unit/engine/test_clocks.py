@@ -102,3 +102,11 @@ def test_a_real_driver_is_set_and_put_back(tmp_path: Path) -> None:
     assert (policy / "scaling_max_freq").read_text().strip() == "1200000"
     clocks.restore()
     assert (policy / "scaling_max_freq").read_text().strip() == str(HIGHEST)
+
+
+def test_a_device_that_refuses_after_it_was_seen_is_taken_as_it_is() -> None:
+    clocks = watcher()
+    clocks.observe(PLAN, times(1.0, {}), states({}), PROFILE)
+    seen = {**states({}), 0: (0, 0, 0, 0)}
+    clocks.observe(PLAN, times(1.0, {}), seen, PROFILE)
+    assert clocks.at_nominal(times(1.0, {})) == times(1.0, {})
