@@ -49,13 +49,33 @@ def kill(*where: str) -> tuple[str, ...]:
     return "--elastic-allow-inject", "--elastic-inject", ";".join(f"kill:{each}" for each in where)
 
 
-def test_a_pipeline_that_loses_a_rank_ends_with_the_bits_of_one_rank_alone(tmp_path: Path) -> None:
+def loses_a_rank_as_if_alone(tmp_path: Path, *flags: str) -> None:
+    """A pipeline run with ``flags`` loses a rank in the middle of a step, and ends with the bits of one rank alone."""
     common = start(tmp_path)
     trained(tmp_path / "alone", common, 1, 1, 1)
     faults = kill("rank=3,step=4,point=mid_backward")
-    disturbed = trained(tmp_path / "disturbed", common, 4, 1, 2, *faults, "--no-elastic-respawn")
+    disturbed = trained(tmp_path / "disturbed", common, 4, 1, 2, *faults, "--no-elastic-respawn", *flags)
     assert re.search(r"recovered at generation 2: step 4 re-run", disturbed.output)
     same_bits(tmp_path / "alone", tmp_path / "disturbed")
+
+
+def test_a_pipeline_that_loses_a_rank_ends_with_the_bits_of_one_rank_alone(tmp_path: Path) -> None:
+    loses_a_rank_as_if_alone(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--elastic-schedule", "zero-bubble"),
+        ("--elastic-policy", "recycle"),
+        ("--elastic-policy", "torchft-batch"),
+        ("--elastic-policy", "mindspeed"),
+    ],
+    ids=lambda flags: flags[1],
+)
+def test_so_does_every_schedule_and_policy_that_keeps_the_batch(tmp_path: Path, flags: tuple[str, str]) -> None:
+    loses_a_rank_as_if_alone(tmp_path, *flags)
 
 
 @pytest.mark.slow

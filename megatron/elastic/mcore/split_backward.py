@@ -115,7 +115,8 @@ class SplitLinears:
 
 def _splittable(original: Callable[..., torch.Tensor], switch: SplitLinears) -> Callable[..., torch.Tensor]:
     def forward(input: torch.Tensor, weight: torch.nn.Parameter, *args: Any, **kwargs: Any) -> torch.Tensor:
-        splits = switch.active and weight.requires_grad and kwargs.get("grad_output_buffer") is None
+        # Not a leaf: one use of several of a weight, whose gradient goes elsewhere (exact mode).
+        splits = switch.active and weight.requires_grad and weight.is_leaf and kwargs.get("grad_output_buffer") is None
         if not splits or kwargs.get("gradient_accumulation_fusion"):
             return original(input, weight, *args, **kwargs)
         collective = bool(kwargs["allreduce_dgrad"] or kwargs["sequence_parallel"])

@@ -193,10 +193,9 @@ def _check_exact(args: Namespace, config: ElasticConfig, platform: str) -> None:
         raise BadInput("--elastic-exact computes sample by sample, and the mean over a micro-batch of "
                        f"{args.micro_batch_size} belongs to no sample: add --calculate-per-token-loss, "
                        "or --micro-batch-size 1")
-    if config.policy != "elaswave":
-        raise BadInput(f"--elastic-exact with --elastic-policy {config.policy}: leave one of them out")
-    if config.schedule != "1f1b":
-        raise BadInput(f"--elastic-exact with --elastic-schedule {config.schedule}: leave one of them out")
+    if config.policy == "torchft":
+        raise BadInput("--elastic-exact with --elastic-policy torchft, which leaves samples out after a loss: "
+                       "take torchft-batch, or another policy")
 
 
 def _check_built(config: ElasticConfig) -> None:

@@ -83,7 +83,6 @@ def test_what_needs_a_gpu_is_refused_on_a_cpu(asked: dict[str, Any]) -> None:
         ("cuda", ElasticConfig(exact=True), {"micro_batch_size": 1}, "--elastic-exact"),
         ("cpu", ElasticConfig(exact=True), {"micro_batch_size": 2}, "add --calculate-per-token-loss"),
         ("cpu", ElasticConfig(exact=True, policy="torchft"), {"micro_batch_size": 1}, "--elastic-policy torchft"),
-        ("cpu", ElasticConfig(exact=True, schedule="zero-bubble"), {"micro_batch_size": 1}, "--elastic-schedule"),
     ],
 )
 def test_what_exact_mode_cannot_keep_is_refused(
