@@ -82,8 +82,12 @@ class ElasticConfig:
     """Seconds until somebody is expected to be lost or to return: layers move only where more steps get done by then,
     or by the end of the run if that comes first."""
 
+    migration: Literal["background", "blocking"] = "background"
+    """How state changes place: while steps go on, or at one boundary while everybody waits (for comparison)."""
+
     spares: int = 0
-    """Ranks that wait with open links to take a lost rank's place."""
+    """So many of the ranks that are launched, the last ones, wait with open links to take a lost rank's place at once
+    (a multiple of the tensor-parallel size)."""
 
     verify_interval: int = 100
     """Steps between rolling comparisons of owner and mirror hashes (0: never)."""
@@ -116,6 +120,8 @@ class ElasticConfig:
             raise ConfigError("--elastic-scatter-width must be 1 or more")
         if self.block_bytes < 1024 or self.block_bytes % 64:
             raise ConfigError("--elastic-block-bytes must be a multiple of 64 and at least 1024")
+        if self.spares < 0:
+            raise ConfigError("--elastic-spares must be 0 or more")
         if self.migrate_after < -1:
             raise ConfigError("--elastic-migrate-after must be a number of steps, or -1 for never")
         if not 0 < self.mean_time_between_losses < float("inf"):

@@ -5,7 +5,8 @@ Run it on any node of the job. Jobs are found by run id (``--run-id``, the launc
 
     status      members, generation, what is pending, what each local worker does
     drain       save and end the job at the next boundary (--ranks 4,5: only these are asked to leave)
-    admit       start ranks again that had been given up (--ranks, default: all such)
+    admit       start ranks again that had been given up (--ranks, default: all such); spares named are put to work,
+                as further replicas
     checkpoint  save at the next boundary and go on
 """
 

@@ -121,7 +121,7 @@ def _skip_gather() -> None:
         made.append(self.tools.arena.parameters.clone())
         adopt(self)
 
-    def gather_nothing(self: StepBody, step: int) -> None:
+    def gather_nothing(self: StepBody, step: int, units: Any = None) -> None:
         gather(self, step)
         self._tools.arena.parameters.copy_(made[0])
 

@@ -99,3 +99,20 @@ def test_the_launchs_pipelines_return_with_the_lost_rank(tmp_path: Path) -> None
     launch = ((0, 0, 3), (1, 3, 6)), ((2, 0, 3), (3, 3, 6))
     assert any(len(replica) == 1 for cut in seen for replica in cut), f"no pipeline was cut anew: {seen}"
     assert seen[-1] == launch, f"not the launch's pipelines in the end: {seen}"
+
+
+@pytest.mark.slow
+def test_a_lost_stage_is_taken_over_from_mirrors_and_checkpoints_stay_the_launchs(tmp_path: Path) -> None:
+    """Nobody else held its layers, and nobody is started again; what is saved then has both stages."""
+    reference = job(tmp_path / "whole", 2, 1, 2)
+    saved = str(tmp_path / "saved")
+    flags = ("--no-elastic-respawn", "--save", saved, "--save-interval", "6", "--exit-interval", "6")
+    script = ("--elastic-allow-inject", "--elastic-inject", "kill:rank=1,step=4,point=mid_forward")
+    alone = job(tmp_path / "killed", 2, 1, 2, *script, *flags)
+    assert cuts(alone)[-1] == (((0, 0, 6),),), "one worker computes the whole model"
+    first = {step: loss for step, loss in reference.committed.items() if step <= 6}
+    assert largest_deviation(first, alone.committed) < 1e-5
+    resumed = job(tmp_path / "resumed", 2, 1, 2, "--load", saved, "--override-opt-param-scheduler")
+    later = {step: loss for step, loss in reference.committed.items() if step > 6}
+    assert set(resumed.committed) == set(later)
+    assert largest_deviation(later, resumed.committed) < 1e-5

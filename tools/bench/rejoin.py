@@ -6,8 +6,10 @@ Each trial is a real job under the launcher, data parallel, default settings, wi
 rank killed (SIGKILL). Its process is started again, runs the script from the top, and
 is admitted at a step boundary. From the event logs, per trial:
 
-admission      from "ready" (model built, waiting) until the generation that admits it is settled.
-               It ends at a boundary, so it holds the rest of the step under way
+admission      from "ready" (model built, waiting) until the generation that admits it is settled: it takes part
+boundary       the part of it until the members get to the boundary where they let it in: the rest of the step under
+               way (of the next one, if that had been voted on already), in which they train on
+joining        what is left of it: the machinery's own time
 stall          what the slowest member spent in that generation, as a share of the median step
 switch         what the slowest rank waited where its state copies began to count, as a share of a step
 background     seconds in which those copies were made while steps went on
@@ -43,6 +45,9 @@ class Trial:
     """Seconds, and shares of a step."""
 
     admission: float
+    boundary: float
+    boundary_of_step: float
+    joining: float
     stall: float
     stall_of_step: float
     switch: float
@@ -77,8 +82,13 @@ def evaluated(records: list[Record], joined: list[Record], moved: list[Record]) 
     recoveries = [r for r in records if r.kind == "recovery" and r.generation == joined[0].generation]
     stall = max(sum(r.fields["seconds"].values()) for r in recoveries)
     switch = max(r.fields["stall_seconds"] for r in moved)
+    admission = (max(r.monotonic_ns for r in recoveries) - ready.monotonic_ns) / 1e9
+    boundary = max(0.0, admission - stall)
     return Trial(
-        admission=(max(r.monotonic_ns for r in recoveries) - ready.monotonic_ns) / 1e9,
+        admission=admission,
+        boundary=boundary,
+        boundary_of_step=boundary / steps,
+        joining=admission - boundary,
         stall=stall,
         stall_of_step=stall / steps,
         switch=switch,

@@ -33,6 +33,7 @@ from megatron.elastic.control.wire import (
     FrameReader,
     Message,
     ProtocolError,
+    address_from_json,
     address_to_json,
     as_object,
     decision_from_json,
@@ -83,6 +84,7 @@ class WorkerMembership:
         self._released = False
         self._drain_asked = False
         self._on_freeze: Callable[[int], None] | None = None
+        self._on_members: Callable[[Mapping[int, Address]], None] | None = None
         self._sampler: Callable[[], Activity | None] | None = None
         self._activity = Activity(-1, "launch")
         self._sampled: Activity | None = None
@@ -92,7 +94,7 @@ class WorkerMembership:
     @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ) -> WorkerMembership:
         """The membership of this process. Raises :class:`NotUnderLauncher` outside the elastic launcher."""
-        names = ("RANK", "WORLD_SIZE", env.INCARNATION, env.CONTROL_FD, env.SLOT_FD, env.HOST)
+        names = ("RANK", env.SLOTS, env.INCARNATION, env.CONTROL_FD, env.SLOT_FD, env.HOST)
         missing = [name for name in names if name not in environ]
         if missing:
             raise NotUnderLauncher(f"{missing[0]} is not set")
@@ -101,7 +103,7 @@ class WorkerMembership:
             slot = Slot(int(environ[env.SLOT_FD]))
         except (OSError, ValueError) as error:
             raise NotUnderLauncher(f"its socket is not inherited: {error}") from None
-        rank, incarnation, slots = int(environ["RANK"]), int(environ[env.INCARNATION]), int(environ["WORLD_SIZE"])
+        rank, incarnation, slots = int(environ["RANK"]), int(environ[env.INCARNATION]), int(environ[env.SLOTS])
         newcomer = environ.get(env.NEWCOMER) == "1"
         return cls(rank, incarnation, slots, channel, slot, environ[env.HOST], newcomer)
 
@@ -195,6 +197,13 @@ class WorkerMembership:
         """
         self._sampler = sampler
 
+    def watch_members(self, on_members: Callable[[Mapping[int, Address]], None]) -> None:
+        """While this process waits to be admitted, hear who the members are, and again when that changes.
+
+        ``on_members`` runs on the control thread and must return at once.
+        """
+        self._on_members = on_members
+
     def close(self) -> None:
         """Stop listening, and with it fencing: for a process that outlives its membership. Idempotent."""
         self._closed.set()
@@ -250,6 +259,10 @@ class WorkerMembership:
                 self._decision, self._decided = decision, decision.generation
                 self._frozen = max(self._frozen, decision.generation)
                 self._changed.notify_all()
+        elif kind == "members":
+            if self._on_members is not None:
+                found = [address_from_json(as_object(item)) for item in take_list(message, "members")]
+                self._on_members({address.rank: address for address in found})
         elif kind == "pending":
             self._pending = tuple(str(item) for item in take_list(message, "what"))
         elif kind == "released":

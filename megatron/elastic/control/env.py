@@ -18,8 +18,12 @@ __all__ = [
     "RUN_ID",
     "SECRET",
     "SEGMENT_PREFIX",
+    "SLOTS",
     "SLOT_FD",
 ]
+
+SLOTS: Final = "MEGATRON_ELASTIC_SLOTS"
+"""Ranks there can ever be: those of the launch (``WORLD_SIZE``), spares, and the workers of nodes that may yet come."""
 
 NEWCOMER: Final = "MEGATRON_ELASTIC_NEWCOMER"
 """1 when the job ran already as this worker was started: it has to be admitted."""

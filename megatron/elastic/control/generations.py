@@ -80,6 +80,10 @@ class Generations:
 
     nodes: Mapping[int, Node]
     respawn: bool = True
+    nominal: int = 0
+    """Ranks of the launch; 0: all there are."""
+    cell: int = 1
+    """Ranks of a tensor-parallel group: neighbours. Asked for only where there are extra ranks."""
     frozen: int = 1
     decided: int = 0
     decision: Decision | None = None
@@ -91,6 +95,8 @@ class Generations:
     losses: list[Loss] = field(default_factory=list)
     drain: tuple[int, ...] | None = None
     """Ranks asked to leave; empty: the whole job."""
+    enlisted: set[int] = field(default_factory=set)
+    """Extra ranks that are to compute although none of the launch is missing."""
     _requests: dict[str, set[int]] = field(default_factory=dict)
     _sticky: set[str] = field(default_factory=set)
     _left: set[int] = field(default_factory=set)
@@ -101,7 +107,11 @@ class Generations:
         slots = sorted(rank for node in self.nodes.values() for rank in node.ranks)
         if slots != list(range(len(slots))):
             raise ValueError(f"nodes must hold ranks 0 … {len(slots) - 1} once each, got {slots}")
+        self.nominal = self.nominal or len(slots)
         self.ranks = {rank: RankState() for rank in slots}
+        for node in self.nodes.values():
+            if not node.alive:  # it may come later
+                self.ranks.update((rank, RankState(-1, "lost", may_return=False)) for rank in node.ranks)
 
     # -- questions ----------------------------------------------------------
 
@@ -130,7 +140,7 @@ class Generations:
         if self.quiet:
             return ()
         if self.fresh:
-            return tuple(rank for rank, state in self.ranks.items() if self._can_start(state))
+            return tuple(rank for rank in range(self.nominal) if self._can_start(self.ranks[rank]))
         return tuple(sorted({*self.members, *self.joiners}))
 
     def missing(self) -> tuple[int, ...]:
@@ -166,7 +176,7 @@ class Generations:
             return False
         if self.decided and any(s.standing == "done" and r not in self._left for r, s in self.ranks.items()):
             return True
-        return not any(self._can_start(state) for state in self.ranks.values())
+        return not any(self._can_start(self.ranks[rank]) for rank in range(self.nominal))
 
     def codes(self) -> tuple[int, ...]:
         """Exit codes of the ranks that finished."""
@@ -251,7 +261,10 @@ class Generations:
             return
         node.alive, node.epoch, node.host = True, event.epoch, event.host
         for rank in node.ranks:
-            self.ranks[rank].may_return = self.respawn
+            state = self.ranks[rank]
+            state.may_return = self.respawn or state.incarnation < 0
+            if state.incarnation < 0:
+                self.enlisted.add(rank)
 
     def _report(self, event: Reported) -> None:
         if event.generation != self.frozen or self.quiet or self.fresh:
@@ -270,13 +283,12 @@ class Generations:
             if incarnation == state.incarnation and state.standing not in ("starting", "waiting"):
                 continue
             state.incarnation, state.entry = incarnation, entry
-            if self.fresh:
+            if self.fresh and entry.rank < self.nominal:
                 state.standing = "starting"
                 self.reports[entry.rank] = entry
             else:
                 state.standing = "waiting"
-                # Sticky until a decision: members that saw it must not wait for one that did not.
-                self._sticky.add("join")
+        self._call_for_joiners()
 
     def _request(self, event: Requested) -> None:
         if event.what == "setup":
@@ -304,8 +316,6 @@ class Generations:
             self._freeze("drain")
         elif event.what == "join":
             self._freeze("join")
-            self.joiners = self._standing("waiting")
-            self._seat_joiners()
 
     def _want(self, event: Wanted) -> None:
         if event.what == "drain":
@@ -316,7 +326,8 @@ class Generations:
             self._sticky.add("checkpoint")
 
     def _readmit(self, ranks: Sequence[int]) -> None:
-        """Ranks that were given up, or asked to leave, may be started again."""
+        """Ranks that were given up, or asked to leave, may be started again; spares named are put to work."""
+        self.enlisted |= {rank for rank in ranks if self.nominal <= rank and rank in self.ranks}
         for rank, state in self.ranks.items():
             if ranks and rank not in ranks:
                 continue
@@ -325,6 +336,7 @@ class Generations:
                 state.standing, state.code = "lost", None
             if state.standing == "lost":
                 state.may_return = self.nodes[self.node_of(rank)].alive
+        self._call_for_joiners()
 
     def _finish(self, event: Finished) -> None:
         state = self.ranks.get(event.rank)
@@ -360,9 +372,10 @@ class Generations:
         if leaving:
             self.drain = None
             self._left |= leaving
-        if not self._standing("waiting"):
-            self._sticky.discard("join")
         self.losses, self.joiners, self.reports = [], (), {}
+        if not self._wanted():
+            self._sticky.discard("join")
+        self._call_for_joiners()
 
     # -- helpers --------------------------------------------------------------
 
@@ -376,15 +389,35 @@ class Generations:
             self.reason = "start"
             for rank in self._standing("waiting"):
                 state = self.ranks[rank]
-                state.standing = "starting"
-                if state.entry is not None:
-                    self.reports[rank] = state.entry
+                if rank < self.nominal:
+                    state.standing = "starting"
+                    if state.entry is not None:
+                        self.reports[rank] = state.entry
+        elif reason == "join" or (reason == "loss" and self.nominal < len(self.ranks)):
+            self.joiners = self._wanted()
+            for rank in self.joiners:
+                entry = self.ranks[rank].entry
+                if entry is not None:
+                    self.reports[rank] = entry
 
-    def _seat_joiners(self) -> None:
-        for rank in self.joiners:
-            entry = self.ranks[rank].entry
-            if entry is not None:
-                self.reports[rank] = entry
+    def _call_for_joiners(self) -> None:
+        """Have members admit who is wanted, at a boundary. Sticky: who saw it must not wait for one that did not."""
+        if not self.fresh and self._wanted():
+            self._sticky.add("join")
+
+    def _wanted(self) -> tuple[int, ...]:
+        """Waiting ranks to admit, ascending: whole tensor-parallel groups, as many as the job is short of."""
+        waiting = self._standing("waiting")
+        if self.nominal == len(self.ranks):
+            return waiting
+        groups: dict[int, list[int]] = {}
+        for rank in (*self.members, *waiting):
+            groups.setdefault(rank // self.cell, []).append(rank)
+        whole = [ranks for _, ranks in sorted(groups.items()) if len(ranks) == self.cell]
+        here = sum(all(self.ranks[rank].standing == "member" for rank in ranks) for ranks in whole)
+        short = (self.nominal + len(self.enlisted)) // self.cell - here
+        chosen = [ranks for ranks in whole if any(rank in waiting for rank in ranks)][: max(0, short)]
+        return tuple(sorted(rank for ranks in chosen for rank in ranks if rank in waiting))
 
     def _standing(self, standing: Standing) -> tuple[int, ...]:
         return tuple(rank for rank, state in self.ranks.items() if state.standing == standing)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megatron.elastic.engine.nominal import Nominal
@@ -51,8 +51,7 @@ class Assignment:
     @cached_property
     def cells(self) -> Mapping[int, Cell]:
         """Every cell there is room for, by number."""
-        places = ((replica, stage) for replica in range(self.nominal.data) for stage in range(self.nominal.pipeline))
-        return {cell.id: cell for cell in (self.nominal.cell(*place) for place in places)}
+        return {cell.id: cell for cell in self.nominal.cells}
 
     @cached_property
     def _units(self) -> Mapping[int, tuple[int, ...]]:
@@ -71,6 +70,13 @@ class Assignment:
         """Units whose parameters ``rank`` holds, ascending."""
         return self._units.get(self.nominal.cell_of(rank).id, ())
 
+    def gained(self, before: Assignment) -> frozenset[int]:
+        """Units that some rank holds which did not under ``before``."""
+        held = before.state_groups()
+        return frozenset(
+            unit for (unit, shard), ranks in self.state_groups().items() if not {*ranks} <= {*held[unit, shard]}
+        )
+
     def state_groups(self) -> dict[tuple[int, int], tuple[int, ...]]:
         """(unit, shard) → ranks that hold it, living or not, those nearer the start of their pipeline first."""
         groups: dict[tuple[int, int], list[tuple[int, int]]] = {}
@@ -86,12 +92,40 @@ class Assignment:
 
     def topology(self, living: Collection[int]) -> Topology:
         """What is there when only ``living`` ranks are: whole cells compute, the rest are parked."""
-        whole = tuple(c for _, c in sorted(self.cells.items()) if all(rank in living for rank in c.ranks))
+        whole = tuple(self.cells[number] for number in self.whole(living))
         computing = {rank for cell in whole for rank in cell.ranks}
         parked = tuple(rank for rank in sorted(living) if rank not in computing)
         nominal = self.nominal
         tied = () if nominal.tied_unit is None else ((0, nominal.compute_units - 1),)
         return Topology(nominal.grid, nominal.compute_units, whole, self.replicas, tied, parked)
+
+    def whole(self, living: Collection[int]) -> tuple[int, ...]:
+        """Cells of which every rank is in ``living``, ascending."""
+        return tuple(number for number, cell in self.cells.items() if all(rank in living for rank in cell.ranks))
+
+    @property
+    def cut(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """Unit ranges of each pipeline, whoever computes them."""
+        return tuple(tuple((s.first, s.end) for s in replica.segments) for replica in self.replicas)
+
+    def broken(self, living: Collection[int]) -> tuple[int, ...]:
+        """Cells with units that are not whole, ascending."""
+        whole = frozenset(self.whole(living))
+        return tuple(cell for cell in sorted(self._units) if cell not in whole)
+
+    def waiting(self, living: Collection[int]) -> tuple[int, ...]:
+        """Whole cells that hold no unit, ascending."""
+        return tuple(cell for cell in self.whole(living) if cell not in self._units)
+
+    def seated(self, living: Collection[int]) -> Assignment:
+        """The same cut, with waiting cells in the places of those that are not whole, as far as there are any."""
+        taken = dict(zip(self.broken(living), self.waiting(living), strict=False))
+        if not taken:
+            return self
+        return Assignment(self.nominal, tuple(
+            Replica(tuple(replace(s, cell=taken.get(s.cell, s.cell)) for s in replica.segments))
+            for replica in self.replicas
+        ))  # fmt: skip
 
     def uncovered(self, living: Collection[int]) -> tuple[int, ...]:
         """Units that no whole living cell holds, ascending."""

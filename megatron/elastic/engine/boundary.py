@@ -70,8 +70,11 @@ class Boundary:
         if recut is not None:
             at.listener.recut(at, recut)
         if recut is not None or at.unsettled or self._holds_state(leaving):
-            self._mover.begin(at.recovery.movement(at.standing, None if recut is None else recut.target, leaving))
+            target = None if recut is None else recut.target
+            begun = self._mover.begin(at.recovery.movement(at.standing, target, leaving))
             at.unsettled = False
+            if begun and at.recovery.config.migration == "blocking":
+                self._switch()
 
     def _recut(self) -> Recut | None:
         """Units that should change place; asked once a generation, when it is time, by all ranks at one boundary."""

@@ -55,35 +55,54 @@ class Arena:
         self._views: dict[int, list[torch.Tensor]] = {}
         self._view_of: dict[torch.nn.Parameter, torch.Tensor] = {}
         self.slices: dict[int, UnitSlice] = {}
+        self.spare: tuple[torch.Tensor, torch.Tensor] | None = None
+        """Storage made ready for other units (parameters, gradients; zeros)."""
         self.dtype, self.device = torch.float32, torch.device("cpu")
         self.parameters = self.gradients = torch.empty(0)
         self._lay()
+
+    def prepare(self, units: Collection[int]) -> None:
+        """Have storage for exactly ``units`` ready for :meth:`hold`. On any thread: it only allocates.
+
+        On a CPU most of a change's time is the kernel's, which hands out pages at the first touch.
+        """
+        if self.device.type == "cpu" and tuple(sorted(units)) != tuple(self.slices):
+            length = sum(self._layouts[unit].numel for unit in units)
+            made = torch.empty(length, dtype=self.dtype), torch.empty(length, dtype=torch.float32)
+            self.spare = made[0].zero_(), made[1].zero_()
 
     def hold(self, units: Collection[int]) -> bool:
         """Hold exactly ``units``. Returns whether anything changed: parameters of new units are then undefined."""
         if tuple(sorted(units)) == tuple(self.slices):
             return False
         self.release()
+        before = frozenset(self.slices)
         for unit in self.slices:
             for item in self._port.unit_parameters(unit):
                 item.parameter.grad = None
         self._views, self._view_of, self.gradients = {}, {}, self.gradients.new_empty(0)
         self._port.hold(units)
-        self._lay()
+        self._lay(before)
         return True
 
-    def _lay(self) -> None:
-        """Storage for what the port holds."""
+    def _lay(self, known: Collection[int] | None = None) -> None:
+        """Storage for what the port holds; only units ``known`` (left out: all) have values to keep."""
         self.slices, start = {}, 0
         for unit in self._port.held_units():
             self.slices[unit] = UnitSlice(unit, start, self._layouts[unit])
             start += self._layouts[unit].numel
         members = {unit: tuple(self._port.unit_parameters(unit)) for unit in self.slices}
         self.dtype, self.device = _common_type(members) or (self.dtype, self.device)
-        self.parameters = torch.zeros(start, dtype=self.dtype, device=self.device)
-        self.gradients = torch.zeros(start, dtype=torch.float32, device=self.device)
+        spare, self.spare = self.spare, None
+        if spare is None or spare[0].numel() != start or spare[0].dtype != self.dtype:
+            spare = (
+                torch.zeros(start, dtype=self.dtype, device=self.device),
+                torch.zeros(start, dtype=torch.float32, device=self.device),
+            )
+        self.parameters, self.gradients = spare
         self._views = {
-            unit: [self._adopt(unit, item) for item in items] for unit, items in members.items()
+            unit: [self._adopt(unit, item, known is None or unit in known) for item in items]
+            for unit, items in members.items()
         }
         self._view_of = {
             item.parameter: view
@@ -91,15 +110,15 @@ class Arena:
             for item, view in zip(items, self._views[unit], strict=True)
         }
 
-    def _adopt(self, unit: int, item: UnitParameter) -> torch.Tensor:
-        """Move one parameter's storage into the arena; returns its fp32 gradient view."""
+    def _adopt(self, unit: int, item: UnitParameter, keep: bool) -> torch.Tensor:
+        """Move one parameter's storage into the arena, its value too (``keep``); returns its fp32 gradient view."""
         where = self.slices[unit]
         start = where.start + where.layout.slot(item.spec.name).start
         stop = start + item.spec.numel
         value = self.parameters[start:stop].view(item.spec.shape)
         gradient = self.gradients[start:stop].view(item.spec.shape)
         with torch.no_grad():
-            if item.parameter.numel():  # else it was given up earlier
+            if keep and item.parameter.numel():  # else it was given up earlier
                 value.copy_(item.parameter)
             item.parameter.data = value
         if self.dtype == torch.float32:

@@ -284,5 +284,6 @@ class Engine:
 
     @property
     def is_reporter(self) -> bool:
-        """Whether this rank speaks for the job (the highest living one, as Megatron's last rank)."""
-        return self.standing.living[-1] == self.tools.fabric.rank
+        """Whether this rank speaks for the job: the highest living one of the launch, as Megatron's last rank does."""
+        living, launched = self.standing.living, self.standing.assignment.nominal.slots
+        return max((rank for rank in living if rank < launched), default=living[-1]) == self.tools.fabric.rank

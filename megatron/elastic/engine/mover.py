@@ -12,6 +12,7 @@ of units that may have to change back.
 
 from __future__ import annotations
 
+import threading
 import time
 
 from megatron.elastic.engine.movement import Moved, Movement, Streams
@@ -66,16 +67,19 @@ class Mover:
         """Bytes of state received in added copies so far, used or not."""
         return self._arrived + (0 if self._streams is None else self._streams.bytes_received)
 
-    def begin(self, movement: Movement) -> None:
-        """Start ``movement`` in the background; with none under way."""
+    def begin(self, movement: Movement) -> bool:
+        """Start ``movement`` in the background; with none under way. False where there is nothing to do."""
         if self._streams is not None:
             raise RuntimeError("a movement is under way")
         at = self._position
         if not movement.changes and movement.target.assignment == at.standing.assignment:
-            return
+            return False
         self._begun += 1
+        units = movement.target.assignment.units_of(at.tools.fabric.rank)
+        threading.Thread(target=at.tools.arena.prepare, args=(units,), name="elastic-arena", daemon=True).start()
         self._streams = Streams(movement, at.tools.pool, at.tools.fabric, self._begun, _WINDOW_BYTES)
         at.tools.reach("in_movement_begin", at.record.version)
+        return True
 
     def switch(self) -> Moved:
         """At a boundary that all ranks agreed on: the new placement is in force from here, unless somebody is lost.
@@ -84,10 +88,10 @@ class Mover:
         """
         self.due = False  # no phase of its own: whoever was kept from it by a loss does not come back to it
         streams, at, began = self._under_way(), self._position, time.monotonic()
-        movement, version = streams.movement, at.record.version
+        movement, version, before = streams.movement, at.record.version, at.standing.assignment
         self._switch_over()
         if self.reassigned:
-            at.body.gather(version)
+            at.body.gather(version, movement.target.assignment.gained(before))
         self._proofs.certify("movement", {change.block for change in movement.changes if change.kind != "drop"})
         at.tools.reach("in_movement_switch", version)
         return Moved(movement, streams.bytes_received, began - streams.began, time.monotonic() - began)
@@ -116,6 +120,7 @@ class Mover:
             self._arrived += self._streams.bytes_received
             self._abandoned.append(self._streams)
         self._streams, self._leaving, self.due = None, None, False
+        self._position.tools.arena.spare = None
 
     def renew(self) -> None:
         """The next generation's links are edited: nothing of the last one writes here any more."""

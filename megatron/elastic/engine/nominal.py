@@ -4,6 +4,11 @@ Ranks are numbered as Megatron does (tensor, then data, then pipeline):
 ``rank = t + TP · (d + DP · p)``. Cell ``d · PP + p`` is the tensor-parallel
 group of stage ``p`` in replica ``d``; its id never changes, also when a new
 incarnation takes a rank.
+
+Ranks from W on are *extra*: started beside those of the launch, to take a lost
+one's place or to make the job wider. Each ``TP`` of them, in order, are a
+tensor-parallel group too, numbered on from ``DP · PP``; they belong to no replica
+and no stage until an assignment gives them units.
 """
 
 from __future__ import annotations
@@ -27,6 +32,8 @@ class Nominal:
     grid: Grid
     tied_unit: int | None = None
     """State-only unit shared by the first and last stage, if embeddings are tied."""
+    extra: int = 0
+    """Ranks that may come beyond those of the launch, a multiple of ``tensor``."""
 
     @property
     def slots(self) -> int:
@@ -38,22 +45,39 @@ class Nominal:
         """U."""
         return self.stages[-1][1]
 
+    @property
+    def cells(self) -> tuple[Cell, ...]:
+        """Every cell there is room for, by number: those of the launch, then the extra ones."""
+        places = ((replica, stage) for replica in range(self.data) for stage in range(self.pipeline))
+        beyond = (self.cell_of(rank) for rank in range(self.slots, self.slots + self.extra, self.tensor))
+        return (*(self.cell(*place) for place in places), *beyond)
+
     def rank(self, shard: int, replica: int, stage: int) -> int:
-        """Global rank at a place."""
+        """Global rank at a place of the launch."""
         return shard + self.tensor * (replica + self.data * stage)
 
-    def place(self, rank: int) -> tuple[int, int, int]:
-        """(tensor-parallel shard, replica, stage) of a rank."""
+    def shard(self, rank: int) -> int:
+        """Tensor-parallel rank of any rank."""
+        return rank % self.tensor
+
+    def place(self, rank: int) -> tuple[int, int, int] | None:
+        """(tensor-parallel rank, replica, stage) of a rank of the launch; ``None`` of an extra one."""
+        if rank >= self.slots:
+            return None
         rest, shard = divmod(rank, self.tensor)
         stage, replica = divmod(rest, self.data)
         return shard, replica, stage
 
     def cell(self, replica: int, stage: int) -> Cell:
-        """The cell at (replica, stage)."""
+        """The cell of the launch at (replica, stage)."""
         ranks = tuple(self.rank(shard, replica, stage) for shard in range(self.tensor))
         return Cell(replica * self.pipeline + stage, ranks)
 
     def cell_of(self, rank: int) -> Cell:
-        """The nominal cell of a rank."""
-        _, replica, stage = self.place(rank)
-        return self.cell(replica, stage)
+        """The tensor-parallel group a rank belongs to."""
+        place = self.place(rank)
+        if place is not None:
+            return self.cell(*place[1:])
+        number = (rank - self.slots) // self.tensor
+        first = self.slots + number * self.tensor
+        return Cell(self.data * self.pipeline + number, tuple(range(first, first + self.tensor)))

@@ -28,6 +28,7 @@ from megatron.elastic.engine.joining import NEWCOMER, newcomers
 from megatron.elastic.engine.machine import Machine
 from megatron.elastic.engine.movement import Movement
 from megatron.elastic.engine.nominal import Nominal
+from megatron.elastic.engine.recut import better_assignment
 from megatron.elastic.engine.report import Report, phase_is_over
 from megatron.elastic.engine.standing import Standing, replanned, restand, stand, unit_groups
 from megatron.elastic.engine.waiting import StageGone, await_ranks
@@ -135,6 +136,8 @@ class Recovery:
         reports = {rank: Report.from_text(text) for rank, text in decision.reports.items() if text != NEWCOMER}
         over = phase_is_over(report.phase, reports, len(decision.members))
         basis = history.in_force([record for r in reports.values() for record in r.holdings.records])
+        named, assignment = basis.digest, self._taken_over(basis.assignment, decision.members)
+        moved, basis = assignment != basis.assignment, replace(basis, assignment=assignment)
         placement, groups = basis.placement, unit_groups(basis.assignment, self.layouts, decision.members)
         strangers = _strangers(reports)
         needed = {
@@ -163,16 +166,28 @@ class Recovery:
             resolution=resolution,
             phase_over=over,
             newcomers=newcomers(decision),
-            basis=basis.digest,
+            basis=named,
             lost_steps=_lost_steps(reports, resolution),
             step_committed=resolution.kind != "revote" and resolution.version >= attempted,
-            oldest_parameters=-1 if newcomers(decision) else min(r.parameters for r in reports.values()),
+            oldest_parameters=-1 if moved or newcomers(decision) else min(r.parameters for r in reports.values()),
             failure=next(((r.phase, r.failure) for _, r in sorted(reports.items()) if r.failure), None),
             promoted=tuple(change.block for change in promotion.transitions),
             seconds=seconds,
             edit=edit,
         )
         return standing, outcome
+
+    def _taken_over(self, assignment: Assignment, living: Collection[int]) -> Assignment:
+        """``assignment`` with waiting cells in lost places; recut if a stage is lost and will not be back."""
+        seated = assignment.seated(living)
+        movable = self.config.policy == "elaswave" and self.config.migrate_after >= 0
+        if self.config.respawn or not movable or not seated.uncovered(living):
+            return seated
+        try:
+            recut = better_assignment(seated, living, self.profile, self.machine.memory_bytes)
+        except PlanError:  # no shape fits: as if units could not move
+            return seated
+        return seated if recut is None else recut.target
 
     def groups(self, standing: Standing) -> tuple[UnitGroup, ...]:
         """Living holders of every (unit, shard) that has any."""

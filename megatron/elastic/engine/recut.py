@@ -3,7 +3,9 @@
 Pure functions of what every rank knows alike (assignment, living ranks, agreed
 costs), evaluated at the same boundary everywhere. The instant answer needs no
 unit to move and is already running; the steady one is taken when it pays back
-(``plan/steady.py``), and the launch's own cut as soon as every rank is there again.
+(``plan/steady.py``), and the launch's own cut as soon as there are cells enough for it again, whichever.
+With more cells than at launch the best cut of all of them is asked for: usually
+further replicas.
 
 Before anything is measured, a unit's cost is taken from what it multiplies: two
 floating-point operations a parameter and position forward, four backward.
@@ -43,8 +45,8 @@ class Recut:
 
 
 def everybody_is_here(assignment: Assignment, living: Collection[int]) -> bool:
-    """Whether every rank of the launch lives."""
-    return assignment.nominal.slots == sum(rank in living for rank in range(assignment.nominal.slots))
+    """Whether there are as many whole cells as at launch."""
+    return len(assignment.whole(living)) >= assignment.nominal.data * assignment.nominal.pipeline
 
 
 def better_assignment(
@@ -60,12 +62,15 @@ def better_assignment(
     ``memory_bytes``: what a rank has; ``speeds``: ppm of cells slower than their peers; ``options``: how long a cut is
     expected to be of use.
 
-    With everybody here that is the launch's cut. Raises :class:`PlanError` when some
+    With as many cells as at launch that is the launch's cut. Raises :class:`PlanError` when some
     unit has no living holder and no shape of the living cells fits their memory.
     """
-    launch = Assignment.at_launch(assignment.nominal)
-    if everybody_is_here(assignment, living):
-        return None if assignment == launch else _recut(assignment, launch, 0, 0)
+    nominal = assignment.nominal
+    if len(assignment.whole(living)) == nominal.data * nominal.pipeline:
+        launch = Assignment.at_launch(nominal)
+        if assignment.cut == launch.cut and not assignment.broken(living):
+            return None
+        return _recut(assignment, launch.seated(living), 0, 0)
     topology = with_speeds(assignment.topology(living), dict(speeds or {}))
     topology = replace(topology, cells=tuple(replace(cell, memory_bytes=memory_bytes) for cell in topology.cells))
     if not topology.cells:

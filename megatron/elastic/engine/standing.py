@@ -107,7 +107,7 @@ def stand(
         plan=plan,
         plan_hash=plan_hash(plan),
         cell=cell,
-        position=basis.assignment.nominal.place(rank)[0],
+        position=basis.assignment.nominal.shard(rank),
         spans=_spans(rank, alive, basis, arena, fabric),
         basis=basis,
         owned=(),
@@ -168,7 +168,7 @@ def _spans(
     rank: int, living: tuple[int, ...], basis: Basis, arena: Arena, fabric: Fabric
 ) -> tuple[Span, ...]:
     assignment, placement = basis.assignment, basis.placement
-    shard = assignment.nominal.place(rank)[0]
+    shard = assignment.nominal.shard(rank)
     groups = assignment.state_groups()
     alive = frozenset(living)
     units = sorted(arena.slices)

@@ -16,7 +16,7 @@ every copy.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -338,8 +338,11 @@ class StepBody:
 
     # -- after the vote --------------------------------------------------------
 
-    def gather(self, step: int) -> None:
-        """Parameters of every held unit from the masters of their owners."""
+    def gather(self, step: int, units: Collection[int] | None = None) -> None:
+        """Parameters of every held unit from the masters of their owners; of ``units`` at least, if given.
+
+        ``units``: the same on all ranks.
+        """
         tools = self._tools
         for block in self._standing.owned:
             target = tools.arena.unit_parameters(block.unit)[block.start : block.stop]
@@ -347,6 +350,10 @@ class StepBody:
         for span in self._standing.spans:
             if span is self._standing.spans[-1]:
                 tools.reach("mid_gather", step)
+            if units is not None and not any(
+                piece.unit in units for piece in tools.arena.slices.values() if span.start <= piece.start < span.stop
+            ):
+                continue
             tools.publish("gather", span.members)
             if len(span.members) > 1:
                 tools.fabric.all_gather_blocks(

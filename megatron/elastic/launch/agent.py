@@ -40,6 +40,7 @@ from megatron.elastic.control.wire import (
     Message,
     ProtocolError,
     address_from_json,
+    address_to_json,
     as_object,
     decision_to_json,
     take_int,
@@ -77,7 +78,7 @@ class Agent:
         self.job, self.company = job, company
         self.node = company.node
         self.timing = Timing.derive(job.settings.detection_timeout)
-        self.state = Generations(company.nodes, respawn=job.settings.respawn)
+        self.state = Generations(company.nodes, job.settings.respawn, company.nominal, job.tensor)
         self.exit_code: int | None = None
         self.by_rank: dict[int, Worker] = {}
         self._loop, self._pool = loop, pool
@@ -89,7 +90,7 @@ class Agent:
         self._watch = Watch(self.timing, lambda worker: self._pool.kill(worker, "stopped"))
         self._neighbours = self._make_neighbours() if len(company.nodes) > 1 else None
         self._judge = Judge(self.state, self.timing, loop, self.append)
-        desk = Desk(job.run_id, self.state, self.table, self.append)
+        desk = Desk(job.run_id, self.state, self.table, self._pids, self.append)
         self._console = Console(loop, job.run_id, self.node, desk.handle)
         self._failures = Failures(job.settings.max_losses_per_hour)
         self._active = not company.returning
@@ -98,6 +99,8 @@ class Agent:
         self._entries: dict[int, Entry] = {}
         self._reported = 0
         self._signals = 0
+        self._back_asked = 0
+        """Life for which this node has asked for its place."""
 
     def _make_neighbours(self) -> Neighbours:
         return Neighbours(
@@ -127,6 +130,7 @@ class Agent:
                 self._start(rank, 0)
         else:
             self._loop.after(2 * self.timing.lease, self._give_up_return)
+            self._return(None)
         self._loop.run()
         self._leave()
         return self.exit_code if self.exit_code is not None else _STATE_LOST
@@ -137,7 +141,8 @@ class Agent:
             self._loop.after(self.timing.look, lambda: self._start(rank, incarnation))
             return
         if self.exit_code is None and rank not in self.by_rank and (state.may_return or incarnation == 0):
-            self.by_rank[rank] = self._nursery.start(rank, incarnation, newcomer=not self.state.fresh)
+            newcomer = rank >= self.state.nominal or not self.state.fresh
+            self.by_rank[rank] = self._nursery.start(rank, incarnation, newcomer)
 
     def _look(self) -> None:
         self._watch.look(w for w in self._pool.workers.values() if w.elastic or self.job.elastic)
@@ -165,6 +170,9 @@ class Agent:
             if idle is not None:
                 rows[worker.rank] = (worker.incarnation, idle)
         return rows
+
+    def _pids(self) -> dict[int, int]:
+        return {rank: worker.pid for rank, worker in self.by_rank.items()}
 
     def _extend_leases(self, until_ns: int) -> None:
         for worker in self._pool.workers.values():
@@ -289,8 +297,10 @@ class Agent:
                 host, ranks = self.state.nodes[node].host, list(self.state.nodes[node].ranks)
                 say(f"lost node {node} ({host}) with ranks {ranks}: {event.why}")
                 self._start_anew_unless_begun(ranks[0])
-                if self.state.decided == 0:
+                if self.state.decided == 0 and ranks[0] < self.state.nominal:
                     self.append(Ended(_STATE_LOST, f"node {node} was lost before the job had started: it ends"))
+            case NodeBack() if self._neighbours is not None:
+                self._neighbours.forget(event.node)
             case Suspected():
                 self._look_into(event)
             case Condemned() if event.rank in self.by_rank:
@@ -376,6 +386,10 @@ class Agent:
             elif member is None and decision.reason == "drain" and mine.standing == "done":
                 worker.sent_decided = decision.generation
                 self._pool.tell(worker, {"t": "released"})
+        if mine.standing == "waiting" and decision is not None and decision.generation > worker.sent_members:
+            worker.sent_members = decision.generation
+            members = [address_to_json(address) for address in decision.members.values()]
+            self._pool.tell(worker, {"t": "members", "members": members})
         pending = state.pending()
         if mine.standing == "member" and pending != worker.sent_pending:
             worker.sent_pending = pending
@@ -389,10 +403,12 @@ class Agent:
 
     # -- coming back ------------------------------------------------------------------------
 
-    def _return(self, event: Event) -> None:
-        """Take this node's place again once the others know that its former workers are gone."""
+    def _return(self, event: Event | None) -> None:
+        """Take this node's place once the others know that former workers of it, if any, are gone."""
         if not self._mine.alive:
-            self.append(NodeBack(self.node, self._mine.epoch + 1, self._mine.host))
+            if self._back_asked <= self._mine.epoch:
+                self._back_asked = self._mine.epoch + 1
+                self.append(NodeBack(self.node, self._back_asked, self.company.host))
         elif isinstance(event, NodeBack) and event.node == self.node:
             self._active = True
             for rank in self._mine.ranks:

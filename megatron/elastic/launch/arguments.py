@@ -23,7 +23,7 @@ from megatron.elastic.config import ConfigError, ElasticConfig
 from megatron.elastic.control.etcd import Etcd
 from megatron.elastic.launch.cluster import Placement, derive
 from megatron.elastic.launch.preload import modules_for
-from megatron.elastic.launch.settings import elastic_settings
+from megatron.elastic.launch.settings import elastic_settings, tensor_parallel_size
 from megatron.elastic.launch.worker import Kind
 
 __all__ = ["BadInput", "Job", "parse"]
@@ -57,6 +57,9 @@ class Job:
     node: int | None
     """None: to be agreed at the rendezvous."""
     nodes: int
+    """As many as there may ever be."""
+    least: int
+    """Nodes of the launch; those that come later make the job wider."""
     workers: int
     master_addr: str
     master_port: int
@@ -86,6 +89,8 @@ class Job:
     elastic: bool
     """The script was given ``--elastic``."""
     settings: ElasticConfig
+    tensor: int
+    """Ranks of a tensor-parallel group, as the script's arguments have it."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -138,6 +143,7 @@ def _job(args: argparse.Namespace, place: Placement, settings: ElasticConfig) ->
         run_id=_run_id(args, place),
         node=place.node,
         nodes=place.nodes,
+        least=place.least,
         workers=_workers(args.nproc_per_node),
         master_addr=place.master_addr,
         master_port=place.master_port,
@@ -166,6 +172,7 @@ def _job(args: argparse.Namespace, place: Placement, settings: ElasticConfig) ->
         signals=_signals(args.signals_to_handle),
         elastic=elastic,
         settings=settings,
+        tensor=tensor_parallel_size(args.training_script_args),
     )
 
 

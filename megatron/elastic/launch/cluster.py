@@ -27,6 +27,9 @@ class Placement:
     node: int | None
     """None: whichever place is free (rendezvous backend c10d, as torchrun has it)."""
     nodes: int
+    """As many as there may be (``--nnodes MIN:MAX``)."""
+    least: int
+    """As many as the job starts with."""
     master_addr: str
     master_port: int
     timeout: float
@@ -41,8 +44,8 @@ def derive(args: argparse.Namespace, environ: Mapping[str, str]) -> Placement:
     options = _rendezvous_options(args)
     timeout = _rendezvous_timeout(options)
     if args.standalone:
-        return Placement(0, 1, "127.0.0.1", 0, timeout)
-    _, nodes = parse_min_max_nnodes(args.nnodes)
+        return Placement(0, 1, 1, "127.0.0.1", 0, timeout)
+    least, nodes = parse_min_max_nnodes(args.nnodes)
     if args.rdzv_backend not in ("static", "c10d", "etcd"):
         raise ValueError(f"--rdzv-backend {args.rdzv_backend} is not supported: use static, c10d or etcd")
     etcd = Etcd.parse(args.rdzv_endpoint, options) if args.rdzv_backend == "etcd" else None
@@ -53,6 +56,7 @@ def derive(args: argparse.Namespace, environ: Mapping[str, str]) -> Placement:
     run_id = None
     if nodes == 1 and (host is None or etcd is not None) and _in_srun(environ):
         nodes, node = int(environ["SLURM_STEP_NUM_TASKS"]), int(environ["SLURM_PROCID"])
+        least = nodes
         host = host or first_host(environ.get("SLURM_STEP_NODELIST") or environ["SLURM_JOB_NODELIST"])
         run_id = f"slurm-{environ['SLURM_JOB_ID']}-{environ['SLURM_STEP_ID']}"
         if port is None:
@@ -66,7 +70,7 @@ def derive(args: argparse.Namespace, environ: Mapping[str, str]) -> Placement:
     if nodes == 1 and host is None and port is None:
         port = 0
     port = port if port is not None else _DEFAULT_PORT
-    return Placement(node, nodes, host or args.master_addr, port, timeout, run_id, etcd)
+    return Placement(node, nodes, least, host or args.master_addr, port, timeout, run_id, etcd)
 
 
 def first_host(nodelist: str) -> str:

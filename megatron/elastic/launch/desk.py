@@ -14,12 +14,17 @@ __all__ = ["Desk"]
 
 
 class Desk:
-    """Serves one agent's console. ``table``: what the workers here do."""
+    """Serves one agent's console. ``table``: what the workers here do; ``pids``: their processes."""
 
     def __init__(
-        self, run_id: str, state: Generations, table: Callable[[], Table], append: Callable[[Event], None]
+        self,
+        run_id: str,
+        state: Generations,
+        table: Callable[[], Table],
+        pids: Callable[[], dict[int, int]],
+        append: Callable[[Event], None],
     ) -> None:
-        self._run_id, self._state, self._table, self._append = run_id, state, table, append
+        self._run_id, self._state, self._table, self._pids, self._append = run_id, state, table, pids, append
         self._since = time.monotonic()
 
     def handle(self, request: Message) -> Message:
@@ -40,10 +45,11 @@ class Desk:
         return {"accepted": what, "ranks": list(ranks)}
 
     def _status(self) -> Message:
-        state = self._state
+        state, pids = self._state, self._pids()
         rows = {}
         for rank, (_, idle) in sorted(self._table().items()):
             rows[str(rank)] = {
+                "pid": pids.get(rank, 0),
                 "step": idle.step,
                 "phase": idle.phase,
                 "waiting_for": list(idle.waiting_for),

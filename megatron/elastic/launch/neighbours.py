@@ -93,6 +93,10 @@ class Neighbours:
         if self._beats.empty():
             self._beats.put((time.monotonic_ns(), body))
 
+    def forget(self, node: int) -> None:
+        """``node`` has a new agent: its silence counts from now on."""
+        self._heard.pop(node, None)
+
     def _renew(self) -> None:
         try:
             while True:

@@ -23,7 +23,7 @@ class Nursery:
     def __init__(self, job: Job, company: Company, pool: Pool, logs: WorkerLogs) -> None:
         self._job, self._company, self._pool, self._logs = job, company, pool, logs
         self._node = company.nodes[company.node]
-        self._world = sum(len(node.ranks) for node in company.nodes.values())
+        self._slots = sum(len(node.ranks) for node in company.nodes.values())
         self._count = 0
         tag = company.seal.sign("segments", job.run_id)[:12].decode()
         self._prefix = f"mel-{tag}-{company.node}-"
@@ -45,7 +45,7 @@ class Nursery:
         return worker
 
     def _environ(self, worker: Worker) -> dict[str, str]:
-        job, world = self._job, str(self._world)
+        job, world = self._job, str(self._company.nominal)
         environ = {
             "RANK": str(worker.rank),
             "GROUP_RANK": str(self._company.node),
@@ -67,6 +67,7 @@ class Nursery:
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.getenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
             env.SECRET: self._company.secret,
             env.RUN_ID: job.run_id,
+            env.SLOTS: str(self._slots),
             env.INCARNATION: str(worker.incarnation),
             env.HOST: self._node.host,
             env.ADDRESS: self._company.address,

@@ -51,6 +51,8 @@ class Worker:
     sent_frozen: int = 0
     sent_decided: int = 0
     sent_pending: tuple[str, ...] = ()
+    sent_members: int = 0
+    """Generation whose members it was told while it waited."""
     reader: FrameReader = field(default_factory=FrameReader)
     outbox: bytearray = field(default_factory=bytearray)
     kill_when_born: bool = False

@@ -38,8 +38,13 @@ class Company:
     secret: str
     seal: Seal
     nodes: dict[int, Node]
+    """All there may ever be; those beyond the launch are absent at first (``alive``), for every agent alike."""
+    nominal: int
+    """Ranks of the launch, W. Those beyond are spares, or come with further nodes."""
+    host: str
+    """This node's name."""
     returning: bool
-    """An earlier agent had this place; it must be known as lost before this one may act."""
+    """The job runs without this place so far, or an earlier agent had it: that must be known as lost first."""
     master_addr: str
     master_port: int
     address: str
@@ -56,7 +61,7 @@ def meet(job: Job) -> Company:
     nodes: dict[int, Node] = {}
     first = (job.master_addr, job.master_port)
     end = time.monotonic() + job.rendezvous_timeout
-    for number in range(job.nodes):
+    for number in range(job.least):
         found = _wait(store, f"card/{number}", end)
         if found is None:
             raise BadInput(
@@ -66,7 +71,27 @@ def meet(job: Job) -> Company:
         there = _add_node(nodes, number, seal.open(f"card/{number}", found), job)
         if number == 0:
             first = (job.master_addr, store.port) if isinstance(store, EmbeddedStore) else there
-    return Company(node, store, secret, seal, nodes, returning, *first, address)
+    for number in range(job.least, job.nodes):
+        _add_absent(nodes, number, job)
+    nominal = sum(len(nodes[number].ranks) for number in range(job.least)) - job.settings.spares
+    if nominal < 1:
+        raise BadInput(f"--elastic-spares {job.settings.spares} leaves no rank to train: start more (--nproc-per-node)")
+    here = _host(job, node)
+    return Company(node, store, secret, seal, nodes, nominal, here, returning or node >= job.least, *first, address)
+
+
+def _host(job: Job, node: int) -> str:
+    """This node's name; two agents on one machine have two."""
+    return job.local_addr if job.nodes == 1 else f"{job.local_addr}/{node}"
+
+
+def _add_absent(nodes: dict[int, Node], number: int, job: Job) -> None:
+    """Enter a node that may come later, with as many workers as the first has."""
+    first, workers = sum(len(node.ranks) for node in nodes.values()), len(nodes[0].ranks)
+    if workers != job.workers and job.node == number:
+        raise BadInput(f"--nproc-per-node {job.workers}: a node beyond the first {job.least} of --nnodes {job.least}:"
+                       f"{job.nodes} must have as many workers as node 0, {workers}")
+    nodes[number] = Node(f"node {number}", tuple(range(first, first + workers)), alive=False)
 
 
 def _wait(store: Store, key: str, end: float) -> bytes | None:
@@ -82,7 +107,7 @@ def _take_place(store: Store, seal: Seal, job: Job, address: str) -> tuple[int, 
     for node in _candidates(store, job):
         card = json.dumps(
             {
-                "host": job.local_addr if job.nodes == 1 else f"{job.local_addr}/{node}",
+                "host": _host(job, node),
                 "address": address,
                 "port": job.master_port,
                 "workers": job.workers,

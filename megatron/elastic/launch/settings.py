@@ -8,7 +8,7 @@ from typing import Any, get_type_hints
 
 from megatron.elastic.config import ConfigError, ElasticConfig, flag_name
 
-__all__ = ["elastic_settings"]
+__all__ = ["elastic_settings", "tensor_parallel_size"]
 
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
@@ -38,6 +38,19 @@ def elastic_settings(arguments: Sequence[str], respawn: bool | None = None) -> E
     if respawn is not None:
         values["respawn"] = respawn
     return ElasticConfig(**values)
+
+
+def tensor_parallel_size(arguments: Sequence[str]) -> int:
+    """``--tensor-model-parallel-size`` in a script's arguments, 1 if not given. Raises :class:`ConfigError`."""
+    wanted = "--tensor-model-parallel-size"
+    for index, argument in enumerate(arguments):
+        flag, equals, given = argument.partition("=")
+        if flag.replace("_", "-") == wanted:
+            text = given if equals else arguments[index + 1] if index + 1 < len(arguments) else ""
+            if not text.isdecimal() or int(text) < 1:
+                raise ConfigError(f"{wanted} takes an integer above 0, got {text!r}")
+            return int(text)
+    return 1
 
 
 def _convert(flag: str, text: str, hint: Any) -> Any:

@@ -24,6 +24,7 @@ from megatron.elastic.config import ConfigError, ElasticConfig
 from megatron.elastic.control import env
 from megatron.elastic.control.client import WorkerMembership
 from megatron.elastic.control.membership import Activity, Decision
+from megatron.elastic.engine.ahead import LinksAhead
 from megatron.elastic.engine.assignment import Assignment
 from megatron.elastic.engine.basis import Basis, History
 from megatron.elastic.engine.buffers import Arena
@@ -195,7 +196,7 @@ class Job:
 def found(links: Links, job: Job) -> Engine:
     """The engine at the start of a job, together with everybody. Its state is what the model's parameters say."""
     assert links.decision is not None, "a newcomer joins, it does not found"
-    shard = job.nominal.place(links.fabric.rank)[0]
+    shard = job.nominal.shard(links.fabric.rank)
     catalog = exchange_catalog(job.port, shard, links.fabric.world, links.fabric.slots)
     layouts = build_layouts(catalog, job.config.block_bytes)
     assignment = job.assignment or Assignment.at_launch(job.nominal)
@@ -218,11 +219,13 @@ def join(links: Links, job: Job) -> tuple[Engine, Welcome]:
     ``ValueError`` when its model is not the job's.
     """
     fabric, timeout = links.fabric, job.settings.communication_timeout
-    shard = job.nominal.place(fabric.rank)[0]
+    shard = job.nominal.shard(fabric.rank)
     own = build_layouts(own_catalog(job.port, shard), job.config.block_bytes)
     known = _of_shard(own, shard)
     arena = Arena(job.port, known)
     links.events.write(Ready())
+    ahead = LinksAhead(fabric, timeout)
+    links.membership.watch_members(ahead.members_are)
     while True:
         try:
             decision = links.membership.decide(fabric.address(), NEWCOMER, timeout)
@@ -231,6 +234,7 @@ def join(links: Links, job: Job) -> tuple[Engine, Welcome]:
             if len(newcomers(decision)) == len(decision.members):
                 links.membership.finish(_STATE_LOST)
                 raise SystemExit(_STATE_LOST)  # whoever held the state has ended, and said why
+            ahead.stop()
             fabric.edit(decision.generation, decision.members, timeout)
             welcome = receive_welcome(fabric, decision)
             layouts = build_layouts(welcome.catalog, job.config.block_bytes)

@@ -12,32 +12,36 @@ tensors have the same keys; the form tied to one data-parallel size is refused.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from megatron.core import optimizer as core_optimizer
 from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.dict_utils import extract_matching_values
+from megatron.core.dist_checkpointing.mapping import ShardedBase
 from megatron.core.dist_checkpointing.optimizer import (
     get_param_id_to_sharded_param_map,
     make_sharded_optimizer_tensor,
 )
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.training import checkpointing
 from torch.distributed import distributed_c10d as c10d
 
 from megatron.elastic.comm.fabric import Fabric
 from megatron.elastic.config import ConfigError
 from megatron.elastic.engine.engine import Engine
-from megatron.elastic.engine.port import UnitParameter
 from megatron.elastic.engine.saving import Want
 from megatron.elastic.mcore.checkpoint_content import Content
-from megatron.elastic.mcore.model import GptPort
+from megatron.elastic.mcore.other_stages import OtherStages
+from megatron.elastic.mcore.place import Place
+from megatron.elastic.mcore.stage import GroupStandIn
 from megatron.elastic.state.layout import ParamSlot
 from megatron.elastic.state.record import StepRecord
 
-__all__ = ["Launched", "LoadedState", "OptimizerCheckpoint", "without_holes"]
+__all__ = ["LoadedState", "OptimizerCheckpoint", "without_holes"]
 
 _RESHARDABLE = "fully_reshardable"
 
@@ -51,17 +55,15 @@ class LoadedState:
     scaler: Mapping[str, Any]
 
 
-Launched = Mapping[int, Sequence[UnitParameter]]
-"""Unit → parameters of this rank's place at launch. That is what it writes, whatever it computes meanwhile."""
-
-
 class OptimizerCheckpoint:
     """Translates between state blocks and Megatron's optimizer classes."""
 
-    def __init__(self, engine: Engine, port: GptPort, config: OptimizerConfig, launched: Launched) -> None:
+    def __init__(self, engine: Engine, own: Place, config: OptimizerConfig, others: OtherStages) -> None:
         self._engine = engine
-        self._port = port
-        self._launched = launched
+        self._own = own
+        self._others = others
+        self._duties: dict[int, Place] = {}
+        self._built: dict[int, Place] = {}
         self._config = replace(config, use_distributed_optimizer=False)
         self._reading: Any = None
         self.content: Content | None = None
@@ -69,18 +71,50 @@ class OptimizerCheckpoint:
 
     def save(self, model_state: Any, groups: Sequence[Mapping[str, Any]], metadata: Mapping[str, Any]) -> Any:
         """Sharded state dict to plan a save over; its tensors are registered in :attr:`content`, and empty."""
-        shadow = self._shadow(groups)
-        self._lay_out(shadow, self._engine.record)
-        return self._state_dict(shadow, model_state, metadata, loading=False)
+        state = self._saved(self._own, model_state, groups, metadata)
+        for stage, place in self._duties.items():
+            state[f"stage {stage}"] = self._saved_for(stage, place, groups, metadata)
+        return state
 
-    def as_launched(self) -> AbstractContextManager[None]:
-        """Inside, the model has the shapes of the launch, for Megatron to plan over."""
-        return self._port.as_launched()
+    @contextmanager
+    def as_launched(self, stages: Collection[int] = ()) -> Iterator[None]:
+        """Inside, models have the shapes of the launch, for Megatron to plan over; ``stages`` are written here, too."""
+        for stage in stages:
+            if stage not in self._built:
+                self._built[stage] = self._others.place(stage)
+        self._duties = {stage: self._built[stage] for stage in stages}
+        with ExitStack() as stack:
+            stack.callback(self._duties.clear)
+            for place in (self._own, *self._duties.values()):
+                stack.enter_context(place.port.as_launched())
+            yield
+
+    def _saved(
+        self, place: Place, model_state: Any, groups: Sequence[Mapping[str, Any]], metadata: Mapping[str, Any]
+    ) -> Any:
+        shadow = self._shadow(place, groups)
+        self._lay_out(place, shadow, self._engine.record)
+        return self._state_dict(place, shadow, model_state, metadata, loading=False)
+
+    def _saved_for(
+        self, stage: int, place: Place, groups: Sequence[Mapping[str, Any]], metadata: Mapping[str, Any]
+    ) -> Any:
+        """What a rank of ``stage`` would write: tensors and objects that say themselves where they belong."""
+        alone = {**metadata, "dp_cp_group": GroupStandIn(0, 1)}
+        chunk: Any = place.port.chunk
+        with self._others.standing_at(stage):
+            model = {"model": chunk.sharded_state_dict(metadata=alone)}
+            whole = {
+                **model,
+                "optimizer": self._saved(place, model, groups, alone),
+                "rng_state": checkpointing.get_rng_state("torch_dist", None, None),
+            }
+        return extract_matching_values(whole, lambda value: isinstance(value, ShardedBase))[0]
 
     def begin_load(self, model_state: Any, groups: Sequence[Mapping[str, Any]], metadata: Mapping[str, Any]) -> Any:
         """Sharded state dict to read a checkpoint into; :meth:`finish_load` takes what was read."""
-        self._reading = self._shadow(groups)
-        return self._state_dict(self._reading, model_state, metadata, loading=True)
+        self._reading = self._shadow(self._own, groups)
+        return self._state_dict(self._own, self._reading, model_state, metadata, loading=True)
 
     def finish_load(self, state_dict: Any) -> LoadedState:
         """What was read, by unit."""
@@ -97,7 +131,7 @@ class OptimizerCheckpoint:
                 shadow.optimizer.param_groups
             )
         units = self._engine.empty_state()
-        for (unit, slot), main, state in zip(self._slots(), mains, tensors, strict=True):
+        for (unit, slot), main, state in zip(self._slots(self._own), mains, tensors, strict=True):
             rows = units[unit][:, slot.start : slot.stop]
             for row, value in zip(rows, (main, state["exp_avg"], state["exp_avg_sq"]), strict=True):
                 row.copy_(value.detach().reshape(-1))
@@ -105,29 +139,23 @@ class OptimizerCheckpoint:
 
     # -- Megatron's optimizer over our parameters ---------------------------------------
 
-    def _ordered(self) -> list[UnitParameter]:
-        """Trainable parameters in the order of Megatron's groups."""
-        items = [item for parameters in self._launched.values() for item in parameters]
-        rank = {id(p): i for i, p in enumerate(self._port.chunk.parameters())}
-        return sorted(items, key=lambda item: (item.spec.group, rank[id(item.parameter)]))
-
-    def _slots(self) -> Iterator[tuple[int, ParamSlot]]:
-        """(unit, place in its flat state) of each of :meth:`_ordered`."""
+    def _slots(self, place: Place) -> Iterator[tuple[int, ParamSlot]]:
+        """(unit, place in its flat state) of each of ``place.ordered()``."""
         layouts, shard = self._engine.recovery.layouts, self._shard
         home = {
             id(item.parameter): (unit, layouts[unit, shard].slot(item.spec.name))
-            for unit, parameters in self._launched.items()
+            for unit, parameters in place.launched.items()
             for item in parameters
         }
-        return iter([home[id(item.parameter)] for item in self._ordered()])
+        return iter([home[id(item.parameter)] for item in place.ordered()])
 
     @property
     def _shard(self) -> int:
-        return self._engine.recovery.nominal.place(self._engine.tools.fabric.rank)[0]
+        return self._engine.recovery.nominal.shard(self._engine.tools.fabric.rank)
 
-    def _shadow(self, groups: Sequence[Mapping[str, Any]]) -> Any:
+    def _shadow(self, place: Place, groups: Sequence[Mapping[str, Any]]) -> Any:
         """Megatron's optimizer for these arguments; its own copies of parameters are fp32."""
-        ordered = self._ordered()
+        ordered = place.ordered()
         filled = [
             {**group, "params": [item.parameter for item in ordered if item.spec.group == index]}
             for index, group in enumerate(groups)
@@ -140,12 +168,12 @@ class OptimizerCheckpoint:
             model_parallel_group=parallel_state.get_model_parallel_group(),
         )
 
-    def _lay_out(self, shadow: Any, record: StepRecord) -> None:
+    def _lay_out(self, place: Place, shadow: Any, record: StepRecord) -> None:
         """Give the shadow a state of the right shapes, and tell the content which tensor shows what."""
         assert self.content is not None, "a save is planned by BackgroundSave"
         step = torch.tensor(float(record.adam_step))
         shard = self._shard
-        for main, item, (unit, slot) in zip(_main_parameters(shadow), self._ordered(), self._slots(), strict=True):
+        for main, item, (unit, slot) in zip(_main_parameters(shadow), place.ordered(), self._slots(place), strict=True):
             master, first, second = (Want(unit, shard, slot.start, slot.stop, row) for row in range(3))
             exp_avg, exp_avg_sq = (torch.empty(main.shape, dtype=torch.float32) for _ in range(2))
             shadow.optimizer.state[main] = {"step": step.clone(), "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
@@ -160,7 +188,9 @@ class OptimizerCheckpoint:
             scaler._growth_tracker = record.growth_tracker
             scaler._hysteresis_tracker = record.hysteresis_tracker
 
-    def _state_dict(self, shadow: Any, model_state: Any, metadata: Mapping[str, Any], loading: bool) -> Any:
+    def _state_dict(
+        self, place: Place, shadow: Any, model_state: Any, metadata: Mapping[str, Any], loading: bool
+    ) -> Any:
         kind = metadata.get("distrib_optim_sharding_type")
         if kind is None:
             return shadow.sharded_state_dict(model_state, is_loading=loading, metadata=dict(metadata))
@@ -169,14 +199,14 @@ class OptimizerCheckpoint:
                 f"--use-distributed-optimizer would write {kind} checkpoints, which only fit one data-parallel size: "
                 "add --dist-ckpt-optim-fully-reshardable"
             )
-        return self._reshardable(shadow, model_state, loading)
+        return self._reshardable(place, shadow, model_state, loading)
 
-    def _reshardable(self, shadow: Any, model_state: Any, loading: bool) -> dict[str, Any]:
+    def _reshardable(self, place: Place, shadow: Any, model_state: Any, loading: bool) -> dict[str, Any]:
         """What ``DistributedOptimizer`` writes in its fully reshardable form."""
         if loading:
             shadow.init_state_fn(shadow.optimizer, self._config)
         mains, step = _main_parameters(shadow), self._engine.record.adam_step
-        sharded = get_param_id_to_sharded_param_map(model_state, [item.parameter for item in self._ordered()])
+        sharded = get_param_id_to_sharded_param_map(model_state, [item.parameter for item in place.ordered()])
         states = [shadow.optimizer.state[main] for main in mains]
         param_state = {
             i: {
@@ -213,21 +243,23 @@ def _group_step(groups: Sequence[Mapping[str, Any]]) -> int:
 
 
 @contextmanager
-def without_holes(fabric: Fabric) -> Iterator[None]:
-    """Inside, the default group is the living ranks, numbered from 0, and so is the data-parallel rank.
+def without_holes(fabric: Fabric, nominal: int) -> Iterator[None]:
+    """Inside, the default group is the living of the first ``nominal`` ranks, numbered from 0, and so is the
+    data-parallel rank.
 
     Megatron's checkpoint code divides work by world size, has rank 0 write
     metadata and data-parallel rank 0 write what its peers hold too; it knows no
     empty slots.
     """
-    if len(fabric.alive) == fabric.slots:
+    living = [rank for rank in fabric.alive if rank < nominal]
+    if len(living) == fabric.slots:
         yield
         return
-    dense = fabric.group("checkpoint", fabric.alive)
+    dense = fabric.group("checkpoint", living)
     table = c10d._world.pg_group_ranks
     numbered = table[dense]
     # As a default group's, its ranks are global ranks: what get_rank() says is what a root is named by.
-    table[dense] = {rank: rank for rank in range(len(fabric.alive))}
+    table[dense] = {rank: rank for rank in range(len(living))}
     c10d._update_default_pg(dense)
     nominal = parallel_state.get_data_parallel_rank()
     parallel_state.set_data_parallel_rank(parallel_state.get_data_parallel_group(with_context_parallel=True).rank())

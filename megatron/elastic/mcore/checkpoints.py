@@ -19,9 +19,10 @@ from megatron.training.checkpointing import get_checkpoint_tracker_filename
 from megatron.elastic.config import ElasticConfig
 from megatron.elastic.engine.engine import Engine
 from megatron.elastic.engine.failures import ActionFailed
-from megatron.elastic.mcore.checkpoint import Launched, OptimizerCheckpoint
-from megatron.elastic.mcore.model import GptPort
+from megatron.elastic.mcore.checkpoint import OptimizerCheckpoint
+from megatron.elastic.mcore.other_stages import OtherStages
 from megatron.elastic.mcore.patches import Row, bound
+from megatron.elastic.mcore.place import Place
 from megatron.elastic.mcore.saving import BackgroundSave, Folders
 
 __all__ = ["BAD_INPUT", "DETERMINISTIC", "DRAINED", "STATE_LOST", "Checkpoints", "can_fall_back"]
@@ -88,11 +89,11 @@ class Checkpoints:
             ),
         )
 
-    def attach(self, port: GptPort, launched: Launched) -> OptimizerCheckpoint:
+    def attach(self, own: Place, others: OtherStages) -> OptimizerCheckpoint:
         """There is an engine now: returns what translates its state."""
         engine = self._engine()
         config, _ = training.get_megatron_optimizer_config(get_args())
-        checkpoint = OptimizerCheckpoint(engine, port, config, launched)
+        checkpoint = OptimizerCheckpoint(engine, own, config, others)
         self._saves = BackgroundSave(engine, checkpoint, get_args(), self._folders)
         engine.agree_on_saves(self._save_due, self._saves.written)
         return checkpoint

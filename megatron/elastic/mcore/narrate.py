@@ -231,7 +231,10 @@ def narrate_clock(events: EventLog, step: int, applied: Applied, power_mw: int |
 
 def _outcome(outcome: Outcome, in_step: bool) -> str:
     if outcome.newcomers:  # some perhaps let in by a decision before, whose generation did not come about
-        return "joined by " + ", ".join(map(str, outcome.newcomers))
+        joined = "joined by " + ", ".join(map(str, outcome.newcomers))
+        if not outcome.lost or not in_step:
+            return joined
+        return f"{joined}, {'finished' if outcome.step_committed else _OUTCOMES[outcome.resolution.kind]}"
     if outcome.decision.reason == "drain":
         return "some ranks left as asked"
     if not in_step:
@@ -240,7 +243,7 @@ def _outcome(outcome: Outcome, in_step: bool) -> str:
 
 
 def _rank_lost(loss: Loss, nominal: Nominal, step: int) -> RankLost:
-    _, replica, stage = nominal.place(loss.rank)
+    place = nominal.place(loss.rank)
     return RankLost(
         lost_rank=loss.rank,
         lost_incarnation=loss.incarnation,
@@ -249,6 +252,6 @@ def _rank_lost(loss: Loss, nominal: Nominal, step: int) -> RankLost:
         step=step,
         last_lines=loss.last_lines,
         tensor_parallel_group=nominal.cell_of(loss.rank).ranks,
-        stage=stage,
-        replica=replica,
+        stage=None if place is None else place[2],
+        replica=None if place is None else place[1],
     )

@@ -28,15 +28,18 @@ from megatron.elastic.engine.source import SampleSource
 from megatron.elastic.engine.standing import Standing
 from megatron.elastic.mcore import nominal, reporter
 from megatron.elastic.mcore.bringup import Job, Links, found, join, open_links
-from megatron.elastic.mcore.checkpoint import Launched
+from megatron.elastic.mcore.checkpoint import without_holes
 from megatron.elastic.mcore.checkpoints import Checkpoints
 from megatron.elastic.mcore.data import source_for
 from megatron.elastic.mcore.dropout import key_dropout
+from megatron.elastic.mcore.extra import as_of_the_launch, is_extra
 from megatron.elastic.mcore.model import GptPort, unwrapped
 from megatron.elastic.mcore.narrate import narrate
 from megatron.elastic.mcore.optimizer import EngineOptimizer, MegatronSchedule
+from megatron.elastic.mcore.other_stages import OtherStages
 from megatron.elastic.mcore.param_groups import GroupKeys
 from megatron.elastic.mcore.patches import Row, bound
+from megatron.elastic.mcore.place import Launched, Place
 from megatron.elastic.mcore.preflight import check_validation
 from megatron.elastic.mcore.settings import engine_settings, nominal_topology, sample_grid
 from megatron.elastic.mcore.stage import as_stage
@@ -72,8 +75,8 @@ class Prelude:
         self._engine: Engine | None = None
         self._optimizer: EngineOptimizer | None = None
         self._scheduler: Any = None
-        self._port: GptPort | None = None
-        self._launched: Launched = {}
+        self._place: Place | None = None
+        self._others: OtherStages | None = None
 
     @property
     def built(self) -> bool:
@@ -128,7 +131,8 @@ class Prelude:
             settings = get_args()
             settings.rerun_mode = "disabled"
             self._links = open_links(self._config, 60.0 * settings.distributed_timeout_minutes)
-            result = original(*args, **kwargs)
+            with as_of_the_launch(self._links.fabric, settings):
+                result = original(*args, **kwargs)
             nominal.pin_sizes()
             return result
 
@@ -154,11 +158,15 @@ class Prelude:
         groups = GroupKeys(optimizer_config, overrides)
         inner = unwrapped(model[0])
         key_dropout(inner, parallel_state.get_tensor_model_parallel_rank())
-        self._port = port = GptPort(model[0], args, groups, parallel_state.get_tensor_model_parallel_rank() == 0)
-        self._launched = {unit: tuple(port.unit_parameters(unit)) for unit in port.held_units()}
+        port = GptPort(model[0], args, groups, parallel_state.get_tensor_model_parallel_rank() == 0)
+        launched: Launched = {}
+        if not is_extra(links.fabric, args):  # else it writes nothing
+            launched = {unit: tuple(port.unit_parameters(unit)) for unit in port.held_units()}
+        self._place = Place(port, launched)
+        self._others = OtherStages(lambda: training.get_model(provider, model_type, wrap_with_ddp=False), groups)
         self._optimizer = EngineOptimizer(groups, lambda: self.engine.record.loss_scale)
         self._scheduler = scheduler = training.get_optimizer_param_scheduler(self._optimizer)
-        topology = nominal_topology(args, inner.config, port.tied_unit is not None)
+        topology = nominal_topology(args, inner.config, port.tied_unit is not None, links.fabric.slots)
         settings = engine_settings(args, MegatronSchedule(scheduler, groups))
         self._job = Job(port, topology, self._config, settings, self._settled, self._counters, self.notice)
         args.iteration = args.num_floating_point_operations_so_far = 0
@@ -167,9 +175,10 @@ class Prelude:
         links.injector.reach("in_setup", 0)
         self._attach(found(links, self._job))
         if args.load is not None or args.pretrained_checkpoint is not None:
-            args.iteration, args.num_floating_point_operations_so_far = load_checkpoint(
-                model, self._optimizer, scheduler, checkpointing_context=context
-            )
+            with without_holes(links.fabric, topology.slots):
+                args.iteration, args.num_floating_point_operations_so_far = load_checkpoint(
+                    model, self._optimizer, scheduler, checkpointing_context=context
+                )
         self._resume(scheduler)
         return model, self._optimizer, scheduler
 
@@ -186,9 +195,9 @@ class Prelude:
 
     def _attach(self, engine: Engine) -> None:
         """``engine`` is there: what saves and loads its state can be made."""
-        assert self._optimizer is not None and self._port is not None
+        assert self._optimizer is not None and self._place is not None and self._others is not None
         self._engine = engine
-        self._optimizer.checkpoint = self.checkpoints.attach(self._port, self._launched)
+        self._optimizer.checkpoint = self.checkpoints.attach(self._place, self._others)
 
     def _resume(self, scheduler: Any) -> None:
         """Start from what was loaded, or from the initial parameters."""

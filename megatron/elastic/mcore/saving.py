@@ -34,6 +34,7 @@ from megatron.elastic.engine.failures import ActionFailed
 from megatron.elastic.engine.saving import StateStream, Want
 from megatron.elastic.mcore.checkpoint import OptimizerCheckpoint, without_holes
 from megatron.elastic.mcore.checkpoint_content import Content, strategy_for
+from megatron.elastic.mcore.other_stages import duties
 
 __all__ = ["BackgroundSave", "Folders", "Outcome"]
 
@@ -163,6 +164,7 @@ class _Write:
     generation: int
     step: int
     request: Any
+    """Megatron's; ``None`` on a rank that writes nothing."""
     stream: StateStream
     content: Content
     reach: Callable[[], None]
@@ -182,7 +184,7 @@ class _Write:
             self.done.set()
 
     def _write(self) -> None:
-        if self.request.async_fn is None:
+        if self.request is None or self.request.async_fn is None:
             return
         transforms, use_msc = self.request.async_fn.args
         _, buckets, results = self.request.async_fn_args
@@ -239,13 +241,8 @@ class BackgroundSave:
         self.abandon("it is begun again")
         engine.tools.reach("in_save", engine.record.version)
         content = self._optimizer.content = Content()
-        context = dict(call["checkpointing_context"] or {})
-        with without_holes(fabric), self._folders.naming(), self._asynchronous(), self._optimizer.as_launched():
-            if dist.get_rank() == 0:
-                self._folders.sweep(self._args.save)
-            context["save_strategy"] = strategy_for(self._args, content)
-            with _writing(self._args.save):
-                original(**{**call, "checkpointing_context": context})
+        if fabric.rank < engine.recovery.nominal.slots:
+            self._plan(original, call, content)
         request, self._request = self._request, None
         tables: list[Any] = [None] * fabric.slots
         dist.all_gather_object(tables, content.wants, group=fabric.world)
@@ -257,6 +254,23 @@ class BackgroundSave:
             engine.standing.generation, step, request, stream, content, lambda: reach("save_writing", step)
         )
         threading.Thread(target=self._write.run, name="elastic-save", daemon=True).start()
+
+    def _plan(self, original: Callable[..., Any], call: Mapping[str, Any], content: Content) -> None:
+        """Have Megatron plan the save among the ranks of the launch; others only bring state to those who write.
+
+        Raises ``OSError`` where nobody is left who could write for some stage.
+        """
+        engine, fabric = self._engine, self._engine.tools.fabric
+        nominal = engine.recovery.nominal
+        stages = duties(nominal, engine.standing.living).get(fabric.rank, ())
+        context = dict(call["checkpointing_context"] or {})
+        shapes = self._optimizer.as_launched(stages)
+        with without_holes(fabric, nominal.slots), self._folders.naming(), self._asynchronous(), shapes:
+            if dist.get_rank() == 0:
+                self._folders.sweep(self._args.save)
+            context["save_strategy"] = strategy_for(self._args, content)
+            with _writing(self._args.save):
+                original(**{**call, "checkpointing_context": context})
 
     @contextmanager
     def _asynchronous(self) -> Iterator[None]:
@@ -300,7 +314,9 @@ class BackgroundSave:
             raise write.error
         if write.error is not None:
             raise RuntimeError("a checkpoint could not be written") from write.error
-        with without_holes(engine.tools.fabric):
+        if write.request is None:
+            return "done"
+        with without_holes(engine.tools.fabric, engine.recovery.nominal.slots):
             for finalize in write.request.finalize_fns:
                 with _writing(self._args.save):
                     finalize()

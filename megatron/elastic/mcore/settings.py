@@ -21,8 +21,11 @@ def sample_grid(args: Any) -> Grid:
     return Grid(args.global_batch_size, args.micro_batch_size, args.data_parallel_size)
 
 
-def nominal_topology(args: Any, config: Any, tied: bool) -> Nominal:
-    """Sizes and cuts at launch, for every stage, from arguments alone (no communication)."""
+def nominal_topology(args: Any, config: Any, tied: bool, slots: int) -> Nominal:
+    """Sizes and cuts at launch, for every stage, from arguments alone (no communication).
+
+    ``slots``: ranks there can be, those of the launch included.
+    """
     stages = []
     for stage in range(args.pipeline_model_parallel_size):
         # A pipeline layout makes Megatron ignore the pp_rank argument, so the stage is set globally too.
@@ -39,6 +42,7 @@ def nominal_topology(args: Any, config: Any, tied: bool) -> Nominal:
         stages=tuple(stages),
         grid=sample_grid(args),
         tied_unit=args.num_layers + 2 if tied else None,
+        extra=(slots - args.world_size) // args.tensor_model_parallel_size * args.tensor_model_parallel_size,
     )
 
 

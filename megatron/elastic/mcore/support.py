@@ -180,7 +180,7 @@ def check(
             raise BadInput(f"{flag} ({feature.name}) needs a GPU: leave it out here")
     if args.elastic:
         _check_exact(args, config, platform)
-        _check_built(config)
+        _check_spares(args, config)
     return _unknown(words) if args.elastic else ()
 
 
@@ -198,14 +198,11 @@ def _check_exact(args: Namespace, config: ElasticConfig, platform: str) -> None:
                        "take torchft-batch, or another policy")
 
 
-def _check_built(config: ElasticConfig) -> None:
-    """Settings whose mechanism the engine does not drive yet are refused, never accepted without effect."""
-    wanted = {
-        "--elastic-spares": config.spares > 0,
-    }
-    for flag, asked in wanted.items():
-        if asked:
-            raise BadInput(f"{flag} is not available in this version: leave it out")
+def _check_spares(args: Namespace, config: ElasticConfig) -> None:
+    tensor = args.tensor_model_parallel_size
+    if config.spares % tensor:
+        raise BadInput(f"--elastic-spares {config.spares} is not a multiple of --tensor-model-parallel-size {tensor}: "
+                       "spares take the place of whole tensor-parallel groups")
 
 
 def _unknown(words: Sequence[str]) -> tuple[str, ...]:

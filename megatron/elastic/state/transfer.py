@@ -7,7 +7,9 @@ streams
 
     base    the block's state at the version v it has when its turn comes, copied at
             once, with its content hash;
-    step    for every version after v: the gradient and, once, the StepRecord;
+    steps   for every version after v, once: the StepRecord, and in one piece the gradients of
+            all blocks whose base is over there: what the last steps leave to be sent at the
+            boundary is a few messages, however many blocks move;
 
 and the new holder (:class:`BlockReceiver`) checks the hash, takes the base in
 uncounted, and replays each step with the kernel everybody uses. At a boundary, in a
@@ -25,7 +27,8 @@ Invariants
   ``apply`` until ``commit``; a base whose hash does not match never is.
 - The sender holds one base, and at most ``memory_bytes`` of unsent gradients: when
   steps outrun the link, the last blocks taken up are given up and sent again
-  later, so a slow receiver never stalls the step. The receiver holds one message.
+  later, so a slow receiver never stalls the step. The receiver holds one message: a base,
+  or one step's gradients.
 - Messages of one transfer arrive in order; any loss ends the transfer with a
   ``CommError``, and what was not committed is dropped. Nothing needs undoing.
 """
@@ -38,7 +41,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -51,7 +54,7 @@ from megatron.elastic.state.record import StepRecord
 __all__ = ["BlockReceiver", "BlockSender", "Channel", "TransferError", "commit", "prune", "retire"]
 
 HEADER_BYTES = 512
-Kind = Literal["base", "step", "record", "end"]
+Kind = Literal["base", "steps", "end"]
 
 
 class TransferError(RuntimeError):
@@ -73,11 +76,11 @@ class _Header:
     kind: Kind
     key: BlockKey = (0, 0, 0)
     version: int = 0
-    """base: its version; step: the version it leads to; end: the version everything sent has reached."""
+    """base: its version; steps: the version they lead to; end: the version everything sent has reached."""
     lineage: str = ""
     content: str = ""
     length: int = 0
-    """record: bytes of its text."""
+    """base: elements; steps: bytes of the text that tells the record and which gradients follow."""
 
     def pack(self) -> torch.Tensor:
         values = [self.kind, *self.key, self.version, self.lineage, self.content, self.length]
@@ -96,7 +99,8 @@ def _padded(text: bytes, length: int) -> torch.Tensor:
 
 
 _Step = tuple[StepRecord, torch.Tensor | None]
-_Message = tuple[_Header, torch.Tensor | None]
+_Message = tuple[Any, ...]
+"""A header, and the tensors that follow it."""
 
 
 class BlockSender:
@@ -115,7 +119,6 @@ class BlockSender:
         self._logs: dict[BlockKey, deque[_Step]] = {}
         """Blocks whose base is sent → steps since then that are not."""
         self._log_bytes = 0
-        self._sent_record = -1
         self.restarts = 0
         self._remove = pool.add_guard(self._around_change)
 
@@ -137,15 +140,16 @@ class BlockSender:
             return self._log_bytes
 
     def pump(self) -> bool:
-        """Send one step (oldest first) or one base; False when there is nothing to send now."""
+        """Send one version's steps (the oldest) or one base; False when there is nothing to send now."""
         with self._wire:
             with self._lock:
-                messages = self._next_step() or self._next_base()
-            for header, payload in messages:
+                message = self._next_steps() or self._next_base()
+            if message is not None:
+                header, *payloads = message
                 self._channel.send(self.peer, self._tag, header.pack())
-                if payload is not None:
+                for payload in payloads:
                     self._channel.send(self.peer, self._tag, payload)
-        return bool(messages)
+        return message is not None
 
     def finish(self, version: int) -> None:
         """Send everything left and say that all of it is at ``version``. Call at a boundary; ends the transfer."""
@@ -165,30 +169,30 @@ class BlockSender:
 
     # --- what to send next (lock held) ----------------------------------------------------------
 
-    def _next_step(self) -> list[_Message]:
-        ready = [(log[0][0].version, key) for key, log in self._logs.items() if log]
-        if not ready:
-            return []
-        version, key = min(ready)
-        record, gradient = self._logs[key].popleft()
-        messages: list[_Message] = []
-        if version != self._sent_record:
-            text = record.to_json().encode()
-            messages.append((_Header("record", version=version, length=len(text)), _padded(text, len(text))))
-            self._sent_record = version
-        length = 0 if gradient is None else gradient.numel()
-        self._log_bytes -= 4 * length
-        return [*messages, (_Header("step", key, version, length=length), gradient)]
+    def _next_steps(self) -> _Message | None:
+        version = min((log[0][0].version for log in self._logs.values() if log), default=None)
+        if version is None:
+            return None
+        steps = {
+            key: log.popleft() for key, log in sorted(self._logs.items()) if log and log[0][0].version == version
+        }
+        gradients = [gradient for _, gradient in steps.values() if gradient is not None]
+        self._log_bytes -= sum(4 * gradient.numel() for gradient in gradients)
+        record = next(record for record, _ in steps.values())
+        table = [[*key, 0 if gradient is None else gradient.numel()] for key, (_, gradient) in steps.items()]
+        text = json.dumps([record.to_json(), table]).encode()
+        header = _Header("steps", version=version, length=len(text))
+        return (header, _padded(text, len(text)), *([torch.cat(gradients)] if gradients else []))
 
-    def _next_base(self) -> list[_Message]:
+    def _next_base(self) -> _Message | None:
         if not self._waiting:
-            return []
+            return None
         key = self._waiting.popleft()
         copy = self._pool.get(key)
         self._logs[key] = deque()
         state = copy.state.clone()  # the training thread goes on as soon as the lock is released
         content = content_hash(key, state)
-        return [(_Header("base", key, copy.version, copy.lineage, content, state.numel()), state)]
+        return _Header("base", key, copy.version, copy.lineage, content, state.numel()), state
 
     # --- the pool moves on (training thread) ---------------------------------------------------
 
@@ -227,7 +231,6 @@ class BlockReceiver:
 
     def __init__(self, pool: StatePool, channel: Channel, source: int, tag: str = "state") -> None:
         self._pool, self._channel, self.source, self._tag = pool, channel, source, tag
-        self._records: dict[int, StepRecord] = {}
         self.blocks: dict[BlockKey, BlockCopy] = {}
         """Copies received so far, uncounted; ``commit`` moves them into the pool."""
         self.finished_at: int | None = None
@@ -239,12 +242,8 @@ class BlockReceiver:
         header = _Header.unpack(raw)
         if header.kind == "base":
             self._base(header)
-        elif header.kind == "record":
-            text = torch.empty(header.length, dtype=torch.uint8)
-            self._channel.recv(self.source, self._tag, text)
-            self._records = {header.version: StepRecord.from_json(text.numpy().tobytes().decode())}
-        elif header.kind == "step":
-            self._step(header)
+        elif header.kind == "steps":
+            self._steps(header)
         else:
             self._end(header.version)
             return False
@@ -261,16 +260,25 @@ class BlockReceiver:
             raise TransferError(f"block {header.key} from rank {self.source}: contents do not match their hash")
         self.blocks[header.key] = self._pool.shape(header.key, state, header.version, header.lineage)
 
-    def _step(self, header: _Header) -> None:
-        gradient = torch.empty(header.length, dtype=torch.float32)
-        if header.length:
-            self._channel.recv(self.source, self._tag, gradient)
-        copy, record = self.blocks.get(header.key), self._records.get(header.version)
-        if copy is None or record is None:
-            raise TransferError(f"block {header.key} from rank {self.source}: step {header.version} before its base")
-        if record.gradient is not None and header.length:
-            copy.gradients[record.gradient] = gradient
-        self._pool.replay(copy, record)
+    def _steps(self, header: _Header) -> None:
+        raw = torch.empty(header.length, dtype=torch.uint8)
+        self._channel.recv(self.source, self._tag, raw)
+        text, table = json.loads(raw.numpy().tobytes())
+        record = StepRecord.from_json(text)
+        gradients = torch.empty(sum(length for *_, length in table), dtype=torch.float32)
+        if gradients.numel():
+            self._channel.recv(self.source, self._tag, gradients)
+        start = 0
+        for *where, length in table:
+            key, stop = (where[0], where[1], where[2]), start + length
+            copy = self.blocks.get(key)
+            if copy is None:
+                raise TransferError(f"block {key} from rank {self.source}: step {header.version} before its base")
+            if record.gradient is not None and length:
+                copy.gradients[record.gradient] = gradients[start:stop]
+            self._pool.replay(copy, record)
+            copy.spare.clear()  # a part of what came: kept, it would keep all of it
+            start = stop
 
     def _end(self, version: int) -> None:
         behind = {key: copy.version for key, copy in self.blocks.items() if copy.version != version}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -39,7 +41,7 @@ def test_every_unit_is_held_by_every_replica(sizes: tuple[int, int, int], tied: 
     for (unit, shard), members in groups.items():
         ends = 2 if tied and unit == shape.tied_unit and shape.pipeline > 1 else 1
         assert len(members) == len(set(members)) == shape.data * ends
-        assert {shape.place(rank)[0] for rank in members} == {shard}
+        assert {shape.shard(rank) for rank in members} == {shard}
 
 
 @given(SIZES, st.data())
@@ -51,6 +53,32 @@ def test_a_cell_computes_only_when_it_is_whole(sizes: tuple[int, int, int], data
     assert computing <= living and computing | set(topology.parked) == living
     assert all(set(cell.ranks) <= living for cell in topology.cells)
     assert not any(set(shape.cell_of(rank).ranks) <= living for rank in topology.parked)
+
+
+@given(SIZES, st.integers(1, 3), st.data())
+def test_waiting_cells_take_lost_places_and_nothing_else_moves(
+    sizes: tuple[int, int, int], spare: int, data: st.DataObject
+) -> None:
+    shape = replace(nominal(*sizes), extra=spare * sizes[0])
+    everybody = range(shape.slots + shape.extra)
+    assert sorted(rank for cell in shape.cells for rank in cell.ranks) == list(everybody)
+    assert all(shape.cell_of(rank) in shape.cells and shape.cell_of(rank).ranks[shape.shard(rank)] == rank
+               for rank in everybody)  # fmt: skip
+    living = data.draw(st.sets(st.sampled_from(everybody)))
+    before = Assignment.at_launch(shape)
+    after = before.seated(living)
+    lost, left = before.broken(living), after.broken(living)
+    assert after.cut == before.cut
+    assert len(lost) - len(left) == min(len(lost), len(before.waiting(living)))
+    changed = {
+        (old.cell, new.cell)
+        for one, other in zip(before.replicas, after.replicas, strict=True)
+        for old, new in zip(one.segments, other.segments, strict=True)
+        if old != new
+    }
+    assert {old for old, _ in changed} <= set(lost)
+    assert {new for _, new in changed} <= set(before.waiting(living)) and len(changed) == len(lost) - len(left)
+    assert after.seated(living) == after
 
 
 @given(SIZES, st.data())

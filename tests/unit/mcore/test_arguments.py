@@ -35,6 +35,7 @@ FROZEN = {
     "--elastic-respawn": True,
     "--elastic-migrate-after": 50,
     "--elastic-mean-time-between-losses": 3600.0,
+    "--elastic-migration": "background",
     "--elastic-spares": 0,
     "--elastic-verify-interval": 100,
     "--elastic-background-save": True,

@@ -22,6 +22,7 @@ def plain(**given: Any) -> Namespace:
         "elastic": True, "context_parallel_size": 1, "num_experts": None, "expert_model_parallel_size": 1,
         "optimizer": "adam", "ckpt_format": "torch_dist", "attention_dropout": 0.1, "transformer_impl": "local",
         "cuda_graph_impl": "none", "dataloader_type": None, "error_injection_rate": 0,
+        "tensor_model_parallel_size": 2,
     }
     return Namespace(**{**base, **given})
 
@@ -144,12 +145,7 @@ def test_the_support_page_is_current() -> None:
     assert (ROOT / "docs/support.md").read_text() == docs(), support.__doc__.splitlines()[-2].strip()
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        ElasticConfig(spares=1),
-    ],
-)
-def test_settings_without_effect_are_refused(config: ElasticConfig) -> None:
-    with pytest.raises(BadInput, match="not available"):
-        check(plain(), config, "cpu", [])
+def test_spares_take_the_place_of_whole_tensor_parallel_groups() -> None:
+    check(plain(), ElasticConfig(spares=2), "cpu", [])
+    with pytest.raises(BadInput, match="--elastic-spares 1 is not a multiple of --tensor-model-parallel-size 2"):
+        check(plain(), ElasticConfig(spares=1), "cpu", [])
