@@ -9,7 +9,9 @@ from datetime import timedelta
 from typing import Any, cast
 
 import torch
+import torch._dynamo  # what functional collectives load when first used: here, once, and not in every forked rank
 import torch.distributed as dist
+from torch.distributed import _functional_collectives as functional
 
 from megatron.elastic.comm import CommError, CommTimeout, Fabric
 from tests.unit.comm.fabric_checks import FLOATS, INTEGERS, WORLD, Check, same, sum_of, values
@@ -407,8 +409,6 @@ def a_monitored_barrier_names_who_is_missing(here: Here, fabric: Fabric) -> None
 
 
 def functional_collectives(here: Here, fabric: Fabric) -> None:
-    from torch.distributed import _functional_collectives as functional
-
     group = fabric.group("functional", WORLD)
     same(functional.all_reduce(torch.ones(2), "sum", group) + 0, torch.full((2,), 4.0), "functional all_reduce")
     gathered = functional.all_gather_tensor(torch.full((1,), float(here.rank)), 0, group) + 0

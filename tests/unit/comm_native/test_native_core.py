@@ -32,10 +32,13 @@ def test_hmac_is_that_of_hashlib(key: bytes, data: bytes) -> None:
     assert _comm.hmac_sha256(key, data) == hmac.new(key, data, hashlib.sha256).digest()
 
 
-def hub(rank: int, incarnation: int = 0, shared_memory: bool = True, slots: int = 2) -> _comm.Hub:
+def hub(
+    rank: int, incarnation: int = 0, shared_memory: bool = True, slots: int = 2, handshake_seconds: float = 3.0
+) -> _comm.Hub:
     return _comm.Hub(
-        rank=rank, slots=slots, incarnation=incarnation, run_id="run", secret=b"secret", shared_memory=shared_memory
-    )
+        rank=rank, slots=slots, incarnation=incarnation, run_id="run", secret=b"secret", shared_memory=shared_memory,
+        handshake_seconds=handshake_seconds,
+    )  # fmt: skip
 
 
 def edit(hubs: list[_comm.Hub], generation: int) -> list[_comm.EditStats]:
@@ -80,7 +83,7 @@ def test_a_hundred_incarnations_leave_nothing_behind(shared_memory: bool) -> Non
 
 
 def test_strangers_are_counted_and_do_no_harm() -> None:
-    first, second = hub(0), hub(1)
+    first, second = hub(0, handshake_seconds=0.5), hub(1)
     talker = socket.create_connection(("127.0.0.1", first.self().port))
     talker.sendall(b"GET / HTTP/1.1\r\n" * 20)
     silent = socket.create_connection(("127.0.0.1", first.self().port))
