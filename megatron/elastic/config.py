@@ -49,9 +49,10 @@ class ElasticConfig:
     snapshot: Literal["gradient", "state"] = "gradient"
     """How mirrors follow their owner: replaying the step from the reduced gradient, or receiving stepped state."""
 
-    policy: Literal["elaswave", "recycle", "torchft", "torchft-batch", "mindspeed"] = "elaswave"
+    policy: Literal["elaswave", "recycle", "torchft", "torchft-batch", "mindspeed", "spares"] = "elaswave"
     """What is done without a lost rank: 'elaswave' and 'recycle' hand its samples to peers of its stage, 'torchft'
-    drops its replica and lets the batch shrink, 'torchft-batch' keeps the batch, 'mindspeed' one replica, once."""
+    drops its replica and lets the batch shrink, 'torchft-batch' keeps the batch, 'mindspeed' one replica, once;
+    'spares' ends the job when no spare is ready (--elastic-spares)."""
 
     schedule: Literal["1f1b", "zero-bubble"] = "1f1b"
     """Pipeline schedule: Megatron's, or ZB-H1: weight gradients fill the bubbles (same gradients, more activations)."""

@@ -87,6 +87,16 @@ def _mindspeed(topology: Topology, profile: Profile, split: bool) -> Plan:
     return replace(outcome.plan(topology, profile, split), labels=("mindspeed",))
 
 
+def _spares(topology: Topology, profile: Profile, split: bool) -> Plan:
+    """Waiting cells have taken lost places before this is asked; where one is left open, the job restarts."""
+    if damaged := damaged_replicas(topology):
+        raise PlanError(
+            f"policy spares: replicas {damaged} have lost ranks and no spare is ready; "
+            "it restarts from the last checkpoint"
+        )
+    return replace(instant_plan(topology, profile, split_backward=split), labels=("spares",))
+
+
 CHOICES: Mapping[str, _Answer] = MappingProxyType(
     {
         "elaswave": _elaswave,
@@ -94,6 +104,7 @@ CHOICES: Mapping[str, _Answer] = MappingProxyType(
         "torchft": _torchft,
         "torchft-batch": _torchft_batch,
         "mindspeed": _mindspeed,
+        "spares": _spares,
     }
 )
 

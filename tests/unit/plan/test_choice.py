@@ -70,6 +70,13 @@ def test_a_row_left_out_must_not_be_computed_by_anybody() -> None:
         validate_plan(replace(plan, skipped=(1,)), UNITS)
 
 
+def test_without_a_spare_the_policy_of_spares_ends() -> None:
+    whole = regular_topology(2, 2, UNITS, waves=2)
+    assert choice_named("spares")(whole, PROFILE).pieces == choice_named("elaswave")(whole, PROFILE).pieces
+    with pytest.raises(PlanError, match=r"policy spares: replicas .* no spare is ready"):
+        choice_named("spares")(without_cells(whole, [3]), PROFILE)
+
+
 @pytest.mark.parametrize("name", ["torchft", "torchft-batch", "mindspeed"])
 def test_when_no_replica_is_whole_a_policy_that_drops_replicas_says_so(name: str) -> None:
     topology = without_cells(regular_topology(2, 2, UNITS, waves=2), [0, 3])
@@ -78,7 +85,7 @@ def test_when_no_replica_is_whole_a_policy_that_drops_replicas_says_so(name: str
 
 
 def test_an_unknown_policy_is_refused_by_name() -> None:
-    with pytest.raises(PlanError, match="elaswave, recycle, torchft, torchft-batch, mindspeed"):
+    with pytest.raises(PlanError, match="elaswave, recycle, torchft, torchft-batch, mindspeed, spares"):
         choice_named("none")
 
 
