@@ -8,7 +8,7 @@ undisturbed run of the same job:
 - every fault happened, at its point, in the order of the script, and no other rank was lost;
 - every lost rank came back;
 - every step was committed once with its samples, and its loss is within 1e-5;
-- no recovery lost a step.
+- no recovery lost a step, no checkpoint failed.
 """
 
 from __future__ import annotations
@@ -184,6 +184,7 @@ def check(cases: Sequence[Case], result: JobResult) -> None:
     scripted = {(rank, life) for rank, count in lives.items() for life in range(count)}
     assert lost == scripted, f"lost {lost}, by the script {scripted}"
     assert all(record.fields["lost_steps"] == 0 for record in result.of("recovery"))
+    assert "could not be written" not in result.output, "a loss is no reason to do without a checkpoint"
     steps = set(result.committed)
     assert steps == set(range(1, max(steps) + 1)), f"not committed: {set(range(1, max(steps) + 1)) - steps}"
     samples = {record.fields["step"]: tuple(record.fields["samples"]) for record in result.of("step")}
