@@ -39,7 +39,8 @@ def test_chrome_trace_is_what_perfetto_reads() -> None:
 def test_command_line_draws_a_table(tmp_path: Path) -> None:
     chart, trace = tmp_path / "table.png", tmp_path / "table.json"
     for kind in ("reroute", "resize", "steady"):
-        assert main(["table", "--lost", "2", "--plan", kind, "--chart", str(chart), "--trace", str(trace)]) == 0
+        command = ["table", "--lost", "2", "--waves", "3", "--plan", kind, "--chart", str(chart), "--trace", str(trace)]
+        assert main(command) == 0
         assert chart.read_bytes()[:4] == b"\x89PNG"
         assert json.loads(trace.read_text())["traceEvents"]
         chart.unlink()
