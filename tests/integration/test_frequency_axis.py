@@ -62,6 +62,7 @@ def test_no_permission_is_one_line_and_no_clock(tmp_path: Path, devices: tuple[P
     )  # fmt: skip
     assert result.code == 0, result.output[-6000:]
     refusals = [line for line in result.output.splitlines() if "locking GPU clocks needs root" in line]
-    assert {line.split(":")[0].strip() for line in refusals} == {"rank 0", "rank 1"}
-    assert len(refusals) == 2
+    told = [line.split(":")[0].strip() for line in refusals]
+    assert {"rank 0", "rank 1"} <= set(told), "the first stage has the slack, and asks"
+    assert len(told) == len(set(told)), "who is refused says so once and does not ask again"
     assert result.of("clock") == []
