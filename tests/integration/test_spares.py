@@ -125,6 +125,22 @@ def test_spares_take_over_a_stage_that_had_no_other_tensor_parallel_group(tmp_pa
 
 
 @pytest.mark.slow
+def test_a_spare_that_is_asked_to_makes_the_job_wider(tmp_path: Path) -> None:
+    command = elastic_command(tmp_path / "wider", 2, 1, 1, MANY, *DROPOUT, *RATES, *SLOW, "--elastic-spares", "1")
+    with RunningJob(tmp_path / "wider", command, SECONDS) as job:
+        begun(job)
+        until(job, waiting(1))
+        assert job.ctl("admit", "--ranks", "1").returncode == 0
+        job.wait_for("joined by 1")
+        job.wait_for("layers \\(or ends\\) move to other workers")
+        begun(job, 10 + newest(job))
+        result = drained(job)
+    assert generations(result) == [((), (1,))]
+    assert result.of("plan")[-1].fields["rows"] == {"0": 8, "1": 8}
+    checked(result, tmp_path / "undisturbed", 1, 1, 1)
+
+
+@pytest.mark.slow
 def test_a_further_node_makes_the_job_wider_and_its_loss_narrower_again(tmp_path: Path) -> None:
     common = elastic_command(tmp_path / "grown", 2, 1, 1, MANY, *DROPOUT, *RATES, *SLOW)
     at = common.index("--nproc-per-node")
