@@ -13,6 +13,7 @@ joining        what is left of it: the machinery's own time
 stall          what the slowest member spent in that generation, as a share of the median step
 switch         what the slowest rank waited where its state copies began to count, as a share of a step
 background     seconds in which those copies were made while steps went on
+links_opened   links that the members opened in that generation; links_ahead, those that stood already
 
 The last line is one JSON object.
 """
@@ -42,7 +43,7 @@ MODEL = shlex.split("""
 
 @dataclass(frozen=True)
 class Trial:
-    """Seconds, and shares of a step."""
+    """Seconds, and shares of a step; counts of links over all members."""
 
     admission: float
     boundary: float
@@ -54,6 +55,8 @@ class Trial:
     switch_of_step: float
     background: float
     step: float
+    links_opened: int
+    links_ahead: int
 
 
 def run_trial(ranks: int, comm: str, steps: int) -> Trial:
@@ -95,6 +98,8 @@ def evaluated(records: list[Record], joined: list[Record], moved: list[Record]) 
         switch_of_step=switch / steps,
         background=max(r.fields["background_seconds"] for r in moved),
         step=steps,
+        links_opened=sum(r.fields["links_opened"] for r in recoveries),
+        links_ahead=sum(r.fields["links_ahead"] for r in recoveries),
     )
 
 

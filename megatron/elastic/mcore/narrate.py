@@ -76,7 +76,14 @@ def narrate(
         events.write(loss)
     spent = {**outcome.seconds, "settle": max(0.0, seconds - sum(outcome.seconds.values()))}
     what = _outcome(outcome, in_step)
-    recovery = Recovery(step=step, outcome=what, seconds=spent, lost_steps=outcome.lost_steps)
+    recovery = Recovery(
+        step=step,
+        outcome=what,
+        seconds=spent,
+        lost_steps=outcome.lost_steps,
+        links_opened=outcome.edit.links_opened,
+        links_ahead=outcome.edit.links_ahead,
+    )
     events.write(recovery)
     if speaks:
         if any(loss.rank < standing.living[0] for loss in outcome.lost):

@@ -143,6 +143,10 @@ class Recovery(Event):
     seconds: dict[str, float]
     """By phase, in order: detect, freeze, decide, edit, promote, resume."""
     lost_steps: int = 0
+    links_opened: int = 0
+    """Links to other ranks that this rank opened while all waited for it."""
+    links_ahead: int = 0
+    """Links to newcomers that stood before: opened while everybody trained."""
 
 
 @dataclass(frozen=True)
