@@ -18,7 +18,7 @@ from megatron.training import get_args
 from megatron.elastic.config import ElasticConfig
 from megatron.elastic.engine.engine import Engine
 from megatron.elastic.engine.source import StepAddress
-from megatron.elastic.mcore import nominal, reporter
+from megatron.elastic.mcore import nominal
 from megatron.elastic.mcore.checkpoints import STATE_LOST
 from megatron.elastic.mcore.counters import Counters
 from megatron.elastic.mcore.endings import Endings
@@ -51,7 +51,8 @@ class Host:
     def patches(self) -> tuple[Patch, ...]:
         """The elastic rows of the patch table, bound to this host."""
         ending = (*self._rows(), *self._checkpoints.rows())  # also in what follows the loop
-        rows = (*self._prelude.rows(), *map(self._endings.named, ending), *nominal.rows())
+        prelude, reporter = self._prelude, self._prelude.reporter
+        rows = (*prelude.rows(), *map(self._endings.named, ending), *nominal.rows(), *reporter.rows())
         return tuple(Patch(symbol, reason, make) for symbol, reason, make in rows)
 
     def _rows(self) -> tuple[Row, ...]:
@@ -183,7 +184,7 @@ class Host:
                 return original(**call)
 
             result = self._engine.fenced(body)
-            reporter.flush()
+            self._prelude.reporter.flush()
             return result
 
         return replacement

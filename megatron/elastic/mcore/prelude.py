@@ -26,7 +26,7 @@ from megatron.elastic.engine.joining import Welcome
 from megatron.elastic.engine.recovery import Outcome
 from megatron.elastic.engine.source import SampleSource
 from megatron.elastic.engine.standing import Standing
-from megatron.elastic.mcore import nominal, reporter
+from megatron.elastic.mcore import nominal
 from megatron.elastic.mcore.bringup import Job, Links, found, join, open_links
 from megatron.elastic.mcore.checkpoint import without_holes
 from megatron.elastic.mcore.checkpoints import Checkpoints
@@ -41,6 +41,7 @@ from megatron.elastic.mcore.param_groups import GroupKeys
 from megatron.elastic.mcore.patches import Row, bound
 from megatron.elastic.mcore.place import Launched, Place
 from megatron.elastic.mcore.preflight import check_validation
+from megatron.elastic.mcore.reporter import Reporter
 from megatron.elastic.mcore.settings import engine_settings, nominal_topology, sample_grid
 from megatron.elastic.mcore.stage import as_stage
 
@@ -69,6 +70,7 @@ class Prelude:
     def __init__(self, config: ElasticConfig, counters: Callable[[], Mapping[str, Any]]) -> None:
         self._config = config
         self._counters = counters
+        self.reporter = Reporter()
         self.checkpoints = Checkpoints(config, lambda: self.engine, self.notice)
         self._links: Links | None = None
         self._job: Job | None = None
@@ -188,7 +190,7 @@ class Prelude:
             raise RuntimeError("a newcomer is to be admitted before its model is set up")
         engine, welcome = join(self.links, self._job)
         self._attach(engine)
-        reporter.hand_over(engine.is_reporter)
+        self.reporter.hand_over(engine.is_reporter)
         self._scheduler.num_steps = engine.record.scheduler_steps
         self._scheduler.step(increment=0)
         return welcome
@@ -252,7 +254,7 @@ class Prelude:
 
     def _settled(self, outcome: Outcome, standing: Standing, seconds: float) -> None:
         engine, links = self.engine, self.links
-        reporter.hand_over(engine.is_reporter)
+        self.reporter.hand_over(engine.is_reporter)
         # A newcomer knows nothing of the recovery that let it in.
         speaks = min(set(standing.living) - set(outcome.newcomers)) == links.fabric.rank
         topology, step = engine.recovery.nominal, engine.present_step
