@@ -46,10 +46,6 @@ def _any(*attributes: str) -> Callable[[Namespace], bool]:
     return lambda args: any(bool(getattr(args, name, None)) for name in attributes)
 
 
-def _above_one(*attributes: str) -> Callable[[Namespace], bool]:
-    return lambda args: any((getattr(args, name, None) or 1) > 1 for name in attributes)
-
-
 def _other_than(attribute: str, *values: Any) -> Callable[[Namespace], bool]:
     """Whether an argument that this Megatron has is none of ``values``."""
     return lambda args: getattr(args, attribute, values[0]) not in values

@@ -44,7 +44,6 @@ __all__ = [
     "Pipeline",
     "Shape",
     "candidate_shapes",
-    "idle_cells",
     "knapsack",
     "pipeline_bound",
     "seats",
@@ -369,12 +368,6 @@ def _serial_time(search: _Search) -> int:
     return (search.total + 1) * (
         search.model.work[-1] * PPM // slowest + search.model.transfer * 2 * search.model.units
     )
-
-
-def idle_cells(topology: Topology, shape: Shape) -> tuple[int, ...]:
-    """Living cells the shape has no work for."""
-    used = {segment.cell for pipeline in shape.pipelines for segment in pipeline.segments}
-    return tuple(cell.id for cell in topology.cells if cell.id not in used)
 
 
 def pipeline_bound(topology: Topology, profile: Profile, split_backward: bool = False) -> int:

@@ -46,7 +46,6 @@ __all__ = [
     "Spares",
     "TorchFT",
     "damaged_replicas",
-    "policy_named",
 ]
 
 
@@ -228,10 +227,3 @@ POLICIES: Mapping[str, Callable[[], Policy]] = MappingProxyType(
         "spares": Spares,
     }
 )
-
-
-def policy_named(name: str) -> Policy:
-    """The policy called ``name``. Raises :class:`PlanError` for an unknown one."""
-    if name not in POLICIES:
-        raise PlanError(f"unknown policy {name!r}: one of {', '.join(sorted(POLICIES))}")
-    return POLICIES[name]()

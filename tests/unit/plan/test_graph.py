@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megatron.elastic.plan.cost import held_bytes
 from megatron.elastic.plan.dataflow import PlanError
-from megatron.elastic.plan.graph import GraphOptions, Shape, candidate_shapes, idle_cells, pipeline_bound
+from megatron.elastic.plan.graph import GraphOptions, Shape, candidate_shapes, pipeline_bound
 from megatron.elastic.plan.model import Cell, Grid, Plan, Profile, Replica, Segment, Topology, UnitCost
 from megatron.elastic.plan.partition import (
     Model,
@@ -151,7 +151,8 @@ def test_spare_cells_lengthen_or_found_pipelines() -> None:
     topology = without_cells(paper_case(headroom=1.7), [8, 9, 10])
     best = candidate_shapes(topology, layers(32))[0]
     assert 92 * 3000 / best.time_ns >= 0.80
-    assert not set(idle_cells(topology, best)) & {p.cell for p in shape_plan(topology, best, layers(32)).pieces}
+    used = {segment.cell for pipeline in best.pipelines for segment in pipeline.segments}
+    assert {p.cell for p in shape_plan(topology, best, layers(32)).pieces} == used <= {c.id for c in topology.cells}
 
 
 def test_a_slow_cell_gets_fewer_layers_or_its_pipeline_fewer_samples() -> None:

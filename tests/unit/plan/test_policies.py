@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.elastic.plan.dataflow import PlanError
 from megatron.elastic.plan.graph import GraphOptions
 from megatron.elastic.plan.model import Profile, Topology, UnitCost
 from megatron.elastic.plan.partition import Model
@@ -19,7 +18,6 @@ from megatron.elastic.plan.policy import (
     ReCycle,
     Spares,
     TorchFT,
-    policy_named,
 )
 from megatron.elastic.plan.steady import DecisionOptions
 from megatron.elastic.plan.topology import regular_topology, without_cells
@@ -62,7 +60,7 @@ def test_one_loss_at_dp_2_pp_8() -> None:
 
 def test_no_loss_costs_no_policy_anything() -> None:
     for name in POLICIES:
-        assert ratio(policy_named(name).respond(damaged(), PROFILE)) >= 1 - 1e-9, name
+        assert ratio(POLICIES[name]().respond(damaged(), PROFILE)) >= 1 - 1e-9, name
 
 
 def test_losing_a_stage_everywhere_stops_all_but_elaswave() -> None:
@@ -87,7 +85,7 @@ def test_spares_keep_the_rate_until_they_run_out() -> None:
 def test_each_answer_is_a_valid_plan() -> None:
     for name in ("elaswave", "recycle", "torchft-batch", "mindspeed"):
         topology = damaged(6, headroom=2)
-        validate_plan(policy_named(name).respond(topology, PROFILE).plan(topology, PROFILE), 32)
+        validate_plan(POLICIES[name]().respond(topology, PROFILE).plan(topology, PROFILE), 32)
 
 
 def test_switching_axes_off_never_helps() -> None:
@@ -95,8 +93,3 @@ def test_switching_axes_off_never_helps() -> None:
     full = ratio(ElasWave().respond(topology, PROFILE))
     for options in (DecisionOptions(graph=None), DecisionOptions(graph=None, reroute=False, resize=False)):
         assert ratio(ElasWave(options).respond(topology, PROFILE)) < full
-
-
-def test_an_unknown_policy_is_refused_by_name() -> None:
-    with pytest.raises(PlanError, match="one of"):
-        policy_named("none")
