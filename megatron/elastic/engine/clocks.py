@@ -124,7 +124,7 @@ class Clocks:
     def apply(self, plan: Plan, cell: Cell | None) -> None:
         """Set this rank's device as ``plan`` has it."""
         wanted = dict(plan.frequencies_khz).get(cell.id) if cell is not None else None
-        if wanted is not None and wanted != self._asked:
+        if self._usable and wanted is not None and wanted != self._asked:
             self._set(wanted)
 
     def restore(self) -> None:

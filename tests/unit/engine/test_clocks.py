@@ -110,3 +110,12 @@ def test_a_device_that_refuses_after_it_was_seen_is_taken_as_it_is() -> None:
     seen = {**states({}), 0: (0, 0, 0, 0)}
     clocks.observe(PLAN, times(1.0, {}), seen, PROFILE)
     assert clocks.at_nominal(times(1.0, {})) == times(1.0, {})
+
+
+def test_who_is_refused_says_so_once_and_asks_no_more() -> None:
+    told: list[str] = []
+    clocks = Clocks(NoFrequency("locking clocks needs root"), told.append, lambda applied, power: None)
+    lowered = replace(PLAN, frequencies_khz=((0, LOWEST),))
+    for _ in range(5):  # every boundary, as long as the plan says so
+        clocks.apply(lowered, PLAN.cells[0])
+    assert told == ["locking clocks needs root"]
