@@ -125,6 +125,24 @@ def test_spares_take_over_a_stage_that_had_no_other_tensor_parallel_group(tmp_pa
 
 
 @pytest.mark.slow
+def test_a_spare_lost_on_its_way_in_is_one_more_loss(tmp_path: Path) -> None:
+    script = f"{SLOW[-1]};kill:rank=2,point=in_join"
+    command = elastic_command(
+        tmp_path / "spared", 3, 1, 1, MANY, *DROPOUT, *RATES, *SLOW[:-1], script, "--elastic-spares", "1"
+    )
+    with RunningJob(tmp_path / "spared", command, SECONDS) as job:
+        begun(job)
+        until(job, waiting(2))
+        kill(job, 1)
+        job.wait_for("lost rank 2: no part of a pipeline")
+        until(job, lambda said: len(said["members"]) == 2)
+        begun(job, 3 + newest(job))
+        result = drained(job)
+    assert generations(result)[0] == ((1, 2), ()), "neither was there when work went on"
+    checked(result, tmp_path / "undisturbed", 2, 1, 1)
+
+
+@pytest.mark.slow
 def test_a_spare_that_is_asked_to_makes_the_job_wider(tmp_path: Path) -> None:
     command = elastic_command(tmp_path / "wider", 2, 1, 1, MANY, *DROPOUT, *RATES, *SLOW, "--elastic-spares", "1")
     with RunningJob(tmp_path / "wider", command, SECONDS) as job:

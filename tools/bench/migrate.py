@@ -89,7 +89,7 @@ def evaluated(records: list[Record], normal: float, bandwidth: float) -> Moved:
     """The re-cut of one job: the movement after the loss with the most bytes."""
     movements: dict[int, list[Record]] = {}
     for record in records:
-        if record.kind == "movement" and record.fields["step"] > AT:
+        if record.kind == "movement" and record.fields["step"] >= AT:
             movements.setdefault(record.fields["step"], []).append(record)
     if not movements:
         raise RuntimeError("no layer moved")
