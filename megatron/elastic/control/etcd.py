@@ -116,6 +116,9 @@ class EtcdStore(Store):
             if found is not None or remaining <= 0:
                 return found
 
+    def delete(self, key: str) -> None:
+        self._ask(lambda client: client.delete(self._prefix + key))
+
     def clone(self) -> EtcdStore:
         return EtcdStore(self._etcd, self._prefix, self._lease_id, self._at)
 

@@ -71,6 +71,8 @@ class Lost:
     losses: tuple[Loss, ...]
     steps: tuple[int, ...] = ()
     raised: tuple[bool, ...] = ()
+    at: float = 0.0
+    """When, in seconds of the clock of whoever noticed: every agent counts the same losses of an hour."""
 
 
 @dataclass(frozen=True)
@@ -232,7 +234,10 @@ def _entries(body: Mapping[str, Any]) -> tuple[Entry, ...]:
 def _lost(body: Mapping[str, Any]) -> Event:
     losses = tuple(loss_from_json(as_object(item)) for item in take_list(body, "losses"))
     steps = tuple(item if isinstance(item, int) else -1 for item in take_list(body, "steps"))
-    return Lost(losses, steps, tuple(item is True for item in take_list(body, "raised")))
+    at = body.get("at")
+    if not isinstance(at, (int, float)):
+        raise ProtocolError("field 'at' is not a number")
+    return Lost(losses, steps, tuple(item is True for item in take_list(body, "raised")), float(at))
 
 
 def _finished(body: Mapping[str, Any]) -> Event:

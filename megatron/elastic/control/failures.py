@@ -19,7 +19,7 @@ _STARTS = 3
 
 @dataclass
 class Failures:
-    """What was lost so far. Times are seconds on any steady clock of the caller."""
+    """What was lost so far, the same on every agent. Times are seconds of the clocks that noticed."""
 
     max_per_hour: int = 0
     _raised_at: dict[int, list[tuple[int, int]]] = field(default_factory=dict)

@@ -1,6 +1,6 @@
 """The store the agents agree through: a small interface and its embedded form.
 
-Five operations, of which compare-and-set is the one that matters. The embedded
+Six operations, of which compare-and-set is the one that matters. The embedded
 store is torch's TCPStore, served by the first agent: its loss ends the job
 (:class:`StoreLost`). With :mod:`etcd` any agent may die. One connection serves one
 thread at a time and a waiting call occupies it, so each thread takes its own with
@@ -49,6 +49,10 @@ class Store(ABC):
     @abstractmethod
     def wait(self, key: str, timeout: float) -> bytes | None:
         """Block until ``key`` exists and return its value; None after ``timeout`` seconds."""
+
+    @abstractmethod
+    def delete(self, key: str) -> None:
+        """Remove ``key`` if it exists."""
 
     @abstractmethod
     def clone(self) -> Store:
@@ -115,11 +119,17 @@ class EmbeddedStore(Store):
     def wait(self, key: str, timeout: float) -> bytes | None:
         try:
             self._tcp.wait([self._prefix + key], timedelta(seconds=timeout))
-            return bytes(self._tcp.get(self._prefix + key))
+            return self.get(key)  # None if it was deleted meanwhile: to a reader that was stopped, it never came
         except DistNetworkError as error:
             raise StoreLost(_first_line(error)) from None
         except DistStoreError:
             return None
+        except RuntimeError as error:
+            raise StoreLost(_first_line(error)) from None
+
+    def delete(self, key: str) -> None:
+        try:
+            self._tcp.delete_key(self._prefix + key)
         except RuntimeError as error:
             raise StoreLost(_first_line(error)) from None
 

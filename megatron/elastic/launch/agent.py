@@ -35,6 +35,7 @@ from megatron.elastic.control.events import (
 from megatron.elastic.control.failures import FELL_BACK, Failures
 from megatron.elastic.control.generations import Generations
 from megatron.elastic.control.membership import WAITING_FOR_RANKS, Decision, Loss
+from megatron.elastic.control.store import StoreLost
 from megatron.elastic.control.timing import Timing
 from megatron.elastic.control.wire import (
     Message,
@@ -60,6 +61,7 @@ from megatron.elastic.launch.pool import Pool, Worker
 from megatron.elastic.launch.processes import kill_group, process_state
 from megatron.elastic.launch.rendezvous import Company
 from megatron.elastic.launch.speech import say
+from megatron.elastic.launch.trimming import Trimming
 from megatron.elastic.launch.watch import Watch
 
 __all__ = ["Agent"]
@@ -85,7 +87,7 @@ class Agent:
         self._mine = company.nodes[self.node]
         self._logs = WorkerLogs(job, self._mine.ranks)
         self._nursery = Nursery(job, company, pool, self._logs)
-        self._couriers = Couriers(loop, company.store, company.seal, self._deliver, self._store_lost)
+        self._couriers = Couriers(loop, company.store, company.seal, self._deliver, self._store_lost, self._left_behind)
         self.append = self._couriers.append
         self._watch = Watch(self.timing, lambda worker: self._pool.kill(worker, "stopped"))
         self._neighbours = self._make_neighbours() if len(company.nodes) > 1 else None
@@ -93,6 +95,8 @@ class Agent:
         desk = Desk(job.run_id, self.state, self.table, self._pids, self.append)
         self._console = Console(loop, job.run_id, self.node, desk.handle)
         self._failures = Failures(job.settings.max_losses_per_hour)
+        seen = {} if self._neighbours is None else self._neighbours.seen
+        self._trimming = Trimming(company.store, company.seal, self.node, self.state, self._failures, seen)
         self._active = not company.returning
         self._next_position = 0
         self._tried_position = -1
@@ -120,7 +124,8 @@ class Agent:
         """Start the workers, serve until the job is over, return its exit code."""
         for name in self.job.signals:
             self._loop.on_signal(signal.Signals[name], self._signalled)
-        self._couriers.start()
+        self._catch_up()
+        self._trimming.start()
         self._loop.every(self.timing.look, self._look)
         self._loop.every(self.timing.beat, self._beat)
         if self._neighbours is not None:
@@ -152,7 +157,7 @@ class Agent:
         self._pool.reap_strangers()
         table = self.table()
         if self._neighbours is not None:
-            self._neighbours.beat(table)
+            self._neighbours.beat(table, self._next_position)
             for other in self._neighbours.tables.values():
                 table.update(other)
         if self.state.coordinator() == self.node and self._active:
@@ -279,19 +284,18 @@ class Agent:
         self._decide_if_ready()
         if self.state.over():
             self._finish()
+        elif self._active:
+            self._trimming.read(self._next_position)
 
     def _react(self, event: Event) -> None:
         match event:
             case Lost():
                 for index, loss in enumerate(event.losses):
                     step = event.steps[index] if index < len(event.steps) else -1
-                    self._mourn(loss, step, event.raised[index : index + 1] == (True,))
+                    self._mourn(loss, step, event.raised[index : index + 1] == (True,), event.at)
                 self._start_anew_unless_begun(event.losses[0].rank)
             case NodeLost(node=node) if node == self.node:
-                say("the others have given this node up: its workers end, and it comes back with new ones")
-                self._active = False
-                for worker in list(self._pool.workers.values()):
-                    self._pool.kill(worker, "node given up")
+                self._given_up()
                 self._return(event)
             case NodeLost(node=node) if self.state.coordinator() == self.node:
                 host, ranks = self.state.nodes[node].host, list(self.state.nodes[node].ranks)
@@ -320,13 +324,13 @@ class Agent:
         if verdict is not None and self.state.coordinator() == self.node:
             self.append(Ended(_DETERMINISTIC, verdict))
 
-    def _mourn(self, loss: Loss, step: int, raised: bool) -> None:
+    def _mourn(self, loss: Loss, step: int, raised: bool, at: float) -> None:
         state = self.state.ranks[loss.rank]
         if loss.rank in self._mine.ranks:
             summarize(loss, step)
         # Every agent keeps the same count, so that any of them can take over as coordinator.
         fell_back = loss.cause == f"exit code {FELL_BACK}"
-        verdict = self._failures.record(loss.rank, loss.incarnation, step, raised, time.monotonic())
+        verdict = self._failures.record(loss.rank, loss.incarnation, step, raised, at)
         if fell_back:
             verdict = verdict or self._failures.fell_back(loss.rank, loss.incarnation, step)
         if verdict is not None and self.state.coordinator() == self.node:
@@ -363,7 +367,7 @@ class Agent:
             worker = self.by_rank.get(event.rank)
             if worker is None and state.standing == "done" and not state.announced:
                 loss = Loss(event.rank, event.incarnation, self._mine.host, "exit code 0")
-                self.append(Lost((loss,), (-1,), (False,)))
+                self.append(Lost((loss,), (-1,), (False,), time.time()))
             elif worker is not None and process_state(worker.pid) == "T":
                 self._pool.kill(worker, "stopped")
         if self.state.coordinator() == self.node:
@@ -402,6 +406,28 @@ class Agent:
             self._couriers.append_at(self._next_position, Decided(state.frozen, self.node))
 
     # -- coming back ------------------------------------------------------------------------
+
+    def _catch_up(self) -> None:
+        """Start from the newest snapshot of the journal, or from its begin."""
+        try:
+            self._next_position = self._trimming.resume()
+        except StoreLost as error:
+            self._store_lost(str(error))
+        self._tried_position = -1
+        self._couriers.start(self._next_position)
+
+    def _left_behind(self) -> None:
+        """The others gave this node up while its agent did not run, so long ago that the journal does not tell."""
+        self._given_up()
+        self._catch_up()
+        self._return(None)
+
+    def _given_up(self) -> None:
+        if self._active:
+            say("the others have given this node up: its workers end, and it comes back with new ones")
+        self._active = False
+        for worker in list(self._pool.workers.values()):
+            self._pool.kill(worker, "node given up")
 
     def _return(self, event: Event | None) -> None:
         """Take this node's place once the others know that former workers of it, if any, are gone."""

@@ -12,9 +12,10 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 
 from megatron.elastic.control.events import Decided, Event
-from megatron.elastic.control.journal import Journal, Seal
+from megatron.elastic.control.journal import Journal, Seal, Trimmed
 from megatron.elastic.control.store import Store, StoreLost
 from megatron.elastic.launch.loop import Loop
 
@@ -24,7 +25,11 @@ _WAIT_SECONDS = 30.0
 
 
 class Couriers:
-    """See the module docstring. ``deliver(position, event)`` and ``lost(why)`` run on the loop's thread."""
+    """See the module docstring. The callbacks run on the loop's thread.
+
+    ``deliver(position, event)``; ``lost(why)``: the store is gone; ``behind()``: entries that were not
+    delivered yet are gone from the journal, so :meth:`start` has to be called with a later position.
+    """
 
     def __init__(
         self,
@@ -33,18 +38,22 @@ class Couriers:
         seal: Seal,
         deliver: Callable[[int, Event | None], None],
         lost: Callable[[str], None],
+        behind: Callable[[], None],
     ) -> None:
-        self._loop, self._deliver, self._lost = loop, deliver, lost
+        self._loop, self._deliver, self._lost, self._behind = loop, deliver, lost, behind
         self._near = store.server
         self._outgoing: queue.SimpleQueue[tuple[int | None, Event]] = queue.SimpleQueue()
         self._follower = Journal(store.clone(), seal)
         self._writer = Journal(store.clone(), seal)
+        self._writing = False
         self._next = 0
 
-    def start(self) -> None:
-        """Begin. Daemon threads: they end with the process, wherever they wait."""
+    def start(self, position: int) -> None:
+        """Begin with the entry at ``position``, also anew. Daemon threads: they end with the process."""
+        self._next = self._follower.position = position
         threading.Thread(target=self._follow, name="journal-follower", daemon=True).start()
-        if not self._near:
+        if not self._near and not self._writing:
+            self._writing = True
             threading.Thread(target=self._write, name="journal-writer", daemon=True).start()
 
     def append(self, event: Event) -> None:
@@ -83,6 +92,8 @@ class Couriers:
             while True:
                 for position, event in self._follower.follow(_WAIT_SECONDS):
                     self._loop.post(lambda p=position, e=event: self._offer(p, e))  # type: ignore[misc]
+        except Trimmed:
+            self._loop.post(self._behind)
         except StoreLost as error:
             why = str(error)
             self._loop.post(lambda: self._lost(why))
@@ -94,8 +105,9 @@ class Couriers:
                 # What the follower has seen need not be read again to find the first free position.
                 self._writer.position = max(self._writer.position, self._follower.position)
                 if position is None:
-                    for _ in self._writer.append(event):
-                        pass
+                    with suppress(Trimmed):  # what a node that was given up has to say concerns nobody
+                        for _ in self._writer.append(event):
+                            pass
                 else:
                     self._writer.append_at(position, event)
         except StoreLost as error:

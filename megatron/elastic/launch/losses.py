@@ -6,6 +6,7 @@ Also the one readable summary a loss gets in the launcher's output.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 
 from megatron.elastic.comm.errors import CommError
@@ -47,7 +48,7 @@ def classify(worker: Worker, status: int, host: str, started: bool, elastic: boo
         return Ended(code, f"rank {worker.rank} on {host} ended with {cause}: the job ends (it is not elastic)")
     lines = tuple(words[-_LINES:]) or tuple(log_lines)
     step = worker.slot.look().activity.step
-    return Lost((Loss(worker.rank, worker.incarnation, host, cause, lines),), (step,), (raised,))
+    return Lost((Loss(worker.rank, worker.incarnation, host, cause, lines),), (step,), (raised,), time.time())
 
 
 def _follows_a_loss(words: Sequence[str]) -> bool:

@@ -64,6 +64,8 @@ class Neighbours:
         self._heard: dict[int, tuple[str, float]] = {}
         self._last_beat = time.monotonic()
         self.tables: dict[int, Table] = {}
+        self.seen: dict[int, int] = {}
+        """Node → entries of the journal that its agent has read, as of its last beat."""
         self._listener: socket.socket | None = None
         self._callers: dict[int, tuple[socket.socket, bytearray]] = {}
         self._known: dict[int, tuple[int, int]] = {}
@@ -80,8 +82,8 @@ class Neighbours:
 
     # -- leases ---------------------------------------------------------------
 
-    def beat(self, table: Table) -> None:
-        """Renew this agent's lease (from the loop, every ``timing.beat`` seconds)."""
+    def beat(self, table: Table, read: int) -> None:
+        """Renew this agent's lease (from the loop, every ``timing.beat`` seconds). ``read``: entries of the journal."""
         now = time.monotonic()
         if now - self._last_beat > self._timing.grace + self._timing.beat * 2:
             # This agent did not run for a while: what it has not heard meanwhile proves nothing.
@@ -89,7 +91,8 @@ class Neighbours:
         self._last_beat = now
         self._count += 1
         rows = {str(rank): {"incarnation": inc, **asdict(idle)} for rank, (inc, idle) in table.items()}
-        body = json.dumps({"beat": self._count, "epoch": self._nodes[self._node].epoch, "table": rows})
+        epoch = self._nodes[self._node].epoch
+        body = json.dumps({"beat": self._count, "epoch": epoch, "read": read, "table": rows})
         if self._beats.empty():
             self._beats.put((time.monotonic_ns(), body))
 
@@ -128,7 +131,9 @@ class Neighbours:
     def _take_table(self, number: int, text: str) -> None:
         table: Table = {}
         try:
-            for rank, row in as_object(parse(text).get("table")).items():
+            beat = parse(text)
+            self.seen[number] = take_int(beat, "read")
+            for rank, row in as_object(beat.get("table")).items():
                 waiting = tuple(as_rank(item) for item in take_list(row, "waiting_for"))
                 seconds, limit = float(row["seconds"]), float(row["limit"])
                 idle = Idle(take_int(row, "step"), take_str(row, "phase"), waiting, seconds, limit)

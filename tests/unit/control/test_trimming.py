@@ -1,0 +1,204 @@
+"""The journal is trimmed while agents read, lag, are given up and come late: all end in the state of the whole journal.
+
+The model: three agents over one real store, each with its own view, and the record of every
+event that was ever in the journal, which nothing trims. Steps in any order; an agent that is
+not given up may lag as far as it likes.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.elastic.comm.fabric import Address
+from megatron.elastic.control import events as ev
+from megatron.elastic.control.failures import Failures
+from megatron.elastic.control.generations import Generations, Node
+from megatron.elastic.control.journal import Journal, Seal, Trimmed, newest, trim
+from megatron.elastic.control.membership import Loss
+from megatron.elastic.control.snapshot import restore, to_plain
+from megatron.elastic.control.store import EmbeddedStore, StoreLost
+from megatron.elastic.launch import trimming
+from megatron.elastic.launch.trimming import Trimming
+
+NODES, RANKS = 3, 2
+EVERY = 8
+SEAL = Seal("secret")
+
+
+@pytest.fixture(scope="module")
+def server() -> EmbeddedStore:
+    return EmbeddedStore.open("127.0.0.1", 0, "", server=True, timeout=10)
+
+
+@pytest.fixture(autouse=True)
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trimming, "TRIM_ENTRIES", EVERY)
+
+
+def job() -> Generations:
+    return Generations({n: Node(f"h{n}", tuple(range(n * RANKS, (n + 1) * RANKS))) for n in range(NODES)})
+
+
+@dataclass
+class Agent:
+    """What the launcher's agent does with the journal, without workers."""
+
+    node: int
+    store: EmbeddedStore
+    seen: dict[int, int]
+    everything: dict[int, ev.Event] = field(default_factory=dict)
+    """Position → event, of all agents together."""
+    state: Generations = field(default_factory=job)
+    failures: Failures = field(default_factory=Failures)
+
+    def __post_init__(self) -> None:
+        self.journal = Journal(self.store, SEAL)
+        self.trimming = Trimming(self.store, SEAL, self.node, self.state, self.failures, self.seen)
+        self.journal.position = self.trimming.resume()
+        self.restarts = 0
+
+    def take(self, entries: Iterator[tuple[int, ev.Event | None]]) -> None:
+        for position, event in entries:
+            assert event is not None and self.everything.setdefault(position, event) == event
+            apply(self.state, self.failures, event)
+            self.trimming.read(position + 1)
+
+    def read(self, entries: int = 1) -> None:
+        try:
+            for _ in range(entries):
+                if self.journal.position < len(self.everything):  # there is something, or it is trimmed
+                    self.take(self.journal.follow(0.001))
+        except Trimmed:
+            self.restarts += 1
+            self.journal.position = self.trimming.resume()
+
+    def append(self, event: ev.Event) -> bool:
+        with suppress(Trimmed):
+            self.take(self.journal.append(event))
+            return True
+        return False
+
+
+def apply(state: Generations, failures: Failures, event: ev.Event) -> None:
+    state.apply(event)
+    if isinstance(event, ev.Lost):
+        failures.record(event.losses[0].rank, event.losses[0].incarnation, event.steps[0], event.raised[0], event.at)
+
+
+def some_event(state: Generations, draw: random.Random) -> ev.Event:
+    """One that means something in ``state``, mostly."""
+    rank = draw.randrange(NODES * RANKS)
+    incarnation = state.ranks[rank].incarnation
+    node = draw.randrange(NODES)
+    missing = state.missing()
+    choices: list[ev.Event] = [
+        ev.Lost((Loss(rank, incarnation, "h", "signal SIGKILL", ("last",)),), (4,), (False,), draw.random()),
+        ev.Waiting((ev.Entry(Address(rank, incarnation + 1, "h", {"ports": [1, 2]}), ""),)),
+        ev.NodeLost(node, state.nodes[node].epoch, "gone"),
+        ev.NodeBack(node, state.nodes[node].epoch + 1, "new"),
+        ev.Wanted("checkpoint"),
+        *[ev.Waiting((ev.Entry(Address(r, state.ranks[r].incarnation, "h"), "held"),)) for r in missing] * 3,
+        *[ev.Reported(state.frozen, (ev.Entry(Address(r, state.ranks[r].incarnation, "h"), "held"),)) for r in missing],
+        *[ev.Requested(what, state.members, state.decided) for what in ("join", "begin")],
+        *([ev.Decided(state.frozen, 0)] * 4 if state.ready() else []),
+    ]
+    return draw.choice(choices)
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32), steps=st.integers(20, 120))
+def test_whoever_reads_late_or_comes_late_ends_where_the_whole_journal_ends(
+    server: EmbeddedStore, seed: int, steps: int
+) -> None:
+    print(f"seed {seed}")
+    draw, seen = random.Random(seed), dict[int, int]()
+    store = EmbeddedStore(server._tcp, f"{seed}/{steps}/{random.random()}/")
+    everything: dict[int, ev.Event] = {}
+    agents = {node: Agent(node, store, seen, everything) for node in range(NODES)}
+    for _ in range(steps):
+        agent = agents[draw.randrange(NODES)]
+        what = draw.random()
+        if what < 0.5:
+            agent.append(some_event(agent.state, draw))
+        elif what < 0.9:
+            agent.read(draw.randrange(6))
+            seen[agent.node] = agent.journal.position
+        else:
+            while not agent.trimming._work.empty():
+                agent.trimming.carry_out(store)
+    whole, counted = job(), Failures()
+    assert sorted(everything) == list(range(len(everything)))
+    for position in sorted(everything):
+        apply(whole, counted, everything[position])
+    newcomer = Agent(0, store, {}, everything)
+    for agent in (*agents.values(), newcomer):
+        while agent.journal.position < len(everything):
+            agent.read(len(everything))
+        assert to_plain(agent.state) == to_plain(whole)
+        assert to_plain(agent.failures) == to_plain(counted)
+
+
+def test_what_everybody_has_read_is_gone_and_a_reader_that_slept_starts_from_the_snapshot(
+    server: EmbeddedStore,
+) -> None:
+    seen: dict[int, int] = {}
+    store = EmbeddedStore(server._tcp, "slept/")
+    everything: dict[int, ev.Event] = {}
+    awake, asleep = Agent(0, store, seen, everything), Agent(1, store, {}, everything)
+    awake.append(ev.NodeLost(1, 0, "stopped"))
+    awake.append(ev.NodeLost(2, 0, "stopped"))
+    for number in range(3 * EVERY):
+        awake.append(ev.Lost((Loss(0, number, "h", "signal SIGKILL"),), (number,), (False,), float(number)))
+        while not awake.trimming._work.empty():
+            awake.trimming.carry_out(store)
+    kept = newest(store, SEAL)
+    assert kept is not None and kept.position == 3 * EVERY
+    assert [store.get(f"journal/{n}") is None for n in range(3 * EVERY + 2)] == [True] * 3 * EVERY + [False] * 2
+    assert not asleep.append(ev.Wanted("drain")), "it does not write into the past"
+    asleep.read()
+    asleep.read(5)
+    assert asleep.restarts == 1 and to_plain(asleep.state) == to_plain(awake.state)
+    assert not asleep.state.nodes[1].alive, "and learns that it was given up"
+
+
+def test_a_trim_cut_short_is_finished_by_the_next(server: EmbeddedStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = EmbeddedStore(server._tcp, "cut/")
+    journal = Journal(store, SEAL)
+    for _ in range(10):
+        list(journal.append(ev.Wanted("checkpoint")))
+    delete, left = store.delete, [3]
+
+    def dies(key: str) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise StoreLost("killed here")
+        delete(key)
+
+    monkeypatch.setattr(store, "delete", dies)
+    with pytest.raises(StoreLost):
+        trim(store, SEAL, 6)
+    with pytest.raises(Trimmed):
+        list(Journal(store, SEAL, 5).follow(0.001)) and list(Journal(store, SEAL, 0).follow(0.001))
+        list(Journal(store, SEAL, 0).follow(0.001))
+    monkeypatch.setattr(store, "delete", delete)
+    assert trim(store, SEAL, 8) == 8
+    assert [store.get(f"journal/{n}") is None for n in range(10)] == [True] * 8 + [False] * 2
+
+
+def test_a_snapshot_of_something_else_is_refused(server: EmbeddedStore) -> None:
+    state = job()
+    plain = to_plain(state)
+    for broken in ({}, {**plain, "frozen": "1"}, {**plain, "ranks": {"x": {}}}, {**plain, "more": 1}, None):
+        with pytest.raises(ValueError, match=r"no |is no"):
+            restore(state, broken)
+    store = EmbeddedStore(server._tcp, "strange/")
+    store.put("journal/snapshot", b"garbage")
+    with pytest.raises(StoreLost, match="cannot be read"):
+        Agent(0, store, {})
