@@ -42,6 +42,9 @@ def test_of_many_that_create_a_key_one_wins_and_all_learn_who(server: EtcdServer
         thread.join(30)
     assert len(seen) == 4 and len(set(seen)) == 1
     assert stores[0].get("place") == seen[0] and stores[0].get("nothing") is None
+    stores[1].delete("place")
+    stores[1].delete("place")
+    assert stores[0].get("place") is None and stores[2].create("place", b"new") == b"new"
     for store in stores:
         store.close()
 
