@@ -421,6 +421,7 @@ class Agent:
         self._given_up()
         self._catch_up()
         self._return(None)
+        self._loop.after(2 * self.timing.lease, self._give_up_return)
 
     def _given_up(self) -> None:
         if self._active:
