@@ -40,7 +40,7 @@ check() {
 mapfile -t native < <(git ls-files 'csrc/*.cpp' 'csrc/*.hpp' 'csrc/*.h')
 mapfile -t shell < <(git ls-files '*.sh')
 check "ruff" ruff check --quiet .
-check "mypy --strict" mypy --no-error-summary -p megatron.elastic
+check "mypy --strict" mypy --no-error-summary -p megatron.elastic -p tools
 [[ ${#shell[@]} -eq 0 ]] || check "shellcheck" shellcheck -x --severity=warning "${shell[@]}"
 [[ ${#native[@]} -eq 0 ]] || check "clang-format" clang-format --dry-run --Werror "${native[@]}"
 # Tests with real processes and time-outs share two cores with whatever else runs: what fails is run once more, alone,

@@ -91,7 +91,8 @@ def exact(options: argparse.Namespace, folder: Path) -> tuple[Deviation, int]:
         flags = ("--elastic", "--elastic-exact", "--no-elastic-respawn", "--train-iters", str(options.steps))
         logs.append(train(LAUNCH, options.ranks, (*flags, *save, *loss)))
         prints.append(checkpoint_fingerprint(folder / name))
-    return deviation(*logs, options.at), len(list(differences(*prints)))
+    calm, torn = logs
+    return deviation(calm, torn, options.at), len(list(differences(*prints)))
 
 
 def restarted(options: argparse.Namespace, folder: Path) -> Deviation:

@@ -160,7 +160,8 @@ class Worker:
         return began, time.perf_counter()
 
     def fabric_trial(self, kind: str, living: tuple[int, ...], generation: int, blocked: threading.Thread) -> Trial:
-        fabric, found, members = self.fabrics[kind], Trial(), {}
+        fabric, found = self.fabrics[kind], Trial()
+        members: dict[int, Address] = {}
 
         def abort() -> None:
             fabric.interrupt(generation)

@@ -101,7 +101,8 @@ class _Timed(torch.autograd.Function):
     def forward(ctx: Any, rows: torch.Tensor, port: EmulatedPort, piece: Piece, *parameters: Any) -> torch.Tensor:
         ctx.port, ctx.piece, ctx.count = port, piece, len(parameters)
         port.waits.wait(port.seconds(piece, _forward))
-        return rows + sum(parameter.mean() for parameter in parameters)
+        mark: torch.Tensor = sum((parameter.mean() for parameter in parameters), start=torch.zeros(()))
+        return rows + mark
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
@@ -166,11 +167,15 @@ class EmulatedPort:
     ) -> torch.Tensor | LossOutput:
         """Wait; the last segment's loss is the mean of what arrives."""
         rows = torch.zeros(self.boundary(len(piece.rows))[0]) if source is None else source
-        output: torch.Tensor = _Timed.apply(rows, self, piece, *self.parameters[piece.first : piece.end])
+        parameters = self.parameters[piece.first : piece.end]
+        output: torch.Tensor = _Timed.apply(rows, self, piece, *parameters)  # type: ignore[no-untyped-call]
         if piece.end < self.compute_units:
             return output
         loss = output.mean()
         return LossOutput(loss, None, {"loss": loss.detach()})
+
+    def separate_uses(self, contribute: Callable[[int, str, torch.Tensor], None]) -> None:
+        """No weight is shared."""
 
     def reads_data(self) -> bool:
         """Nothing is read."""

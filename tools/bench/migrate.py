@@ -120,7 +120,7 @@ def link_bandwidth(link: str) -> float:
         return LINK_BYTES / statistics.median(seconds[1:])
 
     with Ranks(2, body, seconds=120.0) as ranks:
-        return min(ranks.results((0, 1)).values())
+        return float(min(ranks.results((0, 1)).values()))
 
 
 def main() -> None:

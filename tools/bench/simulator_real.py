@@ -21,6 +21,7 @@ import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
 
@@ -161,7 +162,7 @@ def main() -> None:
         print(
             f"{op}: embedding {unit.embedding / 1e6:.2f} ms, a layer {unit.layer / 1e6:.2f}, head {unit.head / 1e6:.2f}"
         )
-    rows = []
+    rows: list[dict[str, Any]] = []
     for layout in PREDICTED:
         measured, said = observed(layout, options.steps).compute, predicted_ns(layout, costs["F"], costs["B"])
         rows.append({"layout": str(layout), "measured_ms": measured / 1e6, "simulated_ms": said / 1e6,
