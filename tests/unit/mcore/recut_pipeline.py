@@ -10,10 +10,7 @@ launch's cut and goes through other cuts and back, with dropout 0.1 at every sit
 from __future__ import annotations
 
 import json
-import multiprocessing
-import os
 import sys
-import tempfile
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -21,34 +18,30 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from tests.unit.small_gpt import LENGTH, VOCABULARY, answers_of, gpt_config
+
+# isort: split
+
 import torch
-import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron.elastic.platform.select import select
+from megatron.elastic.engine.buffers import Arena
+from megatron.elastic.engine.dropout import DropoutKey, dropout_scope
+from megatron.elastic.engine.port import LossOutput
+from megatron.elastic.mcore.dropout import key_dropout
+from megatron.elastic.mcore.model import GptPort
+from megatron.elastic.mcore.param_groups import GroupKeys
+from megatron.elastic.mcore.stage import GroupStandIn
+from megatron.elastic.plan.model import Piece
+from megatron.elastic.state.layout import UnitLayout
 
-select("cpu").prepare()
-
-from megatron.core import parallel_state, tensor_parallel  # noqa: E402
-from megatron.core.models.gpt import GPTModel  # noqa: E402
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
-from megatron.core.optimizer.optimizer_config import OptimizerConfig  # noqa: E402
-from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: E402
-from megatron.core.transformer.module import Float16Module  # noqa: E402
-from megatron.core.transformer.torch_norm import WrappedTorchNorm  # noqa: E402
-from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
-
-from megatron.elastic.engine.buffers import Arena  # noqa: E402
-from megatron.elastic.engine.dropout import DropoutKey, dropout_scope  # noqa: E402
-from megatron.elastic.engine.port import LossOutput  # noqa: E402
-from megatron.elastic.mcore.dropout import key_dropout  # noqa: E402
-from megatron.elastic.mcore.model import GptPort  # noqa: E402
-from megatron.elastic.mcore.norms import make_wrapped_norm  # noqa: E402
-from megatron.elastic.mcore.param_groups import GroupKeys  # noqa: E402
-from megatron.elastic.mcore.stage import GroupStandIn  # noqa: E402
-from megatron.elastic.plan.model import Piece  # noqa: E402
-from megatron.elastic.state.layout import UnitLayout  # noqa: E402
-
-LAYERS, SAMPLES, LENGTH, VOCABULARY, DROPOUT = 4, 4, 16, 64, 0.1
+LAYERS, SAMPLES, DROPOUT = 4, 4, 0.1
 UNITS = LAYERS + 2
 NOMINAL = (0, 3, UNITS)
 CUTS: tuple[tuple[int, ...], ...] = ((0, 2, UNITS), (0, 5, UNITS), (0, UNITS), (0, 1, UNITS), NOMINAL)
@@ -78,16 +71,8 @@ CASES = (
 
 def config_of(case: Case) -> TransformerConfig:
     dtype = torch.bfloat16 if case.bf16 else torch.float32
-    return TransformerConfig(
-        num_layers=LAYERS, hidden_size=32, num_attention_heads=4, ffn_hidden_size=64, use_cpu_initialization=True,
-        hidden_dropout=DROPOUT, attention_dropout=DROPOUT, tensor_model_parallel_size=case.tensor_parallel,
-        pipeline_model_parallel_size=len(NOMINAL) - 1, pipeline_dtype=dtype, params_dtype=dtype, bf16=case.bf16,
-        sequence_parallel=case.sequence_parallel, bias_dropout_fusion=False, bias_activation_fusion=False,
-        masked_softmax_fusion=False, gradient_accumulation_fusion=False, persist_layer_norm=False,
-        cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="native",
-        recompute_granularity="full" if case.recompute else None,
-        recompute_method="uniform" if case.recompute else None, recompute_num_layers=1 if case.recompute else None,
-    )  # fmt: skip
+    recompute = "full" if case.recompute else None
+    return gpt_config(case, LAYERS, DROPOUT, recompute, dtype, pipeline_model_parallel_size=len(NOMINAL) - 1)
 
 
 def port_of(case: Case, stage: int) -> GptPort:
@@ -200,8 +185,6 @@ class Pipeline:
 
 def compute(case: Case) -> list[dict[str, Any]]:
     """Nominal first, then each cut; the last but one entry runs one cell's units as several pieces."""
-    torch.manual_seed(1)
-    tensor_parallel.model_parallel_cuda_manual_seed(1)
     pipeline = Pipeline(case)
     before = torch.get_rng_state()
     answers = [{"cut": "launch", **pipeline.run([(0, 3, 0), (3, UNITS, 1)]), "bytes": pipeline.sizes()}]
@@ -215,32 +198,6 @@ def compute(case: Case) -> list[dict[str, Any]]:
     return answers
 
 
-def run_rank(case: Case, rank: int, folder: str) -> None:
-    """One forked rank; each writes its answer."""
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", case.tensor_parallel)
-    dist.init_process_group("gloo", rank=rank, world_size=case.tensor_parallel, store=store)
-    parallel_state.initialize_model_parallel(case.tensor_parallel)
-    Path(folder, f"answer.{rank}.json").write_text(json.dumps(compute(case)))
-    dist.barrier()
-    os._exit(0)
-
-
-def main() -> None:
-    WrappedTorchNorm.__new__ = make_wrapped_norm(WrappedTorchNorm.__new__)  # type: ignore[method-assign]
-    answers = []
-    for case in CASES:
-        with tempfile.TemporaryDirectory() as folder:
-            context = multiprocessing.get_context("fork")
-            ranks = [context.Process(target=run_rank, args=(case, r, folder)) for r in range(case.tensor_parallel)]
-            for rank in ranks:
-                rank.start()
-            for rank in ranks:
-                rank.join()
-            each = [json.loads(Path(folder, f"answer.{r}.json").read_text()) for r in range(case.tensor_parallel)]
-            answers.append({"case": asdict(case), "ranks": each})
-    Path(sys.argv[1]).write_text(json.dumps(answers))
-
-
 if __name__ == "__main__":
-    main()
+    answers = [{"case": asdict(case), "ranks": answers_of(case, compute)} for case in CASES]
+    Path(sys.argv[1]).write_text(json.dumps(answers))

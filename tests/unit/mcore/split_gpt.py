@@ -12,32 +12,22 @@ from __future__ import annotations
 
 import hashlib
 import json
-import multiprocessing
-import os
 import sys
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from tests.unit.small_gpt import LENGTH, VOCABULARY, answers_of, gpt, gpt_config
+
+# isort: split
 
 import torch
-import torch.distributed as dist
+from megatron.core.models.gpt import GPTModel
 
-from megatron.elastic.platform.select import select
+from megatron.elastic.engine.dropout import DropoutKey, dropout_scope
+from megatron.elastic.mcore.split_backward import SplitLinears, WeightQueue
 
-select("cpu").prepare()
-
-from megatron.core import parallel_state, tensor_parallel  # noqa: E402
-from megatron.core.models.gpt import GPTModel  # noqa: E402
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
-from megatron.core.transformer.torch_norm import WrappedTorchNorm  # noqa: E402
-from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
-
-from megatron.elastic.engine.dropout import DropoutKey, dropout_scope  # noqa: E402
-from megatron.elastic.mcore.dropout import key_dropout  # noqa: E402
-from megatron.elastic.mcore.norms import make_wrapped_norm  # noqa: E402
-from megatron.elastic.mcore.split_backward import SplitLinears, WeightQueue  # noqa: E402
-
-PIECES, ROWS, LENGTH, VOCABULARY, LATE = 4, 2, 16, 64, 2
+PIECES, ROWS, LATE = 4, 2, 2
 
 
 @dataclass(frozen=True)
@@ -69,24 +59,9 @@ CASES = (
 
 def build(case: Case) -> GPTModel:
     """The model of a case."""
-    full, dtype = case.recompute == "full", getattr(torch, case.dtype)
-    config = TransformerConfig(
-        num_layers=3, hidden_size=32, num_attention_heads=4, ffn_hidden_size=64, use_cpu_initialization=True,
-        hidden_dropout=0.1, attention_dropout=0.1, tensor_model_parallel_size=case.tensor_parallel,
-        sequence_parallel=case.sequence_parallel, pipeline_dtype=dtype, params_dtype=dtype,
-        bf16=case.dtype == "bfloat16", add_bias_linear=case.bias, gated_linear_unit=case.gated,
-        bias_dropout_fusion=False, bias_activation_fusion=False, masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False, persist_layer_norm=False, cross_entropy_loss_fusion=True,
-        cross_entropy_fusion_impl="native", recompute_granularity=case.recompute,
-        recompute_method="uniform" if full else None, recompute_num_layers=1 if full else None,
-    )  # fmt: skip
-    torch.manual_seed(1)
-    tensor_parallel.model_parallel_cuda_manual_seed(1)
-    model = GPTModel(
-        config, get_gpt_layer_local_spec(), VOCABULARY, LENGTH, position_embedding_type="learned_absolute",
-        share_embeddings_and_output_weights=case.tied,
-    )  # fmt: skip
-    key_dropout(model, parallel_state.get_tensor_model_parallel_rank())
+    dtype = getattr(torch, case.dtype)
+    more = {"add_bias_linear": case.bias, "gated_linear_unit": case.gated}
+    model = gpt(gpt_config(case, 3, 0.1, case.recompute, dtype, **more), case.tied)
     model.to(dtype).train()
     return model
 
@@ -150,12 +125,8 @@ def taken(model: GPTModel) -> dict[str, str]:
     return digests
 
 
-def run_rank(case: Case, rank: int, folder: str) -> None:
-    """One forked rank writes its answer."""
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", case.tensor_parallel)
-    dist.init_process_group("gloo", rank=rank, world_size=case.tensor_parallel, store=store)
-    parallel_state.initialize_model_parallel(case.tensor_parallel)
+def compute(case: Case) -> dict[str, Any]:
+    """Digests of gradients: as Megatron computes them, with the switch installed, and split."""
     model = build(case)
     whole(model)
     before = taken(model)
@@ -164,27 +135,8 @@ def run_rank(case: Case, rank: int, folder: str) -> None:
     whole(model)
     installed = taken(model)
     sizes = split(model, switch, [model.shared_embedding_or_output_weight()] if case.tied else [])
-    answer = {"whole": before, "installed": installed, "split": taken(model), "sizes": sizes}
-    Path(folder, f"{rank}.json").write_text(json.dumps(answer))
-    dist.barrier()
-    os._exit(0)
-
-
-def main() -> None:
-    WrappedTorchNorm.__new__ = make_wrapped_norm(WrappedTorchNorm.__new__)  # type: ignore[method-assign]
-    answers = {}
-    for case in CASES:
-        with tempfile.TemporaryDirectory() as folder:
-            context = multiprocessing.get_context("fork")
-            ranks = [context.Process(target=run_rank, args=(case, r, folder)) for r in range(case.tensor_parallel)]
-            for rank in ranks:
-                rank.start()
-            for rank in ranks:
-                rank.join()
-            files = [Path(folder, f"{rank}.json") for rank in range(case.tensor_parallel)]
-            answers[case.name] = [json.loads(file.read_text()) for file in files]
-    Path(sys.argv[1]).write_text(json.dumps(answers))
+    return {"whole": before, "installed": installed, "split": taken(model), "sizes": sizes}
 
 
 if __name__ == "__main__":
-    main()
+    Path(sys.argv[1]).write_text(json.dumps({case.name: answers_of(case, compute) for case in CASES}))

@@ -20,14 +20,12 @@ import recut_pipeline as pipeline
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
-from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from recut_pipeline import Case, Pipeline
 from torch.autograd.graph import saved_tensors_hooks
 
 from megatron.elastic.engine.dropout import DropoutKey, dropout_scope
 from megatron.elastic.engine.nominal import Nominal
 from megatron.elastic.engine.recut import unmeasured_profile
-from megatron.elastic.mcore.norms import make_wrapped_norm
 from megatron.elastic.plan.model import Grid, Piece
 from megatron.elastic.plan.partition import Model
 
@@ -101,7 +99,6 @@ def answers(case: Case) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    WrappedTorchNorm.__new__ = make_wrapped_norm(WrappedTorchNorm.__new__)  # type: ignore[method-assign]
     torch.manual_seed(1)
     pipeline.LENGTH, pipeline.VOCABULARY = 64, 512
     base, found = pipeline.config_of, {}

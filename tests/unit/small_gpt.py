@@ -1,0 +1,104 @@
+"""What tests that compute with Megatron's own GPT share: a small model on CPU, and one forked process a rank.
+
+For scripts of their own, run after this import: it redirects CUDA for the whole process.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from megatron.elastic.platform.select import select
+
+select("cpu").prepare()
+
+from megatron.core import parallel_state, tensor_parallel  # noqa: E402
+from megatron.core.models.gpt import GPTModel  # noqa: E402
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
+from megatron.core.transformer.torch_norm import WrappedTorchNorm  # noqa: E402
+from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+
+from megatron.elastic.mcore.dropout import key_dropout  # noqa: E402
+from megatron.elastic.mcore.norms import make_wrapped_norm  # noqa: E402
+
+WrappedTorchNorm.__new__ = make_wrapped_norm(WrappedTorchNorm.__new__)  # type: ignore[method-assign]
+
+__all__ = ["LENGTH", "VOCABULARY", "answers_of", "gpt", "gpt_config"]
+
+LENGTH, VOCABULARY = 16, 64
+
+
+class Parallel(Protocol):
+    """A case of a test: a frozen dataclass."""
+
+    @property
+    def tensor_parallel(self) -> int:
+        """Ranks that compute it."""
+
+    @property
+    def sequence_parallel(self) -> bool:
+        """Whether they share the positions of what tensor parallelism leaves whole."""
+
+
+C = TypeVar("C", bound=Parallel)
+
+
+def gpt_config(
+    case: Parallel, layers: int, dropout: float, recompute: str | None = None, dtype: torch.dtype = torch.float32,
+    **more: Any,
+) -> TransformerConfig:
+    """``recompute``: 'full', 'selective' or None; ``more``: further fields."""
+    full = recompute == "full"
+    return TransformerConfig(
+        num_layers=layers, hidden_size=32, num_attention_heads=4, ffn_hidden_size=64, use_cpu_initialization=True,
+        hidden_dropout=dropout, attention_dropout=dropout, tensor_model_parallel_size=case.tensor_parallel,
+        sequence_parallel=case.sequence_parallel, pipeline_dtype=dtype, params_dtype=dtype,
+        bf16=dtype is torch.bfloat16, bias_dropout_fusion=False, bias_activation_fusion=False,
+        masked_softmax_fusion=False, gradient_accumulation_fusion=False, persist_layer_norm=False,
+        cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="native", recompute_granularity=recompute,
+        recompute_method="uniform" if full else None, recompute_num_layers=1 if full else None, **more,
+    )  # fmt: skip
+
+
+def gpt(config: TransformerConfig, tied: bool, **more: Any) -> GPTModel:
+    """The model of a configuration, with sample-keyed dropout at every site. ``more``: further arguments."""
+    model = GPTModel(
+        config, get_gpt_layer_local_spec(), VOCABULARY, LENGTH, position_embedding_type="learned_absolute",
+        share_embeddings_and_output_weights=tied, **more,
+    )  # fmt: skip
+    assert key_dropout(model, parallel_state.get_tensor_model_parallel_rank()) == ()
+    return model
+
+
+def answers_of(case: C, compute: Callable[[C], Any]) -> list[Any]:
+    """What ``compute(case)`` returned (as JSON) on each of the case's ranks, from the same random state."""
+    fork = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory() as folder:
+        ranks: Sequence[Any] = [
+            fork.Process(target=_rank, args=(case, compute, rank, folder)) for rank in range(case.tensor_parallel)
+        ]
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join()
+        return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(case.tensor_parallel)]
+
+
+def _rank(case: C, compute: Callable[[C], Any], rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", case.tensor_parallel)
+    dist.init_process_group("gloo", rank=rank, world_size=case.tensor_parallel, store=store)
+    parallel_state.initialize_model_parallel(case.tensor_parallel)
+    torch.manual_seed(1)
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    Path(folder, f"{rank}.json").write_text(json.dumps(compute(case)))
+    dist.barrier()
+    os._exit(0)
