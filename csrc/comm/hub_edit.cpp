@@ -5,6 +5,7 @@
 // rank makes no system call for one: with ranks outnumbering cores, an edit is over when the last of them has had its
 // turn, so its processor time is what counts.
 #include <sys/eventfd.h>
+#include <sys/socket.h>
 
 #include <algorithm>
 #include <utility>
@@ -75,6 +76,8 @@ EditStats Hub::edit(uint64_t generation, const Members& members, double timeout)
       // One that merely left keeps its link: both sides still have it if it comes back.
       if (link->dead() || (want != nullptr && !stands_with(*link, *want))) {
         link->unwatch();
+        // The other end, if it lives, must find out before it is asked again which of its links are broken.
+        ::shutdown(link->socket(), SHUT_WR);
         gone->push_back(std::move(link));
         link.reset();
         ++stats.dropped;
