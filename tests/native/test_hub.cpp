@@ -221,6 +221,25 @@ TEST(who_only_hears_of_a_broken_link_says_so) {
   });
 }
 
+TEST(a_link_dropped_by_an_edit_that_fails_is_broken_for_the_other_end_at_once) {
+  both([](bool shared) {
+    Ranks ranks(2, shared);
+    ranks.edit(1, ranks.all());
+    auto reported = ranks.peers(ranks.all());
+    reported[0]->broken = {{1, 0}};
+    bool failed = false;
+    try {
+      ranks.hubs[1]->edit(2, reported, 0.05);  // in which rank 0 does not take part
+    } catch (const CommError&) {
+      failed = true;
+    }
+    CHECK(failed);
+    CHECK((ranks.hubs[0]->broken() == std::vector<std::pair<int, uint64_t>>{{1, 0}}));
+    ranks.edit(3, ranks.all());
+    all_reduce_everywhere(ranks, ranks.all(), ranks.all(), 1000);
+  });
+}
+
 TEST(an_interrupt_wakes_every_wait) {
   both([](bool shared) {
     Ranks ranks(3, shared);
