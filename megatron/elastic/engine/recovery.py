@@ -38,7 +38,7 @@ from megatron.elastic.plan.model import Plan, Profile
 from megatron.elastic.plan.topology import with_speeds
 from megatron.elastic.state.layout import BlockKey, UnitLayout
 from megatron.elastic.state.ownership import rebalance
-from megatron.elastic.state.placement import Rules, UnitGroup, promote_only
+from megatron.elastic.state.placement import Promotion, Rules, UnitGroup, promote_only
 from megatron.elastic.state.protocol import Holdings, Resolution, resolve
 from megatron.elastic.state.record import StepRecord
 
@@ -119,7 +119,37 @@ class Recovery:
 
         ``attempted`` is the version that the step under way leads to.
         """
-        step, seconds = report.holdings.newest, dict[str, float]()
+        seconds = dict[str, float]()
+        decision, edit = self._decided(error, report, seconds)
+        started = time.monotonic()
+        reports = {rank: Report.from_text(text) for rank, text in decision.reports.items() if text != NEWCOMER}
+        basis = history.in_force([record for r in reports.values() for record in r.holdings.records])
+        named, assignment = basis.digest, self._taken_over(basis.assignment, decision.members)
+        moved, basis = assignment != basis.assignment, replace(basis, assignment=assignment)
+        resolution, promotion = self._resolved(decision, reports, basis, report.holdings.newest)
+        assert resolution.record is not None, "only a lost state has no record"
+        standing = self.stand(decision, replace(basis, placement=promotion.placement), resolution.record)
+        seconds["plan"] = time.monotonic() - started
+        outcome = Outcome(
+            decision=decision,
+            lost=self.untold,
+            resolution=resolution,
+            phase_over=phase_is_over(report.phase, reports, len(decision.members)),
+            newcomers=newcomers(decision),
+            basis=named,
+            lost_steps=_lost_steps(reports, resolution),
+            step_committed=resolution.kind != "revote" and resolution.version >= attempted,
+            oldest_parameters=-1 if moved or newcomers(decision) else min(r.parameters for r in reports.values()),
+            failure=next(((r.phase, r.failure) for _, r in sorted(reports.items()) if r.failure), None),
+            promoted=tuple(change.block for change in promotion.transitions),
+            seconds=seconds,
+            edit=edit,
+        )
+        return standing, outcome
+
+    def _decided(self, error: CommError, report: Report, seconds: dict[str, float]) -> tuple[Decision, EditReport]:
+        """The record everybody reads, and links and groups as it has them; ``seconds`` takes what that took."""
+        step = report.holdings.newest
         if isinstance(error, PeerLost) and not error.heard:
             self.membership.suspect(error.rank, error.why)
         self.injector.reach("in_recovery_freeze", step)
@@ -133,19 +163,19 @@ class Recovery:
         edit = self.fabric.edit(decision.generation, decision.members, self.timeout)
         seconds["edit"] = time.monotonic() - started - seconds["decide"]
         self.injector.reach("in_recovery_edit", step)
-        reports = {rank: Report.from_text(text) for rank, text in decision.reports.items() if text != NEWCOMER}
-        over = phase_is_over(report.phase, reports, len(decision.members))
-        basis = history.in_force([record for r in reports.values() for record in r.holdings.records])
-        named, assignment = basis.digest, self._taken_over(basis.assignment, decision.members)
-        moved, basis = assignment != basis.assignment, replace(basis, assignment=assignment)
+        return decision, edit
+
+    def _resolved(
+        self, decision: Decision, reports: Mapping[int, Report], basis: Basis, step: int
+    ) -> tuple[Resolution, Promotion]:
+        """Which version is finished, and who owns what in it. Raises :class:`StateLost`."""
         placement, groups = basis.placement, unit_groups(basis.assignment, self.layouts, decision.members)
         strangers = _strangers(reports)
         needed = {
             key: [rank for rank in copies.ranks if rank not in strangers] for key, copies in placement.copies.items()
         }
-        rows = self.nominal.grid.global_batch_size
         held = {rank: _knowledge(r.holdings) if rank in strangers else r.holdings for rank, r in reports.items()}
-        resolution = resolve(held, needed, rows)
+        resolution = resolve(held, needed, self.nominal.grid.global_batch_size)
         if resolution.kind == "lost":
             raise StateLost(resolution.version, resolution.missing)
         gone = [(key, rank) for rank, r in reports.items() for key in r.holdings.torn]
@@ -157,25 +187,7 @@ class Recovery:
         if resolution.kind == "revote" and (strangers or newcomers(decision)):
             # They have no gradients to vote on; nobody knows of the vote, so the step may as well be run again.
             resolution = replace(resolution, kind="rerun", version=resolution.version - 1, gradient_key=None)
-        assert resolution.record is not None, "only a lost state has no record"
-        standing = self.stand(decision, replace(basis, placement=promotion.placement), resolution.record)
-        seconds["plan"] = time.monotonic() - started - seconds["decide"] - seconds["edit"]
-        outcome = Outcome(
-            decision=decision,
-            lost=self.untold,
-            resolution=resolution,
-            phase_over=over,
-            newcomers=newcomers(decision),
-            basis=named,
-            lost_steps=_lost_steps(reports, resolution),
-            step_committed=resolution.kind != "revote" and resolution.version >= attempted,
-            oldest_parameters=-1 if moved or newcomers(decision) else min(r.parameters for r in reports.values()),
-            failure=next(((r.phase, r.failure) for _, r in sorted(reports.items()) if r.failure), None),
-            promoted=tuple(change.block for change in promotion.transitions),
-            seconds=seconds,
-            edit=edit,
-        )
-        return standing, outcome
+        return resolution, promotion
 
     def _taken_over(self, assignment: Assignment, living: Collection[int]) -> Assignment:
         """``assignment`` with waiting cells in lost places; recut if a stage is lost and will not be back."""

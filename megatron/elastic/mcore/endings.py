@@ -10,7 +10,7 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NoReturn
 
 from megatron.training import get_args
@@ -37,19 +37,18 @@ class Endings:
 
     def named(self, row: Row) -> Row:
         """A row of the patch table whose replacement ends the job by name where the engine cannot go on."""
-        symbol, reason, make = row
+        return _inside(self._caught, row)
 
-        def made(original: Callable[..., Any]) -> Callable[..., Any]:
-            inner = make(original)
+    def proven(self, row: Row) -> Row:
+        """The same for what comes before the first step, where only a failed certificate is the engine's to name."""
+        return _inside(self._certified, row)
 
-            @functools.wraps(inner)
-            def replacement(*args: Any, **kwargs: Any) -> Any:
-                with self._caught():
-                    return inner(*args, **kwargs)
-
-            return replacement
-
-        return symbol, reason, made
+    @contextmanager
+    def _certified(self) -> Iterator[None]:
+        try:
+            yield
+        except CertificateError as error:  # the same on every rank, and again if repeated
+            self.leave(DETERMINISTIC, str(error))
 
     @contextmanager
     def _caught(self) -> Iterator[None]:
@@ -88,3 +87,19 @@ class Endings:
         self._prelude.notice(f"{error}, also when computed again: the job goes back to its last checkpoint (--load)")
         sys.stdout.flush()
         os._exit(FELL_BACK)
+
+
+def _inside(context: Callable[[], AbstractContextManager[None]], row: Row) -> Row:
+    symbol, reason, make = row
+
+    def made(original: Callable[..., Any]) -> Callable[..., Any]:
+        inner = make(original)
+
+        @functools.wraps(inner)
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            with context():
+                return inner(*args, **kwargs)
+
+        return replacement
+
+    return symbol, reason, made

@@ -50,9 +50,9 @@ class Host:
 
     def patches(self) -> tuple[Patch, ...]:
         """The elastic rows of the patch table, bound to this host."""
-        ending = (*self._rows(), *self._checkpoints.rows())  # also in what follows the loop
-        prelude, reporter = self._prelude, self._prelude.reporter
-        rows = (*prelude.rows(), *map(self._endings.named, ending), *nominal.rows(), *reporter.rows())
+        before = map(self._endings.proven, self._prelude.rows())
+        ending = map(self._endings.named, (*self._rows(), *self._checkpoints.rows()))  # also in what follows the loop
+        rows = (*before, *ending, *nominal.rows(), *self._prelude.reporter.rows())
         return tuple(Patch(symbol, reason, make) for symbol, reason, make in rows)
 
     def _rows(self) -> tuple[Row, ...]:
