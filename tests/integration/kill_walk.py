@@ -18,6 +18,7 @@ import re
 import signal
 import subprocess
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -138,7 +139,7 @@ def run_walk(folder: Path, layout: Layout, cases: Sequence[Case], *flags: str, s
         try:
             while job.poll() is None and time.monotonic() < end:
                 late = time.monotonic() > end - LEAVING_SECONDS  # the checks then say how far it came
-                if late or _whole_again(said.read_text(), losses):
+                if late or _whole_again(folder, said.read_text(), losses):
                     job.send_signal(signal.SIGTERM)
                     job.wait(max(1.0, end - time.monotonic()))
                 time.sleep(0.2)
@@ -149,15 +150,16 @@ def run_walk(folder: Path, layout: Layout, cases: Sequence[Case], *flags: str, s
     return JobResult(job.returncode, said.read_text(), read_events(folder / "events"))
 
 
-def _whole_again(output: str, losses: int) -> bool:
-    missing, killed = set[int](), 0
-    for kill, joined in re.findall(INJECTED + r"|joined by ([\d, ]+), ", output):
-        if kill:
-            missing.add(int(kill))
-            killed += 1
-        else:
-            missing -= {int(rank) for rank in joined.split(",")}
-    return killed >= losses and not missing
+def _whole_again(folder: Path, output: str, losses: int) -> bool:
+    """Whether all faults have happened and the newest life of every rank has taken part in a step.
+
+    Not by the log: who is to say that a rank is back may be the next to die.
+    """
+    killed = Counter(int(rank) for rank in re.findall(INJECTED, output))
+    if killed.total() < losses:
+        return False
+    lives = {(record.rank, record.incarnation) for record in read_events(folder / "events") if record.kind == "phases"}
+    return set(killed.items()) <= lives
 
 
 def undisturbed(folder: Path, layout: Layout, steps: int, *flags: str) -> JobResult:
