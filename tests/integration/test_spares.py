@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from megatron.elastic.ctl import ask
+from megatron.elastic.observe.events import read_events
 from tests.integration.elastic_job import (
     ROOT,
     JobResult,
@@ -63,6 +64,13 @@ def begun(job: RunningJob, step: int = 3) -> None:
     job.wait_for(rf"iteration +{step}/")
 
 
+def copies_are_back(job: RunningJob, folder: Path) -> None:
+    """What the newest loss took has been copied anew, and a vote has confirmed it."""
+    while not any(record.kind == "movement" for record in read_events(folder)):
+        begun(job, 1 + newest(job))
+    begun(job, 3 + newest(job))
+
+
 def newest(job: RunningJob) -> int:
     return max(map(int, re.findall(r"iteration +(\d+)/", job.output)))
 
@@ -100,12 +108,27 @@ def test_a_spare_takes_a_lost_place_at_once_and_the_lost_rank_is_the_next_spare(
         kill(job, 1)
         job.wait_for("joined by 2")
         until(job, waiting(1))
+        copies_are_back(job, tmp_path / "spared")
         kill(job, 0)
         job.wait_for("joined by 1")
         begun(job, 3 + newest(job))
         result = drained(job)
     assert generations(result) == [((1,), (2,)), ((0,), (1,))], "one generation each: the spare came with the loss"
     checked(result, tmp_path / "undisturbed", 2, 1, 1)
+
+
+def test_state_that_is_lost_ends_the_job_also_for_the_spare_that_came_in_its_place(tmp_path: Path) -> None:
+    """Without mirrors a loss takes state along; the spare let in with it cannot know, and must not wait for ever."""
+    command = elastic_command(
+        tmp_path / "spared", 3, 1, 1, MANY, *DROPOUT, *RATES, *SLOW, "--elastic-spares", "1", "--elastic-mirrors", "0"
+    )
+    with RunningJob(tmp_path / "spared", command, SECONDS) as job:
+        begun(job)
+        until(job, waiting(2))
+        kill(job, 1)
+        result = job.finish()
+    assert result.code == 4, result.output[-4000:]
+    assert "have no surviving copy" in result.output.splitlines()[-1], result.output[-4000:]
 
 
 @pytest.mark.slow

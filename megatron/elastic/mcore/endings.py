@@ -55,13 +55,13 @@ class Endings:
         try:
             yield
         except (StateLost, PlanError) as error:
-            self.leave(STATE_LOST, str(error))
+            # Survivors alone can tell: who was let in with this loss would wait for them.
+            self._give_up(STATE_LOST, str(error))
         except (CertificateError, SilentCorruption) as error:  # the same on every rank, and again if repeated
             self.leave(DETERMINISTIC, str(error))
         except ConfigError as error:
             # Found while computing, perhaps on some ranks only: it would come back on every rank that is started.
-            self._prelude.links.membership.give_up(BAD_INPUT, f"error: {error}")
-            raise SystemExit(BAD_INPUT) from None
+            self._give_up(BAD_INPUT, f"error: {error}")
         except NotFinite as error:
             if not can_fall_back(get_args()):
                 raise
@@ -74,6 +74,13 @@ class Endings:
         """End this rank on purpose, with one line from whoever speaks."""
         self._prelude.notice(why)
         self._end(code)
+
+    def _give_up(self, code: int, why: str) -> NoReturn:
+        """End this rank and with it the job, whatever the others know; the launcher's last line says why."""
+        if self._prelude.built:
+            self._prelude.engine.close()
+        self._prelude.links.membership.give_up(code, why)
+        raise SystemExit(code)
 
     def _end(self, code: int) -> NoReturn:
         if self._prelude.built:
