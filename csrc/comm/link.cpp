@@ -196,24 +196,25 @@ void Link::send(const SendPtr& s) {
   run_ended();
 }
 
+// Nobody waits for these. What does not go out at once is the progress thread's to send: its sender may be through
+// with its collective, and not come back before the peer has done what it waits for.
 void Link::send_copied(const FrameHeader& header, const void* payload, size_t size) {
-  std::lock_guard<std::mutex> lock(tx_);
-  if (failed_all_.load(std::memory_order_acquire)) return;
-  if (queue_.empty() && size <= largest_payload() && push_frame(header, static_cast<const char*>(payload), size)) {
-    if (!drained()) {
-      detach();
-      waiting_for_room(true);
-      queued_.store(true, std::memory_order_release);
-    }
-    return;
-  }
   struct Owned : Send {
     std::unique_ptr<char[]> memory;
   };
+  std::lock_guard<std::mutex> lock(tx_);
+  if (failed_all_.load(std::memory_order_acquire)) return;
+  const bool begun =
+      queue_.empty() && size <= largest_payload() && push_frame(header, static_cast<const char*>(payload), size);
+  if (begun && drained()) return;
   auto s = std::make_shared<Owned>();
   s->header = header;
-  s->size = size;
-  if (size > 0) {
+  s->detached = true;
+  if (begun) {
+    detach();
+    s->started = true;  // the link has a copy by now: what is left of that is waited for, and nothing else
+  } else if (size > 0) {
+    s->size = size;
     s->memory.reset(new char[size]);
     std::memcpy(s->memory.get(), payload, size);
     s->data = s->memory.get();
@@ -221,6 +222,7 @@ void Link::send_copied(const FrameHeader& header, const void* payload, size_t si
   queue_.push_back(s);
   queued_.store(true, std::memory_order_release);
   flush_locked();
+  look_after(*s);
 }
 
 void Link::send_small(const Key& key, const void* data, size_t size) {

@@ -106,6 +106,30 @@ TEST(broadcast_gather_scatter_exchange) {
   });
 }
 
+// A root is through with its broadcasts long before they fit into the ring or the socket, and never comes back.
+TEST(what_did_not_go_out_at_once_is_sent_though_its_sender_is_gone) {
+  both([](bool shared) {
+    constexpr int kMessages = 4000;
+    constexpr size_t kFloats = 2048;
+    Ranks ranks(2, shared);
+    ranks.edit(1, ranks.all());
+    std::thread root([&] {
+      const GroupPtr g = ranks.hubs[0]->group("g", ranks.all());
+      for (int i = 0; i < kMessages; ++i) {
+        auto data = values(i, kFloats);
+        broadcast(ranks.call(0, *g), data.data(), kFloats * 4, 0);
+      }
+    });
+    root.join();
+    const GroupPtr g = ranks.hubs[1]->group("g", ranks.all());
+    for (int i = 0; i < kMessages; ++i) {
+      auto data = values(0, kFloats);
+      broadcast(ranks.call(1, *g), data.data(), kFloats * 4, 0);
+      CHECK(same_bits(data, values(i, kFloats)));
+    }
+  });
+}
+
 TEST(tags_may_come_in_any_order_and_large_messages_both_ways) {
   both([](bool shared) {
     Ranks ranks(2, shared);
