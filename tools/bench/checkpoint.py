@@ -12,38 +12,28 @@ write is going on. The last line is one JSON object.
 from __future__ import annotations
 
 import argparse
-import os
 import shlex
 import statistics
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 from megatron.elastic.observe.events import read_events
 from tools.bench._common import median_of, print_result
+from tools.bench._jobs import QUIET, command, finished
 
-ROOT = Path(__file__).resolve().parents[2]
 WARM_UP, SAVED_AT, STEPS = 3, 6, 14
 
-MODEL = shlex.split("""
+MODEL = QUIET + shlex.split("""
     --num-layers 4 --num-attention-heads 8 --seq-length 64 --max-position-embeddings 64
-    --micro-batch-size 2 --global-batch-size 8 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 2047
-    --log-interval 1 --eval-iters 0 --eval-interval 1000 --num-workers 0 --seed 11 --ckpt-format torch_dist
+    --micro-batch-size 2 --global-batch-size 8 --vocab-size 2047 --ckpt-format torch_dist
 """)
 
 
 def gaps(ranks: int, hidden: int, folder: Path, *flags: str) -> dict[int, float]:
     """Step → seconds from the step before it to it. Raises ``RuntimeError`` with its output when the run fails."""
-    command = [
-        sys.executable, "-m", "megatron.elastic.launch", "--nproc-per-node", str(ranks), str(ROOT / "pretrain_gpt.py"),
-        *MODEL, "--hidden-size", str(hidden), "--train-iters", str(STEPS), "--elastic", "--elastic-event-log",
-        str(folder / "events"), *flags,
-    ]  # fmt: skip
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400, check=False)
-    if done.returncode:
-        raise RuntimeError(f"exit code {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-2000:]}")
+    sizes = ("--hidden-size", str(hidden), "--train-iters", str(STEPS))
+    events = ("--elastic", "--elastic-event-log", str(folder / "events"))
+    finished(command(ranks, *MODEL, *sizes, *events, *flags))
     at = {r.fields["step"]: r.monotonic_ns / 1e9 for r in read_events(folder / "events") if r.kind == "step"}
     return {step: at[step] - at[step - 1] for step in at if step - 1 in at}
 

@@ -18,10 +18,8 @@ deviation after the loss, and the mean over these steps.
 from __future__ import annotations
 
 import argparse
-import os
 import shlex
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -29,19 +27,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tools.bench._common import print_result
+from tools.bench._jobs import LAUNCH, QUIET, TORCHRUN, command, faults, finished
 from tools.fingerprint import checkpoint_fingerprint, differences
 from tools.training_log import Iteration, iterations_of
 
-ROOT = Path(__file__).resolve().parents[2]
-LIMIT = 400.0
-
-MODEL = shlex.split("""
+MODEL = QUIET + shlex.split("""
     --num-layers 2 --hidden-size 96 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64
-    --micro-batch-size 2 --global-batch-size 16 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 511
-    --log-interval 1 --eval-iters 0 --eval-interval 100000 --num-workers 0 --seed 11 --calculate-per-token-loss
+    --micro-batch-size 2 --global-batch-size 16 --vocab-size 511 --calculate-per-token-loss
     --hidden-dropout 0.1 --attention-dropout 0.1
 """)
-TORCHRUN, LAUNCH = "torch.distributed.run", "megatron.elastic.launch"
 
 
 @dataclass(frozen=True)
@@ -54,15 +48,7 @@ class Deviation:
 
 def train(module: str, ranks: int, flags: Sequence[str]) -> dict[int, Iteration]:
     """Megatron's log of one run, by step. Raises ``RuntimeError`` with its output when it fails."""
-    command = [
-        *(sys.executable, "-m", module, "--nproc-per-node", str(ranks), str(ROOT / "pretrain_gpt.py")),
-        *(*MODEL, *flags),
-    ]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT, check=False)
-    if done.returncode:
-        raise RuntimeError(f"exit code {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
-    return iterations_of(done.stdout.splitlines())
+    return iterations_of(finished(command(ranks, *MODEL, *flags, module=module)).splitlines())
 
 
 def deviation(calm: dict[int, Iteration], torn: dict[int, Iteration], first: int) -> Deviation:
@@ -74,19 +60,22 @@ def deviation(calm: dict[int, Iteration], torn: dict[int, Iteration], first: int
     return Deviation(max(off), statistics.fmean(off))
 
 
+def lost(options: argparse.Namespace) -> tuple[str, ...]:
+    """Flags by which the last rank is killed in the middle of step ``--at``."""
+    return faults(f"kill:rank={options.ranks - 1},step={options.at},point=mid_backward")
+
+
 def elastic(options: argparse.Namespace, *flags: str) -> tuple[dict[int, Iteration], dict[int, Iteration]]:
     """An undisturbed run and one that loses its last rank, both under ``--elastic``."""
     run = ("--elastic", "--train-iters", str(options.steps), *flags)
-    fault = f"kill:rank={options.ranks - 1},step={options.at},point=mid_backward"
-    loss = ("--no-elastic-respawn", "--elastic-allow-inject", "--elastic-inject", fault)
-    return train(LAUNCH, options.ranks, run), train(LAUNCH, options.ranks, (*run, *loss))
+    torn = (*run, "--no-elastic-respawn", *lost(options))
+    return train(LAUNCH, options.ranks, run), train(LAUNCH, options.ranks, torn)
 
 
 def exact(options: argparse.Namespace, folder: Path) -> tuple[Deviation, int]:
     """In exact mode; also how many tensors of the last checkpoints (weights and moments) differ."""
     logs, prints = [], []
-    fault = f"kill:rank={options.ranks - 1},step={options.at},point=mid_backward"
-    for name, loss in (("calm", ()), ("torn", ("--elastic-allow-inject", "--elastic-inject", fault))):
+    for name, loss in (("calm", ()), ("torn", lost(options))):
         save = ("--save", str(folder / name), "--save-interval", str(options.steps))
         flags = ("--elastic", "--elastic-exact", "--no-elastic-respawn", "--train-iters", str(options.steps))
         logs.append(train(LAUNCH, options.ranks, (*flags, *save, *loss)))

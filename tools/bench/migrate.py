@@ -23,10 +23,8 @@ The last line is one JSON object.
 from __future__ import annotations
 
 import argparse
-import os
 import shlex
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -38,15 +36,13 @@ import torch
 
 from megatron.elastic.observe.events import Record, read_events
 from tools.bench._common import Here, Ranks, Spread, median_of, print_result
+from tools.bench._jobs import QUIET, command, faults, finished
 from tools.bench.comm import connect
 
-ROOT = Path(__file__).resolve().parents[2]
 WORLD, RANK, AT = 4, 3, 6
 LINK_BYTES = 64 << 20
-MODEL = shlex.split("""
-    --pipeline-model-parallel-size 2 --num-layers 4 --num-attention-heads 4 --micro-batch-size 1 --lr 1e-3 --mock-data
-    --tokenizer-type NullTokenizer --vocab-size 1023 --log-interval 1 --eval-iters 0 --eval-interval 1000
-    --num-workers 0 --seed 11
+MODEL = QUIET + shlex.split("""
+    --pipeline-model-parallel-size 2 --num-layers 4 --num-attention-heads 4 --micro-batch-size 1 --vocab-size 1023
 """)
 
 
@@ -65,18 +61,13 @@ class Moved:
 def job(options: argparse.Namespace, *flags: str) -> list[Record]:
     """Events of one job. Raises ``RuntimeError`` with its output when it does not finish."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [
-            sys.executable, "-m", "megatron.elastic.launch", "--nproc-per-node", str(WORLD),
-            str(ROOT / "pretrain_gpt.py"), *MODEL, "--hidden-size", str(options.hidden), "--seq-length",
-            str(options.seq), "--max-position-embeddings", str(options.seq), "--global-batch-size", str(options.batch),
-            "--train-iters", str(options.steps), "--elastic", "--no-elastic-respawn", "--elastic-transport",
-            options.link, "--elastic-event-log", folder, "--elastic-allow-inject", "--elastic-inject",
-            f"kill:rank={RANK},step={AT},point=before_step", *flags,
+        sizes = [
+            "--hidden-size", str(options.hidden), "--seq-length", str(options.seq), "--max-position-embeddings",
+            str(options.seq), "--global-batch-size", str(options.batch), "--train-iters", str(options.steps),
         ]  # fmt: skip
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-        if done.returncode:
-            raise RuntimeError(f"exit code {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
+        elastic = ("--elastic", "--no-elastic-respawn", "--elastic-transport", options.link)
+        fault = faults(f"kill:rank={RANK},step={AT},point=before_step")
+        finished(command(WORLD, *MODEL, *sizes, *elastic, "--elastic-event-log", folder, *fault, *flags))
         return read_events(Path(folder))
 
 

@@ -19,24 +19,22 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shlex
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from tools.bench._common import median_of, print_result
+from tools.bench._jobs import QUIET, ROOT, command, finished
 
-ROOT = Path(__file__).resolve().parents[2]
+WORKER = str(ROOT / "tools" / "bench" / "_overhead_worker.py")
 STEPS = 28
-MODEL = shlex.split("""
+MODEL = QUIET + shlex.split("""
     --num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128 --max-position-embeddings 128
-    --micro-batch-size 1 --global-batch-size 16 --calculate-per-token-loss --lr 1e-3 --mock-data
-    --tokenizer-type NullTokenizer --vocab-size 2047 --log-interval 1 --eval-iters 0 --eval-interval 1000
-    --num-workers 0 --seed 11 --attention-dropout 0.1 --hidden-dropout 0.1
+    --micro-batch-size 1 --global-batch-size 16 --calculate-per-token-loss --vocab-size 2047
+    --attention-dropout 0.1 --hidden-dropout 0.1
 """)
 """The quickstart's sizes (``tools/quickstart.py``); synthetic data, so that nothing has to be prepared."""
 COSTS = ("ship", "seals", "retain", "replay_mirrored", "vote", "publish")
@@ -45,15 +43,8 @@ COSTS = ("ship", "seals", "retain", "replay_mirrored", "vote", "publish")
 def run(ranks: int, *flags: str) -> list[dict[str, Any]]:
     """One job; what each rank counted. Raises ``RuntimeError`` with its output when it fails."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [
-            sys.executable, "-m", "megatron.elastic.launch", "--nproc-per-node", str(ranks),
-            str(ROOT / "tools" / "bench" / "_overhead_worker.py"), *MODEL, "--train-iters", str(STEPS), "--elastic",
-            *flags,
-        ]  # fmt: skip
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OVERHEAD_OUT": folder}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400, check=False)
-        if done.returncode:
-            raise RuntimeError(f"exit code {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
+        job = command(ranks, *MODEL, "--train-iters", str(STEPS), "--elastic", *flags, script=WORKER)
+        finished(job, OVERHEAD_OUT=folder)
         return [json.loads(path.read_text()) for path in sorted(Path(folder).glob("rank*.json"))]
 
 

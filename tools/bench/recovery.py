@@ -20,7 +20,6 @@ The last line is one JSON object: medians over the losses.
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import shlex
 import signal
@@ -35,17 +34,16 @@ from pathlib import Path
 
 from megatron.elastic.observe.events import Record, read_events
 from tools.bench._common import median_of, print_result
+from tools.bench._jobs import QUIET, ROOT, command, environment, faults
 
-ROOT = Path(__file__).resolve().parents[2]
 MANY_STEPS, PATIENCE = 2000, 600.0
 WHOLE_STEPS = 6
 """With all ranks present, before each loss: what a normal step is taken from."""
 DRAINED = 3
 
-MODEL = shlex.split("""
+MODEL = QUIET + shlex.split("""
     --num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128 --max-position-embeddings 128
-    --micro-batch-size 2 --global-batch-size 32 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 1023
-    --log-interval 1 --eval-iters 0 --eval-interval 100000 --num-workers 0 --seed 11
+    --micro-batch-size 2 --global-batch-size 32 --vocab-size 1023
 """)
 
 
@@ -67,25 +65,21 @@ class Loss:
 
 def run_job(comm: str, ranks: int, point: str, kind: str, victims: Sequence[int]) -> list[Loss]:
     """One job that loses ``victims`` in turn. Raises ``RuntimeError`` with its output when it does not get there."""
-    faults = [
+    script = [
         f"{kind}:rank={rank},losses={number},wait={WHOLE_STEPS},point={point}" for number, rank in enumerate(victims)
     ]
     with tempfile.TemporaryDirectory() as folder:
-        command = [
-            sys.executable, "-m", "megatron.elastic.launch", "--nproc-per-node", str(ranks),
-            str(ROOT / "pretrain_gpt.py"), *MODEL, "--pipeline-model-parallel-size", "2",
-            "--train-iters", str(MANY_STEPS), "--elastic", "--elastic-comm", comm, "--elastic-event-log", folder,
-            "--elastic-allow-inject", "--elastic-inject", ";".join(faults),
-        ]  # fmt: skip
-        output = _run_until_whole(command, len(victims), Path(folder) / "output.txt")
+        shape = ("--pipeline-model-parallel-size", "2", "--train-iters", str(MANY_STEPS))
+        elastic = ("--elastic", "--elastic-comm", comm, "--elastic-event-log", folder)
+        job = command(ranks, *MODEL, *shape, *elastic, *faults(";".join(script)))
+        output = _run_until_whole(job, len(victims), Path(folder) / "output.txt")
         return read_losses(read_events(folder), output, ranks)
 
 
-def _run_until_whole(command: list[str], losses: int, said: Path) -> str:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+def _run_until_whole(line: list[str], losses: int, said: Path) -> str:
     end = time.monotonic() + PATIENCE
     with said.open("w") as out:
-        job = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=out, stderr=subprocess.STDOUT)
+        job = subprocess.Popen(line, cwd=ROOT, env=environment(), stdout=out, stderr=subprocess.STDOUT)
     try:
         while job.poll() is None and time.monotonic() < end:
             if len(re.findall(r"joined by \d+", said.read_text())) >= losses:

@@ -21,10 +21,8 @@ The last line is one JSON object.
 from __future__ import annotations
 
 import argparse
-import os
 import shlex
 import statistics
-import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass, fields
@@ -32,12 +30,11 @@ from pathlib import Path
 
 from megatron.elastic.observe.events import Record, read_events
 from tools.bench._common import median_of, print_result
+from tools.bench._jobs import QUIET, command, faults, finished
 
-ROOT = Path(__file__).resolve().parents[2]
-MODEL = shlex.split("""
+MODEL = QUIET + shlex.split("""
     --num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128 --max-position-embeddings 128
-    --micro-batch-size 1 --global-batch-size 16 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 2047
-    --log-interval 1 --eval-iters 0 --eval-interval 1000 --num-workers 0 --seed 11
+    --micro-batch-size 1 --global-batch-size 16 --vocab-size 2047
 """)
 
 
@@ -62,19 +59,14 @@ class Trial:
 def run_trial(ranks: int, comm: str, steps: int) -> Trial:
     """One job. Raises ``RuntimeError`` with its output when it does not finish or nobody came back."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [
-            sys.executable, "-m", "megatron.elastic.launch", "--nproc-per-node", str(ranks),
-            str(ROOT / "pretrain_gpt.py"), *MODEL, "--train-iters", str(steps), "--elastic", "--elastic-comm", comm,
-            "--elastic-event-log", folder, "--elastic-allow-inject", "--elastic-inject",
-            "kill:rank=1,step=4,point=mid_forward",
-        ]  # fmt: skip
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400, check=False)
+        elastic = ("--elastic", "--elastic-comm", comm, "--elastic-event-log", folder)
+        fault = faults("kill:rank=1,step=4,point=mid_forward")
+        output = finished(command(ranks, *MODEL, "--train-iters", str(steps), *elastic, *fault))
         records = read_events(Path(folder))
         joined = [r for r in records if r.kind == "generation" and r.fields["joined"]]
         moved = [r for r in records if r.kind == "movement" and joined and r.generation == joined[0].generation]
-        if done.returncode or not moved:
-            raise RuntimeError(f"exit code {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
+        if not moved:
+            raise RuntimeError(f"the rank that was killed did not come back in time\n{output[-3000:]}")
     return evaluated(records, joined, moved)
 
 

@@ -13,10 +13,7 @@ simulator claims to know. Medians on both sides, over steps and pieces. The last
 from __future__ import annotations
 
 import argparse
-import os
 import shlex
-import subprocess
-import sys
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -31,13 +28,12 @@ from megatron.elastic.plan.planner import nominal_plan
 from megatron.elastic.plan.timing import plan_time
 from megatron.elastic.plan.topology import regular_topology
 from tools.bench._common import print_result
+from tools.bench._jobs import QUIET, command, finished
 
-ROOT = Path(__file__).resolve().parents[2]
 WARM_UP = 3
-MODEL = shlex.split("""
+MODEL = QUIET + shlex.split("""
     --hidden-size 192 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 --micro-batch-size 2
-    --lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 1023 --log-interval 1 --eval-iters 0
-    --eval-interval 1000 --num-workers 0 --seed 11
+    --vocab-size 1023
 """)
 
 
@@ -94,17 +90,8 @@ class UnitTime:
 def observed(layout: Layout, steps: int) -> Seen:
     """Train and read the event log. Raises ``RuntimeError`` when the job fails."""
     with tempfile.TemporaryDirectory(prefix="simulator-") as folder:
-        command = [
-            sys.executable, "-m", "megatron.elastic.launch", "--nproc-per-node", "2", str(ROOT / "pretrain_gpt.py"),
-            *MODEL, *layout.flags(), "--train-iters", str(steps), "--elastic", "--elastic-event-log", folder,
-            "--elastic-trace",
-        ]  # fmt: skip
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(
-            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False
-        )
-        if done.returncode:
-            raise RuntimeError(f"exit code {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
+        elastic = ("--elastic", "--elastic-event-log", folder, "--elastic-trace")
+        finished(command(2, *MODEL, *layout.flags(), "--train-iters", str(steps), *elastic))
         slowest: dict[int, int] = {}
         pieces: dict[tuple[str, Stage], list[int]] = {}
         for record in read_events(Path(folder)):

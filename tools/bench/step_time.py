@@ -11,35 +11,27 @@ object; what counts is the ratios, pair by pair.
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import shlex
 import statistics
-import subprocess
 import sys
-from pathlib import Path
 
 from tools.bench._common import median_of, print_result
+from tools.bench._jobs import LAUNCH, QUIET, TORCHRUN, command, finished
 
-ROOT = Path(__file__).resolve().parents[2]
 WARM_UP, STEPS = 5, 25
 
-MODEL = shlex.split("""
+MODEL = QUIET + shlex.split("""
     --num-layers 4 --hidden-size 192 --num-attention-heads 6 --seq-length 128 --max-position-embeddings 128
-    --micro-batch-size 2 --global-batch-size 32 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 2047
-    --log-interval 1 --eval-iters 0 --eval-interval 1000 --num-workers 0 --seed 11
+    --micro-batch-size 2 --global-batch-size 32 --vocab-size 2047
     --hidden-dropout 0.1 --attention-dropout 0.1
 """)
 
 
-def milliseconds(launcher: list[str], flags: list[str]) -> float:
+def milliseconds(module: str, ranks: int, flags: list[str]) -> float:
     """Median step of one run. Raises ``RuntimeError`` with its output when it fails."""
-    command = [sys.executable, "-m", *launcher, str(ROOT / "pretrain_gpt.py"), *MODEL, *flags]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400, check=False)
-    if done.returncode:
-        raise RuntimeError(f"exit code {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
-    found = [float(value) for value in re.findall(r"elapsed time per iteration \(ms\): (\S+)", done.stdout)]
+    output = finished(command(ranks, *MODEL, *flags, module=module))
+    found = [float(value) for value in re.findall(r"elapsed time per iteration \(ms\): (\S+)", output)]
     return statistics.median(found[WARM_UP:])
 
 
@@ -52,21 +44,19 @@ def main() -> None:
     parser.add_argument("--mirrors", type=int, default=1)
     options = parser.parse_args()
     shape = ["--pipeline-model-parallel-size", str(options.pipeline), "--train-iters", str(STEPS)]
-    world = ["--nproc-per-node", str(options.ranks)]
-    elastic = ["megatron.elastic.launch", *world]
     mirrors = ["--elastic-mirrors", str(options.mirrors)]
-    ways: dict[str, tuple[list[str], list[str]]] = {
-        "megatron": (["torch.distributed.run", *world], shape),
-        "elastic": (elastic, [*shape, "--elastic", *mirrors]),
-        "elastic_gloo": (elastic, [*shape, "--elastic", "--elastic-comm", "gloo", *mirrors]),
-        "elastic_no_mirrors": (elastic, [*shape, "--elastic", "--elastic-mirrors", "0"]),
+    ways: dict[str, tuple[str, list[str]]] = {
+        "megatron": (TORCHRUN, shape),
+        "elastic": (LAUNCH, [*shape, "--elastic", *mirrors]),
+        "elastic_gloo": (LAUNCH, [*shape, "--elastic", "--elastic-comm", "gloo", *mirrors]),
+        "elastic_no_mirrors": (LAUNCH, [*shape, "--elastic", "--elastic-mirrors", "0"]),
     }
     if options.pipeline > 1:
-        ways["elastic_zero_bubble"] = (elastic, [*shape, "--elastic", "--elastic-schedule", "zero-bubble", *mirrors])
+        ways["elastic_zero_bubble"] = (LAUNCH, [*shape, "--elastic", "--elastic-schedule", "zero-bubble", *mirrors])
     times: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(options.trials):
-        for name, (launcher, flags) in ways.items():
-            times[name].append(milliseconds(launcher, flags))
+        for name, (module, flags) in ways.items():
+            times[name].append(milliseconds(module, options.ranks, flags))
             print(f"{name}: {times[name][-1]:.1f} ms", file=sys.stderr, flush=True)
     ratios = {
         f"{name}/megatron": median_of([a / b for a, b in zip(times[name], times["megatron"], strict=True)])

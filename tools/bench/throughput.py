@@ -17,8 +17,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -31,8 +29,8 @@ from megatron.elastic.observe.events import read_events
 from megatron.elastic.simulate.cases import Case, predict
 from megatron.elastic.simulate.scenarios import Scenario
 from tools.bench._common import print_result
+from tools.bench._jobs import LAUNCH, ROOT, faults, finished
 
-ROOT = Path(__file__).resolve().parents[2]
 MAX_DILATION = 0.02
 BEFORE, AFTER = 2, 2
 """Measured steps on either side of the loss; one more warms up."""
@@ -133,18 +131,15 @@ def _launch(case: Case, steps: int, folder: Path) -> None:
     lost = "|".join(map(str, case.lost_ranks()))
     script = f"kill:rank={lost},step={2 + BEFORE},point=before_step"
     count = case.scenario.dp * case.scenario.pp
-    command = [
-        sys.executable, "-m", "megatron.elastic.launch", "--nproc-per-node", str(count), "--no-respawn",
+    job = [
+        sys.executable, "-m", LAUNCH, "--nproc-per-node", str(count), "--no-respawn",
         "--preload", "torch,torch.distributed,tools.bench.emulated",
         str(ROOT / "tools/bench/emulated.py"), "--elastic", "--case", case.to_json(), "--steps", str(steps),
         "--out", str(folder), "--elastic-event-log", str(folder), "--elastic-detection-timeout", "60",
         "--elastic-verify-interval", "0", "--elastic-fail-slow", "off", "--elastic-migrate-after", "-1",
-        "--elastic-allow-inject", "--elastic-inject", script,
+        *faults(script),
     ]  # fmt: skip
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=580, check=False)
-    if done.returncode:
-        raise RuntimeError(f"exit code {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
+    finished(job, 580.0)
 
 
 def title(case: Case) -> str:

@@ -1,0 +1,51 @@
+"""Real training jobs, as the benches start them: one command, its output, its event log.
+
+Benches say which model, how many ranks and which flags; how a job is started, in which environment, and what
+becomes of one that fails is the same for all.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+__all__ = ["LAUNCH", "PRETRAIN", "QUIET", "ROOT", "TORCHRUN", "command", "environment", "faults", "finished"]
+
+ROOT = Path(__file__).resolve().parents[2]
+PRETRAIN = str(ROOT / "pretrain_gpt.py")
+LAUNCH, TORCHRUN = "megatron.elastic.launch", "torch.distributed.run"
+
+QUIET = shlex.split("""
+    --mock-data --tokenizer-type NullTokenizer --log-interval 1 --eval-iters 0 --eval-interval 100000
+    --num-workers 0 --seed 11 --lr 1e-3
+""")
+"""Synthetic data, every step logged, nothing evaluated."""
+
+
+def command(ranks: int, *flags: str, module: str = LAUNCH, script: str = PRETRAIN) -> list[str]:
+    """``script`` with ``flags`` on ``ranks`` processes of this machine, under ``module``."""
+    return [sys.executable, "-m", module, "--nproc-per-node", str(ranks), script, *flags]
+
+
+def faults(script: str) -> tuple[str, ...]:
+    """Flags for a fault script."""
+    return "--elastic-allow-inject", "--elastic-inject", script
+
+
+def environment(**more: str) -> dict[str, str]:
+    """This process's, with the repository importable and one thread a rank."""
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more}
+
+
+def finished(job: Sequence[str], seconds: float = 400.0, **more: str) -> str:
+    """What ``job`` wrote to stdout. Raises ``RuntimeError`` with the end of its output when it fails."""
+    done = subprocess.run(
+        job, cwd=ROOT, env=environment(**more), capture_output=True, text=True, timeout=seconds, check=False
+    )
+    if done.returncode:
+        raise RuntimeError(f"exit code {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
+    return done.stdout
