@@ -49,6 +49,16 @@ def test_of_many_that_create_a_key_one_wins_and_all_learn_who(server: EtcdServer
         store.close()
 
 
+def test_of_many_that_replace_a_value_those_who_saw_another_one_do_not(server: EtcdServer) -> None:
+    store = opened(server, "replace")
+    assert store.replace("kept", None, b"1") and not store.replace("kept", None, b"2")
+    assert store.replace("kept", b"1", b"2") and not store.replace("kept", b"1", b"3") and store.get("kept") == b"2"
+    assert store.replace("kept", b"1", b"2"), "asked again after an answer that was lost"
+    store._ask(lambda client: store._lease(client).revoke())
+    assert opened(server, "replace").get("kept") is None, "it hangs on the job's lease"
+    store.close()
+
+
 def test_a_wait_ends_when_the_key_comes_or_the_time_is_up(server: EtcdServer) -> None:
     store = opened(server, "wait")
     assert store.wait("never", 0.2) is None

@@ -12,6 +12,7 @@ other until one answers.
 
 from __future__ import annotations
 
+import base64
 import queue
 import threading
 import time
@@ -107,6 +108,20 @@ class EtcdStore(Store):
             found = self._ask(attempt)
             if found is not None:  # else it was there and has been deleted meanwhile
                 return found
+
+    def replace(self, key: str, old: bytes | None, new: bytes) -> bool:
+        if old is None:
+            return self.create(key, new) == new
+        place, value = _encoded(self._prefix + key), _encoded(new)
+        put = {"request_put": {"key": place, "value": value, "lease": self._lease_id}}
+        same = {"key": place, "target": "VALUE", "result": "EQUAL", "value": _encoded(old)}
+        text = {"compare": [same], "success": [put], "failure": []}
+
+        def attempt(client: Any) -> bool:
+            # Asked again because the answer was lost, it finds what the first request has put.
+            return bool(client.transaction(text).get("succeeded")) or _first(client.get(self._prefix + key)) == new
+
+        return self._ask(attempt)
 
     def wait(self, key: str, timeout: float) -> bytes | None:
         end = time.monotonic() + timeout
@@ -213,6 +228,11 @@ def client_lease_lives(client: Any, lease: int) -> bool:
 def _words(error: Exception) -> str:
     """One line of what went wrong; etcd's own words stand in ``detail_text``."""
     return str(getattr(error, "detail_text", None) or error or type(error).__name__).split("\n", 1)[0]
+
+
+def _encoded(text: str | bytes) -> str:
+    """As etcd's JSON gateway wants keys and values."""
+    return base64.b64encode(text.encode() if isinstance(text, str) else text).decode()
 
 
 def _first(values: list[bytes]) -> bytes | None:

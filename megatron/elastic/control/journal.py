@@ -122,7 +122,7 @@ class Journal:
         return True
 
     def _trimmed(self, position: int) -> bool:
-        return position < _floors(self._store, self._seal)[0]
+        return position < _floors(self._seal, self._store.get(_FLOOR))[0]
 
     def _advance(self, value: bytes) -> Iterator[tuple[int, Event | None]]:
         position = self.position
@@ -146,21 +146,24 @@ class Journal:
 def keep(store: Store, seal: Seal, snapshot: Snapshot) -> bool:
     """Put ``snapshot`` where :func:`newest` finds it, in the place of an older one; False if there is a newer one.
 
-    Whoever coordinates calls it. One that was stopped and comes late finds what its successor has kept.
+    Whoever coordinates calls it. One that was stopped, at any point, and comes late finds what its successor has kept.
     """
-    present = newest(store, seal)
-    if present is not None and present.position >= snapshot.position:
-        return False
     text = json.dumps({"position": snapshot.position, "content": snapshot.content}, separators=(",", ":"))
-    store.put(_SNAPSHOT, seal.sign(_SNAPSHOT, text))
-    return True
+    while True:
+        value = store.get(_SNAPSHOT)
+        if value is not None and _opened(seal, value).position >= snapshot.position:
+            return False
+        if store.replace(_SNAPSHOT, value, seal.sign(_SNAPSHOT, text)):
+            return True
 
 
 def newest(store: Store, seal: Seal) -> Snapshot | None:
     """The snapshot to start from; None where nothing was dropped yet. Raises :class:`ProtocolError`."""
     value = store.get(_SNAPSHOT)
-    if value is None:
-        return None
+    return None if value is None else _opened(seal, value)
+
+
+def _opened(seal: Seal, value: bytes) -> Snapshot:
     text = seal.open(_SNAPSHOT, value)
     if text is None:
         raise ProtocolError("the journal's snapshot is not signed with this job's secret")
@@ -169,29 +172,28 @@ def newest(store: Store, seal: Seal) -> Snapshot | None:
 
 
 def trim(store: Store, seal: Seal, floor: int) -> int:
-    """Drop the entries below ``floor``, which a kept snapshot covers; how many. One caller at a time.
+    """Drop the entries below ``floor``, which a kept snapshot covers; how many.
 
-    Cut short at any point, it leaves entries that the next call drops.
+    Cut short at any point, it leaves entries that the next call drops. The floor only grows: a caller that was stopped
+    while another one raised it deletes at most what is below that floor already.
     """
-    present, deleted = _floors(store, seal)
+    value = store.get(_FLOOR)
+    present, deleted = _floors(seal, value)
     if floor <= present:
         return 0
-    _set_floors(store, seal, floor, deleted)
+    raised = seal.sign(_FLOOR, f"{floor} {deleted}")
+    if not store.replace(_FLOOR, value, raised):
+        return 0
     for position in range(deleted, floor):
         store.delete(f"journal/{position}")
-    _set_floors(store, seal, floor, floor)
+    store.replace(_FLOOR, raised, seal.sign(_FLOOR, f"{floor} {floor}"))
     return floor - deleted
 
 
-def _floors(store: Store, seal: Seal) -> tuple[int, int]:
+def _floors(seal: Seal, value: bytes | None) -> tuple[int, int]:
     """Position below which nothing counts, and below which everything is deleted."""
-    value = store.get(_FLOOR)
     text = None if value is None else seal.open(_FLOOR, value)
     if text is None:
         return 0, 0
     floor, deleted = text.split()
     return int(floor), int(deleted)
-
-
-def _set_floors(store: Store, seal: Seal, floor: int, deleted: int) -> None:
-    store.put(_FLOOR, seal.sign(_FLOOR, f"{floor} {deleted}"))

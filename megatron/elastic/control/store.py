@@ -1,6 +1,6 @@
 """The store the agents agree through: a small interface and its embedded form.
 
-Six operations, of which compare-and-set is the one that matters. The embedded
+Seven operations, of which the two that compare and set matter. The embedded
 store is torch's TCPStore, served by the first agent: its loss ends the job
 (:class:`StoreLost`). With :mod:`etcd` any agent may die. One connection serves one
 thread at a time and a waiting call occupies it, so each thread takes its own with
@@ -47,8 +47,15 @@ class Store(ABC):
         """Set ``key`` if it does not exist; returns what it holds afterwards. Atomic."""
 
     @abstractmethod
+    def replace(self, key: str, old: bytes | None, new: bytes) -> bool:
+        """Set ``key`` to ``new`` if it holds ``old`` (None: does not exist); whether it holds ``new`` then. Atomic."""
+
+    @abstractmethod
     def wait(self, key: str, timeout: float) -> bytes | None:
-        """Block until ``key`` exists and return its value; None after ``timeout`` seconds."""
+        """Block until ``key`` exists and return its value; None after ``timeout`` seconds.
+
+        Running out may take seconds longer, in which nothing is heard: wait long, or ask again and again instead.
+        """
 
     @abstractmethod
     def delete(self, key: str) -> None:
@@ -116,7 +123,16 @@ class EmbeddedStore(Store):
         except RuntimeError as error:
             raise StoreLost(_first_line(error)) from None
 
+    def replace(self, key: str, old: bytes | None, new: bytes) -> bool:
+        try:
+            present = "" if old is None else old.decode("ascii")
+            return bytes(self._tcp.compare_set(self._prefix + key, present, new.decode("ascii"))) == new
+        except RuntimeError as error:
+            raise StoreLost(_first_line(error)) from None
+
     def wait(self, key: str, timeout: float) -> bytes | None:
+        # A wait that runs out is logged by torch with the names of both ends, which it asks DNS for: a query that is
+        # lost costs 5 s, at each time-out.
         try:
             self._tcp.wait([self._prefix + key], timedelta(seconds=timeout))
             return self.get(key)  # None if it was deleted meanwhile: to a reader that was stopped, it never came

@@ -8,9 +8,10 @@ not given up may lag as far as it likes.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
@@ -20,7 +21,7 @@ from megatron.elastic.comm.fabric import Address
 from megatron.elastic.control import events as ev
 from megatron.elastic.control.failures import Failures
 from megatron.elastic.control.generations import Generations, Node
-from megatron.elastic.control.journal import Journal, Seal, Trimmed, newest, trim
+from megatron.elastic.control.journal import Journal, Seal, Snapshot, Trimmed, keep, newest, trim
 from megatron.elastic.control.membership import Loss
 from megatron.elastic.control.snapshot import restore, to_plain
 from megatron.elastic.control.store import EmbeddedStore, StoreLost
@@ -190,6 +191,54 @@ def test_a_trim_cut_short_is_finished_by_the_next(server: EmbeddedStore, monkeyp
     monkeypatch.setattr(store, "delete", delete)
     assert trim(store, SEAL, 8) == 8
     assert [store.get(f"journal/{n}") is None for n in range(10)] == [True] * 8 + [False] * 2
+
+
+@dataclass
+class Stopped:
+    """A coordinator's connection whose owner is stopped once, between reading ``key`` and what it does about it."""
+
+    store: EmbeddedStore
+    key: str
+    meanwhile: Callable[[], None] | None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.store, name)
+
+    def get(self, key: str) -> bytes | None:
+        found = self.store.get(key)
+        if key == self.key and self.meanwhile is not None:
+            meanwhile, self.meanwhile = self.meanwhile, None
+            meanwhile()
+        return found
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["an older one is there", "none is there"])
+def test_a_coordinator_stopped_before_it_writes_puts_no_old_snapshot_back(server: EmbeddedStore, first: bool) -> None:
+    store = EmbeddedStore(server._tcp, f"late{first}/")
+    if not first:
+        assert keep(store, SEAL, Snapshot(10, {}))
+    late = Stopped(store, "journal/snapshot", lambda: assert_kept(store, Snapshot(30, {"by": "successor"})))
+    assert not keep(cast(EmbeddedStore, late), SEAL, Snapshot(20, {"by": "late"}))
+    assert newest(store, SEAL) == Snapshot(30, {"by": "successor"})
+    earlier = Stopped(store, "journal/snapshot", lambda: assert_kept(store, Snapshot(40, {})))
+    assert keep(cast(EmbeddedStore, earlier), SEAL, Snapshot(50, {"by": "late, but newer"}))
+    assert newest(store, SEAL) == Snapshot(50, {"by": "late, but newer"})
+
+
+def assert_kept(store: EmbeddedStore, snapshot: Snapshot) -> None:
+    assert keep(store, SEAL, snapshot)
+
+
+def test_a_coordinator_stopped_before_it_trims_does_not_lower_the_floor(server: EmbeddedStore) -> None:
+    store = EmbeddedStore(server._tcp, "floor/")
+    journal = Journal(store, SEAL)
+    for _ in range(12):
+        list(journal.append(ev.Wanted("checkpoint")))
+    late = Stopped(store, "journal/floor", lambda: None if trim(store, SEAL, 9) == 9 else pytest.fail("not trimmed"))
+    assert trim(cast(EmbeddedStore, late), SEAL, 5) == 0
+    with pytest.raises(Trimmed):
+        list(Journal(store, SEAL, 7).follow(0.001))
+    assert [store.get(f"journal/{n}") is None for n in range(12)] == [True] * 9 + [False] * 3
 
 
 def test_a_snapshot_of_something_else_is_refused(server: EmbeddedStore) -> None:
