@@ -59,7 +59,7 @@ class Boundary:
             except CommError as error:
                 self._regroup.recover(error)
                 return
-        at.listener.moved(at, moved)
+        at.listener.moved(at.record, at.standing, moved)
 
     def _move(self, leaving: tuple[int, ...]) -> None:
         """Begin what is asked for, unless something moves already."""
@@ -68,7 +68,7 @@ class Boundary:
             return
         recut = None if leaving else self._recut()
         if recut is not None:
-            at.listener.recut(at, recut)
+            at.listener.recut(at.record, at.standing, recut)
         if recut is not None or at.unsettled or self._holds_state(leaving):
             target = None if recut is None else recut.target
             begun = self._mover.begin(at.recovery.movement(at.standing, target, leaving))

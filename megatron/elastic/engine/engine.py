@@ -32,6 +32,7 @@ from megatron.elastic.engine.boundary import Boundary
 from megatron.elastic.engine.commitment import Commitment
 from megatron.elastic.engine.failures import NotFinite
 from megatron.elastic.engine.joining import Welcome
+from megatron.elastic.engine.listener import Stepped
 from megatron.elastic.engine.mover import Mover
 from megatron.elastic.engine.pacing import Pacing
 from megatron.elastic.engine.port import ForwardStep
@@ -149,7 +150,12 @@ class Engine:
         self._commitment.close()
         program.over()
         at.tools.reach("after_step", target)
-        at.listener.stepped(self, address, time.monotonic() - started, at.timer.finish())
+        seconds = time.monotonic() - started
+        at.listener.stepped(
+            at.record,
+            at.standing,
+            Stepped(address, seconds, at.timer.finish(), self.attempts, self.computed, self.state_bytes),
+        )
         return self._commitment.result()
 
     def _attempted(self, work: StepInput) -> bool:

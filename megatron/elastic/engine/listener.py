@@ -7,7 +7,7 @@ living rank unless it says otherwise, after the fact unless it says otherwise.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 from megatron.elastic.engine.certificates import Verdict
 from megatron.elastic.engine.movement import Moved
@@ -15,19 +15,32 @@ from megatron.elastic.engine.recovery import Outcome
 from megatron.elastic.engine.recut import Recut
 from megatron.elastic.engine.source import StepAddress
 from megatron.elastic.engine.standing import Standing
+from megatron.elastic.state.record import StepRecord
 
-if TYPE_CHECKING:
-    from megatron.elastic.engine.engine import Engine
-    from megatron.elastic.engine.position import Position
+__all__ = ["Listener", "Stepped"]
 
-__all__ = ["Listener"]
+
+@dataclass(frozen=True)
+class Stepped:
+    """What a committed step took on this rank."""
+
+    address: StepAddress
+    seconds: float
+    phases: Mapping[str, int]
+    """Nanoseconds by phase."""
+    attempts: int
+    """How often it was computed; 0 where it was only finished."""
+    computed: int
+    """Samples computed by all ranks."""
+    state_bytes: int
+    """Bytes of state received in added copies since this rank began."""
 
 
 class Listener:
     """Hears nothing; override what is of interest."""
 
-    def stepped(self, engine: Engine, address: StepAddress, seconds: float, phases: Mapping[str, int]) -> None:
-        """A step was committed: its samples, how long it took, nanoseconds by phase."""
+    def stepped(self, record: StepRecord, standing: Standing, step: Stepped) -> None:
+        """``record`` was committed."""
 
     def settled(self, outcome: Outcome, standing: Standing, seconds: float) -> None:
         """A recovery is finished, ``seconds`` after it began."""
@@ -35,14 +48,14 @@ class Listener:
     def noticed(self, why: str) -> None:
         """A line for the log: what was asked for and is not done, what is done again."""
 
-    def paced(self, position: Position, before: Standing) -> None:
-        """Measured speeds changed the plan from that of ``before``."""
+    def paced(self, record: StepRecord, before: Standing, standing: Standing) -> None:
+        """Measured speeds changed the plan from that of ``before`` to that of ``standing``."""
 
-    def recut(self, position: Position, recut: Recut) -> None:
+    def recut(self, record: StepRecord, standing: Standing, recut: Recut) -> None:
         """Units are about to change place."""
 
-    def moved(self, position: Position, moved: Moved) -> None:
+    def moved(self, record: StepRecord, standing: Standing, moved: Moved) -> None:
         """Copies, and perhaps units, have changed place."""
 
-    def examined(self, position: Position, verdict: Verdict) -> None:
+    def examined(self, standing: Standing, verdict: Verdict) -> None:
         """A certificate was taken; one that failed is raised next."""

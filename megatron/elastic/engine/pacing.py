@@ -71,7 +71,7 @@ class Pacing:
         at, before, self._changed = self.position, self.position.standing, False
         with at.timer.phase("plan"):
             at.standing = at.recovery.replan(before, at.record)
-        at.listener.paced(at, before)
+        at.listener.paced(at.record, before, at.standing)
 
     def renew(self) -> None:
         """A generation begins."""

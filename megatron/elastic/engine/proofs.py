@@ -43,7 +43,7 @@ class Proofs:
         contents = looked_at(at.recovery.layouts, moved, at.record.version, limit)
         mine = statement(at.tools, at.standing, at.record, at.parameters, contents)
         verdict = examine(at.tools, at.standing, at.recovery.groups(at.standing), mine, transition)
-        at.listener.examined(at, verdict)
+        at.listener.examined(at.standing, verdict)
         if verdict.findings:
             raise CertificateError(verdict.findings)
 
@@ -51,7 +51,7 @@ class Proofs:
         """Copies were not made as their owners' were: a bug. Raises ``CertificateError`` with everybody's."""
         at = self.position
         verdict = name_disputes(at.tools, at.standing, at.record, mine)
-        at.listener.examined(at, verdict)
+        at.listener.examined(at.standing, verdict)
         raise CertificateError(verdict.findings)
 
     def mend_memory(self, mine: Disputes) -> None:
@@ -61,7 +61,7 @@ class Proofs:
         """
         at = self.position
         changes, verdict = examine_memory(at.tools, at.standing, at.record, mine)
-        at.listener.examined(at, verdict)
+        at.listener.examined(at.standing, verdict)
         if not changes:
             raise SilentCorruption(f"step {at.record.version}: " + "; ".join(verdict.findings))
         for change in changes:

@@ -73,6 +73,11 @@ class Standing:
         """Which units each cell holds."""
         return self.basis.assignment
 
+    @property
+    def lowest(self) -> bool:
+        """Whether this rank is the lowest living one, which tells what all know alike."""
+        return self.position == 0
+
     def speeds(self) -> tuple[tuple[int, int], ...]:
         """(cell, parts per million) of the cells the plan takes to be slower than their peers."""
         return tuple((cell.id, cell.speed_ppm) for cell in self.plan.cells if cell.speed_ppm != PPM)

@@ -35,7 +35,7 @@ from megatron.elastic.engine.engine import Engine
 from megatron.elastic.engine.exact import ExactGradients, one_sample_pieces
 from megatron.elastic.engine.inject import Injector, parse
 from megatron.elastic.engine.joining import NEWCOMER, Welcome, newcomers, receive_welcome
-from megatron.elastic.engine.listener import Listener
+from megatron.elastic.engine.listener import Listener, Stepped
 from megatron.elastic.engine.machine import Machine, survey
 from megatron.elastic.engine.movement import Moved
 from megatron.elastic.engine.nominal import Nominal
@@ -45,7 +45,6 @@ from megatron.elastic.engine.position import Position
 from megatron.elastic.engine.recovery import Outcome, Recovery, failure_domains
 from megatron.elastic.engine.recut import Recut, unmeasured_profile
 from megatron.elastic.engine.settings import Settings
-from megatron.elastic.engine.source import StepAddress
 from megatron.elastic.engine.standing import Standing, unit_groups
 from megatron.elastic.engine.transaction import Tools
 from megatron.elastic.engine.waiting import StageGone, await_ranks
@@ -260,10 +259,11 @@ class _Narrator(Listener):
     """Writes what the engine did into the event log, and hands on what the host prints."""
 
     events: EventLog
+    timeline: Timeline
     job: Job
 
-    def stepped(self, engine: Engine, address: StepAddress, seconds: float, phases: Mapping[str, int]) -> None:
-        narrate_step(self.events, engine, address, seconds, phases)
+    def stepped(self, record: StepRecord, standing: Standing, step: Stepped) -> None:
+        narrate_step(self.events, self.timeline, record, standing, step)
 
     def settled(self, outcome: Outcome, standing: Standing, seconds: float) -> None:
         self.job.on_settled(outcome, standing, seconds)
@@ -271,17 +271,17 @@ class _Narrator(Listener):
     def noticed(self, why: str) -> None:
         self.job.on_notice(why)
 
-    def paced(self, position: Position, before: Standing) -> None:
-        narrate_pace(self.events, position, before)
+    def paced(self, record: StepRecord, before: Standing, standing: Standing) -> None:
+        narrate_pace(self.events, record, before, standing)
 
-    def recut(self, position: Position, recut: Recut) -> None:
-        narrate_recut(self.events, position, recut)
+    def recut(self, record: StepRecord, standing: Standing, recut: Recut) -> None:
+        narrate_recut(record, standing, recut)
 
-    def moved(self, position: Position, moved: Moved) -> None:
-        narrate_movement(self.events, position, moved)
+    def moved(self, record: StepRecord, standing: Standing, moved: Moved) -> None:
+        narrate_movement(self.events, record, standing, moved)
 
-    def examined(self, position: Position, verdict: Verdict) -> None:
-        narrate_verdict(self.events, position, verdict)
+    def examined(self, standing: Standing, verdict: Verdict) -> None:
+        narrate_verdict(self.events, standing, verdict)
 
 
 def _profile(job: Job, layouts: Layouts, arena: Arena, machine: Machine) -> Profile:
@@ -355,7 +355,7 @@ def _assemble(
         history=History(basis),
         injector=links.injector,
         timer=timer,
-        listener=_Narrator(links.events, job),
+        listener=_Narrator(links.events, timeline, job),
     )
     pace = Pace(SpeedOptions(evidence_ns=_EVIDENCE_NS, band_ppm=_BAND_PPM))
     pacing = Pacing(position, pace, _clocks(links, job.config, timer))

@@ -7,17 +7,14 @@ the field's words.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 
 from megatron.elastic.control.membership import Loss
 from megatron.elastic.engine.certificates import Verdict
-from megatron.elastic.engine.engine import Engine
+from megatron.elastic.engine.listener import Stepped
 from megatron.elastic.engine.movement import Moved
 from megatron.elastic.engine.nominal import Nominal
-from megatron.elastic.engine.position import Position
 from megatron.elastic.engine.recovery import Outcome
 from megatron.elastic.engine.recut import Recut
-from megatron.elastic.engine.source import StepAddress
 from megatron.elastic.engine.standing import Standing
 from megatron.elastic.observe.events import (
     Certificate,
@@ -34,8 +31,10 @@ from megatron.elastic.observe.events import (
     Trace,
 )
 from megatron.elastic.observe.summary import loss_lines, ranks_text, recovery_line
+from megatron.elastic.observe.timeline import Timeline
 from megatron.elastic.plan import model
 from megatron.elastic.platform.frequency import Applied
+from megatron.elastic.state.record import StepRecord
 
 __all__ = [
     "narrate",
@@ -122,38 +121,37 @@ def _plan(step: int, standing: Standing) -> Plan:
 
 
 def narrate_step(
-    events: EventLog, engine: Engine, address: StepAddress, seconds: float, phases: Mapping[str, int]
+    events: EventLog, timeline: Timeline, record: StepRecord, standing: Standing, stepped: Stepped
 ) -> None:
     """Record one committed step: times on every rank, what everybody knows on the lowest living one."""
     if not events.enabled:
         return
-    record = engine.record
-    events.write(Phases(record.version, dict(phases), engine.state_bytes))
-    if engine.tools.timeline.enabled:
-        spans, work = engine.tools.timeline.take()
+    events.write(Phases(record.version, dict(stepped.phases), stepped.state_bytes))
+    if timeline.enabled:
+        spans, work = timeline.take()
         events.write(Trace(step=record.version, phases=spans, work=work))
     step = Step(
         step=record.version,
-        samples=(address.first, address.first + address.size),
-        seconds=seconds,
+        samples=(stepped.address.first, stepped.address.first + stepped.address.size),
+        seconds=stepped.seconds,
         losses={key: total / count for key, (total, count) in record.losses.items() if count},
         grad_norm=record.grad_norm,
         learning_rate=record.rates[0].lr,
         loss_scale=record.loss_scale,
         skipped=record.skipped,
-        attempts=max(1, engine.attempts),
+        attempts=max(1, stepped.attempts),
         ledger=record.ledger_hash,
-        computed=engine.computed,
+        computed=stepped.computed,
     )
-    if engine.standing.living[0] == engine.tools.fabric.rank:
+    if standing.lowest:
         events.write(step)
     else:
         events.hold(step)
 
 
-def narrate_recut(events: EventLog, position: Position, recut: Recut) -> None:
+def narrate_recut(record: StepRecord, standing: Standing, recut: Recut) -> None:
     """Say that layers begin to change place, and why."""
-    if position.standing.living[0] != position.tools.fabric.rank:
+    if not standing.lowest:
         return
     if recut.target.is_nominal:
         why = "every rank is back: the pipelines of the launch again"
@@ -162,17 +160,17 @@ def narrate_recut(events: EventLog, position: Position, recut: Recut) -> None:
     else:
         why = "some have no worker that computes them"
     what = f"{recut.moved_units} layers (or ends) move to other workers"
-    print(f"step {position.record.version}: {what}; {why}", flush=True)
+    print(f"step {record.version}: {what}; {why}", flush=True)
 
 
-def narrate_movement(events: EventLog, position: Position, moved: Moved) -> None:
+def narrate_movement(events: EventLog, record: StepRecord, standing: Standing, moved: Moved) -> None:
     """Record copies of state that have changed place, and the plan from there on."""
-    if position.standing.living[0] == position.tools.fabric.rank:
-        events.write(_plan(position.record.version, position.standing))
+    if standing.lowest:
+        events.write(_plan(record.version, standing))
     kinds = Counter(change.kind for change in moved.movement.changes)
     events.write(
         Movement(
-            step=position.record.version,
+            step=record.version,
             added=kinds["add"],
             promoted=kinds["promote"],
             dropped=kinds["drop"],
@@ -183,9 +181,9 @@ def narrate_movement(events: EventLog, position: Position, moved: Moved) -> None
     )
 
 
-def narrate_verdict(events: EventLog, position: Position, verdict: Verdict) -> None:
+def narrate_verdict(events: EventLog, standing: Standing, verdict: Verdict) -> None:
     """Record how a certificate ended; what it found is also printed, by the lowest living rank."""
-    passed, lowest = verdict.certificate, position.standing.living[0] == position.tools.fabric.rank
+    passed = verdict.certificate
     events.write(
         Certificate(
             step=verdict.step,
@@ -199,19 +197,18 @@ def narrate_verdict(events: EventLog, position: Position, verdict: Verdict) -> N
             failures=verdict.findings,
         )
     )
-    if lowest:
+    if standing.lowest:
         for finding in verdict.findings:
             print(f"step {verdict.step}, certificate ({verdict.transition}): {finding}", flush=True)
 
 
-def narrate_pace(events: EventLog, position: Position, before: Standing) -> None:
+def narrate_pace(events: EventLog, record: StepRecord, before: Standing, standing: Standing) -> None:
     """Record that measured speeds changed the plan; the lowest living rank says who is slow and what that means."""
-    standing = position.standing
-    if standing.living[0] != position.tools.fabric.rank:
+    if not standing.lowest:
         return
-    step = position.record.version
+    step = record.version
     was = {cell.id: cell.speed_ppm for cell in before.plan.cells}
-    now = dict(position.record.speeds)
+    now = dict(record.speeds)
     rows_before, rows_now = rows_of(before.plan), rows_of(standing.plan)
     for cell in standing.plan.cells:
         speed = now.get(cell.id, 1_000_000)
