@@ -194,6 +194,35 @@ def test_when_no_copy_is_left_the_job_says_what_is_lost(tmp_path: Path) -> None:
     assert "Traceback" not in result.output
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "script",
+    [
+        "kill:rank=2|3,step=6,point=mid_forward",
+        "kill:rank=2,losses=0,step=6,point=mid_forward;kill:rank=3,losses=0,point=in_recovery_edit",
+        "kill:rank=2,step=6,point=before_reduce;kill:rank=3,step=6,point=after_update",
+    ],
+    ids=["at once", "in the recovery from the first", "after the vote that follows"],
+)
+def test_when_no_copy_is_left_the_job_goes_back_to_its_last_checkpoint(tmp_path: Path, script: str) -> None:
+    """By itself: what was committed after it is computed again, with the same samples and to the same losses."""
+    size, saved = LAYOUTS["pp2dp2"], str(tmp_path / "saved")
+    job = (size.ranks, size.tensor, size.pipeline, 8, *DROPOUT)
+    whole = elastic_job(tmp_path / "whole", *job)
+    saving = ("--save", saved, "--load", saved, "--save-interval", "3")
+    killed = elastic_job(tmp_path / "killed", *job, *saving, "--elastic-allow-inject", "--elastic-inject", script)
+    assert whole.code == killed.code == 0, killed.output[-6000:]
+    found = re.search(
+        r"have no surviving copy: the job goes back to its last checkpoint, of step 3 \(--load\); "
+        r"steps 4 to (\d) are computed again", killed.output,
+    )  # fmt: skip
+    assert found is not None, killed.output[-6000:]
+    assert max(record.fields["lost_steps"] for record in killed.of("recovery")) == int(found[1]) - 3
+    assert set(killed.committed) == set(whole.committed)
+    assert largest_deviation(whole.committed, killed.committed) < 1e-5
+    assert "Traceback" not in killed.output
+
+
 @pytest.mark.parametrize("nth", [1, 2, 3])
 @pytest.mark.slow
 def test_a_loss_before_the_first_step_starts_everybody_anew(tmp_path: Path, nth: int) -> None:

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-__all__ = ["FELL_BACK", "Failures"]
+__all__ = ["BEGUN_ANEW", "FELL_BACK", "Failures"]
 
 FELL_BACK = 6
-"""Exit code of a rank that ends so that the job starts anew from its last checkpoint."""
+"""Exit code of a rank that cannot get past its step: the job starts anew from its last checkpoint, once."""
+BEGUN_ANEW = 7
+"""Exit code of a rank without anything to go on from, or to join: the same, as often as it happens to machines."""
 
 _STARTS = 3
 

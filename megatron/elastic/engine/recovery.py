@@ -51,8 +51,7 @@ class StateLost(RuntimeError):
     def __init__(self, version: int, blocks: tuple[BlockKey, ...]) -> None:
         units = sorted({unit for unit, _, _ in blocks})
         super().__init__(
-            f"state of step {version} is lost: {len(blocks)} blocks of units {units} have no surviving copy; "
-            "resume from the last checkpoint (--load)"
+            f"state of step {version} is lost: {len(blocks)} blocks of units {units} have no surviving copy"
         )
         self.version = version
         self.blocks = blocks

@@ -32,7 +32,7 @@ from megatron.elastic.control.events import (
     Waiting,
     Wanted,
 )
-from megatron.elastic.control.failures import FELL_BACK, Failures
+from megatron.elastic.control.failures import BEGUN_ANEW, FELL_BACK, Failures
 from megatron.elastic.control.generations import Generations
 from megatron.elastic.control.membership import WAITING_FOR_RANKS, Decision, Loss
 from megatron.elastic.control.store import StoreLost
@@ -272,6 +272,8 @@ class Agent:
         self.state.apply(event)
         if self.state.frozen != frozen:
             self._entries.clear()
+            if self.state.fresh:
+                self._end_newcomers()
         if self._active:
             self._react(event)
         elif not self._mine.alive or isinstance(event, NodeBack):
@@ -329,7 +331,7 @@ class Agent:
         if loss.rank in self._mine.ranks:
             summarize(loss, step)
         # Every agent keeps the same count, so that any of them can take over as coordinator.
-        fell_back = loss.cause == f"exit code {FELL_BACK}"
+        fell_back, anew = (loss.cause == f"exit code {code}" for code in (FELL_BACK, BEGUN_ANEW))
         verdict = self._failures.record(loss.rank, loss.incarnation, step, raised, at)
         if fell_back:
             verdict = verdict or self._failures.fell_back(loss.rank, loss.incarnation, step)
@@ -345,8 +347,14 @@ class Agent:
         elif state.may_return:
             incarnation = loss.incarnation + 1
             # Who falls back is to find a job that starts anew: all others are on their way out, too.
-            delay = self._failures.cool_down(loss.rank) + (_FALL_BACK_SECONDS if fell_back else 0.0)
+            delay = self._failures.cool_down(loss.rank) + (_FALL_BACK_SECONDS if fell_back or anew else 0.0)
             self._loop.after(delay, lambda: self._start(loss.rank, incarnation))
+
+    def _end_newcomers(self) -> None:
+        """Nobody is left whom those who wait could join: they begin anew with everybody."""
+        for rank in self.state.reports:
+            if rank in self.by_rank:
+                self._pool.kill(self.by_rank[rank], "the job it was to join starts anew")
 
     def _start_anew_unless_begun(self, lost: int) -> None:
         """Before the first step nobody holds anything, and whoever is left cannot begin without the lost one."""

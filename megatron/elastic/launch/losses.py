@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from megatron.elastic.comm.errors import CommError
 from megatron.elastic.control.events import Ended, Event, Finished, Lost
-from megatron.elastic.control.failures import FELL_BACK
+from megatron.elastic.control.failures import BEGUN_ANEW, FELL_BACK
 from megatron.elastic.control.membership import Loss
 from megatron.elastic.launch.pool import Worker
 from megatron.elastic.launch.processes import describe_status
@@ -36,8 +36,7 @@ def classify(worker: Worker, status: int, host: str, started: bool, elastic: boo
         return Finished(worker.rank, worker.incarnation, 0, announced=False)
     cause = worker.doomed or describe_status(status)
     words = worker.slot.last_words().splitlines()
-    fell_back = status == FELL_BACK << 8
-    meant = fell_back or _follows_a_loss(words)
+    meant = status in (FELL_BACK << 8, BEGUN_ANEW << 8) or _follows_a_loss(words)
     raised = not os.WIFSIGNALED(status) and worker.doomed is None and not meant
     if raised and not started:
         code = os.waitstatus_to_exitcode(status)

@@ -79,9 +79,6 @@ _EVIDENCE_NS = 500_000_000
 _BAND_PPM = 150_000
 """Smaller differences of speed change no plan."""
 
-_STATE_LOST = 4
-"""Exit code (DESIGN §4)."""
-
 Layouts = Mapping[tuple[int, int], UnitLayout]
 
 
@@ -170,7 +167,14 @@ def _waiting(fabric: Fabric) -> Activity | None:
 
 
 class JobGone(RuntimeError):
-    """All members were lost while a newcomer waited: there is nothing to join."""
+    """Whoever held anything is gone while a newcomer waited: there is nothing to join.
+
+    ``begins_anew``: that was decided already; else it depends on whether there is a checkpoint.
+    """
+
+    def __init__(self, begins_anew: bool) -> None:
+        super().__init__("the job this rank was to join has ended")
+        self.begins_anew = begins_anew
 
 
 @dataclass(frozen=True)
@@ -215,7 +219,7 @@ def join(links: Links, job: Job) -> tuple[Engine, Welcome]:
     """The engine of a rank that comes later: waits to be admitted, then takes the members' position.
 
     What can be made without them (its arena) is made before anybody waits for it. Raises
-    ``ValueError`` when its model is not the job's.
+    ``ValueError`` when its model is not the job's, :class:`JobGone` when there is no job any more.
     """
     fabric, timeout = links.fabric, job.settings.communication_timeout
     shard = job.nominal.shard(fabric.rank)
@@ -228,11 +232,8 @@ def join(links: Links, job: Job) -> tuple[Engine, Welcome]:
     while True:
         try:
             decision = links.membership.decide(fabric.address(), NEWCOMER, timeout)
-            if decision.reason == "start":
-                raise JobGone("the job this rank was to join has ended; it starts anew")
-            if len(newcomers(decision)) == len(decision.members):
-                links.membership.finish(_STATE_LOST)
-                raise SystemExit(_STATE_LOST)  # whoever held the state has ended, and said why
+            if decision.reason == "start" or len(newcomers(decision)) == len(decision.members):
+                raise JobGone(begins_anew=decision.reason == "start")
             ahead.stop()
             fabric.edit(decision.generation, decision.members, timeout)
             welcome = receive_welcome(fabric, decision)

@@ -8,9 +8,9 @@ the training; only the job's last one, if it is missing, shows in the exit statu
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 from megatron.training import get_args, training
@@ -25,7 +25,7 @@ from megatron.elastic.mcore.patches import Row, bound
 from megatron.elastic.mcore.place import Place
 from megatron.elastic.mcore.saving import BackgroundSave, Folders
 
-__all__ = ["BAD_INPUT", "DETERMINISTIC", "DRAINED", "STATE_LOST", "Checkpoints", "can_fall_back"]
+__all__ = ["BAD_INPUT", "DETERMINISTIC", "DRAINED", "STATE_LOST", "Checkpoints", "step_to_go_back_to"]
 
 BAD_INPUT, DRAINED, STATE_LOST, DETERMINISTIC = 1, 3, 4, 5
 """Exit codes (DESIGN §4)."""
@@ -33,9 +33,15 @@ BAD_INPUT, DRAINED, STATE_LOST, DETERMINISTIC = 1, 3, 4, 5
 T = TypeVar("T")
 
 
-def can_fall_back(args: Any) -> bool:
-    """Whether a job that is started again finds a checkpoint: ``--load`` names a folder that has one."""
-    return bool(args.load) and os.path.isfile(get_checkpoint_tracker_filename(args.load))
+def step_to_go_back_to(args: Any) -> int | None:
+    """The step whose checkpoint a job that is started again finds in the folder of ``--load``; None without one."""
+    if not args.load:
+        return None
+    try:
+        named = Path(get_checkpoint_tracker_filename(args.load)).read_text().strip()
+    except OSError:
+        return None
+    return int(named) if named.isdecimal() else 0  # a release counts no steps
 
 
 class Checkpoints:

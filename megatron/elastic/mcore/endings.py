@@ -16,13 +16,15 @@ from typing import Any, NoReturn
 from megatron.training import get_args
 
 from megatron.elastic.config import ConfigError
-from megatron.elastic.control.failures import FELL_BACK
+from megatron.elastic.control.failures import BEGUN_ANEW, FELL_BACK
 from megatron.elastic.control.membership import Released
 from megatron.elastic.engine.failures import NotFinite, SilentCorruption
 from megatron.elastic.engine.recovery import StateLost
-from megatron.elastic.mcore.checkpoints import BAD_INPUT, DETERMINISTIC, STATE_LOST, can_fall_back
+from megatron.elastic.mcore.bringup import JobGone
+from megatron.elastic.mcore.checkpoints import BAD_INPUT, DETERMINISTIC, STATE_LOST, step_to_go_back_to
 from megatron.elastic.mcore.patches import Row
 from megatron.elastic.mcore.prelude import Prelude
+from megatron.elastic.observe.events import Recovery
 from megatron.elastic.plan.dataflow import PlanError
 from megatron.elastic.state.certificate import CertificateError
 
@@ -30,10 +32,14 @@ __all__ = ["Endings"]
 
 
 class Endings:
-    """What the engine cannot go on from, turned into the end of this process or of the job."""
+    """What the engine cannot go on from, turned into the end of this process or of the job.
 
-    def __init__(self, prelude: Prelude) -> None:
+    ``respawn``: processes that end are started again, so that all together can go back to a checkpoint.
+    """
+
+    def __init__(self, prelude: Prelude, respawn: bool) -> None:
         self._prelude = prelude
+        self._respawn = respawn
 
     def named(self, row: Row) -> Row:
         """A row of the patch table whose replacement ends the job by name where the engine cannot go on."""
@@ -54,18 +60,25 @@ class Endings:
     def _caught(self) -> Iterator[None]:
         try:
             yield
-        except (StateLost, PlanError) as error:
+        except StateLost as error:
+            self._go_back(str(error), error.version, BEGUN_ANEW)
             # Survivors alone can tell: who was let in with this loss would wait for them.
+            self._give_up(STATE_LOST, f"{error}; resume from the last checkpoint (--load)")
+        except PlanError as error:
             self._give_up(STATE_LOST, str(error))
+        except JobGone as gone:
+            if gone.begins_anew or self._can_go_back():
+                self._begin_anew(BEGUN_ANEW)
+            self._end(STATE_LOST)  # whoever held the state has ended, and said why
         except (CertificateError, SilentCorruption) as error:  # the same on every rank, and again if repeated
             self.leave(DETERMINISTIC, str(error))
         except ConfigError as error:
             # Found while computing, perhaps on some ranks only: it would come back on every rank that is started.
             self._give_up(BAD_INPUT, f"error: {error}")
         except NotFinite as error:
-            if not can_fall_back(get_args()):
-                raise
-            self._fall_back(error)
+            why = f"{error}, also when computed again"
+            self._go_back(why, self._prelude.engine.record.version, FELL_BACK)
+            raise
         except Released:
             print(f"rank {self._prelude.links.fabric.rank} leaves as asked; the others go on", flush=True)
             self._end(0)
@@ -88,12 +101,29 @@ class Endings:
         self._prelude.links.membership.finish(code)
         raise SystemExit(code)
 
-    def _fall_back(self, error: NotFinite) -> NoReturn:
-        """End this process so that, with all others, it is started again from the last checkpoint."""
-        self._prelude.engine.close()
-        self._prelude.notice(f"{error}, also when computed again: the job goes back to its last checkpoint (--load)")
+    def _can_go_back(self) -> bool:
+        return self._respawn and step_to_go_back_to(get_args()) is not None
+
+    def _go_back(self, why: str, version: int, code: int) -> None:
+        """With all others, be started again from the last checkpoint; returns where that cannot be.
+
+        ``version``: the newest step that was committed.
+        """
+        step = step_to_go_back_to(get_args())
+        if step is None or not self._respawn:
+            return
+        back = Recovery(step=step + 1, outcome="checkpoint", seconds={}, lost_steps=max(0, version - step))
+        lost = "no step is lost" if back.lost_steps == 0 else f"steps {step + 1} to {version} are computed again"
+        self._prelude.notice(f"{why}: the job goes back to its last checkpoint, of step {step} (--load); {lost}")
+        self._prelude.links.events.write(back)
+        self._begin_anew(code)
+
+    def _begin_anew(self, code: int) -> NoReturn:
+        """End this process for its agent to start it again, as all others do."""
+        if self._prelude.built:
+            self._prelude.engine.close()
         sys.stdout.flush()
-        os._exit(FELL_BACK)
+        os._exit(code)
 
 
 def _inside(context: Callable[[], AbstractContextManager[None]], row: Row) -> Row:

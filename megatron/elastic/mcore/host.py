@@ -40,7 +40,7 @@ class Host:
         self._counters = Counters()
         self._prelude = Prelude(config, self._counters.told)
         self._checkpoints = self._prelude.checkpoints
-        self._endings = Endings(self._prelude)
+        self._endings = Endings(self._prelude, config.respawn)
         self._came_later = False
         self._begun = False
 
