@@ -117,7 +117,7 @@ def test_one_that_comes_back_falls_to_the_checkpoint_and_then_ends_the_job(
     flags = ("--save", saved, "--load", saved, "--save-interval", "1", "--no-elastic-background-save")
     result = run(tmp_path, POISONED, *flags)
     assert result.code == 0, result.output[-5000:]
-    assert "goes back to its last checkpoint (--load)" in result.output
+    assert "goes back to its last checkpoint, of step" in result.output
     assert "successfully loaded checkpoint" in result.output
     assert largest_deviation(undisturbed.committed, result.committed) < 1e-5
     monkeypatch.setenv("TIMES", "1000")
