@@ -132,6 +132,27 @@ def test_state_that_is_lost_ends_the_job_also_for_the_spare_that_came_in_its_pla
 
 
 @pytest.mark.slow
+def test_with_a_checkpoint_all_begin_again_from_it_the_spare_among_them(tmp_path: Path) -> None:
+    saved = str(tmp_path / "saved")
+    command = elastic_command(
+        tmp_path / "spared", 3, 1, 1, MANY, *DROPOUT, *RATES, *SLOW, "--elastic-spares", "1", "--elastic-mirrors", "0",
+        "--save", saved, "--load", saved, "--save-interval", "4",
+    )  # fmt: skip
+    with RunningJob(tmp_path / "spared", command, SECONDS) as job:
+        begun(job, 6)
+        until(job, waiting(2))
+        kill(job, 1)
+        job.wait_for("goes back to its last checkpoint, of step")
+        reached = newest(job)
+        begun(job, reached + 2)
+        until(job, waiting(2))
+        result = drained(job)
+    assert "Traceback" not in result.output, result.output[-6000:]
+    losses = elastic_job(tmp_path / "whole", 2, 1, 1, reached + 2, *DROPOUT, *RATES).committed
+    assert largest_deviation(losses, {step: result.committed[step] for step in losses}) < 1e-5
+
+
+@pytest.mark.slow
 def test_spares_take_over_a_stage_that_had_no_other_tensor_parallel_group(tmp_path: Path) -> None:
     command = elastic_command(
         tmp_path / "spared", 6, 2, 2, MANY, *DROPOUT, *RATES, *SLOW, "--elastic-spares", "2"
