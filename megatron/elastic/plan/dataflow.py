@@ -23,9 +23,9 @@ experts) would see another population.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from megatron.elastic.plan.model import Edge, Grid, Piece, Topology
 
@@ -70,7 +70,8 @@ class RowGroup:
     positions: tuple[int, ...]
 
 
-Homes = Sequence[Sequence[tuple[int, ...]]]
+Rows = tuple[int, ...]
+Homes = Sequence[Sequence[Rows]]
 """By replica: the rows of each piece it starts from, in the order it runs them."""
 
 
@@ -212,13 +213,6 @@ def _own_shares(topology: Topology, homes: Homes) -> tuple[list[Share], list[Sha
     return kept, orphans
 
 
-def _prefix(unit_cost: Sequence[int]) -> list[int]:
-    sums = [0]
-    for cost in unit_cost:
-        sums.append(sums[-1] + cost)
-    return sums
-
-
 def _least_loaded(claims: dict[int, _Holder], cells: Sequence[int], work: int, rotation: int) -> int:
     """Holder that would finish first with ``work`` more (exact integer comparison), ties go round."""
     count = len(cells)
@@ -237,7 +231,7 @@ class _Dealer:
 
     def __init__(self, topology: Topology, unit_cost: Sequence[int], orphans: Sequence[Share]) -> None:
         self.claims = {cell.id: _Holder(cell.id, cell.speed_ppm) for cell in topology.cells}
-        self.prefix = _prefix(unit_cost)
+        self.prefix = list(accumulate(unit_cost, initial=0))
         self.parts = {span: _holders(topology, *span) for span in sorted({(o.first, o.end) for o in orphans})}
         self.turn = 0
 
@@ -263,12 +257,13 @@ def _waves(kept: Sequence[Share], orphans: Sequence[Share]) -> Iterable[tuple[bo
     return sorted(marked, key=lambda m: (m[1].order, m[0], m[1].rows, m[1].first))
 
 
-def reroute(topology: Topology, unit_cost: Sequence[int], homes: Homes) -> list[Share]:
-    """Whole nominal micro-batches of lost cells go to the living holder that would finish them first.
+Dealt = list[tuple[int, Rows]]
+Cut = Callable[[_Dealer, Sequence[int], Rows, int, int], Dealt]
+"""(dealer, holders, rows, first unit, end unit) → rows by holder."""
 
-    Every other share stays where it was. ``unit_cost[u]`` weighs unit ``u`` (ns a row).
-    Raises :class:`PlanError` when units have no living holder.
-    """
+
+def _dealt(topology: Topology, unit_cost: Sequence[int], homes: Homes, cut: Cut) -> list[Share]:
+    """Own shares as they were, and those of lost cells as ``cut`` deals them, wave by wave."""
     kept, orphans = _own_shares(topology, homes)
     dealer = _Dealer(topology, unit_cost, orphans)
     shares = list(kept)
@@ -277,9 +272,32 @@ def reroute(topology: Topology, unit_cost: Sequence[int], homes: Homes) -> list[
             dealer.own(share)
             continue
         for first, end, cells in dealer.parts[share.first, share.end]:
-            cell = dealer.give(cells, dealer.work(first, end, len(share.rows)))
-            shares.append(Share(cell, first, end, share.rows, share.order))
+            dealt = cut(dealer, cells, share.rows, first, end)
+            shares += [Share(cell, first, end, rows, share.order) for cell, rows in dealt]
     return shares
+
+
+def _whole(dealer: _Dealer, cells: Sequence[int], rows: Rows, first: int, end: int) -> Dealt:
+    """All rows to one holder."""
+    return [(dealer.give(cells, dealer.work(first, end, len(rows))), rows)]
+
+
+def _row_by_row(dealer: _Dealer, cells: Sequence[int], rows: Rows, first: int, end: int) -> Dealt:
+    """Each row to the holder that would be done first; a holder's rows are neighbours."""
+    counts = dict.fromkeys(cells, 0)
+    for _ in rows:
+        counts[dealer.give(cells, dealer.work(first, end, 1))] += 1
+    ends = list(accumulate(counts.values()))
+    return [(cell, rows[stop - counts[cell] : stop]) for cell, stop in zip(cells, ends, strict=True) if counts[cell]]
+
+
+def reroute(topology: Topology, unit_cost: Sequence[int], homes: Homes) -> list[Share]:
+    """Whole nominal micro-batches of lost cells go to the living holder that would finish them first.
+
+    Every other share stays where it was. ``unit_cost[u]`` weighs unit ``u`` (ns a row).
+    Raises :class:`PlanError` when units have no living holder.
+    """
+    return _dealt(topology, unit_cost, homes, _whole)
 
 
 def resize(
@@ -290,23 +308,7 @@ def resize(
     With ``mix_microbatches`` a cell's own and taken-over rows of a wave form one piece.
     Raises :class:`PlanError` when units have no living holder.
     """
-    kept, orphans = _own_shares(topology, homes)
-    dealer = _Dealer(topology, unit_cost, orphans)
-    shares = list(kept)
-    for orphan, share in _waves(kept, orphans):
-        if not orphan:
-            dealer.own(share)
-            continue
-        for first, end, cells in dealer.parts[share.first, share.end]:
-            counts = dict.fromkeys(cells, 0)
-            for _ in share.rows:
-                counts[dealer.give(cells, dealer.work(first, end, 1))] += 1
-            at = 0
-            for cell in cells:
-                rows = share.rows[at : at + counts[cell]]
-                at += counts[cell]
-                if rows:
-                    shares.append(Share(cell, first, end, rows, share.order))
+    shares = _dealt(topology, unit_cost, homes, _row_by_row)
     return _mixed(shares) if mix_microbatches else shares
 
 
