@@ -59,6 +59,7 @@ MODULES = (
     Module("megatron.elastic._comm", "comm", torch=True),
     Module("megatron.elastic._state", "state", torch=False),
     Module("megatron.elastic._random", "random", torch=False),
+    Module("megatron.elastic._plan", "plan", torch=False),
     Module("megatron.elastic._frequency", "frequency", torch=False),
 )
 

@@ -1,6 +1,6 @@
 """One light process of an emulated job: everything is real but the kernels.
 
-    python -m megatron.elastic.launch … tools/bench/emulated.py --elastic … --case JSON --steps N --out DIR
+    python -m megatron.elastic.launch … tools/bench/emulated.py --elastic … --case JSON --second S --steps N --out DIR
 
 Launcher, control plane, communicator, engine, state and plans are the runtime's
 own; the model behind the engine's port is a row of units of a few parameters
@@ -200,14 +200,14 @@ class Everywhere(Assignment):
         return {(unit, 0): tuple(range(self.nominal.slots)) for unit in range(self.nominal.compute_units)}
 
 
-def emulated_job(case: Case, config: ElasticConfig) -> tuple[Job, EmulatedPort]:
-    """What the engine is built from, and the port that keeps the time."""
+def emulated_job(case: Case, second: float, config: ElasticConfig) -> tuple[Job, EmulatedPort]:
+    """What the engine is built from, and the port that keeps the time: ``second`` of it for a ns of the profile."""
     scenario = case.scenario
     whole, _ = scenario_topology(scenario)
     memory = whole.cells[0].memory_bytes
     stages = tuple(pairwise(even_cuts(scenario.layers, scenario.pp)))
     nominal = Nominal(1, scenario.pp, scenario.dp, stages, whole.grid)
-    port = EmulatedPort(case.profile, case.seconds_per_ns())
+    port = EmulatedPort(case.profile, second)
 
     def choose(topology: Topology, profile: Profile) -> Plan:
         cells = tuple(replace(cell, memory_bytes=memory) for cell in topology.cells)
@@ -237,13 +237,14 @@ def main() -> None:
     """Train ``--steps`` steps as one rank."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--case", type=Case.from_json, required=True)
+    parser.add_argument("--second", type=float, required=True, help="seconds that one ns of the profile lasts")
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--out", type=Path, required=True)
     add_arguments(parser)
     args = parser.parse_args()
     torch.set_num_threads(1)
     config = config_from_args(args)
-    job, port = emulated_job(args.case, config)
+    job, port = emulated_job(args.case, args.second, config)
     links = open_links(config, PATIENCE)
     engine = found(links, job)
     engine.resume(engine.record, None)

@@ -1,13 +1,18 @@
-"""The simulator against real training: costs from two pipelines, predictions for other layouts.
+"""The simulator against real training: each job predicted from what pieces cost in the others.
 
-    python -m tools.bench.simulator_real [--steps 12]
+    python -m tools.bench.simulator_real [--rounds 3] [--steps 10]
 
-Two ranks throughout, no more than there are cores: otherwise what is measured is how the machine shares them.
-Calibration: two pipelines of two stages, of different depth, whose executors log how long every forward and backward
-took (waits are not in it); least squares over their stages gives what embedding, a layer and the head cost forward
-and backward. Prediction: other numbers of micro-batches, uneven cuts, another depth, and no pipeline at all, by the
-tables of their plans. Compared is the compute phase of committed steps (its slowest rank, waits included), what the
-simulator claims to know. Medians on both sides, over steps and pieces. The last line is one JSON object.
+Two ranks throughout, no more than there are cores: otherwise what is measured is how the machine shares them. The
+executors of five short jobs log how long every forward and backward took (waits are not in it). For each job, least
+squares over the stages of the *other four* give what embedding, a layer and the head cost, and the tables of its plan
+with these costs say how long its compute phase lasts: other numbers of micro-batches, an uneven cut, other depths, no
+pipeline at all, and what is left of that when one of the two ranks is killed. Measured is the compute phase of
+committed steps on its slowest rank, waits included. What the job's own pieces predict stands beside it: the part of the
+error that is not the costs'.
+
+All jobs run in every round, and a prediction uses costs of its own round, so that a machine whose speed drifts takes
+both sides along. Medians over steps and pieces, then over rounds; the error of a layout is the median of its rounds'.
+The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -15,7 +20,9 @@ from __future__ import annotations
 import argparse
 import shlex
 import tempfile
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -23,18 +30,25 @@ from typing import Any
 import numpy as np
 
 from megatron.elastic.observe.events import Phases, Trace, read_events
-from megatron.elastic.plan.model import Profile, UnitCost
-from megatron.elastic.plan.planner import nominal_plan
+from megatron.elastic.plan.model import Plan, Profile, UnitCost
+from megatron.elastic.plan.planner import instant_plan, nominal_plan
 from megatron.elastic.plan.timing import plan_time
-from megatron.elastic.plan.topology import regular_topology
-from tools.bench._common import print_result
-from tools.bench._jobs import QUIET, command, finished
+from megatron.elastic.plan.topology import regular_topology, without_cells
+from tools.bench._common import Spread, median_of, print_result
+from tools.bench._jobs import QUIET, command, faults, finished
 
 WARM_UP = 3
-MODEL = QUIET + shlex.split("""
-    --hidden-size 192 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 --micro-batch-size 2
+"""Steps not counted, at the start and after a loss."""
+ROWS = 2
+"""Rows of a micro-batch."""
+MODEL = QUIET + shlex.split(f"""
+    --hidden-size 192 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 --micro-batch-size {ROWS}
     --vocab-size 1023
 """)
+OPS = ("F", "B")
+Span = tuple[int, int]
+Pieces = Mapping[tuple[str, Span], float]
+"""(op, units) → ns of a piece."""
 
 
 @dataclass(frozen=True)
@@ -47,15 +61,37 @@ class Layout:
     """A replica's."""
     first_stage: int | None = None
     """Layers of the first stage, where cuts are uneven."""
+    loses: bool = False
+    """The second rank is killed halfway, and nobody returns."""
 
-    def flags(self) -> list[str]:
-        """Megatron's."""
-        rows = 2 * self.microbatches * (2 // self.pipeline)
+    @property
+    def units(self) -> int:
+        """Embedding, layers, head."""
+        return self.layers + 2
+
+    def cuts(self) -> tuple[int, ...]:
+        """Where stages begin, in units, and where the last one ends."""
+        first = self.layers // 2 if self.first_stage is None else self.first_stage
+        return (0, 1 + first, self.units) if self.pipeline == 2 else (0, self.units)
+
+    def flags(self, steps: int) -> list[str]:
+        """Megatron's, and the fault."""
+        rows = ROWS * self.microbatches * (2 // self.pipeline)
         flags = ["--num-layers", self.layers, "--pipeline-model-parallel-size", self.pipeline]
-        flags += ["--global-batch-size", rows]
+        flags += ["--global-batch-size", rows, "--train-iters", steps + (steps if self.loses else 0)]
         if self.first_stage is not None:
             flags += ["--decoder-first-pipeline-num-layers", self.first_stage]
+        if self.loses:
+            flags += ["--no-elastic-respawn", *faults(f"kill:rank=1,step={steps + 1},point=before_step")]
         return [str(flag) for flag in flags]
+
+    def plan(self, profile: Profile, lost: bool) -> Plan:
+        """What the job runs: Megatron's plan, or what the first rank does alone."""
+        replicas = 2 // self.pipeline
+        topology = regular_topology(
+            replicas, self.pipeline, self.units, micro_batch_size=ROWS, waves=self.microbatches, cuts=self.cuts()
+        )
+        return instant_plan(without_cells(topology, [1]), profile) if lost else nominal_plan(topology, profile)
 
     def __str__(self) -> str:
         cut = "" if self.first_stage is None else f", cut {self.first_stage}:{self.layers - self.first_stage}"
@@ -63,109 +99,161 @@ class Layout:
         return f"{kind}, {self.layers} layers{cut}, {self.microbatches} micro-batches"
 
 
-CALIBRATION = (Layout(2, 4, 4), Layout(2, 8, 4))
-PREDICTED = (Layout(2, 8, 8), Layout(2, 8, 6, 3), Layout(2, 12, 4), Layout(1, 8, 4))
-ROWS = 2
-"""Rows of a micro-batch, as ``MODEL`` says."""
-Stage = tuple[int, int]
+LAYOUTS = (Layout(2, 4, 4), Layout(2, 8, 8), Layout(2, 8, 6, 3), Layout(2, 12, 4), Layout(1, 6, 4, loses=True))
 
 
 @dataclass(frozen=True)
 class Seen:
-    """One job, medians over steps: the compute phase of its slowest rank, (op, units) → time of a piece; ns."""
+    """One job, medians over steps: the compute phase of its slowest rank before and after the loss, pieces; ns."""
 
-    compute: float
-    pieces: dict[tuple[str, Stage], float]
-
-
-@dataclass(frozen=True)
-class UnitTime:
-    """ns of a micro-batch: embedding, one layer, head."""
-
-    embedding: float
-    layer: float
-    head: float
+    compute: dict[bool, float]
+    """By whether the rank was lost."""
+    pieces: Pieces
 
 
 def observed(layout: Layout, steps: int) -> Seen:
-    """Train and read the event log. Raises ``RuntimeError`` when the job fails."""
+    """Train and read the event log. Raises ``RuntimeError`` when the job fails or a step is missing."""
+    slowest: dict[int, int] = {}
+    pieces: dict[tuple[str, Span], list[int]] = {}
     with tempfile.TemporaryDirectory(prefix="simulator-") as folder:
         elastic = ("--elastic", "--elastic-event-log", folder, "--elastic-trace")
-        finished(command(2, *MODEL, *layout.flags(), "--train-iters", str(steps), *elastic))
-        slowest: dict[int, int] = {}
-        pieces: dict[tuple[str, Stage], list[int]] = {}
+        finished(command(2, *MODEL, *layout.flags(steps), *elastic))
         for record in read_events(Path(folder)):
             event = record.event
-            if isinstance(event, Phases) and event.step > WARM_UP:
+            if isinstance(event, Phases):
                 slowest[event.step] = max(slowest.get(event.step, 0), event.nanoseconds["compute"])
-            elif isinstance(event, Trace) and event.step > WARM_UP:
+            elif isinstance(event, Trace) and WARM_UP < event.step <= steps:
                 for op, _, first, end, start, stop in event.work:
                     pieces.setdefault((op, (first, end)), []).append(stop - start)
-    return Seen(median(slowest.values()), {key: median(spent) for key, spent in pieces.items()})
+    last = 2 * steps if layout.loses else steps
+    if set(slowest) != set(range(1, last + 1)):
+        raise RuntimeError(f"{layout}: steps {sorted(slowest)} were committed, {last} were asked for")
+    compute = {
+        lost: median(slowest[step] for step in range(first + 1, first + steps + 1) if step > first + WARM_UP)
+        for lost, first in ((False, 0), (True, steps))[: 1 + layout.loses]
+    }
+    return Seen(compute, {key: median(spent) for key, spent in pieces.items()})
 
 
-def calibrated(jobs: dict[Layout, Seen]) -> dict[str, UnitTime]:
-    """Op (F, B) → times of units: least squares over all stages."""
+def fitted(jobs: Mapping[Layout, Seen]) -> dict[str, tuple[float, float, float]]:
+    """Op → ns of embedding, a layer, head for a micro-batch: least squares over all stages."""
     found = {}
-    for op in ("F", "B"):
+    for op in OPS:
         rows, times = [], []
         for layout, seen in jobs.items():
             for (of, (first, end)), spent in seen.pieces.items():
                 if of == op:
-                    last = layout.layers + 2
-                    rows.append([first == 0, end - first - (first == 0) - (end == last), end == last])
+                    last = end == layout.units
+                    rows.append([first == 0, end - first - (first == 0) - last, last])
                     times.append(spent)
         solved = np.linalg.lstsq(np.array(rows, dtype=float), np.array(times), rcond=None)[0]
-        found[op] = UnitTime(*(float(max(0.0, value)) for value in solved))
+        embedding, layer, head = (float(max(0.0, value)) for value in solved)
+        found[op] = embedding, layer, head
     return found
 
 
-def predicted_ns(layout: Layout, forward: UnitTime, backward: UnitTime) -> int:
-    """The simulator's compute phase of ``layout``: its nominal tables with calibrated costs."""
-
-    def unit(there: float, back: float) -> UnitCost:
-        return UnitCost(round(there / ROWS), round(back / ROWS), round(back / ROWS / 2), 0, 0, 1, 0)
-
-    layers = (unit(forward.layer, backward.layer),) * layout.layers
-    units = (unit(forward.embedding, backward.embedding), *layers, unit(forward.head, backward.head))
-    first = layout.layers // 2 if layout.first_stage is None else layout.first_stage
-    cuts = (0, 1 + first, len(units)) if layout.pipeline == 2 else (0, len(units))
-    topology = regular_topology(
-        2 // layout.pipeline, layout.pipeline, len(units), micro_batch_size=ROWS, waves=layout.microbatches, cuts=cuts
+def profile_of(times: Iterable[tuple[float, float]]) -> Profile:
+    """Units that take so many ns (forward, backward) for a micro-batch, and nothing else."""
+    return Profile(
+        tuple(
+            UnitCost(round(there / ROWS), round(back / ROWS), round(back / ROWS / 2), 0, 0, 1, 0)
+            for there, back in times
+        ),
+        latency_ns=0,
     )
-    profile = Profile(units, latency_ns=0)
-    return plan_time(nominal_plan(topology, profile), profile)
+
+
+def profile_elsewhere(layout: Layout, others: Mapping[Layout, Seen]) -> Profile:
+    """Units of ``layout`` at what they cost in other jobs."""
+    there, back = (fitted(others)[op] for op in OPS)
+    layers = [(there[1], back[1])] * layout.layers
+    return profile_of([(there[0], back[0]), *layers, (there[2], back[2])])
+
+
+def profile_here(layout: Layout, pieces: Pieces) -> Profile:
+    """Units of ``layout`` at what its own pieces took; the first unit of a stage stands for all of it."""
+    cuts = layout.cuts()
+    times = [(0.0, 0.0)] * layout.units
+    for span in pairwise(cuts):
+        times[span[0]] = pieces["F", span], pieces["B", span]
+    return profile_of(times)
+
+
+@dataclass
+class Row:
+    """A layout over all rounds; ns, and errors of the simulator."""
+
+    measured: list[float] = field(default_factory=list)
+    simulated: list[float] = field(default_factory=list)
+    own: list[float] = field(default_factory=list)
+    """With the costs of the job's own pieces."""
+
+    def add(self, measured: float, simulated: float, own: float) -> None:
+        """One round."""
+        self.measured.append(measured)
+        self.simulated.append(simulated)
+        self.own.append(own)
+
+    def error(self) -> Spread:
+        """Simulated over measured, less one."""
+        return median_of([said / was - 1 for said, was in zip(self.simulated, self.measured, strict=True)])
+
+    def own_error(self) -> Spread:
+        """The same with the job's own costs."""
+        return median_of([said / was - 1 for said, was in zip(self.own, self.measured, strict=True)])
+
+
+def compare(jobs: Mapping[Layout, Seen], rows: dict[str, Row], ratios: list[tuple[float, float]]) -> None:
+    """Add one round: every layout, and (measured, simulated) time after a loss over before."""
+    for layout, seen in jobs.items():
+        elsewhere = profile_elsewhere(layout, {other: what for other, what in jobs.items() if other != layout})
+        here, said = profile_here(layout, seen.pieces), {}
+        for lost, measured in seen.compute.items():
+            said[lost] = plan_time(layout.plan(elsewhere, lost), elsewhere)
+            own = plan_time(layout.plan(here, lost), here)
+            name = f"{layout}, one rank lost" if lost else str(layout)
+            rows.setdefault(name, Row()).add(measured, said[lost], own)
+        if layout.loses:
+            ratios.append((seen.compute[True] / seen.compute[False], said[True] / said[False]))
+
+
+def report(rows: Mapping[str, Row], ratios: list[tuple[float, float]]) -> dict[str, Any]:
+    """Figures for the JSON line, printed as a table, too."""
+    found: list[dict[str, Any]] = []
+    for name, row in rows.items():
+        error, own = row.error(), row.own_error()
+        measured, said = median(row.measured) / 1e6, median(row.simulated) / 1e6
+        found.append({"layout": name, "measured_ms": measured, "simulated_ms": said, "error": error.median,
+                      "errors": error, "own_error": own.median})  # fmt: skip
+        print(f"{name:48} measured {measured:8.1f} ms, simulated {said:8.1f} ms, error {error.median:+.1%} "
+              f"({error.low:+.1%} to {error.high:+.1%}), own pieces {own.median:+.1%}", flush=True)  # fmt: skip
+    errors = [abs(row["error"]) for row in found]
+    return {
+        "rows": found,
+        "median_error": median(errors),
+        "worst_error": max(errors),
+        "median_error_of_own_pieces": median(abs(row["own_error"]) for row in found),
+        "after_over_before": {
+            "measured": median_of([measured for measured, _ in ratios]),
+            "simulated": median_of([said for _, said in ratios]),
+        },
+    }
 
 
 def main() -> None:
-    """Calibrate, predict, compare, print."""
+    """Run the rounds, predict, compare, print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=10, help="of each job, before the loss and again after it")
     options = parser.parse_args()
     if options.steps <= WARM_UP:
         parser.error(f"--steps {options.steps}: the first {WARM_UP} are not counted")
-    costs = calibrated({layout: observed(layout, options.steps) for layout in CALIBRATION})
-    for op, unit in costs.items():
-        print(
-            f"{op}: embedding {unit.embedding / 1e6:.2f} ms, a layer {unit.layer / 1e6:.2f}, head {unit.head / 1e6:.2f}"
-        )
-    rows: list[dict[str, Any]] = []
-    for layout in PREDICTED:
-        measured, said = observed(layout, options.steps).compute, predicted_ns(layout, costs["F"], costs["B"])
-        rows.append({"layout": str(layout), "measured_ms": measured / 1e6, "simulated_ms": said / 1e6,
-                     "error": said / measured - 1})  # fmt: skip
-        print(f"{layout!s:44} measured {measured / 1e6:8.1f} ms, simulated {said / 1e6:8.1f} ms, "
-              f"error {said / measured - 1:+.1%}", flush=True)  # fmt: skip
-    errors = [abs(float(row["error"])) for row in rows]
-    print_result(
-        "simulator_real",
-        {
-            "calibration": {op: asdict(unit) for op, unit in costs.items()},
-            "rows": rows,
-            "median_error": median(errors),
-            "worst_error": max(errors),
-        },
-    )
+    rows: dict[str, Row] = {}
+    ratios: list[tuple[float, float]] = []
+    for number in range(options.rounds):
+        compare({layout: observed(layout, options.steps) for layout in LAYOUTS}, rows, ratios)
+        print(f"round {number + 1} of {options.rounds}", flush=True)
+    print_result("simulator_real", {"rounds": options.rounds, "steps": options.steps, **report(rows, ratios)})
 
 
 if __name__ == "__main__":

@@ -32,9 +32,9 @@ from tools.bench._common import print_result
 from tools.bench._jobs import LAUNCH, ROOT, faults, finished
 
 MAX_DILATION = 0.02
-BEFORE, AFTER = 2, 2
-"""Measured steps on either side of the loss; one more warms up."""
-SETTLING = 2
+BEFORE, AFTER = 1, 2
+"""Measured steps on either side of the loss; one more warms up. Waits are timed, so that few tell as much as many."""
+SETTLING = 1
 """Steps after the loss in which copies are made anew; neither measured nor hidden (``unsettled_s``)."""
 
 SMALL = tuple(
@@ -135,7 +135,8 @@ def _launch(case: Case, steps: int, folder: Path) -> None:
         sys.executable, "-m", LAUNCH, "--nproc-per-node", str(count), "--no-respawn",
         "--preload", "torch,torch.distributed,tools.bench.emulated",
         str(ROOT / "tools/bench/emulated.py"), "--elastic", "--case", case.to_json(), "--steps", str(steps),
-        "--out", str(folder), "--elastic-event-log", str(folder), "--elastic-detection-timeout", "60",
+        "--second", repr(case.seconds_per_ns()), "--out", str(folder), "--elastic-event-log", str(folder),
+        "--elastic-detection-timeout", "60",
         "--elastic-verify-interval", "0", "--elastic-fail-slow", "off", "--elastic-migrate-after", "-1",
         *faults(script),
     ]  # fmt: skip

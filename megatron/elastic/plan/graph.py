@@ -25,6 +25,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from megatron.elastic import _plan
 from megatron.elastic.plan.cost import PPM
 from megatron.elastic.plan.dataflow import PlanError, apportion, microbatches
 from megatron.elastic.plan.model import Profile, Replica, Segment, Topology
@@ -45,6 +46,7 @@ __all__ = [
     "Shape",
     "candidate_shapes",
     "knapsack",
+    "middles",
     "pipeline_bound",
     "seats",
     "work_bound",
@@ -129,9 +131,11 @@ class _Search:
             for segment in replica.segments:
                 span = (segment.first, segment.end)
                 self.holds[segment.cell] = (*self.holds.get(segment.cell, ()), span)
+        self.middles = middles(self.holds, self.model.units)
         self.idle = [cell for cell in self.places if cell not in self.holds]
         self.healthy: list[_Line] = []
         self.damaged: list[list[int]] = []
+        self.even: dict[Place, dict[int, PipelineTime | None]] = {}
         self.as_is: dict[tuple[tuple[tuple[int, int, int], ...], tuple[Place, ...]], PipelineTime | None] = {}
         for replica in topology.replicas:
             self._sort_in(replica)
@@ -268,40 +272,40 @@ class _Search:
         """Pipeline lengths worth having over average cells of the pool: each faster than all shorter ones."""
         speed = sum(self.places[cell].speed_ppm for cell in cells) // len(cells)
         place = Place(speed, min(self.places[cell].memory_bytes for cell in cells))
+        known = self.even.setdefault(place, {})
         found: dict[int, PipelineTime] = {}
         fastest: int | None = None
         for length in range(1, min(len(cells), self.model.units) + 1):
-            places = (place,) * length
-            key = (places, ((),) * length)
-            if key not in self.cuts:
-                self.cuts[key] = cut_pipeline(self.model, places)
-            cuts = self.cuts[key]
-            if cuts is None:
+            if length not in known:
+                known[length] = self._even_time(place, length)
+            time = known[length]
+            if time is None:
                 continue
-            time = pipeline_time(self.model, places, cuts)
             if fastest is None or time.each < fastest:
                 found[length] = time
                 fastest = time.each
         return found
 
+    def _even_time(self, place: Place, length: int) -> PipelineTime | None:
+        """A pipeline of ``length`` cells alike, None when memory forbids it."""
+        places = (place,) * length
+        cuts = cut_pipeline(self.model, places)
+        return None if cuts is None else pipeline_time(self.model, places, cuts)
+
     def form(self, cells: Sequence[int], lengths: Sequence[int]) -> list[_Line] | None:
         """Pipelines of ``lengths`` over ``cells``; a cell goes where the units are that it holds already."""
-        lines = [self.line(seated) for seated in seats(cells, lengths, self.holds, self.model.units)]
+        lines = [self.line(seated) for seated in seats(cells, lengths, self.middles)]
         return [line for line in lines if line] if all(lines) else None
 
 
-def seats(
-    cells: Sequence[int], lengths: Sequence[int], holds: Mapping[int, tuple[Range, ...]], units: int
-) -> list[list[int]]:
-    """Cells of pipelines of ``lengths``, each near the units it ``holds`` already; cells too many are left out."""
+def middles(holds: Mapping[int, tuple[Range, ...]], units: int) -> dict[int, int]:
+    """Where in the model each cell's units lie on average, in millionths."""
+    return {cell: sum(a + b for a, b in spans) * PPM // (2 * len(spans) * units) for cell, spans in holds.items()}
 
-    def middle(cell: int) -> int:
-        spans = holds.get(cell)
-        if not spans:
-            return PPM // 2
-        return sum(a + b for a, b in spans) * PPM // (2 * len(spans) * units)
 
-    ordered = sorted(cells, key=lambda cell: (middle(cell), cell))[: sum(lengths)]
+def seats(cells: Sequence[int], lengths: Sequence[int], middles: Mapping[int, int]) -> list[list[int]]:
+    """Cells of pipelines of ``lengths``, each near the units it holds already; cells too many are left out."""
+    ordered = sorted(cells, key=lambda cell: (middles.get(cell, PPM // 2), cell))[: sum(lengths)]
     slots = sorted(
         ((2 * stage + 1) * PPM // (2 * length), number, stage)
         for number, length in enumerate(lengths)
@@ -315,20 +319,9 @@ def seats(
 
 def knapsack(room: int, values: dict[int, int]) -> tuple[list[int], int]:
     """Lengths (any number of each) of total at most ``room`` with the largest total value, and that value."""
-    best = [0] * (room + 1)
-    choice = [0] * (room + 1)
-    items = [(length, value) for length, value in sorted(values.items()) if value > 0]
-    for size in range(1, room + 1):
-        best[size], choice[size] = best[size - 1], 0
-        for length, value in items:
-            if length <= size and best[size - length] + value > best[size]:
-                best[size], choice[size] = best[size - length] + value, length
-    lengths, size = [], room
-    while size > 0:
-        if choice[size]:
-            lengths.append(choice[size])
-        size -= choice[size] or 1
-    return sorted(lengths, reverse=True), best[room]
+    longest = min(room, max(values, default=0))
+    lengths = _plan.knapsack(room, [max(0, values.get(length, 0)) for length in range(longest + 1)])
+    return lengths, sum(values[length] for length in lengths)
 
 
 def candidate_shapes(topology: Topology, profile: Profile, options: GraphOptions | None = None) -> list[Shape]:
@@ -381,7 +374,7 @@ def pipeline_bound(topology: Topology, profile: Profile, split_backward: bool = 
     now is ignored. Raises :class:`PlanError` if nothing fits.
     """
     search = _Search(topology, profile, GraphOptions(split_backward=split_backward))
-    search.model, search.cuts = search.model.optimistic(), {}
+    search.model, search.even = search.model.optimistic(), {}
     cells = list(search.places)
     table = search.lengths(cells)
     if not table:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron.elastic.plan.cost import Costs, held_bytes, unit_sums
-from megatron.elastic.plan.listing import list_schedule
+from megatron.elastic.plan.listing import Listing, Scheduler
 from megatron.elastic.plan.model import Edge, Piece, Profile, Topology
 from megatron.elastic.plan.schedule import (
     EdgeIndex,
@@ -28,7 +28,7 @@ from megatron.elastic.plan.schedule import (
 from megatron.elastic.plan.timing import walk
 from megatron.elastic.plan.topology import living_replicas
 
-__all__ = ["Work", "compute_orders", "memory_rows", "row_caps"]
+__all__ = ["Ordered", "Work", "compute_orders", "memory_rows", "row_caps"]
 
 
 @dataclass(frozen=True)
@@ -43,27 +43,43 @@ class Work:
     limit: Mapping[int, int]
 
 
-def compute_orders(group: Sequence[int], work: Work, split_backward: bool) -> dict[int, list[Step]]:
-    """Compute order of each cell of ``group``, pieces that share neither cell nor edge with others."""
+@dataclass(frozen=True)
+class Ordered:
+    """Compute orders of a group's cells and, where finding them told, how long their tables take (ns)."""
+
+    found: Mapping[int, list[Step]] | Listing
+    makespan: int | None = None
+
+    def orders(self) -> Mapping[int, list[Step]]:
+        """By cell."""
+        return self.found.orders() if isinstance(self.found, Listing) else self.found
+
+
+def compute_orders(group: Sequence[int], work: Work, split_backward: bool) -> Ordered:
+    """Compute orders of ``group``, pieces that share neither cell nor edge with others."""
     stages = is_pipeline(group, work.pieces)
     if stages is not None and not split_backward:
-        return {cell: one_f_one_b(own, at, len(stages)) for at, (cell, own) in enumerate(stages)}
-    found: list[tuple[int, dict[int, list[Step]]]] = []
+        return Ordered({cell: one_f_one_b(own, at, len(stages)) for at, (cell, own) in enumerate(stages)})
+    late: dict[int, list[Step]] | None = None
+    least = 0
     if stages is not None and (delays := _weight_delays(stages, work)) is not None:
         late = {cell: zero_bubble_h1(own, at, len(stages), delays[at]) for at, (cell, own) in enumerate(stages)}
         if delays == list(range(len(stages))) and _even(stages, work.costs):
-            return late
-        found.append((walk(tables_from_orders(late, work.index), work.costs).makespan, late))
+            return Ordered(late)
+        least = walk(tables_from_orders(late, work.index), work.costs).makespan
     chunked = is_interleaved(group, work.pieces)
     if chunked is not None and not split_backward:
-        return {cell: interleaved(chunks, at, len(chunked)) for at, (cell, chunks) in enumerate(chunked)}
-    for caps in row_caps(group, work):
-        for forward_first in (True, False) if split_backward else (True,):
-            listing = list_schedule(
-                group, work.pieces, work.edges, work.index, work.waves, work.costs, caps, split_backward, forward_first
-            )
-            found.append((listing.makespan, listing.orders))
-    return min(found, key=lambda timed: timed[0])[1]
+        return Ordered({cell: interleaved(chunks, at, len(chunked)) for at, (cell, chunks) in enumerate(chunked)})
+    scheduler = Scheduler(group, work.pieces, work.edges, work.index, work.waves, work.costs)
+    found = [
+        scheduler.run(caps, split_backward, forward_first)
+        for caps in row_caps(group, work)
+        for forward_first in ((True, False) if split_backward else (True,))
+    ]
+    best = min(found, key=lambda listing: listing.makespan)
+    if late is not None and least <= best.makespan:
+        return Ordered(late, least)
+    return Ordered(best, None if best.forced else best.makespan)
 
 
 def _even(stages: Sequence[tuple[int, list[int]]], costs: Costs) -> bool:

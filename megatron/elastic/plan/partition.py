@@ -4,7 +4,7 @@ Idea: for ordered cells, "can every stage finish a micro-batch within T?" is
 answered exactly by letting each cell take as many units as T and its memory
 allow (starting later never lets a cell reach less far). Bisection over T gives
 the minimax cut; a second pass picks, among all cuts within that T, the one that
-moves the fewest bytes.
+moves the fewest bytes. Both are native (``csrc/plan/partition.cpp``).
 
 A 1F1B pipeline with stage times ``t_s`` (forward and backward of one nominal
 micro-batch) takes ``sum(t_s) + (n - 1) max(t_s)`` for ``n`` micro-batches plus
@@ -21,11 +21,11 @@ are fewer.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
 
+from megatron.elastic import _plan
 from megatron.elastic.plan.cost import PPM, unit_sums
 from megatron.elastic.plan.dataflow import PlanError
 from megatron.elastic.plan.model import Profile
@@ -129,6 +129,7 @@ class Model:
         widest = max((u.boundary_bytes for u in profile.units), default=0) * micro_batch_size
         self.transfer = profile.latency_ns + -(-widest * 1_000_000_000 // profile.link_bytes_per_s)
         self.tied = tuple(tied)
+        self.native = _plan.Partition(self.work, self.static, self.held, self.tied, self.moved)
 
     def stage_time(self, first: int, end: int, place: Place) -> int:
         """Forward and backward of one micro-batch through ``[first, end)``, ns."""
@@ -142,16 +143,16 @@ class Model:
                 need -= self.static[other + 1] - self.static[other]
         return need
 
-    def in_flight(self, stage: int, stages: int) -> int:
-        """Micro-batches a stage holds at most: fewer towards the end in 1F1B, ``stages`` everywhere in ZB-H1.
+    def in_flight(self, stages: int) -> list[int]:
+        """Micro-batches each stage holds at most: fewer towards the end in 1F1B, ``stages`` everywhere in ZB-H1.
 
         Never more than the pipeline computes: with ``share = (micro-batches, cells)``
         of the step that is taken to be the pipeline's part of the cells, rounded up, and ``margin`` more.
         """
-        held = stages if self.late_weights else stages - stage
-        if self.share is None:
-            return held
-        return min(held, max(1, -(-self.share[0] * stages // self.share[1]) + self.margin))
+        most = stages
+        if self.share is not None:
+            most = min(stages, max(1, -(-self.share[0] * stages // self.share[1]) + self.margin))
+        return [most] * stages if self.late_weights else [min(most, stages - stage) for stage in range(stages)]
 
     def optimistic(self) -> Model:
         """The same model for bounds: no more memory than any schedule of full speed needs, quotas rounded down."""
@@ -159,27 +160,10 @@ class Model:
         other.late_weights, other.margin = False, -1
         return other
 
-    def reach(self, first: int, place: Place, time: int, in_flight: int) -> int:
-        """Largest ``end`` such that ``[first, end)`` fits time and memory."""
-        end = bisect_right(self.work, self.work[first] + time * place.speed_ppm // PPM) - 1
-        end = max(first, min(end, self.units))
-        if self.stage_bytes(first, end, in_flight) <= place.memory_bytes:
-            return end
-        low, high = first, end
-        while low < high:
-            middle = (low + high + 1) // 2
-            if self.stage_bytes(first, middle, in_flight) <= place.memory_bytes:
-                low = middle
-            else:
-                high = middle - 1
-        return low
-
-
-def _greedy(model: Model, places: Sequence[Place], held: Sequence[int], time: int) -> tuple[int, ...] | None:
-    cuts = [0]
-    for place, in_flight in zip(places, held, strict=True):
-        cuts.append(model.reach(cuts[-1], place, time, in_flight))
-    return tuple(cuts) if cuts[-1] == model.units else None
+    def seats(self, places: Sequence[Place]) -> list[tuple[int, int, int]]:
+        """Speed, memory and micro-batches held of each place of a pipeline."""
+        held = self.in_flight(len(places))
+        return [(place.speed_ppm, place.memory_bytes, some) for place, some in zip(places, held, strict=True)]
 
 
 def cut_pipeline(model: Model, places: Sequence[Place]) -> tuple[int, ...] | None:
@@ -187,24 +171,8 @@ def cut_pipeline(model: Model, places: Sequence[Place]) -> tuple[int, ...] | Non
 
     Stages may be empty: such a cell has nothing to do.
     """
-    if not places:
-        return None
-    high = model.work[-1] * PPM // min(place.speed_ppm for place in places) + 1
-    held = [model.in_flight(stage, len(places)) for stage in range(len(places))]
-    best = _greedy(model, places, held, high)
-    if best is None:
-        return None
-    low = max(0, model.work[-1] * PPM // sum(place.speed_ppm for place in places) - 1)
-    high = pipeline_time(model, places, best).each
-    while low < high:
-        middle = (low + high) // 2
-        cuts = _greedy(model, places, held, middle)
-        if cuts is None:
-            low = middle + 1
-        else:
-            best = cuts
-            high = min(middle, max(model.stage_time(a, b, p) for a, b, p in zip(cuts, cuts[1:], places, strict=False)))
-    return best
+    cuts = model.native.cut(model.seats(places), model.transfer)
+    return None if cuts is None else tuple(cuts)
 
 
 def pipeline_time(model: Model, places: Sequence[Place], cuts: Sequence[int]) -> PipelineTime:
@@ -231,27 +199,5 @@ def nearest_cuts(
 
     ``holds[i]``: unit ranges cell ``i`` has now. Ties: shorter first stages.
     """
-    best: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, (0,))}
-    for stage, place in enumerate(places):
-        lacking = _lacking(model, holds[stage])
-        held = model.in_flight(stage, len(places))
-        onward: dict[int, tuple[int, tuple[int, ...]]] = {}
-        for first, (cost, cuts) in best.items():
-            base = cost - lacking[first]
-            for end in range(first, model.reach(first, place, time, held) + 1):
-                fetched = base + lacking[end]
-                known = onward.get(end)
-                if known is None or fetched < known[0] or (fetched == known[0] and (*cuts, end) < known[1]):
-                    onward[end] = fetched, (*cuts, end)
-        best = onward
-    return best[model.units][1] if model.units in best else None
-
-
-def _lacking(model: Model, ranges: Sequence[tuple[int, int]]) -> list[int]:
-    """Prefix sums of the bytes of units outside ``ranges`` (which do not overlap)."""
-    moved = model.moved
-    lacking = list(moved)
-    for a, b in ranges:
-        lacking[a:b] = [less - (all_ - moved[a]) for less, all_ in zip(lacking[a:b], moved[a:b], strict=True)]
-        lacking[b:] = [less - (moved[b] - moved[a]) for less in lacking[b:]]
-    return lacking
+    cuts = model.native.nearest(model.seats(places), time, holds)
+    return None if cuts is None else tuple(cuts)

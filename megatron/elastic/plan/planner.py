@@ -16,6 +16,8 @@ import hashlib
 import sys
 from array import array
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 from megatron.elastic.plan.cost import plan_costs
@@ -30,13 +32,24 @@ from megatron.elastic.plan.dataflow import (
     resize,
     split_rows,
 )
-from megatron.elastic.plan.model import Op, Plan, Profile, Segment, Topology, UnitCost
-from megatron.elastic.plan.orders import Work, compute_orders, memory_rows
+from megatron.elastic.plan.model import Action, Op, Plan, Profile, Segment, Topology, UnitCost
+from megatron.elastic.plan.orders import Ordered, Work, compute_orders, memory_rows
 from megatron.elastic.plan.partition import Model, PipelineTime, Place, share_out
-from megatron.elastic.plan.schedule import Step, components, index_edges, tables_from_orders
+from megatron.elastic.plan.schedule import EdgeIndex, Step, components, index_edges, tables_from_orders
+from megatron.elastic.plan.timing import walk
 from megatron.elastic.plan.topology import is_whole, living_replicas
 
-__all__ = ["Dataflow", "assemble", "instant_plan", "nominal_plan", "plan_hash", "speed_quotas", "uniform_profile"]
+__all__ = [
+    "Dataflow",
+    "Draft",
+    "assemble",
+    "draft_instant",
+    "instant_plan",
+    "nominal_plan",
+    "plan_hash",
+    "speed_quotas",
+    "uniform_profile",
+]
 
 Dataflow = Literal["reroute", "resize"]
 NEVER = 1 << 60
@@ -83,6 +96,18 @@ def instant_plan(
     move first, see ``graph``) or rows do not fit the nominal grid.
     """
     profile = profile or uniform_profile(topology.units)
+    return draft_instant(topology, profile, dataflow, mix_microbatches, split_backward, cut_microbatches).plan
+
+
+def draft_instant(
+    topology: Topology,
+    profile: Profile,
+    dataflow: Dataflow,
+    mix_microbatches: bool = False,
+    split_backward: bool = False,
+    cut_microbatches: bool = False,
+) -> Draft:
+    """:func:`instant_plan` with its time, before its tables are written."""
     _check_topology(topology, profile)
     work, quotas = _work(profile), speed_quotas(topology, profile, cut_microbatches)
     if quotas is not None and cut_microbatches:
@@ -93,7 +118,7 @@ def instant_plan(
         shares = reroute(topology, work, homes)
     else:
         shares = resize(topology, work, homes, mix_microbatches)
-    return assemble(topology, profile, shares, split_backward, (dataflow,))
+    return _drafted(topology, profile, shares, split_backward, (dataflow,))
 
 
 def _work(profile: Profile) -> list[int]:
@@ -144,17 +169,45 @@ def assemble(
     labels: tuple[str, ...] = (),
 ) -> Plan:
     """Shares → plan: numbers, edges, tables. Raises :class:`PlanError` when shares do not fit together."""
+    return _drafted(topology, profile, shares, split_backward, labels).plan
+
+
+@dataclass(frozen=True, eq=False)
+class Draft:
+    """A plan that is settled and timed; its tables are written when they are asked for."""
+
+    bare: Plan
+    index: EdgeIndex
+    groups: tuple[Ordered, ...]
+    time_ns: int
+
+    @cached_property
+    def plan(self) -> Plan:
+        """The plan."""
+        return replace(self.bare, tables=_tables(self.groups, self.index))
+
+
+def _tables(groups: Iterable[Ordered], index: EdgeIndex) -> tuple[tuple[int, tuple[Action, ...]], ...]:
+    orders: dict[int, list[Step]] = {}
+    for group in groups:
+        orders.update(group.orders())
+    return tables_from_orders(orders, index)
+
+
+def _drafted(
+    topology: Topology, profile: Profile, shares: Iterable[Share], split_backward: bool, labels: tuple[str, ...]
+) -> Draft:
     pieces, waves = number_pieces(shares)
     edges = piece_edges(pieces)
     index = index_edges(pieces, edges)
     costs = plan_costs(pieces, edges, topology.cells, profile)
     work = Work(pieces, edges, index, waves, costs, memory_rows(pieces, topology, profile))
-    orders: dict[int, list[Step]] = {}
-    for group in components(pieces, edges):
-        orders.update(compute_orders(group, work, split_backward))
-    tables = tables_from_orders(orders, index)
+    groups = tuple(compute_orders(group, work, split_backward) for group in components(pieces, edges))
+    known = max((group.makespan for group in groups if group.makespan is not None), default=0)
+    untimed = _tables((group for group in groups if group.makespan is None), index)
     replicas = living_replicas(topology)
-    return Plan(topology.grid, topology.cells, replicas, pieces, edges, tables, (), topology.parked, labels)
+    bare = Plan(topology.grid, topology.cells, replicas, pieces, edges, (), (), topology.parked, labels)
+    return Draft(bare, index, groups, max(known, walk(untimed, costs).makespan))
 
 
 def plan_hash(plan: Plan) -> str:

@@ -11,20 +11,16 @@ change, more steps get done: ``mig / T_now + (horizon - mig) / T_new`` against
 
 from __future__ import annotations
 
-import hashlib
-import sys
-from array import array
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from megatron.elastic.plan.bound import Reach
-from megatron.elastic.plan.dataflow import PlanError, Share, deal, microbatch_rows
+from megatron.elastic.plan.dataflow import PlanError
 from megatron.elastic.plan.graph import GraphOptions, Shape, candidate_shapes
 from megatron.elastic.plan.model import Plan, Profile, Replica, Segment, Topology
-from megatron.elastic.plan.planner import Dataflow, assemble, instant_plan
-from megatron.elastic.plan.timing import plan_time
-from megatron.elastic.plan.tuning import bound_shapes, few_microbatches, move_quota
+from megatron.elastic.plan.planner import Dataflow, Draft, draft_instant
+from megatron.elastic.plan.shapes import ShapeTimer, shape_hash, shape_plan
+from megatron.elastic.plan.tuning import bound_shapes, few_microbatches
 
 __all__ = [
     "Decision",
@@ -77,46 +73,17 @@ class DecisionOptions:
 class Decision:
     """Instant answer and, if it pays back, the steady one. Times in ns a step."""
 
-    instant: Plan | Shape | None
+    at_once: Draft | Shape | None
     instant_ns: int
     steady: Shape | None
     steady_ns: int
     moves: tuple[Move, ...]
     migration_ns: int
 
-
-def shape_plan(
-    topology: Topology, shape: Shape, profile: Profile, split_backward: bool = False, only: Sequence[int] | None = None
-) -> Plan:
-    """The plan of a shape; ``only`` restricts it to some pipelines (they are independent of each other).
-
-    Micro-batches are dealt smoothly by quota, so that any prefix of the step is balanced.
-    """
-    quotas = [pipeline.quota for pipeline in shape.pipelines]
-    homes: list[list[int]] = [[] for _ in quotas]
-    for microbatch, number in enumerate(deal(sum(quotas), quotas)):
-        homes[number].append(microbatch)
-    wanted = range(len(quotas)) if only is None else only
-    shares = [
-        Share(segment.cell, segment.first, segment.end, microbatch_rows(topology.grid, microbatch), wave)
-        for number in wanted
-        for wave, microbatch in enumerate(homes[number])
-        for segment in shape.pipelines[number].segments
-    ]
-    moved = replace(topology, replicas=shape.replicas())
-    return assemble(moved, profile, shares, split_backward, (shape.kind,))
-
-
-def shape_hash(shape: Shape) -> str:
-    """SHA-256 (hex) of who holds what and computes how much: what processes compare before they expand a shape."""
-    packed = array("q")
-    for pipeline in shape.pipelines:
-        packed.extend((pipeline.quota, len(pipeline.segments)))
-        for segment in pipeline.segments:
-            packed.extend((segment.cell, segment.first, segment.end))
-    if sys.byteorder == "big":
-        packed.byteswap()
-    return hashlib.sha256(b"elastic-shape-1" + packed.tobytes()).hexdigest()
+    @property
+    def instant(self) -> Plan | Shape | None:
+        """What needs no unit to move; tables of a rerouted plan are written when it is first asked for."""
+        return self.at_once.plan if isinstance(self.at_once, Draft) else self.at_once
 
 
 def steady_plan(topology: Topology, profile: Profile, options: DecisionOptions | None = None) -> Plan:
@@ -248,7 +215,7 @@ def _shapes(topology: Topology, profile: Profile, options: DecisionOptions) -> l
         return shapes
     shapes = list(dict.fromkeys(shapes))
     near = [shape for number, shape in enumerate(shapes) if number < 2 * MAX_SHAPES or shape.kind == "drop"]
-    timer = _Timer(topology, profile, options.split_backward)
+    timer = ShapeTimer(topology, profile, options.split_backward)
     timed = timer.best((shape for shape in near if shape.kind != "drop"), MAX_SHAPES)
     timed += [timer.timed(shape) for shape in near if shape.kind == "drop"]
     if wanted.pool and options.split_backward and not wanted.even_quotas and few_microbatches(topology):
@@ -257,71 +224,11 @@ def _shapes(topology: Topology, profile: Profile, options: DecisionOptions) -> l
     return sorted(timed, key=lambda shape: shape.time_ns)
 
 
-class _Timer:
-    """Times shapes by their tables; pipelines alike are timed once."""
-
-    def __init__(self, topology: Topology, profile: Profile, split_backward: bool) -> None:
-        self.topology, self.profile, self.split = topology, profile, split_backward
-        self.speed = {cell.id: (cell.speed_ppm, cell.memory_bytes) for cell in topology.cells}
-        self.known: dict[tuple[object, ...], int] = {}
-        self.reach = Reach(topology, profile, split_backward)
-
-    def best(self, shapes: Iterable[Shape], count: int) -> list[Shape]:
-        """The ``count`` fastest by their tables, fastest first; made only where the bound leaves a chance."""
-        found: list[Shape] = []
-        for shape in shapes:
-            if len(found) == count and self.least(shape) >= found[-1].time_ns:
-                continue
-            found = sorted((*found, self.timed(shape)), key=lambda shape: shape.time_ns)[:count]
-        return found
-
-    def least(self, shape: Shape) -> int:
-        """What no tables of the shape's pipelines can beat, ns."""
-        found = 0
-        for pipeline in shape.pipelines:
-            for segment in pipeline.segments if pipeline.quota else ():
-                stage, room = self.reach.stage(segment.first, segment.end)
-                found = max(found, stage.least(pipeline.quota, max(1, room)))
-        return found
-
-    def times(self, shape: Shape) -> list[int]:
-        """Time of each pipeline, ns (0: it computes nothing)."""
-        found = []
-        for number, pipeline in enumerate(shape.pipelines):
-            key = (pipeline.quota, *((s.first, s.end, self.speed[s.cell]) for s in pipeline.segments))
-            if key not in self.known:
-                plan = shape_plan(self.topology, shape, self.profile, self.split, only=[number])
-                self.known[key] = plan_time(plan, self.profile) if pipeline.quota else 0
-            found.append(self.known[key])
-        return found
-
-    def timed(self, shape: Shape) -> Shape:
-        """The shape with the time of its own tables."""
-        return replace(shape, time_ns=max(self.times(shape)))
-
-    def settled(self, shape: Shape) -> Shape:
-        """Micro-batches moved from the slowest pipeline to others as long as that is faster."""
-        times = self.times(shape)
-        while True:
-            slowest = times.index(max(times))
-            best, best_times = shape, times
-            for target in range(len(times)):
-                if target == slowest or shape.pipelines[slowest].quota < 2:
-                    continue
-                moved = move_quota(shape, slowest, target)
-                after = self.times(moved)
-                if sorted(after, reverse=True) < sorted(best_times, reverse=True):
-                    best, best_times = moved, after
-            if best is shape:
-                return replace(shape, time_ns=max(times))
-            shape, times = best, best_times
-
-
 def _instant(
     topology: Topology, profile: Profile, options: DecisionOptions, shapes: Sequence[Shape]
-) -> tuple[Plan | Shape | None, int]:
+) -> tuple[Draft | Shape | None, int]:
     """The fastest answer that moves nothing, and its time (0: there is none)."""
-    found: list[tuple[int, int, Plan | Shape]] = []
+    found: list[tuple[int, int, Draft | Shape]] = []
     for shape in shapes:
         if shape.kind == "drop" or (shape.kind == "keep" and all(pipeline.quota for pipeline in shape.pipelines)):
             found.append((shape.time_ns, 0, shape))
@@ -333,10 +240,10 @@ def _instant(
             flows.append("resize")
         for number, flow in enumerate(flows, start=1):
             try:
-                plan = instant_plan(topology, profile, flow, options.mix_microbatches, options.split_backward)
+                draft = draft_instant(topology, profile, flow, options.mix_microbatches, options.split_backward)
             except PlanError:
                 continue
-            found.append((plan_time(plan, profile), number, plan))
+            found.append((draft.time_ns, number, draft))
     if not found:
         return None, 0
     time, _, best = min(found, key=lambda item: item[:2])

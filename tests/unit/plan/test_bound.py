@@ -78,7 +78,7 @@ def test_no_order_of_one_pipeline_beats_its_stages(
     segments = tuple(Segment(cell, a, b) for cell, (a, b) in enumerate(pairwise(cuts)))
     plan = shape_plan(topology, Shape((Pipeline(segments, count),), 0, "test"), profile, split)
     reach = Reach(topology, profile, split)
-    least = max(stage.least(count, max(1, held)) for stage, held in (reach.stage(a, b) for a, b in pairwise(cuts)))
+    least = max(reach.least(a, b, count) for a, b in pairwise(cuts))
     try:
         validate_plan(plan, units, profile)
     except InvalidPlan:
@@ -150,7 +150,7 @@ def test_no_schedule_at_all_beats_the_stages(count: int, rooms: list[int], split
         cuts = (0, *cut, units)
         widths = [b - a for a, b in pairwise(cuts)]
         reach = Reach(regular_topology(1, len(rooms), units, waves=count, cuts=cuts), profile, split)
-        least = max(reach.stage(a, b)[0].least(count, room) for (a, b), room in zip(pairwise(cuts), rooms, strict=True))
+        least = max(reach.least(a, b, count, room) for (a, b), room in zip(pairwise(cuts), rooms, strict=True))
         every = product(*(list(orders(count, room, split)) for room in rooms))
         assert min(makespan(lines, widths, split) for lines in every) >= least, (cuts, rooms)
 
@@ -170,7 +170,7 @@ def test_no_set_of_pipelines_at_all_beats_the_bound(dp: int, pp: int, waves: int
     for stages, quota in product(range(1, min(cells, units) + 1), range(1, count + 1)):
         for cut in combinations(range(1, units), stages - 1):
             cuts = (0, *cut, units)
-            rooms = [reach.stage(a, b)[1] for a, b in pairwise(cuts)]
+            rooms = [reach.room(a, b) for a, b in pairwise(cuts)]
             widths = [b - a for a, b in pairwise(cuts)]
             every = product(*(list(orders(quota, room, split)) for room in rooms))
             time = min((makespan(lines, widths, split) for lines in every), default=1 << 60)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from megatron.elastic.plan.cost import plan_costs
-from megatron.elastic.plan.listing import list_schedule
+from megatron.elastic.plan.listing import Scheduler
 from megatron.elastic.plan.model import Cell, Grid, Op, Plan, Profile, Replica, Segment, Topology, UnitCost
 from megatron.elastic.plan.planner import instant_plan, nominal_plan
 from megatron.elastic.plan.schedule import index_edges, interleaved, one_f_one_b, tables_from_orders
@@ -137,8 +137,8 @@ def test_tables_take_no_longer_than_the_list_scheduler_foresaw(split: bool) -> N
         everything = [piece.id for piece in plan.pieces]
         waves = [plan.grid.nominal_microbatch(piece.rows[0]) // 3 for piece in plan.pieces]
         caps = {cell.id: 16 for cell in plan.cells}
-        listing = list_schedule(everything, plan.pieces, plan.edges, index, waves, costs, caps, split)
-        tables = tables_from_orders(listing.orders, index)
+        listing = Scheduler(everything, plan.pieces, plan.edges, index, waves, costs).run(caps, split)
+        tables = tables_from_orders(listing.orders(), index)
         assert listing.forced == 0
         assert plan_time(replace(plan, tables=tables), profile) == listing.makespan
         validate_plan(replace(plan, tables=tables), 12)

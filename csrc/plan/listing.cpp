@@ -1,0 +1,187 @@
+#include "listing.hpp"
+
+#include <algorithm>
+#include <functional>
+#include <queue>
+#include <stdexcept>
+#include <tuple>
+
+namespace elastic::plan {
+
+Group::Group(std::vector<Piece> pieces, std::vector<Edge> edges, int cells)
+    : pieces_(std::move(pieces)), edges_(std::move(edges)), cells_(cells) {
+  const int count = static_cast<int>(pieces_.size());
+  incoming_.resize(count);
+  outgoing_.resize(count);
+  for (const Piece& piece : pieces_) {
+    if (piece.cell < 0 || piece.cell >= cells_) throw std::invalid_argument("a piece on no cell of the group");
+  }
+  for (int number = 0; number < static_cast<int>(edges_.size()); ++number) {
+    const Edge& edge = edges_[number];
+    if (std::min(edge.source, edge.target) < 0 || std::max(edge.source, edge.target) >= count) {
+      throw std::invalid_argument("an edge to a piece of another group");
+    }
+    incoming_[edge.target].push_back(number);
+    outgoing_[edge.source].push_back(number);
+  }
+}
+
+namespace {
+
+// Smallest first.
+template <typename T>
+using Queue = std::priority_queue<T, std::vector<T>, std::greater<T>>;
+
+using Ranked = std::pair<int, int>;  // (wave, piece)
+
+struct CellState {
+  Time free_at = 0;
+  std::int64_t held = 0;
+  Queue<Ranked> forwards, backwards, weights;
+};
+
+enum Kind : int { kInput, kGradient, kEnd };
+
+using Event = std::tuple<Time, int, int>;  // when, kind, piece (of kEnd: cell)
+
+class Scheduler {
+ public:
+  Scheduler(const Group& group, const std::vector<std::int64_t>& caps, bool split, bool forward_first)
+      : group_(group), caps_(caps), split_(split), forward_first_(forward_first), cells_(group.cells()) {
+    const int count = static_cast<int>(group.pieces().size());
+    left_ = count * (split ? 3 : 2);
+    listing_.orders.resize(group.cells());
+    inputs_.resize(count);
+    gradients_.resize(count);
+    for (int piece = 0; piece < count; ++piece) {
+      inputs_[piece] = static_cast<int>(group.incoming(piece).size());
+      gradients_[piece] = static_cast<int>(group.outgoing(piece).size()) + 1;
+      if (!inputs_[piece]) cells_[of(piece).cell].forwards.emplace(of(piece).wave, piece);
+    }
+  }
+
+  Listing run() {
+    std::vector<int> touched(group_.cells());
+    for (int cell = 0; cell < group_.cells(); ++cell) touched[cell] = cell;
+    for (;;) {
+      for (int cell : touched) dispatch(cell, false);
+      touched.clear();
+      if (events_.empty()) {
+        if (!left_) break;
+        touched.push_back(force());
+        continue;
+      }
+      now_ = std::get<0>(events_.top());
+      while (!events_.empty() && std::get<0>(events_.top()) == now_) {
+        const Event event = events_.top();
+        events_.pop();
+        touched.push_back(arrive(std::get<1>(event), std::get<2>(event)));
+      }
+      std::sort(touched.begin(), touched.end());
+      touched.erase(std::unique(touched.begin(), touched.end()), touched.end());
+    }
+    for (const CellState& state : cells_) listing_.makespan = std::max(listing_.makespan, state.free_at);
+    return std::move(listing_);
+  }
+
+ private:
+  const Piece& of(int piece) const { return group_.pieces()[piece]; }
+
+  // Returns the cell to look at.
+  int arrive(int kind, int number) {
+    if (kind == kEnd) return number;
+    CellState& state = cells_[of(number).cell];
+    std::vector<int>& waiting = kind == kInput ? inputs_ : gradients_;
+    if (!--waiting[number]) (kind == kInput ? state.forwards : state.backwards).emplace(of(number).wave, number);
+    return of(number).cell;
+  }
+
+  void dispatch(int cell, bool force) {
+    CellState& state = cells_[cell];
+    if (state.free_at > now_) return;
+    const bool forward = !state.forwards.empty() && (force || fits(cell, state));
+    if (!state.backwards.empty() && !(forward && forward_first_)) {
+      start_backward(cell, state, taken(state.backwards));
+    } else if (forward) {
+      start_forward(cell, state, taken(state.forwards));
+    } else if (!state.weights.empty()) {
+      const int piece = taken(state.weights);
+      state.held -= of(piece).rows;
+      occupy(cell, state, Op::kBackwardWeight, piece, of(piece).weight);
+    }
+  }
+
+  static int taken(Queue<Ranked>& queue) {
+    const int piece = queue.top().second;
+    queue.pop();
+    return piece;
+  }
+
+  bool fits(int cell, const CellState& state) const {
+    return !state.held || state.held + of(state.forwards.top().second).rows <= caps_[cell];
+  }
+
+  // Nothing can move: let the earliest waiting forward in.
+  int force() {
+    int found = -1;
+    for (int cell = 0; cell < group_.cells(); ++cell) {
+      const Queue<Ranked>& waiting = cells_[cell].forwards;
+      if (!waiting.empty() && (found < 0 || waiting.top() < cells_[found].forwards.top())) found = cell;
+    }
+    if (found < 0) throw std::logic_error("pieces depend on each other in a circle");
+    ++listing_.forced;
+    dispatch(found, true);
+    return found;
+  }
+
+  void start_forward(int cell, CellState& state, int piece) {
+    state.held += of(piece).rows;
+    const Time end = occupy(cell, state, Op::kForward, piece, of(piece).forward);
+    events_.emplace(end, kGradient, piece);
+    for (int edge : group_.outgoing(piece)) {
+      events_.emplace(end + group_.edges()[edge].time, kInput, group_.edges()[edge].target);
+    }
+  }
+
+  void start_backward(int cell, CellState& state, int piece) {
+    Time end;
+    if (split_) {
+      end = occupy(cell, state, Op::kBackwardInput, piece, of(piece).backward - of(piece).weight);
+      state.weights.emplace(of(piece).wave, piece);
+    } else {
+      state.held -= of(piece).rows;
+      end = occupy(cell, state, Op::kBackward, piece, of(piece).backward);
+    }
+    for (int edge : group_.incoming(piece)) {
+      events_.emplace(end + group_.edges()[edge].time, kGradient, group_.edges()[edge].source);
+    }
+  }
+
+  Time occupy(int cell, CellState& state, Op op, int piece, Time duration) {
+    listing_.orders[cell].emplace_back(op, piece);
+    state.free_at = now_ + duration;
+    --left_;
+    events_.emplace(state.free_at, kEnd, cell);
+    return state.free_at;
+  }
+
+  const Group& group_;
+  const std::vector<std::int64_t>& caps_;
+  const bool split_, forward_first_;
+  std::vector<CellState> cells_;
+  std::vector<int> inputs_, gradients_;
+  Queue<Event> events_;
+  Listing listing_;
+  int left_ = 0;
+  Time now_ = 0;
+};
+
+}  // namespace
+
+Listing list_schedule(const Group& group, const std::vector<std::int64_t>& caps, bool split_backward,
+                      bool forward_first) {
+  if (static_cast<int>(caps.size()) != group.cells()) throw std::invalid_argument("one cap a cell");
+  return Scheduler(group, caps, split_backward, forward_first).run();
+}
+
+}  // namespace elastic::plan

@@ -1,0 +1,28 @@
+// What units take, as prefix sums: of [first, end) it is sum[end] - sum[first].
+#pragma once
+
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+namespace elastic::plan {
+
+using Time = std::int64_t;      // ns
+using Cuts = std::vector<int>;  // where stages begin, in units, and where the last one ends
+
+// Bytes of a stage on its cell.
+struct Memory {
+  std::vector<std::int64_t> fixed;        // weights and their share of optimizer state
+  std::vector<std::int64_t> held;         // activations of a micro-batch
+  std::vector<std::pair<int, int>> tied;  // units that share a weight: a stage with both holds it once
+
+  std::int64_t bytes(int first, int end, std::int64_t in_flight) const {
+    std::int64_t need = fixed[end] - fixed[first] + in_flight * (held[end] - held[first]);
+    for (const auto& [one, other] : tied) {
+      if (first <= one && one < end && first <= other && other < end) need -= fixed[other + 1] - fixed[other];
+    }
+    return need;
+  }
+};
+
+}  // namespace elastic::plan
