@@ -1,0 +1,120 @@
+"""Run benchmarks as the documentation quotes them, and keep what they print last.
+
+    python -m tools.bench.record [NAME ...]          # all of them: about an hour on two quiet cores
+
+Each benchmark is its own command with the arguments below; its last line, one JSON
+object with the machine in it, goes to ``docs/measured/NAME.json`` with the command and
+the seconds it took. Figures in ``docs/`` are from these files. A benchmark that fails
+or runs out of time leaves the file before it as it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+__all__ = ["STANDARD", "Benchmark", "record"]
+
+ROOT = Path(__file__).resolve().parents[2]
+MEASURED = ROOT / "docs" / "measured"
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """``module`` of ``tools.bench`` with the arguments its figures are quoted for; ``seconds`` is its limit."""
+
+    module: str
+    arguments: tuple[str, ...] = ()
+    seconds: int = 600
+
+    @property
+    def command(self) -> list[str]:
+        return ["python", "-m", f"tools.bench.{self.module}", *self.arguments]
+
+
+STANDARD = {
+    "comm": Benchmark("comm"),
+    "edit": Benchmark("edit", ("--ranks", "8,16,32,64")),
+    "recovery": Benchmark("recovery"),
+    "rejoin": Benchmark("rejoin", ("--trials", "5")),
+    "migrate": Benchmark("migrate"),
+    "movement": Benchmark("movement"),
+    "overhead": Benchmark("overhead"),
+    "step_time": Benchmark("step_time"),
+    "checkpoint": Benchmark("checkpoint"),
+    "consistency": Benchmark("consistency"),
+    "planner": Benchmark("planner"),
+    "simulator_real": Benchmark("simulator_real"),
+    "throughput": Benchmark("throughput", ("--cases", "table"), 1800),
+    "dropout": Benchmark("dropout"),
+}
+
+
+def last_object(printed: str) -> dict[str, Any]:
+    """The JSON object that ends a benchmark's output. Raises ``ValueError`` when there is none."""
+    lines = printed.strip().splitlines()
+    found = json.loads(lines[-1]) if lines else None
+    if not isinstance(found, dict):
+        raise ValueError("the last line is not a JSON object")
+    return found
+
+
+def _printed(benchmark: Benchmark) -> str:
+    """What it writes to stdout. Raises ``SubprocessError``; its jobs end with it also when time is up."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *benchmark.command[1:]]
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as running:
+        try:
+            printed, _ = running.communicate(timeout=benchmark.seconds)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(running.pid, signal.SIGKILL)
+    if running.returncode:
+        raise subprocess.CalledProcessError(running.returncode, benchmark.command)
+    return printed
+
+
+def record(name: str, benchmark: Benchmark, folder: Path = MEASURED) -> str:
+    """Run one benchmark and keep its figures; a line that says how it went. Raises ``RuntimeError`` when it failed."""
+    started = time.monotonic()
+    try:
+        figures = last_object(_printed(benchmark))
+    except (subprocess.SubprocessError, ValueError) as error:
+        raise RuntimeError(f"{name}: {error}") from error
+    took = time.monotonic() - started
+    folder.mkdir(parents=True, exist_ok=True)
+    kept = {"command": " ".join(benchmark.command), "took_s": round(took, 1), **figures}
+    (folder / f"{name}.json").write_text(json.dumps(kept, indent=1) + "\n")
+    return f"{name}: {took:.0f} s"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(STANDARD)}; default: all")
+    names = parser.parse_args().names or list(STANDARD)
+    unknown = [name for name in names if name not in STANDARD]
+    if unknown:
+        parser.error(f"no benchmark {unknown[0]!r}: choose from {', '.join(STANDARD)}")
+    failed = 0
+    for name in names:
+        try:
+            print(record(name, STANDARD[name]), flush=True)
+        except RuntimeError as error:
+            failed += 1
+            print(error, file=sys.stderr, flush=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
