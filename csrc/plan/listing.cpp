@@ -11,19 +11,29 @@ namespace elastic::plan {
 Group::Group(std::vector<Piece> pieces, std::vector<Edge> edges, int cells)
     : pieces_(std::move(pieces)), edges_(std::move(edges)), cells_(cells) {
   const int count = static_cast<int>(pieces_.size());
-  incoming_.resize(count);
-  outgoing_.resize(count);
   for (const Piece& piece : pieces_) {
     if (piece.cell < 0 || piece.cell >= cells_) throw std::invalid_argument("a piece on no cell of the group");
   }
-  for (int number = 0; number < static_cast<int>(edges_.size()); ++number) {
-    const Edge& edge = edges_[number];
+  for (const Edge& edge : edges_) {
     if (std::min(edge.source, edge.target) < 0 || std::max(edge.source, edge.target) >= count) {
       throw std::invalid_argument("an edge to a piece of another group");
     }
-    incoming_[edge.target].push_back(number);
-    outgoing_[edge.source].push_back(number);
   }
+  incoming_ = by(&Edge::target);
+  outgoing_ = by(&Edge::source);
+}
+
+Group::Adjacency Group::by(int Edge::* end) const {
+  Adjacency found;
+  found.start.assign(pieces_.size() + 1, 0);
+  for (const Edge& edge : edges_) ++found.start[edge.*end + 1];
+  for (std::size_t piece = 0; piece < pieces_.size(); ++piece) found.start[piece + 1] += found.start[piece];
+  found.edges.resize(edges_.size());
+  std::vector<int> at = found.start;
+  for (int number = 0; number < static_cast<int>(edges_.size()); ++number) {
+    found.edges[at[edges_[number].*end]++] = number;
+  }
+  return found;
 }
 
 namespace {
@@ -54,8 +64,8 @@ class Scheduler {
     inputs_.resize(count);
     gradients_.resize(count);
     for (int piece = 0; piece < count; ++piece) {
-      inputs_[piece] = static_cast<int>(group.incoming(piece).size());
-      gradients_[piece] = static_cast<int>(group.outgoing(piece).size()) + 1;
+      inputs_[piece] = group.incoming(piece).size();
+      gradients_[piece] = group.outgoing(piece).size() + 1;
       if (!inputs_[piece]) cells_[of(piece).cell].forwards.emplace(of(piece).wave, piece);
     }
   }
@@ -137,7 +147,7 @@ class Scheduler {
   void start_forward(int cell, CellState& state, int piece) {
     state.held += of(piece).rows;
     const Time end = occupy(cell, state, Op::kForward, piece, of(piece).forward);
-    events_.emplace(end, kGradient, piece);
+    events_.emplace(end, kGradient, piece);  // its own part, and the end of the action
     for (int edge : group_.outgoing(piece)) {
       events_.emplace(end + group_.edges()[edge].time, kInput, group_.edges()[edge].target);
     }
@@ -161,7 +171,7 @@ class Scheduler {
     listing_.orders[cell].emplace_back(op, piece);
     state.free_at = now_ + duration;
     --left_;
-    events_.emplace(state.free_at, kEnd, cell);
+    if (op != Op::kForward) events_.emplace(state.free_at, kEnd, cell);
     return state.free_at;
   }
 

@@ -38,15 +38,28 @@ class Group {
   const std::vector<Piece>& pieces() const { return pieces_; }
   const std::vector<Edge>& edges() const { return edges_; }
   int cells() const { return cells_; }
-  // Edges that end (begin) at a piece.
-  const std::vector<int>& incoming(int piece) const { return incoming_[piece]; }
-  const std::vector<int>& outgoing(int piece) const { return outgoing_[piece]; }
+  // Edges that end (begin) at a piece, as a range of iterators.
+  struct Range {
+    const int *first, *last;
+    const int* begin() const { return first; }
+    const int* end() const { return last; }
+    int size() const { return static_cast<int>(last - first); }
+  };
+  Range incoming(int piece) const { return incoming_.of(piece); }
+  Range outgoing(int piece) const { return outgoing_.of(piece); }
 
  private:
   std::vector<Piece> pieces_;
   std::vector<Edge> edges_;
   int cells_;
-  std::vector<std::vector<int>> incoming_, outgoing_;
+  // Edge numbers by piece, all in one list.
+  struct Adjacency {
+    std::vector<int> start, edges;
+    Range of(int piece) const { return {edges.data() + start[piece], edges.data() + start[piece + 1]}; }
+  };
+  Adjacency by(int Edge::* end) const;
+
+  Adjacency incoming_, outgoing_;
 };
 
 struct Listing {

@@ -54,16 +54,16 @@ def plan_costs(pieces: Sequence[Piece], edges: Sequence[Edge], cells: Sequence[C
     def scaled(sums: list[int], piece: Piece) -> int:
         return -(-(sums[piece.end] - sums[piece.first]) * len(piece.rows) * PPM // speed[piece.cell])
 
-    piece_costs = tuple(
-        PieceCost(
-            scaled(forward, piece),
-            scaled(backward, piece),
-            scaled(weight, piece),
-            (held[piece.end] - held[piece.first]) * len(piece.rows),
-        )
-        for piece in pieces
-    )
-    return Costs(piece_costs, tuple(_transfer(edge, pieces, profile) for edge in edges))
+    known: dict[tuple[int, int, int, int], PieceCost] = {}
+    found = []
+    for piece in pieces:
+        key = piece.cell, piece.first, piece.end, len(piece.rows)
+        cost = known.get(key)
+        if cost is None:
+            size = (held[piece.end] - held[piece.first]) * len(piece.rows)
+            cost = known[key] = PieceCost(scaled(forward, piece), scaled(backward, piece), scaled(weight, piece), size)
+        found.append(cost)
+    return Costs(tuple(found), tuple(_transfer(edge, pieces, profile) for edge in edges))
 
 
 def _transfer(edge: Edge, pieces: Sequence[Piece], profile: Profile) -> int:

@@ -338,13 +338,20 @@ def piece_edges(pieces: Sequence[Piece]) -> tuple[Edge, ...]:
     Raises :class:`PlanError` when a row has no source.
     """
     at: dict[tuple[int, int], tuple[int, int]] = {}
+    whole: dict[tuple[int, tuple[int, ...]], int] = {}
     for piece in pieces:
+        whole[piece.end, piece.rows] = piece.id
         for position, row in enumerate(piece.rows):
             if at.setdefault((piece.end, row), (piece.id, position)) != (piece.id, position):
                 raise PlanError(f"row {row} leaves units ending at {piece.end} twice")
     edges: list[Edge] = []
     for piece in pieces:
         if piece.first == 0:
+            continue
+        alike = whole.get((piece.first, piece.rows))
+        if alike is not None:
+            every = tuple(range(len(piece.rows)))
+            edges.append(Edge(alike, piece.id, piece.rows, every, every))
             continue
         found: dict[int, tuple[list[int], list[int], list[int]]] = {}
         for position, row in enumerate(piece.rows):

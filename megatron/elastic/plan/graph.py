@@ -46,8 +46,8 @@ __all__ = [
     "Shape",
     "candidate_shapes",
     "knapsack",
-    "middles",
     "pipeline_bound",
+    "ranks",
     "seats",
     "work_bound",
 ]
@@ -131,7 +131,7 @@ class _Search:
             for segment in replica.segments:
                 span = (segment.first, segment.end)
                 self.holds[segment.cell] = (*self.holds.get(segment.cell, ()), span)
-        self.middles = middles(self.holds, self.model.units)
+        self.ranks = ranks(self.places, self.holds, self.model.units)
         self.idle = [cell for cell in self.places if cell not in self.holds]
         self.healthy: list[_Line] = []
         self.damaged: list[list[int]] = []
@@ -294,18 +294,22 @@ class _Search:
 
     def form(self, cells: Sequence[int], lengths: Sequence[int]) -> list[_Line] | None:
         """Pipelines of ``lengths`` over ``cells``; a cell goes where the units are that it holds already."""
-        lines = [self.line(seated) for seated in seats(cells, lengths, self.middles)]
+        lines = [self.line(seated) for seated in seats(cells, lengths, self.ranks)]
         return [line for line in lines if line] if all(lines) else None
 
 
-def middles(holds: Mapping[int, tuple[Range, ...]], units: int) -> dict[int, int]:
-    """Where in the model each cell's units lie on average, in millionths."""
-    return {cell: sum(a + b for a, b in spans) * PPM // (2 * len(spans) * units) for cell, spans in holds.items()}
+def ranks(cells: Iterable[int], holds: Mapping[int, tuple[Range, ...]], units: int) -> dict[int, int]:
+    """Order of ``cells`` by where in the model the units they hold lie on average; those that hold none: halfway."""
+    middle = {
+        cell: sum(a + b for a, b in holds[cell]) * PPM // (2 * len(holds[cell]) * units) if cell in holds else PPM // 2
+        for cell in cells
+    }
+    return {cell: rank for rank, cell in enumerate(sorted(middle, key=lambda cell: (middle[cell], cell)))}
 
 
-def seats(cells: Sequence[int], lengths: Sequence[int], middles: Mapping[int, int]) -> list[list[int]]:
+def seats(cells: Sequence[int], lengths: Sequence[int], order: Mapping[int, int]) -> list[list[int]]:
     """Cells of pipelines of ``lengths``, each near the units it holds already; cells too many are left out."""
-    ordered = sorted(cells, key=lambda cell: (middles.get(cell, PPM // 2), cell))[: sum(lengths)]
+    ordered = sorted(cells, key=order.__getitem__)[: sum(lengths)]
     slots = sorted(
         ((2 * stage + 1) * PPM // (2 * length), number, stage)
         for number, length in enumerate(lengths)

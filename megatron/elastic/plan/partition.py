@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from megatron.elastic import _plan
 from megatron.elastic.plan.cost import PPM, unit_sums
@@ -33,8 +34,7 @@ from megatron.elastic.plan.model import Profile
 __all__ = ["Model", "PipelineTime", "Place", "cut_pipeline", "nearest_cuts", "pipeline_time", "share_out"]
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """What partitioning needs to know of a cell."""
 
     speed_ppm: int = PPM

@@ -143,26 +143,25 @@ def interleaved(chunks: Sequence[Sequence[int]], stage: int, stages: int) -> lis
 
 
 def components(pieces: Sequence[Piece], edges: Sequence[Edge]) -> list[list[int]]:
-    """Piece ids in groups that share neither a cell nor an edge: each can be scheduled by itself."""
-    parent = list(range(len(pieces)))
+    """Piece ids in groups that share neither a cell nor an edge: each can be scheduled by itself.
 
-    def root(item: int) -> int:
-        while parent[item] != item:
-            parent[item] = parent[parent[item]]
-            item = parent[item]
-        return item
+    Ascending, and groups by their first.
+    """
+    cell_of = [piece.cell for piece in pieces]
+    parent = {cell: cell for cell in cell_of}
 
-    first_of_cell: dict[int, int] = {}
-    for piece in pieces:
-        a, b = root(first_of_cell.setdefault(piece.cell, piece.id)), root(piece.id)
-        parent[max(a, b)] = min(a, b)
-    for edge in edges:
-        a, b = root(edge.source), root(edge.target)
-        parent[max(a, b)] = min(a, b)
+    def root(cell: int) -> int:
+        while parent[cell] != cell:
+            parent[cell] = parent[parent[cell]]
+            cell = parent[cell]
+        return cell
+
+    for one, other in {(cell_of[edge.source], cell_of[edge.target]) for edge in edges}:
+        parent[root(one)] = root(other)
     groups: dict[int, list[int]] = {}
-    for piece in pieces:
-        groups.setdefault(root(piece.id), []).append(piece.id)
-    return [groups[key] for key in sorted(groups)]
+    for number, cell in enumerate(cell_of):
+        groups.setdefault(root(cell), []).append(number)
+    return list(groups.values())
 
 
 def is_pipeline(group: Sequence[int], pieces: Sequence[Piece]) -> list[tuple[int, list[int]]] | None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from megatron.elastic import _plan
@@ -20,10 +20,11 @@ from megatron.elastic.plan.bound import Reach
 from megatron.elastic.plan.cost import PPM, held_bytes, unit_sums
 from megatron.elastic.plan.dataflow import Share, deal, microbatch_rows
 from megatron.elastic.plan.graph import Shape
-from megatron.elastic.plan.model import Plan, Profile, Topology
+from megatron.elastic.plan.model import Plan, Profile, Replica, Segment, Topology
+from megatron.elastic.plan.partition import Model
 from megatron.elastic.plan.planner import assemble
 from megatron.elastic.plan.timing import plan_time
-from megatron.elastic.plan.topology import living_replicas
+from megatron.elastic.plan.topology import is_whole, living_replicas
 from megatron.elastic.plan.tuning import move_quota
 
 __all__ = ["ShapeTimer", "shape_hash", "shape_plan"]
@@ -76,8 +77,9 @@ class ShapeTimer:
             unit_sums(unit.forward_ns for unit in units),
             unit_sums(unit.backward_ns for unit in units),
             unit_sums(unit.weight_grad_ns for unit in units),
-            unit_sums(unit.activation_bytes for unit in units),
         )
+        self.activations = unit_sums(unit.activation_bytes for unit in units)
+        self.models: dict[int, Model] = {}
 
     def best(self, shapes: Iterable[Shape], count: int) -> list[Shape]:
         """The ``count`` fastest by their tables, fastest first; made only where the bound leaves a chance."""
@@ -90,44 +92,45 @@ class ShapeTimer:
 
     def least(self, shape: Shape) -> int:
         """What no tables of the shape's pipelines can beat, ns."""
-        found = 0
-        for pipeline in shape.pipelines:
-            for segment in pipeline.segments if pipeline.quota else ():
-                found = max(found, self.reach.least(segment.first, segment.end, pipeline.quota))
-        return found
+        spans = {(s.first, s.end, pipeline.quota) for pipeline in shape.pipelines for s in pipeline.segments}
+        return max((self.reach.least(*span) for span in spans if span[2]), default=0)
 
     def times(self, shape: Shape) -> list[int]:
         """Time of each pipeline, ns (0: it computes nothing)."""
         found = []
-        fixed: dict[int, int] | None = None
         for number, pipeline in enumerate(shape.pipelines):
             key = (pipeline.quota, *((s.first, s.end, self.speed[s.cell]) for s in pipeline.segments))
             if key not in self.known:
-                fixed = self._fixed(shape) if fixed is None else fixed
-                self.known[key] = self._time(shape, number, fixed) if pipeline.quota else 0
+                self.known[key] = self._time(shape, number) if pipeline.quota else 0
             found.append(self.known[key])
         return found
 
-    def _fixed(self, shape: Shape) -> dict[int, int]:
-        """Bytes that cells hold besides activations."""
-        topology = replace(self.topology, replicas=shape.replicas())
-        shares = topology.grid.data_parallel_size
-        return held_bytes(living_replicas(topology), self.profile, topology.tied, shares)
+    def _held(self, shape: Shape) -> Callable[[Segment], int]:
+        """Bytes that the cell of a segment holds besides activations."""
+        shares = self.topology.grid.data_parallel_size
+        if not all(is_whole(Replica(pipeline.segments), len(self.profile.units)) for pipeline in shape.pipelines):
+            moved = replace(self.topology, replicas=shape.replicas())
+            fixed = held_bytes(living_replicas(moved), self.profile, moved.tied, shares)
+            return lambda segment: fixed.get(segment.cell, 0)
+        holders = max(shares, len(shape.pipelines))
+        if holders not in self.models:
+            rows = self.topology.grid.micro_batch_size
+            self.models[holders] = Model(self.profile, rows, holders, self.topology.tied)
+        model = self.models[holders]
+        return lambda segment: model.stage_bytes(segment.first, segment.end, 0)
 
-    def _time(self, shape: Shape, number: int, fixed: Mapping[int, int]) -> int:
+    def _time(self, shape: Shape, number: int) -> int:
         """Of one pipeline: natively where each cell has one stage, else from its tables."""
         pipeline = shape.pipelines[number]
         if len({s.cell for s in pipeline.segments}) < len(pipeline.segments):
             plan = shape_plan(self.topology, shape, self.profile, self.split, only=[number])
             return plan_time(plan, self.profile)
-        rows = self.topology.grid.micro_batch_size
+        rows, held = self.topology.grid.micro_batch_size, self._held(shape)
         stages = []
         for s in pipeline.segments:
             speed, memory = self.speed[s.cell]
-            forward, backward, weight = (
-                -(-(sums[s.end] - sums[s.first]) * rows * PPM // speed) for sums in self.sums[:3]
-            )
-            room = (memory - fixed.get(s.cell, 0)) // max(1, self.sums[3][s.end] - self.sums[3][s.first])
+            forward, backward, weight = (-(-(sums[s.end] - sums[s.first]) * rows * PPM // speed) for sums in self.sums)
+            room = (memory - held(s)) // max(1, self.activations[s.end] - self.activations[s.first])
             stages.append((forward, backward, weight, self._hop(s.end), room))
         return _plan.pipeline_time(stages, pipeline.quota, rows, self.split)
 

@@ -17,7 +17,7 @@ from itertools import pairwise
 
 from megatron.elastic.plan.bound import Reach, schedule_bound
 from megatron.elastic.plan.dataflow import PlanError, microbatches
-from megatron.elastic.plan.graph import Pipeline, Shape, middles, seats
+from megatron.elastic.plan.graph import Pipeline, Shape, ranks, seats
 from megatron.elastic.plan.model import Profile, Segment, Topology
 
 __all__ = ["bound_shapes", "few_microbatches", "move_quota"]
@@ -47,7 +47,7 @@ def bound_shapes(topology: Topology, profile: Profile, split_backward: bool) -> 
         for s in replica.segments:
             holds[s.cell] = (*holds.get(s.cell, ()), (s.first, s.end))
     cells = [cell.id for cell in topology.cells]
-    places = middles(holds, topology.units)
+    order = ranks(cells, holds, topology.units)
     found: dict[tuple[Pipeline, ...], Shape] = {}
     for percent in _ABOVE:
         deadline = least * (100 + percent) // 100
@@ -57,7 +57,7 @@ def bound_shapes(topology: Topology, profile: Profile, split_backward: bool) -> 
             continue
         late = [reach.late_cuts(quota, deadline) or cut for cut, quota in zip(cuts, quotas, strict=True)]
         for some in (cuts, late):
-            seated = seats(cells, [len(cut) - 1 for cut in some], places)
+            seated = seats(cells, [len(cut) - 1 for cut in some], order)
             pipelines = _pipelines(seated, some, quotas, excess)
             found.setdefault(pipelines, Shape(pipelines, deadline, "bound"))
     return list(found.values())
