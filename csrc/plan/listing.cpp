@@ -4,7 +4,6 @@
 #include <functional>
 #include <queue>
 #include <stdexcept>
-#include <tuple>
 
 namespace elastic::plan {
 
@@ -52,15 +51,27 @@ struct CellState {
 
 enum Kind : int { kInput, kGradient, kEnd };
 
-using Event = std::tuple<Time, int, int>;  // when, kind, piece (of kEnd: cell)
+struct Event {
+  Time when;
+  int kind, number;  // a piece; of kEnd: a cell
+
+  // Only when events happen matters: those of one moment are all taken before anything is started.
+  friend bool operator>(const Event& a, const Event& b) { return a.when > b.when; }
+};
 
 class Scheduler {
  public:
   Scheduler(const Group& group, const std::vector<std::int64_t>& caps, bool split, bool forward_first)
-      : group_(group), caps_(caps), split_(split), forward_first_(forward_first), cells_(group.cells()) {
+      : group_(group),
+        caps_(caps),
+        split_(split),
+        forward_first_(forward_first),
+        cells_(group.cells()),
+        seen_(group.cells(), false) {
     const int count = static_cast<int>(group.pieces().size());
     left_ = count * (split ? 3 : 2);
     listing_.orders.resize(group.cells());
+    for (auto& order : listing_.orders) order.reserve(left_ / static_cast<int>(listing_.orders.size()));
     inputs_.resize(count);
     gradients_.resize(count);
     for (int piece = 0; piece < count; ++piece) {
@@ -74,21 +85,24 @@ class Scheduler {
     std::vector<int> touched(group_.cells());
     for (int cell = 0; cell < group_.cells(); ++cell) touched[cell] = cell;
     for (;;) {
-      for (int cell : touched) dispatch(cell, false);
+      for (int cell : touched) {
+        seen_[cell] = false;
+        dispatch(cell, false);
+      }
       touched.clear();
       if (events_.empty()) {
         if (!left_) break;
         touched.push_back(force());
         continue;
       }
-      now_ = std::get<0>(events_.top());
-      while (!events_.empty() && std::get<0>(events_.top()) == now_) {
+      now_ = events_.top().when;
+      while (!events_.empty() && events_.top().when == now_) {
         const Event event = events_.top();
         events_.pop();
-        touched.push_back(arrive(std::get<1>(event), std::get<2>(event)));
+        const int cell = arrive(event.kind, event.number);
+        if (!seen_[cell]) touched.push_back(cell);
+        seen_[cell] = true;
       }
-      std::sort(touched.begin(), touched.end());
-      touched.erase(std::unique(touched.begin(), touched.end()), touched.end());
     }
     for (const CellState& state : cells_) listing_.makespan = std::max(listing_.makespan, state.free_at);
     return std::move(listing_);
@@ -147,9 +161,9 @@ class Scheduler {
   void start_forward(int cell, CellState& state, int piece) {
     state.held += of(piece).rows;
     const Time end = occupy(cell, state, Op::kForward, piece, of(piece).forward);
-    events_.emplace(end, kGradient, piece);  // its own part, and the end of the action
+    events_.push({end, kGradient, piece});  // its own part, and the end of the action
     for (int edge : group_.outgoing(piece)) {
-      events_.emplace(end + group_.edges()[edge].time, kInput, group_.edges()[edge].target);
+      events_.push({end + group_.edges()[edge].time, kInput, group_.edges()[edge].target});
     }
   }
 
@@ -163,7 +177,7 @@ class Scheduler {
       end = occupy(cell, state, Op::kBackward, piece, of(piece).backward);
     }
     for (int edge : group_.incoming(piece)) {
-      events_.emplace(end + group_.edges()[edge].time, kGradient, group_.edges()[edge].source);
+      events_.push({end + group_.edges()[edge].time, kGradient, group_.edges()[edge].source});
     }
   }
 
@@ -171,7 +185,7 @@ class Scheduler {
     listing_.orders[cell].emplace_back(op, piece);
     state.free_at = now_ + duration;
     --left_;
-    if (op != Op::kForward) events_.emplace(state.free_at, kEnd, cell);
+    if (op != Op::kForward) events_.push({state.free_at, kEnd, cell});
     return state.free_at;
   }
 
@@ -179,6 +193,7 @@ class Scheduler {
   const std::vector<std::int64_t>& caps_;
   const bool split_, forward_first_;
   std::vector<CellState> cells_;
+  std::vector<bool> seen_;  // cells to look at at this moment
   std::vector<int> inputs_, gradients_;
   Queue<Event> events_;
   Listing listing_;
