@@ -6,12 +6,14 @@
 // A policy may cover CPUs outside the set (a shared clock domain); it is then set
 // for all of them, and `describe` says so.
 #include <fcntl.h>
+#include <sys/file.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
 #include <cstring>
+#include <exception>
 #include <filesystem>
 #include <fstream>
 #include <map>
@@ -125,6 +127,8 @@ class Cpufreq final : public Driver {
         for (auto it = common.begin(); it != common.end();) it = steps.count(*it) ? std::next(it) : common.erase(it);
       }
     }
+    if (limits.min_khz > limits.max_khz || (listed && common.empty()))
+      throw Unavailable("the cpufreq policies of these CPUs have no frequency in common");
     if (listed) limits.steps_khz.assign(common.begin(), common.end());
     return limits;
   }
@@ -157,16 +161,38 @@ class Cpufreq final : public Driver {
     return text;
   }
 
+  // A policy whose CPUs went offline is no reason to leave the others as they are.
   void restore(const std::string& snapshot) override {
+    std::exception_ptr failed;
     std::istringstream entries(snapshot);
     for (std::string entry; std::getline(entries, entry, ';');) {
       std::istringstream words(entry);
       std::string name;
       int64_t low = 0, high = 0;
       if (!(words >> name >> low >> high)) throw std::invalid_argument("bad snapshot '" + snapshot + "'");
-      write_range(root_ / "devices/system/cpu/cpufreq" / name, low, high);
+      try {
+        write_range(root_ / "devices/system/cpu/cpufreq" / name, low, high);
+      } catch (const std::runtime_error&) {
+        if (!failed) failed = std::current_exception();
+      }
+    }
+    if (failed) std::rethrow_exception(failed);
+  }
+
+  void claim() override {
+    for (const fs::path& policy : policies_) {
+      const int folder = open(policy.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+      if (folder >= 0) claimed_.push_back(folder);
+      if (folder < 0 || flock(folder, LOCK_EX | LOCK_NB) != 0) {
+        const int why = errno;
+        release();
+        if (why == EWOULDBLOCK) throw Unavailable(policy.filename().string() + " is being set by another process");
+        throw Unavailable("cannot lock " + policy.string() + ": " + std::strerror(why));
+      }
     }
   }
+
+  ~Cpufreq() override { release(); }
 
   int64_t power_mw() override {
     const auto now = std::chrono::steady_clock::now();
@@ -185,6 +211,11 @@ class Cpufreq final : public Driver {
   }
 
  private:
+  void release() {
+    for (const int folder : claimed_) close(folder);
+    claimed_.clear();
+  }
+
   // The kernel refuses min > max at any moment: widen first, then narrow.
   static void write_range(const fs::path& policy, int64_t low, int64_t high) {
     if (high >= read_number(policy / "scaling_min_freq")) {
@@ -215,6 +246,7 @@ class Cpufreq final : public Driver {
   fs::path root_;
   std::set<int> cpus_, covered_;
   std::vector<fs::path> policies_;
+  std::vector<int> claimed_;  // folders of policies, locked
   std::map<std::string, std::pair<int64_t, int64_t>> energy_;
   std::chrono::steady_clock::time_point energy_at_;
 };

@@ -49,7 +49,12 @@ class Driver {
   // Chooses the lowest step that is not below `khz` (the highest, if all are below).
   virtual Applied set(int64_t khz) = 0;
   virtual std::string snapshot() = 0;
+  // Restores all it can, then throws what kept it from the rest.
   virtual void restore(const std::string& snapshot) = 0;
+  // Keeps other processes that ask likewise from the clocks until this driver goes. Throws Unavailable when one has
+  // them: what is found then is that one's setting, and who restores last would restore it. Devices of one rank:
+  // nothing.
+  virtual void claim() {}
   // Milliwatts, kUnknown where the platform does not say.
   virtual int64_t power_mw() = 0;
 };

@@ -15,8 +15,18 @@ namespace megatron_elastic::frequency {
 bool guard(int owner, const std::string& kind, const std::string& device, const std::string& path,
            const std::string& snapshot) {
   for (const int signal : {SIGTERM, SIGINT, SIGHUP, SIGPIPE}) std::signal(signal, SIG_IGN);
-  const std::unique_ptr<Driver> driver = open_driver(kind, device, path);
-  if (write(STDOUT_FILENO, "ready\n", 6) != 6) return false;  // nobody is there to have set anything
+  std::unique_ptr<Driver> driver;
+  std::string said = "ready";
+  try {
+    driver = open_driver(kind, device, path);
+    driver->claim();
+    if (driver->snapshot() != snapshot) said = "another process was setting these clocks";
+  } catch (const std::exception& error) {
+    said = error.what();
+  }
+  const std::string line = said + "\n";
+  if (write(STDOUT_FILENO, line.data(), line.size()) != static_cast<ssize_t>(line.size())) return false;
+  if (said != "ready") return false;  // nothing will be set
   bool listening = true;
   for (;;) {
     // A closed standard input says nothing by itself: only the pidfd tells of the owner's end.

@@ -6,7 +6,8 @@ section 7). A clock outlives the process that set it, so nothing is set before a
 the clocks back when it ends, however it ends.
 
 Invariant: between the first ``set`` and ``restore`` a guard is alive, and what it
-restores is what was found before that first ``set``. A control that cannot be used
+restores is what was found before that first ``set``; CPUs that share clocks
+with those of another process that sets them are refused, not fought over. A control that cannot be used
 says why in one line; it never pretends.
 
 Native part: ``csrc/frequency``.
@@ -172,6 +173,7 @@ class NativeFrequency:
         try:
             if first:
                 self._before = self._driver.snapshot()
+            if first or self._guard_died():
                 self._guard = self._start_guard()
             done = self._driver.set(khz)
         except (_frequency.Unavailable, _frequency.NotPermitted) as error:
@@ -232,12 +234,20 @@ class NativeFrequency:
         finally:
             os.close(owner)
         assert guard.stdout is not None
-        said = guard.stdout.readline()
+        said = guard.stdout.readline().decode().strip()
         guard.stdout.close()
-        if said != b"ready\n":
+        if said != "ready":
             guard.wait()
-            raise FrequencyUnavailable(f"frequency axis off: the guard process ended with status {guard.returncode}")
+            why = said or f"the guard process ended with status {guard.returncode}"
+            raise FrequencyUnavailable(f"frequency axis off for {self._kind} device {self._device}: {why}")
         return guard
+
+    def _guard_died(self) -> bool:
+        """Whether somebody ended the guard; then the clocks go back at once, so that the next one finds them so."""
+        if self._guard is None or self._guard.poll() is None:
+            return False
+        self._driver.restore(self._before)
+        return True
 
     def _release_guard(self) -> None:
         guard, self._guard = self._guard, None
@@ -264,10 +274,15 @@ def open_frequency(kind: Kind, device: str, path: str = "") -> FrequencyControl:
 def frequency_of(platform: str, index: int = 0) -> FrequencyControl:
     """The control of this process's device: ``platform`` is 'cpu', 'cuda' or 'npu', ``index`` as torch counts.
 
-    CPU: the CPUs this process is bound to.
+    CPU: the CPUs this process is bound to; none where it shares all of them with other ranks of the node.
     """
     if platform == "cpu":
-        return open_frequency("cpufreq", ",".join(map(str, sorted(os.sched_getaffinity(0)))))
+        own = os.sched_getaffinity(0)
+        if len(own) == os.cpu_count() and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1:
+            return NoFrequency(
+                "frequency axis off: the ranks of this node share its CPUs; bind each to its own (taskset)"
+            )
+        return open_frequency("cpufreq", ",".join(map(str, sorted(own))))
     if platform == "cuda":
         import torch
 

@@ -214,7 +214,65 @@ def test_this_machine_answers_for_its_own_cpus():
     assert not frequency_of("tpu").available()
 
 
+def test_ranks_that_share_all_cpus_leave_their_clocks_alone(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(os.cpu_count() or 1)))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    control = frequency_of("cpu")
+    assert not control.available() and "share its CPUs" in control.why()
+
+
+def test_clocks_that_another_process_sets_are_refused_until_it_is_done(sysfs):
+    """What the second found would be the first one's setting, and would be what it restores."""
+    first, second = (open_frequency("cpufreq", cpus, str(sysfs)) for cpus in ("0-1", "0-3"))
+    first.set(1_000_000)
+    before = children()
+    with pytest.raises(FrequencyUnavailable, match="policy0 is being set by another process"):
+        second.set(2_000_000)
+    assert children() == before and policy(sysfs, 0, "max") == 1_000_000 and policy(sysfs, 2, "max") == 2_800_000
+    first.restore()
+    assert second.set(2_000_000).verified
+    second.restore()
+    assert [policy(sysfs, n, side) for n in (0, 2) for side in ("min", "max")] == [800_000, 2_800_000] * 2
+
+
+def test_a_policy_that_is_gone_keeps_no_other_from_being_restored(sysfs):
+    control = open_frequency("cpufreq", "0-3", str(sysfs))
+    control.set(1_000_000)
+    hidden = sysfs / "policy0"
+    (sysfs / "devices/system/cpu/cpufreq/policy0").rename(hidden)  # its CPUs went offline
+    with pytest.raises(FrequencyUnavailable, match="policy0"):
+        control.restore()
+    assert policy(sysfs, 2, "min") == 800_000 and policy(sysfs, 2, "max") == 2_800_000
+    hidden.rename(sysfs / "devices/system/cpu/cpufreq/policy0")
+    control.restore()
+    assert policy(sysfs, 0, "min") == 800_000 and policy(sysfs, 0, "max") == 2_800_000
+
+
+def test_cpus_without_a_common_frequency_have_no_axis(sysfs):
+    for number, text in ((0, "1000000 2000000"), (2, "1500000 3000000")):
+        (sysfs / f"devices/system/cpu/cpufreq/policy{number}/scaling_available_frequencies").write_text(text + "\n")
+    control = open_frequency("cpufreq", "0-3", str(sysfs))
+    assert not control.available() and "no frequency in common" in control.why()
+
+
 # --- the guard -------------------------------------------------------------------
+
+
+def test_a_guard_that_was_killed_is_replaced_and_restores_what_was_found_first(sysfs):
+    before = children()
+    control = open_frequency("cpufreq", "0-3", str(sysfs))
+    control.set(1_000_000)
+    (guard,) = children() - before
+    os.kill(guard, signal.SIGKILL)
+    until = time.monotonic() + 30
+    while Path(f"/proc/{guard}/stat").read_text().split()[2] != "Z" and time.monotonic() < until:
+        time.sleep(0.005)
+    assert control.set(2_000_000).verified
+    (second,) = children() - before
+    assert second != guard
+    control.restore()
+    assert restored(sysfs) and children() == before
+
 
 OWNER = """
 import os, sys, time
