@@ -3,12 +3,13 @@
     python -m tools.bench.simulator_real [--rounds 3] [--steps 10]
 
 Two ranks throughout, no more than there are cores: otherwise what is measured is how the machine shares them. The
-executors of five short jobs log how long every forward and backward took (waits are not in it). For each job, least
-squares over the stages of the *other four* give what embedding, a layer and the head cost, and the tables of its plan
-with these costs say how long its compute phase lasts: other numbers of micro-batches, an uneven cut, other depths, no
-pipeline at all, and what is left of that when one of the two ranks is killed. Measured is the compute phase of
-committed steps on its slowest rank, waits included. What the job's own pieces predict stands beside it: the part of the
-error that is not the costs'.
+executors of five short jobs log when every forward and backward began and ended (waits are not in it). For each job,
+least squares over the stages of the *other four* give what embedding, a layer and the head cost; what passes between
+two actions of a rank, and between a stage's end and the start of one that waited for it, comes from the same traces.
+The tables of the job's plan with these costs say how long its compute phase lasts: other numbers of micro-batches, an
+uneven cut, other depths, no pipeline at all, and what is left of that when one of the two ranks is killed. Measured is
+the compute phase of committed steps on its slowest rank, waits included. What the job's own pieces predict stands
+beside it: the part of the error that is not the costs'.
 
 All jobs run in every round, and a prediction uses costs of its own round, so that a machine whose speed drifts takes
 both sides along. Medians over steps and pieces, then over rounds; the error of a layout is the median of its rounds'.
@@ -20,12 +21,12 @@ from __future__ import annotations
 import argparse
 import shlex
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -46,6 +47,19 @@ MODEL = QUIET + shlex.split(f"""
     --vocab-size 1023
 """)
 OPS = ("F", "B")
+
+
+class Work(NamedTuple):
+    """An action as traced."""
+
+    op: str
+    piece: int
+    first: int
+    end: int
+    start: int
+    stop: int
+
+
 Span = tuple[int, int]
 Pieces = Mapping[tuple[str, Span], float]
 """(op, units) → ns of a piece."""
@@ -109,12 +123,17 @@ class Seen:
     compute: dict[bool, float]
     """By whether the rank was lost."""
     pieces: Pieces
+    between: list[int]
+    """ns from the end of an action to the start of the next of its rank, where that waited for nothing."""
+    across: list[int]
+    """ns from the end of an action to the start of another stage's that waited for it."""
 
 
 def observed(layout: Layout, steps: int) -> Seen:
     """Train and read the event log. Raises ``RuntimeError`` when the job fails or a step is missing."""
     slowest: dict[int, int] = {}
     pieces: dict[tuple[str, Span], list[int]] = {}
+    traces: dict[int, dict[int, list[Work]]] = {}
     with tempfile.TemporaryDirectory(prefix="simulator-") as folder:
         elastic = ("--elastic", "--elastic-event-log", folder, "--elastic-trace")
         finished(command(2, *MODEL, *layout.flags(steps), *elastic))
@@ -123,8 +142,10 @@ def observed(layout: Layout, steps: int) -> Seen:
             if isinstance(event, Phases):
                 slowest[event.step] = max(slowest.get(event.step, 0), event.nanoseconds["compute"])
             elif isinstance(event, Trace) and WARM_UP < event.step <= steps:
-                for op, _, first, end, start, stop in event.work:
-                    pieces.setdefault((op, (first, end)), []).append(stop - start)
+                done = sorted((Work(*line) for line in event.work), key=lambda work: work.start)
+                traces.setdefault(event.step, {})[done[0].first] = done
+                for work in done:
+                    pieces.setdefault((work.op, (work.first, work.end)), []).append(work.stop - work.start)
     last = 2 * steps if layout.loses else steps
     if set(slowest) != set(range(1, last + 1)):
         raise RuntimeError(f"{layout}: steps {sorted(slowest)} were committed, {last} were asked for")
@@ -132,7 +153,23 @@ def observed(layout: Layout, steps: int) -> Seen:
         lost: median(slowest[step] for step in range(first + 1, first + steps + 1) if step > first + WARM_UP)
         for lost, first in ((False, 0), (True, steps))[: 1 + layout.loses]
     }
-    return Seen(compute, {key: median(spent) for key, spent in pieces.items()})
+    between = [gap for step in traces.values() for done in step.values() for gap in gaps(done, layout.units)]
+    across = [hop for step in traces.values() if len(step) == 2 for hop in hops(step[0], step[layout.cuts()[1]])]
+    return Seen(compute, {key: median(spent) for key, spent in pieces.items()}, between, across)
+
+
+def gaps(done: Sequence[Work], units: int) -> list[int]:
+    """Between the forward and the backward of a piece that ends with the loss: nothing is waited for there."""
+    return [
+        after.start - before.stop
+        for before, after in pairwise(done)
+        if before.end == units and before.piece == after.piece and before.op == "F"
+    ]
+
+
+def hops(first: Sequence[Work], last: Sequence[Work]) -> list[int]:
+    """The second stage's first forward and the first stage's last backward have nothing to do but wait."""
+    return [last[0].start - first[0].stop, first[-1].start - last[-1].stop]
 
 
 def fitted(jobs: Mapping[Layout, Seen]) -> dict[str, tuple[float, float, float]]:
@@ -152,31 +189,37 @@ def fitted(jobs: Mapping[Layout, Seen]) -> dict[str, tuple[float, float, float]]
     return found
 
 
-def profile_of(times: Iterable[tuple[float, float]]) -> Profile:
-    """Units that take so many ns (forward, backward) for a micro-batch, and nothing else."""
-    return Profile(
-        tuple(
-            UnitCost(round(there / ROWS), round(back / ROWS), round(back / ROWS / 2), 0, 0, 1, 0)
-            for there, back in times
-        ),
-        latency_ns=0,
-    )
+def profile_of(layout: Layout, times: Sequence[tuple[float, float]], seen: Iterable[Seen]) -> Profile:
+    """Units that take so many ns (forward, backward) for a micro-batch; what lies between actions as ``seen``.
+
+    What an action costs besides its units is put on the first unit of its stage.
+    """
+    jobs = list(seen)
+    gap = median(gap for job in jobs for gap in job.between)
+    hop = median([hop for job in jobs for hop in job.across] or [0.0])
+    begins = layout.cuts()[:-1]
+    units = []
+    for unit, (there, back) in enumerate(times):
+        extra = gap if unit in begins else 0.0
+        forward, backward = round((there + extra) / ROWS), round((back + extra) / ROWS)
+        units.append(UnitCost(forward, backward, backward // 2, 0, 0, 1, 0))
+    return Profile(tuple(units), latency_ns=round(max(0.0, hop - gap)))
 
 
 def profile_elsewhere(layout: Layout, others: Mapping[Layout, Seen]) -> Profile:
     """Units of ``layout`` at what they cost in other jobs."""
     there, back = (fitted(others)[op] for op in OPS)
     layers = [(there[1], back[1])] * layout.layers
-    return profile_of([(there[0], back[0]), *layers, (there[2], back[2])])
+    return profile_of(layout, [(there[0], back[0]), *layers, (there[2], back[2])], others.values())
 
 
-def profile_here(layout: Layout, pieces: Pieces) -> Profile:
+def profile_here(layout: Layout, seen: Seen) -> Profile:
     """Units of ``layout`` at what its own pieces took; the first unit of a stage stands for all of it."""
     cuts = layout.cuts()
     times = [(0.0, 0.0)] * layout.units
     for span in pairwise(cuts):
-        times[span[0]] = pieces["F", span], pieces["B", span]
-    return profile_of(times)
+        times[span[0]] = seen.pieces["F", span], seen.pieces["B", span]
+    return profile_of(layout, times, [seen])
 
 
 @dataclass
@@ -207,7 +250,7 @@ def compare(jobs: Mapping[Layout, Seen], rows: dict[str, Row], ratios: list[tupl
     """Add one round: every layout, and (measured, simulated) time after a loss over before."""
     for layout, seen in jobs.items():
         elsewhere = profile_elsewhere(layout, {other: what for other, what in jobs.items() if other != layout})
-        here, said = profile_here(layout, seen.pieces), {}
+        here, said = profile_here(layout, seen), {}
         for lost, measured in seen.compute.items():
             said[lost] = plan_time(layout.plan(elsewhere, lost), elsewhere)
             own = plan_time(layout.plan(here, lost), here)
