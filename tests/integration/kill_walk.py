@@ -2,33 +2,44 @@
 
 A job that never ends by itself is given a script of faults ordered by the number of
 losses before them (``losses=``, ``rejoin=`` of ``--elastic-inject``), is watched until the
-last lost rank has come back, and is then drained. :func:`walk` checks, against an
-undisturbed run of the same job:
+last lost rank has come back, and is then drained. :func:`walk` checks, against the same
+training undisturbed on two ranks:
 
 - every fault happened, at its point, in the order of the script, and no other rank was lost;
 - every lost rank came back;
 - every step was committed once with its samples, and its loss is within 1e-5;
 - no recovery lost a step, no checkpoint failed.
+
+What needs the same flags shares one job (:data:`GROUPS`), so that a start and an undisturbed run are paid
+once. One case by itself, or a few:
+
+    python -m tests.integration.kill_walk pp4dp2 --points mid_update after_vote --ranks 3 5 --folder /tmp/walk
+
+A line a case goes to standard output: its steps until the next case, their seconds, how far losses deviate.
 """
 
 from __future__ import annotations
 
-import os
+import argparse
+import dataclasses
+import json
 import re
 import signal
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron.elastic.engine.inject import KILL_POINTS
+from megatron.elastic.engine.inject import KILL_POINTS, STEP_POINTS
 from megatron.elastic.observe.events import read_events
-from tests.integration.elastic_job import ROOT, JobResult, elastic_command, elastic_job, largest_deviation
+from tests.integration.elastic_job import ROOT, JobResult, elastic_command, elastic_job, environment_of
 
 __all__ = [
     "DROPOUT",
+    "GROUPS",
     "LAYOUTS",
     "MANY",
     "PHASES",
@@ -36,8 +47,10 @@ __all__ = [
     "TWO",
     "Case",
     "Layout",
+    "Walked",
     "cases_of",
     "compare",
+    "flags_of",
     "undisturbed",
     "walk",
 ]
@@ -45,15 +58,36 @@ __all__ = [
 DROPOUT = ("--hidden-dropout", "0.1", "--attention-dropout", "0.1")
 MANY = 4000
 LEAVING_SECONDS = 20.0
+IDLE_SECONDS = 0.1
+"""Before each step while somebody is missing: the processor is needed for whoever comes back."""
 RATES = ("--lr", "1e-4", "--lr-decay-iters", "400", "--lr-warmup-iters", "2")
 PHASES = ("--eval-interval", "3", "--eval-iters", "2", "--save-interval", "4")
 TWO = ("--elastic-mirrors", "2")
 """Where two ranks are lost at once: with one mirror they may share a block (of tied embeddings even across stages)."""
 DRAINED = 3
-INJECTED = r"(?<!Fault: )injected \w+: rank (\d+)"
+ROUNDING = 1e-5
+INJECTED = r"(?<!Fault: )injected \w+: rank (\d+), step (-?\d+), (\w+) .*wall time ([\d.]+)"
 """A fault as it happens; a traceback that tells of it again does not count."""
 NAMING = ("save_named", "save_tracked")
 """Points that only the first rank comes to while nobody is missing."""
+
+GROUPS: Mapping[str, tuple[str, ...]] = {
+    "steps": (*STEP_POINTS, "between_steps"),
+    "recovery": tuple(point for point in KILL_POINTS if point.startswith(("in_join", "in_recovery", "in_movement"))),
+    "phases": tuple(point for point in KILL_POINTS if point.startswith(("in_evaluate", "in_save", "save_"))),
+}
+"""Points that are walked in one job. ``in_setup`` is before there is anything to recover."""
+
+
+def flags_of(group: str, folder: Path) -> tuple[str, ...]:
+    """What the points of ``group`` need; checkpoints go to ``folder``."""
+    match group:
+        case "recovery":
+            return TWO
+        case "phases":
+            return (*PHASES, "--save", str(folder / "saved"))
+        case _:
+            return ()
 
 
 @dataclass(frozen=True)
@@ -73,6 +107,11 @@ class Layout:
         if self.tensor > 1:
             return rank ^ 1  # its partner in the tensor-parallel group
         return (rank + self.data) % self.ranks  # the same replica, the next stage
+
+    @property
+    def plain(self) -> Layout:
+        """Of its undisturbed run: as few ranks as there are stages (Megatron draws initial weights stage by stage)."""
+        return Layout(1, self.pipeline, 2 if self.pipeline == 1 else 1)
 
 
 LAYOUTS = {
@@ -119,72 +158,130 @@ def cases_of(layout: Layout, point: str) -> list[Case]:
     return cases
 
 
+# -- one job ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Happened:
+    """A fault as its victim announced it."""
+
+    rank: int
+    step: int
+    point: str
+    wall: float
+
+
+def faults_in(text: str) -> list[Happened]:
+    """The faults that ``text``, a job's output, tells of."""
+    return [Happened(int(r), int(s), point, float(wall)) for r, s, point, wall in re.findall(INJECTED, text)]
+
+
+@dataclass
+class Watch:
+    """A running job's output and events, each byte read once: reading takes the processor from those who come back."""
+
+    said: Path
+    events: Path
+    faults: list[Happened] = field(default_factory=list)
+    lives: set[tuple[int, int]] = field(default_factory=set)
+    """(rank, incarnation) that took part in a step."""
+    _read: dict[Path, int] = field(default_factory=dict)
+
+    def look(self) -> None:
+        """Read what is new."""
+        self.faults += faults_in(self._news(self.said))
+        for file in self.events.glob("rank*.jsonl"):
+            for line in self._news(file).splitlines():
+                if line.startswith('{"kind":"phases"'):
+                    record = json.loads(line)
+                    self.lives.add((record["rank"], record["incarnation"]))
+
+    def whole_again(self, losses: int) -> bool:
+        """Whether all faults have happened and the newest life of every rank has taken part in a step.
+
+        Not by the log: who is to say that a rank is back may be the next to die.
+        """
+        killed = Counter(fault.rank for fault in self.faults)
+        return killed.total() >= losses and set(killed.items()) <= self.lives
+
+    def _news(self, file: Path) -> str:
+        """The whole lines that were added."""
+        start = self._read.get(file, 0)
+        with file.open("rb") as source:
+            source.seek(start)
+            text = source.read()
+        text = text[: text.rfind(b"\n") + 1]
+        self._read[file] = start + len(text)
+        return text.decode(errors="replace")
+
+
 def run_walk(folder: Path, layout: Layout, cases: Sequence[Case], *flags: str, seconds: float) -> JobResult:
     """One job through all ``cases``; drained when the last lost rank is back, killed after ``seconds``."""
     script, losses = list[str](), 0
     for case in cases:
         script += case.script(losses)
         losses += len(case.faults)
-    slow = "delay:missing=1,rank=0|1|2|3,count=0,seconds=0.1"  # the processor is needed for whoever comes back
+    slow = f"delay:missing=1,rank=0|1|2|3,count=0,seconds={IDLE_SECONDS}"
     command = elastic_command(
         folder / "events", layout.ranks, layout.tensor, layout.pipeline, MANY, *DROPOUT, *RATES, *flags,
-        "--elastic-allow-inject", "--elastic-inject", ";".join([slow, *script]),
+        *cached(folder), "--elastic-allow-inject", "--elastic-inject", ";".join([slow, *script]),
     )  # fmt: skip
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     folder.mkdir(parents=True, exist_ok=True)
-    said = folder / "output.txt"
-    with said.open("w") as out:
-        job = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=out, stderr=subprocess.STDOUT)
+    watch = Watch(folder / "output.txt", folder / "events")
+    with watch.said.open("w") as out:
+        job = subprocess.Popen(command, cwd=ROOT, env=environment_of(), stdout=out, stderr=subprocess.STDOUT)
         end = time.monotonic() + seconds
         try:
             while job.poll() is None and time.monotonic() < end:
+                watch.look()
                 late = time.monotonic() > end - LEAVING_SECONDS  # the checks then say how far it came
-                if late or _whole_again(folder, said.read_text(), losses):
+                if late or watch.whole_again(losses):
                     job.send_signal(signal.SIGTERM)
-                    job.wait(max(1.0, end - time.monotonic()))
+                    with suppress(subprocess.TimeoutExpired):
+                        job.wait(max(1.0, end - time.monotonic()))
                 time.sleep(0.2)
         finally:
             if job.poll() is None:
                 job.kill()
             job.wait()
-    return JobResult(job.returncode, said.read_text(), read_events(folder / "events"))
+    return JobResult(job.returncode, watch.said.read_text(), read_events(folder / "events"))
 
 
-def _whole_again(folder: Path, output: str, losses: int) -> bool:
-    """Whether all faults have happened and the newest life of every rank has taken part in a step.
-
-    Not by the log: who is to say that a rank is back may be the next to die.
-    """
-    killed = Counter(int(rank) for rank in re.findall(INJECTED, output))
-    if killed.total() < losses:
-        return False
-    lives = {(record.rank, record.incarnation) for record in read_events(folder / "events") if record.kind == "phases"}
-    return set(killed.items()) <= lives
+def cached(folder: Path) -> tuple[str, str]:
+    """Megatron's indices of the data, made once: whoever comes back reads them."""
+    return ("--data-cache-path", str(folder / "cache"))
 
 
 def undisturbed(folder: Path, layout: Layout, steps: int, *flags: str) -> JobResult:
-    """The same job without faults, ended after ``steps``."""
+    """The same training without faults, ended after ``steps``; of fewer ranks (:attr:`Layout.plain`)."""
+    plain = layout.plain
     result = elastic_job(
-        folder, layout.ranks, layout.tensor, layout.pipeline, MANY, *DROPOUT, *RATES, *flags,
-        "--exit-interval", str(steps),
+        folder, plain.ranks, plain.tensor, plain.pipeline, MANY, *DROPOUT, *RATES, *flags,
+        "--exit-interval", str(steps), seconds=600.0,
     )  # fmt: skip
     assert result.code == 0, result.output[-4000:]
     return result
 
 
+# -- what it is held against ---------------------------------------------------------------------
+
+
 def check(cases: Sequence[Case], result: JobResult) -> None:
     """What can be told without the undisturbed run."""
     tail = result.output[-6000:]
+    faults = faults_in(result.output)
     expected = [(rank, point) for case in cases for rank, _, _, point in case.faults]
-    happened = [(int(r), p) for r, p in re.findall(INJECTED + r", step -?\d+, (\w+)", result.output)]
-    assert happened == expected, f"happened {happened}\nexpected {expected}\n{tail}"
+    for case, seen in episodes(cases, faults):
+        scripted = [(rank, point) for rank, _, _, point in case.faults]
+        assert [(fault.rank, fault.point) for fault in seen] == scripted, f"{case.name}: seen {seen}\n{tail}"
+    assert len(faults) == len(expected), f"more than scripted: {faults[len(expected):]}\n{tail}"
     assert result.code == DRAINED, tail
-    lives: dict[int, int] = {}
-    for rank, _ in expected:
-        lives[rank] = lives.get(rank, 0) + 1
+    lives = Counter(rank for rank, _ in expected)
     lost = {(record.fields["lost_rank"], record.fields["lost_incarnation"]) for record in result.of("loss")}
-    scripted = {(rank, life) for rank, count in lives.items() for life in range(count)}
-    assert lost == scripted, f"lost {lost}, by the script {scripted}"
+    scripted_lives = {(rank, life) for rank, count in lives.items() for life in range(count)}
+    assert lost == scripted_lives, f"lost {lost}, by the script {scripted_lives}"
+    took_part = {(record.rank, record.incarnation) for record in result.of("phases")}
+    assert set(lives.items()) <= took_part, f"did not come back: {set(lives.items()) - took_part}\n{tail}"
     assert all(record.fields["lost_steps"] == 0 for record in result.of("recovery"))
     assert "could not be written" not in result.output, "a loss is no reason to do without a checkpoint"
     steps = set(result.committed)
@@ -194,24 +291,118 @@ def check(cases: Sequence[Case], result: JobResult) -> None:
     assert {point for _, point in expected} <= set(KILL_POINTS)
 
 
-def compare(result: JobResult, reference: JobResult) -> float:
-    """Largest relative deviation of a loss, also of validation; every sample of every step counted once."""
+def episodes(cases: Sequence[Case], faults: Sequence[Happened]) -> list[tuple[Case, Sequence[Happened]]]:
+    """Each case with the faults that are its own by their number, as far as the job came."""
+    found, start = [], 0
+    for case in cases:
+        found.append((case, faults[start : start + len(case.faults)]))
+        start += len(case.faults)
+    return found
+
+
+def deviations(result: JobResult, reference: JobResult) -> dict[int, float]:
+    """Step → relative deviation of its loss, and of the validation after it. Every sample of every step counts once."""
     steps = set(result.committed)
     ledgers = {r.fields["step"]: r.fields["ledger"] for r in result.of("step")}
     assert ledgers == {r.fields["step"]: r.fields["ledger"] for r in reference.of("step") if r.fields["step"] in steps}
     told = [int(step) for step in re.findall(r"validation loss at iteration (\d+) ", result.output)]
     assert len(told) == len(set(told)), f"evaluated twice: {told}"
-    expected = {step: loss for step, loss in reference.validation.items() if step < max(steps)}
-    evaluated = largest_deviation(expected, result.validation) if expected else 0.0
-    trained = largest_deviation({s: v for s, v in reference.committed.items() if s in steps}, result.committed)
-    return max(evaluated, trained)
+    found = {step: _deviation(loss, reference.committed.get(step)) for step, loss in result.committed.items()}
+    for step, loss in reference.validation.items():
+        if step < max(steps):
+            found[step] = max(found[step], _deviation(loss, result.validation.get(step)))
+    return found
 
 
-def walk(folder: Path, layout: Layout, cases: Sequence[Case], *flags: str, seconds: float = 170.0) -> float:
-    """Run, check and compare; returns the largest relative deviation."""
+def _deviation(loss: float, other: float | None) -> float:
+    return float("inf") if other is None else abs(loss - other) / abs(loss)
+
+
+def compare(result: JobResult, reference: JobResult) -> float:
+    """The largest of the :func:`deviations`."""
+    return max(deviations(result, reference).values())
+
+
+def told(cases: Sequence[Case], result: JobResult, deviation: Mapping[int, float]) -> list[str]:
+    """A line a case: its steps until the next case, their seconds, how far losses deviate."""
+    lines, found = [], episodes(cases, faults_in(result.output))
+    ends = [seen[0] for _, seen in found[1:]]
+    for number, (case, seen) in enumerate(found, 1):
+        last = ends[number - 1].step - 1 if number <= len(ends) else max(result.committed)
+        steps = [step for step in deviation if seen[0].step <= step <= last]
+        seconds = f"{ends[number - 1].wall - seen[0].wall:.1f} s, " if number <= len(ends) else ""
+        worst = max((deviation[step] for step in steps), default=0.0)
+        where = f"steps {seen[0].step}-{last}, {seconds}losses deviate by {worst:.1e}"
+        lines.append(f"{number} of {len(cases)}: {case.name}: {where}")
+    return lines
+
+
+@dataclass(frozen=True)
+class Walked:
+    """What a walk came to."""
+
+    kills: int
+    returns: int
+    """Lives after a rank's first that took part in a step."""
+    steps: int
+    lost_steps: int
+    deviation: float
+    seconds: float
+    """From the first loss to the last."""
+
+
+def walk(folder: Path, layout: Layout, cases: Sequence[Case], *flags: str, seconds: float = 170.0) -> Walked:
+    """Run, check and compare."""
     result = run_walk(folder, layout, cases, *flags, seconds=seconds)
     check(cases, result)
-    reference = undisturbed(folder / "undisturbed", layout, max(result.committed), *flags)
-    deviation = compare(result, reference)
-    assert deviation < 1e-5, f"losses deviate by {deviation}"
-    return deviation
+    steps = max(result.committed)
+    reference = undisturbed(folder / "undisturbed", layout, steps, *training_flags(flags), *cached(folder))
+    deviation = deviations(result, reference)
+    print("\n".join(told(cases, result, deviation)), flush=True)
+    faults = faults_in(result.output)
+    walked = Walked(
+        kills=len(faults),
+        returns=len({(r.rank, r.incarnation) for r in result.of("phases") if r.incarnation > 0}),
+        steps=steps,
+        lost_steps=sum(record.fields["lost_steps"] for record in result.of("recovery")),
+        deviation=max(deviation.values()),
+        seconds=faults[-1].wall - faults[0].wall,
+    )
+    print(walked, flush=True)
+    assert walked.deviation < ROUNDING, f"losses deviate by {walked.deviation}"
+    return walked
+
+
+def training_flags(flags: Sequence[str]) -> list[str]:
+    """``flags`` without those that do not matter to an undisturbed run: of the engine, of checkpoints."""
+    kept, drop = list[str](), False
+    for word in flags:
+        drop = word.startswith(("--elastic-", "--save")) or (drop and not word.startswith("--"))
+        kept += [] if drop else [word]
+    return kept
+
+
+def main() -> None:
+    """Walk what the command line asks for."""
+    parser = argparse.ArgumentParser(prog="python -m tests.integration.kill_walk", description=main.__doc__)
+    parser.add_argument("layout", choices=LAYOUTS)
+    parser.add_argument("--group", choices=GROUPS, help="all of its points, or those of --points")
+    parser.add_argument("--points", nargs="+", metavar="POINT", choices=sum(GROUPS.values(), ()), help="of one group")
+    parser.add_argument("--ranks", nargs="+", type=int, help="those killed at these points (default: all)")
+    parser.add_argument("--folder", type=Path, required=True, help="where output, events and checkpoints go")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="when the job is given up")
+    asked = parser.parse_args()
+    groups = [name for name, points in GROUPS.items() if set(asked.points or points) <= set(points)]
+    group = asked.group or (groups[0] if len(groups) == 1 else None)
+    if group is None or group not in groups:
+        parser.error("--group, or --points of one group")
+    layout = LAYOUTS[asked.layout]
+    cases = [case for point in asked.points or GROUPS[group] for case in cases_of(layout, point)]
+    if asked.ranks is not None:
+        cases = [case for case in cases if case.faults[-1][0] in asked.ranks]
+    walked = walk(asked.folder, layout, cases, *flags_of(group, asked.folder), seconds=asked.seconds)
+    print(json.dumps({"layout": asked.layout, "group": group, **dataclasses.asdict(walked)}))
+
+
+if __name__ == "__main__":
+    main()

@@ -3,7 +3,7 @@
 Real jobs under the launcher with real SIGKILLs, dropout 0.1, fp32, compared with an
 undisturbed run step by step. One job goes through many losses, each when the rank
 before is back (:mod:`kill_walk`): quick ones through a few, the slow walk through
-every named point of every rank of four layouts.
+every named point of every rank of four layouts, three jobs a layout.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from megatron.elastic.observe.events import read_events
 from tests.integration.elastic_job import ROOT, JobResult, elastic_command, elastic_job, largest_deviation
 from tests.integration.kill_walk import (
     DROPOUT,
+    GROUPS,
     LAYOUTS,
     MANY,
     PHASES,
@@ -28,13 +29,13 @@ from tests.integration.kill_walk import (
     Case,
     cases_of,
     compare,
+    flags_of,
     undisturbed,
     walk,
 )
 from tests.integration.launcher_cluster import cluster, descendants
 
 STEPS = 5
-WALK = [(layout, point) for layout in LAYOUTS for point in KILL_POINTS if point != "in_setup"]
 
 
 def one(layout: str, point: str, rank: int) -> Case:
@@ -60,18 +61,18 @@ def test_the_gloo_baseline_survives_as_well(tmp_path: Path) -> None:
     walk(tmp_path, LAYOUTS["pp2dp2"], cases, "--elastic-comm", "gloo")
 
 
+def test_every_named_point_is_walked() -> None:
+    """But the one before the first step, when everybody starts anew."""
+    assert sorted(point for points in GROUPS.values() for point in points) == sorted(set(KILL_POINTS) - {"in_setup"})
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("layout", "point"), WALK)
-def test_every_point_of_every_rank(tmp_path: Path, layout: str, point: str) -> None:
-    flags: tuple[str, ...] = ()
-    if point.startswith(("in_recovery", "in_movement")):
-        flags = TWO
-    elif point == "in_evaluate":
-        flags = PHASES
-    elif point.startswith(("in_save", "save_")):
-        flags = (*PHASES, "--save", str(tmp_path / "saved"))
-    deviation = walk(tmp_path, LAYOUTS[layout], cases_of(LAYOUTS[layout], point), *flags, seconds=600.0)
-    print(f"{layout} {point}: losses deviate by {deviation:.1e} at most")
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_point_of_every_rank(tmp_path: Path, layout: str, group: str) -> None:
+    """One job a group of points: up to 192 losses, each rank back before the next."""
+    cases = [case for point in GROUPS[group] for case in cases_of(LAYOUTS[layout], point)]
+    walk(tmp_path, LAYOUTS[layout], cases, *flags_of(group, tmp_path), seconds=3600.0)
 
 
 @pytest.mark.slow
