@@ -24,6 +24,7 @@ import argparse
 import dataclasses
 import json
 import re
+import shutil
 import signal
 import subprocess
 import time
@@ -72,11 +73,11 @@ NAMING = ("save_named", "save_tracked")
 """Points that only the first rank comes to while nobody is missing."""
 
 GROUPS: Mapping[str, tuple[str, ...]] = {
-    "steps": (*STEP_POINTS, "between_steps"),
     "recovery": tuple(point for point in KILL_POINTS if point.startswith(("in_join", "in_recovery", "in_movement"))),
+    "steps": (*STEP_POINTS, "between_steps"),
     "phases": tuple(point for point in KILL_POINTS if point.startswith(("in_evaluate", "in_save", "save_"))),
 }
-"""Points that are walked in one job. ``in_setup`` is before there is anything to recover."""
+"""Points that are walked in one job, most losses first. ``in_setup`` is before there is anything to recover."""
 
 
 def flags_of(group: str, folder: Path) -> tuple[str, ...]:
@@ -263,6 +264,19 @@ def undisturbed(folder: Path, layout: Layout, steps: int, *flags: str) -> JobRes
     return result
 
 
+def kept(folder: Path, layout: Layout, steps: int) -> JobResult:
+    """An undisturbed run of ``steps`` or more that evaluates, for all walks of as many stages; made if there is none."""
+    of_stages = folder / f"pp{layout.pipeline}"
+    if (of_stages / "output.txt").is_file():
+        result = JobResult(0, (of_stages / "output.txt").read_text(), read_events(of_stages / "events"))
+        if max(result.committed) >= steps:
+            return result
+        shutil.rmtree(of_stages)
+    result = undisturbed(of_stages / "events", layout, steps, *PHASES[:4], *cached(of_stages))
+    (of_stages / "output.txt").write_text(result.output)
+    return result
+
+
 # -- what it is held against ---------------------------------------------------------------------
 
 
@@ -300,7 +314,7 @@ def episodes(cases: Sequence[Case], faults: Sequence[Happened]) -> list[tuple[Ca
     return found
 
 
-def deviations(result: JobResult, reference: JobResult) -> dict[int, float]:
+def deviations(result: JobResult, reference: JobResult, evaluates: bool = True) -> dict[int, float]:
     """Step → relative deviation of its loss, and of the validation after it. Every sample of every step counts once."""
     steps = set(result.committed)
     ledgers = {r.fields["step"]: r.fields["ledger"] for r in result.of("step")}
@@ -309,7 +323,7 @@ def deviations(result: JobResult, reference: JobResult) -> dict[int, float]:
     assert len(told) == len(set(told)), f"evaluated twice: {told}"
     found = {step: _deviation(loss, reference.committed.get(step)) for step, loss in result.committed.items()}
     for step, loss in reference.validation.items():
-        if step < max(steps):
+        if evaluates and step < max(steps):
             found[step] = max(found[step], _deviation(loss, result.validation.get(step)))
     return found
 
@@ -351,13 +365,18 @@ class Walked:
     """From the first loss to the last."""
 
 
-def walk(folder: Path, layout: Layout, cases: Sequence[Case], *flags: str, seconds: float = 170.0) -> Walked:
-    """Run, check and compare."""
+def walk(
+    folder: Path, layout: Layout, cases: Sequence[Case], *flags: str, seconds: float = 170.0, shared: Path | None = None
+) -> Walked:
+    """Run, check and compare; with an undisturbed run in ``shared``, if other walks are to be held against it, too."""
     result = run_walk(folder, layout, cases, *flags, seconds=seconds)
     check(cases, result)
     steps = max(result.committed)
-    reference = undisturbed(folder / "undisturbed", layout, steps, *training_flags(flags), *cached(folder))
-    deviation = deviations(result, reference)
+    if shared is None:
+        reference = undisturbed(folder / "undisturbed", layout, steps, *training_flags(flags), *cached(folder))
+    else:
+        reference = kept(shared, layout, steps)
+    deviation = deviations(result, reference, "--eval-interval" in flags)
     print("\n".join(told(cases, result, deviation)), flush=True)
     faults = faults_in(result.output)
     walked = Walked(
@@ -390,6 +409,8 @@ def main() -> None:
     parser.add_argument("--points", nargs="+", metavar="POINT", choices=sum(GROUPS.values(), ()), help="of one group")
     parser.add_argument("--ranks", nargs="+", type=int, help="those killed at these points (default: all)")
     parser.add_argument("--folder", type=Path, required=True, help="where output, events and checkpoints go")
+    parser.add_argument("--undisturbed", type=Path, help="a folder that keeps undisturbed runs for the next walk")
+    parser.add_argument("--undisturbed-steps", type=int, default=0, help="how long one is made there if there is none")
     parser.add_argument("--seconds", type=float, default=3600.0, help="when the job is given up")
     asked = parser.parse_args()
     groups = [name for name, points in GROUPS.items() if set(asked.points or points) <= set(points)]
@@ -400,7 +421,10 @@ def main() -> None:
     cases = [case for point in asked.points or GROUPS[group] for case in cases_of(layout, point)]
     if asked.ranks is not None:
         cases = [case for case in cases if case.faults[-1][0] in asked.ranks]
-    walked = walk(asked.folder, layout, cases, *flags_of(group, asked.folder), seconds=asked.seconds)
+    if asked.undisturbed is not None and asked.undisturbed_steps:
+        kept(asked.undisturbed, layout, asked.undisturbed_steps)
+    flags = flags_of(group, asked.folder)
+    walked = walk(asked.folder, layout, cases, *flags, seconds=asked.seconds, shared=asked.undisturbed)
     print(json.dumps({"layout": asked.layout, "group": group, **dataclasses.asdict(walked)}))
 
 

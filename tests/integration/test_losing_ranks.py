@@ -69,10 +69,13 @@ def test_every_named_point_is_walked() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_point_of_every_rank(tmp_path: Path, layout: str, group: str) -> None:
+def test_every_point_of_every_rank(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, layout: str, group: str
+) -> None:
     """One job a group of points: up to 192 losses, each rank back before the next."""
     cases = [case for point in GROUPS[group] for case in cases_of(LAYOUTS[layout], point)]
-    walk(tmp_path, LAYOUTS[layout], cases, *flags_of(group, tmp_path), seconds=3600.0)
+    shared = tmp_path_factory.getbasetemp() / "undisturbed"
+    walk(tmp_path, LAYOUTS[layout], cases, *flags_of(group, tmp_path), seconds=3600.0, shared=shared)
 
 
 @pytest.mark.slow
