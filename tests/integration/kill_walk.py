@@ -265,7 +265,7 @@ def undisturbed(folder: Path, layout: Layout, steps: int, *flags: str) -> JobRes
 
 
 def kept(folder: Path, layout: Layout, steps: int) -> JobResult:
-    """An undisturbed run of ``steps`` or more that evaluates, for all walks of as many stages; made if there is none."""
+    """An undisturbed run of ``steps`` or more, with evaluations, for all walks of as many stages; made if need be."""
     of_stages = folder / f"pp{layout.pipeline}"
     if (of_stages / "output.txt").is_file():
         result = JobResult(0, (of_stages / "output.txt").read_text(), read_events(of_stages / "events"))
