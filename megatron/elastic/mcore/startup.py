@@ -49,6 +49,9 @@ class Startup:
             Patch("megatron.training.arguments.parse_args",
                   "adds the --elastic flags to Megatron's parser; a bad flag is one line, not a page of usage",
                   self._make_parse, _TRAINING, "platform"),
+            Patch("megatron.training.argument_utils.ArgumentGroupFactory._get_field_docstrings",
+                  "parses Megatron's sources for the help text of every flag, at each of two parses: only for --help",
+                  _make_help_texts, _TRAINING, "platform"),
             Patch("megatron.training.arguments.validate_args",
                   "support matrix, substitutions and data checks before Megatron's own checks",
                   self._make_validate, _TRAINING, "platform"),
@@ -168,6 +171,15 @@ class Startup:
 def _say(text: str, args: Namespace) -> None:
     if text and args.rank == 0:
         print(text, flush=True)
+
+
+def _make_help_texts(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def _get_field_docstrings(*args: Any, **kwargs: Any) -> Any:
+        asked = any(word in ("-h", "--help") for word in sys.argv[1:])
+        return original(*args, **kwargs) if asked else {}
+
+    return _get_field_docstrings
 
 
 def _make_compile_helpers(original: Callable[..., Any]) -> Callable[..., Any]:

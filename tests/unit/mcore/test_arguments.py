@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
+import subprocess
+import sys
 from argparse import Namespace
 from dataclasses import fields
 from pathlib import Path
@@ -122,6 +125,32 @@ def test_the_scripts_own_flags_are_kept() -> None:
 
 def test_adding_the_flags_twice_is_adding_them_once() -> None:
     assert len(add_arguments(parser())._actions) == len(parser()._actions)
+
+
+PARSE_THEN_HELP = """
+import inspect, sys
+import megatron.elastic.adaptor
+from megatron.training import arguments
+looked_up, look_up = [], inspect.getsource
+inspect.getsource = lambda thing: looked_up.append(thing) or look_up(thing)
+sys.argv = ["script", "--seed", "7"]
+assert arguments.parse_args(ignore_unknown_args=True).seed == 7
+assert not [thing for thing in looked_up if not thing.__module__.startswith("megatron.elastic")], looked_up
+sys.argv = ["script", "--help"]
+arguments.parse_args()
+"""
+
+
+def test_megatrons_help_texts_are_looked_up_for_help_alone() -> None:
+    """They are docstrings in its sources, which would be parsed twice at every start."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "1000", "ELASTIC_PLATFORM": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-c", PARSE_THEN_HELP], env=environment, capture_output=True, text=True, timeout=240,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "--elastic-mirrors" in done.stdout
+    assert "number of samples to linearly warmup learning rate over." in done.stdout
 
 
 def test_the_flag_reference_is_current() -> None:
