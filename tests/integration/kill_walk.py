@@ -3,15 +3,15 @@
 A job that never ends by itself is given a script of faults ordered by the number of
 losses before them (``losses=``, ``rejoin=`` of ``--elastic-inject``), is watched until the
 last lost rank has come back, and is then drained. :func:`walk` checks, against the same
-training undisturbed on two ranks:
+training undisturbed with one replica:
 
 - every fault happened, at its point, in the order of the script, and no other rank was lost;
 - every lost rank came back;
 - every step was committed once with its samples, and its loss is within 1e-5;
 - no recovery lost a step, no checkpoint failed.
 
-What needs the same flags shares one job (:data:`GROUPS`), so that a start and an undisturbed run are paid
-once. One case by itself, or a few:
+What needs the same flags shares one job (:data:`GROUPS`), so that a start is paid once, and walks of the same
+layout share one undisturbed run. One case by itself, or a few:
 
     python -m tests.integration.kill_walk pp4dp2 --points mid_update after_vote --ranks 3 5 --folder /tmp/walk
 
@@ -111,8 +111,8 @@ class Layout:
 
     @property
     def plain(self) -> Layout:
-        """Of its undisturbed run: as few ranks as there are stages (Megatron draws initial weights stage by stage)."""
-        return Layout(1, self.pipeline, 2 if self.pipeline == 1 else 1)
+        """Of its undisturbed run: one replica. Its tensor-parallel size and stages decide the initial weights."""
+        return Layout(self.tensor, self.pipeline, 2 if self.tensor == self.pipeline == 1 else 1)
 
 
 LAYOUTS = {
@@ -254,7 +254,7 @@ def cached(folder: Path) -> tuple[str, str]:
 
 
 def undisturbed(folder: Path, layout: Layout, steps: int, *flags: str) -> JobResult:
-    """The same training without faults, ended after ``steps``; of fewer ranks (:attr:`Layout.plain`)."""
+    """The same training without faults, ended after ``steps``; on fewer ranks (:attr:`Layout.plain`)."""
     plain = layout.plain
     result = elastic_job(
         folder, plain.ranks, plain.tensor, plain.pipeline, MANY, *DROPOUT, *RATES, *flags,
@@ -265,15 +265,15 @@ def undisturbed(folder: Path, layout: Layout, steps: int, *flags: str) -> JobRes
 
 
 def kept(folder: Path, layout: Layout, steps: int) -> JobResult:
-    """An undisturbed run of ``steps`` or more, with evaluations, for all walks of as many stages; made if need be."""
-    of_stages = folder / f"pp{layout.pipeline}"
-    if (of_stages / "output.txt").is_file():
-        result = JobResult(0, (of_stages / "output.txt").read_text(), read_events(of_stages / "events"))
+    """An undisturbed run of ``steps`` or more, with evaluations, for all walks of such replicas; made if need be."""
+    run = folder / f"tp{layout.tensor}pp{layout.pipeline}"
+    if (run / "output.txt").is_file():
+        result = JobResult(0, (run / "output.txt").read_text(), read_events(run / "events"))
         if max(result.committed) >= steps:
             return result
-        shutil.rmtree(of_stages)
-    result = undisturbed(of_stages / "events", layout, steps, *PHASES[:4], *cached(of_stages))
-    (of_stages / "output.txt").write_text(result.output)
+        shutil.rmtree(run)
+    result = undisturbed(run / "events", layout, steps, *PHASES[:4], *cached(run))
+    (run / "output.txt").write_text(result.output)
     return result
 
 
