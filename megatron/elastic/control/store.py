@@ -54,7 +54,7 @@ class Store(ABC):
     def wait(self, key: str, timeout: float) -> bytes | None:
         """Block until ``key`` exists and return its value; None after ``timeout`` seconds.
 
-        Running out may take seconds longer, in which nothing is heard: wait long, or ask again and again instead.
+        Running out may take seconds longer where torch logs it (``TORCH_CPP_LOG_LEVEL`` below ERROR).
         """
 
     @abstractmethod
@@ -131,8 +131,8 @@ class EmbeddedStore(Store):
             raise StoreLost(_first_line(error)) from None
 
     def wait(self, key: str, timeout: float) -> bytes | None:
-        # A wait that runs out is logged by torch with the names of both ends, which it asks DNS for: a query that is
-        # lost costs 5 s, at each time-out.
+        # A wait that runs out is logged by torch with the names of both ends, for which it asks DNS: 5 s for each query
+        # whose answer is lost. The launcher's own process turns that log off.
         try:
             self._tcp.wait([self._prefix + key], timedelta(seconds=timeout))
             return self.get(key)  # None if it was deleted meanwhile: to a reader that was stopped, it never came

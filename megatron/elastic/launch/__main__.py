@@ -18,7 +18,8 @@ def main(argv: list[str]) -> int:
     """Run one node's agent to the end of the job."""
     quiet = "TORCH_CPP_LOG_LEVEL" not in os.environ
     if quiet:
-        # Waiting for the journal's next entry times out and begins again, at which torch would warn each time.
+        # Waiting for the journal's next entry times out and begins again. torch would warn each time, and look up names
+        # for it, which takes seconds when DNS is slow: nothing would be heard meanwhile.
         os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
     from megatron.elastic.launch.agent import Agent
     from megatron.elastic.launch.arguments import BadInput, parse

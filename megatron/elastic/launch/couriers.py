@@ -21,9 +21,7 @@ from megatron.elastic.launch.loop import Loop
 
 __all__ = ["Couriers"]
 
-_FIRST_WAIT_SECONDS, _LONGEST_WAIT_SECONDS = 30.0, 960.0
-"""A wait for the next entry, doubled each time nothing came. Its end shows a reader that its place is trimmed away, and
-leaves it deaf for a moment, now and then for seconds (:meth:`Store.wait`): rarely, then, when the job is quiet."""
+_WAIT_SECONDS = 30.0
 
 
 class Couriers:
@@ -91,13 +89,9 @@ class Couriers:
 
     def _follow(self) -> None:
         try:
-            seconds = _FIRST_WAIT_SECONDS
             while True:
-                position = self._follower.position
-                for place, event in self._follower.follow(seconds):
-                    self._loop.post(lambda p=place, e=event: self._offer(p, e))  # type: ignore[misc]
-                came = self._follower.position > position
-                seconds = _FIRST_WAIT_SECONDS if came else min(2 * seconds, _LONGEST_WAIT_SECONDS)
+                for position, event in self._follower.follow(_WAIT_SECONDS):
+                    self._loop.post(lambda p=position, e=event: self._offer(p, e))  # type: ignore[misc]
         except Trimmed:
             self._loop.post(self._behind)
         except StoreLost as error:
