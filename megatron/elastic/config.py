@@ -72,6 +72,11 @@ class ElasticConfig:
     max_losses_per_hour: int = 0
     """End the job when more ranks than this are lost within an hour (0: no limit)."""
 
+    quarantine_after: int = 3
+    """A node that lost ranks so many times more within an hour than the median of the other nodes is left out: its lost
+    ranks are started again after 60 × --elastic-detection-timeout, doubled each further time up to an hour, or when
+    the others cannot go on without them (0: never)."""
+
     respawn: bool = True
     """Start a lost worker again and let it rejoin at a step boundary."""
 
@@ -123,6 +128,8 @@ class ElasticConfig:
             raise ConfigError("--elastic-block-bytes must be a multiple of 64 and at least 1024")
         if self.spares < 0:
             raise ConfigError("--elastic-spares must be 0 or more")
+        if self.quarantine_after < 0:
+            raise ConfigError("--elastic-quarantine-after must be a number of losses, or 0 for never")
         if self.migrate_after < -1:
             raise ConfigError("--elastic-migrate-after must be a number of steps, or -1 for never")
         if not 0 < self.mean_time_between_losses < float("inf"):

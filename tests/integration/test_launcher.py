@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 from launcher_cluster import cluster
+
+from megatron.elastic.ctl import ask
 
 ALL = list(range(8))
 
@@ -70,6 +73,25 @@ def test_losing_an_agent_with_its_workers_and_starting_it_again() -> None:
         job.wait_members(ALL, minimum=generation + 1)
         assert {rank: job.pid(rank) for rank in survivors} == survivors
         assert not set(theirs) & {job.pid(rank) for rank in (4, 5, 6, 7)}
+
+
+def test_a_node_that_loses_ranks_more_often_than_the_others_is_left_out_until_it_is_admitted() -> None:
+    with cluster(2, nodes=2, script_options=("--seconds", "600", "--elastic-quarantine-after", "2")) as job:
+        job.wait_members([0, 1, 2, 3])
+        back = 1
+        for rank in (1, 3, 3):  # twice on one node, once on the other: within bounds
+            job.kill(rank)
+            back = job.wait_members([0, 1, 2, 3], minimum=back + 2)
+            time.sleep(1.1)  # what is lost within a second counts once
+        job.kill(2)
+        out = job.wait_members([0, 1, 3], minimum=back + 1)
+        assert all(e["left_out"] == [1] for e in job.of("decided", generation=out)), "its other rank goes on"
+        assert job.text().count("node 1 (") == 1 and "lost ranks more often than the others, 3 times" in job.text()
+        status = ask(job.run_id, 0, {"do": "status"})
+        assert status["nodes"]["1"]["out_s"] > 0 and status["nodes"]["0"]["out_s"] == 0
+        assert status["ranks"]["2"] == {"standing": "lost", "incarnation": 0, "returns": False}
+        ask(job.run_id, 0, {"do": "admit", "ranks": [2]})
+        job.wait_members([0, 1, 2, 3], minimum=out + 1)
 
 
 def test_the_end_of_the_store_holding_agent_ends_the_job_with_one_line() -> None:

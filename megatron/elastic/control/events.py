@@ -36,6 +36,7 @@ __all__ = [
     "Entry",
     "Event",
     "Finished",
+    "Lifted",
     "Lost",
     "NodeBack",
     "NodeLost",
@@ -82,6 +83,8 @@ class NodeLost:
     node: int
     epoch: int
     why: str
+    at: float = 0.0
+    """As in :class:`Lost`."""
 
 
 @dataclass(frozen=True)
@@ -151,6 +154,15 @@ class Readmitted:
 
 
 @dataclass(frozen=True)
+class Lifted:
+    """The ``level``-th quarantine of ``node`` is over, its time or the others' need being come."""
+
+    node: int
+    level: int
+    why: str
+
+
+@dataclass(frozen=True)
 class Suspected:
     """Evidence by ``by`` against an incarnation of ``rank``."""
 
@@ -205,6 +217,7 @@ Event = (
     | Finished
     | Abandoned
     | Readmitted
+    | Lifted
     | Suspected
     | Condemned
     | Reformed
@@ -234,10 +247,14 @@ def _entries(body: Mapping[str, Any]) -> tuple[Entry, ...]:
 def _lost(body: Mapping[str, Any]) -> Event:
     losses = tuple(loss_from_json(as_object(item)) for item in take_list(body, "losses"))
     steps = tuple(item if isinstance(item, int) else -1 for item in take_list(body, "steps"))
+    return Lost(losses, steps, tuple(item is True for item in take_list(body, "raised")), _time(body))
+
+
+def _time(body: Mapping[str, Any]) -> float:
     at = body.get("at")
     if not isinstance(at, (int, float)):
         raise ProtocolError("field 'at' is not a number")
-    return Lost(losses, steps, tuple(item is True for item in take_list(body, "raised")), float(at))
+    return float(at)
 
 
 def _finished(body: Mapping[str, Any]) -> Event:
@@ -256,7 +273,7 @@ def _ranks(body: Mapping[str, Any]) -> tuple[int, ...]:
 
 _PARSERS: Mapping[str, Callable[[Mapping[str, Any]], Event]] = {
     "Lost": _lost,
-    "NodeLost": lambda b: NodeLost(take_int(b, "node"), take_int(b, "epoch"), take_str(b, "why")),
+    "NodeLost": lambda b: NodeLost(take_int(b, "node"), take_int(b, "epoch"), take_str(b, "why"), _time(b)),
     "NodeBack": lambda b: NodeBack(take_int(b, "node"), take_int(b, "epoch"), take_str(b, "host")),
     "Reported": lambda b: Reported(take_int(b, "generation"), _entries(b)),
     "Waiting": lambda b: Waiting(_entries(b)),
@@ -265,6 +282,7 @@ _PARSERS: Mapping[str, Callable[[Mapping[str, Any]], Event]] = {
     "Finished": _finished,
     "Abandoned": lambda b: Abandoned(_ranks(b), take_str(b, "why")),
     "Readmitted": lambda b: Readmitted(_ranks(b)),
+    "Lifted": lambda b: Lifted(take_int(b, "node"), take_int(b, "level"), take_str(b, "why")),
     "Suspected": _suspected,
     "Condemned": lambda b: Condemned(take_int(b, "rank"), take_int(b, "incarnation"), take_str(b, "why")),
     "Reformed": lambda b: Reformed(take_int(b, "generation"), take_str(b, "why")),

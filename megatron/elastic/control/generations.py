@@ -34,6 +34,7 @@ from megatron.elastic.control.events import (
     Entry,
     Event,
     Finished,
+    Lifted,
     Lost,
     NodeBack,
     NodeLost,
@@ -45,6 +46,7 @@ from megatron.elastic.control.events import (
     Wanted,
 )
 from megatron.elastic.control.membership import Decision, Loss, Reason
+from megatron.elastic.control.quarantine import Quarantine
 
 __all__ = ["Generations", "Node", "RankState"]
 
@@ -84,6 +86,7 @@ class Generations:
     """Ranks of the launch; 0: all there are."""
     cell: int = 1
     """Ranks of a tensor-parallel group: neighbours. Asked for only where there are extra ranks."""
+    quarantine: Quarantine = field(default_factory=Quarantine)
     frozen: int = 1
     decided: int = 0
     decision: Decision | None = None
@@ -168,6 +171,10 @@ class Generations:
         """Which node starts ``rank``."""
         return next(number for number, node in self.nodes.items() if rank in node.ranks)
 
+    def returns(self, rank: int) -> bool:
+        """Whether ``rank``, if lost, is started again as things stand."""
+        return self.ranks[rank].may_return and self.node_of(rank) not in self.quarantine.out()
+
     def over(self) -> bool:
         """The job is done, or nobody is left who could go on."""
         if self.ended is not None:
@@ -190,6 +197,7 @@ class Generations:
             return
         match event:
             case Lost():
+                self._blame(event)
                 self._lose(event.losses)
             case NodeLost():
                 self._lose_node(event)
@@ -211,6 +219,8 @@ class Generations:
                         self.ranks[rank].may_return = False
             case Readmitted():
                 self._readmit(event.ranks)
+            case Lifted():
+                self.quarantine.lift(event.node, event.level)
             case Reformed():
                 if event.generation == self.decided and self.quiet and not self.fresh:
                     self._freeze("loss")
@@ -239,6 +249,18 @@ class Generations:
         if changed:
             self._freeze("loss")
 
+    def _blame(self, event: Lost) -> None:
+        """Count members that ended by a fault of their own against their nodes."""
+        for loss, raised in zip(event.losses, event.raised, strict=False):
+            state = self.ranks.get(loss.rank)
+            own = raised or not loss.cause.startswith("exit code")  # else it followed from what happened elsewhere
+            if own and state and state.standing == "member" and state.incarnation == loss.incarnation:
+                self._count(self.node_of(loss.rank), event.at)
+
+    def _count(self, node: int, at: float) -> None:
+        if self.respawn and not self.preparing:
+            self.quarantine.lost(node, [n for n, there in self.nodes.items() if there.alive and n != node], at)
+
     def lives(self, node: int, epoch: int) -> bool:
         """Whether that agent, in that life, counts as living: several may report its end."""
         known = self.nodes.get(node)
@@ -249,6 +271,8 @@ class Generations:
             return
         node = self.nodes[event.node]
         node.alive = False
+        if any(self.ranks[rank].standing == "member" for rank in node.ranks):
+            self._count(event.node, event.at)
         living = [r for r in node.ranks if self.ranks[r].standing not in ("lost", "done")]
         losses = [Loss(rank, self.ranks[rank].incarnation, node.host, event.why) for rank in living]
         self._lose(losses)
@@ -336,6 +360,7 @@ class Generations:
                 state.standing, state.code = "lost", None
             if state.standing == "lost":
                 state.may_return = self.nodes[self.node_of(rank)].alive
+                self.quarantine.lift(self.node_of(rank))
         self._call_for_joiners()
 
     def _finish(self, event: Finished) -> None:
@@ -364,6 +389,7 @@ class Generations:
             lost=tuple(self.losses),
             joined=self.joiners,
             reports={rank: entry.report for rank, entry in entries.items() if rank not in self.joiners},
+            left_out=tuple(sorted(self.quarantine.out())),
         )
         for rank in entries:
             self.ranks[rank].standing = "member"
@@ -385,8 +411,10 @@ class Generations:
         self._requests.clear()
         self.reason = reason
         if self.fresh:
-            # Everyone who held anything is gone: whoever waits starts the job anew.
+            # Everyone who held anything is gone: whoever waits starts the job anew, and nobody is left out.
             self.reason = "start"
+            for node in self.nodes:
+                self.quarantine.lift(node)
             for rank in self._standing("waiting"):
                 state = self.ranks[rank]
                 if rank < self.nominal:

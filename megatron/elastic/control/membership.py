@@ -53,6 +53,8 @@ class Decision:
     joined: tuple[int, ...] = ()
     reports: Mapping[int, str] = field(default_factory=dict)
     """What each member handed in (text); absent for a joiner."""
+    left_out: tuple[int, ...] = ()
+    """Nodes whose lost ranks are not started again for now (:mod:`megatron.elastic.control.quarantine`)."""
 
 
 WAITING_FOR_RANKS = "waiting for ranks"

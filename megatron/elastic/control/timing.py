@@ -35,6 +35,8 @@ class Timing:
     """The same as a multiple of the longest time the phase has taken so far."""
     hang_unknown: float
     """The same while a phase has never been seen to end."""
+    quarantine: float
+    """How long a node that loses ranks again and again is left out the first time; doubled each further time."""
 
     @classmethod
     def derive(cls, detection_timeout: float) -> Timing:
@@ -50,4 +52,5 @@ class Timing:
             hang=30 * unit,
             hang_factor=10.0,
             hang_unknown=600 * unit,
+            quarantine=60 * unit,
         )

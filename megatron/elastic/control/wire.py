@@ -177,6 +177,7 @@ def decision_to_json(decision: Decision) -> Message:
         "lost": [loss_to_json(loss) for loss in decision.lost],
         "joined": list(decision.joined),
         "reports": {str(rank): report for rank, report in decision.reports.items()},
+        "left_out": list(decision.left_out),
     }
 
 
@@ -194,4 +195,5 @@ def decision_from_json(value: Mapping[str, Any]) -> Decision:
         lost=tuple(loss_from_json(as_object(item)) for item in take_list(value, "lost")),
         joined=tuple(as_rank(item) for item in take_list(value, "joined")),
         reports=dict(sorted(reports.items())),
+        left_out=tuple(as_rank(node) for node in take_list(value, "left_out")),
     )

@@ -20,47 +20,40 @@ from megatron.elastic.control.events import (
     Condemned,
     Decided,
     Ended,
-    Entry,
     Event,
     Lost,
     NodeBack,
     NodeLost,
     Readmitted,
-    Reported,
-    Requested,
     Suspected,
-    Waiting,
     Wanted,
 )
-from megatron.elastic.control.failures import BEGUN_ANEW, FELL_BACK, Failures
+from megatron.elastic.control.failures import Failures
 from megatron.elastic.control.generations import Generations
-from megatron.elastic.control.membership import WAITING_FOR_RANKS, Decision, Loss
+from megatron.elastic.control.membership import WAITING_FOR_RANKS, Loss
+from megatron.elastic.control.quarantine import Quarantine
 from megatron.elastic.control.store import StoreLost
 from megatron.elastic.control.timing import Timing
 from megatron.elastic.control.wire import (
     Message,
-    ProtocolError,
-    address_from_json,
-    address_to_json,
-    as_object,
-    decision_to_json,
-    take_int,
-    take_str,
 )
 from megatron.elastic.launch.arguments import Job
+from megatron.elastic.launch.briefing import brief
 from megatron.elastic.launch.console import Console
 from megatron.elastic.launch.couriers import Couriers
 from megatron.elastic.launch.desk import Desk
 from megatron.elastic.launch.judge import Judge
 from megatron.elastic.launch.logs import WorkerLogs
 from megatron.elastic.launch.loop import Loop
-from megatron.elastic.launch.losses import classify, summarize
+from megatron.elastic.launch.losses import classify
 from megatron.elastic.launch.neighbours import Neighbours, Table
 from megatron.elastic.launch.nursery import Nursery
 from megatron.elastic.launch.pool import Pool, Worker
 from megatron.elastic.launch.processes import kill_group, process_state
+from megatron.elastic.launch.reception import Reception
 from megatron.elastic.launch.rendezvous import Company
 from megatron.elastic.launch.speech import say
+from megatron.elastic.launch.successors import Successors
 from megatron.elastic.launch.trimming import Trimming
 from megatron.elastic.launch.watch import Watch
 
@@ -68,9 +61,7 @@ __all__ = ["Agent"]
 
 _DRAINED, _STATE_LOST, _DETERMINISTIC = 3, 4, 5
 _GOODBYE_SECONDS = 5.0
-_FALL_BACK_SECONDS = 2.0
 _SEVERITY = (5, 4, 1, 3)
-_REQUESTS = ("setup", "begin", "join", "leave", "stay", "checkpoint", "reform")
 
 
 class Agent:
@@ -80,13 +71,14 @@ class Agent:
         self.job, self.company = job, company
         self.node = company.node
         self.timing = Timing.derive(job.settings.detection_timeout)
-        self.state = Generations(company.nodes, job.settings.respawn, company.nominal, job.tensor)
+        quarantine = Quarantine(job.settings.quarantine_after, self.timing.quarantine)
+        self.state = Generations(company.nodes, job.settings.respawn, company.nominal, job.tensor, quarantine)
         self.exit_code: int | None = None
         self.by_rank: dict[int, Worker] = {}
         self._loop, self._pool = loop, pool
         self._mine = company.nodes[self.node]
         self._logs = WorkerLogs(job, self._mine.ranks)
-        self._nursery = Nursery(job, company, pool, self._logs)
+        nursery = self._nursery = Nursery(job, company, pool, self._logs)
         self._couriers = Couriers(loop, company.store, company.seal, self._deliver, self._store_lost, self._left_behind)
         self.append = self._couriers.append
         self._watch = Watch(self.timing, lambda worker: self._pool.kill(worker, "stopped"))
@@ -95,13 +87,15 @@ class Agent:
         desk = Desk(job.run_id, self.state, self.table, self._pids, self.append)
         self._console = Console(loop, job.run_id, self.node, desk.handle)
         self._failures = Failures(job.settings.max_losses_per_hour)
+        self._successors = Successors(
+            self.node, self.state, self._failures, self.by_rank, loop, self.timing, pool, nursery, self.append
+        )
+        self._reception = Reception(self.state, self._mine.ranks, self.append, self._brief, self._leaving)
         seen = {} if self._neighbours is None else self._neighbours.seen
         self._trimming = Trimming(company.store, company.seal, self.node, self.state, self._failures, seen)
         self._active = not company.returning
         self._next_position = 0
         self._tried_position = -1
-        self._entries: dict[int, Entry] = {}
-        self._reported = 0
         self._signals = 0
         self._back_asked = 0
         """Life for which this node has asked for its place."""
@@ -115,7 +109,7 @@ class Agent:
             self.node,
             self.company.nodes,
             extend=self._extend_leases,
-            lost=lambda node, epoch, why: self.append(NodeLost(node, epoch, why)),
+            lost=lambda node, epoch, why: self.append(NodeLost(node, epoch, why, time.time())),
         )
 
     # -- life -------------------------------------------------------------------
@@ -132,22 +126,13 @@ class Agent:
             self._neighbours.start(self.company.master_addr)
         if self._active:
             for rank in self._mine.ranks:
-                self._start(rank, 0)
+                self._successors.start(rank, 0)
         else:
             self._loop.after(2 * self.timing.lease, self._give_up_return)
             self._return(None)
         self._loop.run()
         self._leave()
         return self.exit_code if self.exit_code is not None else _STATE_LOST
-
-    def _start(self, rank: int, incarnation: int) -> None:
-        state = self.state.ranks[rank]
-        if self.state.preparing:  # those who are left are about to end: it starts with them, not as a newcomer
-            self._loop.after(self.timing.look, lambda: self._start(rank, incarnation))
-            return
-        if self.exit_code is None and rank not in self.by_rank and (state.may_return or incarnation == 0):
-            newcomer = rank >= self.state.nominal or not self.state.fresh
-            self.by_rank[rank] = self._nursery.start(rank, incarnation, newcomer)
 
     def _look(self) -> None:
         self._watch.look(w for w in self._pool.workers.values() if w.elastic or self.job.elastic)
@@ -162,15 +147,15 @@ class Agent:
                 table.update(other)
         if self.state.coordinator() == self.node and self._active:
             self._judge.consider(table)
+            self._successors.consider_quarantine(table)
 
     def table(self) -> Table:
         """What this node's workers do, and since when nothing changed there."""
         rows = {}
-        # Reports of a node go together: who has handed in its own waits for the others', and does nothing wrong.
-        reported = () if self.state.quiet else self._entries
         for worker in self.by_rank.values():
             idle = self._watch.idle(worker)
-            if idle is not None and worker.rank in reported:
+            # Reports of a node go together: who has handed in its own waits for the others', and does nothing wrong.
+            if idle is not None and self._reception.reported(worker.rank):
                 idle = replace(idle, seconds=0.0)
             if idle is not None:
                 rows[worker.rank] = (worker.incarnation, idle)
@@ -187,60 +172,15 @@ class Agent:
 
     def said(self, worker: Worker, message: Message) -> None:
         """A message of a worker. Raises :class:`ProtocolError` for anything malformed."""
-        kind = take_str(message, "t")
-        if kind == "hello":
-            worker.elastic = True
-            self._update(worker)
-        elif kind == "report":
-            self._take_report(worker, message)
-        elif kind == "request" and take_str(message, "what") in _REQUESTS:
-            self.append(Requested(take_str(message, "what"), (worker.rank,), take_int(message, "g")))
-        elif kind == "suspect":
-            self._take_suspicion(worker, message)
-        elif kind == "give_up":
-            self.append(Ended(take_int(message, "code"), take_str(message, "why")))
-        elif kind == "drain":
-            if self.state.drain != ():
-                say(f"rank {worker.rank} was sent a signal to end: the job saves and ends at the next step boundary")
-                self.append(Wanted("drain"))
-        elif kind == "finish":
-            # It may still hang on its way out, and everybody with it.
-            self._loop.after(self.job.shutdown_timeout, lambda: self._end_finished(worker))
-        else:
-            raise ProtocolError(f"unknown message {kind!r}")
+        self._reception.said(worker, message)
+
+    def _leaving(self, worker: Worker) -> None:
+        """It may still hang on its way out, and everybody with it."""
+        self._loop.after(self.job.shutdown_timeout, lambda: self._end_finished(worker))
 
     def _end_finished(self, worker: Worker) -> None:
         if self.by_rank.get(worker.rank) is worker:
             self._pool.kill(worker, "hung after its end")
-
-    def _take_report(self, worker: Worker, message: Message) -> None:
-        address = address_from_json(as_object(message.get("address")))
-        if (address.rank, address.incarnation) != (worker.rank, worker.incarnation):
-            raise ProtocolError(f"an address of rank {address.rank} from rank {worker.rank}")
-        entry = Entry(address, take_str(message, "report"))
-        generation = take_int(message, "g")
-        if generation == 0:
-            self.append(Waiting((entry,)))
-        elif generation == self.state.frozen:
-            self._entries[worker.rank] = entry
-            self._report_if_complete()
-
-    def _report_if_complete(self) -> None:
-        """One journal entry for all of this node's members, once all have reported."""
-        state = self.state
-        mine = [rank for rank in self._mine.ranks if state.ranks[rank].standing == "member"]
-        if state.quiet or self._reported == state.frozen or not mine:
-            return
-        if all(rank in self._entries for rank in mine):
-            self._reported = state.frozen
-            self.append(Reported(state.frozen, tuple(self._entries[rank] for rank in mine)))
-
-    def _take_suspicion(self, worker: Worker, message: Message) -> None:
-        rank, generation = take_int(message, "rank"), take_int(message, "g")
-        decision = self.state.decision
-        if decision is not None and decision.generation == generation and rank in decision.members:
-            incarnation = decision.members[rank].incarnation
-            self.append(Suspected(worker.rank, rank, incarnation, generation, take_str(message, "why")[:500]))
 
     def ended(self, worker: Worker, status: int) -> None:
         """A worker's process is gone."""
@@ -271,18 +211,19 @@ class Agent:
             return
         self.state.apply(event)
         if self.state.frozen != frozen:
-            self._entries.clear()
+            self._reception.begin()
             if self.state.fresh:
-                self._end_newcomers()
+                self._successors.end_newcomers()
         if self._active:
             self._react(event)
         elif not self._mine.alive or isinstance(event, NodeBack):
             self._return(event)
+        self._successors.follow_quarantine()
         for worker in list(self.by_rank.values()):
-            self._update(worker)
+            self._brief(worker)
         if self.state.decided != decided and self.state.decision is not None:
-            self._admitted(self.state.decision)
-        self._report_if_complete()
+            self._successors.admitted(self.state.decision)
+        self._reception.report_if_complete()
         self._decide_if_ready()
         if self.state.over():
             self._finish()
@@ -292,17 +233,14 @@ class Agent:
     def _react(self, event: Event) -> None:
         match event:
             case Lost():
-                for index, loss in enumerate(event.losses):
-                    step = event.steps[index] if index < len(event.steps) else -1
-                    self._mourn(loss, step, event.raised[index : index + 1] == (True,), event.at)
-                self._start_anew_unless_begun(event.losses[0].rank)
+                self._successors.mourn(event)
             case NodeLost(node=node) if node == self.node:
                 self._given_up()
                 self._return(event)
             case NodeLost(node=node) if self.state.coordinator() == self.node:
                 host, ranks = self.state.nodes[node].host, list(self.state.nodes[node].ranks)
                 say(f"lost node {node} ({host}) with ranks {ranks}: {event.why}")
-                self._start_anew_unless_begun(ranks[0])
+                self._successors.start_anew_unless_begun(ranks[0])
                 if self.state.decided == 0 and ranks[0] < self.state.nominal:
                     self.append(Ended(_STATE_LOST, f"node {node} was lost before the job had started: it ends"))
             case NodeBack() if self._neighbours is not None:
@@ -315,56 +253,7 @@ class Agent:
             case Abandoned() if set(event.ranks) & set(self._mine.ranks):
                 say(f"ranks {list(event.ranks)} are not started again: {event.why}")
             case Readmitted():
-                for rank in self._mine.ranks:
-                    if self.state.ranks[rank].standing == "lost":
-                        self._start(rank, self.state.ranks[rank].incarnation + 1)
-
-    def _admitted(self, decision: Decision) -> None:
-        for rank, address in decision.members.items():
-            self._failures.admitted(rank, address.incarnation)
-        verdict = self._failures.started_anew() if decision.reason == "start" and decision.generation > 1 else None
-        if verdict is not None and self.state.coordinator() == self.node:
-            self.append(Ended(_DETERMINISTIC, verdict))
-
-    def _mourn(self, loss: Loss, step: int, raised: bool, at: float) -> None:
-        state = self.state.ranks[loss.rank]
-        if loss.rank in self._mine.ranks:
-            summarize(loss, step)
-        # Every agent keeps the same count, so that any of them can take over as coordinator.
-        fell_back, anew = (loss.cause == f"exit code {code}" for code in (FELL_BACK, BEGUN_ANEW))
-        verdict = self._failures.record(loss.rank, loss.incarnation, step, raised, at)
-        if fell_back:
-            verdict = verdict or self._failures.fell_back(loss.rank, loss.incarnation, step)
-        if verdict is not None and self.state.coordinator() == self.node:
-            self.append(Ended(_DETERMINISTIC, "\n".join((verdict, *loss.last_lines))))
-        if loss.rank not in self._mine.ranks or state.standing != "lost" or loss.incarnation != state.incarnation:
-            return
-        if self._failures.stillborn(loss.rank, loss.incarnation):
-            why = "several incarnations in a row ended before they took part"
-            # Without it there would be no start; later, the others go on.
-            start = self.state.decided == 0
-            self.append(Ended(_DETERMINISTIC, f"rank {loss.rank}: {why}") if start else Abandoned((loss.rank,), why))
-        elif state.may_return:
-            incarnation = loss.incarnation + 1
-            # Who falls back is to find a job that starts anew: all others are on their way out, too.
-            delay = self._failures.cool_down(loss.rank) + (_FALL_BACK_SECONDS if fell_back or anew else 0.0)
-            self._loop.after(delay, lambda: self._start(loss.rank, incarnation))
-
-    def _end_newcomers(self) -> None:
-        """Nobody is left whom those who wait could join: they begin anew with everybody."""
-        for rank in self.state.reports:
-            if rank in self.by_rank:
-                self._pool.kill(self.by_rank[rank], "the job it was to join starts anew")
-
-    def _start_anew_unless_begun(self, lost: int) -> None:
-        """Before the first step nobody holds anything, and whoever is left cannot begin without the lost one."""
-        if self.state.preparing and not self.state.quiet:
-            mine = [worker for rank, worker in self.by_rank.items() if self.state.ranks[rank].standing == "member"]
-            if any(worker.doomed is None for worker in mine):
-                next_is = "everybody starts anew" if self.job.settings.respawn else "the job ends"
-                say(f"rank {lost} was lost before the first step: {next_is}")
-            for worker in mine:
-                self._pool.kill(worker, f"rank {lost} was lost before the first step")
+                self._successors.start_lost()
 
     def _look_into(self, event: Suspected) -> None:
         """Death is the usual cause of a broken link, and stops the next: ask the kernel before anybody is blamed."""
@@ -381,31 +270,8 @@ class Agent:
         if self.state.coordinator() == self.node:
             self._judge.hear(event)
 
-    def _update(self, worker: Worker) -> None:
-        """Tell one worker what it does not know yet."""
-        state, mine = self.state, self.state.ranks[worker.rank]
-        if not worker.elastic or mine.incarnation != worker.incarnation:
-            return
-        if mine.standing == "member" and state.frozen > max(worker.sent_frozen, state.decided):
-            worker.sent_frozen = state.frozen
-            self._pool.tell(worker, {"t": "freeze", "g": state.frozen})
-        decision = state.decision
-        if decision is not None and decision.generation > worker.sent_decided:
-            member = decision.members.get(worker.rank)
-            if member is not None and member.incarnation == worker.incarnation:
-                worker.sent_decided = decision.generation
-                self._pool.tell(worker, {"t": "decision", "decision": decision_to_json(decision)})
-            elif member is None and decision.reason == "drain" and mine.standing == "done":
-                worker.sent_decided = decision.generation
-                self._pool.tell(worker, {"t": "released"})
-        if mine.standing == "waiting" and decision is not None and decision.generation > worker.sent_members:
-            worker.sent_members = decision.generation
-            members = [address_to_json(address) for address in decision.members.values()]
-            self._pool.tell(worker, {"t": "members", "members": members})
-        pending = state.pending()
-        if mine.standing == "member" and pending != worker.sent_pending:
-            worker.sent_pending = pending
-            self._pool.tell(worker, {"t": "pending", "what": list(pending)})
+    def _brief(self, worker: Worker) -> None:
+        brief(self.state, worker, self._pool.tell)
 
     def _decide_if_ready(self) -> None:
         state = self.state
@@ -447,7 +313,7 @@ class Agent:
         elif isinstance(event, NodeBack) and event.node == self.node:
             self._active = True
             for rank in self._mine.ranks:
-                self._start(rank, self.state.ranks[rank].incarnation + 1)
+                self._successors.start(rank, self.state.ranks[rank].incarnation + 1)
 
     def _give_up_return(self) -> None:
         if not self._active and self.exit_code is None:
@@ -457,6 +323,7 @@ class Agent:
     # -- the end --------------------------------------------------------------------------
 
     def _finish(self) -> None:
+        self._successors.close()
         ended = self.state.ended
         if ended is not None:
             self.exit_code = ended.code
@@ -482,6 +349,7 @@ class Agent:
     def _stop(self, code: int) -> None:
         if self.exit_code is None:
             self.exit_code = code
+            self._successors.close()
             self._loop.stop()
 
     def _signalled(self, number: int) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from megatron.elastic.control.events import Event, Readmitted, Wanted
 from megatron.elastic.control.generations import Generations
+from megatron.elastic.control.quarantine import Record
 from megatron.elastic.control.wire import Message, as_rank, take_list, take_str
 from megatron.elastic.launch.neighbours import Table
 
@@ -62,9 +63,16 @@ class Desk:
             "members": list(state.members),
             "pending": list(state.pending()),
             "ranks": {
-                str(rank): {"standing": each.standing, "incarnation": each.incarnation, "returns": each.may_return}
+                str(rank): {"standing": each.standing, "incarnation": each.incarnation, "returns": state.returns(rank)}
                 for rank, each in state.ranks.items()
             },
-            "nodes": {str(n): {"host": node.host, "alive": node.alive} for n, node in state.nodes.items()},
+            "nodes": {str(n): self._node(n) for n in state.nodes},
             "workers_here": rows,
         }
+
+    def _node(self, number: int) -> Message:
+        """``out_s``: for how long its lost ranks are not started again."""
+        node, now = self._state.nodes[number], time.time()
+        record = self._state.quarantine.nodes.get(number, Record())
+        out = round(max(0.0, record.until - now), 1) if record.out else 0.0
+        return {"host": node.host, "alive": node.alive, "losses_in_1h": len(record.recent(now)), "out_s": out}

@@ -63,6 +63,7 @@ class Rehearsal:
                 members=list(decision.members),
                 joined=list(decision.joined),
                 lost=[[loss.rank, loss.incarnation, loss.cause] for loss in decision.lost],
+                left_out=list(decision.left_out),
             )
             return decision
 

@@ -69,6 +69,7 @@ def narrate(
             lost=tuple(loss.rank for loss in outcome.lost),
             joined=outcome.newcomers,
             parked=parked,
+            left_out=decision.left_out,
         )
     )
     for loss in losses:

@@ -67,6 +67,8 @@ class Generation(Event):
     lost: tuple[int, ...] = ()
     joined: tuple[int, ...] = ()
     parked: tuple[int, ...] = ()
+    left_out: tuple[int, ...] = ()
+    """Nodes whose lost ranks are not started again for now: they lost some more often than the others."""
 
 
 @dataclass(frozen=True)

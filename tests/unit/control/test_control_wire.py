@@ -31,7 +31,7 @@ ADDRESS = Address(3, 1, "host/0", {"port": 1234, "segment": "mel-1", "list": [1,
 LOSS = Loss(2, 4, "h", "signal SIGKILL", ("last", "lines é"))
 EXAMPLES: list[ev.Event] = [
     ev.Lost((LOSS, LOSS), (3, -1), (True, False)),
-    ev.NodeLost(1, 2, "why"),
+    ev.NodeLost(1, 2, "why", 4.5),
     ev.NodeBack(1, 2, "h"),
     ev.Reported(7, (ev.Entry(ADDRESS, "opaque"),)),
     ev.Waiting((ev.Entry(ADDRESS, ""),)),
@@ -40,6 +40,7 @@ EXAMPLES: list[ev.Event] = [
     ev.Finished(1, 2, 3, False),
     ev.Abandoned((1,), "w"),
     ev.Readmitted((1, 2)),
+    ev.Lifted(1, 2, "w"),
     ev.Suspected(1, 2, 3, 4, "w"),
     ev.Condemned(1, 2, "w"),
     ev.Reformed(1, "w"),
@@ -75,7 +76,7 @@ def test_a_damaged_event_is_refused_or_an_event_but_never_anything_else(event: e
 
 
 def test_a_decision_is_the_same_bytes_in_every_process() -> None:
-    one = Decision(4, {3: ADDRESS, 11: Address(11, 0, "h")}, "loss", (LOSS,), (3,), {11: "r"})
+    one = Decision(4, {3: ADDRESS, 11: Address(11, 0, "h")}, "loss", (LOSS,), (3,), {11: "r"}, (1,))
     text = encode({"decision": decision_to_json(one)})
     again = decision_from_json(parse(text[4:])["decision"])
     assert again == one and list(again.members) == [3, 11]

@@ -16,6 +16,7 @@ from megatron.elastic.control.events import (
     Entry,
     Event,
     Finished,
+    Lifted,
     Lost,
     NodeBack,
     NodeLost,
@@ -28,6 +29,7 @@ from megatron.elastic.control.events import (
 )
 from megatron.elastic.control.generations import Generations, Node
 from megatron.elastic.control.membership import Loss
+from megatron.elastic.control.quarantine import Quarantine
 
 
 def entry(rank: int, incarnation: int = 0, report: str = "") -> Entry:
@@ -35,7 +37,7 @@ def entry(rank: int, incarnation: int = 0, report: str = "") -> Entry:
 
 
 def loss(rank: int, incarnation: int = 0) -> Lost:
-    return Lost((Loss(rank, incarnation, "h", "signal SIGKILL"),), (0,), (False,))
+    return Lost((Loss(rank, incarnation, "h", "signal SIGKILL"),), (0,), (False,), 10.0 * (rank + 5 * incarnation))
 
 
 def machine(*sizes: int, respawn: bool = True) -> Generations:
@@ -43,7 +45,7 @@ def machine(*sizes: int, respawn: bool = True) -> Generations:
     for number, size in enumerate(sizes):
         nodes[number] = Node(f"h{number}", tuple(range(first, first + size)))
         first += size
-    return Generations(nodes, respawn=respawn)
+    return Generations(nodes, respawn=respawn, quarantine=Quarantine(1))
 
 
 def started(*sizes: int, respawn: bool = True) -> Generations:
@@ -358,6 +360,7 @@ def check_step(before: tuple[int, int], state: Generations, dead: set[tuple[int,
 def apply_checked(state: Generations, event: Event, dead: set[tuple[int, int]]) -> None:
     before = (state.frozen, state.decided)
     state.apply(event)
+    assert not (state.fresh and state.quarantine.out()), "it would wait for whom it does not start"
     if isinstance(event, Lost):
         dead |= {(item.rank, item.incarnation) for item in event.losses}
     check_step(before, state, dead)
@@ -401,6 +404,7 @@ EVENTS = st.one_of(
     st.builds(NodeBack, st.integers(0, 2), st.integers(0, 3), st.just("h")),
     st.builds(Reformed, st.integers(0, 8), st.just("why")),
     st.builds(lambda r: Abandoned(tuple(r), "why"), st.lists(st.integers(0, 4), max_size=2)),
+    st.builds(Lifted, st.integers(0, 2), st.integers(0, 3), st.just("why")),
     st.builds(lambda r: Readmitted(tuple(r)), st.lists(st.integers(0, 4), max_size=2)),
     st.builds(
         lambda w, r: Wanted(w, tuple(r)), st.sampled_from(["drain", "checkpoint", "x"]), st.lists(st.integers(0, 3))

@@ -35,6 +35,7 @@ FROZEN = {
     "--elastic-exact": False,
     "--elastic-detection-timeout": 1.0,
     "--elastic-max-losses-per-hour": 0,
+    "--elastic-quarantine-after": 3,
     "--elastic-respawn": True,
     "--elastic-migrate-after": 50,
     "--elastic-mean-time-between-losses": 3600.0,
