@@ -218,7 +218,7 @@ class Agent:
             self._react(event)
         elif not self._mine.alive or isinstance(event, NodeBack):
             self._return(event)
-        self._successors.follow_quarantine()
+        self._successors.follow_quarantine(event)
         for worker in list(self.by_rank.values()):
             self._brief(worker)
         if self.state.decided != decided and self.state.decision is not None:

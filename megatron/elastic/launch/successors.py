@@ -137,8 +137,8 @@ class Successors:
 
     # -- nodes that are left out ----------------------------------------------------------
 
-    def follow_quarantine(self) -> None:
-        """After each entry of the journal: say whom it put out; start who is out no longer, if it is this node."""
+    def follow_quarantine(self, event: Event) -> None:
+        """After each entry of the journal: say whom it put out or let in; start this node's ranks if it was out."""
         before, self._out = self._out, self._state.quarantine.out()
         for node in self._out - before:
             record = self._state.quarantine.nodes[node]
@@ -148,6 +148,10 @@ class Successors:
                     f"{len(record.losses)} times within an hour: they are not started again for "
                     f"{record.until - record.losses[-1]:.0f} s (--elastic-quarantine-after; ctl admit starts them now)"
                 )
+        for node in before - self._out:
+            why = event.why if isinstance(event, Lifted) else "asked for" if self._state.members else "nobody is left"
+            if self._coordinates:
+                say(f"node {node} ({self._state.nodes[node].host}): its lost ranks are started again: {why}")
         if self._node in before - self._out:
             self.start_lost()
 
