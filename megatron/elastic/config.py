@@ -67,7 +67,8 @@ class ElasticConfig:
     """Weights of a disturbed run are bitwise those of an undisturbed one (slower)."""
 
     detection_timeout: float = 1.0
-    """Floor of the hang time-out; every other time-out of the runtime is derived from it."""
+    """Seconds from which all time-outs are derived: a stopped process is killed after half of it, an agent not heard of
+    counts as lost after ten times, a hang is looked for after thirty (docs/operations.md has them all)."""
 
     max_losses_per_hour: int = 0
     """End the job when more ranks than this are lost within an hour (0: no limit)."""

@@ -7,12 +7,10 @@ import os
 import random
 import signal
 import socket
-import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "integration"))
-from launcher_cluster import Cluster, children, cluster, is_alive
+from tests.integration.launcher_cluster import Cluster, children, cluster, is_alive
 
 FOREVER = ("--seconds", "6000")
 

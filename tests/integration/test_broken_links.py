@@ -6,16 +6,13 @@ of the two processes: both ends notice, or (quietly) only one.
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 
 from megatron.elastic.observe.events import read_events
-
-sys.path.insert(0, str(Path(__file__).parent))
-from elastic_job import elastic_job, largest_deviation
-from launcher_cluster import Cluster
+from tests.integration.elastic_job import elastic_job, largest_deviation
+from tests.integration.launcher_cluster import Cluster
 
 LINKED = """
 import json, os, sys, time

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-from etcd_server import EtcdServer, etcd_server
-from launcher_cluster import cluster
-
 from megatron.elastic.control.etcd import Etcd, EtcdStore
 from megatron.elastic.control.store import StoreLost
+from tests.integration.etcd_server import EtcdServer, etcd_server
+from tests.integration.launcher_cluster import cluster
 
 
 @pytest.fixture(scope="module")

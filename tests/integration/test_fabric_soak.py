@@ -129,8 +129,8 @@ def collective(
     works = dist.batch_isend_irecv(
         [dist.P2POp(dist.isend, own, after, group=group), dist.P2POp(dist.irecv, got, before, group=group)]
     )
-    for one in works:
-        one.wait()
+    for work in works:
+        work.wait()
     return got, torch.full((count,), float(before + 1))
 
 

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))
-from launcher_cluster import cluster
 
 from megatron.elastic.ctl import ask
+from tests.integration.launcher_cluster import cluster
 
 ALL = list(range(8))
 

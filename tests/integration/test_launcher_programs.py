@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-from launcher_cluster import PATIENCE, ROOT, cluster, free_port, is_alive
+from tests.integration.launcher_cluster import PATIENCE, ROOT, cluster, free_port, is_alive
 
 HEADER = """
 import json, os, signal, sys, time

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-from launcher_cluster import Cluster, cluster
+from tests.integration.launcher_cluster import Cluster, cluster
 
 PROGRAM = """
 import json, os, sys, time

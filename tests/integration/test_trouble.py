@@ -114,7 +114,7 @@ def test_one_that_comes_back_falls_to_the_checkpoint_and_then_ends_the_job(
     # Four micro-batches a step: all of the first attempt, one of the second.
     poison(monkeypatch, tmp_path, 5)
     saved = str(tmp_path / "saved")
-    flags = ("--save", saved, "--load", saved, "--save-interval", "1", "--no-elastic-background-save")
+    flags: tuple[str, ...] = ("--save", saved, "--load", saved, "--save-interval", "1", "--no-elastic-background-save")
     result = run(tmp_path, POISONED, *flags)
     assert result.code == 0, result.output[-5000:]
     assert "goes back to its last checkpoint, of step" in result.output

@@ -74,7 +74,8 @@ def pods(folder: Path) -> Iterator[tuple[Pod, Pod]]:
     names = "".join(f"10.77.0.{i + 1} {SERVICE}-{i}.{SERVICE} {SERVICE}-{i}\n" for i in range(2))
     hosts.write_text("127.0.0.1 localhost\n" + names)
     tag = os.getpid() % 10000
-    both = tuple(Pod(i, f"elastic-{tag}-{i}", f"el{tag}v{i}", hosts) for i in range(2))
+    first, second = (Pod(i, f"elastic-{tag}-{i}", f"el{tag}v{i}", hosts) for i in range(2))
+    both = first, second
     try:
         for pod in both:
             _ip("netns", "add", pod.namespace)

@@ -10,10 +10,14 @@ import os
 import shlex
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["LAUNCH", "PRETRAIN", "QUIET", "ROOT", "TORCHRUN", "command", "environment", "faults", "finished"]
+__all__ = [
+    "LAUNCH", "PRETRAIN", "QUIET", "ROOT", "TORCHRUN", "command", "environment", "faults", "finished", "followed",
+]  # fmt: skip
 
 ROOT = Path(__file__).resolve().parents[2]
 PRETRAIN = str(ROOT / "pretrain_gpt.py")
@@ -49,3 +53,21 @@ def finished(job: Sequence[str], seconds: float = 400.0, **more: str) -> str:
     if done.returncode:
         raise RuntimeError(f"exit code {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
     return done.stdout
+
+
+def followed(job: Sequence[str], seconds: float = 400.0, **more: str) -> list[tuple[float, str]]:
+    """Every line ``job`` wrote to stdout, and when it came (monotonic seconds). Raises as :func:`finished` does."""
+    with subprocess.Popen(
+        job, cwd=ROOT, env=environment(PYTHONUNBUFFERED="1", **more), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True,
+    ) as running:  # fmt: skip
+        late = threading.Timer(seconds, running.kill)
+        late.start()
+        try:
+            assert running.stdout is not None
+            lines = [(time.monotonic(), line) for line in running.stdout]
+        finally:
+            late.cancel()
+    if running.returncode:
+        raise RuntimeError(f"exit code {running.returncode}\n" + "".join(line for _, line in lines[-60:]))
+    return lines

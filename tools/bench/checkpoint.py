@@ -1,58 +1,68 @@
-"""What a save costs the steps around it: written while training goes on, and finished before the next step.
+"""What a save costs the steps around it: Megatron-LM's own, and with --elastic in the background or before a step.
 
     python -m tools.bench.checkpoint [--trials 3] [--ranks 2] [--hidden 512]
 
-Each trial runs both ways and one that never saves, in turn, on the same model and
-data. Per run: time between committed steps (the job's own event log, monotonic).
-``stall_s``: the gap that holds the save less the median gap of the run without one;
-``drag_s``: what the later gaps add up to beyond that median while the background
-write is going on. The last line is one JSON object.
+Each trial runs, in turn, on the same model and data: Megatron-LM without and with a
+save, then --elastic without one, with one in the background and with one that is
+finished before the next step. Every run's clock is the same: when its line of each
+iteration comes. ``stall_X_s``: the gap that holds the save less the median gap of the
+run of that kind without one; ``drag_X_s``: what the gaps after it add up to beyond
+that median, in which the background write goes on. The last line is one JSON object.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import shlex
 import statistics
 import tempfile
 from pathlib import Path
 
-from megatron.elastic.observe.events import read_events
 from tools.bench._common import median_of, print_result
-from tools.bench._jobs import QUIET, command, finished
+from tools.bench._jobs import LAUNCH, QUIET, TORCHRUN, command, followed
 
-WARM_UP, SAVED_AT, STEPS = 3, 6, 14
+WARM_UP, SAVED_AT, STEPS = 3, 6, 12
+"""The next save would be due at step 12, the last one, where a job saves in any case."""
 
 MODEL = QUIET + shlex.split("""
     --num-layers 4 --num-attention-heads 8 --seq-length 64 --max-position-embeddings 64
     --micro-batch-size 2 --global-batch-size 8 --vocab-size 2047 --ckpt-format torch_dist
+    --use-distributed-optimizer --dist-ckpt-optim-fully-reshardable
 """)
 
+PLAIN: tuple[str, ...] = ()
+ELASTIC = ("--elastic",)
+KINDS = {
+    "megatron": (PLAIN, PLAIN),
+    "background": (ELASTIC, ("--elastic-background-save",)),
+    "blocking": (ELASTIC, ("--no-elastic-background-save",)),
+}
+"""Name → flags of the kind of run, flags of its save."""
 
-def gaps(ranks: int, hidden: int, folder: Path, *flags: str) -> dict[int, float]:
-    """Step → seconds from the step before it to it. Raises ``RuntimeError`` with its output when the run fails."""
+
+def gaps(ranks: int, hidden: int, *flags: str) -> dict[int, float]:
+    """Iteration → seconds from the line of the one before to its own. Raises ``RuntimeError`` when the run fails."""
     sizes = ("--hidden-size", str(hidden), "--train-iters", str(STEPS))
-    events = ("--elastic", "--elastic-event-log", str(folder / "events"))
-    finished(command(ranks, *MODEL, *sizes, *events, *flags))
-    at = {r.fields["step"]: r.monotonic_ns / 1e9 for r in read_events(folder / "events") if r.kind == "step"}
+    module = LAUNCH if "--elastic" in flags else TORCHRUN
+    lines = followed(command(ranks, *MODEL, *sizes, *flags, module=module))
+    at = {int(found[1]): when for when, line in lines if (found := re.search(r"iteration\s+(\d+)/", line))}
     return {step: at[step] - at[step - 1] for step in at if step - 1 in at}
 
 
 def costs(ranks: int, hidden: int) -> dict[str, float]:
     """One trial."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        (folder / "plain").mkdir()
-        usual = statistics.median(value for step, value in gaps(ranks, hidden, folder / "plain").items()
-                                  if step > WARM_UP)  # fmt: skip
-        found = {"step_s": usual}
-        for way, flag in (("background", "--elastic-background-save"), ("blocking", "--no-elastic-background-save")):
-            (folder / way).mkdir()
-            save = ("--save", str(folder / way / "saved"), "--save-interval", str(SAVED_AT), flag)
-            measured = gaps(ranks, hidden, folder / way, *save)
-            found[f"stall_{way}_s"] = measured[SAVED_AT + 1] - usual
-            later = [measured[step] - usual for step in range(SAVED_AT + 2, 2 * SAVED_AT)]
-            found[f"drag_{way}_s"] = sum(later)
+    usual: dict[tuple[str, ...], float] = {}
+    found: dict[str, float] = {}
+    for name, (kind, way) in KINDS.items():
+        if kind not in usual:
+            steady = [seconds for step, seconds in gaps(ranks, hidden, *kind).items() if step > WARM_UP]
+            usual[kind] = found[f"step_{'elastic' if kind else 'megatron'}_s"] = statistics.median(steady)
+        with tempfile.TemporaryDirectory() as folder:
+            save = ("--save", str(Path(folder) / "saved"), "--save-interval", str(SAVED_AT))
+            measured = gaps(ranks, hidden, *kind, *save, *way)
+        found[f"stall_{name}_s"] = measured[SAVED_AT + 1] - usual[kind]
+        found[f"drag_{name}_s"] = sum(measured[step] - usual[kind] for step in range(SAVED_AT + 2, STEPS + 1))
     return found
 
 

@@ -174,8 +174,8 @@ def test_prototypes_are_those_of_the_header(wheel: zipfile.ZipFile) -> None:
         assert found, f"{name} is gone from nccl.h"
         assert normal(found[1]) == normal(parameters), name
     for torch_type, number in ELEMENTS.items():
-        name = {"int8": "Int8", "uint8": "Uint8", "bfloat16": "Bfloat16"}.get(str(torch_type).removeprefix("torch."))
-        name = name or str(torch_type).removeprefix("torch.").capitalize()
+        torch_name = str(torch_type).removeprefix("torch.")
+        name = {"int8": "Int8", "uint8": "Uint8", "bfloat16": "Bfloat16"}.get(torch_name) or torch_name.capitalize()
         assert re.search(rf"nccl{name}\s*=\s*{number}\b", header), name
     for op, number in REDUCTIONS.items():
         name = {"PRODUCT": "Prod"}.get(op.name, op.name.capitalize())

@@ -67,10 +67,10 @@ def driven_by_a_manager(here: Here, kind: str) -> list[tuple[int, int, float, fl
         )
 
     register_backend(make, driven=not hasattr(dist, "_reconfigure"))
-    enable = {"enable_reconfigure": True} if hasattr(dist, "_reconfigure") else {}
+    enable: dict[str, Any] = {"enable_reconfigure": True} if hasattr(dist, "_reconfigure") else {}
     dist.init_process_group("elastic", store=here.store(), rank=here.rank, world_size=3, **enable)
     world: Any = dist.distributed_c10d._get_default_group()
-    manager, seen = Manager(here), []
+    manager, seen = Manager(here), list[Any]()
     assert asked(world, "_supports_reconfigure") and world.supports_reconfigure
     late = here.store().add(f"arrivals/{here.rank}", 1) > 1
     manager._quorum = 2 if late else 0

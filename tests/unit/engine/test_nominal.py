@@ -28,7 +28,7 @@ SIZES = st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4))
 def test_every_rank_has_one_place(sizes: tuple[int, int, int]) -> None:
     shape = nominal(*sizes)
     places = [shape.place(rank) for rank in range(shape.slots)]
-    assert [shape.rank(*place) for place in places] == list(range(shape.slots))
+    assert [shape.rank(*place) for place in places if place] == list(range(shape.slots))
     assert len(set(places)) == shape.slots
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -64,7 +65,8 @@ def test_measured_times_and_clocks_arrive_on_every_rank_to_the_nanosecond(
     votes = [
         Tally(times={ranges[cell]: times[cell]}, clocks={cell: (1, 1, khz, khz)}, steady=1) for cell in range(4)
     ]
-    total = layout.unpack(sum(layout.pack(vote) for vote in (*votes, Tally(clocks={3: (1, 1, khz, khz)}))))
+    packed = [layout.pack(vote) for vote in (*votes, Tally(clocks={3: (1, 1, khz, khz)}))]
+    total = layout.unpack(torch.stack(packed).sum(0))
     assert total.times == dict(zip(ranges, times, strict=True))
     assert total.clocks == {**dict.fromkeys(range(3), (1, 1, khz, khz)), 3: (2, 2, 2 * khz, 2 * khz)}
     assert (total.voters, total.steady) == (5, 4)

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -79,8 +80,8 @@ def test_every_named_point_can_be_chosen_and_only_it_fires(point):
 
 
 def test_rank_incarnation_nth_and_count_narrow_a_fault():
-    def which(script: str, **who: int) -> list[int]:
-        injector = Injector(parse(script), **{"rank": 0, **who})
+    def which(script: str, rank: int = 0, **who: Any) -> list[int]:
+        injector = Injector(parse(script), rank, **who)
         return [n for n in range(1, 7) if fires(injector, "mid_forward", 3)]
 
     base = "raise:rank=0|2,step=3,point=mid_forward"

@@ -115,14 +115,14 @@ def test_the_loop_keeps_order_takes_calls_from_threads_and_forgets_within_a_batc
     loop, log = Loop(), list[str]()
     pairs = [socket.socketpair() for _ in range(2)]
 
-    def readable(index: int) -> None:
+    def readable() -> None:
         log.append("readable")
         for mine, _ in pairs:  # whichever comes first forgets both
             loop.forget(mine.fileno())
 
-    for index, (mine, theirs) in enumerate(pairs):
+    for mine, theirs in pairs:
         theirs.send(b"x")
-        loop.watch(mine.fileno(), lambda _mask, i=index: readable(i))
+        loop.watch(mine.fileno(), lambda _mask: readable())
     loop.after(0.02, lambda: log.append("later"))
     loop.after(0.01, lambda: log.append("sooner"))
     loop.after(0.05, lambda: threading.Thread(target=lambda: loop.post(loop.stop)).start())

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import recut_pipeline as pipeline
+import recut_pipeline as pipeline  # type: ignore[import-not-found]  # beside this script
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
@@ -30,7 +30,7 @@ from megatron.elastic.plan.model import Grid, Piece
 from megatron.elastic.plan.partition import Model
 
 CUTS = ((0, 3, 6), (0, 5, 6))
-CASES = (
+CASES: tuple[tuple[Case, dict[str, Any]], ...] = (
     (Case("dropout"), {}),
     (Case("recomputed", recompute=True), {}),
     (Case("gated, grouped queries", tied=False), {"gated_linear_unit": True, "num_query_groups": 2}),

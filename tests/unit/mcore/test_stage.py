@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ def second_of_two(monkeypatch: pytest.MonkeyPatch) -> Iterator[GroupStandIn]:
 
 
 class Layer(torch.nn.Module):
-    def __init__(self, group: object, other: object) -> None:
+    def __init__(self, group: Any, other: Any) -> None:
         super().__init__()
         self.tp_group, self.cp_group = group, other
         self.pg_collection = SimpleNamespace(tp=group, dp=other)
@@ -31,14 +32,15 @@ class Layer(torch.nn.Module):
 
 def test_modules_find_the_group_of_the_launch_and_their_own_again(second_of_two: GroupStandIn) -> None:
     data = GroupStandIn(0, 1)
-    model = torch.nn.Sequential(Layer(second_of_two, data), Layer(second_of_two, data))
+    layers = [Layer(second_of_two, data), Layer(second_of_two, data)]
+    model = torch.nn.Sequential(*layers)
     with pytest.raises(KeyError), whole_tensor_group(model):
-        for layer in model:
+        for layer in layers:
             assert (layer.tp_group.rank(), layer.tp_group.size()) == (1, 2)
             assert layer.pg_collection.tp == layer.tp_group == parallel_state.get_tensor_model_parallel_group()
             assert layer.cp_group is layer.pg_collection.dp is data, "equal by value, another group"
         raise KeyError
-    assert all(layer.tp_group is layer.pg_collection.tp is second_of_two for layer in model)
+    assert all(layer.tp_group is layer.pg_collection.tp is second_of_two for layer in layers)
     assert parallel_state.get_tensor_model_parallel_group() is second_of_two
 
 

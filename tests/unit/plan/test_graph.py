@@ -88,8 +88,8 @@ def test_minimax_cut_is_the_best_of_all_cuts(work: list[int], speeds: list[int],
     count = len(places)
     best = None
     for inner in combinations_with_replacement(range(len(work) + 1), count - 1):
-        cuts = (0, *inner, len(work))
-        spans = list(zip(cuts, cuts[1:], places, strict=False))
+        ends = (0, *inner, len(work))
+        spans = list(zip(ends, ends[1:], places, strict=False))
         if all(model.stage_bytes(a, b, count - s) <= p.memory_bytes for s, (a, b, p) in enumerate(spans)):
             slowest = max(model.stage_time(a, b, p) for a, b, p in spans)
             best = slowest if best is None else min(best, slowest)

@@ -370,7 +370,8 @@ class Model:
         owed = state.committed if self.setting.statistics_travel else known
         if outcome.version < len(owed):
             raise Violation(f"committed version {len(owed)} is lost: {outcome}")
-        if outcome.kind == "revote" and len(owed) == outcome.version and owed[-1] != outcome.gradient_key.generation:
+        key = outcome.gradient_key
+        if outcome.kind == "revote" and len(owed) == outcome.version and (key is None or owed[-1] != key.generation):
             raise Violation(f"the vote is taken again on other gradients than those committed: {outcome}")
 
     def _adopt(self, state: State, r: int, rank: Rank) -> State:

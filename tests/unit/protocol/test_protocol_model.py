@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from protocol_model import Faults, Setting, Violation, explore
+
+from tests.unit.protocol.protocol_model import Faults, Setting, Violation, explore
 
 KINDS = ("rerun", "revote", "roll_forward")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -61,7 +62,8 @@ def test_the_rate_is_p_at_every_coordinate_and_in_every_sample():
     ids=["step", "unit", "site", "seed", "sample"],
 )
 def test_neighbouring_streams_are_uncorrelated(other):
-    base = {"seed": 5, "step": 7, "samples": tuple(range(64)), "coordinates": 1 << 14, "p": 0.3, "unit": 0, "site": 0}
+    base: dict[str, Any] = {"seed": 5, "step": 7, "samples": tuple(range(64)), "coordinates": 1 << 14, "p": 0.3,
+                            "unit": 0, "site": 0}  # fmt: skip
     assert abs(correlation(masks(**base), masks(**{**base, **other}))) < SIGMAS
 
 

@@ -33,13 +33,17 @@ def vote(record: StepRecord, norm_sq=(1.0, 4.0), found=False, denominator=1.0, s
 
 def megatron_grad_scaler():
     """Megatron's own scaler class, its tensors made on the CPU."""
-    where = importlib.util.find_spec("megatron.core").submodule_search_locations[0]
+    package = importlib.util.find_spec("megatron.core")
+    assert package is not None and package.submodule_search_locations is not None
+    where = package.submodule_search_locations[0]
     spec = importlib.util.spec_from_file_location("grad_scaler", Path(where, "optimizer", "grad_scaler.py"))
+    assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    module.torch = SimpleNamespace(
+    on_cpu = SimpleNamespace(
         tensor=lambda data, dtype, device: torch.tensor(data, dtype=dtype), float=torch.float, max=torch.max
     )
+    vars(module)["torch"] = on_cpu
     return module.DynamicGradScaler
 
 

@@ -66,6 +66,7 @@ def test_an_owner_lost_before_it_shipped_costs_the_last_step_but_never_mixes_ver
     ship(pools, record, 1)  # rank 0 dies before its own A is shipped
     result = resolve({1: pools[1].holdings()}, {A: (0, 1), B: (1, 0)}, 4)
     assert (result.kind, result.version) == ("rerun", 1)
+    assert result.record is not None
     pools[1].revert(result.record)
     pools[1].discard(None, 1)
     assert all(torch.equal(pools[1].get(key).state, before[key]) for key in KEYS)

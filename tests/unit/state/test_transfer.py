@@ -6,6 +6,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -38,7 +39,8 @@ class SocketChannel:
         self.end.sendall(payload.reshape(-1).view(torch.uint8).numpy().data)
 
     def recv(self, peer: int, tag: str, out: torch.Tensor) -> None:
-        view = memoryview(out.reshape(-1).view(torch.uint8).numpy())
+        array: Any = out.reshape(-1).view(torch.uint8).numpy()
+        view = memoryview(array)
         while len(view):
             count = self.end.recv_into(view)
             if count == 0:
@@ -102,7 +104,7 @@ def adds(keys, rank: int, source: int) -> list[Transition]:
 
 def test_copies_added_during_training_have_the_sources_bits_and_lineage():
     source, record = source_pool()
-    joiner, errors = StatePool(1, {(0, 0): LAYOUT}, HYPER), []
+    joiner, errors = StatePool(1, {(0, 0): LAYOUT}, HYPER), list[BaseException]()
     with channels() as (near, far):
         sender, receiver = BlockSender(source, near, 1, PLENTY), BlockReceiver(joiner, far, 0)
         thread = run(receiver, errors)
@@ -124,7 +126,7 @@ def test_copies_added_during_training_have_the_sources_bits_and_lineage():
 
 def test_with_a_thread_that_streams_while_the_owner_steps():
     source, record = source_pool()
-    joiner, errors, stop = StatePool(1, {(0, 0): LAYOUT}, HYPER), [], threading.Event()
+    joiner, errors, stop = StatePool(1, {(0, 0): LAYOUT}, HYPER), list[BaseException](), threading.Event()
     with channels() as (near, far):
         sender, receiver = BlockSender(source, near, 1, PLENTY), BlockReceiver(joiner, far, 0)
         receiving = run(receiver, errors)
@@ -150,7 +152,7 @@ def test_with_a_thread_that_streams_while_the_owner_steps():
 
 def test_memory_stays_bounded_when_steps_outrun_the_link_and_everything_still_arrives():
     source, record = source_pool()
-    joiner, errors = StatePool(1, {(0, 0): LAYOUT}, HYPER), []
+    joiner, errors = StatePool(1, {(0, 0): LAYOUT}, HYPER), list[BaseException]()
     bound = 3 * 4 * LAYOUT.blocks[0].numel
     with channels() as (near, far):
         sender, receiver = BlockSender(source, near, 1, bound), BlockReceiver(joiner, far, 0)
@@ -171,7 +173,7 @@ def test_memory_stays_bounded_when_steps_outrun_the_link_and_everything_still_ar
 
 def test_a_base_damaged_on_the_way_is_refused_and_never_counts():
     source, record = source_pool()
-    joiner, errors = StatePool(1, {(0, 0): LAYOUT}, HYPER), []
+    joiner, errors = StatePool(1, {(0, 0): LAYOUT}, HYPER), list[BaseException]()
     with channels() as (near, far):
         near.damage_numel = 3 * LAYOUT.blocks[1].numel
         receiver = BlockReceiver(joiner, far, 0)
@@ -190,7 +192,7 @@ def test_a_base_damaged_on_the_way_is_refused_and_never_counts():
 
 def test_a_gradient_damaged_on_the_way_shows_in_the_lineage():
     source, record = source_pool()
-    joiner, errors = StatePool(1, {(0, 0): LAYOUT}, HYPER), []
+    joiner, errors = StatePool(1, {(0, 0): LAYOUT}, HYPER), list[BaseException]()
     with channels() as (near, far):
         receiver = BlockReceiver(joiner, far, 0)
         thread = run(receiver, errors)
@@ -207,7 +209,7 @@ def test_a_gradient_damaged_on_the_way_shows_in_the_lineage():
 
 def test_a_source_that_dies_leaves_the_joiner_empty():
     source, _ = source_pool()
-    joiner, errors = StatePool(1, {(0, 0): LAYOUT}, HYPER), []
+    joiner, errors = StatePool(1, {(0, 0): LAYOUT}, HYPER), list[BaseException]()
     with channels() as (near, far):
         receiver = BlockReceiver(joiner, far, 0)
         thread = run(receiver, errors)
