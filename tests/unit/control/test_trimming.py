@@ -23,6 +23,7 @@ from megatron.elastic.control.failures import Failures
 from megatron.elastic.control.generations import Generations, Node
 from megatron.elastic.control.journal import Journal, Seal, Snapshot, Trimmed, keep, newest, trim
 from megatron.elastic.control.membership import Loss
+from megatron.elastic.control.quarantine import Quarantine
 from megatron.elastic.control.snapshot import restore, to_plain
 from megatron.elastic.control.store import EmbeddedStore, StoreLost
 from megatron.elastic.launch import trimming
@@ -44,7 +45,8 @@ def often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def job() -> Generations:
-    return Generations({n: Node(f"h{n}", tuple(range(n * RANKS, (n + 1) * RANKS))) for n in range(NODES)})
+    nodes = {n: Node(f"h{n}", tuple(range(n * RANKS, (n + 1) * RANKS))) for n in range(NODES)}
+    return Generations(nodes, quarantine=Quarantine(1))
 
 
 @dataclass
@@ -100,11 +102,12 @@ def some_event(state: Generations, draw: random.Random) -> ev.Event:
     node = draw.randrange(NODES)
     missing = state.missing()
     choices: list[ev.Event] = [
-        ev.Lost((Loss(rank, incarnation, "h", "signal SIGKILL", ("last",)),), (4,), (False,), draw.random()),
+        ev.Lost((Loss(rank, incarnation, "h", "signal SIGKILL", ("last",)),), (4,), (False,), 1e4 * draw.random()),
         ev.Waiting((ev.Entry(Address(rank, incarnation + 1, "h", {"ports": [1, 2]}), ""),)),
-        ev.NodeLost(node, state.nodes[node].epoch, "gone"),
+        ev.NodeLost(node, state.nodes[node].epoch, "gone", 1e4 * draw.random()),
         ev.NodeBack(node, state.nodes[node].epoch + 1, "new"),
         ev.Wanted("checkpoint"),
+        *[ev.Lifted(n, state.quarantine.nodes[n].level, "over") for n in state.quarantine.out()],
         *[ev.Waiting((ev.Entry(Address(r, state.ranks[r].incarnation, "h"), "held"),)) for r in missing] * 3,
         *[ev.Reported(state.frozen, (ev.Entry(Address(r, state.ranks[r].incarnation, "h"), "held"),)) for r in missing],
         *[ev.Requested(what, state.members, state.decided) for what in ("join", "begin")],
