@@ -152,7 +152,7 @@ class Model:
         most = stages
         if self.share is not None:
             most = min(stages, max(1, -(-self.share[0] * stages // self.share[1]) + self.margin))
-        return [most] * stages if self.late_weights else [min(most, stages - stage) for stage in range(stages)]
+        return [most] * stages if self.late_weights else [most] * (stages - most) + list(range(most, 0, -1))
 
     def optimistic(self) -> Model:
         """The same model for bounds: no more memory than any schedule of full speed needs, quotas rounded down."""
