@@ -19,6 +19,7 @@ import torch
 
 from tests.integration.elastic_job import (
     MODEL,
+    ROOT,
     JobResult,
     RunningJob,
     elastic_command,
@@ -120,6 +121,19 @@ def test_a_loss_while_a_checkpoint_is_written_has_it_begun_again(tmp_path: Path,
     assert f"successfully saved checkpoint from iteration {CUT + 1:7d}" in result.output
     assert not list((tmp_path / "saved").glob("*.partial*"))
     check_resumed(whole, resumed(tmp_path, {"resumed": tmp_path / "saved"})["resumed"], tracked(tmp_path / "saved"))
+
+
+def test_a_loss_while_ranks_tell_how_long_a_save_took_costs_no_step(tmp_path: Path, whole: dict[int, float]) -> None:
+    """Megatron gathers that beside the save: whoever waited in it for the dead ended the job."""
+    job = elastic_job(
+        tmp_path / "events", 2, 1, 1, STEPS, *QUIET, "--save", str(tmp_path / "saved"), "--save-interval", "2",
+        "--no-elastic-respawn", script=ROOT / "tests/integration/lost_in_timers.py", environment={"LOST_RANK": "0"},
+    )  # fmt: skip
+    assert job.code == 0, job.output[-3000:]
+    assert len(job.of("loss")) == 1 and "recovered at generation 2: step 4 between steps, 0 steps lost" in job.output
+    assert set(job.committed) == set(range(1, STEPS + 1))
+    assert largest_deviation({step: whole[step] for step in range(CUT, STEPS + 1)}, job.committed) < ROUNDING
+    assert {2, CUT + 1, 6} <= set(complete(tmp_path / "saved")), "the save that was under way is begun again"
 
 
 @pytest.mark.slow

@@ -63,6 +63,7 @@ class Host:
             (loop + "train_step", "a step is a transaction that survives the loss of ranks", self._train_step),
             (loop + "evaluate", "evaluation is repeated as a phase when ranks are lost in it", self._evaluate),
             (loop + "training_log", repeated, self._training_log),
+            ("megatron.core.timers.Timers.log", repeated, self._log_timers),
             (
                 "megatron.training.utils.calc_params_l2_norm",
                 "the norm of the masters, wherever they lie now; repeated after a loss",
@@ -186,6 +187,18 @@ class Host:
             result = self._engine.fenced(body)
             self._prelude.reporter.flush()
             return result
+
+        return replacement
+
+    def _log_timers(self, original: Callable[..., None]) -> Callable[..., None]:
+        """Every rank's times are gathered, also outside the log line: at the end of a save."""
+
+        @functools.wraps(original)
+        def replacement(*args: Any, **kwargs: Any) -> None:
+            if self._begun:
+                self._engine.fenced(lambda: original(*args, **kwargs))
+            else:
+                original(*args, **kwargs)
 
         return replacement
 
