@@ -7,6 +7,7 @@
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
+#include <sys/timerfd.h>
 #include <sys/un.h>
 #include <unistd.h>
 
@@ -22,6 +23,7 @@ namespace {
 
 constexpr size_t kMostHalfWay = 1024;
 constexpr int kBacklog = 1024;
+constexpr int kLookMilliseconds = 50;  // between looks for who has been half-way for too long
 
 [[noreturn]] void raise(const std::string& what) {
   throw CommError(what + ": " + std::strerror(errno));
@@ -76,10 +78,12 @@ Listener::Listener(const std::string& address, const std::string& unix_name, dou
   if (!unix_name.empty()) unix_ = listen_unix(unix_name);
   epoll_ = epoll_create1(EPOLL_CLOEXEC);
   wake_ = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
+  timer_ = timerfd_create(CLOCK_MONOTONIC, TFD_NONBLOCK | TFD_CLOEXEC);
   reserve_ = open("/dev/null", O_RDONLY | O_CLOEXEC);
   add(epoll_, tcp_, EPOLLIN, &tcp_);
   if (unix_ >= 0) add(epoll_, unix_, EPOLLIN, &unix_);
   add(epoll_, wake_, EPOLLIN, &wake_);
+  add(epoll_, timer_, EPOLLIN, &timer_);
   thread_ = std::thread([this] { loop(); });
 }
 
@@ -89,7 +93,7 @@ Listener::~Listener() {
   thread_.join();
   run_due(true);
   pending_.clear();
-  for (int fd : {tcp_, unix_, epoll_, wake_, reserve_}) {
+  for (int fd : {tcp_, unix_, epoll_, wake_, timer_, reserve_}) {
     if (fd >= 0) close(fd);
   }
 }
@@ -172,17 +176,18 @@ void Listener::drop_late() {
 }
 
 void Listener::later(std::chrono::milliseconds delay, std::function<void()> task) {
-  {
-    std::lock_guard<std::mutex> lock(tasks_mutex_);
-    tasks_.push_back({std::chrono::steady_clock::now() + delay, std::move(task)});
-  }
-  eventfd_write(wake_, 1);
+  std::lock_guard<std::mutex> lock(tasks_mutex_);
+  tasks_.push_back({std::chrono::steady_clock::now() + delay, std::move(task)});
+  if (tasks_.size() == 1) wake_after(delay);
 }
 
-int Listener::patience() {
-  std::lock_guard<std::mutex> lock(tasks_mutex_);
-  if (tasks_.empty() && pending_.empty()) return -1;
-  return 50;
+// A timer, not the thread, which would have to wake only to find out how long it may sleep.
+void Listener::wake_after(std::chrono::nanoseconds delay) {
+  itimerspec when{};
+  const auto whole = std::chrono::duration_cast<std::chrono::seconds>(delay);
+  when.it_value.tv_sec = time_t(whole.count());
+  when.it_value.tv_nsec = std::max(long((delay - whole).count()), 1L);  // all zero would disarm it
+  timerfd_settime(timer_, 0, &when, nullptr);
 }
 
 void Listener::run_due(bool all) {
@@ -193,6 +198,9 @@ void Listener::run_due(bool all) {
     const auto first = std::partition(tasks_.begin(), tasks_.end(), [&](auto& t) { return !all && t.due > now; });
     std::move(first, tasks_.end(), std::back_inserter(due));
     tasks_.erase(first, tasks_.end());
+    const auto earlier = [](const Task& a, const Task& b) { return a.due < b.due; };
+    const auto next = std::min_element(tasks_.begin(), tasks_.end(), earlier);
+    if (!due.empty() && next != tasks_.end()) wake_after(next->due - now);
   }
   for (auto& task : due) task.run();
 }
@@ -200,7 +208,7 @@ void Listener::run_due(bool all) {
 void Listener::loop() {
   epoll_event events[64];
   while (!stop_.load()) {
-    const int n = epoll_wait(epoll_, events, 64, patience());
+    const int n = epoll_wait(epoll_, events, 64, pending_.empty() ? -1 : kLookMilliseconds);
     for (int i = 0; i < n; ++i) {
       void* what = events[i].data.ptr;
       if (what == &tcp_) {
@@ -210,6 +218,9 @@ void Listener::loop() {
       } else if (what == &wake_) {
         eventfd_t count;
         eventfd_read(wake_, &count);
+      } else if (what == &timer_) {
+        uint64_t expired;
+        if (read(timer_, &expired, sizeof expired) < 0) continue;
       } else {
         for (auto it = pending_.begin(); it != pending_.end(); ++it) {
           if (it->get() == what) {

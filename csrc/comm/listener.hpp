@@ -55,7 +55,7 @@ class Listener {
   void advance(std::list<std::unique_ptr<Negotiation>>::iterator it);
   void drop(std::list<std::unique_ptr<Negotiation>>::iterator it, Refusal why);
   void drop_late();
-  int patience();     // milliseconds until there is something to do, -1: for ever
+  void wake_after(std::chrono::nanoseconds delay);  // under tasks_mutex_
   void run_due(bool all);
 
   Callbacks callbacks_;
@@ -64,6 +64,7 @@ class Listener {
   int unix_ = -1;
   int epoll_ = -1;
   int wake_ = -1;
+  int timer_ = -1;    // when the next task is due
   int reserve_ = -1;  // given up for a moment when descriptors run out, to refuse instead of spinning
   int port_ = 0;
   std::atomic<bool> stop_{false};

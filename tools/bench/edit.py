@@ -17,7 +17,8 @@ everybody alive), ``every_group`` (an all-reduce on each group).
 
 Where ranks outnumber cores, one rank's phase would be measured with the others'
 next phase running in its turn. So nobody begins a phase before all have ended
-the one before (:class:`Gate`: who waits there sleeps), in every way alike, and
+the one before (:class:`Gate`: who waits there sleeps), in every way alike, the
+first not before the dead process has been reaped, as its agent would, and
 
 - a phase's time is from its first rank's begin to its last rank's end (``edit``, ...);
 - ``edit_slowest`` and ``edit_middle`` are the slowest and the middle rank's own time,
@@ -269,6 +270,7 @@ def run(ranks: int, kinds: Sequence[str], trials: int) -> dict[str, dict[str, An
             for rank in living:
                 workers.hear(rank)
             workers.kill(dead)
+            workers.exit_code(dead)  # the kernel takes its memory apart on one of the cores: no part of any phase
             living.remove(dead)
             for rank in living:
                 workers.say(rank, "go")
