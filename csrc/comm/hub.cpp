@@ -344,8 +344,6 @@ void Hub::check(const WaitScope& scope, unsigned spin) const {
 }
 
 void Hub::wait(const WaitScope& scope, const std::function<bool()>& done) {
-  // With many more ranks than cores, looking again costs whoever we wait for its turn.
-  const unsigned yields = spin_ == 0 ? 2 : 64;
   // Registered from the first sleep to the end, so that the progress thread keeps out of the way.
   struct Registered {
     Hub& hub;
@@ -356,7 +354,9 @@ void Hub::wait(const WaitScope& scope, const std::function<bool()>& done) {
       hub.background_cv_.notify_all();
     }
   } registered{*this};
-  for (unsigned spin = scope.background ? spin_ + yields : 0;; ++spin) {
+  const unsigned looks = spin_;
+  const unsigned awake = looks + yields_;
+  for (unsigned spin = scope.background ? awake : 0;; ++spin) {
     if (done()) return;
     check(scope, spin);
     if (pump()) {
@@ -364,9 +364,9 @@ void Hub::wait(const WaitScope& scope, const std::function<bool()>& done) {
       continue;
     }
     if (uses_sockets() && spin % 4 == 0 && poll_sockets(0)) continue;
-    if (spin < spin_) {
+    if (spin < looks) {
       pause_cpu();
-    } else if (spin < spin_ + yields) {
+    } else if (spin < awake) {
       std::this_thread::yield();
     } else {
       if (!scope.background && !registered.yes) {

@@ -182,7 +182,8 @@ class Hub final : public LinkHost {
   std::vector<Link*> living_links_;  // those of the living, for pump()
   int socket_links_ = 0;
   bool shares_memory_ = false;
-  unsigned spin_ = 0;                // rounds before yielding
+  uint16_t spin_ = 0;                // rounds of looking again before yielding
+  uint16_t yields_ = 0;              // rounds of yielding before sleeping
   const unsigned cores_;             // of this machine; asking for them reads a file
   std::unordered_map<uint64_t, GroupPtr> groups_;
   mutable std::mutex groups_mutex_;

@@ -148,7 +148,14 @@ EditStats Hub::edit(uint64_t generation, const Members& members, double timeout)
     if (!link->reads_in_place() || link->has_input() || link->dead()) link->pump();
   }
   alive_[size_t(config_.rank)] = true;
-  spin_ = unsigned(local) <= cores_ ? 2000 : (unsigned(local) <= 8 * cores_ ? 20 : 0);
+  // With more ranks than cores, looking again costs whoever we wait for its turn. A yield passes it on where the peer
+  // is there at once, in shared memory. Over sockets whoever sleeps is woken as soon as bytes come, while one that
+  // went on looking, or yields, comes after everybody else who can run.
+  const bool crowded = unsigned(local) > cores_;
+  const bool very = unsigned(local) > 8 * cores_;
+  const bool sockets = socket_links_ > 0;
+  spin_ = very ? 0 : crowded ? 20 : sockets ? 200 : 2000;
+  yields_ = sockets ? 0 : very ? 2 : 64;
   {
     std::lock_guard<std::mutex> lock(groups_mutex_);
     for (auto& entry : groups_) place_group(*entry.second);

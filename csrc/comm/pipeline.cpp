@@ -11,10 +11,14 @@ namespace {
 
 constexpr size_t kInline = 4 << 10;  // up to here a frame carries the bytes itself
 
-// Chunks whose receives stand before they are begun. A peer with a part as long as ours is at most this far
-// ahead of us, so what it sends finds its place and is not put by first.
-constexpr uint32_t kAhead = 2;
-constexpr uint32_t kLandings = kAhead + 2;
+// Chunks between a member's contribution and the sum it takes part in: with two, over sockets, a member that has to
+// wait for its turn holds the others up half as often. Shared blocks are too few for that, and the cache too small.
+constexpr uint32_t kLeadInPlace = 1;
+constexpr uint32_t kLeadOverSockets = 2;
+
+// Receives stand for one chunk more before it is begun. A peer with a part as long as ours is at most that far ahead
+// of us, so what it sends finds its place and is not put by first.
+constexpr uint32_t kLandings = 2 * (kLeadOverSockets + 1);
 
 constexpr size_t kPastCache = 4 << 20;  // results of that many bytes and more do not stay in the cache anyway
 
@@ -96,6 +100,8 @@ class Pipeline {
       if (job.only < 0 || job.only == j) receivers_.push_back(j);
     }
     all_in_place_ = std::all_of(receivers_.begin(), receivers_.end(), [&](int j) { return op_.in_place(j); });
+    const bool any_in_place = std::any_of(peers_.begin(), peers_.end(), [&](int j) { return op_.in_place(j); });
+    lead_ = any_in_place ? kLeadInPlace : kLeadOverSockets;
     chunks_ = uint32_t((largest_ + chunk_ - 1) / chunk_);
     gathers_ = job.outputs != nullptr && (job.only < 0 || job.only == me_);
     for (auto& slot : landing_) slot.resize(size_t(n_));
@@ -104,12 +110,13 @@ class Pipeline {
   }
 
   void run() {
-    for (uint32_t c = 0; c < std::min(kAhead, chunks_); ++c) post(c);
-    for (uint32_t c = 0; c < chunks_ + 2; ++c) {
-      if (c + kAhead < chunks_) post(c + kAhead);
+    const uint32_t ahead = lead_ + 1;
+    for (uint32_t c = 0; c < std::min(ahead, chunks_); ++c) post(c);
+    for (uint32_t c = 0; c < chunks_ + 2 * lead_; ++c) {
+      if (c + ahead < chunks_) post(c + ahead);
       if (c < chunks_) contribute(c);
-      if (c >= 1 && c - 1 < chunks_) reduce_and_publish(c - 1);
-      if (c >= 2) collect(c - 2);
+      if (c >= lead_ && c - lead_ < chunks_) reduce_and_publish(c - lead_);
+      if (c >= 2 * lead_) collect(c - 2 * lead_);
     }
   }
 
@@ -226,6 +233,7 @@ class Pipeline {
   size_t largest_ = 0;
   size_t chunk_ = 0;
   uint32_t chunks_ = 0;
+  uint32_t lead_ = kLeadInPlace;
   bool gathers_ = false;
   bool past_cache_ = false;
   bool all_in_place_ = false;
