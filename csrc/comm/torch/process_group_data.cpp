@@ -146,6 +146,30 @@ WorkPtr ElasticProcessGroup::gather(std::vector<Tensors>& outputs, Tensors& inpu
   });
 }
 
+WorkPtr ElasticProcessGroup::gather_single(at::Tensor& output, at::Tensor& input, const c10d::GatherOptions& o) {
+  const View v = view();
+  const int root = v.root(o.rootRank);
+  const at::Tensor in = readable(input);
+  Tensors result;
+  std::vector<Written> out;
+  std::vector<Part> parts(v.living.size());
+  if (v.me == root) {
+    // Holes keep what they hold: a copied output starts with its values.
+    out.push_back(writable(output, v.living.size() < v.entries()));
+    result.push_back(output);
+    const size_t each = bytes_of(in);
+    expect(in.scalar_type() == output.scalar_type(), "input and output differ in type");
+    expect(bytes_of(out[0].flat) == each * v.entries(), "the output must be the input's size times the group's");
+    for (size_t j = 0; j < v.living.size(); ++j) {
+      parts[j] = {Span{static_cast<char*>(out[0].flat.data_ptr()) + v.entry(j) * each, each}};
+    }
+  }
+  return launch(c10d::OpType::GATHER, o.asyncOp, result, [c = call(v, o.timeout), in, out, parts, root] {
+    elastic::comm::gather(c, {span_of(in)}, parts, root);
+    for (const auto& w : out) w.store();
+  });
+}
+
 WorkPtr ElasticProcessGroup::scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ScatterOptions& o) {
   const View v = view();
   const int root = v.root(o.rootRank);

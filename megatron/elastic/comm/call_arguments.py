@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-__all__ = ["Op", "op_in", "options_in", "tensor_list"]
+__all__ = ["Op", "broadcast_in", "op_in", "options_in", "tensor_list"]
 
 Op = dist.ReduceOp | dist.ReduceOp.RedOpType
 
@@ -26,6 +26,14 @@ def options_in(args: tuple[Any, ...], kwargs: dict[str, Any], kind: Callable[[],
         if hasattr(value, "rootRank") or hasattr(value, "reduceOp"):
             return value
     return kind()
+
+
+def broadcast_in(tensors: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[torch.Tensor], Any]:
+    """Tensors and options of a broadcast, whose root may come as a bare number in the options' place."""
+    opts = options_in(args, kwargs, dist.BroadcastOptions)
+    if args and isinstance(args[0], int):
+        opts.rootRank = args[0]
+    return tensor_list(tensors), opts
 
 
 def op_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Op:

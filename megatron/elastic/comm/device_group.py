@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.elastic import _comm
-from megatron.elastic.comm.call_arguments import op_in, options_in, tensor_list
+from megatron.elastic.comm.call_arguments import broadcast_in, op_in, options_in, tensor_list
 from megatron.elastic.comm.host_staging import through_host
 from megatron.elastic.comm.native import NativeGroup
 from megatron.elastic.comm.reconfigure import Reconfigurable
@@ -183,9 +183,7 @@ class DeviceGroup(NativeGroup):
     # -- movement ---------------------------------------------------------------
 
     def broadcast(self, tensors: Any, *args: Any, **kwargs: Any) -> dist.Work:
-        items, opts = tensor_list(tensors), options_in(args, kwargs, dist.BroadcastOptions)
-        if args and isinstance(args[0], int):
-            opts.rootRank = args[0]
+        items, opts = broadcast_in(tensors, args, kwargs)
 
         def vendor(communicator: VendorCommunicator, read: Tensors, written: Tensors) -> None:
             communicator.broadcast(written[0], self._vendor_rank(communicator, opts.rootRank))

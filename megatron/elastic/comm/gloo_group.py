@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from megatron.elastic.comm.call_arguments import Op, op_in, options_in, tensor_list
+from megatron.elastic.comm.call_arguments import Op, broadcast_in, op_in, options_in, tensor_list
 from megatron.elastic.comm.errors import CommError, PeerLost
 from megatron.elastic.comm.gloo_tensors import Movable, Reducible
 from megatron.elastic.comm.gloo_work import GlooWork, Waits
@@ -207,6 +207,10 @@ class GlooGroup(Driven, dist.ProcessGroup):
         works = [inner.gather(lists, [source.data], own)] if source.data.numel() else []
         return self._work(works, seating, [tensor], _all([target.finish for target in targets]))
 
+    def gather_single(self, output: torch.Tensor, input: torch.Tensor, *args: Any, **kwargs: Any) -> dist.Work:
+        """``output``: ``size()`` parts at the root, not looked at elsewhere. Called by torch 2.14 and later."""
+        return self.gather([self._parts(output)] if output.numel() else [], [input], *args, **kwargs)
+
     def scatter(self, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> dist.Work:
         opts = options_in(args, kwargs, dist.ScatterOptions)
         output = outputs[0] if isinstance(outputs, list) else outputs
@@ -224,9 +228,7 @@ class GlooGroup(Driven, dist.ProcessGroup):
         return self._work(works, seating, [output], target.finish)
 
     def broadcast(self, tensors: Any, *args: Any, **kwargs: Any) -> dist.Work:
-        tensors, opts = tensor_list(tensors), options_in(args, kwargs, dist.BroadcastOptions)
-        if args and isinstance(args[0], int):
-            opts.rootRank = args[0]
+        tensors, opts = broadcast_in(tensors, args, kwargs)
         inner, seating = self._host.inner(self)
         own = dist.BroadcastOptions()
         own.rootRank = seating.root(opts.rootRank)

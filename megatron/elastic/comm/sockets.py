@@ -107,7 +107,9 @@ def _endpoint(address: object) -> Endpoint:
 
 
 def _descriptors() -> list[int]:
-    return [int(name) for name in os.listdir("/proc/self/fd")]
+    """What is open, that of the listing itself left out: its number is the next one to be given away."""
+    folder = "/proc/self/fd"
+    return [int(name) for name in os.listdir(folder) if os.path.lexists(f"{folder}/{name}")]
 
 
 def _is_listening(sock: socket.socket) -> bool:

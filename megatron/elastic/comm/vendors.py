@@ -18,7 +18,7 @@ import torch.distributed as dist
 from megatron.elastic.comm.device import DeviceFabric
 from megatron.elastic.comm.hccl import HcclCommunicator
 from megatron.elastic.comm.nccl import NcclCommunicator, NcclLibrary
-from megatron.elastic.comm.vendor import VendorCommunicator, VendorError
+from megatron.elastic.comm.vendor import VendorCommunicator
 from megatron.elastic.config import ConfigError
 
 __all__ = ["ABORT_SECONDS", "Vendor", "vendor_of"]
@@ -48,7 +48,8 @@ def vendor_of(platform: str, store: dist.Store | Callable[[], dist.Store]) -> Ve
     """The library of ``platform`` ("cuda" or "npu"). Raises ``ConfigError`` when it cannot be opened."""
     try:
         return _nccl() if platform == "cuda" else _hccl(store)
-    except (OSError, ImportError, VendorError, AssertionError) as error:  # the last: torch built without the device
+    except (OSError, ImportError, AssertionError, RuntimeError) as error:
+        # VendorError is one of the last; torch's own are the last two: built without the device, no driver for it.
         raise ConfigError(
             f"--elastic-comm elastic on {platform} needs the vendor's library ({error}); use --elastic-comm gloo"
         ) from error

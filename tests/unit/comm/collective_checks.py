@@ -136,6 +136,11 @@ def gather_and_scatter(here: Here, fabric: Fabric) -> None:
         dist.gather(own, rows, dst=3, group=group)
         for rank, row in zip(members, rows or (), strict=False):
             same(row, values(rank, 5, torch.int64), "gather")
+        if hasattr(dist, "gather_single"):  # torch 2.14 and later
+            whole = torch.zeros(15, dtype=torch.int64) if here.rank == 3 else None
+            dist.gather_single(own, whole, dst=3, group=group)
+            if whole is not None:
+                same(whole, torch.cat([values(rank, 5, torch.int64) for rank in members]), "gather_single")
         pieces = [values(rank, 5, torch.int64) for rank in members] if here.rank == 0 else None
         got = torch.zeros(5, dtype=torch.int64)
         dist.scatter(got, pieces, src=0, group=group)

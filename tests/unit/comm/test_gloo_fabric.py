@@ -7,6 +7,7 @@ stands for the control plane that interrupts and decides.
 from __future__ import annotations
 
 import os
+import socket
 import threading
 import time
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ import torch.distributed as dist
 
 from megatron.elastic.comm import Address, CommError, GenerationChanged, install
 from megatron.elastic.comm.gloo import GlooFabric
+from megatron.elastic.comm.sockets import created_listener
 from tools.bench._common import Here, Ranks
 
 
@@ -176,3 +178,10 @@ def test_twenty_edits_leave_no_threads_or_descriptors_behind() -> None:
             assert max(late)[0] <= max(early)[0], counts
             assert max(fds for _, fds in late) <= max(fds for _, fds in early) + 6, counts
             assert counts[-1][0] < counts[0][0] and counts[-1][1] < counts[0][1], counts
+
+
+def test_a_listener_is_found_though_it_gets_the_number_that_looking_for_it_had() -> None:
+    """Of gloo's device in torch 2.14 the listening socket is opened first, and gets the lowest free number."""
+    made, endpoint = created_listener(lambda: socket.create_server(("127.0.0.1", 0)))
+    with made:
+        assert endpoint == made.getsockname()

@@ -113,6 +113,61 @@ def test_a_manager_that_knows_only_the_protocol_drives_edits(kind: str) -> None:
     assert results[1] == [(1, 3, 6.0, 1.0)]
 
 
+NATIVELY = pytest.mark.skipif(
+    not hasattr(dist, "_reconfigure"), reason=f"torch {torch.__version__} has no reconfiguration; 2.14 and later have"
+)
+
+
+def driven_from_cpp(here: Here, kind: str) -> None:
+    """``ProcessGroup``'s own methods, which know nothing of our Python class, reach the C++ virtual functions."""
+    fabric = make_fabric(KINDS[kind], here.rank, 3, 0, f"cpp{here.port}", b"s", here.store, timeout=20.0)
+    install(fabric)
+    base: Any = dist.ProcessGroup
+    world, part = fabric.world, dist.new_group([0, 1, 2], group_desc="part")
+    assert base.supports_reconfigure.__get__(world) and base.supports_reconfigure.__get__(part)
+
+    def quorum(uuid: int, ranks: tuple[int, ...], ordered: bool) -> None:
+        handles = here.exchange(f"quorum{uuid}", base.get_reconfigure_handle(part), ranks)
+        options = dist.distributed_c10d.ReconfigureOptions()  # type: ignore[attr-defined]  # torch 2.14 and later
+        options.uuid, options.timeout = uuid, timedelta(seconds=20)
+        options.handles = [handles[rank] for rank in ranks] if ordered else set(handles.values())
+        assert base.reconfigure(part, options).wait()
+
+    quorum(1, (0, 1, 2), ordered=False)
+    for group in (None, part):
+        tensor = torch.tensor([float(here.rank + 1)])
+        dist.all_reduce(tensor, group=group)
+        assert (float(tensor), dist.get_world_size(group)) == (6.0, 3)
+    here.tell("three")
+    if here.rank == 1:
+        here.ask()  # dies here
+    with pytest.raises(CommError):
+        dist.all_reduce(torch.ones(1), group=part)
+    quorum(2, (0, 2), ordered=True)
+    assert (dist.get_rank(), dist.get_world_size()) == (here.rank, 3)
+    assert (dist.get_rank(part), dist.get_world_size(part)) == ((0, 2).index(here.rank), 2)
+    for group in (None, part):
+        tensor = torch.tensor([float(here.rank + 1)])
+        dist.all_reduce(tensor, group=group)
+        assert float(tensor) == 4.0
+    whole = torch.zeros(4) if here.rank == 0 else None
+    dist.gather_single(torch.full((2,), float(here.rank)), whole, group=part)  # type: ignore[attr-defined]
+    assert whole is None or whole.tolist() == [0.0, 0.0, 2.0, 2.0]
+    with pytest.raises(CommError, match="not newer"):
+        quorum(2, (0, 2), ordered=True)
+    fabric.close()
+
+
+@NATIVELY
+@pytest.mark.parametrize("kind", ["shm", "tcp"])
+def test_the_protocol_reaches_us_through_the_base_class(kind: str) -> None:
+    with Ranks(3, functools.partial(driven_from_cpp, kind=kind)) as ranks:
+        for rank in range(3):
+            assert ranks.hear(rank) == "three"
+        ranks.kill(1)
+        ranks.results((0, 2))
+
+
 def misused(here: Here) -> None:
     fabric = make_fabric(KINDS["shm"], here.rank, 2, 0, f"misused{here.port}", b"s", here.store, timeout=20.0)
     install(fabric)
