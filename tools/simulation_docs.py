@@ -126,14 +126,15 @@ def real(figures: Mapping[str, Any]) -> str:
             f"{row['measured_ms']:.0f}",
             f"{row['simulated_ms']:.0f}",
             f"{row['error']:+.1%}",
-            f"{row['own_error']:+.1%}",
+            f"{row['replay_error']:+.1%}",
         )
         for row in figures["rows"]
     ]
     ratio = figures["after_over_before"]
-    head = ("layout", "measured (ms)", "simulated (ms)", "error", "with its own pieces' times")
+    head = ("layout", "measured (ms)", "simulated (ms)", "error", "replayed")
     return (
-        f"{table(head, rows)}\n\nMedian error {figures['median_error']:.1%}, {figures['worst_error']:.1%} at worst. "
+        f"{table(head, rows)}\n\nMedian error {figures['median_error']:.1%}, {figures['worst_error']:.1%} at worst; "
+        f"replayed {figures['median_replay_error']:.1%}. "
         f"A step after the loss over one before: {ratio['measured']['median']:.2f}, simulated "
         f"{ratio['simulated']['median']:.2f}. {figures['rounds']} rounds."
     )

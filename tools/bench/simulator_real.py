@@ -8,8 +8,9 @@ least squares over the stages of the *other four* give what embedding, a layer a
 two actions of a rank, and between a stage's end and the start of one that waited for it, comes from the same traces.
 The tables of the job's plan with these costs say how long its compute phase lasts: other numbers of micro-batches, an
 uneven cut, other depths, no pipeline at all, and what is left of that when one of the two ranks is killed. Measured is
-the compute phase of committed steps on its slowest rank, waits included. What the job's own pieces predict stands
-beside it: the part of the error that is not the costs'.
+the compute phase of committed steps on its slowest rank, waits included. Beside it stands the *replay*: each step's
+tables with what each piece of that very step took, the part of the error that is not the costs' and that a busy
+machine hardly changes.
 
 All jobs run in every round, and a prediction uses costs of its own round, so that a machine whose speed drifts takes
 both sides along. Medians over steps and pieces, then over rounds; the error of a layout is the median of its rounds'.
@@ -31,9 +32,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron.elastic.observe.events import Phases, Trace, read_events
+from megatron.elastic.plan.cost import Costs, PieceCost
 from megatron.elastic.plan.model import Plan, Profile, UnitCost
-from megatron.elastic.plan.planner import instant_plan, nominal_plan
-from megatron.elastic.plan.timing import plan_time
+from megatron.elastic.plan.planner import instant_plan, nominal_plan, uniform_profile
+from megatron.elastic.plan.timing import execute, plan_time
 from megatron.elastic.plan.topology import regular_topology, without_cells
 from tools.bench._common import Spread, median_of, print_result
 from tools.bench._jobs import QUIET, command, faults, finished
@@ -46,6 +48,8 @@ MODEL = QUIET + shlex.split(f"""
     --hidden-size 192 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 --micro-batch-size {ROWS}
     --vocab-size 1023
 """)
+AS_PLANNED = ("--elastic-fail-slow", "off", "--elastic-migrate-after", "-1")
+"""A machine's noise must not be taken for a slow rank: samples would move, and another plan would run."""
 OPS = ("F", "B")
 
 
@@ -118,44 +122,77 @@ LAYOUTS = (Layout(2, 4, 4), Layout(2, 8, 8), Layout(2, 8, 6, 3), Layout(2, 12, 4
 
 @dataclass(frozen=True)
 class Seen:
-    """One job, medians over steps: the compute phase of its slowest rank before and after the loss, pieces; ns."""
+    """One job, medians over steps, ns; ``True`` stands for after the loss."""
 
     compute: dict[bool, float]
-    """By whether the rank was lost."""
+    """The compute phase of the slowest rank."""
+    replayed: dict[bool, float]
+    """What the simulator makes of it, step by step, given how long each piece of that very step took: over measured."""
     pieces: Pieces
-    between: list[int]
-    """ns from the end of an action to the start of the next of its rank, where that waited for nothing."""
-    across: list[int]
-    """ns from the end of an action to the start of another stage's that waited for it."""
+    """Before the loss."""
+    between: float
+    """From the end of an action to the start of the next of its rank, where that waited for nothing."""
+    across: float | None
+    """From the end of an action to the start of another stage's that waited for it; None without a pipeline."""
 
 
 def observed(layout: Layout, steps: int) -> Seen:
     """Train and read the event log. Raises ``RuntimeError`` when the job fails or a step is missing."""
     slowest: dict[int, int] = {}
-    pieces: dict[tuple[str, Span], list[int]] = {}
     traces: dict[int, dict[int, list[Work]]] = {}
     with tempfile.TemporaryDirectory(prefix="simulator-") as folder:
-        elastic = ("--elastic", "--elastic-event-log", folder, "--elastic-trace")
+        elastic = ("--elastic", "--elastic-event-log", folder, "--elastic-trace", *AS_PLANNED)
         finished(command(2, *MODEL, *layout.flags(steps), *elastic))
         for record in read_events(Path(folder)):
             event = record.event
             if isinstance(event, Phases):
                 slowest[event.step] = max(slowest.get(event.step, 0), event.nanoseconds["compute"])
-            elif isinstance(event, Trace) and WARM_UP < event.step <= steps:
+            elif isinstance(event, Trace):
                 done = sorted((Work(*line) for line in event.work), key=lambda work: work.start)
-                traces.setdefault(event.step, {})[done[0].first] = done
-                for work in done:
-                    pieces.setdefault((work.op, (work.first, work.end)), []).append(work.stop - work.start)
+                traces.setdefault(event.step, {})[record.rank] = done
     last = 2 * steps if layout.loses else steps
     if set(slowest) != set(range(1, last + 1)):
         raise RuntimeError(f"{layout}: steps {sorted(slowest)} were committed, {last} were asked for")
-    compute = {
-        lost: median(slowest[step] for step in range(first + 1, first + steps + 1) if step > first + WARM_UP)
+    counted = {
+        lost: range(first + WARM_UP + 1, first + steps + 1)
         for lost, first in ((False, 0), (True, steps))[: 1 + layout.loses]
     }
-    between = [gap for step in traces.values() for done in step.values() for gap in gaps(done, layout.units)]
-    across = [hop for step in traces.values() if len(step) == 2 for hop in hops(step[0], step[layout.cuts()[1]])]
-    return Seen(compute, {key: median(spent) for key, spent in pieces.items()}, between, across)
+    return summed_up(layout, counted, slowest, traces)
+
+
+def summed_up(
+    layout: Layout,
+    counted: Mapping[bool, Sequence[int]],
+    slowest: Mapping[int, int],
+    traces: Mapping[int, Mapping[int, Sequence[Work]]],
+) -> Seen:
+    """Medians over the ``counted`` steps of compute phases ``slowest`` and of ``traces`` by step and rank."""
+    before = [traces[step] for step in counted[False]]
+    pieces: dict[tuple[str, Span], list[int]] = {}
+    for ranks in before:
+        for work in (work for done in ranks.values() for work in done):
+            pieces.setdefault((work.op, (work.first, work.end)), []).append(work.stop - work.start)
+    between = median(gap for ranks in before for done in ranks.values() for gap in gaps(done, layout.units))
+    across = median(h for ranks in before for h in hops(ranks[0], ranks[1])) if layout.pipeline == 2 else None
+    return Seen(
+        {lost: median(slowest[step] for step in steps) for lost, steps in counted.items()},
+        {
+            lost: median(replay(layout, lost, traces[step].values(), between, across) / slowest[step] for step in steps)
+            for lost, steps in counted.items()
+        },
+        {key: median(spent) for key, spent in pieces.items()},
+        between,
+        across,
+    )
+
+
+def replay(layout: Layout, lost: bool, traces: Iterable[Sequence[Work]], between: float, across: float | None) -> int:
+    """The compute phase (ns) of the step's tables when each piece takes what it took."""
+    took = {(work.op, work.piece): work.stop - work.start for done in traces for work in done}
+    plan = layout.plan(uniform_profile(layout.units), lost)
+    gap, hop = round(between), round(max(0.0, (across or between) - between))
+    costs = tuple(PieceCost(took["F", p.id] + gap, took["B", p.id] + gap, 0, 0) for p in plan.pieces)
+    return execute(plan, Costs(costs, (hop,) * len(plan.edges))).makespan
 
 
 def gaps(done: Sequence[Work], units: int) -> list[int]:
@@ -195,8 +232,8 @@ def profile_of(layout: Layout, times: Sequence[tuple[float, float]], seen: Itera
     What an action costs besides its units is put on the first unit of its stage.
     """
     jobs = list(seen)
-    gap = median(gap for job in jobs for gap in job.between)
-    hop = median([hop for job in jobs for hop in job.across] or [0.0])
+    gap = median(job.between for job in jobs)
+    hop = median([job.across for job in jobs if job.across is not None] or [gap])
     begins = layout.cuts()[:-1]
     units = []
     for unit, (there, back) in enumerate(times):
@@ -213,49 +250,39 @@ def profile_elsewhere(layout: Layout, others: Mapping[Layout, Seen]) -> Profile:
     return profile_of(layout, [(there[0], back[0]), *layers, (there[2], back[2])], others.values())
 
 
-def profile_here(layout: Layout, seen: Seen) -> Profile:
-    """Units of ``layout`` at what its own pieces took; the first unit of a stage stands for all of it."""
-    cuts = layout.cuts()
-    times = [(0.0, 0.0)] * layout.units
-    for span in pairwise(cuts):
-        times[span[0]] = seen.pieces["F", span], seen.pieces["B", span]
-    return profile_of(layout, times, [seen])
-
-
 @dataclass
 class Row:
     """A layout over all rounds; ns, and errors of the simulator."""
 
     measured: list[float] = field(default_factory=list)
     simulated: list[float] = field(default_factory=list)
-    own: list[float] = field(default_factory=list)
-    """With the costs of the job's own pieces."""
+    replayed: list[float] = field(default_factory=list)
+    """With what each piece took, over measured."""
 
-    def add(self, measured: float, simulated: float, own: float) -> None:
+    def add(self, measured: float, simulated: float, replayed: float) -> None:
         """One round."""
         self.measured.append(measured)
         self.simulated.append(simulated)
-        self.own.append(own)
+        self.replayed.append(replayed)
 
     def error(self) -> Spread:
         """Simulated over measured, less one."""
         return median_of([said / was - 1 for said, was in zip(self.simulated, self.measured, strict=True)])
 
-    def own_error(self) -> Spread:
-        """The same with the job's own costs."""
-        return median_of([said / was - 1 for said, was in zip(self.own, self.measured, strict=True)])
+    def replay_error(self) -> Spread:
+        """The same when each piece takes what it took."""
+        return median_of([ratio - 1 for ratio in self.replayed])
 
 
 def compare(jobs: Mapping[Layout, Seen], rows: dict[str, Row], ratios: list[tuple[float, float]]) -> None:
     """Add one round: every layout, and (measured, simulated) time after a loss over before."""
     for layout, seen in jobs.items():
         elsewhere = profile_elsewhere(layout, {other: what for other, what in jobs.items() if other != layout})
-        here, said = profile_here(layout, seen), {}
+        said = {}
         for lost, measured in seen.compute.items():
             said[lost] = plan_time(layout.plan(elsewhere, lost), elsewhere)
-            own = plan_time(layout.plan(here, lost), here)
             name = f"{layout}, one rank lost" if lost else str(layout)
-            rows.setdefault(name, Row()).add(measured, said[lost], own)
+            rows.setdefault(name, Row()).add(measured, said[lost], seen.replayed[lost])
         if layout.loses:
             ratios.append((seen.compute[True] / seen.compute[False], said[True] / said[False]))
 
@@ -264,18 +291,18 @@ def report(rows: Mapping[str, Row], ratios: list[tuple[float, float]]) -> dict[s
     """Figures for the JSON line, printed as a table, too."""
     found: list[dict[str, Any]] = []
     for name, row in rows.items():
-        error, own = row.error(), row.own_error()
+        error, replayed = row.error(), row.replay_error()
         measured, said = median(row.measured) / 1e6, median(row.simulated) / 1e6
         found.append({"layout": name, "measured_ms": measured, "simulated_ms": said, "error": error.median,
-                      "errors": error, "own_error": own.median})  # fmt: skip
+                      "errors": error, "replay_error": replayed.median})  # fmt: skip
         print(f"{name:48} measured {measured:8.1f} ms, simulated {said:8.1f} ms, error {error.median:+.1%} "
-              f"({error.low:+.1%} to {error.high:+.1%}), own pieces {own.median:+.1%}", flush=True)  # fmt: skip
+              f"({error.low:+.1%} to {error.high:+.1%}), replayed {replayed.median:+.1%}", flush=True)  # fmt: skip
     errors = [abs(row["error"]) for row in found]
     return {
         "rows": found,
         "median_error": median(errors),
         "worst_error": max(errors),
-        "median_error_of_own_pieces": median(abs(row["own_error"]) for row in found),
+        "median_replay_error": median(abs(row["replay_error"]) for row in found),
         "after_over_before": {
             "measured": median_of([measured for measured, _ in ratios]),
             "simulated": median_of([said for _, said in ratios]),
