@@ -23,7 +23,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -92,6 +92,10 @@ class Driven:
     """The protocol's methods, for a process group that knows its fabric (``_fabric``)."""
 
     _fabric: Reconfigurable
+
+    def _get_backend(self, device: torch.device) -> Any:
+        """A group of ours is its own backend: torch 2.14 and later ask it before a batch of sends and receives."""
+        return self
 
     @property
     def supports_reconfigure(self) -> bool:
