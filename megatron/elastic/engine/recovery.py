@@ -39,7 +39,7 @@ from megatron.elastic.plan.topology import with_speeds
 from megatron.elastic.state.layout import BlockKey, UnitLayout
 from megatron.elastic.state.ownership import rebalance
 from megatron.elastic.state.placement import Promotion, Rules, UnitGroup, promote_only
-from megatron.elastic.state.protocol import Holdings, Resolution, resolve
+from megatron.elastic.state.protocol import Holdings, Resolution, all_copies, resolve
 from megatron.elastic.state.record import StepRecord
 
 __all__ = ["Outcome", "Recovery", "StateLost"]
@@ -168,15 +168,15 @@ class Recovery:
         self, decision: Decision, reports: Mapping[int, Report], basis: Basis, step: int
     ) -> tuple[Resolution, Promotion]:
         """Which version is finished, and who owns what in it. Raises :class:`StateLost`."""
-        placement, groups = basis.placement, unit_groups(basis.assignment, self.layouts, decision.members)
+        groups = unit_groups(basis.assignment, self.layouts, decision.members)
         strangers = _strangers(reports)
-        needed = {
-            key: [rank for rank in copies.ranks if rank not in strangers] for key, copies in placement.copies.items()
-        }
         held = {rank: _knowledge(r.holdings) if rank in strangers else r.holdings for rank, r in reports.items()}
-        resolution = resolve(held, needed, self.nominal.grid.global_batch_size)
+        named = {key: copies.ranks for key, copies in basis.placement.copies.items()}
+        counted = all_copies(named, held, strangers)
+        resolution = resolve(held, counted, self.nominal.grid.global_batch_size)
         if resolution.kind == "lost":
             raise StateLost(resolution.version, resolution.missing)
+        placement = basis.placement.with_copies(counted)
         gone = [(key, rank) for rank, r in reports.items() for key in r.holdings.torn]
         gone += [(key, rank) for key, copies in placement.copies.items() for rank in copies.ranks
                  if rank in resolution.stale or rank in strangers]  # fmt: skip

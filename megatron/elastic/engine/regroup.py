@@ -95,7 +95,7 @@ class Regroup:
     def _report(self) -> Report:
         at, program = self._position, self._program
         return Report(
-            holdings=at.tools.pool.holdings(self._commitment.known_rows()),
+            holdings=at.tools.pool.holdings(self._commitment.known_rows(), at.history.of(at.record).placement),
             phase=program.phase,
             done=program.done,
             parameters=-1 if self._mover.reassigned else at.parameters,

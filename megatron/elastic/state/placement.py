@@ -108,6 +108,13 @@ class Placement:
             copies[change.block] = _applied(copies[change.block], change)
         return Placement(copies)
 
+    def with_copies(self, copies: Mapping[BlockKey, Sequence[int]]) -> Placement:
+        """The same owners, with every rank of ``copies`` that is not named here as a mirror."""
+        return Placement({
+            key: held if held.ranks == tuple(copies[key]) else Copies(held.owner, _others(copies[key], held.owner))
+            for key, held in self.copies.items()
+        })  # fmt: skip
+
     def to_json(self) -> str:
         """Compact text: per (unit, shard) the copies of blocks 0, 1, …"""
         ordered = sorted(self.copies.items())
@@ -129,6 +136,10 @@ class Placement:
     def digest(self) -> str:
         """Hash to compare between processes."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:32]
+
+
+def _others(ranks: Iterable[int], owner: int) -> tuple[int, ...]:
+    return tuple(rank for rank in ranks if rank != owner)
 
 
 def _applied(copies: Copies, change: Transition) -> Copies:

@@ -29,6 +29,7 @@ import torch
 from megatron.elastic.state.adam import AdamScalars, SgdScalars, adam_step, round_to_bf16, sgd_step, sum_of_squares
 from megatron.elastic.state.hashing import content_hash, next_lineage
 from megatron.elastic.state.layout import BlockKey, Run, StateBlock, UnitLayout
+from megatron.elastic.state.placement import Placement
 from megatron.elastic.state.protocol import NOTHING, Holdings
 from megatron.elastic.state.record import GradientKey, Hyper, StepRecord
 
@@ -91,6 +92,7 @@ class BlockCopy:
 
 
 Guard = Callable[[BlockCopy, StepRecord | None], AbstractContextManager[None]]
+Watcher = Callable[[BlockCopy, GradientKey], None]
 
 
 class StatePool:
@@ -110,6 +112,7 @@ class StatePool:
         self._layouts = dict(layouts)
         self._copies: dict[BlockKey, BlockCopy] = {}
         self._guards: list[Guard] = []
+        self._watchers: list[Watcher] = []
         self._condemned: set[BlockKey] = set()
 
     # --- which blocks -------------------------------------------------------------------------
@@ -208,6 +211,8 @@ class StatePool:
         buffer = copy.spare.pop() if copy.spare else torch.empty(copy.block.numel, dtype=torch.float32)
         buffer.copy_(values)
         copy.gradients[gradient] = buffer
+        for watcher in self._watchers:
+            watcher(copy, gradient)
 
     def may_vote(self, gradient: GradientKey, keys: Collection[BlockKey] | None = None) -> bool:
         """Whether every counted copy is at ``gradient.step`` (earlier replays done) and retains that gradient.
@@ -355,9 +360,14 @@ class StatePool:
     # --- reports and views --------------------------------------------------------------------
 
     def holdings(
-        self, statistics: Mapping[GradientKey, Iterable[tuple[int, int]]] | None = None
+        self,
+        statistics: Mapping[GradientKey, Iterable[tuple[int, int]]] | None = None,
+        named: Placement | None = None,
     ) -> Holdings:
-        """What this rank reports at FREEZE. ``statistics``: rows whose tokens and losses it knows, by key."""
+        """What this rank reports at FREEZE. ``statistics``: rows whose tokens and losses it knows, by key.
+
+        ``named``: the placement of its newest record; copies that are here besides are offered.
+        """
         counted = [c for c in self._copies.values() if c.counted]
         whole = [c for c in counted if c.version != TORN]
         versions = [c.version for c in whole] or [NOTHING]
@@ -368,7 +378,11 @@ class StatePool:
         records = tuple(self.records[v] for v in sorted(self.records))
         floors = [c.version if c.previous is None else c.previous[0] for c in whole] or [NOTHING]
         floor = max(floors) if self.snapshot == "state" else None
-        return Holdings(self.rank, min(versions), max(versions), tuple(complete), records, spans, torn, floor)
+        keys_here = sorted(c.block.key for c in whole)
+        offered = () if named is None else tuple(k for k in keys_here if self.rank not in named.copies[k].ranks)
+        return Holdings(
+            self.rank, min(versions), max(versions), tuple(complete), records, spans, torn, floor, offered
+        )
 
     def add_guard(self, guard: Guard) -> Callable[[], None]:
         """Have every change of a copy happen inside ``guard(copy, record)``, a context manager.
@@ -378,6 +392,11 @@ class StatePool:
         """
         self._guards.append(guard)
         return lambda: self._guards.remove(guard)
+
+    def add_watcher(self, watcher: Watcher) -> Callable[[], None]:
+        """Have ``watcher(copy, key)`` called whenever a gradient is retained. Returns how to remove it."""
+        self._watchers.append(watcher)
+        return lambda: self._watchers.remove(watcher)
 
     def _guarded(self, copy: BlockCopy, record: StepRecord | None) -> AbstractContextManager[object]:
         if not self._guards:

@@ -11,6 +11,8 @@ all reports; every process calls :func:`resolve` on the same bytes and acts alik
 - if nobody has the record but every survivor has the gradients of step t under one
   key, and the statistics of all samples are there, the vote is taken again;
 - otherwise step t is run again from t, its gradients discarded;
+- a copy that has changed place counts as soon as it is there in full, also before a vote
+  has named it: its rank *offers* it, and :func:`all_copies` adds it to those that were named;
 - never a mixture of versions: if no version is complete, the blocks are named.
 
 Reports are per rank, not per block: a rank's copies move together, so its oldest
@@ -24,14 +26,14 @@ keeps the version before as well and can go back to it: the last step may be los
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from megatron.elastic.state.layout import BlockKey
 from megatron.elastic.state.record import GradientKey, StepRecord
 
-__all__ = ["Holdings", "Resolution", "resolve"]
+__all__ = ["NOTHING", "Holdings", "Resolution", "all_copies", "resolve"]
 
 NOTHING = -1
 """Version reported by a rank without copies (a joiner, a surplus spare)."""
@@ -54,17 +56,19 @@ class Holdings:
     """Blocks whose update was interrupted half-way: no copy."""
     floor: int | None = None
     """Lowest version every copy can go back to (``state`` mode keeps the one before); None: ``newest``."""
+    offered: tuple[BlockKey, ...] = ()
+    """Blocks whose copies came here since the vote of the newest of ``records``, which does not name them."""
 
     def to_json(self) -> str:
         """Text for the membership report."""
         return json.dumps(
             [self.rank, self.oldest, self.newest, self.gradients, [r.to_json() for r in self.records],
-             self.statistics, self.torn, self.floor], separators=(",", ":"))  # fmt: skip
+             self.statistics, self.torn, self.floor, self.offered], separators=(",", ":"))  # fmt: skip
 
     @classmethod
     def from_json(cls, text: str) -> Holdings:
         """Inverse of :meth:`to_json`."""
-        rank, oldest, newest, gradients, records, statistics, torn, floor = json.loads(text)
+        rank, oldest, newest, gradients, records, statistics, torn, floor, offered = json.loads(text)
         return cls(
             rank,
             oldest,
@@ -74,6 +78,7 @@ class Holdings:
             tuple((GradientKey(*key), tuple((a, b) for a, b in rows)) for key, rows in statistics),
             tuple((a, b, c) for a, b, c in torn),
             floor,
+            tuple((a, b, c) for a, b, c in offered),
         )
 
 
@@ -96,6 +101,23 @@ class Resolution:
     missing: tuple[BlockKey, ...] = ()
     stale: tuple[int, ...] = ()
     """Ranks whose copies cannot reach the version and must be dropped and added again."""
+
+
+def all_copies(
+    named: Mapping[BlockKey, Sequence[int]], reports: Mapping[int, Holdings], void: Collection[int] = ()
+) -> dict[BlockKey, tuple[int, ...]]:
+    """Block → ranks that have a copy: those ``named`` by the newest record, first, and those that offer one.
+
+    A copy moves with its rank's others from the moment it is there: it is shipped gradients, and without
+    them its rank joins no vote. So what is true of its rank's copies is true of it. ``void``: ranks without
+    copies that count, whatever named or offered.
+    """
+    copies = {key: tuple(rank for rank in ranks if rank not in void) for key, ranks in named.items()}
+    for rank in sorted(set(reports) - set(void)):
+        for key in reports[rank].offered:
+            if rank not in copies[key]:
+                copies[key] = (*copies[key], rank)
+    return copies
 
 
 def resolve(

@@ -12,7 +12,7 @@ With ``migrate`` the ranks also agree, once and in any vote, on another placemen
 (every block gets a new owner on a rank that had no copy): each rank switches in its own
 time after the step of that vote, once it has taken the copies it is due, and old copies
 are retired by whoever learns the first vote under the new placement. Until that vote a
-loss leads back to the old placement.
+loss leads back to the old placement, with the copies taken meanwhile besides.
 
 What a copy contains is written as its *chain*: the generations whose gradients it
 has applied, one per step. Two copies agree exactly when their chains do.
@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
-from megatron.elastic.state.protocol import Holdings, Resolution, resolve
+from megatron.elastic.state.protocol import NOTHING, Holdings, Resolution, all_copies, resolve
 from megatron.elastic.state.record import GradientKey, StepRecord
 
 Chain = tuple[int, ...]
@@ -64,6 +64,8 @@ class Faults:
     """Rule 2 off: recovery goes to the newest version anybody has."""
     retired_before_vote: bool = False
     """Old copies are dropped at the switch."""
+    only_named_copies: bool = False
+    """A copy that was taken counts for nothing until a vote has named it."""
 
 
 @dataclass(frozen=True)
@@ -305,9 +307,9 @@ class Model:
         if not alive or not waiting or any(state.ranks[r].frozen != state.freeze for r in alive):
             return
         survivors = tuple((r, state.ranks[r]) for r in alive)
-        layout = max((rank for _, rank in survivors), key=lambda rank: len(rank.chain)).layout
-        outcome = self._resolve(survivors, layout)
-        self._check_decision(state, alive, layout, outcome)
+        named = max((rank for _, rank in survivors), key=lambda rank: len(rank.chain)).layout
+        layout, outcome = self._resolve(survivors, named)
+        self._check_decision(state, alive, named, outcome)
         base = tuple(tuple(r for r in ranks if r in alive) for ranks in layout)
         decision = Decision(
             kind=outcome.kind,
@@ -331,13 +333,14 @@ class Model:
         return next((rank.chain[:version] for _, rank in survivors if len(rank.chain) >= version), ())
 
     @cache  # noqa: B019  (a model lives as long as its exploration)
-    def _resolve(self, survivors: tuple[tuple[int, Rank], ...], layout: Layout) -> Resolution:
+    def _resolve(self, survivors: tuple[tuple[int, Rank], ...], named: Layout) -> tuple[Layout, Resolution]:
+        """Whose copies count, and what is done with them."""
         reports = {r: self._report(r, rank) for r, rank in survivors}
         if self.faults.newest_copy_wins:
             newest = max((record for held in reports.values() for record in held.records), key=lambda x: x.version)
-            return Resolution("roll_forward", newest.version, newest.gradient, newest)
-        needed = {(b, 0, 0): ranks for b, ranks in enumerate(layout)}
-        return resolve(reports, needed, rows=self.setting.ranks)
+            return named, Resolution("roll_forward", newest.version, newest.gradient, newest)
+        counted = all_copies({(b, 0, 0): ranks for b, ranks in enumerate(named)}, reports)
+        return tuple(counted[b, 0, 0] for b in range(len(named))), resolve(reports, counted, rows=self.setting.ranks)
 
     def _report(self, r: int, rank: Rank) -> Holdings:
         versions = [len(chain) for _, chain in rank.copies]
@@ -354,10 +357,17 @@ class Model:
         if self.faults.gradient_does_not_count:
             complete = ()
         records = tuple(_record(rank.chain[:v]) for v in range(max(0, len(rank.chain) - 1), len(rank.chain) + 1))
-        return Holdings(r, min(versions), max(versions), complete, records, tuple(statistics))
+        offered = tuple((b, 0, 0) for b, _ in rank.copies if r not in rank.layout[b])
+        if self.faults.only_named_copies:
+            offered = ()
+        # Whoever holds nothing says so.
+        oldest, newest = min(versions, default=NOTHING), max(versions, default=NOTHING)
+        return Holdings(r, oldest, newest, complete, records, tuple(statistics), offered=offered)
 
-    def _check_decision(self, state: State, alive: list[int], layout: Layout, outcome: Resolution) -> None:
-        orphaned = [b for b, ranks in enumerate(layout) if not any(r in alive for r in ranks)]
+    def _check_decision(self, state: State, alive: list[int], named: Layout, outcome: Resolution) -> None:
+        survivors = [(r, state.ranks[r]) for r in alive]
+        here = {b for r, rank in survivors for b, _ in rank.copies if r in named[b] or r not in rank.layout[b]}
+        orphaned = [b for b in range(len(named)) if b not in here]
         if orphaned and len(state.ranks) - len(alive) <= self.setting.mirrors:
             raise Violation(f"blocks {orphaned} are lost with no more losses than mirrors")
         if outcome.kind == "lost":
@@ -390,7 +400,7 @@ class Model:
         after = rank._replace(
             generation=state.decided,
             phase="S" if revote else "U",
-            step=version,
+            step=version if revote else version - 1,  # whose end is still to come: it has sent nothing of the next
             key=decision.key if revote else state.decided,
             chain=decision.chain,
             copies=copies,

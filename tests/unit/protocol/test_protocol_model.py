@@ -40,6 +40,7 @@ def test_copies_change_place_at_any_time():
         Setting(ranks=3, mirrors=1, steps=2, kills=2),
         Setting(ranks=3, mirrors=2, steps=2, kills=1),
         Setting(ranks=3, mirrors=1, steps=2, kills=1, migrate=True),
+        Setting(ranks=3, mirrors=1, steps=2, kills=2, migrate=True),
     ],
     ids=str,
 )
@@ -72,6 +73,18 @@ def test_old_copies_must_stay_until_the_first_vote_under_the_new_placement():
     faults = Faults(retired_before_vote=True)
     with pytest.raises(Violation, match="kill"):
         explore(Setting(ranks=3, mirrors=1, steps=2, kills=1, migrate=True, faults=faults))
+
+
+def test_a_copy_that_no_vote_has_named_yet_counts():
+    """One copy a block, which moves to the other rank: whoever is lost once it is there, nothing is."""
+    for setting in (
+        Setting(ranks=2, mirrors=0, steps=3, kills=1, migrate=True),
+        Setting(ranks=3, mirrors=0, steps=2, kills=2, migrate=True),
+    ):
+        assert {"decide rerun 1", "decide roll_forward 1", "decide revote 2"} <= explore(setting).keys(), setting
+    faults = Faults(only_named_copies=True)
+    with pytest.raises(Violation, match="lost though every block has a copy"):
+        explore(Setting(ranks=2, mirrors=0, steps=2, kills=1, migrate=True, faults=faults))
 
 
 def test_without_rule_one_the_losing_interleaving_is_the_expected_one():
