@@ -30,6 +30,8 @@ __all__ = ["LEVEL_TOLERANCE", "choose_mirrors"]
 
 LEVEL_TOLERANCE = 0.02
 """Ranks with the same units may mirror this share more or less before bytes are moved for it."""
+_ROUNDS = 8
+"""How often what each owner's peers have and what ranks have in all are evened in turn: either may upset the other."""
 
 
 def choose_mirrors(
@@ -47,12 +49,15 @@ def choose_mirrors(
                 if not table.add_best(key, position):
                     break
         table.spread()
-    _level(tables, total)
+    for _ in range(_ROUNDS):
+        if not _level(tables, total) or not sum(table.spread() for table in tables):
+            break
     return {key: ranks for table in tables for key, ranks in table.mirrors.items()}
 
 
-def _level(tables: Sequence[_Table], total: Mapping[int, int]) -> None:
-    """Even what ranks that compute the same units mirror in all, within :data:`LEVEL_TOLERANCE`."""
+def _level(tables: Sequence[_Table], total: Mapping[int, int]) -> bool:
+    """Even what ranks that compute the same units mirror in all, within :data:`LEVEL_TOLERANCE`; whether any moved."""
+    moved = False
     classes: dict[tuple[int, ...], list[int]] = {}
     for rank in sorted({rank for table in tables for rank in table.holders}):
         signature = tuple(i for i, table in enumerate(tables) if rank in table.home)
@@ -60,7 +65,8 @@ def _level(tables: Sequence[_Table], total: Mapping[int, int]) -> None:
     for signature, ranks in classes.items():
         mine = [tables[i] for i in signature]
         while _level_one(mine, ranks, total):
-            pass
+            moved = True
+    return moved
 
 
 def _level_one(tables: Sequence[_Table], ranks: Sequence[int], total: Mapping[int, int]) -> bool:
@@ -168,14 +174,16 @@ class _Table:
         rest = tuple(r for r in self.mirrors[key] if r != rank)
         self.mirrors[key] = (*rest, rank) if sign > 0 else rest
 
-    def spread(self) -> None:
-        """Move mirrors until every owner's are spread evenly over its peers (within one block)."""
+    def spread(self) -> bool:
+        """Move mirrors until every owner's are spread evenly over its peers (within one block); whether any moved."""
+        moved = False
         blocks: dict[int, list[BlockKey]] = {}
         for key in self.mirrors:
             blocks.setdefault(self.owners[key], []).append(key)
         for owner in sorted(blocks):
             while self._spread_one(owner, blocks[owner]):
-                pass
+                moved = True
+        return moved
 
     def _spread_one(self, owner: int, keys: list[BlockKey]) -> bool:
         """One move to a peer with too few of ``owner``'s blocks, from the rank with most; False when even."""
