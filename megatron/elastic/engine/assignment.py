@@ -70,12 +70,20 @@ class Assignment:
         """Units whose parameters ``rank`` holds, ascending."""
         return self._units.get(self.nominal.cell_of(rank).id, ())
 
-    def gained(self, before: Assignment) -> frozenset[int]:
-        """Units that some rank holds which did not under ``before``."""
-        held = before.state_groups()
-        return frozenset(
-            unit for (unit, shard), ranks in self.state_groups().items() if not {*ranks} <= {*held[unit, shard]}
-        )
+    def gained(self, before: Assignment) -> dict[int, frozenset[int]]:
+        """Rank → units whose parameters it has yet to be given, that it had not under ``before``; others left out.
+
+        A weight shared by the ends of the model is the embedding's where that is, else the output layer's: whoever
+        gains or loses the embedding has another one from then on.
+        """
+        found = dict[int, frozenset[int]]()
+        for rank in (rank for cell in self.cells.values() for rank in cell.ranks):
+            now, then = frozenset(self.units_of(rank)), frozenset(before.units_of(rank))
+            moved = {self.nominal.tied_unit} if (0 in now) != (0 in then) else set()
+            units = (now - then) | (now & moved)
+            if units:
+                found[rank] = units
+        return found
 
     def state_groups(self) -> dict[tuple[int, int], tuple[int, ...]]:
         """(unit, shard) → ranks that hold it, living or not, those nearer the start of their pipeline first."""

@@ -62,11 +62,12 @@ class Arena:
         self._lay()
 
     def prepare(self, units: Collection[int]) -> None:
-        """Have storage for exactly ``units`` ready for :meth:`hold`. On any thread: it only allocates.
+        """Have storage and modules for exactly ``units`` ready for :meth:`hold`. On any thread, beside a step.
 
         On a CPU most of a change's time is the kernel's, which hands out pages at the first touch.
         """
         if self.device.type == "cpu" and tuple(sorted(units)) != tuple(self.slices):
+            self._port.prepare(units)
             length = sum(self._layouts[unit].numel for unit in units)
             made = torch.empty(length, dtype=self.dtype), torch.empty(length, dtype=torch.float32)
             self.spare = made[0].zero_(), made[1].zero_()

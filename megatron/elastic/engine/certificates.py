@@ -49,7 +49,7 @@ __all__ = [
 T = TypeVar("T")
 
 Transition = Literal["start", "load", "recovery", "join", "movement", "rolling"]
-LOOKED_AT_BYTES = 16 << 20
+LOOKED_AT_BYTES = 4 << 20
 """State of which contents are hashed while everybody waits for a rank that joined, or that was lost."""
 ALL_BYTES = 1 << 62
 """At a start or a load: nobody is kept from training yet."""
@@ -123,7 +123,7 @@ def examine(
 ) -> Verdict:
     """Exchange statements and certify them. Never raises for a finding: the verdict has it."""
     began, step = time.monotonic(), mine.record.version
-    statements = {rank: Statement.from_json(text) for rank, text in _gathered(tools, mine.to_json()).items()}
+    statements = {rank: Statement.from_json(text) for rank, text in _gathered(tools, mine.text).items()}
     due = {key: len(copies.mirrors) for key, copies in standing.placement.copies.items()}
     rows = standing.plan.grid.global_batch_size
     try:

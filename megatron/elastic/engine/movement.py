@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from megatron.elastic.comm.errors import CommError
@@ -76,8 +76,14 @@ class Moved:
     """Of state, in added copies."""
     background: float
     """Seconds from its begin to the boundary of the switch."""
-    stall: float
-    """Seconds this rank waited there."""
+    seconds: Mapping[str, float]
+    """What this rank waited there, by what for: ``finish`` (the last steps' gradients), ``stand`` (plan, modules,
+    groups), ``parameters`` of units that came, ``certificate``."""
+
+    @property
+    def stall(self) -> float:
+        """Seconds this rank waited there."""
+        return sum(self.seconds.values())
 
 
 class _Incoming:

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from megatron.elastic.engine.movement import Moved, Movement, Streams
 from megatron.elastic.engine.position import Position
@@ -89,19 +91,30 @@ class Mover:
         self.due = False  # no phase of its own: whoever was kept from it by a loss does not come back to it
         streams, at, began = self._under_way(), self._position, time.monotonic()
         movement, version, before = streams.movement, at.record.version, at.standing.assignment
-        self._switch_over()
-        if self.reassigned:
-            at.body.gather(version, movement.target.assignment.gained(before))
-        self._proofs.certify("movement", {change.block for change in movement.changes if change.kind != "drop"})
+        seconds = dict[str, float]()
+        with _timed(seconds, "finish"):
+            self._bring_up()
+        with _timed(seconds, "stand"):
+            self._change_over()
+        gained = movement.target.assignment.gained(before) if self.reassigned else {}
+        with _timed(seconds, "parameters"):
+            if gained:
+                at.body.gather_gained(version, gained)
+        with _timed(seconds, "certificate"):
+            came = frozenset[int]().union(*gained.values())
+            moved = {change.block for change in movement.changes if change.kind != "drop"}
+            moved |= {key for key in movement.target.placement.copies if key[0] in came}
+            self._proofs.certify("movement", moved)
         at.tools.reach("in_movement_switch", version)
-        return Moved(movement, streams.bytes_received, began - streams.began, time.monotonic() - began)
+        return Moved(movement, streams.bytes_received, began - streams.began, seconds)
 
     def house(self) -> None:
         """Blocks that only ranks elsewhere kept come to those who compute their units, now: nobody can go on before."""
         recovery, standing = self._position.recovery, self._position.standing
         if recovery.homeless(standing):
             self.begin(recovery.movement(standing))
-            self._switch_over()
+            self._bring_up()
+            self._change_over()
 
     def confirm(self) -> None:
         """A vote was taken under the present placement: copies it does not name go."""
@@ -127,14 +140,17 @@ class Mover:
         self._abandoned.clear()
         self._begun = 0
 
-    def _switch_over(self) -> None:
-        """What moves is brought to the present version, and its target is what the next step is taken under."""
+    def _bring_up(self) -> None:
+        """What moves is brought to the present version."""
         streams, at = self._under_way(), self._position
-        version = at.record.version
         at.tools.publish("movement", streams.peers)
-        at.tools.reach("in_movement_finish", version)
-        streams.finish(version)
-        commit(at.tools.pool, streams.movement.changes, streams.received, version)
+        at.tools.reach("in_movement_finish", at.record.version)
+        streams.finish(at.record.version)
+
+    def _change_over(self) -> None:
+        """The target of what moved is what the next step is taken under."""
+        streams, at = self._under_way(), self._position
+        commit(at.tools.pool, streams.movement.changes, streams.received, at.record.version)
         streams.abandon()
         self._arrived += streams.bytes_received
         self._streams, self._leaving = None, streams.movement
@@ -145,3 +161,10 @@ class Mover:
         if self._streams is None:
             raise RuntimeError("no movement is under way: ranks are counted ready only while something moves")
         return self._streams
+
+
+@contextmanager
+def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
+    began = time.monotonic()
+    yield
+    seconds[name] = time.monotonic() - began

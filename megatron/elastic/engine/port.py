@@ -64,6 +64,9 @@ class ModelPort(Protocol):
     compute_units: int
     """U: how many units a whole pipeline computes."""
 
+    def prepare(self, units: Collection[int]) -> None:
+        """Have ready what ``hold(units)`` would have to build, as far as it can be; on any thread, beside a step."""
+
     def hold(self, units: Collection[int]) -> None:
         """Hold exactly ``units`` from now on: build what is missing (values undefined), free the rest.
 

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.elastic.comm.fabric import Fabric
+from megatron.elastic.comm.fabric import BlockRange, Fabric
 from megatron.elastic.engine.buffers import Arena
 from megatron.elastic.engine.dropout import DropoutKey, dropout_scope
 from megatron.elastic.engine.exact import ExactGradients, OutOfRange, resolutions
@@ -338,11 +338,8 @@ class StepBody:
 
     # -- after the vote --------------------------------------------------------
 
-    def gather(self, step: int, units: Collection[int] | None = None) -> None:
-        """Parameters of every held unit from the masters of their owners; of ``units`` at least, if given.
-
-        ``units``: the same on all ranks.
-        """
+    def gather(self, step: int) -> None:
+        """Parameters of every held unit from the masters of their owners."""
         tools = self._tools
         for block in self._standing.owned:
             target = tools.arena.unit_parameters(block.unit)[block.start : block.stop]
@@ -350,15 +347,42 @@ class StepBody:
         for span in self._standing.spans:
             if span is self._standing.spans[-1]:
                 tools.reach("mid_gather", step)
-            if units is not None and not any(
-                piece.unit in units for piece in tools.arena.slices.values() if span.start <= piece.start < span.stop
-            ):
-                continue
-            tools.publish("gather", span.members)
-            if len(span.members) > 1:
-                tools.fabric.all_gather_blocks(
-                    span.group, tools.arena.parameters[span.start : span.stop], span.blocks
-                )
+            self._all_gather(span, span.start, span.stop)
+
+    def gather_gained(self, step: int, gained: Mapping[int, Collection[int]]) -> None:
+        """Parameters of units that came to ranks (``gained``: rank → units, the same on all ranks).
+
+        Taken from the copies here, owned or mirrored; only units of which a rank that gained them has not every
+        copy are gathered. All copies are at ``step``, and so are the parameters of who held a unit before.
+        """
+        tools, standing = self._tools, self._standing
+        mine, shard = gained.get(tools.fabric.rank, ()), standing.position
+        for block in (*standing.owned, *standing.mirrored):
+            if block.unit in mine and block.shard == shard:
+                target = tools.arena.unit_parameters(block.unit)[block.start : block.stop]
+                target.copy_(tools.pool.get(block.key).master)
+        tools.reach("mid_gather", step)
+        for span in standing.spans:
+            for piece in (p for p in tools.arena.slices.values() if span.start <= p.start < span.stop):
+                takers = [rank for rank in span.members if piece.unit in gained.get(rank, ())]
+                if any(not self._has_copies(rank, piece.layout) for rank in takers):
+                    self._all_gather(span, piece.start, piece.stop)
+
+    def _has_copies(self, rank: int, layout: UnitLayout) -> bool:
+        copies = self._standing.placement.copies
+        return all(rank in copies[block.key].ranks for block in layout.blocks)
+
+    def _all_gather(self, span: Span, start: int, stop: int) -> None:
+        """Elements ``[start, stop)`` of the arena, whole units of ``span``, from the owners of their blocks."""
+        tools = self._tools
+        tools.publish("gather", span.members)
+        if len(span.members) > 1:
+            blocks = [
+                BlockRange(span.start + block.start - start, span.start + block.stop - start, block.owner)
+                for block in span.blocks
+                if start <= span.start + block.start < stop
+            ]
+            tools.fabric.all_gather_blocks(span.group, tools.arena.parameters[start:stop], blocks)
 
 
 def _no_data(piece: Piece) -> Iterator[Any]:

@@ -76,6 +76,10 @@ class GptPort:
         self._linears.install(module)
         split_te_linears(module, self._linears)
 
+    def prepare(self, units: Collection[int]) -> None:
+        """See :class:`ModelPort`."""
+        self._anatomy.prepare(units)
+
     def hold(self, units: Collection[int]) -> None:
         """See :class:`ModelPort`."""
         self._anatomy.hold([unit for unit in units if unit < self.compute_units])

@@ -178,6 +178,7 @@ def narrate_movement(events: EventLog, record: StepRecord, standing: Standing, m
             bytes_received=moved.bytes_received,
             background_seconds=moved.background,
             stall_seconds=moved.stall,
+            seconds=dict(moved.seconds),
         )
     )
 

@@ -15,6 +15,7 @@ launch stay, empty, since Megatron's loop refers to them).
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -45,6 +46,9 @@ class Anatomy:
         self.units = int(self._inner.config.num_layers) + 2
         self._born: dict[int, Modules] = _units_of(self._inner, self.units)
         self._held: dict[int, Modules] = dict(self._born)
+        self._ready: dict[int, Modules] = {}
+        """Layers built ahead of :meth:`hold`."""
+        self._building = threading.Lock()
         self._shapes = [(parameter, parameter.shape) for parameter in self._inner.parameters()]
         self._segments: dict[tuple[int, int], torch.nn.Module] = {}
         self._training = True
@@ -77,15 +81,30 @@ class Anatomy:
             return self._held[self.units - 1]["output_layer"].weight  # type: ignore[no-any-return]
         return None
 
+    def prepare(self, units: Collection[int]) -> None:
+        """Build the layers that :meth:`hold` will find missing; on any thread, while others run.
+
+        The ends of the model are not built ahead: they draw random numbers that only the training thread may put back.
+        """
+        for unit in sorted(units):
+            with self._building:
+                if 0 < unit < self.units - 1 and not {unit} & {*self._born, *self._held, *self._ready}:
+                    self._ready[unit] = self._built(unit)
+
     def hold(self, units: Collection[int]) -> None:
         """Build what is missing of ``units`` and free everything else. Values of new parameters are undefined."""
         self._segments.clear()
         wanted = frozenset(units)
-        known = {**self._born, **self._held}
-        self._held = {
-            unit: known[unit] if unit in known and not self._headless(known[unit], wanted) else self._built(unit)
-            for unit in sorted(wanted)
-        }
+        with self._building, torch.random.fork_rng(devices=[]):
+            known = {**self._ready, **self._born, **self._held}
+            self._held = {
+                unit: known[unit] if unit in known and not self._headless(known[unit], wanted) else self._built(unit)
+                for unit in sorted(wanted)
+            }
+            self._ready = {}
+        for modules in self._held.values():
+            for module in modules.values():
+                module.train(self._training)
         alive = {id(parameter) for unit in self._held for _, parameter in self.named_parameters(unit)}
         alive.add(id(self.tied_parameter()))
         for modules in (*self._born.values(), *self._held.values()):
@@ -289,11 +308,10 @@ def _copy_with(original: Any, /, **children: torch.nn.Module | None) -> Any:
 
 @contextmanager
 def _without_values(config: Any) -> Iterator[None]:
-    """Inside, modules are built without initial values, and without a trace in the random state."""
+    """Inside, modules are built without initial values."""
     before = config.perform_initialization
     config.perform_initialization = False
     try:
-        with torch.random.fork_rng(devices=[]):
-            yield
+        yield
     finally:
         config.perform_initialization = before

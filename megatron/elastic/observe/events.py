@@ -167,6 +167,8 @@ class Movement(Event):
     """From the first byte to the boundary at which the copies count."""
     stall_seconds: float
     """What this rank waited at that boundary."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """The same by what for: finish, stand, parameters, certificate."""
 
 
 @dataclass(frozen=True)

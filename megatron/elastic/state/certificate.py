@@ -24,6 +24,7 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 
 import torch
 
@@ -81,8 +82,9 @@ class Statement:
     random_key: tuple[int, int] = (0, 0)
     """(seed, step) from which the next step's dropout masks are drawn."""
 
-    def to_json(self) -> str:
-        """Text for an all-gather of objects."""
+    @cached_property
+    def text(self) -> str:
+        """JSON, for an all-gather of objects; of a statement that came as a text, that text."""
         claims = [[*key, c.role, c.version, c.lineage, c.content, c.master] for key, c in sorted(self.blocks.items())]
         params = [[*key, p.version, p.content] for key, p in sorted(self.params.items())]
         head = [self.rank, self.generation, self.placement, self.plan, self.record.to_json()]
@@ -90,14 +92,16 @@ class Statement:
 
     @classmethod
     def from_json(cls, text: str) -> Statement:
-        """Inverse of :meth:`to_json`."""
+        """Inverse of :attr:`text`."""
         (rank, generation, placement, plan, record), claims, params, rows, key = json.loads(text)
-        return cls(
+        made = cls(
             rank, generation, placement, plan, StepRecord.from_json(record),
             {(u, s, i): Claim(*rest) for u, s, i, *rest in claims},
             {(u, s, i): ParamClaim(*rest) for u, s, i, *rest in params},
             tuple(rows), (key[0], key[1]),
         )  # fmt: skip
+        vars(made)["text"] = text  # a cached property's place
+        return made
 
 
 @dataclass(frozen=True)
@@ -165,7 +169,7 @@ def certify(
         blocks=sum(len(group.blocks) for group in groups),
         copies=len(claims),
         contents_compared=sum(bool(claim.content) for claim in claims),
-        digest=text_hash("".join(statements[rank].to_json() for rank in sorted(statements))),
+        digest=text_hash("".join(statements[rank].text for rank in sorted(statements))),
     )
 
 

@@ -7,12 +7,14 @@ streams
 
     base    the block's state at the version v it has when its turn comes, copied at
             once, with its content hash;
-    steps   for every version after v, once: the StepRecord, and in one piece the gradients of
-            all blocks whose base is over there: what the last steps leave to be sent at the
-            boundary is a few messages, however many blocks move;
+    ahead   for every step after v, in one piece, the reduced gradients of all blocks whose base is
+            over there, as soon as they are retained here: while the step is voted on, applied and
+            gathered they travel, so that hardly anything is left to be sent at the boundary;
+    steps   for every version after v, once: the StepRecord, with gradients that did not go ahead
 
 and the new holder (:class:`BlockReceiver`) checks the hash, takes the base in
-uncounted, and replays each step with the kernel everybody uses. At a boundary, in a
+uncounted, and replays each step with the kernel everybody uses. A step that is computed again
+replaces what went ahead; one that is skipped leaves it unused. At a boundary, in a
 generation of its own, :meth:`BlockSender.finish` sends what is left and the version
 reached, and :func:`commit` makes the added copies count. Copies to be dropped are
 followed like mirrors until the first vote under the new placement is known, then
@@ -25,10 +27,10 @@ Invariants
 - A damaged copy is replaced in place: its drop and its add are one.
 - A block being added is not reported, voted on, or stepped by its rank's own
   ``apply`` until ``commit``; a base whose hash does not match never is.
-- The sender holds one base, and at most ``memory_bytes`` of unsent gradients: when
+- The sender holds one base, and at most ``memory_bytes`` of unsent gradients, ahead or not: when
   steps outrun the link, the last blocks taken up are given up and sent again
-  later, so a slow receiver never stalls the step. The receiver holds one message: a base,
-  or one step's gradients.
+  later, so a slow receiver never stalls the step. The receiver holds one message (a base,
+  or one step's gradients), and the gradients that came ahead.
 - Messages of one transfer arrive in order; any loss ends the transfer with a
   ``CommError``, and what was not committed is dropped. Nothing needs undoing.
 """
@@ -38,7 +40,7 @@ from __future__ import annotations
 import json
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -49,12 +51,14 @@ from megatron.elastic.state.hashing import content_hash
 from megatron.elastic.state.layout import BlockKey
 from megatron.elastic.state.placement import Placement, Transition
 from megatron.elastic.state.pool import BlockCopy, StateError, StatePool
-from megatron.elastic.state.record import StepRecord
+from megatron.elastic.state.record import GradientKey, StepRecord
 
 __all__ = ["BlockReceiver", "BlockSender", "Channel", "TransferError", "commit", "prune", "retire"]
 
 HEADER_BYTES = 512
-Kind = Literal["base", "steps", "end"]
+Kind = Literal["base", "ahead", "steps", "end"]
+_WENT_AHEAD = -1
+"""In place of a gradient's length: it is over there."""
 
 
 class TransferError(RuntimeError):
@@ -76,11 +80,11 @@ class _Header:
     kind: Kind
     key: BlockKey = (0, 0, 0)
     version: int = 0
-    """base: its version; steps: the version they lead to; end: the version everything sent has reached."""
+    """base: its version; ahead, steps: the version they lead to; end: the version everything sent has reached."""
     lineage: str = ""
     content: str = ""
     length: int = 0
-    """base: elements; steps: bytes of the text that tells the record and which gradients follow."""
+    """base: elements; ahead, steps: bytes of the text that tells (the record and) which gradients follow."""
 
     def pack(self) -> torch.Tensor:
         values = [self.kind, *self.key, self.version, self.lineage, self.content, self.length]
@@ -98,9 +102,21 @@ def _padded(text: bytes, length: int) -> torch.Tensor:
     return torch.frombuffer(bytearray(text.ljust(length, b"\0")), dtype=torch.uint8)
 
 
-_Step = tuple[StepRecord, torch.Tensor | None]
+_Gradient = torch.Tensor | int | None
+"""Of one block for one step: to be sent with it, gone ahead (:data:`_WENT_AHEAD`), or none."""
+_Step = tuple[StepRecord, _Gradient]
 _Message = tuple[Any, ...]
 """A header, and the tensors that follow it."""
+
+
+def _bytes_of(gradient: _Gradient) -> int:
+    return 4 * gradient.numel() if isinstance(gradient, torch.Tensor) else 0
+
+
+def _length_of(gradient: _Gradient) -> int:
+    if isinstance(gradient, torch.Tensor):
+        return gradient.numel()
+    return 0 if gradient is None else gradient
 
 
 class BlockSender:
@@ -118,9 +134,16 @@ class BlockSender:
         self._waiting: deque[BlockKey] = deque()
         self._logs: dict[BlockKey, deque[_Step]] = {}
         """Blocks whose base is sent → steps since then that are not."""
+        self._ahead: dict[tuple[BlockKey, GradientKey], torch.Tensor] = {}
+        """Gradients that are to go ahead of the vote on them."""
+        self._went: dict[BlockKey, GradientKey] = {}
+        """Those that went, or are to go, ahead for the next step of a block."""
         self._log_bytes = 0
         self.restarts = 0
-        self._remove = pool.add_guard(self._around_change)
+        self._remove: tuple[Callable[[], None], ...] = (
+            pool.add_guard(self._around_change),
+            pool.add_watcher(self._retained),
+        )
 
     def offer(self, keys: Iterable[BlockKey]) -> None:
         """Queue copies of these blocks, which this rank must hold. Call at a boundary."""
@@ -140,10 +163,10 @@ class BlockSender:
             return self._log_bytes
 
     def pump(self) -> bool:
-        """Send one version's steps (the oldest) or one base; False when there is nothing to send now."""
+        """Send gradients ahead, one version's steps (the oldest) or one base; False when there is nothing to send."""
         with self._wire:
             with self._lock:
-                message = self._next_steps() or self._next_base()
+                message = self._next_ahead() or self._next_steps() or self._next_base()
             if message is not None:
                 header, *payloads = message
                 self._channel.send(self.peer, self._tag, header.pack())
@@ -160,14 +183,28 @@ class BlockSender:
 
     def close(self) -> None:
         """Stop following the pool and forget what is unsent. Idempotent."""
-        self._remove()
-        self._remove = lambda: None
+        for remove in self._remove:
+            remove()
+        self._remove = ()
         with self._lock:
             self._waiting.clear()
             self._logs.clear()
+            self._ahead.clear()
+            self._went.clear()
             self._log_bytes = 0
 
     # --- what to send next (lock held) ----------------------------------------------------------
+
+    def _next_ahead(self) -> _Message | None:
+        if not self._ahead:
+            return None
+        gradient = next(iter(self._ahead))[1]
+        keys = sorted(key for key, of in self._ahead if of == gradient)
+        tensors = {key: self._ahead.pop((key, gradient)) for key in keys}
+        self._log_bytes -= sum(map(_bytes_of, tensors.values()))
+        text = json.dumps([list(gradient), [[*key, tensor.numel()] for key, tensor in tensors.items()]]).encode()
+        header = _Header("ahead", version=gradient.step + 1, length=len(text))
+        return header, _padded(text, len(text)), torch.cat(list(tensors.values()))
 
     def _next_steps(self) -> _Message | None:
         version = min((log[0][0].version for log in self._logs.values() if log), default=None)
@@ -176,10 +213,10 @@ class BlockSender:
         steps = {
             key: log.popleft() for key, log in sorted(self._logs.items()) if log and log[0][0].version == version
         }
-        gradients = [gradient for _, gradient in steps.values() if gradient is not None]
-        self._log_bytes -= sum(4 * gradient.numel() for gradient in gradients)
+        gradients = [gradient for _, gradient in steps.values() if isinstance(gradient, torch.Tensor)]
+        self._log_bytes -= sum(map(_bytes_of, gradients))
         record = next(record for record, _ in steps.values())
-        table = [[*key, 0 if gradient is None else gradient.numel()] for key, (_, gradient) in steps.items()]
+        table = [[*key, _length_of(gradient)] for key, (_, gradient) in steps.items()]
         text = json.dumps([record.to_json(), table]).encode()
         header = _Header("steps", version=version, length=len(text))
         return (header, _padded(text, len(text)), *([torch.cat(gradients)] if gradients else []))
@@ -196,6 +233,22 @@ class BlockSender:
 
     # --- the pool moves on (training thread) ---------------------------------------------------
 
+    def _retained(self, copy: BlockCopy, gradient: GradientKey) -> None:
+        key = copy.block.key
+        with self._lock:
+            # Behind a step that has yet to be applied it would be too early: the log goes first.
+            if key in self._logs and self._pool.get(key) is copy and copy.version == gradient.step:
+                self._forget_ahead(key, gradient.step)
+                tensor = self._ahead[key, gradient] = copy.gradients[gradient].clone()
+                self._went[key] = gradient
+                self._log_bytes += _bytes_of(tensor)
+                self._stay_within_memory()
+
+    def _forget_ahead(self, key: BlockKey, step: int | None = None) -> None:
+        """Those of ``step`` not sent yet, or of all steps."""
+        for queued in [q for q in self._ahead if q[0] == key and step in (None, q[1].step)]:
+            self._log_bytes -= _bytes_of(self._ahead.pop(queued))
+
     @contextmanager
     def _around_change(self, copy: BlockCopy, record: StepRecord | None) -> Iterator[None]:
         key = copy.block.key
@@ -204,15 +257,22 @@ class BlockSender:
             if known and record is None:
                 raise StateError(f"block {key} is dropped while it is streamed to rank {self.peer}")
             if record is not None and key in self._logs and self._pool.get(key) is copy:
-                skip = record.skipped or record.gradient is None
-                if not skip and record.gradient not in copy.gradients:
-                    self._begin_again(key)  # ``state`` mode: a mirror has no gradients, the new state must be sent
-                else:
-                    gradient = None if skip else copy.gradients[record.gradient].clone()  # type: ignore[index]
-                    self._logs[key].append((record, gradient))
-                    self._log_bytes += 0 if gradient is None else 4 * gradient.numel()
-                    self._stay_within_memory()
+                self._log(key, copy, record)
             yield
+
+    def _log(self, key: BlockKey, copy: BlockCopy, record: StepRecord) -> None:
+        went, gradient = self._went.pop(key, None), record.gradient
+        if record.skipped or gradient is None:
+            self._logs[key].append((record, None))
+        elif gradient not in copy.gradients:
+            self._begin_again(key)  # ``state`` mode: a mirror has no gradients, the new state must be sent
+        elif gradient == went:
+            self._logs[key].append((record, _WENT_AHEAD))
+        else:
+            tensor = copy.gradients[gradient].clone()
+            self._logs[key].append((record, tensor))
+            self._log_bytes += _bytes_of(tensor)
+            self._stay_within_memory()
 
     def _stay_within_memory(self) -> None:
         """Give up the blocks taken up last until within bounds; they start again from a later version."""
@@ -221,7 +281,9 @@ class BlockSender:
 
     def _begin_again(self, key: BlockKey) -> None:
         log = self._logs.pop(key)
-        self._log_bytes -= sum(4 * gradient.numel() for _, gradient in log if gradient is not None)
+        self._log_bytes -= sum(_bytes_of(gradient) for _, gradient in log)
+        self._forget_ahead(key)
+        self._went.pop(key, None)
         self._waiting.append(key)
         self.restarts += 1
 
@@ -242,6 +304,8 @@ class BlockReceiver:
         header = _Header.unpack(raw)
         if header.kind == "base":
             self._base(header)
+        elif header.kind == "ahead":
+            self._ahead(header)
         elif header.kind == "steps":
             self._steps(header)
         else:
@@ -260,25 +324,37 @@ class BlockReceiver:
             raise TransferError(f"block {header.key} from rank {self.source}: contents do not match their hash")
         self.blocks[header.key] = self._pool.shape(header.key, state, header.version, header.lineage)
 
+    def _ahead(self, header: _Header) -> None:
+        gradient, table = self._text(header)
+        for copy, values in self._gradients(header, table):
+            copy.gradients[GradientKey(*gradient)] = values
+
     def _steps(self, header: _Header) -> None:
-        raw = torch.empty(header.length, dtype=torch.uint8)
-        self._channel.recv(self.source, self._tag, raw)
-        text, table = json.loads(raw.numpy().tobytes())
+        text, table = self._text(header)
         record = StepRecord.from_json(text)
-        gradients = torch.empty(sum(length for *_, length in table), dtype=torch.float32)
-        if gradients.numel():
-            self._channel.recv(self.source, self._tag, gradients)
-        start = 0
-        for *where, length in table:
-            key, stop = (where[0], where[1], where[2]), start + length
-            copy = self.blocks.get(key)
-            if copy is None:
-                raise TransferError(f"block {key} from rank {self.source}: step {header.version} before its base")
-            if record.gradient is not None and length:
-                copy.gradients[record.gradient] = gradients[start:stop]
+        for copy, values in self._gradients(header, table):
+            if record.gradient is not None and values.numel():
+                copy.gradients[record.gradient] = values
             self._pool.replay(copy, record)
             copy.spare.clear()  # a part of what came: kept, it would keep all of it
-            start = stop
+
+    def _text(self, header: _Header) -> Any:
+        raw = torch.empty(header.length, dtype=torch.uint8)
+        self._channel.recv(self.source, self._tag, raw)
+        return json.loads(raw.numpy().tobytes())
+
+    def _gradients(self, header: _Header, table: list[list[int]]) -> Iterator[tuple[BlockCopy, torch.Tensor]]:
+        """The blocks of ``table`` and what follows for each, possibly nothing."""
+        lengths = [max(0, length) for *_, length in table]
+        gradients = torch.empty(sum(lengths), dtype=torch.float32)
+        if gradients.numel():
+            self._channel.recv(self.source, self._tag, gradients)
+        for (unit, shard, index, _), values in zip(table, gradients.split(lengths), strict=True):
+            copy = self.blocks.get((unit, shard, index))
+            if copy is None:
+                block = (unit, shard, index)
+                raise TransferError(f"block {block} from rank {self.source}: step {header.version} before its base")
+            yield copy, values
 
     def _end(self, version: int) -> None:
         behind = {key: copy.version for key, copy in self.blocks.items() if copy.version != version}

@@ -124,12 +124,14 @@ class Pipeline:
             for unit in arena.slices:
                 arena.unit_parameters(unit).copy_(self.values[unit])
 
-    def cut(self, cuts: Sequence[int]) -> None:
-        """Cell k holds units [cuts[k], cuts[k + 1]) from now on."""
+    def cut(self, cuts: Sequence[int], ahead: bool = False) -> None:
+        """Cell k holds units [cuts[k], cuts[k + 1]) from now on; ``ahead``: what it lacks is built before."""
         for number, arena in enumerate(self.arenas):
             units = set(range(cuts[number], cuts[number + 1])) if number + 1 < len(cuts) else set[int]()
             if self.tied is not None and units & {0, UNITS - 1}:
                 units.add(self.tied)
+            if ahead:
+                arena.prepare(units)
             arena.hold(units)
         self.fill()
         self.segments = [(a, b, number) for number, (a, b) in enumerate(pairwise(cuts))]
@@ -188,8 +190,8 @@ def compute(case: Case) -> list[dict[str, Any]]:
     pipeline = Pipeline(case)
     before = torch.get_rng_state()
     answers = [{"cut": "launch", **pipeline.run([(0, 3, 0), (3, UNITS, 1)]), "bytes": pipeline.sizes()}]
-    for cuts in CUTS:
-        pipeline.cut(cuts)
+    for number, cuts in enumerate(CUTS):
+        pipeline.cut(cuts, ahead=number % 2 == 0)
         answers.append({"cut": str(cuts), **pipeline.run(pipeline.segments), "bytes": pipeline.sizes()})
         if cuts == (0, UNITS):
             finer = [(0, 2, 0), (2, 4, 0), (4, UNITS, 0)]

@@ -77,7 +77,7 @@ class Job:
                 rank, 3, self.placements[rank].digest(), "plan", self.records[rank], claims, params, self.rows[rank],
                 self.random[rank],
             )  # fmt: skip
-        return {rank: Statement.from_json(statement.to_json()) for rank, statement in out.items()}
+        return {rank: Statement.from_json(statement.text) for rank, statement in out.items()}
 
     def certify(self):
         return certify(self.statements(), [GROUP], 1, ROWS, RANKS)

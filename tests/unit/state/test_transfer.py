@@ -124,6 +124,41 @@ def test_copies_added_during_training_have_the_sources_bits_and_lineage():
     assert equal(source, joiner)
 
 
+@pytest.mark.parametrize("end", ["applied", "computed again", "skipped", "under another key"])
+def test_gradients_go_ahead_of_the_vote_on_them(end):
+    """What is left for the boundary is the record; whatever becomes of the step, the copy is the source's."""
+    source, record = source_pool()
+    joiner, errors = StatePool(1, {(0, 0): LAYOUT}, HYPER), []
+    with channels() as (near, far):
+        sender, receiver = BlockSender(source, near, 1, PLENTY), BlockReceiver(joiner, far, 0)
+        thread = run(receiver, errors)
+        sender.offer(KEYS)
+        while sender.pump():
+            pass
+        for number in range(2):
+            key, seeds = GradientKey(record.version, 1), (7, 8) if end == "computed again" else (7,)
+            for seed in seeds:
+                flat = torch.randn(LAYOUT.numel, generator=torch.Generator().manual_seed(seed + number))
+                for name in KEYS:
+                    source.retain(name, key, flat[source.block(name).start : source.block(name).stop])
+                assert sender.log_bytes >= 4 * LAYOUT.numel
+                while sender.log_bytes:
+                    assert sender.pump(), "they go before anything else"
+            if end == "under another key":  # the step is run again in another generation
+                key = GradientKey(record.version, 2)
+                source.discard(None, record.version)
+                for name in KEYS:
+                    source.retain(name, key, flat[source.block(name).start : source.block(name).stop])
+            record = advance(record, Vote(key, [4.0], end == "skipped", 1.0, 1.0, 8), HYPER)
+            source.apply(record)
+        sender.finish(record.version)
+        thread.join(20)
+    assert not errors and receiver.finished_at == 2 and not thread.is_alive()
+    assert all(not copy.gradients for copy in receiver.blocks.values()), "nothing is left over"
+    commit(joiner, adds(KEYS, 1, 0), receiver.blocks, 2)
+    assert equal(source, joiner)
+
+
 def test_with_a_thread_that_streams_while_the_owner_steps():
     source, record = source_pool()
     joiner, errors, stop = StatePool(1, {(0, 0): LAYOUT}, HYPER), list[BaseException](), threading.Event()
