@@ -143,6 +143,9 @@ class EmulatedPort:
         finally:
             self.deferred = None
 
+    def prepare(self, units: Collection[int]) -> None:
+        """Nothing has to be built."""
+
     def hold(self, units: Collection[int]) -> None:
         """Every unit is held, always."""
 

@@ -1,21 +1,28 @@
 """Layers that move to other workers after a loss: what the steps pay for it, beside moving the same bytes at once.
 
-    python -m tools.bench.migrate [--trials 3] [--link tcp] [--hidden 256] [--batch 16] [--steps 40]
+    python -m tools.bench.migrate [--trials 3] [--link tcp] [--gbit 1] [--hidden 256] [--batch 16] [--steps 24]
 
 Per trial five real jobs under the launcher, PP 2 x DP 2, one rank killed and not
 started again: one whose layers stay where they are (the normal step after the loss),
 and one for each ownership, interleaved and contiguous, moving in the background and
-blocking, whose damaged pipeline is cut anew. With ``--hidden 1024 --seq 32 --batch 8
---steps 20`` some 600 MB of state are there to move. From their event logs, for the
-movement with the most bytes:
+blocking, whose damaged pipeline is cut anew.
 
-bytes       state that came to ranks in added copies, all ranks together, the busiest rank
+With ``--gbit R`` (root, programs ip and tc) everything runs in a network namespace of
+its own, whose loopback passes R Gbit/s (token bucket): links as slow as between hosts,
+but one medium for all ranks. Without it TCP moves bytes about as fast as the
+processors copy them, so that what moves is paid for in processor time.
+
+From the event logs, for the movement with the most bytes:
+
+bytes       state that came to ranks in added copies, all ranks together, and to the busiest rank
 background  seconds from the first byte to the boundary at which the copies count
-stall       what the slowest rank waited at that boundary
-exposed     the stall, and what the steps in the background were longer than normal
-share       exposed, as a share of moving the busiest rank's bytes over one link with nothing else going on
-            (measured in the same run: two processes, 64 MiB, shared memory or TCP as the jobs)
-of_blocking exposed in the background, as a share of the same movement's stall when everybody waits for it
+stall       what the slowest rank waited at that boundary, and its parts: the last steps' gradients (finish); plan,
+            modules and groups (stand); parameters; certificate
+exposed     from the commit before the movement begins to that of the first step after the switch, less what as
+            many steps take otherwise: decision, background, stall and the new cut's first step, all of it
+share       exposed, as a share of moving the bytes over an idle link: the busiest rank's over a link of its own, with
+            ``--gbit`` all ranks' over the one there is (bandwidth: the same run, two processes, 64 MiB)
+of_blocking exposed in the background, as a share of what is exposed when everybody waits for the same movement
 
 The last line is one JSON object.
 """
@@ -23,14 +30,16 @@ The last line is one JSON object.
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
+import shutil
 import statistics
 import sys
 import tempfile
 import time
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -41,9 +50,13 @@ from tools.bench.comm import connect
 
 WORLD, RANK, AT = 4, 3, 6
 LINK_BYTES = 64 << 20
+INSIDE = "BENCH_BEHIND_A_SLOW_LINK"
 MODEL = QUIET + shlex.split("""
     --pipeline-model-parallel-size 2 --num-layers 4 --num-attention-heads 4 --micro-batch-size 1 --vocab-size 1023
 """)
+
+
+PARTS = ("finish", "stand", "parameters", "certificate")
 
 
 @dataclass(frozen=True)
@@ -53,7 +66,13 @@ class Moved:
     bytes: float
     busiest_bytes: float
     background: float
+    steps: float
+    """Whose commits the background spans."""
     stall: float
+    finish: float
+    stand: float
+    parameters: float
+    certificate: float
     exposed: float
     share: float
 
@@ -71,13 +90,18 @@ def job(options: argparse.Namespace, *flags: str) -> list[Record]:
         return read_events(Path(folder))
 
 
-def seconds_of_steps(records: list[Record], first: int, last: int) -> list[float]:
-    """Durations of the steps ``first`` … ``last``, as whoever wrote them saw them."""
-    return [r.fields["seconds"] for r in records if r.kind == "step" and first <= r.fields["step"] <= last]
+def commits(records: list[Record]) -> dict[int, float]:
+    """Step → seconds (monotonic) at which it was committed."""
+    return {r.fields["step"]: r.monotonic_ns / 1e9 for r in records if r.kind == "step"}
 
 
-def evaluated(records: list[Record], normal: float, bandwidth: float) -> Moved:
-    """The re-cut of one job: the movement after the loss with the most bytes."""
+def usual_step(at: dict[int, float], first: int, last: int) -> float:
+    """Median seconds from commit to commit of the steps ``first`` … ``last``."""
+    return statistics.median(at[step] - at[step - 1] for step in range(first, last + 1))
+
+
+def evaluated(records: list[Record], normal: float, bandwidth: float, shared: bool) -> Moved:
+    """The re-cut of one job: the movement after the loss with the most bytes. ``shared``: one link for all ranks."""
     movements: dict[int, list[Record]] = {}
     for record in records:
         if record.kind == "movement" and record.fields["step"] >= AT:
@@ -87,10 +111,17 @@ def evaluated(records: list[Record], normal: float, bandwidth: float) -> Moved:
     end, moved = max(movements.items(), key=lambda item: sum(r.fields["bytes_received"] for r in item[1]))
     received = [r.fields["bytes_received"] for r in moved]
     background, stall = (max(r.fields[name] for r in moved) for name in ("background_seconds", "stall_seconds"))
-    spanned = round(background / normal)
-    longer = sum(seconds - normal for seconds in seconds_of_steps(records, end - spanned + 1, end))
-    exposed = stall + max(0.0, longer)
-    return Moved(sum(received), max(received), background, stall, exposed, exposed / (max(received) / bandwidth))
+    at = commits(records)
+    began = min(r.monotonic_ns / 1e9 - r.fields["background_seconds"] - r.fields["stall_seconds"] for r in moved)
+    before = max(step for step, when in at.items() if when <= began)
+    after = usual_step(at, end + 2, max(at))
+    exposed = at[end + 1] - at[before] - (end - before) * normal - after
+    moving = (sum(received) if shared else max(received)) / bandwidth
+    finish, stand, parameters, certificate = (max(r.fields["seconds"][part] for r in moved) for part in PARTS)
+    return Moved(
+        sum(received), max(received), background, end - before, stall, finish, stand, parameters, certificate,
+        exposed, max(0.0, exposed) / moving,
+    )  # fmt: skip
 
 
 def link_bandwidth(link: str) -> float:
@@ -114,24 +145,37 @@ def link_bandwidth(link: str) -> float:
         return float(min(ranks.results((0, 1)).values()))
 
 
+def behind_a_slow_link(options: argparse.Namespace) -> NoReturn:
+    """Begin again in a network namespace whose loopback passes ``--gbit``. Raises ``SystemExit`` where none can be."""
+    if options.link != "tcp" or os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")):
+        raise SystemExit("--gbit wants --link tcp, root, and the programs ip and tc (Debian: iproute2)")
+    shape = f"tc qdisc add dev lo root tbf rate {options.gbit}gbit burst 256kb latency 50ms"
+    again = shlex.join([sys.executable, "-m", "tools.bench.migrate", *sys.argv[1:]])
+    os.environ[INSIDE] = "1"
+    os.execvp("unshare", ["unshare", "--net", "sh", "-ec", f"ip link set lo up; {shape}; exec {again}"])
+
+
 def main() -> None:
     """Parse, run, print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--trials", type=int, default=3)
-    parser.add_argument("--link", choices=("shm", "tcp"), default="shm")
-    for name, default in (("steps", 40), ("hidden", 256), ("seq", 64), ("batch", 16)):
+    parser.add_argument("--link", choices=("shm", "tcp"), default="tcp")
+    parser.add_argument("--gbit", type=float, default=0.0, help="Gbit/s of all links together; 0: as fast as they go.")
+    for name, default in (("steps", 24), ("hidden", 256), ("seq", 64), ("batch", 16)):
         parser.add_argument(f"--{name}", type=int, default=default)
     options = parser.parse_args()
+    if options.gbit and not os.environ.get(INSIDE):
+        behind_a_slow_link(options)
     variants = [(ownership, how) for ownership in ("interleaved", "contiguous") for how in ("background", "blocking")]
     found: dict[tuple[str, str], list[Moved]] = {variant: [] for variant in variants}
     bandwidths, normals = [], []
     for _ in range(options.trials):
         bandwidths.append(link_bandwidth(options.link))
         still = job(options, "--elastic-migrate-after", "-1")
-        normals.append(statistics.median(seconds_of_steps(still, AT + 3, options.steps)))
+        normals.append(usual_step(commits(still), AT + 3, options.steps))
         for (ownership, how), moved in found.items():
             records = job(options, "--elastic-ownership", ownership, "--elastic-migration", how)
-            moved.append(evaluated(records, normals[-1], bandwidths[-1]))
+            moved.append(evaluated(records, normals[-1], bandwidths[-1], bool(options.gbit)))
             print(ownership, how, moved[-1], file=sys.stderr, flush=True)
     figures: dict[str, dict[str, Spread]] = {
         f"{ownership}_{how}": {
@@ -141,12 +185,12 @@ def main() -> None:
     }
     of_blocking = {
         ownership: median_of([
-            one.exposed / other.stall
+            one.exposed / other.exposed
             for one, other in zip(found[ownership, "background"], found[ownership, "blocking"], strict=True)
         ])
         for ownership in ("interleaved", "contiguous")
     }  # fmt: skip
-    settings = {name: getattr(options, name) for name in ("link", "hidden", "seq", "batch", "steps")}
+    settings = {name: getattr(options, name) for name in ("link", "gbit", "hidden", "seq", "batch", "steps")}
     measured = {"link_bytes_a_second": median_of(bandwidths), "normal_step_s": median_of(normals)}
     print_result("migrate", {**settings, **measured, **figures, "of_blocking": of_blocking})
 

@@ -128,7 +128,7 @@ def test_copies_added_during_training_have_the_sources_bits_and_lineage():
 def test_gradients_go_ahead_of_the_vote_on_them(end):
     """What is left for the boundary is the record; whatever becomes of the step, the copy is the source's."""
     source, record = source_pool()
-    joiner, errors = StatePool(1, {(0, 0): LAYOUT}, HYPER), []
+    joiner, errors = StatePool(1, {(0, 0): LAYOUT}, HYPER), list[BaseException]()
     with channels() as (near, far):
         sender, receiver = BlockSender(source, near, 1, PLENTY), BlockReceiver(joiner, far, 0)
         thread = run(receiver, errors)
