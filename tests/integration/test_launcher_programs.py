@@ -188,6 +188,20 @@ def test_adapt_imports_the_adaptor_before_the_script_and_nothing_does_without(tm
         assert done.returncode == 0 and json.loads(done.stdout)["adaptor"] is expected, done.stderr
 
 
+def test_what_a_program_leaves_to_its_exit_is_done_whatever_its_background_threads_do(tmp_path: Path) -> None:
+    body = """
+import atexit, threading, time, torch
+threading.Thread(target=lambda: [torch.randn(64).sort() for _ in iter(int, 1)], daemon=True).start()
+threading.Thread(target=lambda: (time.sleep(0.3), say("thread"))).start()
+atexit.register(lambda: print('{"kind": "handler"}', end=""))
+raise SystemExit(7)
+"""
+    done = run(["--nproc-per-node", "1", *write(tmp_path, body)])
+    assert done.returncode == 7, done.stderr
+    assert '"thread"' in done.stdout and '"handler"' in done.stdout, done.stdout
+    assert "terminate" not in done.stderr
+
+
 def test_a_worker_that_hangs_on_its_way_out_is_ended(tmp_path: Path) -> None:
     body = "m.finish(0)\nif m.rank == 1: time.sleep(600)"
     done = run(["--nproc-per-node", "2", "--shutdown-timeout", "1", *write(tmp_path, body, MEMBER), "--elastic"])

@@ -9,16 +9,18 @@ bug that will come back from a machine that died.
 
 from __future__ import annotations
 
+import atexit
 import builtins
 import os
 import runpy
 import signal
 import sys
+import threading
 import traceback
 import types
 from dataclasses import dataclass, field
 from string import Template
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from megatron.elastic.comm.errors import CommError
 from megatron.elastic.control import env
@@ -71,8 +73,8 @@ class WorkerSpec:
         self.fds = []
 
 
-def become(spec: WorkerSpec) -> int:
-    """Turn this forked process into the worker; returns the exit code of the user's program."""
+def become(spec: WorkerSpec) -> NoReturn:
+    """Turn this forked process into the worker, and end it with the exit code of the user's program."""
     die_with_parent(spec.parent)
     os.setsid()
     _reset_signals()
@@ -85,7 +87,7 @@ def become(spec: WorkerSpec) -> int:
         # A death signal survives exec; fork hooks do not, and are set up again there.
         runner = [sys.executable, "-u", "-m", "megatron.elastic.launch.worker", spec.kind, str(int(spec.adapt))]
         _exec(sys.executable, [*runner, spec.target, *spec.arguments], control, slot)
-    return _run_python(spec, slot)
+    _leave(_run_python(spec, slot))
 
 
 def _take_descriptors(spec: WorkerSpec) -> tuple[int, int]:
@@ -146,6 +148,21 @@ def _users_part(trace: types.TracebackType | None) -> types.TracebackType | None
     return trace
 
 
+def _leave(code: int) -> NoReturn:
+    """End as a child of multiprocessing does: what is to run at exit runs, the interpreter is not taken apart.
+
+    Background threads may be inside native code, which it would end by unwinding them: ``terminate called without an
+    active exception``, now and then, at the end of a job that was done.
+    """
+    try:
+        threading._shutdown()  # type: ignore[attr-defined]  # joins what is no daemon
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)
+
+
 def _exit_code(end: SystemExit) -> int:
     if end.code is None:
         return 0
@@ -185,11 +202,11 @@ def _run_main(spec: WorkerSpec) -> None:
     exec(code, main.__dict__)
 
 
-def main(argv: list[str]) -> int:
+def main(argv: list[str]) -> NoReturn:
     """Second half of a worker started by exec: ``KIND ADAPT TARGET ARGUMENTS…``."""
     spec = WorkerSpec(0, argv[1], argv[3], tuple(argv[4:]), {}, argv[2] == "1")  # type: ignore[arg-type]
-    return _run_python(spec, int(os.environ[env.SLOT_FD]))
+    _leave(_run_python(spec, int(os.environ[env.SLOT_FD])))
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv))
+    main(sys.argv)

@@ -146,7 +146,7 @@ def main(argv: list[str]) -> int:
     if spec is None:
         return 0
     del zygote
-    return become(spec)
+    become(spec)
 
 
 if __name__ == "__main__":
