@@ -42,7 +42,7 @@ class Benchmark:
 
 
 STANDARD = {
-    "comm": Benchmark("comm"),
+    "comm": Benchmark("comm", ("--full",)),
     "edit": Benchmark("edit", ("--ranks", "8,16,32,64")),
     "recovery": Benchmark("recovery"),
     "rejoin": Benchmark("rejoin", ("--trials", "5")),
