@@ -228,6 +228,9 @@ class Generations:
                 self._decide(event)
             case Ended():
                 self.ended = event
+        if self.fresh:  # everybody is needed
+            for node in self.nodes:
+                self.quarantine.lift(node)
 
     def _lose(self, losses: Sequence[Loss]) -> None:
         changed = False
@@ -411,10 +414,8 @@ class Generations:
         self._requests.clear()
         self.reason = reason
         if self.fresh:
-            # Everyone who held anything is gone: whoever waits starts the job anew, and nobody is left out.
+            # Everyone who held anything is gone: whoever waits starts the job anew.
             self.reason = "start"
-            for node in self.nodes:
-                self.quarantine.lift(node)
             for rank in self._standing("waiting"):
                 state = self.ranks[rank]
                 if rank < self.nominal:

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron.elastic.comm.fabric import Address
@@ -414,6 +414,7 @@ EVENTS = st.one_of(
 
 @settings(max_examples=400, deadline=None)
 @given(st.lists(EVENTS, max_size=40), st.booleans())
+@example([loss(0, 0), NodeLost(1, 0, "gone"), loss(1, 1)], True)  # who is left is known by a life that is over
 def test_no_sequence_of_events_breaks_the_invariants_or_two_agents_apart(events: list[Event], start: bool) -> None:
     left, right = (started(2, 2), started(2, 2)) if start else (machine(2, 2), machine(2, 2))
     dead: set[tuple[int, int]] = set()
