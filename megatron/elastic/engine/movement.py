@@ -37,8 +37,6 @@ __all__ = ["Moved", "Movement", "Streams"]
 
 _IDLE_SECONDS = 0.002
 """How long a sender with nothing to send looks away."""
-_GIVE_WAY_SECONDS = 0.1
-"""How long one block of state lets the bytes of steps pass first."""
 
 
 @dataclass(frozen=True)
@@ -112,14 +110,8 @@ class _Incoming:
 class _Outgoing:
     """One sender on a thread of its own."""
 
-    def __init__(
-        self,
-        sender: BlockSender,
-        blocks: tuple[BlockKey, ...],
-        given_up: Callable[[], bool],
-        in_the_way: Callable[[], bool],
-    ) -> None:
-        self.sender, self._given_up, self._in_the_way = sender, given_up, in_the_way
+    def __init__(self, sender: BlockSender, blocks: tuple[BlockKey, ...], given_up: Callable[[], bool]) -> None:
+        self.sender, self._given_up = sender, given_up
         self.error: Exception | None = None
         self._finishing = threading.Event()
         sender.offer(blocks)
@@ -129,7 +121,6 @@ class _Outgoing:
     def _run(self) -> None:
         try:
             while not self._given_up() and not self._finishing.is_set():
-                self._give_way()
                 if not self.sender.pump():
                     self._finishing.wait(_IDLE_SECONDS)
         except Exception as error:  # raised again on the training thread
@@ -138,13 +129,6 @@ class _Outgoing:
     @property
     def ready(self) -> bool:
         return self.sender.pending == 0
-
-    def _give_way(self) -> None:
-        """Steps come first on the wire; but whoever waits there for a straggler must not hold up the state for ever."""
-        end = time.monotonic() + _GIVE_WAY_SECONDS
-        while self._in_the_way() and not self.sender.urgent and time.monotonic() < end:
-            if self._finishing.wait(_IDLE_SECONDS) or self._given_up():
-                return
 
     def finish(self, version: int) -> None:
         self._finishing.set()
@@ -157,18 +141,10 @@ class Streams:
     """This rank's part in one movement, from its begin to its end.
 
     Every member makes one at the same boundary, also without a part in it. Belongs to
-    the training thread. ``in_the_way``: whether a step of this rank has bytes of its own to send now.
+    the training thread.
     """
 
-    def __init__(
-        self,
-        movement: Movement,
-        pool: StatePool,
-        fabric: Fabric,
-        number: int,
-        window_bytes: int,
-        in_the_way: Callable[[], bool] = lambda: False,
-    ) -> None:
+    def __init__(self, movement: Movement, pool: StatePool, fabric: Fabric, number: int, window_bytes: int) -> None:
         self.movement = movement
         self.began = time.monotonic()
         self._given_up = threading.Event()
@@ -180,7 +156,7 @@ class Streams:
                 self._incoming.append(_Incoming(BlockReceiver(pool, channel, source), blocks))
             elif source == fabric.rank:
                 sender = BlockSender(pool, channel, destination, window_bytes)
-                self._outgoing.append(_Outgoing(sender, blocks, self._given_up.is_set, in_the_way))
+                self._outgoing.append(_Outgoing(sender, blocks, self._given_up.is_set))
 
     @property
     def ready(self) -> bool:

@@ -24,8 +24,6 @@ from megatron.elastic.state.transfer import commit, retire
 
 __all__ = ["Mover"]
 
-_BULK = ("reduce", "ship", "gather")
-"""Phases of a step whose bytes the state under way would be in the way of."""
 _WINDOW_BYTES = 64 << 20
 """Gradients kept for copies under way to one rank, before blocks are given up and sent again later."""
 
@@ -81,14 +79,7 @@ class Mover:
         self._begun += 1
         units = movement.target.assignment.units_of(at.tools.fabric.rank)
         threading.Thread(target=at.tools.arena.prepare, args=(units,), name="elastic-arena", daemon=True).start()
-        self._streams = Streams(
-            movement,
-            at.tools.pool,
-            at.tools.fabric,
-            self._begun,
-            _WINDOW_BYTES,
-            in_the_way=lambda: at.timer.current.phase in _BULK,
-        )
+        self._streams = Streams(movement, at.tools.pool, at.tools.fabric, self._begun, _WINDOW_BYTES)
         at.tools.reach("in_movement_begin", at.record.version)
         return True
 

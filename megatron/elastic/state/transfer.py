@@ -162,11 +162,6 @@ class BlockSender:
         with self._lock:
             return self._log_bytes
 
-    @property
-    def urgent(self) -> bool:
-        """Whether gradients wait that are to be there before the vote on their step."""
-        return bool(self._ahead)
-
     def pump(self) -> bool:
         """Send gradients ahead, one version's steps (the oldest) or one base; False when there is nothing to send."""
         with self._wire:
