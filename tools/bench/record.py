@@ -44,6 +44,7 @@ class Benchmark:
 STANDARD = {
     "comm": Benchmark("comm", ("--full",)),
     "edit": Benchmark("edit", ("--ranks", "8,16,32,64")),
+    "edit_of_64": Benchmark("edit", ("--ranks", "64", "--ways", "native,full,partial", "--trials", "5")),
     "recovery": Benchmark("recovery"),
     "rejoin": Benchmark("rejoin", ("--trials", "5")),
     "migrate": Benchmark("migrate", ("--gbit", "1")),
