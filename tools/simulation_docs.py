@@ -3,7 +3,7 @@
     python tools/simulation_docs.py [--table FILE] [--rows FILE] [--throughput FILE] [--real FILE] [--page PAGE]
 
 ``FILE``: what ``simulate_table.py --out`` (or its ``--rows`` alone, for the damage
-table) and ``throughput.py --out`` wrote, and the last line of ``simulator_real.py``.
+table) and ``throughput.py --out`` wrote, and the recorded figures of ``simulator_real.py`` (``docs/measured``).
 Between ``<!-- begin NAME -->`` and ``<!-- end -->`` a section is replaced as a whole;
 sections whose file is not given stay.
 """
@@ -175,7 +175,7 @@ def main() -> None:
     if options.throughput:
         sections["emulation"] = emulation(json.loads(options.throughput.read_text()))
     if options.real:
-        sections["real"] = real(json.loads(options.real.read_text().splitlines()[-1]))
+        sections["real"] = real(json.loads(options.real.read_text()))
     options.page.write_text(rewritten(options.page.read_text(), sections))
 
 
