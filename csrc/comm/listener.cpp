@@ -177,8 +177,10 @@ void Listener::drop_late() {
 
 void Listener::later(std::chrono::milliseconds delay, std::function<void()> task) {
   std::lock_guard<std::mutex> lock(tasks_mutex_);
-  tasks_.push_back({std::chrono::steady_clock::now() + delay, std::move(task)});
-  if (tasks_.size() == 1) wake_after(delay);
+  const auto due = std::chrono::steady_clock::now() + delay;
+  const bool next = std::all_of(tasks_.begin(), tasks_.end(), [&](const Task& t) { return t.due > due; });
+  tasks_.push_back({due, std::move(task)});
+  if (next) wake_after(delay);
 }
 
 // A timer, not the thread, which would have to wake only to find out how long it may sleep.

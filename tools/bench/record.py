@@ -22,9 +22,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tools.bench._jobs import ROOT, environment
+
 __all__ = ["STANDARD", "Benchmark", "record"]
 
-ROOT = Path(__file__).resolve().parents[2]
 MEASURED = ROOT / "docs" / "measured"
 
 
@@ -73,10 +74,9 @@ def last_object(printed: str) -> dict[str, Any]:
 
 def _printed(benchmark: Benchmark) -> str:
     """What it writes to stdout. Raises ``SubprocessError``; its jobs end with it also when time is up."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *benchmark.command[1:]]
     with subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True
+        command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True, start_new_session=True
     ) as running:
         try:
             printed, _ = running.communicate(timeout=benchmark.seconds)

@@ -41,7 +41,9 @@ def step_to_go_back_to(args: Any) -> int | None:
         named = Path(get_checkpoint_tracker_filename(args.load)).read_text().strip()
     except OSError:
         return None
-    return int(named) if named.isdecimal() else 0  # a release counts no steps
+    if named == "release":
+        return 0  # it counts no steps
+    return int(named) if named.isdecimal() else None
 
 
 class Checkpoints:

@@ -67,7 +67,7 @@ class Endings:
         except PlanError as error:
             self._give_up(STATE_LOST, str(error))
         except JobGone as gone:
-            if gone.begins_anew or self._can_go_back():
+            if gone.begins_anew or self._step_to_go_back_to() is not None:
                 self._begin_anew(BEGUN_ANEW)
             self._end(STATE_LOST)  # whoever held the state has ended, and said why
         except (CertificateError, SilentCorruption) as error:  # the same on every rank, and again if repeated
@@ -101,16 +101,16 @@ class Endings:
         self._prelude.links.membership.finish(code)
         raise SystemExit(code)
 
-    def _can_go_back(self) -> bool:
-        return self._respawn and step_to_go_back_to(get_args()) is not None
+    def _step_to_go_back_to(self) -> int | None:
+        return step_to_go_back_to(get_args()) if self._respawn else None
 
     def _go_back(self, why: str, version: int, code: int) -> None:
         """With all others, be started again from the last checkpoint; returns where that cannot be.
 
         ``version``: the newest step that was committed.
         """
-        step = step_to_go_back_to(get_args())
-        if step is None or not self._respawn:
+        step = self._step_to_go_back_to()
+        if step is None:
             return
         back = Recovery(step=step + 1, outcome="checkpoint", seconds={}, lost_steps=max(0, version - step))
         lost = "no step is lost" if back.lost_steps == 0 else f"steps {step + 1} to {version} are computed again"

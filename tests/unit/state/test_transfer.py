@@ -90,6 +90,19 @@ def run(receiver: BlockReceiver, errors: list[BaseException]) -> threading.Threa
     return thread
 
 
+@contextmanager
+def streaming(source: StatePool, memory: int = PLENTY) -> Iterator[tuple[StatePool, BlockSender, BlockReceiver]]:
+    """All blocks of ``source`` on their way to a joiner that takes what comes, until the sender has finished."""
+    joiner, errors = StatePool(1, {(0, 0): LAYOUT}, HYPER), list[BaseException]()
+    with channels() as (near, far):
+        sender, receiver = BlockSender(source, near, 1, memory), BlockReceiver(joiner, far, 0)
+        thread = run(receiver, errors)
+        sender.offer(KEYS)
+        yield joiner, sender, receiver
+        thread.join(20)
+    assert not errors and not thread.is_alive()
+
+
 def equal(a: StatePool, b: StatePool, keys=KEYS) -> bool:
     return all(
         torch.equal(a.get(k).state.view(torch.int32), b.get(k).state.view(torch.int32))
@@ -104,11 +117,7 @@ def adds(keys, rank: int, source: int) -> list[Transition]:
 
 def test_copies_added_during_training_have_the_sources_bits_and_lineage():
     source, record = source_pool()
-    joiner, errors = StatePool(1, {(0, 0): LAYOUT}, HYPER), list[BaseException]()
-    with channels() as (near, far):
-        sender, receiver = BlockSender(source, near, 1, PLENTY), BlockReceiver(joiner, far, 0)
-        thread = run(receiver, errors)
-        sender.offer(KEYS)
+    with streaming(source) as (joiner, sender, receiver):
         for step in range(6):
             for _ in range(step):
                 sender.pump()
@@ -116,8 +125,7 @@ def test_copies_added_during_training_have_the_sources_bits_and_lineage():
             assert not list(joiner), "nothing counts yet"
         assert joiner.holdings().newest == -1
         sender.finish(record.version)
-        thread.join(20)
-    assert not errors and receiver.finished_at == 6 and not thread.is_alive()
+    assert receiver.finished_at == 6
     commit(joiner, adds(KEYS, 1, 0), receiver.blocks, 6)
     assert equal(source, joiner)
     record = train([source, joiner], record)
@@ -128,11 +136,7 @@ def test_copies_added_during_training_have_the_sources_bits_and_lineage():
 def test_gradients_go_ahead_of_the_vote_on_them(end):
     """What is left for the boundary is the record; whatever becomes of the step, the copy is the source's."""
     source, record = source_pool()
-    joiner, errors = StatePool(1, {(0, 0): LAYOUT}, HYPER), list[BaseException]()
-    with channels() as (near, far):
-        sender, receiver = BlockSender(source, near, 1, PLENTY), BlockReceiver(joiner, far, 0)
-        thread = run(receiver, errors)
-        sender.offer(KEYS)
+    with streaming(source) as (joiner, sender, receiver):
         while sender.pump():
             pass
         for number in range(2):
@@ -152,8 +156,7 @@ def test_gradients_go_ahead_of_the_vote_on_them(end):
             record = advance(record, Vote(key, [4.0], end == "skipped", 1.0, 1.0, 8), HYPER)
             source.apply(record)
         sender.finish(record.version)
-        thread.join(20)
-    assert not errors and receiver.finished_at == 2 and not thread.is_alive()
+    assert receiver.finished_at == 2
     assert all(not copy.gradients for copy in receiver.blocks.values()), "nothing is left over"
     commit(joiner, adds(KEYS, 1, 0), receiver.blocks, 2)
     assert equal(source, joiner)
@@ -161,38 +164,29 @@ def test_gradients_go_ahead_of_the_vote_on_them(end):
 
 def test_with_a_thread_that_streams_while_the_owner_steps():
     source, record = source_pool()
-    joiner, errors, stop = StatePool(1, {(0, 0): LAYOUT}, HYPER), list[BaseException](), threading.Event()
-    with channels() as (near, far):
-        sender, receiver = BlockSender(source, near, 1, PLENTY), BlockReceiver(joiner, far, 0)
-        receiving = run(receiver, errors)
+    stop = threading.Event()
+    with streaming(source) as (joiner, sender, receiver):
 
         def stream() -> None:
             while not stop.is_set():
                 if not sender.pump():
                     stop.wait(0.0005)
 
-        streaming = threading.Thread(target=stream, daemon=True)
-        streaming.start()
-        sender.offer(KEYS)
+        sending = threading.Thread(target=stream, daemon=True)
+        sending.start()
         for _ in range(60):
             record = train([source], record)
         stop.set()
-        streaming.join(20)
+        sending.join(20)
         sender.finish(record.version)
-        receiving.join(20)
-    assert not errors
     commit(joiner, adds(KEYS, 1, 0), receiver.blocks, record.version)
     assert equal(source, joiner)
 
 
 def test_memory_stays_bounded_when_steps_outrun_the_link_and_everything_still_arrives():
     source, record = source_pool()
-    joiner, errors = StatePool(1, {(0, 0): LAYOUT}, HYPER), list[BaseException]()
     bound = 3 * 4 * LAYOUT.blocks[0].numel
-    with channels() as (near, far):
-        sender, receiver = BlockSender(source, near, 1, bound), BlockReceiver(joiner, far, 0)
-        thread = run(receiver, errors)
-        sender.offer(KEYS)
+    with streaming(source, bound) as (joiner, sender, receiver):
         for step in range(8):
             for _ in range(0 if step % 2 else 6):
                 sender.pump()
@@ -200,8 +194,7 @@ def test_memory_stays_bounded_when_steps_outrun_the_link_and_everything_still_ar
             assert sender.log_bytes <= bound
         assert sender.restarts > 0, "the case must exceed the bound"
         sender.finish(record.version)
-        thread.join(20)
-    assert not errors and sender.log_bytes == 0
+    assert sender.log_bytes == 0
     commit(joiner, adds(KEYS, 1, 0), receiver.blocks, record.version)
     assert equal(source, joiner)
 
