@@ -146,7 +146,7 @@ def test_substitutions_are_printed_once_by_rank_0(trained: Path) -> None:
 
 def test_plain_torchrun_trains_without_a_cpu_flag(tmp_path: Path) -> None:
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone",
+        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "--log-dir", os.devnull,
         str(ROOT / "pretrain_gpt.py"), *MODEL, *layout_flags((1, 1, 2)), "--train-iters", "2",
     ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

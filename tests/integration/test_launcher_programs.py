@@ -63,7 +63,7 @@ def test_workers_get_the_environment_torchrun_gives(tmp_path: Path) -> None:
     common = ["--nproc-per-node", "2", "--master-port", str(free_port()), "--rdzv-id", "job", "--nnodes", "1"]
     found = {}
     for module in ("torch.distributed.run", "megatron.elastic.launch"):
-        environ = {**clean, "PYTHONPATH": str(ROOT)}
+        environ = {**clean, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}  # for torchrun's log folder
         done = subprocess.run(
             [sys.executable, "-m", module, *common, *command],
             capture_output=True, text=True, timeout=PATIENCE, env=environ, cwd=ROOT,
@@ -240,28 +240,35 @@ def test_redirected_output_stays_off_the_console_and_filtered_ranks_are_silent(t
 
 CHILDREN = """
 import subprocess
-from multiprocessing import get_context
+from multiprocessing import get_context, util
 child = get_context("fork").Process(target=time.sleep, args=(600,))
 child.start()
 other = subprocess.Popen(["sleep", "600"])
-say("children", pids=[child.pid, other.pid])
+say("children", pids=[child.pid, other.pid], folder=util.get_temp_dir())
 while True:
     time.sleep(0.05)
     if m.frozen() > d.generation: d = agree(); say("decided", generation=d.generation, members=list(d.members))
 """
 
 
-def test_a_workers_children_end_with_it_and_with_the_launcher(tmp_path: Path) -> None:
-    command = write(tmp_path, CHILDREN, MEMBER)
-    with cluster(2, command=command, script_options=("--elastic",), options=("--no-respawn",)) as job:
+def test_what_a_worker_started_or_put_on_disk_ends_with_it_and_with_the_launcher(tmp_path: Path) -> None:
+    """Processes, and the folder of multiprocessing's sockets, which a process that is killed leaves behind."""
+    command, scratch = write(tmp_path, CHILDREN, MEMBER), tmp_path / "t"
+    scratch.mkdir()
+    options, environ = ("--no-respawn",), {"TMPDIR": str(scratch)}
+    with cluster(2, command=command, script_options=("--elastic",), options=options, environ=environ) as job:
         job.wait(lambda: len(job.of("children")) == 2, "children started")
         pids = {event["rank"]: event["pids"] for event in job.of("children")}
+        folders = {event["rank"]: Path(event["folder"]) for event in job.of("children")}
+        assert all(folder.is_dir() and scratch in folder.parents for folder in folders.values())
         job.kill(1)
         job.wait(lambda: bool(job.of("decided", generation=2)), "the survivor goes on")
         job.wait(lambda: not any(is_alive(pid) for pid in pids[1]), "children of the dead end")
-        assert all(is_alive(pid) for pid in pids[0])
+        job.wait(lambda: not folders[1].exists(), "the folder of the dead goes")
+        assert all(is_alive(pid) for pid in pids[0]) and folders[0].is_dir()
         job.agents[0].kill()
         job.wait(lambda: not any(is_alive(pid) for pid in pids[0]), "children end with the launcher")
+        job.wait(lambda: not list(scratch.iterdir()), "nothing is left on disk")
 
 
 def test_ctrl_c_twice_ends_at_once_and_leaves_nothing() -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -43,11 +44,17 @@ def one(layout: str, point: str, rank: int) -> Case:
     return next(case for case in cases_of(LAYOUTS[layout], point) if case.name.startswith(f"{point} of rank {rank}"))
 
 
-def test_many_losses_and_returns_in_one_job_cost_no_step(tmp_path: Path) -> None:
-    """In each phase of the transaction, between steps, while a rank is let in, and a second one during recovery."""
+def test_many_losses_and_returns_in_one_job_cost_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In each phase of the transaction, between steps, while a rank is let in, and a second one during recovery.
+
+    Samples come through loader workers, which end with their rank, and nothing is left of them on disk.
+    """
     points = [("mid_backward", 0), ("after_vote", 3), ("after_gather", 0), ("between_steps", 2), ("in_join", 1)]
     cases = [one("pp2dp2", *case) for case in (*points, ("in_recovery_edit", 3))]
-    walk(tmp_path, LAYOUTS["pp2dp2"], cases, *TWO)
+    with tempfile.TemporaryDirectory(prefix="t") as scratch:  # not below tmp_path: names of sockets are short
+        monkeypatch.setenv("TMPDIR", scratch)
+        walk(tmp_path, LAYOUTS["pp2dp2"], cases, *TWO, "--num-workers", "1")
+        assert not os.listdir(scratch)
 
 
 def test_losses_of_one_rank_of_a_tensor_parallel_group_cost_no_step(tmp_path: Path) -> None:

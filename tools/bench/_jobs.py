@@ -32,7 +32,8 @@ QUIET = shlex.split("""
 
 def command(ranks: int, *flags: str, module: str = LAUNCH, script: str = PRETRAIN) -> list[str]:
     """``script`` with ``flags`` on ``ranks`` processes of this machine, under ``module``."""
-    return [sys.executable, "-m", module, "--nproc-per-node", str(ranks), script, *flags]
+    unlogged = ("--log-dir", os.devnull) if module == TORCHRUN else ()  # else torchrun leaves a folder behind
+    return [sys.executable, "-m", module, "--nproc-per-node", str(ranks), *unlogged, script, *flags]
 
 
 def faults(script: str) -> tuple[str, ...]:

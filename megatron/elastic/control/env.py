@@ -16,6 +16,7 @@ __all__ = [
     "NEWCOMER",
     "NODE",
     "RUN_ID",
+    "SCRATCH",
     "SECRET",
     "SEGMENT_PREFIX",
     "SLOTS",
@@ -54,3 +55,6 @@ NODE: Final = "MEGATRON_ELASTIC_NODE"
 
 SEGMENT_PREFIX: Final = "MEGATRON_ELASTIC_SEGMENT_PREFIX"
 """Shared-memory segments in /dev/shm must begin with this; the launcher removes what is left of them."""
+
+SCRATCH: Final = "MEGATRON_ELASTIC_SCRATCH"
+"""A folder for this worker's and its children's sockets of ``multiprocessing``; the launcher removes it."""

@@ -16,7 +16,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+from torch.distributed.elastic.multiprocessing import Std
 from torch.distributed.run import determine_local_world_size, get_args_parser
 
 from megatron.elastic.config import ConfigError, ElasticConfig
@@ -50,6 +50,16 @@ class BadInput(ValueError):
 
 
 @dataclass(frozen=True)
+class LogFiles:
+    """Files that workers' output goes to, in the words of ``DefaultLogsSpecs``."""
+
+    folder: str | None
+    """None: a temporary one, made when the workers are started."""
+    redirects: Std | dict[int, Std]
+    tee: Std | dict[int, Std]
+
+
+@dataclass(frozen=True)
 class Job:
     """One agent's share of one job."""
 
@@ -75,7 +85,8 @@ class Job:
     adapt: bool
     preload: tuple[str, ...]
     role: str
-    logs: DefaultLogsSpecs
+    logs: LogFiles | None
+    """None: all is for the console."""
     shown: frozenset[int] | None
     """Local ranks whose output reaches the console; None: all."""
     line_prefix: str | None
@@ -157,12 +168,7 @@ def _job(args: argparse.Namespace, place: Placement, settings: ElasticConfig) ->
         adapt=args.adapt,
         preload=_preload(args.preload, kind, target, args.adapt, elastic),
         role=args.role,
-        logs=DefaultLogsSpecs(
-            log_dir=args.log_dir or _log_dir_if_needed(args),
-            redirects=Std.from_str(args.redirects),
-            tee=Std.from_str(args.tee),
-            local_ranks_filter=set(_shown(args.local_ranks_filter) or ()) or None,
-        ),
+        logs=_logs(args),
         shown=_shown(args.local_ranks_filter),
         line_prefix=os.getenv("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"),
         virtual_local_rank=args.virtual_local_rank,
@@ -213,9 +219,13 @@ def _preload(wanted: str, kind: Kind, target: str, adapt: bool, elastic: bool) -
     return () if wanted == "none" else tuple(name for name in wanted.split(",") if name)
 
 
-def _log_dir_if_needed(args: argparse.Namespace) -> str | None:
-    # torch makes a temporary directory whether or not anything is logged; none is wanted for nothing.
-    return None if args.redirects != "0" or args.tee != "0" else os.devnull
+def _logs(args: argparse.Namespace) -> LogFiles | None:
+    files = LogFiles(args.log_dir, Std.from_str(args.redirects), Std.from_str(args.tee))
+    if files.folder:
+        os.makedirs(files.folder, exist_ok=True)
+    elif args.redirects == args.tee == "0":
+        return None  # torch would make a temporary folder, and leave it behind, for nothing
+    return files
 
 
 def _shown(local_ranks_filter: str) -> frozenset[int] | None:

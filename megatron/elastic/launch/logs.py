@@ -12,9 +12,11 @@ import os
 import sys
 from string import Template
 
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.tail_log import TailLog
 
-from megatron.elastic.launch.arguments import Job
+from megatron.elastic.launch.arguments import BadInput, Job
+from megatron.elastic.launch.speech import say
 
 __all__ = ["WorkerLogs"]
 
@@ -22,7 +24,7 @@ _TAIL_BYTES = 1 << 14
 
 
 class WorkerLogs:
-    """Output of one node's workers, by local rank."""
+    """Output of one node's workers, by local rank. Raises :class:`BadInput` when its files cannot be made."""
 
     def __init__(self, job: Job, ranks: tuple[int, ...]) -> None:
         count = len(ranks)
@@ -30,13 +32,19 @@ class WorkerLogs:
         self._err = dict.fromkeys(range(count), "")
         self.error_files: dict[int, str] = {}
         self._tails: list[TailLog] = []
-        if job.logs.root_log_dir == os.devnull:
+        if job.logs is None:
             hidden = [local for local in range(count) if job.shown is not None and local not in job.shown]
             for local in hidden:
                 self._out[local] = self._err[local] = os.devnull
             return
         named = {"TORCHELASTIC_RUN_ID": job.run_id, "TORCHELASTIC_RESTART_COUNT": "0"}
-        where = job.logs.reify({local: dict(named) for local in range(count)})
+        try:
+            files = DefaultLogsSpecs(job.logs.folder, job.logs.redirects, job.logs.tee, set(job.shown or ()) or None)
+            where = files.reify({local: dict(named) for local in range(count)})
+        except OSError as error:
+            raise BadInput(f"cannot write workers' output to files ({error}): --log-dir") from None
+        if not job.logs.folder:
+            say(f"output of workers is kept in {files.root_log_dir} (--log-dir: elsewhere)")
         self._out, self._err, self.error_files = where.stdouts, where.stderrs, where.error_files
         prefixes = _prefixes(job, ranks)
         self._tails = [

@@ -1,9 +1,11 @@
-"""How a worker of this node comes to life: its descriptors, its environment, its segments."""
+"""How a worker of this node comes to life: its descriptors, its environment, its segments, its scratch folder."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import socket
+import tempfile
 
 from megatron.elastic.control import env
 from megatron.elastic.control.slot import Slot
@@ -27,6 +29,7 @@ class Nursery:
         self._count = 0
         tag = company.seal.sign("segments", job.run_id)[:12].decode()
         self._prefix = f"mel-{tag}-{company.node}-"
+        self._scratch: str | None = None
 
     def start(self, rank: int, incarnation: int, newcomer: bool) -> Worker:
         """Have the zygote fork ``rank`` in its ``incarnation``; returns before it runs.
@@ -38,7 +41,7 @@ class Nursery:
         mine, theirs = socket.socketpair()
         slot_fd, slot = Slot.create(f"elastic-slot-{rank}")
         worker = Worker(self._count, rank, rank - self._node.ranks[0], incarnation, mine, slot)
-        environ = self._environ(worker) | {env.NEWCOMER: str(int(newcomer))}
+        environ = self._environ(worker) | {env.NEWCOMER: str(int(newcomer)), env.SCRATCH: self._scratch_of(worker)}
         spec = WorkerSpec(self._count, job.kind, job.target, job.arguments, environ, job.adapt)
         out, err = self._logs.open(worker.local_rank)
         self._pool.fork(spec, worker, slot_fd, theirs, out, err)
@@ -84,6 +87,17 @@ class Nursery:
         device = visible.split(",")[local_rank] if visible else str(local_rank)
         return {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": device}
 
+    def _scratch_of(self, worker: Worker) -> str:
+        """Where the worker shall make its own, below one of this node; empty when none can be made."""
+        if self._scratch is None:
+            try:
+                self._scratch = tempfile.mkdtemp(prefix="mel-")
+            except OSError:
+                return ""  # multiprocessing will say so, if anybody needs it
+        return os.path.join(self._scratch, str(worker.number))
+
     def sweep(self) -> None:
-        """Remove what this node's workers left in /dev/shm."""
+        """Remove what this node's workers left in /dev/shm and in their scratch folders."""
         sweep_segments(self._prefix)
+        if self._scratch is not None:
+            shutil.rmtree(self._scratch, ignore_errors=True)

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import atexit
 import builtins
+import contextlib
+import multiprocessing
 import os
 import runpy
 import signal
@@ -117,6 +119,7 @@ def _exec(path: str, argv: list[str], *keep: int) -> None:
 def _run_python(spec: WorkerSpec, slot_fd: int) -> int:
     chain_children()
     _refresh_interpreter()
+    _take_scratch()
     code = 0
     try:
         if spec.adapt:
@@ -182,6 +185,19 @@ def _refresh_interpreter() -> None:
     if numpy_random is not None:
         # Python reseeds `random` in a forked child; numpy would repeat one stream on every rank.
         numpy_random.seed()
+
+
+def _take_scratch() -> None:
+    """Have multiprocessing put its sockets where the launcher removes them.
+
+    It makes a folder for them when it first needs one (in a data-loader worker: to send tensors), and
+    removes it as its process ends in an orderly way, which one that is killed does not.
+    """
+    scratch = os.environ.get(env.SCRATCH)
+    if scratch:
+        with contextlib.suppress(OSError):
+            os.mkdir(scratch, 0o700)
+            multiprocessing.current_process()._config["tempdir"] = scratch  # type: ignore[attr-defined]
 
 
 def _run_main(spec: WorkerSpec) -> None:

@@ -9,7 +9,7 @@ takes milliseconds. So each agent keeps one such parent. It holds to three rules
   fork + exec, without the preloaded modules.
 - It is the workers' parent: it reaps them and relays how they ended. The agent
   sees a death by itself through the pidfd that the zygote hands over.
-- When its agent goes, it takes every worker's process group with it.
+- When its agent goes, it takes every worker's process group with it, and what they left in memory and on disk.
 
 ``python -m megatron.elastic.launch.zygote FD AGENT_PID MODULE[,MODULE…]``
 """
@@ -20,6 +20,7 @@ import gc
 import importlib
 import os
 import select
+import shutil
 import signal
 import sys
 from typing import Any
@@ -43,10 +44,10 @@ class Zygote:
 
     def __init__(self, agent: MessageSocket) -> None:
         self._agent = agent
-        self._workers: dict[int, tuple[int, int]] = {}
-        """pidfd → (worker number, pid)."""
+        self._workers: dict[int, tuple[int, int, str]] = {}
+        """pidfd → (worker number, pid, scratch folder)."""
         self._may_fork = True
-        self._segments = ""
+        self._segments = self._scratch = ""
 
     def preload(self, modules: list[str]) -> None:
         """Import ``modules`` and tell the agent what came of it."""
@@ -99,20 +100,22 @@ class Zygote:
                 os.close(fd)
             return None
         pidfd = os.pidfd_open(pid)
-        self._segments = spec.environ.get(env.SEGMENT_PREFIX, "")
-        self._workers[pidfd] = (spec.number, pid)
+        self._segments, scratch = spec.environ.get(env.SEGMENT_PREFIX, ""), spec.environ.get(env.SCRATCH, "")
+        self._scratch = os.path.dirname(scratch)
+        self._workers[pidfd] = (spec.number, pid, scratch)
         spec.close_fds()
         self._tell({"forked": spec.number, "pid": pid}, [pidfd])
         return pidfd
 
     def _reap(self, pidfd: int) -> None:
-        number, pid = self._workers.pop(pidfd)
+        number, pid, scratch = self._workers.pop(pidfd)
         # What the worker left in its process group (data-loader workers) goes with it. Before it is
         # reaped, while its process id cannot be anybody else's.
         kill_group(pid)
         _, status = os.waitpid(pid, 0)
         os.close(pidfd)
         self._tell({"exited": number, "status": status}, [])
+        shutil.rmtree(scratch, ignore_errors=True)
 
     def _tell(self, message: dict[str, Any], fds: list[int]) -> None:
         try:
@@ -122,12 +125,13 @@ class Zygote:
             os._exit(1)
 
     def _end(self) -> None:
-        for _, pid in self._workers.values():
+        for _, pid, _ in self._workers.values():
             kill_group(pid)
-        for _, pid in self._workers.values():
+        for _, pid, _ in self._workers.values():
             os.waitpid(pid, 0)
         if self._segments:
             sweep_segments(self._segments)
+        shutil.rmtree(self._scratch, ignore_errors=True)
 
 
 def main(argv: list[str]) -> int:

@@ -44,6 +44,17 @@ def test_script_arguments_are_passed_on_untouched(script: str) -> None:
     assert job.settings == ElasticConfig(detection_timeout=0.5, respawn=False)
 
 
+def test_no_folder_is_made_before_there_is_something_to_log(
+    script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "t"))
+    (tmp_path / "t").mkdir()
+    assert parse([script], {}).logs is None
+    files = parse(["--tee", "3", script], {}).logs
+    assert files is not None and files.folder is None
+    assert not list((tmp_path / "t").iterdir())
+
+
 def test_the_launchers_own_respawn_switch_wins(script: str) -> None:
     assert parse(["--respawn", script, "--no-elastic-respawn"], {}).settings.respawn
     assert not parse(["--no-respawn", script], {}).settings.respawn
