@@ -8,10 +8,14 @@ handed an :class:`ElasticConfig`.
 
 from __future__ import annotations
 
+import types
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Any, Literal, Union, get_args, get_origin
 
-__all__ = ["ConfigError", "ElasticConfig", "flag_name"]
+__all__ = ["ConfigError", "ElasticConfig", "flag_name", "plain_type"]
+
+STEPS_BEFORE_MIGRATION = 50
+"""What a lost rank has to return before its layers move, unless a flag says otherwise."""
 
 
 class ConfigError(ValueError):
@@ -21,6 +25,13 @@ class ConfigError(ValueError):
 def flag_name(field_name: str) -> str:
     """``"mirror_count"`` → ``"--elastic-mirror-count"``."""
     return "--elastic-" + field_name.replace("_", "-")
+
+
+def plain_type(annotation: Any) -> Any:
+    """``str | None`` → ``str``; anything else as it is."""
+    if get_origin(annotation) in (Union, types.UnionType):
+        return next(part for part in get_args(annotation) if part is not type(None))
+    return annotation
 
 
 @dataclass(frozen=True)
@@ -81,9 +92,9 @@ class ElasticConfig:
     respawn: bool = True
     """Start a lost worker again and let it rejoin at a step boundary."""
 
-    migrate_after: int = 50
-    """Steps after a loss before layers move to other workers while the lost one is being started again (with
-    --no-elastic-respawn they move at once; -1: layers never move)."""
+    migrate_after: int | None = None
+    """Steps after a loss before layers move to other workers (left out: 50 while the lost one is being started again,
+    at once with --no-elastic-respawn; -1: layers never move)."""
 
     mean_time_between_losses: float = 3600.0
     """Seconds until somebody is expected to be lost or to return: layers move only where more steps get done by then,
@@ -131,7 +142,7 @@ class ElasticConfig:
             raise ConfigError("--elastic-spares must be 0 or more")
         if self.quarantine_after < 0:
             raise ConfigError("--elastic-quarantine-after must be a number of losses, or 0 for never")
-        if self.migrate_after < -1:
+        if self.steps_before_migration < -1:
             raise ConfigError("--elastic-migrate-after must be a number of steps, or -1 for never")
         if not 0 < self.mean_time_between_losses < float("inf"):
             raise ConfigError("--elastic-mean-time-between-losses must be a number of seconds above 0")
@@ -143,6 +154,13 @@ class ElasticConfig:
             raise ConfigError("--elastic-trace needs --elastic-event-log DIR to write to")
         if self.inject and not self.allow_inject:
             raise ConfigError("--elastic-inject needs --elastic-allow-inject (it kills workers on purpose)")
+
+    @property
+    def steps_before_migration(self) -> int:
+        """Steps after a loss before layers move; -1: they never do."""
+        if self.migrate_after is not None:
+            return self.migrate_after
+        return STEPS_BEFORE_MIGRATION if self.respawn else 0
 
     @classmethod
     def field_names(cls) -> tuple[str, ...]:

@@ -1,27 +1,29 @@
 """Layers that move to other workers after a loss: what the steps pay for it, beside moving the same bytes at once.
 
-    python -m tools.bench.migrate [--trials 3] [--link tcp] [--gbit 1] [--hidden 256] [--batch 16] [--steps 24]
+    python -m tools.bench.migrate [--trials 3] [--link tcp] [--gbit 1] [--hidden 512] [--seq 32] [--batch 16]
 
-Per trial five real jobs under the launcher, PP 2 x DP 2, one rank killed and not
-started again: one whose layers stay where they are (the normal step after the loss),
-and one for each ownership, interleaved and contiguous, moving in the background and
-blocking, whose damaged pipeline is cut anew.
+Per trial four real jobs under the launcher, PP 2 x DP 2: each ownership, interleaved and contiguous, moving in the
+background and blocking. Rank 3 is killed and not started again; its copies are made anew, then come quiet steps, then
+its replica is cut anew, then quiet steps follow. A movement is compared with the steps of its own job.
 
 With ``--gbit R`` (root, programs ip and tc) everything runs in a network namespace of
 its own, whose loopback passes R Gbit/s (token bucket): links as slow as between hosts,
 but one medium for all ranks. Without it TCP moves bytes about as fast as the
 processors copy them, so that what moves is paid for in processor time.
 
-From the event logs, for the movement with the most bytes:
+From the event logs, for the movement with which layers change place:
 
 bytes       state that came to ranks in added copies, all ranks together, and to the busiest rank
-background  seconds from the first byte to the boundary at which the copies count
+background  seconds from the first byte to the boundary at which the copies count, and the steps committed in it
 stall       what the slowest rank waited at that boundary, and its parts: the last steps' gradients (finish); plan,
             modules and groups (stand); parameters; certificate
-exposed     from the commit before the movement begins to that of the first step after the switch, less what as
-            many steps take otherwise: decision, background, stall and the new cut's first step, all of it
+longer      what the steps of the background took longer than the median of the quiet ones before them
+first       what the first step after the boundary took longer than the median of the quiet ones after it: the stall
+            and whatever else a new cut costs once
+exposed     longer and first
 share       exposed, as a share of moving the bytes over an idle link: the busiest rank's over a link of its own, with
             ``--gbit`` all ranks' over the one there is (bandwidth: the same run, two processes, 64 MiB)
+step        the quiet step before, and how far one such step is from the next (median of the distances from the median)
 of_blocking exposed in the background, as a share of what is exposed when everybody waits for the same movement
 
 The last line is one JSON object.
@@ -37,6 +39,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NoReturn
@@ -48,11 +51,16 @@ from tools.bench._common import Here, Ranks, Spread, median_of, print_result
 from tools.bench._jobs import QUIET, command, faults, finished
 from tools.bench.comm import connect
 
-WORLD, RANK, AT = 4, 3, 6
+WORLD, RANK, AT = 4, 3, 3
+PATIENCE = 6
+"""Steps from the loss to the movement: one or two make copies anew, the others are quiet."""
+QUIET_AFTER = 5
+STEPS = AT + PATIENCE + 3 + QUIET_AFTER
 LINK_BYTES = 64 << 20
 INSIDE = "BENCH_BEHIND_A_SLOW_LINK"
-MODEL = QUIET + shlex.split("""
+MODEL = QUIET + shlex.split(f"""
     --pipeline-model-parallel-size 2 --num-layers 4 --num-attention-heads 4 --micro-batch-size 1 --vocab-size 1023
+    --train-iters 1000 --exit-interval {STEPS}
 """)
 
 
@@ -73,8 +81,12 @@ class Moved:
     stand: float
     parameters: float
     certificate: float
+    longer: float
+    first: float
     exposed: float
     share: float
+    step: float
+    scatter: float
 
 
 def job(options: argparse.Namespace, *flags: str) -> list[Record]:
@@ -82,11 +94,12 @@ def job(options: argparse.Namespace, *flags: str) -> list[Record]:
     with tempfile.TemporaryDirectory() as folder:
         sizes = [
             "--hidden-size", str(options.hidden), "--seq-length", str(options.seq), "--max-position-embeddings",
-            str(options.seq), "--global-batch-size", str(options.batch), "--train-iters", str(options.steps),
+            str(options.seq), "--global-batch-size", str(options.batch),
         ]  # fmt: skip
-        elastic = ("--elastic", "--no-elastic-respawn", "--elastic-transport", options.link)
+        elastic = ("--elastic", "--no-elastic-respawn", "--elastic-migrate-after", str(PATIENCE))
+        links = ("--elastic-transport", options.link, "--elastic-event-log", folder)
         fault = faults(f"kill:rank={RANK},step={AT},point=before_step")
-        finished(command(WORLD, *MODEL, *sizes, *elastic, "--elastic-event-log", folder, *fault, *flags))
+        finished(command(WORLD, *MODEL, *sizes, *elastic, *links, *fault, *flags))
         return read_events(Path(folder))
 
 
@@ -95,33 +108,63 @@ def commits(records: list[Record]) -> dict[int, float]:
     return {r.fields["step"]: r.monotonic_ns / 1e9 for r in records if r.kind == "step"}
 
 
-def usual_step(at: dict[int, float], first: int, last: int) -> float:
-    """Median seconds from commit to commit of the steps ``first`` … ``last``."""
-    return statistics.median(at[step] - at[step - 1] for step in range(first, last + 1))
-
-
-def evaluated(records: list[Record], normal: float, bandwidth: float, shared: bool) -> Moved:
-    """The re-cut of one job: the movement after the loss with the most bytes. ``shared``: one link for all ranks."""
-    movements: dict[int, list[Record]] = {}
+def movements(records: list[Record]) -> dict[int, list[Record]]:
+    """Boundary → what each rank says of the movement that ended there."""
+    found: dict[int, list[Record]] = {}
     for record in records:
-        if record.kind == "movement" and record.fields["step"] >= AT:
-            movements.setdefault(record.fields["step"], []).append(record)
-    if not movements:
-        raise RuntimeError("no layer moved")
-    end, moved = max(movements.items(), key=lambda item: sum(r.fields["bytes_received"] for r in item[1]))
+        if record.kind == "movement":
+            found.setdefault(record.fields["step"], []).append(record)
+    return found
+
+
+def recut_at(records: list[Record]) -> int:
+    """The boundary at which layers changed place. Raises ``RuntimeError`` when none did."""
+    plans = [record.fields for record in records if record.kind == "plan" and record.fields["step"] >= AT]
+    cuts = {tuple(map(tuple, plan["stages"])): plan["step"] for plan in reversed(plans)}
+    if len(cuts) != 2:
+        raise RuntimeError(f"one change of pipelines was expected after the loss, there are {len(cuts) - 1}")
+    return int(max(cuts.values()))
+
+
+def began_at(moved: Sequence[Record]) -> float:
+    """When a movement began (monotonic seconds)."""
+    waits = ("background_seconds", "stall_seconds")
+    return min(r.monotonic_ns / 1e9 - sum(float(r.fields[name]) for name in waits) for r in moved)
+
+
+def evaluated(records: list[Record], bandwidth: float, shared: bool) -> Moved:
+    """The re-cut of one job. ``shared``: one link for all ranks."""
+    at, by_end, end = commits(records), movements(records), recut_at(records)
+    taken = {step: when - at[step - 1] for step, when in at.items() if step - 1 in at}
+    moved = by_end[end]
+    first = min(step for step in taken if at[step] > began_at(moved))
+    settled = max((step for step in by_end if step < end), default=AT)
+    before = [taken[step] for step in range(settled + 2, first)]
+    after = [taken[step] for step in range(end + 2, max(taken) + 1)]
+    if len(before) < 2 or len(after) < 2:
+        raise RuntimeError(f"too few quiet steps around the movement: {len(before)} before, {len(after)} after")
+    usual = statistics.median(before)
+    longer = sum(taken[step] - usual for step in range(first, end + 1))
+    last = taken[end + 1] - statistics.median(after)
     received = [r.fields["bytes_received"] for r in moved]
-    background, stall = (max(r.fields[name] for r in moved) for name in ("background_seconds", "stall_seconds"))
-    at = commits(records)
-    began = min(r.monotonic_ns / 1e9 - r.fields["background_seconds"] - r.fields["stall_seconds"] for r in moved)
-    before = max(step for step, when in at.items() if when <= began)
-    after = usual_step(at, end + 2, max(at))
-    exposed = at[end + 1] - at[before] - (end - before) * normal - after
-    moving = (sum(received) if shared else max(received)) / bandwidth
     finish, stand, parameters, certificate = (max(r.fields["seconds"][part] for r in moved) for part in PARTS)
     return Moved(
-        sum(received), max(received), background, end - before, stall, finish, stand, parameters, certificate,
-        exposed, max(0.0, exposed) / moving,
-    )  # fmt: skip
+        bytes=sum(received),
+        busiest_bytes=max(received),
+        background=max(r.fields["background_seconds"] for r in moved),
+        steps=end + 1 - first,
+        stall=max(r.fields["stall_seconds"] for r in moved),
+        finish=finish,
+        stand=stand,
+        parameters=parameters,
+        certificate=certificate,
+        longer=longer,
+        first=last,
+        exposed=longer + last,
+        share=(longer + last) * bandwidth / (sum(received) if shared else max(received)),
+        step=usual,
+        scatter=statistics.median(abs(one - usual) for one in before),
+    )
 
 
 def link_bandwidth(link: str) -> float:
@@ -161,21 +204,19 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=3)
     parser.add_argument("--link", choices=("shm", "tcp"), default="tcp")
     parser.add_argument("--gbit", type=float, default=0.0, help="Gbit/s of all links together; 0: as fast as they go.")
-    for name, default in (("steps", 24), ("hidden", 256), ("seq", 64), ("batch", 16)):
+    for name, default in (("hidden", 512), ("seq", 32), ("batch", 16)):
         parser.add_argument(f"--{name}", type=int, default=default)
     options = parser.parse_args()
     if options.gbit and not os.environ.get(INSIDE):
         behind_a_slow_link(options)
     variants = [(ownership, how) for ownership in ("interleaved", "contiguous") for how in ("background", "blocking")]
     found: dict[tuple[str, str], list[Moved]] = {variant: [] for variant in variants}
-    bandwidths, normals = [], []
+    bandwidths = []
     for _ in range(options.trials):
         bandwidths.append(link_bandwidth(options.link))
-        still = job(options, "--elastic-migrate-after", "-1")
-        normals.append(usual_step(commits(still), AT + 3, options.steps))
         for (ownership, how), moved in found.items():
             records = job(options, "--elastic-ownership", ownership, "--elastic-migration", how)
-            moved.append(evaluated(records, normals[-1], bandwidths[-1], bool(options.gbit)))
+            moved.append(evaluated(records, bandwidths[-1], bool(options.gbit)))
             print(ownership, how, moved[-1], file=sys.stderr, flush=True)
     figures: dict[str, dict[str, Spread]] = {
         f"{ownership}_{how}": {
@@ -190,8 +231,8 @@ def main() -> None:
         ])
         for ownership in ("interleaved", "contiguous")
     }  # fmt: skip
-    settings = {name: getattr(options, name) for name in ("link", "gbit", "hidden", "seq", "batch", "steps")}
-    measured = {"link_bytes_a_second": median_of(bandwidths), "normal_step_s": median_of(normals)}
+    settings = {name: getattr(options, name) for name in ("link", "gbit", "hidden", "seq", "batch")}
+    measured = {"link_bytes_a_second": median_of(bandwidths)}
     print_result("migrate", {**settings, **measured, **figures, "of_blocking": of_blocking})
 
 

@@ -14,8 +14,13 @@ on the latter:
 
 Beside it, in the same run, what Megatron's distributed optimizer layout would move:
 each unit cut into as many contiguous ranges as there are ranks, in rank order
-(``contiguous``), with the same mirrors. Pure: no process, no wall-clock in the
-claims. The last line is one JSON object.
+(``contiguous``), with the same mirrors.
+
+Then a layer that moves from one pipeline stage to the next, both of several ranks, under either ownership
+(``--elastic-ownership``): blocks that move, sent by the busiest rank and received by the busiest. With links alike, one
+a rank, the larger of the two is the time it takes (interleaved ZeRO, arXiv 2510.00606; there without mirrors).
+
+Pure: no process, no wall-clock in the claims. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -26,10 +31,12 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from megatron.elastic.state.layout import BlockKey, StateBlock
 from megatron.elastic.state.ownership import Copies, Placement, Rules, UnitGroup, initial, promote_only, rebalance
+from megatron.elastic.state.placement import Ownership
 from tools.bench._common import print_result
 
 ELEMENTS = 65536
@@ -150,6 +157,37 @@ def spread(tally: Tally, placement: Placement, groups: Sequence[UnitGroup], aliv
         setattr(tally, name, max(getattr(tally, name), off))
 
 
+def stages(cut: int, layers: int, blocks: int, data: int) -> list[UnitGroup]:
+    """Two stages of ``data`` ranks each, the first with ``cut`` of ``layers`` layers."""
+    homes = tuple(range(data)), tuple(range(data, 2 * data))
+    return [replace(group, holders=homes[group.unit >= cut]) for group in job(layers, blocks, homes[0])]
+
+
+def layer_moves(layers: int, blocks: int, data: int, mirrors: int, ownership: Ownership) -> dict[str, int]:
+    """What the last layer of the first stage of ``data`` ranks moves, in blocks, when the second one takes it over."""
+    rules = Rules(mirrors, 4, {rank: rank for rank in range(2 * data)}, ownership)
+    placement = initial(stages(layers // 2, layers, blocks, data), rules)
+    _, changes = rebalance(placement, stages(layers // 2 - 1, layers, blocks, data), rules)
+    moved = [item for item in changes if item.kind == "add"]
+    sent, received = Counter(item.source for item in moved), Counter(item.rank for item in moved)
+    return {"blocks": len(moved), "busiest_sends": max(sent.values()), "busiest_receives": max(received.values())}
+
+
+def measured_layers(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """A layer of a stage of 2, 4 and 8 ranks, without mirrors and with ``--mirrors``, printed as a table."""
+    found: list[dict[str, Any]] = []
+    for data in (2, 4, 8):
+        for mirrors in sorted({0, args.mirrors}):
+            dealt = layer_moves(args.units, args.blocks, data, mirrors, "interleaved")
+            cut = layer_moves(args.units, args.blocks, data, mirrors, "contiguous")
+            busiest, there = (max(moved["busiest_sends"], moved["busiest_receives"]) for moved in (dealt, cut))
+            saved = 1.0 - busiest / there
+            print(f"  a layer of a stage of {data}, {mirrors} mirrors: busiest rank {busiest} blocks interleaved,"
+                  f" {there} contiguous: {saved:.0%} less")
+            found.append({"data": data, "mirrors": mirrors, "interleaved": dealt, "contiguous": cut, "saved": saved})
+    return found
+
+
 def main() -> None:
     """Parse, measure, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -168,6 +206,7 @@ def main() -> None:
     print(f"  within a unit max - min <=   {tally.worst_unit_spread:10d} blocks")
     print(f"  owned by a rank, over mean   {tally.worst_rank_share:10.2%}   mirrored {tally.worst_mirror_share:.2%}"
           f"   both {tally.worst_held_share:.2%}")
+    layers = measured_layers(args)
     print_result("movement", {
         "changes": args.changes, "ranks": args.ranks, "units": args.units, "blocks": args.blocks,
         "mirrors": args.mirrors, "scatter": args.scatter, "seed": args.seed,
@@ -183,6 +222,7 @@ def main() -> None:
         "held_over_mean": tally.worst_held_share,
         "promote_ms_median": 1e3 * statistics.median(tally.seconds_promote),
         "rebalance_ms_median": 1e3 * statistics.median(tally.seconds_rebalance),
+        "layer_moves": layers,
     })  # fmt: skip
 
 

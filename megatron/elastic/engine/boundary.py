@@ -79,12 +79,11 @@ class Boundary:
     def _recut(self) -> Recut | None:
         """Units that should change place; asked once a generation, when it is time, by all ranks at one boundary."""
         recovery, standing = self._position.recovery, self._position.standing
-        asked = self._considered == standing.generation
-        if asked or recovery.config.migrate_after < 0 or recovery.config.policy != "elaswave":
+        asked, patience = self._considered == standing.generation, recovery.config.steps_before_migration
+        if asked or patience < 0 or recovery.config.policy != "elaswave":
             return None
         steps = self._position.record.version - self._position.settled_at
-        complete = everybody_is_here(standing.assignment, standing.living)
-        due = complete or not recovery.config.respawn or steps >= recovery.config.migrate_after
+        due = everybody_is_here(standing.assignment, standing.living) or steps >= patience
         if not due or steps == 0:  # before a vote of this generation not everybody knows the same measurements
             return None
         self._considered = standing.generation

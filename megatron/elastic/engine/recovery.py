@@ -191,7 +191,7 @@ class Recovery:
     def _taken_over(self, assignment: Assignment, living: Collection[int]) -> Assignment:
         """``assignment`` with waiting cells in lost places; recut if a stage is lost and will not be back."""
         seated = assignment.seated(living)
-        movable = self.config.policy == "elaswave" and self.config.migrate_after >= 0
+        movable = self.config.policy == "elaswave" and self.config.steps_before_migration >= 0
         if self.config.respawn or not movable or not seated.uncovered(living):
             return seated
         try:

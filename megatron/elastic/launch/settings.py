@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, get_type_hints
 
-from megatron.elastic.config import ConfigError, ElasticConfig, flag_name
+from megatron.elastic.config import ConfigError, ElasticConfig, flag_name, plain_type
 
 __all__ = ["elastic_settings", "tensor_parallel_size"]
 
@@ -20,7 +20,7 @@ def elastic_settings(arguments: Sequence[str], respawn: bool | None = None) -> E
     switches ``--elastic-x``, ``--no-elastic-x``, ``--elastic-no-x``. Raises
     :class:`ConfigError` for a value of the wrong type; unknown flags are the script's.
     """
-    hints = get_type_hints(ElasticConfig)
+    hints = {name: plain_type(hint) for name, hint in get_type_hints(ElasticConfig).items()}
     by_flag = {flag_name(field.name): field.name for field in dataclasses.fields(ElasticConfig)}
     values: dict[str, Any] = {}
     for index, argument in enumerate(arguments):

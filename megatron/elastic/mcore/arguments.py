@@ -17,14 +17,13 @@ import inspect
 import re
 import sys
 import textwrap
-import types
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from dataclasses import Field, fields
 from pathlib import Path
-from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
-from megatron.elastic.config import ElasticConfig, flag_name
+from megatron.elastic.config import ElasticConfig, flag_name, plain_type
 from megatron.elastic.mcore.bad_input import BadInput
 
 __all__ = ["SWITCH", "add_arguments", "chained", "config_from_args", "docs", "field_help"]
@@ -51,16 +50,9 @@ def field_help(cls: type) -> dict[str, str]:
     return texts
 
 
-def _plain_type(annotation: Any) -> Any:
-    """``str | None`` → ``str``; anything else as it is."""
-    if get_origin(annotation) in (Union, types.UnionType):
-        return next(part for part in get_args(annotation) if part is not type(None))
-    return annotation
-
-
 def _options(field: Field[Any], annotation: Any, text: str) -> dict[str, Any]:
     """Arguments of ``add_argument`` for one field."""
-    kind = _plain_type(annotation)
+    kind = plain_type(annotation)
     help_text = text.replace("%", "%%")
     options: dict[str, Any] = {"dest": "elastic_" + field.name, "default": field.default, "help": help_text}
     if kind is bool:
@@ -135,7 +127,7 @@ def _shown_default(default: Any) -> str:
 
 
 def _shown_type(annotation: Any) -> str:
-    kind = _plain_type(annotation)
+    kind = plain_type(annotation)
     if kind is bool:
         return "switch"
     return " \\| ".join(get_args(kind)) if get_origin(kind) is Literal else str(kind.__name__)

@@ -36,6 +36,14 @@ def test_torchruns_own_options_are_all_there() -> None:
     assert ours - theirs == {"--adapt", "--respawn", "--no-respawn", "--preload"}
 
 
+@pytest.mark.parametrize(
+    ("arguments", "steps"),
+    [([], 50), (["--no-elastic-respawn"], 0), (["--no-elastic-respawn", "--elastic-migrate-after", "6"], 6)],
+)
+def test_layers_wait_for_a_lost_rank_only_where_it_returns(script: str, arguments: list[str], steps: int) -> None:
+    assert parse([script, *arguments], {}).settings.steps_before_migration == steps
+
+
 def test_script_arguments_are_passed_on_untouched(script: str) -> None:
     arguments = ["--elastic", "--elastic-detection-timeout", "0.5", "--nnodes", "9", "--no-elastic-respawn"]
     job = parse(["--nproc-per-node", "3", script, *arguments], {})
@@ -66,6 +74,7 @@ def test_the_launchers_own_respawn_switch_wins(script: str) -> None:
         (["--elastic-max-losses-per-hour=5"], ElasticConfig(max_losses_per_hour=5)),
         (["--elastic_max_losses_per_hour", "5"], ElasticConfig(max_losses_per_hour=5)),
         (["--elastic-no-respawn"], ElasticConfig(respawn=False)),
+        (["--elastic-migrate-after", "6"], ElasticConfig(migrate_after=6)),
         (["--elastic-respawn", "false"], ElasticConfig(respawn=False)),
         (["--elastic-respawn", "--lr", "1"], ElasticConfig()),
         (["--elastic-unknown", "x", "--lr", "5"], ElasticConfig()),

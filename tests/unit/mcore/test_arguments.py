@@ -37,7 +37,7 @@ FROZEN = {
     "--elastic-max-losses-per-hour": 0,
     "--elastic-quarantine-after": 3,
     "--elastic-respawn": True,
-    "--elastic-migrate-after": 50,
+    "--elastic-migrate-after": None,
     "--elastic-mean-time-between-losses": 3600.0,
     "--elastic-migration": "background",
     "--elastic-spares": 0,

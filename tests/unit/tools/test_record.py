@@ -21,6 +21,8 @@ def test_figures_are_kept_with_their_command(tmp_path: Path) -> None:
     kept = json.loads((tmp_path / "movement.json").read_text())
     assert kept["command"] == "python -m tools.bench.movement --changes 3 --units 4 --blocks 8"
     assert kept["machine"]
+    alone = [case for case in kept["layer_moves"] if case["mirrors"] == 0]
+    assert all(case["interleaved"]["blocks"] == 8 for case in alone), "each block of the layer once, and no other"
 
 
 def test_a_benchmark_that_fails_changes_nothing(tmp_path: Path) -> None:
