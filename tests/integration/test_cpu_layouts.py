@@ -144,14 +144,18 @@ def test_substitutions_are_printed_once_by_rank_0(trained: Path) -> None:
         assert flag in table
 
 
-def test_plain_torchrun_trains_without_a_cpu_flag(tmp_path: Path) -> None:
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "--log-dir", os.devnull,
-        str(ROOT / "pretrain_gpt.py"), *MODEL, *layout_flags((1, 1, 2)), "--train-iters", "2",
-    ]
+def test_torchrun_and_our_launcher_train_alike_without_a_cpu_flag(tmp_path: Path) -> None:
+    """Plain Megatron-LM, without --elastic."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    assert sorted(losses(done.stdout + done.stderr)) == [1, 2]
+    found = []
+    for launcher in (["torch.distributed.run", "--log-dir", os.devnull], ["megatron.elastic.launch"]):
+        command = [
+            sys.executable, "-m", *launcher, "--nproc-per-node", "2", "--standalone",
+            str(ROOT / "pretrain_gpt.py"), *MODEL, *layout_flags((1, 1, 2)), "--train-iters", "2",
+        ]  # fmt: skip
+        done = subprocess.run(
+            command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
+        )
+        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+        found.append(losses(done.stdout + done.stderr))
+    assert sorted(found[0]) == [1, 2] and found[0] == found[1]

@@ -250,17 +250,23 @@ def test_a_loss_before_the_first_step_starts_everybody_anew(tmp_path: Path, nth:
 
 
 def test_a_loss_in_evaluation_and_in_saving_repeats_the_phase(tmp_path: Path) -> None:
-    """Validation losses are those of an undisturbed run, and the checkpoint saved by the survivors is resumed."""
+    """Validation losses are those of an undisturbed run, and the checkpoint saved by the survivors is resumed.
+
+    The run that loses ranks is of a script that knows nothing of elasticity, under ``launch --adapt``.
+    """
     flags = (*DROPOUT, "--eval-interval", "2", "--eval-iters", "2", "--save-interval", "4", "--log-params-norm",
              "--exit-duration-in-mins", "60", "--lr-decay-iters", "8")  # fmt: skip
     whole = elastic_job(tmp_path / "whole", 4, 1, 2, 6, *flags)
     script = "kill:rank=2,step=2,point=in_evaluate;kill:rank=1,step=4,point=in_save"
     saved = str(tmp_path / "saved")
     kills = ("--no-elastic-respawn", "--elastic-allow-inject", "--elastic-inject", script, "--save", saved)
-    killed = elastic_job(tmp_path / "killed", 4, 1, 2, 4, *flags, *kills)
+    mine = ROOT / "tests/integration/pretrain_mine.py"
+    killed = elastic_job(
+        tmp_path / "killed", 4, 1, 2, 4, *flags, *kills, "--greeting", "aloha", launch=("--adapt",), script=mine
+    )
     assert whole.code == 0, whole.output[-4000:]
     assert killed.code == 0, killed.output[-4000:]
-    assert len(killed.of("loss")) > 0
+    assert len(killed.of("loss")) > 0 and "aloha: building a model" in killed.output
     assert killed.validation == {step: loss for step, loss in whole.validation.items() if step <= 4}
     resumed = elastic_job(tmp_path / "resumed", 2, 1, 2, 6, *flags, "--load", saved, "--override-opt-param-scheduler")
     assert resumed.code == 0, resumed.output[-4000:]
