@@ -61,6 +61,7 @@ MODULES = (
     Module("megatron.elastic._random", "random", torch=False),
     Module("megatron.elastic._plan", "plan", torch=False),
     Module("megatron.elastic._frequency", "frequency", torch=False),
+    Module("megatron.elastic._process", "process", torch=False),
 )
 
 

@@ -6,6 +6,8 @@ import os
 import signal
 import time
 
+import pytest
+
 from megatron.elastic.ctl import ask
 from tests.integration.launcher_cluster import cluster
 
@@ -28,6 +30,22 @@ def test_a_killed_worker_touches_nobody_else_and_comes_back() -> None:
         os.kill(job.agents[0].pid, signal.SIGTERM)
         assert job.exit_code() == 3
         assert {e["rank"] for e in job.of("drained")} == set(ALL)
+
+
+@pytest.mark.parametrize("step_seconds", [0.5, 600.0])
+def test_a_successor_starts_when_the_others_have_finished_the_step_or_have_had_time_to(step_seconds: float) -> None:
+    timeout = "20" if step_seconds < 1 else "0.5"
+    options = ("--seconds", "600", "--step-seconds", str(step_seconds), "--elastic-detection-timeout", timeout)
+    with cluster(2, script_options=options) as job:
+        job.wait_members([0, 1])
+        job.kill(1)
+        job.wait(lambda: bool(job.of("begin", rank=1, incarnation=1)), "started again")
+        begun = job.of("begin", rank=1, incarnation=1)[0]["time"]
+        alone = job.of("decided", rank=0, generation=2)
+        if step_seconds < 1:
+            assert alone and begun - alone[0]["time"] >= step_seconds
+        else:
+            assert not alone, "rank 0 is in its step still"
 
 
 def test_a_stopped_worker_is_executed_and_replaced() -> None:

@@ -110,9 +110,10 @@ class WorkerMembership:
     # -- Membership -----------------------------------------------------------
 
     def start(self, on_freeze: Callable[[int], None]) -> None:
-        """See :meth:`Membership.start`. Must be called before :meth:`decide`; once."""
+        """See :meth:`Membership.start`. Must be called before :meth:`decide`; once, by the thread that trains."""
         if self._thread is not None:
             raise RuntimeError("WorkerMembership.start was called twice")
+        self._slot.hold()
         self._on_freeze = on_freeze
         self._thread = threading.Thread(target=self._listen, name="elastic-control", daemon=True)
         self._thread.start()

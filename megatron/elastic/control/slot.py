@@ -8,7 +8,8 @@ that dies half way leaves it odd, and the reader keeps the last whole one.
 
 Layout (little endian): u64 lease end ns | u64 sequence | i64 step | u64 progress |
 u64 stamp ns | u64 usual ns | i32 finished, i32 code | u16 phase length,
-u16 waiting count | 64 bytes phase | u32 × 256 waiting for | … | at 4096: u32 length, last words.
+u16 waiting count | 64 bytes phase | u32 × 256 waiting for | … | at 3072: a lock that the worker's training thread
+holds for life | at 4096: u32 length, last words.
 Times are CLOCK_MONOTONIC, which all processes of a host share.
 """
 
@@ -20,11 +21,13 @@ import struct
 import time
 from dataclasses import dataclass
 
+from megatron.elastic import _process
 from megatron.elastic.control.membership import Activity
 
 __all__ = ["SLOT_BYTES", "Glimpse", "Slot"]
 
 SLOT_BYTES = 1 << 16
+_LOCK_AT = 3072
 _WORDS_AT = 4096
 _PHASE_BYTES = 64
 _MAX_WAITING = 256
@@ -99,6 +102,10 @@ class Slot:
         self._map[_WORDS_AT + 4 : _WORDS_AT + 4 + len(data)] = data
         _U32.pack_into(self._map, _WORDS_AT, len(data))
 
+    def hold(self) -> None:
+        """From here on the calling thread's end is this worker's, and heard of from :meth:`lock`."""
+        _process.hold(self.lock())
+
     def lease_end(self) -> int:
         """Until when (ns, monotonic) this worker may act; 0: no lease needed."""
         return int(_U64.unpack_from(self._map, _AT_LEASE)[0])
@@ -129,6 +136,10 @@ class Slot:
         """What :meth:`say_last_words` left, or nothing."""
         length = min(_U32.unpack_from(self._map, _WORDS_AT)[0], SLOT_BYTES - _WORDS_AT - 4)
         return self._map[_WORDS_AT + 4 : _WORDS_AT + 4 + length].decode(errors="replace")
+
+    def lock(self) -> memoryview:
+        """What :meth:`hold` holds; to be let go of before :meth:`close`."""
+        return memoryview(self._map)[_LOCK_AT : _LOCK_AT + _process.LOCK_BYTES]
 
     def extend_lease(self, until_ns: int) -> None:
         """Allow the worker to act until ``until_ns`` (monotonic)."""

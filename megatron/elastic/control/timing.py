@@ -29,6 +29,8 @@ class Timing:
     """An agent not heard of for this long is unreachable, and its workers are lost."""
     fence: float
     """Workers whose agent could not renew for this long end themselves; well before ``lease``."""
+    resumed: float
+    """How long a lost rank's successor waits for the others to have got over the loss before it starts."""
     hang: float
     """Least time without progress, anywhere, before the wait-for graph is asked."""
     hang_factor: float
@@ -49,6 +51,7 @@ class Timing:
             beat=unit / 2,
             lease=10 * unit,
             fence=6 * unit,
+            resumed=unit,
             hang=30 * unit,
             hang_factor=10.0,
             hang_unknown=600 * unit,

@@ -90,7 +90,7 @@ class Agent:
         self._successors = Successors(
             self.node, self.state, self._failures, self.by_rank, loop, self.timing, pool, nursery, self.append
         )
-        self._reception = Reception(self.state, self._mine.ranks, self.append, self._brief, self._leaving)
+        self._reception = Reception(self.state, self._mine.ranks, self.append, self._greet, self._leaving)
         seen = {} if self._neighbours is None else self._neighbours.seen
         self._trimming = Trimming(company.store, company.seal, self.node, self.state, self._failures, seen)
         self._active = not company.returning
@@ -135,7 +135,8 @@ class Agent:
         return self.exit_code if self.exit_code is not None else _STATE_LOST
 
     def _look(self) -> None:
-        self._watch.look(w for w in self._pool.workers.values() if w.elastic or self.job.elastic)
+        workers = self._pool.workers.values()
+        self._watch.look(w for w in workers if not w.ended and (w.elastic or self.job.elastic))
 
     def _beat(self) -> None:
         self._pool.rouse()
@@ -183,7 +184,7 @@ class Agent:
             self._pool.kill(worker, "hung after its end")
 
     def ended(self, worker: Worker, status: int) -> None:
-        """A worker's process is gone."""
+        """A worker's program has ended; its process may still be on its way out."""
         if self.by_rank.get(worker.rank) is worker:
             del self.by_rank[worker.rank]
         if self.exit_code is None:
@@ -269,6 +270,10 @@ class Agent:
                 self._pool.kill(worker, "stopped")
         if self.state.coordinator() == self.node:
             self._judge.hear(event)
+
+    def _greet(self, worker: Worker) -> None:
+        self._pool.attend(worker)
+        self._brief(worker)
 
     def _brief(self, worker: Worker) -> None:
         brief(self.state, worker, self._pool.tell)

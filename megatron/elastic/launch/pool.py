@@ -1,9 +1,17 @@
 """The workers of one node: their zygote, their sockets, their slots, their ends.
 
 The pool knows processes and bytes, nothing of generations. It reports what
-happens through three callbacks: a worker started, said something, or ended.
-A death is seen through the worker's pidfd, and its status is read from the
-kernel's process table, or comes from the zygote when that was quicker in reaping.
+happens through callbacks, a worker's end among them. A worker has
+
+*ended* when the kernel has begun to take the worker apart: the lock that its
+training thread holds for life was let go (:class:`Deathwatch`), and with the SIGKILL
+that follows no thread of it runs a line of the program again;
+
+*gone* when nothing of it is left, its memory and devices free: the pidfd says so, or
+the zygote when that was quicker in reaping. On busy cores that is a hundred times as
+long after the death. Who held no lock has ended when it is gone.
+
+The status is read from the kernel's process table, or comes from the zygote.
 """
 
 from __future__ import annotations
@@ -18,10 +26,11 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from megatron.elastic._process import Deathwatch
 from megatron.elastic.control.slot import Slot
 from megatron.elastic.control.wire import FrameReader, Message, ProtocolError, encode
 from megatron.elastic.launch.loop import Loop
-from megatron.elastic.launch.processes import MessageSocket, exit_status, kill_group, process_state
+from megatron.elastic.launch.processes import MessageSocket, ending_status, exit_status, kill_group, process_state
 from megatron.elastic.launch.speech import say
 from megatron.elastic.launch.worker import WorkerSpec
 
@@ -55,7 +64,8 @@ class Worker:
     """Generation whose members it was told while it waited."""
     reader: FrameReader = field(default_factory=FrameReader)
     outbox: bytearray = field(default_factory=bytearray)
-    kill_when_born: bool = False
+    ended: bool = False
+    """Its owner knows of its end; nothing it may still have said counts."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +74,7 @@ class PoolEvents:
 
     said: Callable[[Worker, Message], None]
     ended: Callable[[Worker, int], None]
-    """With the wait status."""
+    """With the wait status; once for each worker."""
     zygote_lost: Callable[[bool], None]
     """With whether it had finished preloading."""
 
@@ -81,6 +91,8 @@ class Pool:
         self._socket: MessageSocket | None = None
         self._closing = False
         self._ready = False
+        self._deathwatch = Deathwatch()
+        loop.watch(self._deathwatch.fileno(), self._dying)
 
     # -- the zygote ---------------------------------------------------------
 
@@ -176,6 +188,29 @@ class Pool:
         if worker.doomed is not None:
             kill_group(pid)
 
+    def keeps(self, rank: int) -> bool:
+        """Whether some life of ``rank`` is not gone yet."""
+        return any(worker.rank == rank for worker in self.workers.values())
+
+    def attend(self, worker: Worker) -> None:
+        """It says that it holds its slot's lock: hear of its death from there."""
+        self._deathwatch.watch(worker.number, worker.slot.lock())
+
+    def _dying(self, _: int) -> None:
+        for number in self._deathwatch.take():
+            worker = self.workers.get(number)
+            if worker is None or worker.ended:
+                continue
+            try:
+                # If it was only its training thread that ended, the rest has to follow before anybody hears of it.
+                signal.pidfd_send_signal(worker.pidfd, signal.SIGKILL)
+                status = ending_status(worker.pid)
+                signal.pidfd_send_signal(worker.pidfd, 0)  # still not reaped: the status was its own
+            except ProcessLookupError:
+                continue  # it is gone already, and the pidfd or the zygote says so
+            if status is not None:
+                self._report(worker, status)
+
     def _died(self, worker: Worker) -> None:
         status = exit_status(worker.pid)
         self._loop.forget(worker.pidfd)
@@ -184,16 +219,24 @@ class Pool:
         # Otherwise the zygote has reaped it already, and its message is on the way.
 
     def _end(self, worker: Worker, status: int) -> None:
-        if self.workers.pop(worker.number, None) is None:
+        if worker.number not in self.workers:
             return
+        if not worker.ended:
+            self._report(worker, status)
+        del self.workers[worker.number]
         if worker.pid:
-            self._read(worker)
             self._loop.forget(worker.pidfd)
-            self._loop.forget(worker.channel.fileno())
             os.close(worker.pidfd)
         worker.channel.close()
-        self._events.ended(worker, status)
+        self._deathwatch.forget(worker.number)
         worker.slot.close()
+
+    def _report(self, worker: Worker, status: int) -> None:
+        if worker.pid:
+            self._read(worker)
+            self._loop.forget(worker.channel.fileno())
+        worker.ended = True
+        self._events.ended(worker, status)
 
     def kill(self, worker: Worker, why: str) -> None:
         """SIGKILL the worker and its process group; works on stopped processes."""
@@ -230,6 +273,8 @@ class Pool:
 
     def tell(self, worker: Worker, message: Message) -> None:
         """Send without ever waiting for the worker: a stopped one does not read."""
+        if worker.ended:
+            return
         worker.outbox += encode(message)
         if len(worker.outbox) > _OUTBOX_LIMIT:
             self.kill(worker, "does not read its control socket")
@@ -264,4 +309,6 @@ class Pool:
             if self.zygote.poll() is None:
                 self.zygote.kill()
                 self.zygote.wait()
+        for number in self.workers:
+            self._deathwatch.forget(number)
         self.workers.clear()

@@ -24,6 +24,7 @@ __all__ = [
     "accelerator_is_open",
     "describe_status",
     "die_with_parent",
+    "ending_status",
     "exit_status",
     "kill_group",
     "process_state",
@@ -85,6 +86,12 @@ def exit_status(pid: int) -> int | None:
     if not fields or fields[0] not in ("Z", "X"):
         return None
     return int(fields[49])
+
+
+def ending_status(pid: int) -> int | None:
+    """Wait status of a process whose end has begun, reaped or not; means nothing for one that goes on."""
+    fields = _stat_fields(pid)
+    return int(fields[49]) if fields else None
 
 
 def thread_count() -> int:

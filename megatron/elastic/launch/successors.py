@@ -1,6 +1,8 @@
 """Which lost ranks of a node are started again, and when; which losses end the job instead.
 
-At once, mostly. Newcomers that end before they take part come again after growing pauses
+Soon, mostly: when nothing is left of the process before, and those of its node have got
+over the loss. A program's start takes whole cores, which whoever has a step to make up
+for needs first. Newcomers that end before they take part come again after growing pauses
 and are given up then; before the first step everybody starts anew; lost ranks of a node
 that is left out (:mod:`megatron.elastic.control.quarantine`) stay out until its time is
 over, or until the others can do nothing without them.
@@ -14,7 +16,7 @@ from collections.abc import Callable, Mapping
 from megatron.elastic.control.events import Abandoned, Ended, Event, Lifted, Lost
 from megatron.elastic.control.failures import BEGUN_ANEW, FELL_BACK, Failures
 from megatron.elastic.control.generations import Generations
-from megatron.elastic.control.membership import WAITING_FOR_RANKS, Decision, Loss
+from megatron.elastic.control.membership import WAITING_FOR_RANKS, Activity, Decision, Loss
 from megatron.elastic.control.suspicion import Idle
 from megatron.elastic.control.timing import Timing
 from megatron.elastic.launch.loop import Loop
@@ -27,6 +29,8 @@ __all__ = ["Successors"]
 
 _DETERMINISTIC = 5
 _FALL_BACK_SECONDS = 2.0
+_PAUSE_SECONDS = 0.02
+"""Between two looks at whether a successor may start."""
 
 
 class Successors:
@@ -48,6 +52,8 @@ class Successors:
         self._loop, self._timing, self._pool, self._nursery, self._append = loop, timing, pool, nursery, append
         self._ranks = state.nodes[node].ranks
         self._out: frozenset[int] = frozenset()
+        self._cut_short: dict[int, tuple[int, float]] = {}
+        """By lost rank: the newest step that somebody here was in, and until when its end is waited for."""
         self._closed = False
 
     @property
@@ -64,9 +70,27 @@ class Successors:
             return
         wanted = self._state.returns(rank) or incarnation == 0
         late = state.standing == "lost" and incarnation <= state.incarnation
-        if wanted and not late and not self._closed and rank not in self._by_rank:
-            newcomer = rank >= self._state.nominal or not self._state.fresh
-            self._by_rank[rank] = self._nursery.start(rank, incarnation, newcomer)
+        if not wanted or late or self._closed or rank in self._by_rank:
+            return
+        if self._pool.keeps(rank) or self._in_the_way(rank):
+            self._loop.after(_PAUSE_SECONDS, lambda: self.start(rank, incarnation))
+            return
+        self._cut_short.pop(rank, None)
+        newcomer = rank >= self._state.nominal or not self._state.fresh
+        self._by_rank[rank] = self._nursery.start(rank, incarnation, newcomer)
+
+    def _in_the_way(self, rank: int) -> bool:
+        """Whether members here are still in the step that the loss of ``rank`` cut short."""
+        step, until = self._cut_short.get(rank, (0, 0.0))
+        if time.monotonic() >= until:
+            return False
+        doing = self._doing()
+        return any(each.phase != WAITING_FOR_RANKS for each in doing) and all(each.step <= step for each in doing)
+
+    def _doing(self) -> list[Activity]:
+        """What members do that live here."""
+        state = self._state.ranks
+        return [w.slot.look().activity for r, w in self._by_rank.items() if state[r].standing == "member"]
 
     def start_lost(self) -> None:
         """Start every rank of this node that is lost, and may come again."""
@@ -108,6 +132,8 @@ class Successors:
             self._append(Ended(_DETERMINISTIC, f"rank {loss.rank}: {why}") if start else Abandoned((loss.rank,), why))
         elif state.may_return:
             incarnation = loss.incarnation + 1
+            step = max((0, *(each.step for each in self._doing())))
+            self._cut_short[loss.rank] = step, time.monotonic() + self._timing.resumed
             # Who falls back is to find a job that starts anew: all others are on their way out, too.
             self._loop.after(self._failures.cool_down(loss.rank) + pause, lambda: self.start(loss.rank, incarnation))
 
