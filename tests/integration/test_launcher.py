@@ -49,10 +49,10 @@ def test_a_successor_starts_when_the_others_have_finished_the_step_or_have_had_t
 
 
 def test_a_stopped_worker_is_executed_and_replaced() -> None:
-    with cluster(4, script_options=("--seconds", "600")) as job:
-        job.wait_members([0, 1, 2, 3])
+    with cluster(8, script_options=("--seconds", "600")) as job:
+        job.wait_members(ALL)
         job.kill(1, signal.SIGSTOP)
-        job.wait_members([0, 1, 2, 3], minimum=2)
+        job.wait_members(ALL, minimum=2)
         lost = [e["lost"] for e in job.of("decided") if e["reason"] == "loss"]
         assert lost and all(entry == [[1, 0, "stopped"]] for entry in lost)
 

@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,12 +29,13 @@ class Outcome:
     result: dict[str, object]
 
 
-def quickstart(output: Path, corpus: Path, *more: str) -> Outcome:
+def quickstart(output: Path, corpus: Path, *more: str, **environ: str) -> Outcome:
     command = [sys.executable, "-W", "ignore", "-m", "tools.quickstart", "--output-dir", str(output)]
     command += ["--input", str(corpus), "--run-timeout", "200", *FLAGS, *more]
     done = subprocess.run(
-        command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=500
-    )
+        command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT), **environ},
+        capture_output=True, text=True, timeout=500,
+    )  # fmt: skip
     lines = done.stdout.strip().splitlines()
     return Outcome(done.returncode, done.stderr, json.loads(lines[-1]) if done.returncode == 0 else {})
 
@@ -58,8 +61,15 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def first(corpus: Path) -> Outcome:
-    outcome = quickstart(corpus.parent / "out", corpus)
+def scratch() -> Iterator[str]:
+    """A temporary directory of short name: sockets lie below it."""
+    with tempfile.TemporaryDirectory(prefix="t") as folder:
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def first(corpus: Path, scratch: str) -> Outcome:
+    outcome = quickstart(corpus.parent / "out", corpus, TMPDIR=scratch)
     assert outcome.status == 0, outcome.stderr[-4000:]
     return outcome
 
@@ -76,8 +86,11 @@ def test_a_killed_worker_costs_no_step_and_moves_no_loss(first: Outcome, corpus:
     assert "lost rank 3" in first.stderr
 
 
-def test_nothing_is_left_behind(first: Outcome, corpus: Path) -> None:
+def test_nothing_is_left_behind(first: Outcome, corpus: Path, scratch: str) -> None:
+    """Of four ranks and their loader workers, one rank killed."""
     assert first.status == 0
+    of_torch = "torchinductor_"  # its cache, one a user and machine
+    assert [name for name in os.listdir(scratch) if not name.startswith(of_torch)] == []
     assert processes_that_mention(str(corpus.parent)) == []
 
 
