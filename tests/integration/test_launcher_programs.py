@@ -117,6 +117,15 @@ def test_workers_have_random_streams_of_their_own(tmp_path: Path) -> None:
     assert len({row["a"] for row in rows}) == 3 and len({row["b"] for row in rows}) == 3
 
 
+def test_lines_of_workers_that_share_a_pipe_stay_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without buffers, ``print`` writes a line and its end one after the other."""
+    monkeypatch.setenv("PYTHONUNBUFFERED", "1")
+    body = 'for number in range(5000): print("rank", os.environ["RANK"], "says", number)'
+    done = run(["--nproc-per-node", "4", *write(tmp_path, body)])
+    said = sorted(line for line in done.stdout.splitlines() if "says" in line)
+    assert said == sorted(f"rank {rank} says {number}" for rank in range(4) for number in range(5000))
+
+
 def test_without_elastic_the_first_failure_ends_the_job_with_its_code(tmp_path: Path) -> None:
     body = "time.sleep(0.3)\nif os.environ['RANK'] == '1': sys.exit(7)\ntime.sleep(600)"
     done = run(["--nproc-per-node", "3", *write(tmp_path, body)])

@@ -122,9 +122,9 @@ class Clocks:
         return found
 
     def apply(self, plan: Plan, cell: Cell | None) -> None:
-        """Set this rank's device as ``plan`` has it."""
+        """Set this rank's device as ``plan`` has it; one that runs so already is left alone."""
         wanted = dict(plan.frequencies_khz).get(cell.id) if cell is not None else None
-        if self._usable and wanted is not None and wanted != self._asked:
+        if self._usable and wanted is not None and wanted != (self._asked or self._before):
             self._set(wanted)
 
     def restore(self) -> None:

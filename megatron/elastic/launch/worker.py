@@ -180,7 +180,8 @@ def _refresh_interpreter() -> None:
     for stream in (sys.stdout, sys.stderr):
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:
-            reconfigure(write_through=True)
+            # A line is one write, so that lines of ranks that share a pipe stay whole, also under PYTHONUNBUFFERED.
+            reconfigure(line_buffering=True, write_through=False)
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:
         # Python reseeds `random` in a forked child; numpy would repeat one stream on every rank.
