@@ -1,8 +1,8 @@
 """Reduced precision under --elastic is Megatron's: bf16, and fp16 whose overflows are skipped and whose scale follows.
 
-Two replicas, dropout 0. In fp16 the first steps overflow at the initial
-scale, later ones when it has grown again: skips, scales, losses and norms are compared
-with plain Megatron's line by line.
+Two replicas, dropout 0; then two stages of two replicas that lose ranks of both. In fp16
+the first steps overflow at the initial scale, later ones when it has grown again: skips,
+scales, losses and norms are compared with plain Megatron's line by line.
 """
 
 from __future__ import annotations
@@ -49,3 +49,21 @@ def test_reduced_precision_is_megatrons(tmp_path: Path, kind: str) -> None:
     if kind == "fp16":
         skipped = sum(count for _, count in scales(plain))
         assert 2 <= skipped < STEPS - 3, f"{skipped} of {STEPS} steps overflow: the test needs some, not all"
+
+
+FAULTS = "kill:rank=0,step=3,point=mid_backward;kill:rank=3,losses=1,wait=1,point=after_vote"
+
+
+@pytest.mark.parametrize("kind", [pytest.param("bf16"), pytest.param("fp16", marks=pytest.mark.slow)])
+def test_losses_in_reduced_precision_cost_no_step(tmp_path: Path, kind: str) -> None:
+    """A stage's survivor is alone in its pipeline group for a while, and still converts as its own stage does."""
+    flags, _ = CASES[kind]
+    # Of as many replicas: their number is in the weight of a micro-batch, and so in what overflows.
+    whole = elastic_job(tmp_path / "whole", 4, 1, 2, STEPS, *flags)
+    faults = ("--elastic-allow-inject", "--elastic-inject", FAULTS)
+    killed = elastic_job(tmp_path / "killed", 4, 1, 2, STEPS, *flags, *faults)
+    assert (whole.code, killed.code) == (0, 0), killed.output[-4000:]
+    assert len(killed.of("loss")) >= 2 and all(record.fields["lost_steps"] == 0 for record in killed.of("recovery"))
+    assert set(killed.committed) == set(whole.committed) == set(range(1, STEPS + 1))
+    assert scales(whole.output) == scales(killed.output)
+    assert largest_deviation(whole.committed, killed.committed) < 1e-4

@@ -5,6 +5,7 @@ The scripts are a user's: ``pretrain_gpt`` with another loss function.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,15 @@ def forward_step(data_iterator, model):
 if __name__ == "__main__":
     pretrain_gpt.run(pretrain_gpt.datasets_provider, pretrain_gpt.model_provider, forward_step,
                      {{"tokenizer_type": "GPT2BPETokenizer"}})
+"""
+
+DISAGREEING = """
+    from megatron.elastic.engine.transport import BoundaryTransport
+
+    send = BoundaryTransport.send
+    if get_args().curr_iteration == 1:  # from the second step on the last stage sends back more than is expected
+        BoundaryTransport.send = lambda self, rows, *where, **how: send(self, torch.cat([rows, rows]), *where, **how)
+    return plain(loss_mask, output)
 """
 
 MEAN = """
@@ -93,6 +103,17 @@ def test_a_loss_that_is_a_mean_is_refused_where_tokens_have_to_be_counted(tmp_pa
     errors = [line for line in result.output.splitlines() if "error: " in line]
     assert len(errors) == 1 and "--calculate-per-token-loss" in errors[0] and "leave the flag out" in errors[0]
     assert "Traceback" not in result.output
+
+
+def test_ranks_that_disagree_about_a_message_end_the_job_at_once_and_say_which(tmp_path: Path) -> None:
+    """Nobody is lost, and whoever waits for the rank that noticed would wait for ever."""
+    result = elastic_job(
+        tmp_path / "events", 2, 1, 2, STEPS, *QUIET, script=script(tmp_path, DISAGREEING), seconds=100.0
+    )
+    assert result.code == 5, result.output[-4000:]
+    (told,) = (line for line in result.output.splitlines() if "in groups formed anew" in line)
+    assert re.search(r"after step 1: a message of \d+ bytes arrived where \d+ were expected", told)
+    assert "Traceback" not in result.output and "nobody makes progress" not in result.output
 
 
 @pytest.mark.slow

@@ -1,8 +1,8 @@
-"""What a job cannot go on from by itself; each is the same on every rank."""
+"""What a job cannot go on from by itself; each is the same on every rank, where nothing else is said."""
 
 from __future__ import annotations
 
-__all__ = ["ActionFailed", "NotFinite", "SilentCorruption"]
+__all__ = ["ActionFailed", "CommunicationFault", "NotFinite", "SilentCorruption"]
 
 
 class SilentCorruption(RuntimeError):
@@ -11,6 +11,12 @@ class SilentCorruption(RuntimeError):
 
 class ActionFailed(RuntimeError):
     """A fenced action could not be done on some rank (disk full, no such folder); raised on every rank alike."""
+
+
+class CommunicationFault(RuntimeError):
+    """Communication failed with nobody lost, and failed again once its groups had been formed anew: ranks disagree
+    about what they say to each other. Known to the rank that found it.
+    """
 
 
 class NotFinite(RuntimeError):

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from megatron.elastic.comm.errors import CommError, GenerationChanged
 from megatron.elastic.control.membership import Decision
 from megatron.elastic.engine.commitment import Commitment
+from megatron.elastic.engine.failures import CommunicationFault
 from megatron.elastic.engine.joining import NEWCOMER, Welcome, newcomers, send_welcome
 from megatron.elastic.engine.mover import Mover
 from megatron.elastic.engine.pacing import Pacing
@@ -56,6 +57,8 @@ class Regroup:
         self._pacing = pacing
         self._commitment = commitment
         self._host_state = host_state
+        self._unexplained = -1
+        """The version held when communication last failed with nobody lost."""
 
     # -- members -------------------------------------------------------------------
 
@@ -68,11 +71,12 @@ class Regroup:
     def recover(self, error: CommError) -> bool:
         """Agree on a generation and settle in it. Returns whether the present phase is over.
 
-        Raises ``StateLost``, ``PlanError``, ``CertificateError``: the end of the job.
+        Raises ``StateLost``, ``PlanError``, ``CertificateError``, ``CommunicationFault``: the end of the job.
         """
         at, started = self._position, time.monotonic()
         while True:
             try:
+                self._explain(error)
                 at.timer.enter("recover")
                 self._mover.forget()
                 attempted = self._commitment.present_step if self._commitment.under_way else at.record.version + 1
@@ -91,6 +95,16 @@ class Regroup:
                 error = self._wait_for_ranks(gone)
             except CommError as again:
                 error = again
+
+    def _explain(self, error: CommError) -> None:
+        """Of an error that speaks of no loss nobody else may know: groups are formed anew for it, once a step."""
+        if type(error) is not CommError:
+            return
+        version = self._position.record.version
+        if self._unexplained == version:
+            raise CommunicationFault(f"after step {version}: {error}, also in groups formed anew") from error
+        self._unexplained = version
+        self._position.recovery.membership.request("reform")
 
     def _report(self) -> Report:
         at, program = self._position, self._program

@@ -18,7 +18,7 @@ from megatron.training import get_args
 from megatron.elastic.config import ConfigError
 from megatron.elastic.control.failures import BEGUN_ANEW, FELL_BACK
 from megatron.elastic.control.membership import Released
-from megatron.elastic.engine.failures import NotFinite, SilentCorruption
+from megatron.elastic.engine.failures import CommunicationFault, NotFinite, SilentCorruption
 from megatron.elastic.engine.recovery import StateLost
 from megatron.elastic.mcore.bringup import JobGone
 from megatron.elastic.mcore.checkpoints import BAD_INPUT, DETERMINISTIC, STATE_LOST, step_to_go_back_to
@@ -72,6 +72,8 @@ class Endings:
             self._end(STATE_LOST)  # whoever held the state has ended, and said why
         except (CertificateError, SilentCorruption) as error:  # the same on every rank, and again if repeated
             self.leave(DETERMINISTIC, str(error))
+        except CommunicationFault as error:
+            self._give_up(DETERMINISTIC, str(error))
         except ConfigError as error:
             # Found while computing, perhaps on some ranks only: it would come back on every rank that is started.
             self._give_up(BAD_INPUT, f"error: {error}")

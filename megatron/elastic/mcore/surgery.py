@@ -51,6 +51,8 @@ class Anatomy:
         self._building = threading.Lock()
         self._shapes = [(parameter, parameter.shape) for parameter in self._inner.parameters()]
         self._segments: dict[tuple[int, int], torch.nn.Module] = {}
+        # Not the chunk itself: its wrapper would ask the pipeline group, which may have lost members, where it stands.
+        self._launched = self._wrapped(self._inner, _stage(min(self._born), max(self._born) + 1, self.units))
         self._training = True
 
     @property
@@ -138,13 +140,14 @@ class Anatomy:
         """Switch dropout and the like on or off, everywhere."""
         self._training = mode
         self._chunk.train(mode)
+        self._launched.train(mode)
         for segment in self._segments.values():
             segment.train(mode)
 
     def segment(self, first: int, end: int) -> torch.nn.Module:
         """What ``forward_step_func`` is handed to run units ``[first, end)``. Raises ``KeyError`` for one not held."""
         if set(self._held) == set(self._born) == set(range(first, end)):
-            return self._chunk
+            return self._launched
         if (first, end) not in self._segments:
             segment = self._assembled(first, end)
             segment.train(self._training)
@@ -175,7 +178,7 @@ class Anatomy:
         for attribute in ("embedding_activation_buffer", "grad_output_buffer"):
             if not hasattr(model, attribute):
                 setattr(model, attribute, None)
-        return self._wrapped(model, GroupStandIn(0 if starts else 1, (1 if ends else 2) + (0 if starts else 1)))
+        return self._wrapped(model, _stage(first, end, self.units))
 
     def _wrapped(self, model: Any, stage: GroupStandIn) -> torch.nn.Module:
         """``model`` inside what Megatron wrapped its own chunk in (conversion to 16 bits happens at the ends)."""
@@ -290,6 +293,12 @@ def _units_of(model: Any, count: int) -> dict[int, Modules]:
         if model.decoder.final_layernorm is not None:
             units[count - 1] = {"decoder.final_layernorm": model.decoder.final_layernorm, **units[count - 1]}
     return units
+
+
+def _stage(first: int, end: int, units: int) -> GroupStandIn:
+    """Whether units ``[first, end)`` begin and end the model of ``units``, in the terms of a pipeline group."""
+    before, after = int(first > 0), int(end < units)
+    return GroupStandIn(before, before + 1 + after)
 
 
 def _copy_with(original: Any, /, **children: torch.nn.Module | None) -> Any:
