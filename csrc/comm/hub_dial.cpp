@@ -21,6 +21,7 @@
 #include <cstring>
 #include <utility>
 
+#include "congestion.hpp"
 #include "hub.hpp"
 #include "link_shm.hpp"
 #include "link_tcp.hpp"
@@ -175,6 +176,7 @@ void Hub::redial(Dial& dial) {
   } else {
     const int one = 1;
     setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
+    if (peer.machine == self_->machine) use_plain_congestion_control(fd);
     sockaddr_in name{};
     name.sin_family = AF_INET;
     name.sin_port = htons(uint16_t(peer.port));

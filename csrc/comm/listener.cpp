@@ -16,6 +16,7 @@
 #include <cstring>
 #include <iterator>
 
+#include "congestion.hpp"
 #include "errors.hpp"
 
 namespace elastic::comm {
@@ -75,6 +76,8 @@ Listener::Listener(const std::string& address, const std::string& unix_name, dou
                    Callbacks callbacks)
     : callbacks_(std::move(callbacks)), patience_(handshake_seconds) {
   tcp_ = listen_tcp(address, &port_);
+  congestion_control_ = congestion_control(tcp_);
+  use_plain_congestion_control(tcp_);  // what is accepted has it from its first packet on
   if (!unix_name.empty()) unix_ = listen_unix(unix_name);
   epoll_ = epoll_create1(EPOLL_CLOEXEC);
   wake_ = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
@@ -122,6 +125,7 @@ void Listener::accept_all(int listening, bool unix_socket) {
     if (!unix_socket) {
       const int one = 1;
       setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
+      if (!stays_on_host(fd)) set_congestion_control(fd, congestion_control_);
     }
     if (pending_.size() >= kMostHalfWay) drop(pending_.begin(), Refusal::Slow);
     auto negotiation = callbacks_.accept(fd, unix_socket);

@@ -61,6 +61,7 @@ class Listener {
   Callbacks callbacks_;
   std::chrono::duration<double> patience_;
   int tcp_ = -1;
+  std::string congestion_control_;  // the system's, for connections from other hosts
   int unix_ = -1;
   int epoll_ = -1;
   int wake_ = -1;

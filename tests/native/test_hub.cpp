@@ -4,6 +4,7 @@
 #include <cstring>
 #include <random>
 
+#include "../../csrc/comm/congestion.hpp"
 #include "../../csrc/comm/p2p.hpp"
 #include "ranks.hpp"
 
@@ -172,6 +173,20 @@ TEST(the_progress_thread_ends_what_nobody_waits_for) {
       CHECK(same_bits(data, values(0, 500000)));
     });
   });
+}
+
+// At both ends, whatever the system's default is, which may pace each segment with a timer.
+TEST(links_within_a_host_use_plain_congestion_control) {
+  Ranks ranks(3, false);
+  ranks.edit(1, ranks.all());
+  for (int r = 0; r < 3; ++r) {
+    for (int peer = 0; peer < 3; ++peer) {
+      if (peer == r) continue;
+      const int socket = ranks.hubs[size_t(r)]->link(peer)->socket();
+      CHECK(stays_on_host(socket));
+      CHECK(congestion_control(socket) == "reno");
+    }
+  }
 }
 
 TEST(edits_shrink_grow_and_replace) {
