@@ -132,8 +132,9 @@ class Case:
     kind: str = "kill"
 
     def script(self, before: int) -> list[str]:
-        """The faults, ``before`` losses into the job."""
-        return [f"{self.kind}:rank={r},{when}={before + n},point={point}" for r, when, n, point in self.faults]
+        """The faults, ``before`` losses into the job. The first lets a step pass: before it, all would start anew."""
+        words = [f"{self.kind}:rank={r},{when}={before + n},point={point}" for r, when, n, point in self.faults]
+        return words if before else [f"{words[0]},wait=1", *words[1:]]
 
 
 def cases_of(layout: Layout, point: str) -> list[Case]:

@@ -250,10 +250,15 @@ def test_redirected_output_stays_off_the_console_and_filtered_ranks_are_silent(t
 CHILDREN = """
 import subprocess
 from multiprocessing import get_context, util
-child = get_context("fork").Process(target=time.sleep, args=(600,))
+def share():
+    open(f"/dev/shm/torch_{os.getpid()}_1_1", "w").close()  # as when torch is killed before it has taken the name away
+    time.sleep(600)
+child = get_context("fork").Process(target=share)
 child.start()
+lock = get_context("spawn").Lock()  # a named one
+while not os.path.exists(f"/dev/shm/torch_{child.pid}_1_1"): time.sleep(0.01)
 other = subprocess.Popen(["sleep", "600"])
-say("children", pids=[child.pid, other.pid], folder=util.get_temp_dir())
+say("children", pids=[child.pid, other.pid], folder=util.get_temp_dir(), lock=lock._semlock.name)
 while True:
     time.sleep(0.05)
     if m.frozen() > d.generation: d = agree(); say("decided", generation=d.generation, members=list(d.members))
@@ -261,7 +266,7 @@ while True:
 
 
 def test_what_a_worker_started_or_put_on_disk_ends_with_it_and_with_the_launcher(tmp_path: Path) -> None:
-    """Processes, and the folder of multiprocessing's sockets, which a process that is killed leaves behind."""
+    """Processes, shared memory, semaphores, sockets: what a process that is killed leaves behind."""
     command, scratch = write(tmp_path, CHILDREN, MEMBER), tmp_path / "t"
     scratch.mkdir()
     options, environ = ("--no-respawn",), {"TMPDIR": str(scratch)}
@@ -270,14 +275,20 @@ def test_what_a_worker_started_or_put_on_disk_ends_with_it_and_with_the_launcher
         pids = {event["rank"]: event["pids"] for event in job.of("children")}
         folders = {event["rank"]: Path(event["folder"]) for event in job.of("children")}
         assert all(folder.is_dir() and scratch in folder.parents for folder in folders.values())
+        segments = {rank: Path(f"/dev/shm/torch_{first}_1_1") for rank, (first, _) in pids.items()}
+        assert all(segment.exists() for segment in segments.values())
+        semaphores = {"sem." + event["lock"].removeprefix("/") for event in job.of("children")}
+        assert len(semaphores & set(os.listdir("/dev/shm"))) == 2
         job.kill(1)
         job.wait(lambda: bool(job.of("decided", generation=2)), "the survivor goes on")
         job.wait(lambda: not any(is_alive(pid) for pid in pids[1]), "children of the dead end")
-        job.wait(lambda: not folders[1].exists(), "the folder of the dead goes")
-        assert all(is_alive(pid) for pid in pids[0]) and folders[0].is_dir()
+        job.wait(lambda: not folders[1].exists() and not segments[1].exists(), "and what it left on disk and in memory")
+        assert all(is_alive(pid) for pid in pids[0]) and folders[0].is_dir() and segments[0].exists()
         job.agents[0].kill()
         job.wait(lambda: not any(is_alive(pid) for pid in pids[0]), "children end with the launcher")
         job.wait(lambda: not list(scratch.iterdir()), "nothing is left on disk")
+        job.wait(lambda: not segments[0].exists(), "nothing is left in memory")
+        job.wait(lambda: not semaphores & set(os.listdir("/dev/shm")), "no semaphore is left")
 
 
 def test_ctrl_c_twice_ends_at_once_and_leaves_nothing() -> None:

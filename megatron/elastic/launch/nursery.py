@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import socket
 import tempfile
 
@@ -12,7 +11,7 @@ from megatron.elastic.control.slot import Slot
 from megatron.elastic.launch.arguments import Job
 from megatron.elastic.launch.logs import WorkerLogs
 from megatron.elastic.launch.pool import Pool, Worker
-from megatron.elastic.launch.processes import sweep_segments
+from megatron.elastic.launch.processes import sweep_scratches, sweep_segments
 from megatron.elastic.launch.rendezvous import Company
 from megatron.elastic.launch.worker import WorkerSpec
 
@@ -100,4 +99,4 @@ class Nursery:
         """Remove what this node's workers left in /dev/shm and in their scratch folders."""
         sweep_segments(self._prefix)
         if self._scratch is not None:
-            shutil.rmtree(self._scratch, ignore_errors=True)
+            sweep_scratches(self._scratch)

@@ -9,10 +9,12 @@ afterwards.
 from __future__ import annotations
 
 import array
+import contextlib
 import ctypes
 import glob
 import json
 import os
+import shutil
 import signal
 import socket
 import threading
@@ -27,7 +29,10 @@ __all__ = [
     "ending_status",
     "exit_status",
     "kill_group",
+    "note_process",
     "process_state",
+    "sweep_scratch",
+    "sweep_scratches",
     "sweep_segments",
     "thread_count",
 ]
@@ -123,12 +128,49 @@ def describe_status(status: int) -> str:
 
 
 def sweep_segments(prefix: str) -> None:
-    """Remove shared-memory segments whose name begins with ``prefix``."""
+    """Remove shared-memory segments and named semaphores whose name begins with ``prefix``."""
+    for kind in ("", "sem."):
+        _unlink_shared(kind + prefix)
+
+
+def note_process(scratch: str) -> None:
+    """Have this process remembered in its worker's scratch folder, for :func:`sweep_scratch`."""
+    with contextlib.suppress(OSError):
+        os.close(os.open(os.path.join(scratch, str(os.getpid())), os.O_CREAT | os.O_WRONLY, 0o600))
+
+
+def sweep_scratch(scratch: str, leader: int = 0) -> None:
+    """Remove a worker's scratch folder, and the shared memory over which processes named in it were killed.
+
+    torch makes segments ``torch_<pid>_…`` and takes their names away at once; killed in between, a process leaves
+    one. ``leader``: the worker, if processes of its group may still be about to end.
+    """
+    with contextlib.suppress(OSError):
+        for name in os.listdir(scratch):
+            if name.isdigit() and _ended(int(name), leader):
+                _unlink_shared(f"torch_{name}_")
+    shutil.rmtree(scratch, ignore_errors=True)
+
+
+def sweep_scratches(folder: str) -> None:
+    """Remove what is left of the scratch folders of a node's workers, who have ended, and ``folder`` itself."""
+    with contextlib.suppress(OSError):
+        for name in os.listdir(folder):
+            sweep_scratch(os.path.join(folder, name))
+        os.rmdir(folder)
+
+
+def _ended(pid: int, leader: int) -> bool:
+    try:
+        return os.getpgid(pid) == leader  # killed with its group; if not of it, its number was given anew
+    except ProcessLookupError:
+        return True
+
+
+def _unlink_shared(prefix: str) -> None:
     for path in glob.glob(f"/dev/shm/{glob.escape(prefix)}*"):
-        try:
+        with contextlib.suppress(OSError):
             os.unlink(path)
-        except OSError:
-            continue
 
 
 def _stat_fields(pid: int) -> list[str] | None:

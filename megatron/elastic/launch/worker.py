@@ -27,7 +27,7 @@ from typing import Any, Literal, NoReturn
 from megatron.elastic.comm.errors import CommError
 from megatron.elastic.control import env
 from megatron.elastic.control.slot import Slot
-from megatron.elastic.launch.processes import chain_children, die_with_parent
+from megatron.elastic.launch.processes import chain_children, die_with_parent, note_process
 
 __all__ = ["WorkerSpec", "become"]
 
@@ -189,16 +189,21 @@ def _refresh_interpreter() -> None:
 
 
 def _take_scratch() -> None:
-    """Have multiprocessing put its sockets where the launcher removes them.
+    """Have multiprocessing put its sockets and semaphores where the launcher removes them.
 
-    It makes a folder for them when it first needs one (in a data-loader worker: to send tensors), and
-    removes it as its process ends in an orderly way, which one that is killed does not.
+    It makes a folder for the sockets when it first needs one (in a data-loader worker: to send tensors), and
+    removes all as its process ends in an orderly way, which one that is killed does not.
     """
-    scratch = os.environ.get(env.SCRATCH)
+    scratch, prefix = os.environ.get(env.SCRATCH), os.environ.get(env.SEGMENT_PREFIX)
+    settings: dict[str, Any] = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+    if prefix:
+        settings["semprefix"] = f"/{prefix}"
     if scratch:
         with contextlib.suppress(OSError):
             os.mkdir(scratch, 0o700)
-            multiprocessing.current_process()._config["tempdir"] = scratch  # type: ignore[attr-defined]
+            settings["tempdir"] = scratch
+            note_process(scratch)
+            os.register_at_fork(after_in_child=lambda: note_process(scratch))
 
 
 def _run_main(spec: WorkerSpec) -> None:

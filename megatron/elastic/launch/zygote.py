@@ -20,7 +20,6 @@ import gc
 import importlib
 import os
 import select
-import shutil
 import signal
 import sys
 from typing import Any
@@ -31,6 +30,8 @@ from megatron.elastic.launch.processes import (
     accelerator_is_open,
     die_with_parent,
     kill_group,
+    sweep_scratch,
+    sweep_scratches,
     sweep_segments,
     thread_count,
 )
@@ -115,7 +116,7 @@ class Zygote:
         _, status = os.waitpid(pid, 0)
         os.close(pidfd)
         self._tell({"exited": number, "status": status}, [])
-        shutil.rmtree(scratch, ignore_errors=True)
+        sweep_scratch(scratch, pid)
 
     def _tell(self, message: dict[str, Any], fds: list[int]) -> None:
         try:
@@ -127,11 +128,12 @@ class Zygote:
     def _end(self) -> None:
         for _, pid, _ in self._workers.values():
             kill_group(pid)
-        for _, pid, _ in self._workers.values():
+        for _, pid, scratch in self._workers.values():
             os.waitpid(pid, 0)
+            sweep_scratch(scratch, pid)
         if self._segments:
             sweep_segments(self._segments)
-        shutil.rmtree(self._scratch, ignore_errors=True)
+        sweep_scratches(self._scratch)  # also of workers of an earlier zygote, or reaped just now
 
 
 def main(argv: list[str]) -> int:
