@@ -1,11 +1,10 @@
-"""Figures of docs/simulation.md from what the benches wrote, so that none is typed by hand.
+"""Figures of docs/simulation.md from the recorded ones, so that none is typed by hand.
 
-    python tools/simulation_docs.py [--table FILE] [--rows FILE] [--throughput FILE] [--real FILE] [--page PAGE]
+    python tools/simulation_docs.py [--measured DIR] [--page PAGE]
 
-``FILE``: what ``simulate_table.py --out`` (or its ``--rows`` alone, for the damage
-table) and ``throughput.py --out`` wrote, and the recorded figures of ``simulator_real.py`` (``docs/measured``).
-Between ``<!-- begin NAME -->`` and ``<!-- end -->`` a section is replaced as a whole;
-sections whose file is not given stay.
+``DIR`` is ``docs/measured``, where ``tools.bench.record`` put what ``simulate_table``, ``throughput`` and
+``simulator_real`` printed. Between ``<!-- begin NAME -->`` and ``<!-- end -->`` a section is replaced as a whole;
+sections of a bench that has not been recorded stay.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from statistics import median
 from typing import Any
 
 from megatron.elastic.simulate.__main__ import damage_table
-from megatron.elastic.simulate.scenarios import Row, scenario_list
+from megatron.elastic.simulate.scenarios import Row
 
 
 def sections_of_table(figures: Mapping[str, Any]) -> dict[str, str]:
@@ -31,7 +30,8 @@ def sections_of_table(figures: Mapping[str, Any]) -> dict[str, str]:
         for name, gain in figures["clocks"].items()
     ]
     found = {
-        **sections_of_rows(rows),
+        "summary": summary(rows),
+        "damage": f"```\n{damage_table(rows)}\n```",
         "ablation": table(("axes", "throughput"), [*ablation, *gains]),
         "ft-hsdp": goodput(figures["ft_hsdp"]["results"]),
     }
@@ -39,11 +39,6 @@ def sections_of_table(figures: Mapping[str, Any]) -> dict[str, str]:
         text = goodput(fleet["results"])
         found[f"goodput-{name}"] = f"{text}\n\nOne core, {fleet['cpu_s']:.2f} s of CPU for the whole trace."
     return found
-
-
-def sections_of_rows(rows: Sequence[Row]) -> dict[str, str]:
-    """The damage table and what it says."""
-    return {"summary": summary(rows), "damage": f"```\n{damage_table(rows)}\n```"}
 
 
 def summary(rows: Sequence[Row]) -> str:
@@ -156,27 +151,24 @@ def rewritten(page: str, sections: Mapping[str, str]) -> str:
     return page
 
 
+def sections(measured: Path) -> dict[str, str]:
+    """All that the files of the folder ``measured`` tell."""
+    known = {path.stem: json.loads(path.read_text()) for path in measured.glob("*.json")}
+    found = sections_of_table(known["simulate_table"]) if "simulate_table" in known else {}
+    if emulated := [row for name in ("throughput", "throughput_96") for row in known.get(name, {}).get("rows", ())]:
+        found["emulation"] = emulation(emulated)
+    if "simulator_real" in known:
+        found["real"] = real(known["simulator_real"])
+    return found
+
+
 def main() -> None:
     """Read, replace, write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--table", type=Path)
-    parser.add_argument("--rows", type=Path)
-    parser.add_argument("--throughput", type=Path)
-    parser.add_argument("--real", type=Path)
+    parser.add_argument("--measured", type=Path, default=Path("docs/measured"))
     parser.add_argument("--page", type=Path, default=Path("docs/simulation.md"))
     options = parser.parse_args()
-    sections: dict[str, str] = {}
-    if options.table:
-        sections |= sections_of_table(json.loads(options.table.read_text()))
-    if options.rows:
-        known = [Row.from_flat(json.loads(line)) for line in options.rows.read_text().splitlines()]
-        order = {scenario: number for number, scenario in enumerate(scenario_list())}
-        sections |= sections_of_rows(sorted(known, key=lambda row: order[row.scenario]))
-    if options.throughput:
-        sections["emulation"] = emulation(json.loads(options.throughput.read_text()))
-    if options.real:
-        sections["real"] = real(json.loads(options.real.read_text()))
-    options.page.write_text(rewritten(options.page.read_text(), sections))
+    options.page.write_text(rewritten(options.page.read_text(), sections(options.measured)))
 
 
 if __name__ == "__main__":

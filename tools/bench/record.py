@@ -58,7 +58,10 @@ STANDARD = {
     "consistency": Benchmark("consistency"),
     "planner": Benchmark("planner"),
     "simulator_real": Benchmark("simulator_real"),
-    "throughput": Benchmark("throughput", ("--cases", "table"), 1800),
+    "simulator_error": Benchmark("simulator_error", ("--unit-ms", "60")),
+    "simulate_table": Benchmark("simulate_table"),
+    "throughput": Benchmark("throughput", ("--cases", "table"), 1200),
+    "throughput_96": Benchmark("throughput", ("--cases", "96"), 1200),
     "dropout": Benchmark("dropout"),
 }
 

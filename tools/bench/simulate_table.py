@@ -1,18 +1,16 @@
 """Throughput after losses and goodput over traces: every policy on the same damage.
 
-    python -m tools.bench.simulate_table [--quick] [--charts DIR] [--rows FILE]
+    python -m tools.bench.simulate_table [--quick] [--charts DIR]
 
 Prints the damage table (DP 2, 3, 4, 8, 12, 32 and 40 layers, 1 to 8 losses,
 spread and concentrated), the ablation, FT-HSDP's arithmetic, and goodput at
 16,384 GPUs, 100K GPUs and 10^6 devices. The last line is one JSON object with
-the summary; ``--out`` keeps every row. ``--rows`` keeps each scenario as a line as
-soon as it is computed, and takes from there what it has.
+the summary and every row.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -28,13 +26,13 @@ from megatron.elastic.simulate.goodput import Assumptions, Goodput, fleet_polici
 from megatron.elastic.simulate.rates import RATES
 from megatron.elastic.simulate.scenarios import (
     Row,
-    Scenario,
     layer_profile,
     run_ablation,
     run_scenario,
     scenario_list,
 )
 from megatron.elastic.simulate.traces import TraceOptions, failure_trace
+from tools.bench._common import print_result
 
 PAPER = {"recycle": 1.35, "torchft": 1.60}
 """ElasWave's gains on 96 NPUs (arXiv 2510.00606, abstract)."""
@@ -49,22 +47,6 @@ def fleet_goodput(replicas: int, days: float, rate: str, seed: int) -> tuple[lis
     policies = fleet_policies(assumed, spares=max(1, fleet.cells // 100))
     results = [run_trace(fleet, trace, days * 86_400, policy, assumed, 8) for policy in policies]
     return results, time.process_time() - start
-
-
-def damage_rows(scenarios: Sequence[Scenario], keep: Path | None) -> list[Row]:
-    """All rows, in the order of ``scenarios``; those kept are not computed again."""
-    known: dict[Scenario, Row] = {}
-    if keep is not None and keep.exists():
-        for line in keep.read_text().splitlines():
-            row = Row.from_flat(json.loads(line))
-            known[row.scenario] = row
-    for scenario in scenarios:
-        if scenario not in known:
-            known[scenario] = run_scenario(scenario)
-            if keep is not None:
-                with keep.open("a") as lines:
-                    lines.write(json.dumps(known[scenario].flat()) + "\n")
-    return [known[scenario] for scenario in scenarios]
 
 
 def summary(rows: Sequence[Row]) -> dict[str, object]:
@@ -102,11 +84,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="1 and 2 losses only")
     parser.add_argument("--charts", type=Path, help="write PNGs into this directory")
-    parser.add_argument("--out", type=Path, help="write every row as JSON here")
-    parser.add_argument("--rows", type=Path, help="keep scenarios here as they are computed, and take them from here")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    rows = damage_rows([s for s in scenario_list() if not args.quick or s.losses <= 2], args.rows)
+    rows = [run_scenario(s) for s in scenario_list() if not args.quick or s.losses <= 2]
     print(damage_table(rows))
     some = [s for s in scenario_list() if s.pp == 8 and s.losses <= 2]
     ablation = run_ablation(some)
@@ -118,24 +98,21 @@ def main() -> None:
     for name, replicas, days, rate in (("16K", 128, 54.0, "llama3"), ("1M", 7_812, 30.0, "rsc1")):
         results, seconds = fleet_goodput(replicas, days, rate, args.seed)
         print(f"{name} devices, {days:g} days, {rate}; {seconds:.1f} s of CPU\n{goodput_table(results)}")
-        fleets[name] = {"cpu_s": seconds, "results": [asdict(result) for result in results]}
+        fleets[name] = {"cpu_s": seconds, "results": results}
         if args.charts:
             draw_goodput(results, args.charts / f"goodput_{name}.png", f"{name} devices, {days:g} days, {rate}")
     hsdp = side_by_side(seed=args.seed)
     print(f"100K GPUs, one failure per 18 minutes\n{goodput_table(hsdp)}")
     if args.charts:
         draw_scenarios(rows, args.charts / "damage.png")
-    figures: dict[str, object] = {
-        "bench": "simulate_table",
+    print_result("simulate_table", {
         "damage": summary(rows),
         "ablation": ablation,
-        "clocks": {name: asdict(gain) for name, gain in clocks.items()},
+        "clocks": clocks,
         "fleets": fleets,
-        "ft_hsdp": {"arithmetic": arithmetic(), "results": [asdict(result) for result in hsdp]},
-    }
-    if args.out:
-        args.out.write_text(json.dumps({**figures, "rows": [row.flat() for row in rows]}, indent=1))
-    print(json.dumps(figures))
+        "ft_hsdp": {"arithmetic": arithmetic(), "results": hsdp},
+        "rows": [row.flat() for row in rows],
+    })  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """The simulator against tables run with timed waits.
 
-    python -m tools.bench.simulator_error [--unit-ms 100] [--repeat 1]
+    python -m tools.bench.simulator_error [--unit-ms 100]
 
-Eight of the damage table's smaller scenarios; ``--unit-ms`` is how long the
+Ten plans of the damage table's smaller scenarios; ``--unit-ms`` is how long the
 forward of one layer waits. Runs whose waits stretch by more than 2% are refused
 and reported as such. The last line is one JSON object.
 """
@@ -10,7 +10,6 @@ and reported as such. The last line is one JSON object.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator
 from statistics import median
 
@@ -19,6 +18,7 @@ from megatron.elastic.plan.planner import instant_plan, nominal_plan
 from megatron.elastic.plan.steady import steady_plan
 from megatron.elastic.simulate.emulate import MachineTooBusy, emulate
 from megatron.elastic.simulate.scenarios import Scenario, layer_profile, scenario_topology
+from tools.bench._common import print_result
 
 LAYERS = 8
 
@@ -54,8 +54,8 @@ def main() -> None:
         errors.append(abs(run.error))
         rows.append({"case": name, "error": run.error, "dilation": run.dilation})
         print(f"{name:40} error {run.error:+.3%}  dilation {run.dilation:.3%}")
-    result = {"bench": "simulator_error", "rows": rows, "median_error": median(errors) if errors else None}
-    print(json.dumps(result))
+    found = {"median_error": median(errors), "worst_error": max(errors)} if errors else {}
+    print_result("simulator_error", {"rows": rows, **found})
 
 
 if __name__ == "__main__":

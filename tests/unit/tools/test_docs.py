@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron.elastic.config import ElasticConfig, flag_name
+from tools.simulation_docs import rewritten, sections
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
@@ -31,6 +32,11 @@ def test_elastic_flags_that_a_page_names_exist(page: Path) -> None:
     known |= {flag.replace("--elastic-", "--no-elastic-") for flag in known}
     found = set(re.findall(r"--(?:no-)?elastic(?:-[a-z]+)*", page.read_text(encoding="utf-8")))
     assert found - known <= {"--elastic-"}, sorted(found - known)
+
+
+def test_figures_of_the_simulators_page_are_the_recorded_ones() -> None:
+    page = (ROOT / "docs" / "simulation.md").read_text()
+    assert rewritten(page, sections(ROOT / "docs" / "measured")) == page, "run python tools/simulation_docs.py"
 
 
 def test_every_requirement_has_its_reason() -> None:
