@@ -2,7 +2,7 @@
 
     python -m tools.bench.simulator_real [--rounds 3] [--steps 12]
 
-Two ranks throughout, no more than there are cores: otherwise what is measured is how the machine shares them. The
+Two ranks throughout, each on a core of its own: otherwise what is measured is how the machine shares them. The
 executors of six short jobs log when every forward and backward began and ended (waits are not in it). For each job,
 the traces of the *others* give the cost model (``simulate/calibrate.py``): what a piece, an embedding, a layer and the
 head cost, what passes between actions and between ranks, how all that varies. The tables of the job's plan with these
@@ -33,7 +33,7 @@ from megatron.elastic.plan.planner import instant_plan, nominal_plan, uniform_pr
 from megatron.elastic.plan.topology import regular_topology, without_cells
 from megatron.elastic.simulate.calibrate import Between, Job, StepTrace, Work, calibrated
 from tools.bench._common import Spread, median_of, print_result
-from tools.bench._jobs import QUIET, command, faults, finished
+from tools.bench._jobs import QUIET, ROOT, command, faults, finished
 
 WARM_UP = 3
 """Steps not counted, at the start and after a loss."""
@@ -135,7 +135,7 @@ def observed(layout: Layout, steps: int) -> Seen:
     work: dict[int, dict[int, tuple[Work, ...]]] = {}
     with tempfile.TemporaryDirectory(prefix="simulator-") as folder:
         elastic = ("--elastic", "--elastic-event-log", folder, "--elastic-trace", *AS_PLANNED)
-        finished(command(2, *MODEL, *layout.flags(steps), *elastic))
+        finished(command(2, *MODEL, *layout.flags(steps), *elastic, script=str(ROOT / "tools/bench/_own_core.py")))
         for record in read_events(Path(folder)):
             event = record.event
             if isinstance(event, Phases):
