@@ -27,7 +27,7 @@ from dataclasses import replace
 from megatron.elastic.comm.errors import CommTimeout, GenerationChanged
 from megatron.elastic.comm.fabric import Address
 from megatron.elastic.control import env
-from megatron.elastic.control.membership import Activity, Decision, Released
+from megatron.elastic.control.membership import Activity, Decision, Loss, Released
 from megatron.elastic.control.slot import Slot
 from megatron.elastic.control.wire import (
     FrameReader,
@@ -80,6 +80,8 @@ class WorkerMembership:
         self._frozen = 0
         self._decided = 0
         self._decision: Decision | None = None
+        self._untold: tuple[Loss, ...] = ()
+        """Losses of decisions that have come since one was last returned."""
         self._pending: tuple[str, ...] = ()
         self._released = False
         self._drain_asked = False
@@ -146,7 +148,8 @@ class WorkerMembership:
                 if self._released:
                     raise Released
                 if self._decided > decided and self._decision is not None and self._decided == self._frozen:
-                    return self._decision
+                    untold, self._untold = self._untold, ()
+                    return self._decision if first else replace(self._decision, lost=untold)
                 # Who waits to be admitted is not concerned by generations it was not decided into.
                 if self._frozen > promised and not (first and self._decided == 0):
                     raise GenerationChanged(self._frozen)
@@ -258,6 +261,7 @@ class WorkerMembership:
             decision = decision_from_json(as_object(message.get("decision")))
             with self._changed:
                 self._decision, self._decided = decision, decision.generation
+                self._untold += decision.lost
                 self._frozen = max(self._frozen, decision.generation)
                 self._changed.notify_all()
         elif kind == "members":

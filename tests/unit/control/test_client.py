@@ -13,7 +13,7 @@ import pytest
 from megatron.elastic.comm.errors import CommTimeout, GenerationChanged
 from megatron.elastic.comm.fabric import Address
 from megatron.elastic.control.client import NotUnderLauncher, WorkerMembership
-from megatron.elastic.control.membership import Activity, Decision
+from megatron.elastic.control.membership import Activity, Decision, Loss
 from megatron.elastic.control.slot import Slot
 from megatron.elastic.control.wire import FrameReader, Message, decision_to_json, encode
 
@@ -36,9 +36,9 @@ class Agent:
     def tell(self, **message: object) -> None:
         self.socket.sendall(encode(message))
 
-    def decide(self, generation: int, *ranks: int) -> None:
+    def decide(self, generation: int, *ranks: int, lost: tuple[Loss, ...] = ()) -> None:
         members = {rank: Address(rank, 0, "h") for rank in ranks}
-        self.tell(t="decision", decision=decision_to_json(Decision(generation, members, "loss")))
+        self.tell(t="decision", decision=decision_to_json(Decision(generation, members, "loss", lost)))
 
     def answer(self, generation: int, *ranks: int) -> None:
         """Decide once the worker has reported, as an agent does; returns at once."""
@@ -120,6 +120,25 @@ def test_a_decision_already_overtaken_is_never_returned(agent: Agent) -> None:
         assert changed.generation == 2
     agent.answer(2, 1)
     assert agent.worker.decide(HERE, "again", 20).generation == 2
+
+
+def test_losses_of_a_decision_already_overtaken_come_with_the_next_one(agent: Agent) -> None:
+    """Or nobody would tell of them: each decision names what was lost since the one before."""
+    agent.worker.start(lambda generation: None)
+    agent.answer(1, 0, 1, 2, 3)
+    agent.worker.decide(HERE, "", 20)
+    agent.tell(t="freeze", g=2)
+    agent.decide(2, 0, 1, 3, lost=(Loss(2, 0, "h", "signal SIGKILL"),))
+    agent.tell(t="freeze", g=3)
+    while agent.worker.frozen() < 3:
+        time.sleep(0.001)
+    later(lambda: (agent.hear("report"), agent.decide(3, 1, 3, lost=(Loss(0, 0, "h", "signal SIGKILL"),))))
+    assert [loss.rank for loss in agent.worker.decide(HERE, "", 20).lost] == [2, 0]
+    agent.tell(t="freeze", g=4)
+    while agent.worker.frozen() < 4:
+        time.sleep(0.001)
+    agent.answer(4, 1, 3)
+    assert agent.worker.decide(HERE, "", 20).lost == (), "each is told once"
 
 
 def test_in_quiet_times_decide_waits_for_a_freeze_and_then_wants_a_fresh_report(agent: Agent) -> None:
