@@ -80,8 +80,9 @@ class WorkerMembership:
         self._frozen = 0
         self._decided = 0
         self._decision: Decision | None = None
-        self._untold: tuple[Loss, ...] = ()
-        """Losses of decisions that have come since one was last returned."""
+        self._returned = 0
+        """Generation of the decision that was last returned."""
+        self._overlooked: tuple[Loss, ...] = ()
         self._pending: tuple[str, ...] = ()
         self._released = False
         self._drain_asked = False
@@ -148,8 +149,8 @@ class WorkerMembership:
                 if self._released:
                     raise Released
                 if self._decided > decided and self._decision is not None and self._decided == self._frozen:
-                    untold, self._untold = self._untold, ()
-                    return self._decision if first else replace(self._decision, lost=untold)
+                    self._returned = self._decided
+                    return self._decision
                 # Who waits to be admitted is not concerned by generations it was not decided into.
                 if self._frozen > promised and not (first and self._decided == 0):
                     raise GenerationChanged(self._frozen)
@@ -157,6 +158,12 @@ class WorkerMembership:
                 if left <= 0:
                     raise CommTimeout(timeout)
                 self._changed.wait(left)
+
+    def overlooked(self) -> tuple[Loss, ...]:
+        """See :meth:`Membership.overlooked`."""
+        with self._changed:
+            losses, self._overlooked = self._overlooked, ()
+        return losses
 
     def suspect(self, rank: int, why: str) -> None:
         """See :meth:`Membership.suspect`."""
@@ -260,8 +267,9 @@ class WorkerMembership:
         elif kind == "decision":
             decision = decision_from_json(as_object(message.get("decision")))
             with self._changed:
+                if self._decision is not None and self._decided > self._returned:
+                    self._overlooked += self._decision.lost
                 self._decision, self._decided = decision, decision.generation
-                self._untold += decision.lost
                 self._frozen = max(self._frozen, decision.generation)
                 self._changed.notify_all()
         elif kind == "members":

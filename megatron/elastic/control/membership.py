@@ -42,7 +42,7 @@ class Loss:
 
 @dataclass(frozen=True)
 class Decision:
-    """A decided generation; the same in every process, but for losses that some have yet to be told of."""
+    """A decided generation; the same bytes in every process."""
 
     generation: int
     members: Mapping[int, Address]
@@ -88,9 +88,11 @@ class Membership(Protocol):
 
         Raises ``GenerationChanged`` when yet a newer one is frozen meanwhile: call
         again with what is held *then*. The first call of a life joins generation 1
-        (or, for a respawned worker, waits to be admitted). Losses of decisions that a
-        newer FREEZE overtook before they were returned come with the one that is.
+        (or, for a respawned worker, waits to be admitted).
         """
+
+    def overlooked(self) -> tuple[Loss, ...]:
+        """Losses of decisions that a newer FREEZE overtook before :meth:`decide` returned them; each once."""
 
     def suspect(self, rank: int, why: str) -> None:
         """Evidence against ``rank``: a broken link, a failed check. Not yet a loss."""

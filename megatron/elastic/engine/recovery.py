@@ -155,7 +155,7 @@ class Recovery:
         started = time.monotonic()
         decision = self.membership.decide(self.fabric.address(), report.to_text(), self.timeout)
         self.members = tuple(sorted(decision.members.keys() - set(newcomers(decision))))
-        self.untold = (*self.untold, *decision.lost)
+        self.untold = (*self.untold, *self.membership.overlooked(), *decision.lost)
         seconds["decide"] = time.monotonic() - started
         self.injector.enter([at.incarnation for at in decision.members.values()], self.nominal.slots)
         self.injector.reach("in_recovery_decide", step)

@@ -122,7 +122,7 @@ def test_a_decision_already_overtaken_is_never_returned(agent: Agent) -> None:
     assert agent.worker.decide(HERE, "again", 20).generation == 2
 
 
-def test_losses_of_a_decision_already_overtaken_come_with_the_next_one(agent: Agent) -> None:
+def test_losses_of_a_decision_already_overtaken_are_not_forgotten(agent: Agent) -> None:
     """Or nobody would tell of them: each decision names what was lost since the one before."""
     agent.worker.start(lambda generation: None)
     agent.answer(1, 0, 1, 2, 3)
@@ -133,12 +133,14 @@ def test_losses_of_a_decision_already_overtaken_come_with_the_next_one(agent: Ag
     while agent.worker.frozen() < 3:
         time.sleep(0.001)
     later(lambda: (agent.hear("report"), agent.decide(3, 1, 3, lost=(Loss(0, 0, "h", "signal SIGKILL"),))))
-    assert [loss.rank for loss in agent.worker.decide(HERE, "", 20).lost] == [2, 0]
+    assert [loss.rank for loss in agent.worker.decide(HERE, "", 20).lost] == [0]
+    assert [loss.rank for loss in agent.worker.overlooked()] == [2]
     agent.tell(t="freeze", g=4)
     while agent.worker.frozen() < 4:
         time.sleep(0.001)
     agent.answer(4, 1, 3)
-    assert agent.worker.decide(HERE, "", 20).lost == (), "each is told once"
+    agent.worker.decide(HERE, "", 20)
+    assert agent.worker.overlooked() == (), "each is told once"
 
 
 def test_in_quiet_times_decide_waits_for_a_freeze_and_then_wants_a_fresh_report(agent: Agent) -> None:
