@@ -52,10 +52,10 @@ from tools.bench._jobs import QUIET, command, faults, finished
 from tools.bench.comm import connect
 
 WORLD, RANK, AT = 4, 3, 3
-PATIENCE = 6
+PATIENCE = 5
 """Steps from the loss to the movement: one or two make copies anew, the others are quiet."""
-QUIET_AFTER = 5
-STEPS = AT + PATIENCE + 3 + QUIET_AFTER
+STEPS = AT + PATIENCE + 6
+"""One or two of the last six are those of the movement."""
 LINK_BYTES = 64 << 20
 INSIDE = "BENCH_BEHIND_A_SLOW_LINK"
 MODEL = QUIET + shlex.split(f"""

@@ -146,7 +146,7 @@ class Commitment:
         at.admitted = 0
         self._zeros = total.zeros
         at.tools.pool.remember(at.record)
-        self._mover.due = total.ready == total.voters
+        self._mover.voted(total.ready == total.voters)
         self._mover.confirm()
         if total.suspects:
             self._mover.forget()

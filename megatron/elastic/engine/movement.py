@@ -180,10 +180,17 @@ class Streams:
         """Copies taken in so far, uncounted."""
         return {key: copy for part in self._incoming for key, copy in list(part.receiver.blocks.items())}
 
+    def hurry(self) -> None:
+        """What is left is the last steps' gradients, and everybody is about to wait for them."""
+        self._channel.hurry()
+
     def finish(self, version: int) -> None:
         """Bring all added copies to ``version``, at a boundary. Raises ``CommError``, ``TransferError``."""
+        self.hurry()
         for leaving in self._outgoing:
             leaving.finish(version)
+        for leaving in (part for part in self._outgoing if part.error is None):
+            self._channel.drain(leaving.sender.peer)
         for arriving in self._incoming:
             arriving.thread.join()
         self._raise_findings()

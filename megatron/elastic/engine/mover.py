@@ -83,6 +83,12 @@ class Mover:
         at.tools.reach("in_movement_begin", at.record.version)
         return True
 
+    def voted(self, due: bool) -> None:
+        """The vote of a step is known; ``due``: all were ready, and the movement ends at the boundary after it."""
+        self.due = due
+        if due and self._streams is not None:
+            self._streams.hurry()
+
     def switch(self) -> Moved:
         """At a boundary that all ranks agreed on: the new placement is in force from here, unless somebody is lost.
 

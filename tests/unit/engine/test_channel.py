@@ -1,0 +1,76 @@
+"""What moves in the background is never far ahead of its receiver on the link that steps use, and arrives whole."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.elastic.comm import Fabric
+from megatron.elastic.engine.channel import FabricChannel
+from tests.unit.comm.fabric_checks import same, values
+from tests.unit.comm.test_fabric_contract import KINDS, run
+from tools.bench._common import Here
+
+ELEMENTS = 1 << 20
+STEP_TAG = 5
+
+
+def payload(salt: int) -> torch.Tensor:
+    return values(0, ELEMENTS, torch.float32, salt)
+
+
+def one_piece_at_a_time(here: Here, fabric: Fabric) -> None:
+    """Rank 0 streams to rank 1, which takes nothing in until a message of a step has passed."""
+    channel = FabricChannel(fabric, 1, lambda: False)
+    if here.rank == 0:
+        stream = threading.Thread(target=channel.send, args=(1, "state", payload(1)))
+        stream.start()
+        while channel.under_way(1) == 0:
+            time.sleep(0.001)
+        dist.send(torch.ones(8), dst=1, tag=STEP_TAG)
+        assert channel.under_way(1) == 1 and stream.is_alive(), "more was handed over than has been confirmed"
+        stream.join()
+        channel.drain(1)
+        assert channel.under_way(1) == 0
+    elif here.rank == 1:
+        got, passed = torch.empty(ELEMENTS), torch.zeros(8)
+        dist.recv(passed, src=0, tag=STEP_TAG)
+        channel.recv(0, "state", got)
+        same(got, payload(1), "what was streamed")
+
+
+def many_where_everybody_waits(here: Here, fabric: Fabric) -> None:
+    """Both ways at once, long and short messages; hurried half-way, as at a boundary."""
+    channel, peer = FabricChannel(fabric, 2, lambda: False), here.rank ^ 1
+
+    def receive() -> None:
+        for salt in range(4):
+            got = torch.empty(ELEMENTS if salt % 2 else 100)
+            channel.recv(peer, "state", got)
+            same(got, values(peer, got.numel(), torch.float32, salt), salt)
+        received.append(True)
+
+    received: list[bool] = []
+    thread = threading.Thread(target=receive)
+    thread.start()
+    for salt in range(4):
+        if salt == 2:
+            channel.hurry()
+        channel.send(peer, "state", values(here.rank, ELEMENTS if salt % 2 else 100, torch.float32, salt))
+    channel.drain(peer)
+    thread.join()
+    assert received, "the receiving thread failed"
+
+
+def both(here: Here, fabric: Fabric) -> None:
+    one_piece_at_a_time(here, fabric)
+    many_where_everybody_waits(here, fabric)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_streams_beside_steps_keeps_out_of_their_way(kind: str) -> None:
+    run(kind, both)
