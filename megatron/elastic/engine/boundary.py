@@ -69,7 +69,9 @@ class Boundary:
         recut = None if leaving else self._recut()
         if recut is not None:
             at.listener.recut(at.record, at.standing, recut)
-        if recut is not None or at.unsettled or self._holds_state(leaving):
+        # Some hear of a loss between steps, others in one: the first boundary that is the same for all follows a vote.
+        together = at.record.version > at.settled_at
+        if recut is not None or (at.unsettled and together) or self._holds_state(leaving):
             target = None if recut is None else recut.target
             begun = self._mover.begin(at.recovery.movement(at.standing, target, leaving))
             at.unsettled = False
