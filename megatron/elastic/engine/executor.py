@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron.elastic.config import ConfigError
-from megatron.elastic.engine.port import ROW_DIM, DeferredWeights, ForwardStep, LossOutput, ModelPort
+from megatron.elastic.engine.port import ROW_DIM, DeferredWeights, ForwardStep, LossOutput, ModelPort, place_of
 from megatron.elastic.engine.transport import BoundaryTransport, Receipt
 from megatron.elastic.observe.timeline import Timeline
 from megatron.elastic.plan.model import Action, Cell, Edge, Op, Piece, Plan
@@ -200,7 +200,7 @@ class Executor:
         grad_mode = nullcontext() if work.training else torch.no_grad()
         splittable = self._port.deferring(piece) if work.training and piece.id in self._split else nullcontext()
         with work.scope(piece), grad_mode, splittable, _timed(action, piece, work, result):
-            place = _place(piece, self._port.compute_units)
+            place = place_of(piece.first, piece.end, self._port.compute_units)
             output = self._port.forward(work.forward_step, piece, place, source, work.batches(piece))
         if isinstance(output, LossOutput):
             _record(output, piece, result)
@@ -281,12 +281,6 @@ def _timed(action: Action, piece: Piece, work: Work, result: PassResult) -> Iter
 
 def _positions(edge: Edge, backward: bool) -> tuple[int, ...]:
     return edge.source_at if backward else edge.target_at
-
-
-def _place(piece: Piece, units: int) -> tuple[int, int]:
-    """(position, count) of a piece in the shortest pipeline that has such a one."""
-    before, after = int(piece.first > 0), int(piece.end < units)
-    return before, before + 1 + after
 
 
 def _record(output: LossOutput, piece: Piece, result: PassResult) -> None:

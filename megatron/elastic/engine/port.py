@@ -21,7 +21,7 @@ import torch
 from megatron.elastic.plan.model import Piece
 from megatron.elastic.state.layout import ParamSpec
 
-__all__ = ["ROW_DIM", "DeferredWeights", "ForwardStep", "LossOutput", "ModelPort", "UnitParameter"]
+__all__ = ["ROW_DIM", "DeferredWeights", "ForwardStep", "LossOutput", "ModelPort", "UnitParameter", "place_of"]
 
 ROW_DIM = 1
 
@@ -123,3 +123,9 @@ class ModelPort(Protocol):
 
     def train(self, mode: bool) -> None:
         """Switch dropout and the like on or off."""
+
+
+def place_of(first: int, end: int, units: int) -> tuple[int, int]:
+    """(position, count) of units ``[first, end)`` of ``units`` in the shortest pipeline that has such a stage."""
+    before, after = int(first > 0), int(end < units)
+    return before, before + 1 + after

@@ -28,6 +28,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from megatron.core.utils import get_pg_rank
 
+from megatron.elastic.engine.port import place_of
 from megatron.elastic.mcore.stage import GroupStandIn
 
 __all__ = ["Anatomy", "unwrapped"]
@@ -52,7 +53,7 @@ class Anatomy:
         self._shapes = [(parameter, parameter.shape) for parameter in self._inner.parameters()]
         self._segments: dict[tuple[int, int], torch.nn.Module] = {}
         # Not the chunk itself: its wrapper would ask the pipeline group, which may have lost members, where it stands.
-        self._launched = self._wrapped(self._inner, _stage(min(self._born), max(self._born) + 1, self.units))
+        self._launched = self._wrapped(self._inner, min(self._born), max(self._born) + 1)
         self._training = True
 
     @property
@@ -178,10 +179,10 @@ class Anatomy:
         for attribute in ("embedding_activation_buffer", "grad_output_buffer"):
             if not hasattr(model, attribute):
                 setattr(model, attribute, None)
-        return self._wrapped(model, _stage(first, end, self.units))
+        return self._wrapped(model, first, end)
 
-    def _wrapped(self, model: Any, stage: GroupStandIn) -> torch.nn.Module:
-        """``model`` inside what Megatron wrapped its own chunk in (conversion to 16 bits happens at the ends)."""
+    def _wrapped(self, model: Any, first: int, end: int) -> torch.nn.Module:
+        """Units ``[first, end)`` inside what Megatron wrapped its own chunk in (16 bits are converted at the ends)."""
         wrappers, at = [], self._chunk
         while hasattr(at, "module"):
             wrappers.append(at)
@@ -190,7 +191,7 @@ class Anatomy:
             model = _copy_with(wrapper, module=model)
             if getattr(model, "pg_collection", None) is not None:
                 model.pg_collection = copy.copy(model.pg_collection)
-                model.pg_collection.pp = stage
+                model.pg_collection.pp = GroupStandIn(*place_of(first, end, self.units))
         return model  # type: ignore[no-any-return]
 
     # -- building ------------------------------------------------------------------
@@ -293,12 +294,6 @@ def _units_of(model: Any, count: int) -> dict[int, Modules]:
         if model.decoder.final_layernorm is not None:
             units[count - 1] = {"decoder.final_layernorm": model.decoder.final_layernorm, **units[count - 1]}
     return units
-
-
-def _stage(first: int, end: int, units: int) -> GroupStandIn:
-    """Whether units ``[first, end)`` begin and end the model of ``units``, in the terms of a pipeline group."""
-    before, after = int(first > 0), int(end < units)
-    return GroupStandIn(before, before + 1 + after)
 
 
 def _copy_with(original: Any, /, **children: torch.nn.Module | None) -> Any:
