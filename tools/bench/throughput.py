@@ -34,8 +34,9 @@ from tools.bench._jobs import LAUNCH, ROOT, faults, finished
 MAX_DILATION = 0.02
 BEFORE, AFTER = 1, 1
 """Measured steps on either side of the loss; one more warms up. Waits are timed, so that few tell as much as many."""
-SETTLING = 1
-"""Steps after the loss in which copies are made anew; neither measured nor hidden (``unsettled_s``)."""
+SETTLING = 3
+"""Steps after the loss in which copies are made anew: they begin to move after the vote of the interrupted step, and
+count two or three boundaries later. Neither measured nor hidden (``unsettled_s``)."""
 
 SMALL = tuple(
     Case(Scenario(2, 4, 8, 1, "spread", waves=4), policy) for policy in ("elaswave-split", "recycle-split", "torchft")
@@ -95,8 +96,12 @@ def emulate(case: Case) -> Emulation:
     with tempfile.TemporaryDirectory(prefix="emulation-") as name:
         folder = Path(name)
         _launch(case, steps, folder)
-        committed = [record for record in read_events(folder) if record.kind == "step"]
+        events = read_events(folder)
         waits = {int(p.stem.split("-")[1]): json.loads(p.read_text()) for p in folder.glob("waits-*.json")}
+    committed = [record for record in events if record.kind == "step"]
+    unsettled = [record.fields["step"] for record in events if record.kind == "movement"]
+    if max(unsettled, default=0) >= steps - AFTER:
+        raise RuntimeError(f"copies were still on their way in the measured steps: they counted after {unsettled}")
     reporter = min(waits)
     walls = [ended - started for started, ended, _, _ in waits[reporter]]
     rows = {record.fields["step"]: record.fields["computed"] for record in committed}
