@@ -156,6 +156,7 @@ ROWS: tuple[Row, ...] = (
             "needs a special build of torch.distributed"),
     _switch("record_memory_history", "--record-memory-history", ("cuda",), _LEAVE_OUT,
             "records the CUDA allocator's history"),
+    _switch("log_energy", "--log-energy", ("cuda",), _LEAVE_OUT, "read from NVIDIA's management library"),
     Row("async_strategy", "--async-strategy", (_NVRX,), _is("nvrx"), "mcore", "--async-strategy mcore",
         "nvidia-resiliency-ext is not installed: megatron.core writes asynchronous checkpoints itself"),
 )
@@ -202,6 +203,7 @@ ELASTIC_ROWS: tuple[Row, ...] = (
     Row("rerun_mode", "--rerun-mode", (_STEP,), _is("validate_results", "report_stats"), "disabled",
         "--rerun-mode disabled", "re-runs Megatron's own step to tell a faulty GPU"),
     _unused("log_straggler", "--log-straggler", "times Megatron's own step; the engine profiles each rank"),
+    _unused("log_energy", "--log-energy", "adds up over all ranks beside the step; the engine's events tell of power"),
 )
 """Accepted with ``--elastic`` and one line each: hardware tuning, or replaced by the engine's own."""
 
