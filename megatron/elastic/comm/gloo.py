@@ -11,7 +11,8 @@ Three things gloo does not give are made here.
   on a group waits for it. (gloo's lazy connections would wait for nobody, but
   hang or abort the process when several operations start at once.)
 - *Waking*: :meth:`GlooFabric.interrupt` shuts this process's own gloo sockets
-  down (:mod:`megatron.elastic.comm.sockets`) until nothing waits any more.
+  down (:mod:`megatron.elastic.comm.sockets`) until nothing waits any more. A wait
+  that gloo then forgets ends by itself (:mod:`megatron.elastic.comm.gloo_wait`).
 - *Who died*: gloo's error names no rank. Every fabric keeps a listening socket;
   a member whose socket refuses is gone. A broken link to a member that is there
   usually means that it was interrupted first, so our own interruption is
@@ -36,9 +37,10 @@ from megatron.elastic.comm.errors import CommError, CommTimeout, GenerationChang
 from megatron.elastic.comm.fabric import Address, BlockRange, EditReport, Fabric
 from megatron.elastic.comm.gloo_build import Build, bury
 from megatron.elastic.comm.gloo_group import GlooGroup
+from megatron.elastic.comm.gloo_wait import Waiters
 from megatron.elastic.comm.guarded_store import GuardedStore
 from megatron.elastic.comm.seating import Seating
-from megatron.elastic.comm.sockets import Endpoint, Liveness, created_listener, refused, shut_connections
+from megatron.elastic.comm.sockets import Endpoint, Liveness, created_listener, refused, shut_connections, still_open
 
 __all__ = ["GlooFabric"]
 
@@ -92,6 +94,8 @@ class GlooFabric(Fabric):
         self._builds: dict[GlooGroup, Build] = {}
         self._waits: dict[int, tuple[int, ...]] = {}
         self._unseen: set[int] = set()
+        self._shut: set[int] = set()
+        self.waiters = Waiters()
         slots_tuple = tuple(range(slots))
         self._world_slots = None if dense_world else slots
         self._world = GlooGroup(self, WORLD_ROLE, slots_tuple, self._seating(slots_tuple, self._world_slots))
@@ -199,7 +203,10 @@ class GlooFabric(Fabric):
     def inner(self, group: GlooGroup) -> tuple[Any, Seating]:
         """The gloo group of this generation, once its members have made theirs."""
         build = self._await(group)
-        return build.inner, build.seating
+        inner = build.inner
+        if inner is None:  # an edit began since
+            raise GenerationChanged(max(self._frozen, self.generation))
+        return inner, build.seating
 
     def _begin(self, group: GlooGroup) -> Build:
         """Start to connect ``group`` aside (with ``_lock`` held)."""
@@ -259,6 +266,14 @@ class GlooFabric(Fabric):
         finally:
             self._waits.pop(me, None)
 
+    def void(self, generation: int) -> bool:
+        """Whether ``generation`` is over and gloo has closed what was shut, so that it writes to no tensor any more."""
+        if max(self._frozen, self.generation) <= generation:
+            return False
+        with self._lock:
+            self._shut = still_open(self._shut)
+            return not self._shut
+
     def translate(self, error: BaseException, peers: tuple[int, ...], generation: int, seconds: float) -> CommError:
         """gloo says only that a connection broke or time ran out; find out what that means."""
         text = str(error)
@@ -303,7 +318,7 @@ class GlooFabric(Fabric):
 
     def _shut_sockets(self) -> None:
         peers = [_at(address, "gloo") for address in list(self._members.values())]
-        shut_connections({self._listener, *peers})
+        self._shut |= shut_connections({self._listener, *peers})
 
     # -- building -----------------------------------------------------------
 
@@ -356,6 +371,7 @@ class GlooFabric(Fabric):
             if group is not self._world:
                 registry.unregister(group)
         self._groups.clear()
+        self.waiters.close()
         self._liveness.close()
 
 

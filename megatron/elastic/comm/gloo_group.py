@@ -20,6 +20,7 @@ import torch.distributed as dist
 from megatron.elastic.comm.call_arguments import Op, broadcast_in, op_in, options_in, tensor_list
 from megatron.elastic.comm.errors import CommError, PeerLost
 from megatron.elastic.comm.gloo_tensors import Movable, Reducible
+from megatron.elastic.comm.gloo_wait import Waiters, await_collective
 from megatron.elastic.comm.gloo_work import GlooWork, Waits
 from megatron.elastic.comm.reconfigure import Driven, Reconfigurable
 from megatron.elastic.comm.registry import group_name
@@ -34,6 +35,7 @@ class Host(Waits, Reconfigurable, Protocol):
     """What a group needs from its fabric."""
 
     timeout: float
+    waiters: Waiters
 
     def inner(self, group: GlooGroup) -> tuple[Any, Seating]:
         """The gloo group of the present generation; raises ``GenerationChanged`` when one is frozen."""
@@ -279,27 +281,29 @@ class GlooGroup(Driven, dist.ProcessGroup):
         inner, seating = self._host.inner(self)
         item = Movable(tensor_list(tensors)[0])
         peer = self._peer(seating, dst)
-        works = [inner.send([item.data], peer, tag)] if item.data.numel() else []
-        return self._work(works, seating, [item.tensor], None, (seating.living[peer],))
+        peers = (seating.living[peer],)
+        return self._message(lambda: inner.send([item.data], peer, tag), seating, item, peers, None)
 
     def recv(self, tensors: Any, src: int, tag: int = 0) -> dist.Work:
         inner, seating = self._host.inner(self)
         item = Movable(tensor_list(tensors)[0])
         peer = self._peer(seating, src)
-        works = [inner.recv([item.data], peer, tag)] if item.data.numel() else []
-        return self._work(works, seating, [item.tensor], item.finish, (seating.living[peer],))
+        peers = (seating.living[peer],)
+        return self._message(lambda: inner.recv([item.data], peer, tag), seating, item, peers, item.finish)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> dist.Work:
         inner, seating = self._host.inner(self)
         item = Movable(tensor_list(tensors)[0])
-        work = inner.recv_anysource([item.data], tag)
-        return self._work(
-            [work],
-            seating,
-            [item.tensor],
-            item.finish,
-            source=lambda: seating.seats()[work._source_rank()],
-        )
+        begun: list[dist.Work] = []
+
+        def begin() -> dist.Work:
+            begun.append(inner.recv_anysource([item.data], tag))
+            return begun[0]
+
+        def source() -> int:
+            return seating.seats()[begun[0].source_rank()]
+
+        return self._message(begin, seating, item, _others(seating), item.finish, source)
 
     # -- synchronisation ----------------------------------------------------
 
@@ -342,18 +346,33 @@ class GlooGroup(Driven, dist.ProcessGroup):
             dead = self.members[beyond] if 0 <= beyond < len(self.members) else group_rank
         raise PeerLost(dead, f"not a living member of {self.role!r}")
 
-    def _work(
+    def _message(
         self,
-        works: Sequence[dist.Work],
+        begin: Callable[[], dist.Work],
         seating: Seating,
-        result: Tensors,
+        item: Movable,
+        peers: tuple[int, ...],
         finish: Callable[[], None] | None,
-        peers: tuple[int, ...] | None = None,
         source: Callable[[], int] | None = None,
     ) -> GlooWork:
-        if peers is None:
-            peers = tuple(rank for rank in seating.living if rank != seating.living[seating.own])
-        return GlooWork(self._host, works, peers, seating.generation, self._host.timeout, result, finish, source)
+        """Begin a message. gloo refuses at once where the connection is closed already."""
+        host = self._host
+        try:
+            works = [begin()] if item.data.numel() or source else []
+        except RuntimeError as error:
+            raise host.translate(error, peers, seating.generation, host.timeout) from error
+        wait = host.waiters.await_message
+        return GlooWork(host, wait, works, peers, seating.generation, host.timeout, [item.tensor], finish, source)
+
+    def _work(
+        self, works: Sequence[dist.Work], seating: Seating, result: Tensors, finish: Callable[[], None] | None
+    ) -> GlooWork:
+        host, peers = self._host, _others(seating)
+        return GlooWork(host, await_collective, works, peers, seating.generation, host.timeout, result, finish)
+
+
+def _others(seating: Seating) -> tuple[int, ...]:
+    return tuple(rank for rank in seating.living if rank != seating.living[seating.own])
 
 
 def _taking(item: Reducible, output: torch.Tensor, start: int, stop: int) -> Callable[[], None]:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from megatron.elastic.comm.errors import CommError
 
-__all__ = ["GlooWork", "Waits"]
+__all__ = ["GlooWork", "UntilDone", "Waits"]
 
 
 class Waits(Protocol):
@@ -27,16 +27,27 @@ class Waits(Protocol):
     def waiting(self, peers: tuple[int, ...], generation: int) -> AbstractContextManager[None]:
         """Publish, for as long as it lasts, that this thread is blocked on ``peers`` in ``generation``."""
 
+    def void(self, generation: int) -> bool:
+        """Whether nothing that was begun in ``generation`` can arrive any more."""
+
     def translate(self, error: BaseException, peers: tuple[int, ...], generation: int, seconds: float) -> CommError:
         """The typed form of gloo's ``RuntimeError``."""
 
 
+UntilDone = Callable[[dist.Work, timedelta, Callable[[], bool]], None]
+"""Returns when a work is done, within a time; ends early when the last argument says that it is void."""
+
+
 class GlooWork(dist.Work):
-    """``inner`` works of one collective that began in ``generation`` and waits for global ranks ``peers``."""
+    """``inner`` works of one operation that began in ``generation`` and waits for global ranks ``peers``.
+
+    ``until_done`` waits for one of them (:mod:`megatron.elastic.comm.gloo_wait`).
+    """
 
     def __init__(
         self,
         waits: Waits,
+        until_done: UntilDone,
         inner: Sequence[dist.Work],
         peers: tuple[int, ...],
         generation: int,
@@ -47,6 +58,7 @@ class GlooWork(dist.Work):
     ) -> None:
         super().__init__()
         self._waits = waits
+        self._until_done = until_done
         self._inner = list(inner)
         self._peers = peers
         self._generation = generation
@@ -68,7 +80,7 @@ class GlooWork(dist.Work):
         try:
             with self._waits.waiting(self._peers, self._generation):
                 for work in self._inner:
-                    work.wait(allowed)  # without a time, c10d waits for ever
+                    self._until_done(work, allowed, lambda: self._waits.void(self._generation))
         except CommError as error:
             self._error = error
             raise

@@ -20,7 +20,7 @@ import socket
 from collections.abc import Callable, Collection
 from typing import TypeVar
 
-__all__ = ["Endpoint", "Liveness", "created_listener", "refused", "shut_connections"]
+__all__ = ["Endpoint", "Liveness", "created_listener", "refused", "shut_connections", "still_open"]
 
 Endpoint = tuple[str, int]
 """(numeric host, port)."""
@@ -47,18 +47,23 @@ def created_listener(create: Callable[[], T], attempts: int = 8) -> tuple[T, End
     raise RuntimeError("could not tell gloo's listening socket from others opened at the same time")
 
 
-def shut_connections(listeners: Collection[Endpoint]) -> int:
-    """Shut down every connection of this process with one end at one of ``listeners``; how many there were."""
+def shut_connections(listeners: Collection[Endpoint]) -> set[int]:
+    """Shut down every connection of this process with one end at one of ``listeners``; their inodes."""
 
-    def shut(sock: socket.socket) -> bool:
+    def shut(sock: socket.socket) -> int | None:
         if sock.family not in (socket.AF_INET, socket.AF_INET6):
-            return False
+            return None
         if _endpoint(sock.getpeername()) not in listeners and _endpoint(sock.getsockname()) not in listeners:
-            return False
+            return None
         sock.shutdown(socket.SHUT_RDWR)
-        return True
+        return _inode(sock)
 
-    return sum(1 for fd in _descriptors() if _look(fd, shut))
+    return {inode for fd in _descriptors() if (inode := _look(fd, shut)) is not None}
+
+
+def still_open(sockets: Collection[int]) -> set[int]:
+    """Those of ``sockets`` (inodes) of which this process has a descriptor: gloo may still read what they hold."""
+    return {inode for fd in _descriptors() if (inode := _look(fd, _inode)) is not None and inode in sockets}
 
 
 def refused(endpoint: Endpoint, timeout: float) -> bool:
@@ -110,6 +115,10 @@ def _descriptors() -> list[int]:
     """What is open, that of the listing itself left out: its number is the next one to be given away."""
     folder = "/proc/self/fd"
     return [int(name) for name in os.listdir(folder) if os.path.lexists(f"{folder}/{name}")]
+
+
+def _inode(sock: socket.socket) -> int:
+    return os.fstat(sock.fileno()).st_ino
 
 
 def _is_listening(sock: socket.socket) -> bool:

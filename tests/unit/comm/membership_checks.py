@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -312,6 +315,67 @@ def interruption_ends_every_kind_of_wait(here: Here, fabric: Fabric) -> None:
     assert bool((untouched == -1.0).all())
 
 
+def interruption_ends_what_is_half_way(here: Here, fabric: Fabric) -> None:
+    """Ranks 1 and 3 are stopped with a message on its way to them: first its sender is interrupted, then its receiver.
+
+    The sender's connections break under the message, so that of what rank 1 and 3 have of it the rest never comes.
+    """
+    count = 1 << 24  # much more than a link buffers
+    pids = here.exchange("pids", os.getpid(), WORLD)
+    tensor = torch.full((count,), float(here.rank))
+    pair = fabric.group("pair", (0, 1) if here.rank < 2 else (2, 3))
+    dist.barrier(group=pair)
+    begin = {
+        0: lambda: dist.isend(tensor, dst=1, group=pair),
+        1: lambda: dist.irecv(tensor, src=0, group=pair),
+        2: lambda: dist.broadcast(tensor, src=2, group=pair, async_op=True),
+        3: lambda: dist.broadcast(tensor, src=2, group=pair, async_op=True),
+    }[here.rank]
+    other = here.rank ^ 1
+    if here.rank in (0, 2):
+        _await(lambda: _is_stopped(pids[other]))
+        ended = _ended_by_an_interruption(fabric, begin())
+        os.kill(pids[other], signal.SIGCONT)
+    else:
+        work = begin()
+        time.sleep(0.1)  # a collective tells the other that it is here in a thread of its own
+        os.kill(os.getpid(), signal.SIGSTOP)
+        ended = _ended_by_an_interruption(fabric, work)
+    assert ended == "GenerationChanged 2", (here.rank, ended)
+    here.exchange("all woken", True, WORLD)
+
+
+def _ended_by_an_interruption(fabric: Fabric, work: dist.Work | None) -> str:
+    assert work is not None
+    ended = ["not ended"]
+
+    def run() -> None:
+        try:
+            work.wait()
+            ended[0] = "completed"
+        except CommError as error:
+            ended[0] = f"{type(error).__name__} {getattr(error, 'generation', error)}"
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    _await(lambda: bool(fabric.waiting_for()) or not thread.is_alive())
+    time.sleep(0.2)  # as much of it as can be on its way is
+    fabric.interrupt(2)
+    thread.join(timeout=10)  # the wait's own time-out is 20 s
+    return ended[0]
+
+
+def _is_stopped(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+def _await(reached: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not reached():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
 def alone(fabric: Fabric) -> None:
     """Rank 2 of 4 before its first edit (not run by :data:`CHECKS`)."""
     assert (dist.get_rank(), dist.get_world_size(), fabric.alive, fabric.generation) == (2, 4, (2,), 0)
@@ -347,6 +411,7 @@ CHECKS: tuple[Check, ...] = (
     old_edits_are_refused,
     who_waits_for_whom_is_published,
     interruption_ends_every_kind_of_wait,
+    interruption_ends_what_is_half_way,
 )
 
 REPLACING_CHECKS = (edits_keep_every_object,)
