@@ -62,8 +62,13 @@ def summary(rows: Sequence[Row]) -> dict[str, object]:
         "least_share_of_bound": min(row.elaswave / row.bound for row in rows),
         "least_share_of_bound_1f1b": min(row.elaswave_1f1b / row.bound_1f1b for row in rows),
         "best_share_of_work_bound": max(row.elaswave / row.work_bound for row in rows),
+        "recycle_ahead": [
+            {**asdict(row.scenario), "ratio": row.peers["recycle"] / row.elaswave}
+            for row in rows
+            if row.peers["recycle"] > row.elaswave
+        ],
     }
-    for name in ("recycle", "torchft", "torchft-batch", "mindspeed"):
+    for name in ("recycle", "recycle-barrier", "torchft", "torchft-batch", "mindspeed"):
         ratios = [row.elaswave / row.peers[name] for row in rows if row.peers[name] > 0]
         result[name] = {
             "least": min(ratios),

@@ -5,12 +5,16 @@ regular interleaved ones Megatron's interleaved order, so that an undisturbed
 job runs what Megatron runs. Anything else is list-scheduled with several
 memory caps and preferences, and the fastest result is kept (ties: the first,
 which holds least). Deterministic.
+
+Which is fastest is asked of one step from a common beginning; who judges orders
+otherwise (``policy``: steps that overlap) tries them all (:data:`ORDERINGS`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from megatron.elastic.plan.cost import Costs, held_bytes, unit_sums
 from megatron.elastic.plan.listing import Listing, Scheduler
@@ -28,7 +32,7 @@ from megatron.elastic.plan.schedule import (
 from megatron.elastic.plan.timing import walk
 from megatron.elastic.plan.topology import living_replicas
 
-__all__ = ["Ordered", "Work", "compute_orders", "memory_rows", "row_caps"]
+__all__ = ["ORDERINGS", "Ordered", "Ordering", "Work", "compute_orders", "memory_rows", "row_caps"]
 
 
 @dataclass(frozen=True)
@@ -80,6 +84,25 @@ def compute_orders(group: Sequence[int], work: Work, split_backward: bool) -> Or
     if late is not None and least <= best.makespan:
         return Ordered(late, least)
     return Ordered(best, None if best.forced else best.makespan)
+
+
+def _listed(group: Sequence[int], work: Work, split_backward: bool, *, room: int, forward_first: bool) -> Ordered:
+    """One list schedule under the caps number ``room``: the two of :func:`row_caps`, then all that memory leaves."""
+    scheduler = Scheduler(group, work.pieces, work.edges, work.index, work.waves, work.costs)
+    caps = row_caps(group, work)
+    full = {cell: max(1, work.limit[cell]) for cell in caps[0]}
+    found = scheduler.run((caps[0], caps[-1], full)[room], split_backward, forward_first)
+    return Ordered(found, None if found.forced else found.makespan)
+
+
+Ordering = Callable[[Sequence[int], Work, bool], Ordered]
+"""(group, work, split the backward) → compute orders of the group's cells."""
+
+ORDERINGS: tuple[Ordering, ...] = (
+    compute_orders,
+    *(partial(_listed, room=room, forward_first=first) for room in range(3) for first in (True, False)),
+)
+"""Every way to order a group, the one for single steps first."""
 
 
 def _even(stages: Sequence[tuple[int, list[int]]], costs: Costs) -> bool:

@@ -33,7 +33,7 @@ from megatron.elastic.plan.dataflow import (
     split_rows,
 )
 from megatron.elastic.plan.model import Action, Op, Plan, Profile, Segment, Topology, UnitCost
-from megatron.elastic.plan.orders import Ordered, Work, compute_orders, memory_rows
+from megatron.elastic.plan.orders import Ordered, Ordering, Work, compute_orders, memory_rows
 from megatron.elastic.plan.partition import Model, PipelineTime, Place, share_out
 from megatron.elastic.plan.schedule import EdgeIndex, Step, components, index_edges, tables_from_orders
 from megatron.elastic.plan.timing import walk
@@ -106,8 +106,9 @@ def draft_instant(
     mix_microbatches: bool = False,
     split_backward: bool = False,
     cut_microbatches: bool = False,
+    ordering: Ordering = compute_orders,
 ) -> Draft:
-    """:func:`instant_plan` with its time, before its tables are written."""
+    """:func:`instant_plan` with its time, before its tables are written; another ``ordering``, other tables."""
     _check_topology(topology, profile)
     work, quotas = _work(profile), speed_quotas(topology, profile, cut_microbatches)
     if quotas is not None and cut_microbatches:
@@ -118,7 +119,7 @@ def draft_instant(
         shares = reroute(topology, work, homes)
     else:
         shares = resize(topology, work, homes, mix_microbatches)
-    return _drafted(topology, profile, shares, split_backward, (dataflow,))
+    return _drafted(topology, profile, shares, split_backward, (dataflow,), ordering)
 
 
 def _work(profile: Profile) -> list[int]:
@@ -195,14 +196,19 @@ def _tables(groups: Iterable[Ordered], index: EdgeIndex) -> tuple[tuple[int, tup
 
 
 def _drafted(
-    topology: Topology, profile: Profile, shares: Iterable[Share], split_backward: bool, labels: tuple[str, ...]
+    topology: Topology,
+    profile: Profile,
+    shares: Iterable[Share],
+    split_backward: bool,
+    labels: tuple[str, ...],
+    ordering: Ordering = compute_orders,
 ) -> Draft:
     pieces, waves = number_pieces(shares)
     edges = piece_edges(pieces)
     index = index_edges(pieces, edges)
     costs = plan_costs(pieces, edges, topology.cells, profile)
     work = Work(pieces, edges, index, waves, costs, memory_rows(pieces, topology, profile))
-    groups = tuple(compute_orders(group, work, split_backward) for group in components(pieces, edges))
+    groups = tuple(ordering(group, work, split_backward) for group in components(pieces, edges))
     known = max((group.makespan for group in groups if group.makespan is not None), default=0)
     untimed = _tables((group for group in groups if group.makespan is None), index)
     replicas = living_replicas(topology)

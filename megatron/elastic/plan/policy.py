@@ -7,9 +7,10 @@ are compared on the same tables and costs, each in its best light:
 
 * ``elaswave``: four axes (DESIGN §7); :class:`DecisionOptions` switches them off.
 * ``recycle`` (arXiv 2405.14009): whole micro-batches rerouted to peers that hold
-  the stage, backward split into input and weight gradient, nothing moves. Its
-  staggered optimizer lets steps overlap; ``ideal_ns`` is the limit of that, the
-  work of the busiest cell.
+  the stage, backward split into input and weight gradient, nothing moves. Stages
+  step their optimizers by themselves, so that steps overlap: ``step_ns`` is what a
+  step takes then (``stagger``), ``ideal_ns`` the limit of it, the work of the
+  busiest cell.
 * ``torchft``: a replica that lost a cell is dropped; the batch shrinks
   (``torchft``) or the others take its micro-batches (``torchft-batch``).
 * ``mindspeed``: a lost DP domain's micro-batches go to the others, once; a second
@@ -31,7 +32,9 @@ from megatron.elastic.plan.cost import plan_costs
 from megatron.elastic.plan.dataflow import PlanError
 from megatron.elastic.plan.graph import GraphOptions, Shape, candidate_shapes
 from megatron.elastic.plan.model import Plan, Profile, Topology
-from megatron.elastic.plan.planner import instant_plan
+from megatron.elastic.plan.orders import ORDERINGS
+from megatron.elastic.plan.planner import draft_instant
+from megatron.elastic.plan.stagger import regime
 from megatron.elastic.plan.steady import DecisionOptions, Move, decide, shape_plan
 from megatron.elastic.plan.timing import execute
 
@@ -143,18 +146,31 @@ class ElasWave:
 
 @dataclass(frozen=True)
 class ReCycle:
-    """Reroute with decoupled backward; every step waits for the busiest stage."""
+    """Reroute with decoupled backward and staggered optimizer, each of which can be left out.
+
+    Tables are chosen for what steps take: one after the other, or ``staggered``.
+    """
 
     split_backward: bool = True
+    staggered: bool = True
 
     def respond(self, topology: Topology, profile: Profile) -> Outcome:
         try:
-            plan = instant_plan(topology, profile, "reroute", split_backward=self.split_backward)
+            plan, step = self._fastest(topology, profile)
         except PlanError:
             return STOPPED
-        run = execute(plan, plan_costs(plan.pieces, plan.edges, plan.cells, profile))
-        rows = topology.grid.global_batch_size
-        return Outcome(plan, run.makespan, rows, ideal_ns=max(run.busy.values()), instant=plan, instant_ns=run.makespan)
+        busiest = max(execute(plan, plan_costs(plan.pieces, plan.edges, plan.cells, profile)).busy.values())
+        return Outcome(plan, step, topology.grid.global_batch_size, ideal_ns=busiest, instant=plan, instant_ns=step)
+
+    def _fastest(self, topology: Topology, profile: Profile) -> tuple[Plan, int]:
+        if not self.staggered:
+            draft = draft_instant(topology, profile, "reroute", split_backward=self.split_backward)
+            return draft.plan, draft.time_ns
+        plans = [
+            draft_instant(topology, profile, "reroute", split_backward=self.split_backward, ordering=ordering).plan
+            for ordering in ORDERINGS
+        ]
+        return min(((plan, regime(plan, profile, topology.tied).period_ns) for plan in plans), key=lambda one: one[1])
 
 
 @dataclass(frozen=True)

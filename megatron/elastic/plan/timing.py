@@ -12,7 +12,7 @@ choose between plans.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron.elastic.plan.cost import Costs, PieceCost, plan_costs
@@ -64,11 +64,19 @@ def execute(plan: Plan, costs: Costs, record: bool = False) -> Timeline:
     return walk(plan.tables, costs, record)
 
 
-def walk(lines: Iterable[tuple[int, Sequence[Action]]], costs: Costs, record: bool = False) -> Timeline:
-    """Run some (cell, table) lines that need no others. Raises ``ValueError`` if they deadlock."""
+def walk(
+    lines: Iterable[tuple[int, Sequence[Action]]],
+    costs: Costs,
+    record: bool = False,
+    begins: Mapping[int, int] | None = None,
+) -> Timeline:
+    """Run some (cell, table) lines that need no others, each from ``begins[cell]`` ns on (0 unless given).
+
+    Raises ``ValueError`` if they deadlock.
+    """
     tables = dict(lines)
     at = dict.fromkeys(tables, 0)
-    now = dict.fromkeys(tables, 0)
+    now = {cell: begins[cell] for cell in tables} if begins else dict.fromkeys(tables, 0)
     busy = dict.fromkeys(tables, 0)
     arrival: dict[tuple[Op, int], int] = {}
     waiting: dict[tuple[Op, int], int] = {}

@@ -47,7 +47,8 @@ __all__ = ["damage_table", "goodput_table", "main"]
 def damage_table(rows: Sequence[Row]) -> str:
     """The damage table as text (relative throughput; 0: stopped)."""
     head = (
-        "  DP  PP lay. loss pattern       elaswave  bound | 1F1B   best | recycle  ideal torchft  batch minds. | kind"
+        "  DP  PP lay. loss pattern       elaswave  bound | 1F1B   best | recycle barrier  ideal "
+        "torchft  batch minds. | kind"
     )
     lines = [head]
     for row in rows:
@@ -55,7 +56,7 @@ def damage_table(rows: Sequence[Row]) -> str:
         lines.append(
             f"{s.dp:4}{s.pp:4}{s.layers:5}{s.losses:5} {s.pattern:12}"
             f"{row.elaswave:10.3f}{row.bound:7.3f} |{row.elaswave_1f1b:5.3f}{row.bound_1f1b:7.3f} |"
-            f"{p['recycle']:8.3f}{row.ideal_reroute:7.3f}{p['torchft']:8.3f}{p['torchft-batch']:7.3f}"
+            f"{p['recycle']:8.3f}{p['recycle-barrier']:8.3f}{row.ideal_reroute:7.3f}{p['torchft']:8.3f}{p['torchft-batch']:7.3f}"
             f"{p['mindspeed']:7.3f} | {row.kind}"
         )
     return "\n".join(lines)

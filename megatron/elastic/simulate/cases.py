@@ -40,13 +40,16 @@ ANSWERS: dict[str, Callable[[Topology, Profile], Plan]] = {
     "elaswave-split": _policy(ElasWave(_SPLIT), True),
     "alike": _policy(ElasWave(replace(_PLAIN, graph=GraphOptions(recut=False, pool=False)))),
     "instant": lambda topology, profile: instant_plan(topology, profile),
-    "recycle": _policy(ReCycle(split_backward=False)),
-    "recycle-split": _policy(ReCycle()),
+    "recycle": _policy(ReCycle(split_backward=False, staggered=False)),
+    "recycle-split": _policy(ReCycle(staggered=False)),
     "torchft": choice_named("torchft"),
     "torchft-batch": choice_named("torchft-batch"),
     "mindspeed": choice_named("mindspeed"),
 }
-"""Plans after the loss, once units have moved. ``-split``: with a backward in two parts."""
+"""Plans after the loss, once units have moved. ``-split``: with a backward in two parts.
+
+The engine that is emulated takes a vote between steps: ``recycle`` without its staggered optimizer.
+"""
 
 
 @dataclass(frozen=True)

@@ -112,8 +112,8 @@ class Fleet:
     def rerouted_ns(self, lacking: int) -> int:
         """Ideal reroute: the stage that lacks most cells works through its rows without a pause; 0: stopped.
 
-        ReCycle's limit (decoupled backward, staggered optimizer): taken-over work
-        costs nothing while it fits the bubbles of the undamaged step.
+        The limit of ReCycle's staggered optimizer (``Outcome.ideal_ns``; what tables reach is between this and a
+        step with a barrier): taken-over work costs nothing while it fits the bubbles of the undamaged step.
         """
         left = self.replicas - lacking
         if left <= 0:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-__all__ = ["FT_HSDP", "RATES", "FailureRate", "FtHsdp", "SyncStall"]
+__all__ = ["FT_HSDP", "RATES", "FailureRate", "FtHsdp", "Stall"]
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ RATES: Mapping[str, FailureRate] = MappingProxyType(
             "Meta RSC-1 (arXiv 2410.21680): 6.5 failures per 1,000 node-days, 8 GPUs a node",
         ),
         "ft-hsdp": FailureRate(
-            (86_400 / (18 * 60)) / 100_000,
-            "FT-HSDP (arXiv 2602.00277): one failure per 18 minutes at 100K GPUs",
+            (86_400 / (18 * 60)) / (12 * 8_192),
+            "FT-HSDP (arXiv 2602.00277): one failure per 18 minutes at O(100K) GPUs, 12 replicas of 8,192",
         ),
     }
 )
@@ -45,11 +45,19 @@ RATES: Mapping[str, FailureRate] = MappingProxyType(
 
 @dataclass(frozen=True)
 class FtHsdp:
-    """FT-HSDP's published parameters (arXiv 2602.00277, abstract): stall per failure, effective training time."""
+    """FT-HSDP's published parameters (arXiv 2602.00277): layout, stalls a failure, effective training time.
+
+    Stalls and shares are the abstract's. The interval, ``replicas``, ``replica_gpus`` and that a replica is away while
+    the ten minutes of a restart pass are from published summaries of the paper.
+    """
 
     interval_s: float = 18 * 60
-    synchronous_stall_s: float = 10 * 60
+    restart_s: float = 10 * 60
+    """What is restarted is back: all GPUs of synchronous training, one replica of FT-HSDP."""
     replica_stall_s: float = 3 * 60
+    """FT-HSDP's other replicas stand still."""
+    replicas: int = 12
+    replica_gpus: int = 8_192
     published_synchronous: float = 0.44
     published_replica: float = 0.80
 
@@ -58,13 +66,20 @@ FT_HSDP = FtHsdp()
 
 
 @dataclass(frozen=True)
-class SyncStall:
-    """Effective training time when each failure stalls everyone for a fixed time: ``1 - stall / interval``."""
+class Stall:
+    """A failure every ``interval_s`` stops everyone for ``stall_s`` and one of ``replicas`` for ``away_s``. Seconds."""
 
     interval_s: float
     stall_s: float
+    away_s: float
+    replicas: int
+
+    @property
+    def running(self) -> float:
+        """Share of time in which somebody trains."""
+        return 1 - self.stall_s / self.interval_s
 
     @property
     def effective(self) -> float:
-        """Share of time that trains."""
-        return 1 - self.stall_s / self.interval_s
+        """The same, less the part of those who train that is away."""
+        return self.running - (self.away_s - self.stall_s) / self.interval_s / self.replicas

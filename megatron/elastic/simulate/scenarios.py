@@ -3,9 +3,10 @@
 Idea: for each (DP, PP, layers, losses, pattern) every policy answers the same
 topology; its answer's tables are executed, and rows per second are divided by
 those of the undamaged nominal 1F1B plan. Beside them stand bounds: what no set of
-pipelines can beat under the same memory (``bound.schedule_bound``), the best set of
-1F1B pipelines (``graph.pipeline_bound``, for tables without the split), and the work
-bound (every living cell always busy), which no schedule reaches.
+pipelines can beat under the same memory in steps that begin one after the other
+(``bound.schedule_bound``), the best set of 1F1B pipelines (``graph.pipeline_bound``,
+for tables without the split), and the work bound (every living cell always busy),
+which no schedule reaches. Only ``recycle`` has no barrier between its steps.
 
 Costs: equal layers, forward 1, backward 2 (half of it the weight gradient),
 transfers free, micro-batch size 1, embedding and head not counted; memory is
@@ -34,6 +35,7 @@ from megatron.elastic.plan.policy import (
     Spares,
     TorchFT,
 )
+from megatron.elastic.plan.stagger import regime
 from megatron.elastic.plan.steady import DecisionOptions
 from megatron.elastic.plan.timing import plan_time
 from megatron.elastic.plan.topology import regular_topology, without_cells
@@ -57,6 +59,7 @@ NEVER_PAYS = 10**18
 
 PEERS: tuple[tuple[str, Policy], ...] = (
     ("recycle", ReCycle()),
+    ("recycle-barrier", ReCycle(staggered=False)),
     ("torchft", TorchFT()),
     ("torchft-batch", TorchFT(keep_batch=True)),
     ("mindspeed", MindSpeed()),
@@ -100,12 +103,14 @@ class Row:
     """All axes; the backward split after the loss, as ReCycle does."""
     elaswave_1f1b: float
     """Without the split: whole-backward tables before and after."""
+    elaswave_staggered: float
+    """The tables of ``elaswave`` if no stage waited for the vote: what the vote costs."""
     instant: float
     kind: str
     kind_1f1b: str
     peers: Mapping[str, float]
     ideal_reroute: float
-    """ReCycle's limit: steps overlap perfectly, the busiest cell never waits."""
+    """ReCycle's limit: the busiest cell never waits."""
     bound: float
     """What no set of pipelines can beat under the same memory, whatever its schedule (``plan.bound``)."""
     bound_1f1b: float
@@ -187,6 +192,7 @@ def run_scenario(scenario: Scenario) -> Row:
         scenario,
         _relative(full, nominal, rows),
         _relative(plain, nominal, rows),
+        _staggered(full, after, profile, nominal),
         nominal / full.instant_ns if full.instant_ns else 0.0,
         _kind(full),
         _kind(plain),
@@ -217,6 +223,13 @@ def _best_1f1b(after: Topology, profile: Profile) -> int:
 def _relative(outcome: Outcome, nominal: int, rows: int) -> float:
     """Rows a second against the nominal plan (0: stopped). Restarts count with what they run afterwards."""
     return outcome.rate() * nominal / rows
+
+
+def _staggered(outcome: Outcome, after: Topology, profile: Profile, nominal: int) -> float:
+    """What the answer's tables reach without a barrier between steps."""
+    if outcome.answer is None:
+        return 0.0
+    return nominal / regime(outcome.plan(after, profile, FULL.split_backward), profile, after.tied).period_ns
 
 
 def _kind(outcome: Outcome) -> str:
