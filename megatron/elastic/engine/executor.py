@@ -3,8 +3,9 @@
 The table is data (``plan/schedule.py``): the executor knows no pipeline
 schedule. It performs actions strictly in order; receives are posted when their
 action comes up and waited for by the action that consumes them; sends are
-asynchronous. Whatever order the table prescribes, a piece's backward runs in
-the process that ran its forward. Where the table splits a backward, its input
+asynchronous. Between two pieces of one cell the tensor stays where it is. Whatever
+order the table prescribes, a piece's backward runs in the process that ran its
+forward. Where the table splits a backward, its input
 part leaves the weight gradients to the model's queue and its weight part runs
 them; activations live until then, as ``plan/validate.py`` counts them.
 
@@ -125,8 +126,10 @@ class Executor:
         self._pieces = {piece.id: piece for piece in plan.pieces}
         self._cells = {c.id: c for c in plan.cells}
         self._into: dict[int, list[int]] = {}
+        self._out_of: dict[int, list[int]] = {}
         for index, edge in enumerate(plan.edges):
             self._into.setdefault(edge.target, []).append(index)
+            self._out_of.setdefault(edge.source, []).append(index)
         self._reset()
 
     def _reset(self) -> None:
@@ -186,7 +189,7 @@ class Executor:
                 edge = self._plan.edges[action.edge]
                 running = self._running[piece.id]
                 self._emit(running.output, edge.source_at, action.edge, edge.target, work.step, backward=False)
-                if not work.training and self._last_send(action, piece):
+                if not work.training and action.edge == self._sent(piece)[-1]:
                     del self._running[piece.id]
             case Op.SEND_BACKWARD:
                 edge = self._plan.edges[action.edge]
@@ -207,7 +210,9 @@ class Executor:
             output = _weighted(output, piece, self._plan, work)
             if not work.training:
                 return
-        self._running[piece.id] = _Running(source, output)
+        self._hand_over(piece, output.detach(), backward=False)
+        if work.training or self._sent(piece):
+            self._running[piece.id] = _Running(source, output)
 
     def _backward(self, action: Action, piece: Piece, work: Work, result: PassResult) -> None:
         running = self._running.pop(piece.id)
@@ -216,14 +221,28 @@ class Executor:
             torch.autograd.backward(running.output, grad_tensors=gradient)
         if running.source is not None:
             assert running.source.grad is not None
+            self._hand_over(piece, running.source.grad, backward=True)
             self._local[(-1 - piece.id, True)] = running.source.grad
+
+    def _hand_over(self, piece: Piece, tensor: torch.Tensor, *, backward: bool) -> None:
+        """What ``piece`` made, to those of its neighbours that this cell computes: tables have no transfer for it."""
+        for index in (self._into if backward else self._out_of).get(piece.id, ()):
+            edge = self._plan.edges[index]
+            if self._peer(edge, backward=not backward) == self._cell.id:
+                self._local[(index, backward)] = _rows(tensor, edge.target_at if backward else edge.source_at)
+
+    def _peer(self, edge: Edge, *, backward: bool) -> int:
+        """The cell that ``edge`` brings something from."""
+        return self._pieces[edge.target if backward else edge.source].cell
+
+    def _sent(self, piece: Piece) -> list[int]:
+        """Edges over which the output of ``piece`` leaves this cell, in the order of its table."""
+        edges = self._plan.edges
+        return [i for i in self._out_of.get(piece.id, ()) if self._pieces[edges[i].target].cell != self._cell.id]
 
     def _assemble(self, piece: Piece, *, backward: bool) -> torch.Tensor:
         """Rows from every edge of ``piece`` as one ``[s, rows, h]`` tensor."""
-        if backward:
-            edges = [i for i, e in enumerate(self._plan.edges) if e.source == piece.id]
-        else:
-            edges = self._into.get(piece.id, [])
+        edges = (self._out_of if backward else self._into).get(piece.id, [])
         if len(edges) == 1 and _positions(self._plan.edges[edges[0]], backward) == tuple(range(len(piece.rows))):
             return self._take(edges[0], backward)
         shape, dtype = self._port.boundary(len(piece.rows))
@@ -244,9 +263,7 @@ class Executor:
 
     def _post(self, index: int, step: int, *, backward: bool) -> None:
         edge = self._plan.edges[index]
-        peer = self._pieces[edge.target if backward else edge.source].cell
-        if peer == self._cell.id:
-            return
+        peer = self._peer(edge, backward=backward)
         shape, dtype = self._port.boundary(len(edge.rows))
         buffer = torch.empty(shape, dtype=dtype, device=self._device)
         rank = self._cells[peer].ranks[self._position]
@@ -255,18 +272,8 @@ class Executor:
     def _emit(
         self, tensor: torch.Tensor, at: Sequence[int], index: int, other: int, step: int, *, backward: bool
     ) -> None:
-        whole = tuple(at) == tuple(range(tensor.shape[ROW_DIM]))
-        rows = tensor if whole else tensor.index_select(ROW_DIM, torch.tensor(tuple(at), device=tensor.device))
-        peer = self._pieces[other].cell
-        if peer == self._cell.id:
-            self._local[(index, backward)] = rows.detach()
-        else:
-            self._transport.send(rows, self._cells[peer].ranks[self._position], step, index, backward)
-
-    def _last_send(self, action: Action, piece: Piece) -> bool:
-        """Whether no later forward send of ``piece`` remains (its output can go)."""
-        last = max(i for i, e in enumerate(self._plan.edges) if e.source == piece.id)
-        return action.edge == last
+        peer = self._cells[self._pieces[other].cell]
+        self._transport.send(_rows(tensor, at), peer.ranks[self._position], step, index, backward)
 
 
 @contextmanager
@@ -277,6 +284,13 @@ def _timed(action: Action, piece: Piece, work: Work, result: PassResult) -> Iter
     end = time.monotonic_ns()
     result.actions.append(Timed(action.op, action.piece, start, end))
     work.timeline.computed(action.op.value, piece.id, piece.first, piece.end, start, end)
+
+
+def _rows(tensor: torch.Tensor, at: Sequence[int]) -> torch.Tensor:
+    """Rows ``at`` of ``[s, rows, h]``; the tensor itself where that is all of them."""
+    if tuple(at) == tuple(range(tensor.shape[ROW_DIM])):
+        return tensor
+    return tensor.index_select(ROW_DIM, torch.tensor(tuple(at), device=tensor.device))
 
 
 def _positions(edge: Edge, backward: bool) -> tuple[int, ...]:

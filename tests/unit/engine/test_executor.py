@@ -1,0 +1,110 @@
+"""Pieces of one cell that follow each other hand tensors over inside it: no table has a transfer for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, NoReturn
+
+import pytest
+import torch
+
+from megatron.elastic.engine.executor import Executor, Work
+from megatron.elastic.engine.port import LossOutput
+from megatron.elastic.engine.transport import BoundaryTransport
+from megatron.elastic.observe.timeline import Timeline
+from megatron.elastic.plan.model import Cell, Grid, Piece, Plan, Replica, Segment, Topology
+from megatron.elastic.plan.planner import instant_plan
+from megatron.elastic.plan.validate import validate_plan
+
+UNITS, LENGTH, WIDTH, ROWS = 4, 3, 5, 8
+
+
+@dataclass
+class Layers:
+    """A linear layer a unit; the loss is the sum of squares."""
+
+    compute_units: int = UNITS
+    layers: list[torch.nn.Linear] = field(default_factory=list)
+    batch: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+
+    def forward(
+        self, step: Any, piece: Piece, place: tuple[int, int], source: torch.Tensor | None, batches: Iterator[Any]
+    ) -> torch.Tensor | LossOutput:
+        x = self.batch[:, list(piece.rows)] if source is None else source
+        for layer in self.layers[piece.first : piece.end]:
+            x = torch.tanh(layer(x))
+        if piece.end < UNITS:
+            return x
+        loss = x.square().sum()
+        return LossOutput(loss, torch.tensor(x.shape[0] * x.shape[1]), {"loss": loss.detach()})
+
+    def boundary(self, rows: int) -> tuple[torch.Size, torch.dtype]:
+        return torch.Size((LENGTH, rows, WIDTH)), torch.float32
+
+    def deferring(self, piece: Piece) -> AbstractContextManager[Any]:
+        raise AssertionError("no backward is split here")
+
+
+class Nowhere(BoundaryTransport):
+    """One cell is all there is."""
+
+    def __init__(self) -> None:
+        pass
+
+    def send(self, *_: Any) -> NoReturn:
+        raise AssertionError("sent to itself")
+
+    def receive(self, *_: Any) -> NoReturn:
+        raise AssertionError("received from itself")
+
+    def flush(self) -> None:
+        pass
+
+    def abandon(self) -> None:
+        pass
+
+
+def work(training: bool = True) -> Work:
+    def no_step(*_: Any) -> NoReturn:
+        raise AssertionError("the port computes")
+
+    ignore: Callable[..., None] = lambda *_: None  # noqa: E731
+    return Work(0, no_step, lambda piece: iter(()), lambda piece: nullcontext(), ignore, ignore, Timeline(), ignore,
+                per_token=True, training=training)  # fmt: skip
+
+
+def plan(*cuts: int) -> Plan:
+    """One cell is left of two replicas; the lost one was cut at ``cuts``, so what it computed comes in pieces."""
+    lost = tuple(Segment(1 + n, a, b) for n, (a, b) in enumerate(pairwise(cuts)))
+    replicas = (Replica(lost), Replica((Segment(0, 0, UNITS),)))
+    found = instant_plan(Topology(Grid(ROWS, 2, 2), UNITS, (Cell(0, (0,)),), replicas))
+    validate_plan(found, UNITS)
+    return found
+
+
+def gradients(found: Plan, port: Layers) -> tuple[list[torch.Tensor], float]:
+    for layer in port.layers:
+        layer.zero_grad()
+    executor = Executor(port, Nowhere(), found, found.cells[0], 0, lambda *_: None)
+    result = executor.run(work())
+    assert sorted(result.samples) == list(range(ROWS))
+    return [p.grad.clone() for layer in port.layers for p in layer.parameters() if p.grad is not None], result.tokens
+
+
+@pytest.mark.parametrize("cuts", [(0, 2, 4), (0, 1, 2, 3, 4)], ids=str)
+def test_gradients_are_those_of_whole_pieces(cuts: tuple[int, ...]) -> None:
+    generator = torch.manual_seed(11)
+    port = Layers(layers=[torch.nn.Linear(WIDTH, WIDTH) for _ in range(UNITS)])
+    port.batch = torch.randn(LENGTH, ROWS, WIDTH, generator=generator)
+    assert plan(*cuts).edges and not plan(0, UNITS).edges, "every cut of the lost replica lies inside the cell"
+    whole, tokens = gradients(plan(0, UNITS), port)
+    cut, tokens_cut = gradients(plan(*cuts), port)
+    assert tokens == tokens_cut == ROWS * LENGTH
+    for one, other in zip(whole, cut, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    with torch.no_grad():
+        reported = Executor(port, Nowhere(), plan(*cuts), plan(*cuts).cells[0], 0, lambda *_: None).run(work(False))
+    assert reported.report["loss"][1] == 4 and sorted(reported.samples) == list(range(ROWS))
