@@ -93,11 +93,17 @@ def flags_of(group: str, folder: Path) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of a job. Ranks are numbered tensor, data, pipeline."""
+    """Sizes of a job. Ranks are numbered tensor, data, pipeline; ``chunks``: model chunks a stage."""
 
     tensor: int
     pipeline: int
     data: int
+    chunks: int = 1
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """What asks for them beside the sizes."""
+        return () if self.chunks == 1 else ("--num-virtual-stages-per-pipeline-rank", str(self.chunks))
 
     @property
     def ranks(self) -> int:
@@ -111,8 +117,8 @@ class Layout:
 
     @property
     def plain(self) -> Layout:
-        """Of its undisturbed run: one replica. Its tensor-parallel size and stages decide the initial weights."""
-        return Layout(self.tensor, self.pipeline, 2 if self.tensor == self.pipeline == 1 else 1)
+        """Of its undisturbed run: one replica. Tensor-parallel size, stages and chunks decide the initial weights."""
+        return Layout(self.tensor, self.pipeline, 2 if self.tensor == self.pipeline == 1 else 1, self.chunks)
 
 
 LAYOUTS = {
@@ -120,6 +126,7 @@ LAYOUTS = {
     "tp2dp2": Layout(2, 1, 2),
     "tp2pp2dp2": Layout(2, 2, 2),
     "pp4dp2": Layout(1, 4, 2),
+    "pp2dp2v2": Layout(1, 2, 2, chunks=2),
 }
 
 
@@ -225,7 +232,7 @@ def run_walk(folder: Path, layout: Layout, cases: Sequence[Case], *flags: str, s
         losses += len(case.faults)
     slow = f"delay:missing=1,rank=0|1|2|3,count=0,seconds={IDLE_SECONDS}"
     command = elastic_command(
-        folder / "events", layout.ranks, layout.tensor, layout.pipeline, MANY, *DROPOUT, *RATES, *flags,
+        folder / "events", layout.ranks, layout.tensor, layout.pipeline, MANY, *layout.flags, *DROPOUT, *RATES, *flags,
         *cached(folder), "--elastic-allow-inject", "--elastic-inject", ";".join([slow, *script]),
     )  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
@@ -258,7 +265,7 @@ def undisturbed(folder: Path, layout: Layout, steps: int, *flags: str) -> JobRes
     """The same training without faults, ended after ``steps``; on fewer ranks (:attr:`Layout.plain`)."""
     plain = layout.plain
     result = elastic_job(
-        folder, plain.ranks, plain.tensor, plain.pipeline, MANY, *DROPOUT, *RATES, *flags,
+        folder, plain.ranks, plain.tensor, plain.pipeline, MANY, *plain.flags, *DROPOUT, *RATES, *flags,
         "--exit-interval", str(steps), seconds=600.0,
     )  # fmt: skip
     assert result.code == 0, result.output[-4000:]
@@ -267,7 +274,7 @@ def undisturbed(folder: Path, layout: Layout, steps: int, *flags: str) -> JobRes
 
 def kept(folder: Path, layout: Layout, steps: int) -> JobResult:
     """An undisturbed run of ``steps`` or more, with evaluations, for all walks of such replicas; made if need be."""
-    run = folder / f"tp{layout.tensor}pp{layout.pipeline}"
+    run = folder / (f"tp{layout.tensor}pp{layout.pipeline}" + (f"v{layout.chunks}" if layout.chunks > 1 else ""))
     if (run / "output.txt").is_file():
         result = JobResult(0, (run / "output.txt").read_text(), read_events(run / "events"))
         if max(result.committed) >= steps:

@@ -1,7 +1,7 @@
 """With --elastic and nothing failing, losses and gradient norms are Megatron's own, to fp32 rounding.
 
 The same flags run under plain Megatron-LM (``torchrun``'s environment, its DDP,
-its schedules, its Adam) and under the engine; dropout 0. Three cases are quick and read
+its schedules, its Adam) and under the engine; dropout 0. Four cases are quick and read
 the log's digits; the slow matrix reads all digits of both (Megatron's from its
 TensorBoard log) over real documents whose ends are masked, so that micro-batches
 have between half and all of their tokens.
@@ -25,6 +25,7 @@ NO_DROPOUT = ("--hidden-dropout", "0", "--attention-dropout", "0")
 UNTIED = ("--untie-embeddings-and-output-weights",)
 RECOMPUTE = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
 PER_TOKEN = ("--calculate-per-token-loss",)
+CHUNKS = ("--num-virtual-stages-per-pipeline-rank", "2")
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,7 @@ QUICK = (
     Case("pp2dp2-untied-recompute-clip", (1, 2, 2), (*UNTIED, *RECOMPUTE, "--clip-grad", "0.5", "--eod-mask-loss")),
     Case("tp2pp2-per-token-uneven-masks", (2, 2, 1), (*PER_TOKEN, "--eod-mask-loss", "--sequence-parallel")),
     Case("dp4-tied", (1, 1, 4)),
+    Case("pp2-interleaved", (1, 2, 1), CHUNKS),
 )
 
 
@@ -138,11 +140,31 @@ def scalars(folder: Path, tag: str) -> dict[int, float]:
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(LAYOUTS)), ids=[name_of(layout) for layout in LAYOUTS])
 def test_every_layout_with_both_losses(tmp_path: Path, documents: tuple[str, ...], number: int) -> None:
-    cases = matrix(LAYOUTS[number], number)
-    run_plain(tmp_path, cases, documents)
+    same_to_all_digits(tmp_path, matrix(LAYOUTS[number], number), documents)
+
+
+INTERLEAVED = (
+    Case("pp2dp2-interleaved", (1, 2, 2), CHUNKS),
+    Case("tp2pp2-interleaved", (2, 2, 1), (*PER_TOKEN, *UNTIED, "--sequence-parallel",
+                                           "--num-layers-per-virtual-pipeline-stage", "1")),
+    Case("pp4-interleaved", (1, 4, 1), (*RECOMPUTE, *CHUNKS, "--num-layers", "8")),
+    Case("pp2dp2-three-chunks", (1, 2, 2), ("--pipeline-model-parallel-layout", "E|t|t|t|t|L")),
+)  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", INTERLEAVED, ids=lambda case: case.name)
+def test_interleaved_schedules(tmp_path: Path, documents: tuple[str, ...], case: Case) -> None:
+    """Megatron's own, with as many model chunks a stage, also three of which one is an end of the model alone."""
+    same_to_all_digits(tmp_path, (case,), documents)
+
+
+def same_to_all_digits(folder: Path, cases: Sequence[Case], documents: Sequence[str]) -> None:
+    """Losses and gradient norms of plain Megatron and of the engine."""
+    run_plain(folder, cases, documents)
     for case in cases:
-        result = case.elastic(tmp_path / case.name, documents)
-        board = tmp_path / f"{case.name}-board"
+        result = case.elastic(folder / case.name, documents)
+        board = folder / f"{case.name}-board"
         loss, norm = scalars(board, "lm loss"), scalars(board, "grad-norm")
         norms = {record.fields["step"]: float(record.fields["grad_norm"]) for record in result.of("step")}
         assert set(loss) == set(norm) == set(result.committed) == set(range(1, STEPS + 1))

@@ -3,7 +3,7 @@
 Real jobs under the launcher with real SIGKILLs, dropout 0.1, fp32, compared with an
 undisturbed run step by step. One job goes through many losses, each when the rank
 before is back (:mod:`kill_walk`): quick ones through a few, the slow walk through
-every named point of every rank of four layouts, three jobs a layout.
+every named point of every rank of five layouts, three jobs a layout.
 """
 
 from __future__ import annotations
@@ -64,8 +64,9 @@ def test_losses_of_one_rank_of_a_tensor_parallel_group_cost_no_step(tmp_path: Pa
 
 
 def test_the_gloo_baseline_survives_as_well(tmp_path: Path) -> None:
-    cases = [one("pp2dp2", "mid_forward", 1), one("pp2dp2", "after_reduce", 2)]
-    walk(tmp_path, LAYOUTS["pp2dp2"], cases, "--elastic-comm", "gloo")
+    """Here with two model chunks a stage."""
+    cases = [one("pp2dp2v2", "mid_forward", 1), one("pp2dp2v2", "after_reduce", 2)]
+    walk(tmp_path, LAYOUTS["pp2dp2v2"], cases, "--elastic-comm", "gloo")
 
 
 def test_every_named_point_is_walked() -> None:

@@ -18,6 +18,7 @@ LAYOUTS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "pp4-tied": (1, 4, ()),
     "tp2pp2-sequence-parallel": (2, 2, ("--sequence-parallel", "--untie-embeddings-and-output-weights")),
     "pp2dp2-bf16": (1, 2, ("--bf16",)),
+    "pp2dp2-interleaved": (1, 2, ("--num-virtual-stages-per-pipeline-rank", "2")),
     "pp2dp2-recompute": (
         1, 2, ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"),
     ),

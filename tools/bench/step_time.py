@@ -1,13 +1,14 @@
 """Time of a step: plain Megatron-LM beside --elastic, on the native communicator and on gloo.
 
-    python -m tools.bench.step_time [--trials 2] [--steps 12] [--ranks 4] [--pipeline 1] [--mirrors 1]
+    python -m tools.bench.step_time [--trials 2] [--steps 12] [--ranks 4] [--pipeline 1] [--chunks 1] [--mirrors 1]
 
 Each trial runs all of them in turn on the same model and data, so that the
 machine's moods fall on each alike; per run the median of Megatron's own
 "elapsed time per iteration" after the first few. What counts is the ratios, pair by
 pair. Two trials at DP 4 take about three minutes on two cores, most of it starting;
-with more steps rather than more trials only the medians get quieter. The last line
-is one JSON object.
+with more steps rather than more trials only the medians get quieter. With ``--chunks``
+plain pipelines and interleaved ones, each under Megatron and the engine, and nothing
+else. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -37,6 +38,12 @@ def milliseconds(module: str, ranks: int, flags: list[str]) -> float:
     return statistics.median(found[WARM_UP:])
 
 
+def interleaved(ways: dict[str, tuple[str, list[str]]], chunks: int) -> dict[str, tuple[str, list[str]]]:
+    """The same ways with ``chunks`` model chunks a stage."""
+    flags = ["--num-virtual-stages-per-pipeline-rank", str(chunks)]
+    return {f"{name}_interleaved": (module, [*given, *flags]) for name, (module, given) in ways.items()}
+
+
 def main() -> None:
     """Parse, run in turn, print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -44,6 +51,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--pipeline", type=int, default=1)
+    parser.add_argument("--chunks", type=int, default=1, help="model chunks a stage")
     parser.add_argument("--mirrors", type=int, default=1)
     options = parser.parse_args()
     if options.steps <= WARM_UP:
@@ -53,10 +61,12 @@ def main() -> None:
     ways: dict[str, tuple[str, list[str]]] = {
         "megatron": (TORCHRUN, shape),
         "elastic": (LAUNCH, [*shape, "--elastic", *mirrors]),
+    }
+    ways |= interleaved(ways, options.chunks) if options.chunks > 1 else {
         "elastic_gloo": (LAUNCH, [*shape, "--elastic", "--elastic-comm", "gloo", *mirrors]),
         "elastic_no_mirrors": (LAUNCH, [*shape, "--elastic", "--elastic-mirrors", "0"]),
     }
-    if options.pipeline > 1:
+    if options.pipeline > 1 and options.chunks == 1:
         ways["elastic_zero_bubble"] = (LAUNCH, [*shape, "--elastic", "--elastic-schedule", "zero-bubble", *mirrors])
     times: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(options.trials):
@@ -68,14 +78,15 @@ def main() -> None:
         for name in ways
         if name != "megatron"
     }
-    ratios["elastic/elastic_no_mirrors"] = median_of(
-        [a / b for a, b in zip(times["elastic"], times["elastic_no_mirrors"], strict=True)]
-    )
+    for name, other in (("elastic", "elastic_no_mirrors"), ("elastic_interleaved", "megatron_interleaved")):
+        if other in times:
+            ratios[f"{name}/{other}"] = median_of([a / b for a, b in zip(times[name], times[other], strict=True)])
     print_result(
         "step_time",
         {
             "ranks": options.ranks,
             "pipeline": options.pipeline,
+            "chunks": options.chunks,
             "mirrors": options.mirrors,
             "step_ms": {name: median_of(values) for name, values in times.items()},
             "ratio": ratios,

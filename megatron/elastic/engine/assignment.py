@@ -35,8 +35,8 @@ class Assignment:
         replicas = tuple(
             Replica(
                 tuple(
-                    Segment(nominal.cell(replica, stage).id, first, end)
-                    for stage, (first, end) in enumerate(nominal.stages)
+                    Segment(nominal.cell(replica, chunk % nominal.pipeline).id, first, end)
+                    for chunk, (first, end) in enumerate(nominal.chunks)
                 )
             )
             for replica in range(nominal.data)

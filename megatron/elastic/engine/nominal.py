@@ -27,8 +27,11 @@ class Nominal:
     tensor: int
     pipeline: int
     data: int
-    stages: tuple[tuple[int, int], ...]
-    """Units ``[first, end)`` of each pipeline stage."""
+    chunks: tuple[tuple[int, int], ...]
+    """Units ``[first, end)`` of each model chunk, in the model's order; chunk ``k`` is on stage ``k % pipeline``.
+
+    As many as stages, or with Megatron's interleaved schedule a multiple of them.
+    """
     grid: Grid
     tied_unit: int | None = None
     """State-only unit shared by the first and last stage, if embeddings are tied."""
@@ -43,7 +46,7 @@ class Nominal:
     @property
     def compute_units(self) -> int:
         """U."""
-        return self.stages[-1][1]
+        return self.chunks[-1][1]
 
     @property
     def cells(self) -> tuple[Cell, ...]:

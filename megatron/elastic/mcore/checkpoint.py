@@ -101,9 +101,9 @@ class OptimizerCheckpoint:
     ) -> Any:
         """What a rank of ``stage`` would write: tensors and objects that say themselves where they belong."""
         alone = {**metadata, "dp_cp_group": GroupStandIn(0, 1)}
-        chunk: Any = place.port.chunk
+        chunks: Any = place.port.chunks
         with self._others.standing_at(stage):
-            model = {"model": chunk.sharded_state_dict(metadata=alone)}
+            model = {f"model{at}": chunk.sharded_state_dict(metadata=alone) for at, chunk in enumerate(chunks)}
             whole = {
                 **model,
                 "optimizer": self._saved(place, model, groups, alone),

@@ -130,7 +130,7 @@ class Host:
             settings = get_args()
             self._counters.step()
             address = StepAddress(settings.consumed_train_samples, settings.global_batch_size)
-            result = self._engine.step(call["forward_step_func"], call["data_iterator"], address)
+            result = self._engine.step(call["forward_step_func"], _of_chunks(call["data_iterator"]), address)
             scheduler = call["opt_param_scheduler"]
             scheduler.num_steps = self._engine.record.scheduler_steps
             scheduler.step(increment=0)
@@ -157,7 +157,7 @@ class Host:
             settings = get_args()
             iterations = call.get("eval_iters") or settings.eval_iters
             size = settings.global_batch_size
-            reading: Reading = call["data_iterator"]
+            reading: Reading = _of_chunks(call["data_iterator"])
             first = reading.position()
             addresses = [StepAddress(first + number * size, size) for number in range(iterations)]
             sums = self._engine.evaluate(call["forward_step_func"], reading.source, addresses)
@@ -232,3 +232,8 @@ class Host:
             return result
 
         return replacement
+
+
+def _of_chunks(found: Any) -> Any:
+    """What Megatron's loop has one of for each model chunk where there are several: here all are the same."""
+    return found[0] if isinstance(found, list) else found

@@ -9,7 +9,8 @@ L+2, held by every cell that holds either end.
 Traps this file closes (DESIGN §1–2): ``args.micro_batch_size`` is scoped to the
 piece around each ``forward_step_func``, and so is Megatron's idea of which
 pipeline stage of how many is running (also in ``args``, which says what a stage
-reads of a batch); all return to their nominal values afterwards.
+reads of a batch), and that it is a stage's only chunk, interleaved or not; all
+return to their nominal values afterwards.
 """
 
 from __future__ import annotations
@@ -41,27 +42,27 @@ _TIED_NAME = "word_embeddings.weight"
 
 
 class GptPort:
-    """The units of Megatron's GPT that are here; ``chunk`` as Megatron's ``get_model`` returns it (without DDP)."""
+    """The units of Megatron's GPT that are here; ``chunks`` as Megatron's ``get_model`` returns them (without DDP)."""
 
-    def __init__(self, chunk: torch.nn.Module, args: Any, groups: GroupKeys, reads_data: bool) -> None:
-        self._chunk = chunk
+    def __init__(self, chunks: Sequence[torch.nn.Module], args: Any, groups: GroupKeys, reads_data: bool) -> None:
+        self._chunks = torch.nn.ModuleList(chunks)
         self._args = args
-        self._config = get_model_config(chunk)
+        self._config = get_model_config(chunks[0])
         self._groups = groups
         self._reads_data = reads_data
         self._tensor_rank = parallel_state.get_tensor_model_parallel_rank()
         self._linears = SplitLinears()
-        self._anatomy = Anatomy(chunk, self._prepare)
+        self._anatomy = Anatomy(chunks, self._prepare)
         self.compute_units = self._anatomy.units
         self._specs: dict[int, tuple[ParamSpec, ...]] = {}
         self._units = self._sort_parameters()
-        self._split(chunk)
+        self._split(self._chunks)
         self._contribute: Callable[[int, str, torch.Tensor], None] | None = None
 
     @property
-    def chunk(self) -> torch.nn.Module:
-        """The module that Megatron's loop knows: the units of this rank's place at launch."""
-        return self._chunk
+    def chunks(self) -> torch.nn.ModuleList:
+        """The modules that Megatron's loop knows: the units of this rank's place at launch."""
+        return self._chunks
 
     @property
     def tied_unit(self) -> int | None:
@@ -89,10 +90,10 @@ class GptPort:
 
     @contextmanager
     def as_launched(self) -> Iterator[None]:
-        """Inside, :attr:`chunk` has parameters of Megatron's shapes, also for units given up and in a group that is
+        """Inside, :attr:`chunks` have parameters of Megatron's shapes, also for units given up and in a group that is
         not whole: checkpoints name them.
         """
-        with self._anatomy.as_launched(), whole_tensor_group(self.chunk):
+        with self._anatomy.as_launched(), whole_tensor_group(self._chunks):
             yield
 
     def held_units(self) -> tuple[int, ...]:
@@ -121,10 +122,8 @@ class GptPort:
 
     def activation_bytes(self, unit: int) -> int:
         """See :class:`ModelPort`."""
-        model = unwrapped(self._chunk)
-        return held_bytes(
-            model, self._config, self._args.seq_length, model.vocab_size, unit, self.compute_units - 1
-        )
+        vocabulary = unwrapped(self._chunks[0]).vocab_size
+        return held_bytes(self._chunks, self._config, self._args.seq_length, vocabulary, unit, self.compute_units - 1)
 
     def forward(
         self,
@@ -241,14 +240,18 @@ class GptPort:
     @contextmanager
     def _running(self, piece: Piece, place: tuple[int, int]) -> Iterator[None]:
         """Megatron's global idea of stage and micro-batch size, for the time of one piece."""
-        args = self._args
-        nominal = args.micro_batch_size, args.pipeline_model_parallel_size
-        args.micro_batch_size, args.pipeline_model_parallel_size = len(piece.rows), place[1]
+        running = {
+            "micro_batch_size": len(piece.rows),
+            "pipeline_model_parallel_size": place[1],
+            "virtual_pipeline_model_parallel_size": None,
+        }
+        nominal = {name: getattr(self._args, name) for name in running}
+        vars(self._args).update(running)
         try:
             with as_stage(*place):
                 yield
         finally:
-            args.micro_batch_size, args.pipeline_model_parallel_size = nominal
+            vars(self._args).update(nominal)
 
 
 def _loss_output(result: Any) -> LossOutput:

@@ -60,10 +60,10 @@ class OtherStages:
         initialize, args.perform_initialization = args.perform_initialization, False
         try:
             with self.standing_at(stage), torch.random.fork_rng(devices=[]):
-                (chunk,) = self.build()
+                chunks = self.build()
         finally:
             args.perform_initialization = initialize
-        port = GptPort(chunk, args, self.groups, False)
+        port = GptPort(chunks, args, self.groups, False)
         launched = {unit: tuple(port.unit_parameters(unit)) for unit in port.held_units()}
         port.hold(())
         return Place(port, launched)
@@ -71,10 +71,11 @@ class OtherStages:
     @contextmanager
     def standing_at(self, stage: int) -> Iterator[None]:
         """Inside, Megatron takes this process for the first replica's rank of ``stage``."""
-        stages, state = get_args().pipeline_model_parallel_size, parallel_state
+        args, state = get_args(), parallel_state
+        stages, chunks = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size
         before = state._PIPELINE_MODEL_PARALLEL_GROUP, state.get_data_parallel_rank()
         with ExitStack() as stack:
-            stack.enter_context(as_stage(stage, stages))
+            stack.enter_context(as_stage(stage, stages, chunks))
             state._PIPELINE_MODEL_PARALLEL_GROUP = GroupStandIn(stage, stages)
             state.set_data_parallel_rank(0)
             try:

@@ -24,5 +24,5 @@ class Place:
     def ordered(self) -> list[UnitParameter]:
         """Trainable parameters in the order of Megatron's groups."""
         items = [item for parameters in self.launched.values() for item in parameters]
-        rank = {id(p): i for i, p in enumerate(self.port.chunk.parameters())}
+        rank = {id(p): i for i, p in enumerate(self.port.chunks.parameters())}
         return sorted(items, key=lambda item: (item.spec.group, rank[id(item.parameter)]))

@@ -56,6 +56,7 @@ def check_sizes(args: Namespace) -> None:
         )
     _check_model(args, tp, pp)
     _check_batch(args, world // (tp * pp * cp))
+    _check_interleaving(args, pp, world // (tp * pp * cp))
 
 
 def _check_model(args: Namespace, tp: int, pp: int) -> None:
@@ -68,13 +69,18 @@ def _check_model(args: Namespace, tp: int, pp: int) -> None:
         _divides(args.num_query_groups, "--num-query-groups", tp, tp_flag)
     if args.sequence_parallel and args.seq_length:
         _divides(args.seq_length, "--seq-length", tp, tp_flag)
+    if args.num_layers and not _cut_unevenly(args):
+        _divides(args.num_layers, "--num-layers", pp, "--pipeline-model-parallel-size")
+
+
+def _cut_unevenly(args: Namespace) -> bool:
+    """Whether stages may hold different numbers of layers."""
     uneven = (
         "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "pipeline_model_parallel_layout",
         "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "hybrid_layer_pattern",
         "heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json",
     )
-    if args.num_layers and not any(getattr(args, name, None) for name in uneven):
-        _divides(args.num_layers, "--num-layers", pp, "--pipeline-model-parallel-size")
+    return any(getattr(args, name, None) for name in uneven)
 
 
 def _check_batch(args: Namespace, dp: int) -> None:
@@ -86,6 +92,34 @@ def _check_batch(args: Namespace, dp: int) -> None:
         raise BadInput(
             f"--global-batch-size {args.global_batch_size} is not a multiple of --micro-batch-size "
             f"{args.micro_batch_size} × {dp} data-parallel replicas"
+        )
+
+
+def _check_interleaving(args: Namespace, pp: int, dp: int) -> None:
+    """What Megatron's interleaved schedule takes for granted, and finds missing in the first step."""
+    chunks = getattr(args, "num_virtual_stages_per_pipeline_rank", None)
+    layers = getattr(args, "num_layers_per_virtual_pipeline_stage", None)
+    if chunks is None and layers is None:
+        return
+    flag, given = ("--num-virtual-stages-per-pipeline-rank", chunks)
+    if chunks is None:
+        flag, given = ("--num-layers-per-virtual-pipeline-stage", layers)
+    if args.num_layers and given and not _cut_unevenly(args) and args.num_layers % (pp * given):
+        raise BadInput(
+            f"--num-layers {args.num_layers} is not a multiple of --pipeline-model-parallel-size {pp} × "
+            f"{flag} {given}: change one of the three"
+        )
+    if 1 in (chunks, layers and args.num_layers and args.num_layers // (pp * layers)):
+        return  # one chunk a stage is a plain pipeline
+    if pp == 1:
+        raise BadInput(f"{flag} interleaves pipeline stages: give --pipeline-model-parallel-size 2 or more")
+    if args.global_batch_size is None or getattr(args, "microbatch_group_size_per_vp_stage", None) is not None:
+        return
+    count = args.global_batch_size // (args.micro_batch_size * dp)
+    if count % pp:
+        raise BadInput(
+            f"{flag}: --global-batch-size {args.global_batch_size} is {count} micro-batches for each of {dp} replicas, "
+            f"not a multiple of --pipeline-model-parallel-size {pp}: change the batch size, or leave {flag} out"
         )
 
 

@@ -79,6 +79,7 @@ class Prelude:
         self._scheduler: Any = None
         self._place: Place | None = None
         self._others: OtherStages | None = None
+        self._data: tuple[SampleSource | None, Reading, Reading] | None = None
 
     @property
     def built(self) -> bool:
@@ -154,13 +155,11 @@ class Prelude:
         args, links = get_args(), self.links
         get_rerun_state_machine().set_mode(RerunMode.DISABLED)
         model = training.get_model(provider, model_type, wrap_with_ddp=False)
-        if len(model) != 1:
-            raise RuntimeError("--elastic with --num-layers-per-virtual-pipeline-stage is not supported")
         optimizer_config, overrides = training.get_megatron_optimizer_config(args)
         groups = GroupKeys(optimizer_config, overrides)
-        inner = unwrapped(model[0])
-        key_dropout(inner, parallel_state.get_tensor_model_parallel_rank())
-        port = GptPort(model[0], args, groups, parallel_state.get_tensor_model_parallel_rank() == 0)
+        for chunk in model:
+            key_dropout(unwrapped(chunk), parallel_state.get_tensor_model_parallel_rank())
+        port = GptPort(model, args, groups, parallel_state.get_tensor_model_parallel_rank() == 0)
         launched: Launched = {}
         if not is_extra(links.fabric, args):  # else it writes nothing
             launched = {unit: tuple(port.unit_parameters(unit)) for unit in port.held_units()}
@@ -168,7 +167,8 @@ class Prelude:
         self._others = OtherStages(lambda: training.get_model(provider, model_type, wrap_with_ddp=False), groups)
         self._optimizer = EngineOptimizer(groups, lambda: self.engine.record.loss_scale)
         self._scheduler = scheduler = training.get_optimizer_param_scheduler(self._optimizer)
-        topology = nominal_topology(args, inner.config, port.tied_unit is not None, links.fabric.slots)
+        config = unwrapped(model[0]).config
+        topology = nominal_topology(args, config, port.tied_unit is not None, links.fabric.slots)
         settings = engine_settings(args, MegatronSchedule(scheduler, groups))
         self._job = Job(port, topology, self._config, settings, self._settled, self._counters, self.notice)
         args.iteration = args.num_floating_point_operations_so_far = 0
@@ -225,8 +225,9 @@ class Prelude:
     def _build_data_iterators(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def replacement(*args: Any, **kwargs: Any) -> Any:
-            provider = bound(original, args, kwargs)["build_train_valid_test_datasets_provider"]
-            return self._sources(provider)
+            if self._data is None:  # Megatron asks for each model chunk: any of them may come to read any sample
+                self._data = self._sources(bound(original, args, kwargs)["build_train_valid_test_datasets_provider"])
+            return self._data
 
         return replacement
 

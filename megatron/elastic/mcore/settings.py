@@ -7,6 +7,7 @@ from typing import Any, Literal
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
+from megatron.elastic.config import ConfigError
 from megatron.elastic.engine.nominal import Nominal
 from megatron.elastic.engine.settings import Settings
 from megatron.elastic.mcore.stage import as_stage
@@ -22,24 +23,28 @@ def sample_grid(args: Any) -> Grid:
 
 
 def nominal_topology(args: Any, config: Any, tied: bool, slots: int) -> Nominal:
-    """Sizes and cuts at launch, for every stage, from arguments alone (no communication).
+    """Sizes and cuts at launch, for every model chunk, from arguments alone (no communication).
 
-    ``slots``: ranks there can be, those of the launch included.
+    ``slots``: ranks there can be, those of the launch included. Raises :class:`ConfigError` for a chunk of nothing.
     """
-    stages = []
-    for stage in range(args.pipeline_model_parallel_size):
+    stages, depth = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size
+    last = stages * (depth or 1) - 1
+    chunks = []
+    for number in range(last + 1):
+        stage, chunk = number % stages, None if depth is None else number // stages
         # A pipeline layout makes Megatron ignore the pp_rank argument, so the stage is set globally too.
-        with as_stage(stage, args.pipeline_model_parallel_size):
-            first = get_transformer_layer_offset(config, None, pp_rank=stage)
-            count = get_num_layers_to_build(config, None, pp_rank=stage)
-        begins = 0 if stage == 0 else first + 1
-        ends = args.num_layers + 2 if stage == args.pipeline_model_parallel_size - 1 else first + count + 1
-        stages.append((begins, ends))
+        with as_stage(stage, stages, depth):
+            first = get_transformer_layer_offset(config, chunk, pp_rank=stage)
+            count = get_num_layers_to_build(config, chunk, pp_rank=stage)
+        chunks.append((first + (number > 0), args.num_layers + 2 if number == last else first + count + 1))
+    empty = [number for number, (first, end) in enumerate(chunks) if first == end]
+    if empty:
+        raise ConfigError(f"--pipeline-model-parallel-layout leaves stages {empty} without a layer: give each one")
     return Nominal(
         tensor=args.tensor_model_parallel_size,
-        pipeline=args.pipeline_model_parallel_size,
+        pipeline=stages,
         data=args.data_parallel_size,
-        stages=tuple(stages),
+        chunks=tuple(chunks),
         grid=sample_grid(args),
         tied_unit=args.num_layers + 2 if tied else None,
         extra=(slots - args.world_size) // args.tensor_model_parallel_size * args.tensor_model_parallel_size,

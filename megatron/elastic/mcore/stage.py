@@ -29,19 +29,27 @@ class GroupStandIn:
 
 
 @contextmanager
-def as_stage(rank: int, size: int) -> Iterator[None]:
-    """Inside, ``parallel_state`` says stage ``rank`` of ``size``; what it said before returns afterwards."""
+def as_stage(rank: int, size: int, chunks: int | None = None) -> Iterator[None]:
+    """Inside, ``parallel_state`` says stage ``rank`` of ``size``, with ``chunks`` model chunks (None: not interleaved).
+
+    What it said before returns afterwards.
+    """
     before = (
         parallel_state.get_pipeline_model_parallel_rank(),
         parallel_state.get_pipeline_model_parallel_world_size(),
+        parallel_state.get_virtual_pipeline_model_parallel_world_size(),
     )
-    parallel_state.set_pipeline_model_parallel_rank(rank)
-    parallel_state.set_pipeline_model_parallel_world_size(size)
+    _stand_at(rank, size, chunks)
     try:
         yield
     finally:
-        parallel_state.set_pipeline_model_parallel_rank(before[0])
-        parallel_state.set_pipeline_model_parallel_world_size(before[1])
+        _stand_at(*before)
+
+
+def _stand_at(rank: int, size: int, chunks: int | None) -> None:
+    parallel_state.set_pipeline_model_parallel_rank(rank)
+    parallel_state.set_pipeline_model_parallel_world_size(size)
+    parallel_state.set_virtual_pipeline_model_parallel_world_size(chunks)
 
 
 @contextmanager

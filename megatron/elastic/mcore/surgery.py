@@ -1,11 +1,11 @@
 """Takes Megatron's GPTModel apart into units, builds units it lacks, and puts any run of units together.
 
-Idea: the chunk that Megatron built stays as it is; a unit that this process
-gains is one more module, built from the same layer specification, and a
-*segment* is a shallow copy of the chunk that shares those modules but lists only
-the units it runs. Copies have lists of their own, so that pieces of different
-segments may lie between forward and backward at the same time, also when
-activations are recomputed in backward.
+Idea: the chunks that Megatron built (one, or with an interleaved schedule several)
+stay as they are; a unit that this process gains is one more module, built from the
+same layer specification, and a *segment* is a shallow copy of a chunk that shares
+those modules but lists only the units it runs, as the only chunk of its stage.
+Copies have lists of their own, so that pieces of different segments may lie between
+forward and backward at the same time, also when activations are recomputed in backward.
 
 Invariant: parameters keep Megatron's names, tensor-parallel attributes and
 types, whoever built them; a unit given up frees its memory (the modules of the
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -40,20 +40,22 @@ Modules = dict[str, Any]
 class Anatomy:
     """The units of one process; ``prepare`` is told of every unit that is built (dropout sites and the like)."""
 
-    def __init__(self, chunk: torch.nn.Module, prepare: Callable[[Any, torch.nn.Module], object]) -> None:
-        self._chunk = chunk
-        self._inner = unwrapped(chunk)
+    def __init__(self, chunks: Sequence[torch.nn.Module], prepare: Callable[[Any, torch.nn.Module], object]) -> None:
+        self._chunks = torch.nn.ModuleList(chunks)
+        self._first = chunks[0]
+        """Has what is alike in all: configuration, layer specification, groups, wrappers."""
+        self._inner = unwrapped(self._first)
         self._prepare = prepare
         self.units = int(self._inner.config.num_layers) + 2
-        self._born: dict[int, Modules] = _units_of(self._inner, self.units)
+        self._born: dict[int, Modules] = {}
+        for chunk in chunks:
+            self._born |= _units_of(unwrapped(chunk), self.units)
         self._held: dict[int, Modules] = dict(self._born)
         self._ready: dict[int, Modules] = {}
         """Layers built ahead of :meth:`hold`."""
         self._building = threading.Lock()
-        self._shapes = [(parameter, parameter.shape) for parameter in self._inner.parameters()]
+        self._shapes = [(parameter, parameter.shape) for parameter in self._chunks.parameters()]
         self._segments: dict[tuple[int, int], torch.nn.Module] = {}
-        # Not the chunk itself: its wrapper would ask the pipeline group, which may have lost members, where it stands.
-        self._launched = self._wrapped(self._inner, min(self._born), max(self._born) + 1)
         self._training = True
 
     @property
@@ -123,7 +125,7 @@ class Anatomy:
 
     @contextmanager
     def as_launched(self) -> Iterator[None]:
-        """Inside, every parameter of the chunk has its shape, whether it is held or not (values undefined if not)."""
+        """Inside, every parameter of the chunks has its shape, whether it is held or not (values undefined if not)."""
         empty = [
             (parameter, shape)
             for parameter, shape in self._shapes
@@ -140,15 +142,12 @@ class Anatomy:
     def train(self, mode: bool) -> None:
         """Switch dropout and the like on or off, everywhere."""
         self._training = mode
-        self._chunk.train(mode)
-        self._launched.train(mode)
+        self._chunks.train(mode)
         for segment in self._segments.values():
             segment.train(mode)
 
     def segment(self, first: int, end: int) -> torch.nn.Module:
         """What ``forward_step_func`` is handed to run units ``[first, end)``. Raises ``KeyError`` for one not held."""
-        if set(self._held) == set(self._born) == set(range(first, end)):
-            return self._launched
         if (first, end) not in self._segments:
             segment = self._assembled(first, end)
             segment.train(self._training)
@@ -176,19 +175,24 @@ class Anatomy:
             self._inner, embedding=parts.get("embedding"), decoder=decoder, output_layer=output
         )
         model.pre_process, model.post_process = starts, ends
+        model.vp_stage = model.vp_size = None
         for attribute in ("embedding_activation_buffer", "grad_output_buffer"):
             if not hasattr(model, attribute):
                 setattr(model, attribute, None)
         return self._wrapped(model, first, end)
 
     def _wrapped(self, model: Any, first: int, end: int) -> torch.nn.Module:
-        """Units ``[first, end)`` inside what Megatron wrapped its own chunk in (16 bits are converted at the ends)."""
-        wrappers, at = [], self._chunk
+        """Units ``[first, end)`` inside what Megatron wrapped its own chunks in (16 bits are converted at the ends).
+
+        The wrapper is told where they stand: it would ask the pipeline group, which may have lost members.
+        """
+        wrappers, at = [], self._first
         while hasattr(at, "module"):
             wrappers.append(at)
             at = at.module  # type: ignore[assignment]
         for wrapper in reversed(wrappers):
             model = _copy_with(wrapper, module=model)
+            model.vp_stage = model.vp_size = None
             if getattr(model, "pg_collection", None) is not None:
                 model.pg_collection = copy.copy(model.pg_collection)
                 model.pg_collection.pp = GroupStandIn(*place_of(first, end, self.units))
@@ -197,7 +201,7 @@ class Anatomy:
     # -- building ------------------------------------------------------------------
 
     def _built(self, unit: int) -> Modules:
-        """New modules for ``unit``, on the device and in the type of the chunk; values undefined."""
+        """New modules for ``unit``, on the device and in the type of the chunks; values undefined."""
         with _without_values(self._inner.config):
             if unit == 0:
                 modules = {"embedding": self._embedding()}
@@ -209,9 +213,9 @@ class Anatomy:
             for parameter in module.parameters():
                 tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
             module.cuda(torch.cuda.current_device())
-            if getattr(self._chunk, "bf16", False):
+            if getattr(self._first, "bf16", False):
                 module.bfloat16()
-            elif getattr(self._chunk, "fp16", False):
+            elif getattr(self._first, "fp16", False):
                 module.half()
             module.train(self._training)
             self._prepare(self._inner, module)
@@ -219,9 +223,9 @@ class Anatomy:
 
     def _layer(self, unit: int) -> torch.nn.Module:
         decoder = self._inner.decoder
-        specs = decoder.submodules.layer_specs
+        specs = [spec for chunk in self._chunks for spec in unwrapped(chunk).decoder.submodules.layer_specs or ()]
         spec = specs[0] if specs else self._inner.transformer_layer_spec
-        if any(other != spec for other in specs or ()):
+        if any(other != spec for other in specs):
             raise RuntimeError("layers of different kinds cannot change place between pipeline stages")
         offset = get_transformer_layer_offset(decoder.config, decoder.vp_stage, get_pg_rank(decoder.pg_collection.pp))
         layer = build_module(

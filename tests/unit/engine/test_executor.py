@@ -85,11 +85,14 @@ def plan(*cuts: int) -> Plan:
     return found
 
 
+def executor(port: Any, found: Plan) -> Executor:
+    return Executor(port, Nowhere(), found, found.cells[0], 0, lambda *_: None)
+
+
 def gradients(found: Plan, port: Layers) -> tuple[list[torch.Tensor], float]:
     for layer in port.layers:
         layer.zero_grad()
-    executor = Executor(port, Nowhere(), found, found.cells[0], 0, lambda *_: None)
-    result = executor.run(work())
+    result = executor(port, found).run(work())
     assert sorted(result.samples) == list(range(ROWS))
     return [p.grad.clone() for layer in port.layers for p in layer.parameters() if p.grad is not None], result.tokens
 
@@ -106,5 +109,5 @@ def test_gradients_are_those_of_whole_pieces(cuts: tuple[int, ...]) -> None:
     for one, other in zip(whole, cut, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
     with torch.no_grad():
-        reported = Executor(port, Nowhere(), plan(*cuts), plan(*cuts).cells[0], 0, lambda *_: None).run(work(False))
+        reported = executor(port, plan(*cuts)).run(work(training=False))
     assert reported.report["loss"][1] == 4 and sorted(reported.samples) == list(range(ROWS))

@@ -88,6 +88,6 @@ def test_units_are_uncovered_where_every_cell_of_their_stage_lost_a_rank(
     shape = nominal(*sizes)
     living = data.draw(st.sets(st.sampled_from(range(shape.slots))))
     gone = Assignment.at_launch(shape).uncovered(living)
-    for stage, (first, end) in enumerate(shape.stages):
+    for stage, (first, end) in enumerate(shape.chunks):
         whole = any(set(shape.cell(replica, stage).ranks) <= living for replica in range(shape.data))
         assert {unit in gone for unit in range(first, end)} == {not whole}

@@ -44,6 +44,9 @@ from megatron.elastic.state.layout import UnitLayout
 LAYERS, SAMPLES, DROPOUT = 4, 4, 0.1
 UNITS = LAYERS + 2
 NOMINAL = (0, 3, UNITS)
+STAGES = len(NOMINAL) - 1
+INTERLEAVED = (0, 2, 3, 4, UNITS)
+"""Megatron's cut with two model chunks a stage: they take turns."""
 CUTS: tuple[tuple[int, ...], ...] = ((0, 2, UNITS), (0, 5, UNITS), (0, UNITS), (0, 1, UNITS), NOMINAL)
 """What the cells go through: cell k holds units [cut k, cut k + 1); a cell beyond the end holds nothing."""
 
@@ -58,12 +61,21 @@ class Case:
     tied: bool = True
     recompute: bool = False
     bf16: bool = False
+    interleaved: bool = False
+
+    @property
+    def launch(self) -> list[tuple[int, int, int]]:
+        """Segments (first unit, end unit, cell) of the launch."""
+        cuts = INTERLEAVED if self.interleaved else NOMINAL
+        return [(first, end, number % STAGES) for number, (first, end) in enumerate(pairwise(cuts))]
 
 
 CASES = (
     Case("tied"),
     Case("untied, recomputed", tied=False, recompute=True),
     Case("bf16", bf16=True),
+    Case("interleaved", interleaved=True),
+    Case("interleaved, untied, recomputed, bf16", tied=False, recompute=True, bf16=True, interleaved=True),
     Case("tp2", tensor_parallel=2),
     Case("tp2, sequence parallel, untied", tensor_parallel=2, sequence_parallel=True, tied=False),
 )
@@ -72,28 +84,31 @@ CASES = (
 def config_of(case: Case) -> TransformerConfig:
     dtype = torch.bfloat16 if case.bf16 else torch.float32
     recompute = "full" if case.recompute else None
-    return gpt_config(case, LAYERS, DROPOUT, recompute, dtype, pipeline_model_parallel_size=len(NOMINAL) - 1)
+    chunks = {"virtual_pipeline_model_parallel_size": len(case.launch) // STAGES} if case.interleaved else {}
+    return gpt_config(case, LAYERS, DROPOUT, recompute, dtype, pipeline_model_parallel_size=STAGES, **chunks)
 
 
 def port_of(case: Case, stage: int) -> GptPort:
     """The port of the cell that holds stage ``stage`` at launch."""
-    config, stages = config_of(case), len(NOMINAL) - 1
+    config = config_of(case)
     groups = ProcessGroupCollection.use_mpu_process_groups()
-    groups.pp = GroupStandIn(stage, stages)
-    model: Any = GPTModel(
-        config, get_gpt_layer_local_spec(), VOCABULARY, LENGTH,
-        pre_process=stage == 0, post_process=stage == stages - 1,
-        position_embedding_type="learned_absolute", share_embeddings_and_output_weights=case.tied, pg_collection=groups,
-    )  # fmt: skip
-    key_dropout(model, parallel_state.get_tensor_model_parallel_rank())
-    for parameter in model.parameters():
-        tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
-    if case.bf16:
-        model = Float16Module(config, model)
+    groups.pp = GroupStandIn(stage, STAGES)
+    chunks = []
+    for number, (first, end, _) in enumerate(case.launch[stage::STAGES]):
+        model: Any = GPTModel(
+            config, get_gpt_layer_local_spec(), VOCABULARY, LENGTH, pre_process=first == 0, post_process=end == UNITS,
+            position_embedding_type="learned_absolute", share_embeddings_and_output_weights=case.tied,
+            pg_collection=groups, vp_stage=number if case.interleaved else None,
+        )  # fmt: skip
+        key_dropout(model, parallel_state.get_tensor_model_parallel_rank())
+        for parameter in model.parameters():
+            tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+        chunks.append(Float16Module(config, model) if case.bf16 else model)
     args = Namespace(
-        num_layers=LAYERS, seq_length=LENGTH, micro_batch_size=SAMPLES, pipeline_model_parallel_size=stages
-    )
-    return GptPort(model, args, GroupKeys(OptimizerConfig(lr=1e-3), None), reads_data=True)
+        num_layers=LAYERS, seq_length=LENGTH, micro_batch_size=SAMPLES, pipeline_model_parallel_size=STAGES,
+        virtual_pipeline_model_parallel_size=config.virtual_pipeline_model_parallel_size,
+    )  # fmt: skip
+    return GptPort(chunks, args, GroupKeys(OptimizerConfig(lr=1e-3), None), reads_data=True)
 
 
 class Pipeline:
@@ -101,7 +116,7 @@ class Pipeline:
 
     def __init__(self, case: Case) -> None:
         self.case = case
-        self.ports = [port_of(case, stage) for stage in range(len(NOMINAL) - 1)]
+        self.ports = [port_of(case, stage) for stage in range(STAGES)]
         self.tied = self.ports[0].tied_unit
         specs = {u: [i.spec for i in port.unit_parameters(u)] for port in self.ports for u in port.held_units()}
         layouts = {unit: UnitLayout.build(unit, 0, tuple(found), 1 << 18) for unit, found in specs.items()}
@@ -126,15 +141,19 @@ class Pipeline:
 
     def cut(self, cuts: Sequence[int], ahead: bool = False) -> None:
         """Cell k holds units [cuts[k], cuts[k + 1]) from now on; ``ahead``: what it lacks is built before."""
+        self.hold([(a, b, number) for number, (a, b) in enumerate(pairwise(cuts))], ahead)
+
+    def hold(self, segments: list[tuple[int, int, int]], ahead: bool = False) -> None:
+        """Cells hold what these (first unit, end unit, cell) ask of them."""
         for number, arena in enumerate(self.arenas):
-            units = set(range(cuts[number], cuts[number + 1])) if number + 1 < len(cuts) else set[int]()
+            units = {unit for first, end, cell in segments if cell == number for unit in range(first, end)}
             if self.tied is not None and units & {0, UNITS - 1}:
                 units.add(self.tied)
             if ahead:
                 arena.prepare(units)
             arena.hold(units)
         self.fill()
-        self.segments = [(a, b, number) for number, (a, b) in enumerate(pairwise(cuts))]
+        self.segments = segments
 
     def run(self, segments: Sequence[tuple[int, int, int]]) -> dict[str, Any]:
         """Forward and backward of the batch through (first, end, cell); loss, norm of each unit's gradient."""
@@ -179,7 +198,7 @@ class Pipeline:
         return [
             sum({p.data.untyped_storage().data_ptr(): p.data.untyped_storage().nbytes() for p in everything}.values())
             for everything in (
-                [*port.chunk.parameters(), *(i.parameter for u in port.held_units() for i in port.unit_parameters(u))]
+                [*port.chunks.parameters(), *(i.parameter for u in port.held_units() for i in port.unit_parameters(u))]
                 for port in self.ports
             )
         ]
@@ -189,13 +208,15 @@ def compute(case: Case) -> list[dict[str, Any]]:
     """Nominal first, then each cut; the last but one entry runs one cell's units as several pieces."""
     pipeline = Pipeline(case)
     before = torch.get_rng_state()
-    answers = [{"cut": "launch", **pipeline.run([(0, 3, 0), (3, UNITS, 1)]), "bytes": pipeline.sizes()}]
+    answers = [{"cut": "launch", **pipeline.run(case.launch), "bytes": pipeline.sizes()}]
     for number, cuts in enumerate(CUTS):
         pipeline.cut(cuts, ahead=number % 2 == 0)
         answers.append({"cut": str(cuts), **pipeline.run(pipeline.segments), "bytes": pipeline.sizes()})
         if cuts == (0, UNITS):
             finer = [(0, 2, 0), (2, 4, 0), (4, UNITS, 0)]
             answers.append({"cut": "pieces", **pipeline.run(finer), "bytes": pipeline.sizes()})
+    pipeline.hold(case.launch)
+    answers.append({"cut": "launch again", **pipeline.run(case.launch), "bytes": pipeline.sizes()})
     answers.append({"cut": "random state kept", "same": bool(torch.equal(before, torch.get_rng_state()))})
     return answers
 

@@ -66,7 +66,7 @@ def measured(cells: Pipeline, segment: tuple[int, int, int], rows: int) -> int:
         output = cells.ports[cell].forward(step, piece, place, source, iter(()))
     if isinstance(output, torch.Tensor):
         pack(output)  # the next stage's gradient comes back to it
-    weights = {parameter.untyped_storage().data_ptr() for parameter in cells.ports[cell].chunk.parameters()}
+    weights = {parameter.untyped_storage().data_ptr() for parameter in cells.ports[cell].chunks.parameters()}
     weights.add(cells.arenas[cell].parameters.untyped_storage().data_ptr())
     return sum(size for where, size in kept.items() if where not in weights)
 

@@ -38,6 +38,9 @@ def test_sizes_that_fit_pass() -> None:
     check_sizes(sizes())
     check_sizes(sizes(num_layers=5, decoder_first_pipeline_num_layers=2))
     check_sizes(sizes(global_batch_size=None))
+    check_sizes(sizes(num_virtual_stages_per_pipeline_rank=2))
+    check_sizes(sizes(num_virtual_stages_per_pipeline_rank=1, pipeline_model_parallel_size=1))
+    check_sizes(sizes(num_virtual_stages_per_pipeline_rank=2, num_layers=5, decoder_first_pipeline_num_layers=2))
 
 
 @pytest.mark.parametrize(
@@ -51,6 +54,22 @@ def test_sizes_that_fit_pass() -> None:
         ({"sequence_parallel": True, "seq_length": 31}, ("--seq-length 31", "--tensor-model-parallel-size 2")),
         ({"group_query_attention": True, "num_query_groups": 3}, ("--num-query-groups 3",)),
         ({"global_batch_size": 18}, ("--global-batch-size 18", "--micro-batch-size 2", "2 data-parallel")),
+        (
+            {"num_virtual_stages_per_pipeline_rank": 3},
+            ("--num-layers 4", "--pipeline-model-parallel-size 2", "--num-virtual-stages-per-pipeline-rank 3"),
+        ),
+        (
+            {"num_layers_per_virtual_pipeline_stage": 4},
+            ("--num-layers 4", "--pipeline-model-parallel-size 2", "--num-layers-per-virtual-pipeline-stage 4"),
+        ),
+        (
+            {"num_virtual_stages_per_pipeline_rank": 2, "global_batch_size": 12},
+            ("--global-batch-size 12", "3 micro-batches", "--pipeline-model-parallel-size 2", "leave"),
+        ),
+        (
+            {"num_virtual_stages_per_pipeline_rank": 2, "pipeline_model_parallel_size": 1},
+            ("--num-virtual-stages-per-pipeline-rank", "--pipeline-model-parallel-size 2 or more"),
+        ),
     ],
 )
 def test_sizes_that_do_not_divide_name_both_flags(given: dict[str, Any], words: tuple[str, ...]) -> None:

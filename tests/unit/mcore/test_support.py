@@ -31,7 +31,6 @@ REFUSED_WITH_ELASTIC: list[tuple[str, dict[str, Any]]] = [
     ("--context-parallel-size", {"context_parallel_size": 2}),
     ("--num-experts", {"num_experts": 8}),
     ("--expert-model-parallel-size", {"expert_model_parallel_size": 2}),
-    ("--num-layers-per-virtual-pipeline-stage", {"num_layers_per_virtual_pipeline_stage": 1}),
     ("--mtp-num-layers", {"mtp_num_layers": 1}),
     ("--use-torch-fsdp2", {"use_torch_fsdp2": True}),
     ("--use-megatron-fsdp", {"use_megatron_fsdp": True}),
@@ -58,7 +57,7 @@ def test_refused_with_elastic_by_one_line(flag: str, asked: dict[str, Any]) -> N
 
 PASSES: list[dict[str, Any]] = [
     {}, {"sequence_parallel": True}, {"bf16": True}, {"fp16": True}, {"recompute_granularity": "full"},
-    {"optimizer": "sgd"}, {"dataloader_type": "cyclic"},
+    {"optimizer": "sgd"}, {"dataloader_type": "cyclic"}, {"num_virtual_stages_per_pipeline_rank": 2},
 ]
 
 
@@ -99,9 +98,8 @@ def test_exact_mode_takes_batches_that_are_made_of_samples(asked: dict[str, Any]
 
 
 def test_the_flag_that_was_given_is_the_one_named() -> None:
-    with pytest.raises(BadInput, match=r"^--num-virtual-stages-per-pipeline-rank "):
-        check(plain(num_virtual_stages_per_pipeline_rank=2), ElasticConfig(), "cuda",
-              ["--num-virtual-stages-per-pipeline-rank=2"])
+    with pytest.raises(BadInput, match=r"^--step-batch-size-schedule "):
+        check(plain(step_batch_size_schedule="0:8"), ElasticConfig(), "cuda", ["--step-batch-size-schedule=0:8"])
 
 
 def test_a_flag_that_no_table_knows_is_named_not_ignored() -> None:

@@ -12,7 +12,10 @@ from typing import Any
 import pytest
 
 SCRIPT = Path(__file__).with_name("recut_pipeline.py")
-NAMES = ("tied", "untied, recomputed", "bf16", "tp2", "tp2, sequence parallel, untied")
+NAMES = (
+    "tied", "untied, recomputed", "bf16", "tp2", "tp2, sequence parallel, untied",
+    "interleaved", "interleaved, untied, recomputed, bf16",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +32,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[dic
 def runs(rank: list[dict[str, Any]]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The run at launch, and those after units changed place."""
     first, *rest = (answer for answer in rank if "loss" in answer)
-    assert len(rest) == 6
+    assert len(rest) == 7
     return first, rest
 
 
@@ -43,7 +46,7 @@ def test_losses_and_gradients_are_those_of_the_launch(answers: Any, name: str) -
             for unit, gradient in launch["grads"].items():
                 largest = max(map(abs, gradient))
                 assert largest > 0, f"unit {unit} has no gradient at all"
-                bound = largest * (2e-2 if name == "bf16" else 2e-6)
+                bound = largest * (2e-2 if "bf16" in name else 2e-6)
                 apart = max(abs(a - b) for a, b in zip(gradient, run["grads"][unit], strict=True))
                 assert apart <= bound, f"{run['cut']}: unit {unit} differs by {apart / largest:.1e} of its largest"
 
@@ -57,7 +60,7 @@ def test_what_is_given_up_is_freed(answers: Any, name: str) -> None:
         whole = by_cut["(0, 6)"]
         assert whole[1] == 0, "a cell without units holds no parameters"
         assert sum(whole) <= sum(launch["bytes"])
-        assert by_cut["(0, 3, 6)"] == launch["bytes"], "back at the launch's cut, memory is the launch's"
+        assert by_cut["launch again"] == launch["bytes"], "back at the launch's cut, memory is the launch's"
         for sizes in by_cut.values():
             assert sum(sizes) <= sum(launch["bytes"])
 
