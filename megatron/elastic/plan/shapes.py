@@ -99,7 +99,14 @@ class ShapeTimer:
         """Time of each pipeline, ns (0: it computes nothing)."""
         found = []
         for number, pipeline in enumerate(shape.pipelines):
-            key = (pipeline.quota, *((s.first, s.end, self.speed[s.cell]) for s in pipeline.segments))
+            seats: dict[int, int] = {}  # of two stages on one cell another time than of two cells
+            key = (
+                pipeline.quota,
+                *(
+                    (s.first, s.end, seats.setdefault(s.cell, len(seats)), self.speed[s.cell])
+                    for s in pipeline.segments
+                ),
+            )
             if key not in self.known:
                 self.known[key] = self._time(shape, number) if pipeline.quota else 0
             found.append(self.known[key])

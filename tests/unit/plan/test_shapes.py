@@ -64,6 +64,19 @@ def test_a_pipeline_takes_what_its_tables_take(case: tuple[Topology, Shape, Prof
             assert time == 0
 
 
+def test_an_interleaved_pipeline_is_not_taken_for_a_plain_one_of_the_same_cuts() -> None:
+    profile = Profile((UnitCost(10, 20, 10, 1, 6, 3, 0),) * 4)
+    plain, interleaved = (
+        Pipeline(tuple(Segment(cell, unit, unit + 1) for unit, cell in enumerate(cells)), 3)
+        for cells in ((0, 1, 2, 3), (4, 5, 4, 5))
+    )
+    topology = regular_topology(1, 6, 6, waves=6)
+    shape = Shape((plain, interleaved), 0, "test")
+    moved = Topology(topology.grid, 4, topology.cells, shape.replicas())
+    timer = ShapeTimer(moved, profile, False)
+    assert timer.times(shape) == [plan_time(shape_plan(moved, shape, profile, only=[n]), profile) for n in (0, 1)]
+
+
 @settings(max_examples=40, deadline=None, print_blob=True)
 @given(st.integers(2, 3), st.integers(1, 4), st.integers(1, 2), st.booleans(), st.data())
 def test_a_draft_takes_what_its_tables_take(dp: int, pp: int, rows: int, split: bool, data: st.DataObject) -> None:
