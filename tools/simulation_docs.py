@@ -65,10 +65,23 @@ def summary(rows: Sequence[Row]) -> str:
         lines.append(
             f"- Against {title}: {min(ours):.2f} to {max(ours):.2f}, median {median(ours):.2f}"
             + (f"; {stopped} scenarios in which it stops" if stopped else "")
-            + f". The paper's {paper:.2f} is reached in {sum(r >= paper for r in ours)} of {len(ours)}; in "
-            f"{sum(limit < paper for _, limit in ratios)} no plan could reach it (bound / peer is below it)."
+            + f". The paper's {paper:.2f} is reached in {sum(r >= paper for r in ours)} of {len(ours)} "
+            f"(by DP x PP: {where(rows, name, paper)}); in {sum(limit < paper for _, limit in ratios)} no plan could "
+            "(bound / peer is below it)."
         )
     return "\n".join([*lines, barrier(rows), parting(rows)])
+
+
+def where(rows: Sequence[Row], peer: str, paper: float) -> str:
+    """In which layouts elaswave reaches ``paper`` times ``peer``, and in how many of their scenarios it goes on."""
+    reached: dict[tuple[int, int], list[bool]] = {}
+    for row in rows:
+        if row.peers[peer]:
+            layout = row.scenario.dp, row.scenario.pp
+            reached.setdefault(layout, []).append(row.elaswave / row.peers[peer] >= paper)
+    return ", ".join(
+        f"{dp} x {pp}: {sum(hits)} of {len(hits)}" for (dp, pp), hits in sorted(reached.items()) if any(hits)
+    )
 
 
 def barrier(rows: Sequence[Row]) -> str:
