@@ -65,11 +65,12 @@ def test_state_moves_while_steps_go_on_and_again_when_a_rank_returns(tmp_path: P
             if record.monotonic_ns - 1e9 * (record.fields["background_seconds"] + record.fields["stall_seconds"])
             < step.monotonic_ns < record.monotonic_ns
         ]  # fmt: skip
-        assert during, "steps were committed between the first byte and the switch"
+        assert during, "steps were committed between the first byte and the last"
 
 
-def test_a_loss_before_any_vote_has_named_the_new_copies_costs_no_step(tmp_path: Path, undisturbed: JobResult) -> None:
-    """With one mirror: all that rank 1 and rank 2 both held is now in copies that no record names."""
+def test_a_loss_with_the_vote_that_names_the_new_copies_costs_no_step(tmp_path: Path, undisturbed: JobResult) -> None:
+    """With one mirror: all that rank 1 and rank 2 both held is now in copies of which perhaps only rank 2 has learned
+    that they are named. Then the vote is taken again."""
     check_two_losses(tmp_path, undisturbed, "in_movement_switch", 2, mirrors=1)
 
 

@@ -14,12 +14,13 @@ processors copy them, so that what moves is paid for in processor time.
 From the event logs, for the movement with which layers change place:
 
 bytes       state that came to ranks in added copies, all ranks together, and to the busiest rank
-background  seconds from the first byte to the boundary at which the copies count, and the steps committed in it
-stall       what the slowest rank waited at that boundary, and its parts: the last steps' gradients (finish); plan,
-            modules and groups (stand); parameters; certificate
-longer      what the steps of the background took longer than the median of the quiet ones before them
-first       what the first step after the boundary took longer than the median of the quiet ones after it: the stall
-            and whatever else a new cut costs once
+background  seconds from the first byte to the end of the step whose vote names the new placement, the stall not among
+            them, and the steps committed in it
+stall       what the slowest rank waited for it in that step, and its parts: the last bytes, before shipping (finish);
+            plan, modules and groups, after the vote (stand); certificate, after the gather
+longer      what the steps of the background, that of the vote with them, took longer than the median of the quiet
+            ones before them
+first       what the first step of the new cut took longer than the median of the quiet ones after it
 exposed     longer and first
 share       exposed, as a share of moving the bytes over an idle link: the busiest rank's over a link of its own, with
             ``--gbit`` all ranks' over the one there is (bandwidth: the same run, two processes, 64 MiB)
@@ -52,10 +53,10 @@ from tools.bench._jobs import QUIET, command, faults, finished
 from tools.bench.comm import connect
 
 WORLD, RANK, AT = 4, 3, 3
-PATIENCE = 5
-"""Steps from the loss to the movement: one or two make copies anew, the others are quiet."""
-STEPS = AT + PATIENCE + 6
-"""One or two of the last six are those of the movement."""
+PATIENCE = 8
+"""Steps from the loss to the movement: two to four make copies anew, the others are quiet."""
+STEPS = AT + PATIENCE + 7
+"""Two or three of the last seven are those of the movement."""
 LINK_BYTES = 64 << 20
 INSIDE = "BENCH_BEHIND_A_SLOW_LINK"
 MODEL = QUIET + shlex.split(f"""
@@ -64,7 +65,7 @@ MODEL = QUIET + shlex.split(f"""
 """)
 
 
-PARTS = ("finish", "stand", "parameters", "certificate")
+PARTS = ("finish", "stand", "certificate")
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,6 @@ class Moved:
     stall: float
     finish: float
     stand: float
-    parameters: float
     certificate: float
     longer: float
     first: float
@@ -109,7 +109,7 @@ def commits(records: list[Record]) -> dict[int, float]:
 
 
 def movements(records: list[Record]) -> dict[int, list[Record]]:
-    """Boundary → what each rank says of the movement that ended there."""
+    """Step → what each rank says of the movement that its vote ended."""
     found: dict[int, list[Record]] = {}
     for record in records:
         if record.kind == "movement":
@@ -118,7 +118,7 @@ def movements(records: list[Record]) -> dict[int, list[Record]]:
 
 
 def recut_at(records: list[Record]) -> int:
-    """The boundary at which layers changed place. Raises ``RuntimeError`` when none did."""
+    """The step whose vote has layers change place. Raises ``RuntimeError`` when none did."""
     plans = [record.fields for record in records if record.kind == "plan" and record.fields["step"] >= AT]
     cuts = {tuple(map(tuple, plan["stages"])): plan["step"] for plan in reversed(plans)}
     if len(cuts) != 2:
@@ -147,7 +147,7 @@ def evaluated(records: list[Record], bandwidth: float, shared: bool) -> Moved:
     longer = sum(taken[step] - usual for step in range(first, end + 1))
     last = taken[end + 1] - statistics.median(after)
     received = [r.fields["bytes_received"] for r in moved]
-    finish, stand, parameters, certificate = (max(r.fields["seconds"][part] for r in moved) for part in PARTS)
+    finish, stand, certificate = (max(r.fields["seconds"][part] for r in moved) for part in PARTS)
     return Moved(
         bytes=sum(received),
         busiest_bytes=max(received),
@@ -156,7 +156,6 @@ def evaluated(records: list[Record], bandwidth: float, shared: bool) -> Moved:
         stall=max(r.fields["stall_seconds"] for r in moved),
         finish=finish,
         stand=stand,
-        parameters=parameters,
         certificate=certificate,
         longer=longer,
         first=last,

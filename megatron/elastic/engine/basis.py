@@ -3,16 +3,17 @@
 A placement changes at a boundary, with it at times which units a cell holds, and
 again whenever copies are promoted after a loss. Ranks learn of it at different
 instants, so none of them may conclude from its own memory which one holds after the
-next loss. The record does: every vote carries the digest of what it was taken under, and survivors go on from what the
-newest record among them names (DESIGN §6; ``tests/unit/protocol``). Each rank
-therefore keeps every basis since that of its newest record: the one agreed by
-vote and those entered since, which no vote has confirmed yet.
+next loss. The record does: every vote carries the digest of the basis that is in force from it on, and
+survivors go on from what the newest record among them names (DESIGN §6; ``tests/unit/protocol``).
+Each rank therefore keeps every basis since that of its newest record: the one agreed by
+vote and those entered since, which no vote has confirmed yet. It enters a basis before it
+joins the vote that names it.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -46,11 +47,11 @@ class History:
         self._known = {basis.digest: basis for basis in bases}
 
     def enter(self, basis: Basis) -> None:
-        """``basis`` is worked under from now on; no vote has confirmed it yet."""
+        """``basis`` is worked under from now on, or named by the next vote; none has confirmed it yet."""
         self._known[basis.digest] = basis
 
     def confirm(self, basis: Basis) -> None:
-        """A vote was taken under ``basis``: nothing older can come back."""
+        """A vote has named ``basis``: nothing older can come back."""
         self._known = {basis.digest: basis}
 
     def in_force(self, records: Collection[StepRecord]) -> Basis:
@@ -62,6 +63,11 @@ class History:
                 f"the record of step {newest.version} was made under placement {newest.placement}, unknown here"
             )
         return basis
+
+    def common(self, digests: Iterable[str]) -> Basis | None:
+        """The basis that all of ``digests`` name; None where they differ."""
+        first, *others = set(digests)
+        return None if others else self._known.get(first)
 
     def of(self, record: StepRecord) -> Basis:
         """The basis that ``record`` names."""

@@ -1,7 +1,7 @@
 """Between two steps: everything that changes who is here, who holds what and who computes what (DESIGN §6, §7).
 
     come and go   newcomers are let in as the last vote agreed, who was asked to leave goes
-    switch        a movement that all are ready for ends
+    conclude      of a movement that all are ready for the last follows: the vote of this step names its target
     move          what balance, redundancy, a better cut or a leaving rank ask for begins
     pace          plans and clocks follow measured speeds
 
@@ -26,9 +26,7 @@ __all__ = ["Boundary"]
 class Boundary:
     """``considered``: the generation in which units are where they should be to begin with, or -1."""
 
-    def __init__(
-        self, position: Position, mover: Mover, pacing: Pacing, regroup: Regroup, considered: int
-    ) -> None:
+    def __init__(self, position: Position, mover: Mover, pacing: Pacing, regroup: Regroup, considered: int) -> None:
         self._position = position
         self._mover = mover
         self._pacing = pacing
@@ -47,19 +45,18 @@ class Boundary:
             # No phase of its own, nor is leaving: whoever is kept from it by a loss is not a phase behind afterwards.
             self._regroup.ask("join")
         if self._mover.due:
-            self._switch()
+            self._mover.conclude()
         self._move(self._part(leaving_of(agreed)))
         self._pacing.at_boundary()
 
-    def _switch(self) -> None:
+    def _wait_for_movement(self) -> None:
         at = self._position
         with at.timer.phase("movement"):
             try:
-                moved = self._mover.switch()
+                self._mover.conclude()
+                self._mover.arrive()
             except CommError as error:
                 self._regroup.recover(error)
-                return
-        at.listener.moved(at.record, at.standing, moved)
 
     def _move(self, leaving: tuple[int, ...]) -> None:
         """Begin what is asked for, unless something moves already."""
@@ -76,7 +73,7 @@ class Boundary:
             begun = self._mover.begin(at.recovery.movement(at.standing, target, leaving))
             at.unsettled = False
             if begun and at.recovery.config.migration == "blocking":
-                self._switch()
+                self._wait_for_movement()
 
     def _recut(self) -> Recut | None:
         """Units that should change place; asked once a generation, when it is time, by all ranks at one boundary."""
@@ -118,7 +115,7 @@ class Boundary:
             self._refused = leaving
             at.recovery.membership.request("stay")
             return ()
-        if leaving and self._mover.at_rest and not self._holds_state(leaving):
+        if leaving and not self._mover.under_way and not self._holds_state(leaving):
             self._regroup.ask("leave")
         return leaving
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from megatron.elastic.engine.basis import Basis
 from megatron.elastic.engine.failures import NotFinite
 from megatron.elastic.engine.mover import Mover
 from megatron.elastic.engine.pacing import Pacing
@@ -38,6 +39,8 @@ class _Attempt:
     """Of its gradients."""
     skipped: tuple[int, ...]
     """Rows that the plan of this attempt leaves out."""
+    named: Basis
+    """What its vote is to name, whose copies its gradients are shipped to."""
     tally: Tally | None = None
     """Set once every gradient is reduced and shipped: from then on the vote can be taken again."""
     requests: tuple[str, ...] = ()
@@ -90,6 +93,16 @@ class Commitment:
         known = (*attempt.tally.rows, *attempt.skipped)  # of a row left out there is nothing to know
         return {attempt.key: [(row, row + 1) for row in known]}
 
+    @property
+    def voting(self) -> Basis:
+        """What the vote under way is to name, or was when its gradients were shipped."""
+        return self._position.standing.basis if self._attempt is None else self._attempt.named
+
+    def void(self) -> None:
+        """The attempt's gradients were discarded: no vote can be taken over them."""
+        if self._attempt is not None:
+            self._attempt.tally = None
+
     def close(self) -> None:
         """The step is over on every rank."""
         self._attempt = None
@@ -100,7 +113,7 @@ class Commitment:
         """Compute, reduce, ship, vote. On return the position's record is that of ``work.step``."""
         at, body, step = self._position, self._position.body, work.step
         reach, timer = at.tools.reach, at.timer
-        attempt = self._attempt = _Attempt(work, body.key(step), at.standing.plan.skipped)
+        attempt = self._attempt = _Attempt(work, body.key(step), at.standing.plan.skipped, self._mover.heading)
         self.computed = at.standing.plan.rows
         reach("after_prepare", step)
         with timer.phase("compute"):
@@ -110,9 +123,10 @@ class Commitment:
             body.reduce(step)
         reach("after_reduce", step)
         with timer.phase("ship"):
-            body.ship(step)
+            self._mover.arrive()
+            body.ship(step, attempt.named.placement)
         reach("after_ship", step)
-        attempt.tally, attempt.disputes = body.tally(work, result), body.disputes
+        attempt.tally, attempt.disputes = body.tally(work, result, attempt.named), body.disputes
         attempt.requests = at.recovery.membership.pending()
         wishes(attempt.tally, attempt.requests)
         attempt.tally.saves, attempt.tally.written = self.save_due(), self.share_written()
@@ -128,7 +142,7 @@ class Commitment:
         attempt.key = key
         attempt.tally.steady, attempt.tally.times, attempt.tally.clocks = 0, {}, {}  # measured under another plan
         attempt.tally.ready = 0  # what moved then has ended with its generation
-        self._position.body.weigh(attempt.tally, key)
+        self._position.body.weigh(attempt.tally, key, self._mover.heading)
         self._vote(attempt, attempt.tally)
 
     def _vote(self, attempt: _Attempt, tally: Tally) -> None:
@@ -174,7 +188,7 @@ class Commitment:
             losses=total.report,
             ledger_hash=f"{total.ledger:x}",
             plan_hash=standing.plan_hash,
-            placement=standing.basis.digest,
+            placement=self._mover.heading.digest,
             agreed=agreed_by(total, attempt.requests),
             speeds=self._pacing.pace.speeds(),
         )
@@ -205,11 +219,12 @@ class Commitment:
         at = self._position
         step = at.record.version
         if at.parameters < step:
-            if not at.record.skipped or catching_up:
+            if not at.record.skipped or catching_up or at.parameters < step - 1:
                 with at.timer.phase("gather"):
                     at.body.gather(step)
             at.parameters = step
         at.tools.reach("after_gather", step)
+        self._mover.prove()
 
     def result(self) -> StepResult:
         """The newest step as the host's loop wants it."""

@@ -142,7 +142,7 @@ class Engine:
         work = StepInput(target, address, forward_step, source)
         at.timer.begin(target, "prepare")
         self.attempts, started = 0, time.monotonic()
-        if not at.unsettled and self._mover.at_rest:
+        if not at.unsettled and not self._mover.under_way:
             at.injector.restore()
         at.tools.reach("before_step", target)
         while not self._attempted(work):

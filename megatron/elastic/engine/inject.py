@@ -89,8 +89,8 @@ KILL_POINTS: Mapping[str, str] = MappingProxyType(
         "in_recovery_promote": "mirrors are being promoted, blocks moved",
         "in_recovery_resume": "recovered, about to finish or re-run the step",
         "in_movement_begin": "copies have begun to move in the background",
-        "in_movement_finish": "all copies are about to be brought to one version",
-        "in_movement_switch": "added copies count, no vote was taken under the new placement",
+        "in_movement_finish": "in the step whose vote is to name the copies that move, about to take them in",
+        "in_movement_switch": "a vote has named the copies that have moved, none is updated, the others are gone",
         "in_join": "a joiner is receiving state",
     }
 )

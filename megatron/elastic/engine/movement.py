@@ -1,15 +1,14 @@
 """Copies change place while steps go on (DESIGN §6; the rules are those of ``state.transfer``).
 
-    begin    at a boundary every rank derives the same :class:`Movement`; sources and
-             destinations start one thread a peer, and nobody waits
-    ready    each vote counts the ranks whose bases have all arrived; when all have,
-             every rank switches at the end of that step: no round of its own
-    finish   the gradients of the last steps follow, receivers check versions
-    switch   copies count, the new placement is in force for the next step, which
-             ships to the copies about to go as well
-    retire   the first vote under the new placement: they go
+    begin     at a boundary every rank derives the same :class:`Movement`; sources and
+              destinations start one thread a peer, and nobody waits
+    ready     each vote counts the ranks whose bases have all arrived
+    conclude  at the boundary after a vote in which all have: what is left is on its way, the
+              record and the gradients of that step, while the next one is computed
+    arrive    added copies count, and get gradients of that step in place of those that leave
+    switch    with its vote, which names the target, the others go and the target is in force
 
-A loss at any instant before that vote leaves the old placement in force, with every
+A loss at any instant before that vote is known leaves the old placement in force, with every
 old copy there (:mod:`basis`): an unfinished movement is forgotten and begun anew from
 what the new generation asks for.
 
@@ -58,14 +57,6 @@ class Movement:
                 pairs.setdefault((change.source, change.rank), []).append(change.block)
         return {pair: tuple(sorted(blocks)) for pair, blocks in sorted(pairs.items())}
 
-    def followers(self) -> dict[BlockKey, tuple[int, ...]]:
-        """Block → ranks whose copy goes, and is kept up to date until the first vote."""
-        gone: dict[BlockKey, list[int]] = {}
-        for change in self.changes:
-            if change.kind == "drop":
-                gone.setdefault(change.block, []).append(change.rank)
-        return {key: tuple(sorted(ranks)) for key, ranks in gone.items()}
-
 
 @dataclass(frozen=True)
 class Moved:
@@ -75,14 +66,14 @@ class Moved:
     bytes_received: int
     """Of state, in added copies."""
     background: float
-    """Seconds from its begin to the boundary of the switch."""
+    """Seconds from its begin to the end of the step whose vote named its target, without those this rank waited."""
     seconds: Mapping[str, float]
-    """What this rank waited there, by what for: ``finish`` (the last steps' gradients), ``stand`` (plan, modules,
-    groups), ``parameters`` of units that came, ``certificate``."""
+    """What this rank waited for it, by what for: ``finish`` (the last bytes, before shipping), ``stand`` (plan,
+    modules, groups, after the vote), ``certificate`` (after the step's gather)."""
 
     @property
     def stall(self) -> float:
-        """Seconds this rank waited there."""
+        """Seconds this rank waited for it."""
         return sum(self.seconds.values())
 
 
@@ -110,19 +101,23 @@ class _Incoming:
 class _Outgoing:
     """One sender on a thread of its own."""
 
-    def __init__(self, sender: BlockSender, blocks: tuple[BlockKey, ...], given_up: Callable[[], bool]) -> None:
-        self.sender, self._given_up = sender, given_up
+    def __init__(
+        self, sender: BlockSender, blocks: tuple[BlockKey, ...], channel: FabricChannel, given_up: Callable[[], bool]
+    ) -> None:
+        self.sender, self._channel, self._given_up = sender, channel, given_up
         self.error: Exception | None = None
-        self._finishing = threading.Event()
+        self._concluded = threading.Event()
         sender.offer(blocks)
         self.thread = threading.Thread(target=self._run, name=f"elastic-to-{sender.peer}", daemon=True)
         self.thread.start()
 
     def _run(self) -> None:
         try:
-            while not self._given_up() and not self._finishing.is_set():
+            while not self._given_up() and not self.sender.ended:
                 if not self.sender.pump():
-                    self._finishing.wait(_IDLE_SECONDS)
+                    self._concluded.wait(_IDLE_SECONDS)
+            if self.sender.ended:
+                self._channel.drain(self.sender.peer)
         except Exception as error:  # raised again on the training thread
             self.error = error
 
@@ -130,11 +125,9 @@ class _Outgoing:
     def ready(self) -> bool:
         return self.sender.pending == 0
 
-    def finish(self, version: int) -> None:
-        self._finishing.set()
-        self.thread.join()
-        if self.error is None:
-            self.sender.finish(version)
+    def conclude(self, version: int) -> None:
+        self.sender.conclude(version)
+        self._concluded.set()
 
 
 class Streams:
@@ -156,7 +149,7 @@ class Streams:
                 self._incoming.append(_Incoming(BlockReceiver(pool, channel, source), blocks))
             elif source == fabric.rank:
                 sender = BlockSender(pool, channel, destination, window_bytes)
-                self._outgoing.append(_Outgoing(sender, blocks, self._given_up.is_set))
+                self._outgoing.append(_Outgoing(sender, blocks, channel, self._given_up.is_set))
 
     @property
     def ready(self) -> bool:
@@ -180,20 +173,22 @@ class Streams:
         """Copies taken in so far, uncounted."""
         return {key: copy for part in self._incoming for key, copy in list(part.receiver.blocks.items())}
 
-    def hurry(self) -> None:
-        """What is left is the last steps' gradients, and everybody is about to wait for them."""
-        self._channel.hurry()
-
-    def finish(self, version: int) -> None:
-        """Bring all added copies to ``version``, at a boundary. Raises ``CommError``, ``TransferError``."""
-        self.hurry()
+    def conclude(self, version: int) -> None:
+        """All added copies are to be brought to ``version``, that of the boundary: what is left follows by itself."""
         for leaving in self._outgoing:
-            leaving.finish(version)
-        for leaving in (part for part in self._outgoing if part.error is None):
-            self._channel.drain(leaving.sender.peer)
-        for arriving in self._incoming:
-            arriving.thread.join()
+            leaving.conclude(version)
+
+    def finish(self) -> None:
+        """Wait until they are. Raises ``CommError``, ``TransferError``."""
+        self._channel.hurry()
+        for thread in (*(part.thread for part in self._outgoing), *(part.thread for part in self._incoming)):
+            thread.join()
         self._raise_findings()
+
+    def finished(self, version: int) -> dict[BlockKey, BlockCopy]:
+        """Copies that are known to be whole and at ``version``."""
+        done = [part.receiver for part in self._incoming if part.receiver.finished_at == version]
+        return {key: copy for receiver in done for key, copy in receiver.blocks.items()}
 
     def abandon(self) -> None:
         """Forget the movement: threads end by themselves, no copy counts. Idempotent, returns at once.

@@ -1,13 +1,11 @@
 """One movement after the other, as one rank takes part in them (the stages are those of :mod:`movement`).
 
-    begin    at a boundary; its streams run beside the steps
-    switch   at the boundary after the vote in which all were ready: everybody stands on the target
-    retire   with the first vote there: the copies that were to go are gone
-    forget   the generation ended before: what was in force still is
-
-Between switch and retire nobody may conclude from its own memory which placement
-holds (:mod:`basis`); ``reassigned`` then tells the others that parameters here are those
-of units that may have to change back.
+begin     at a boundary; its streams run beside the steps
+conclude  at the boundary after the vote in which all were ready: the next one names the target
+arrive    in that step, before it is shipped: added copies count, though no vote has named them
+confirm   the vote: everybody stands on the target, copies that were to go are gone
+prove     parameters are gathered under it: a certificate
+forget    the generation ended before the vote: what was in force still is
 """
 
 from __future__ import annotations
@@ -17,10 +15,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from megatron.elastic.engine.basis import Basis
 from megatron.elastic.engine.movement import Moved, Movement, Streams
 from megatron.elastic.engine.position import Position
 from megatron.elastic.engine.proofs import Proofs
-from megatron.elastic.state.transfer import commit, retire
+from megatron.elastic.state.layout import BlockKey
+from megatron.elastic.state.transfer import commit, prune
 
 __all__ = ["Mover"]
 
@@ -34,15 +34,16 @@ class Mover:
     def __init__(self, position: Position, proofs: Proofs) -> None:
         self._position = position
         self._proofs = proofs
-        self.reassigned = False
-        """Units have changed place, and no vote has confirmed it yet: after a loss they are where they were before,
-        and everybody's parameters are gathered anew."""
         self.due = False
-        """All ranks are ready: the movement ends at the next boundary."""
+        """All ranks are ready: the vote of the next step is to name the target."""
         self._streams: Streams | None = None
         """The movement under way."""
-        self._leaving: Movement | None = None
-        """A movement whose new placement no vote has confirmed yet: old copies are still here."""
+        self._concluded = False
+        """The vote of the present step is to name its target."""
+        self._seconds: dict[str, float] = {}
+        """What this rank has waited for it."""
+        self._ended: tuple[Streams, frozenset[BlockKey]] | None = None
+        """A movement that the vote of the present step has ended, and the blocks that changed place with it."""
         self._begun = 0
         """Movements of this generation."""
         self._abandoned: list[Streams] = []
@@ -51,13 +52,14 @@ class Mover:
 
     @property
     def under_way(self) -> bool:
-        """Whether a movement has begun that has not come to its switch."""
+        """Whether a movement has begun that no vote has ended yet."""
         return self._streams is not None
 
     @property
-    def at_rest(self) -> bool:
-        """Whether nothing moves and no copy is about to go."""
-        return self._streams is None and self._leaving is None
+    def heading(self) -> Basis:
+        """What the vote of the present step is to name."""
+        standing = self._position.standing
+        return self._under_way().movement.target if self._concluded else standing.basis
 
     @property
     def ready(self) -> bool:
@@ -83,62 +85,82 @@ class Mover:
         at.tools.reach("in_movement_begin", at.record.version)
         return True
 
-    def voted(self, due: bool) -> None:
-        """The vote of a step is known; ``due``: all were ready, and the movement ends at the boundary after it."""
-        self.due = due
-        if due and self._streams is not None:
-            self._streams.hurry()
+    def voted(self, ready: bool) -> None:
+        """The vote of a step is known; ``ready``: all were, so that the next one may end the movement."""
+        self.due = ready and self._streams is not None and not self._concluded
 
-    def switch(self) -> Moved:
-        """At a boundary that all ranks agreed on: the new placement is in force from here, unless somebody is lost.
-
-        Raises ``CommError``: the generation ends, and the old placement with it is in force.
-        """
+    def conclude(self) -> None:
+        """At a boundary that all ranks agreed on."""
         self.due = False  # no phase of its own: whoever was kept from it by a loss does not come back to it
-        streams, at, began = self._under_way(), self._position, time.monotonic()
-        movement, version, before = streams.movement, at.record.version, at.standing.assignment
-        seconds = dict[str, float]()
-        with _timed(seconds, "finish"):
-            self._bring_up()
-        with _timed(seconds, "stand"):
-            self._change_over()
-        gained = movement.target.assignment.gained(before) if self.reassigned else {}
-        with _timed(seconds, "parameters"):
-            if gained:
-                at.body.gather_gained(version, gained)
-        with _timed(seconds, "certificate"):
-            came = frozenset[int]().union(*gained.values())
-            moved = {change.block for change in movement.changes if change.kind != "drop"}
-            moved |= {key for key in movement.target.placement.copies if key[0] in came}
-            self._proofs.certify("movement", moved)
-        at.tools.reach("in_movement_switch", version)
-        return Moved(movement, streams.bytes_received, began - streams.began, seconds)
+        streams, at = self._under_way(), self._position
+        at.history.enter(streams.movement.target)
+        streams.conclude(at.record.version)
+        self._concluded, self._seconds = True, {}
+
+    def arrive(self) -> None:
+        """Added copies count from here on; nothing to do where none are due. Raises ``CommError``."""
+        if not self._concluded or "finish" in self._seconds:
+            return
+        streams, at = self._under_way(), self._position
+        with _timed(self._seconds, "finish"):
+            at.tools.publish("movement", streams.peers)
+            at.tools.reach("in_movement_finish", at.record.version)
+            streams.finish()
+            commit(at.tools.pool, streams.movement.changes, streams.received, at.record.version)
 
     def house(self) -> None:
-        """Blocks that only ranks elsewhere kept come to those who compute their units, now: nobody can go on before."""
+        """Blocks that only ranks elsewhere kept come to those who compute their units, now: nobody can go on before.
+
+        What they leave stays as it is until the next vote, which does not name it.
+        """
         recovery, standing = self._position.recovery, self._position.standing
         if recovery.homeless(standing):
             self.begin(recovery.movement(standing))
-            self._bring_up()
-            self._change_over()
+            self.conclude()
+            self.arrive()
+            self._stand()
 
     def confirm(self) -> None:
-        """A vote was taken under the present placement: copies it does not name go."""
-        at = self._position
-        at.history.confirm(at.standing.basis)
+        """The vote has named :attr:`heading`: everybody stands on that, and other copies go."""
+        at, version = self._position, self._position.record.version
+        at.history.confirm(self.heading)
         at.tools.pool.absolve()
-        movement, self._leaving, self.reassigned = self._leaving, None, False
-        if movement is not None:
-            retire(at.tools.pool, movement.changes)
-            at.stand_on(movement.target, {})
+        prune(at.tools.pool, self.heading.placement)
+        if self._concluded:
+            streams, before = self._under_way(), at.standing.assignment
+            with _timed(self._seconds, "stand"):
+                self._stand()
+            gained = streams.movement.target.assignment.gained(before)
+            came = frozenset[int]().union(*gained.values())
+            blocks = {change.block for change in streams.movement.changes if change.kind != "drop"}
+            blocks |= {key for key in at.standing.placement.copies if key[0] in came}
+            self._ended = streams, frozenset(blocks)
+            at.tools.reach("in_movement_switch", version)
+
+    def prove(self) -> None:
+        """The step is over that ended a movement: all compare what they hold. Raises ``CertificateError``."""
+        if self._ended is None:
+            return
+        at, (streams, blocks), seconds = self._position, self._ended, self._seconds
+        with at.timer.phase("movement"), _timed(seconds, "certificate"):
+            self._proofs.certify("movement", blocks)
+        self._ended = None
+        beside = time.monotonic() - streams.began - sum(seconds.values())
+        at.listener.moved(at.record, at.standing, Moved(streams.movement, streams.bytes_received, beside, seconds))
 
     def forget(self) -> None:
-        """The generation ends: what is under way is begun anew in the next one, or not at all. Idempotent."""
+        """The generation ends: what is under way is begun anew in the next one, or not at all. Idempotent.
+
+        Copies that have come in full stay: they count from here on, as they would after :meth:`arrive`.
+        """
         if self._streams is not None:
-            self._streams.abandon()
-            self._arrived += self._streams.bytes_received
-            self._abandoned.append(self._streams)
-        self._streams, self._leaving, self.due = None, None, False
+            at, streams = self._position, self._streams
+            self._abandoned.append(streams)
+            self._end(streams)
+            for key, copy in streams.finished(at.record.version).items():
+                if key not in at.tools.pool:
+                    at.tools.pool.take_in(copy)
+        self._ended, self.due = None, False
         self._position.tools.arena.spare = None
 
     def renew(self) -> None:
@@ -146,22 +168,16 @@ class Mover:
         self._abandoned.clear()
         self._begun = 0
 
-    def _bring_up(self) -> None:
-        """What moves is brought to the present version."""
-        streams, at = self._under_way(), self._position
-        at.tools.publish("movement", streams.peers)
-        at.tools.reach("in_movement_finish", at.record.version)
-        streams.finish(at.record.version)
+    def _stand(self) -> None:
+        """The target of what moved is what everybody works under."""
+        streams = self._under_way()
+        self._end(streams)
+        self._position.stand_on(streams.movement.target)
 
-    def _change_over(self) -> None:
-        """The target of what moved is what the next step is taken under."""
-        streams, at = self._under_way(), self._position
-        commit(at.tools.pool, streams.movement.changes, streams.received, at.record.version)
+    def _end(self, streams: Streams) -> None:
         streams.abandon()
         self._arrived += streams.bytes_received
-        self._streams, self._leaving = None, streams.movement
-        self.reassigned = streams.movement.target.assignment != at.standing.assignment
-        at.stand_on(streams.movement.target, streams.movement.followers())
+        self._streams, self._concluded = None, False
 
     def _under_way(self) -> Streams:
         if self._streams is None:

@@ -20,7 +20,6 @@ from megatron.elastic.engine.recovery import Recovery
 from megatron.elastic.engine.standing import Standing
 from megatron.elastic.engine.transaction import StepBody, Tools
 from megatron.elastic.observe.phases import PhaseTimer
-from megatron.elastic.state.layout import BlockKey
 from megatron.elastic.state.record import StepRecord
 
 __all__ = ["Position"]
@@ -64,10 +63,12 @@ class Position:
             self._body = self.standing, StepBody(self.tools, self.standing, interval)
         return self._body[1]
 
-    def stand_on(self, basis: Basis, followers: Mapping[BlockKey, tuple[int, ...]]) -> None:
-        """The same generation on another basis; ``followers``: block → ranks whose copy goes with the next vote."""
+    def stand_on(self, basis: Basis) -> None:
+        """The same generation on another basis."""
         self.history.enter(basis)
-        self.standing = self.recovery.restand(self.standing, basis, followers)
+        if basis.assignment != self.standing.assignment:
+            self.parameters = -1  # of units that came here there are none yet
+        self.standing = self.recovery.restand(self.standing, basis)
 
     def agree_on_keys(self, mine: Mapping[str, tuple[float, float]]) -> tuple[str, ...]:
         """Names of what loss functions report, ascending. Collective once a generation."""

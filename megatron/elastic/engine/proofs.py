@@ -67,5 +67,5 @@ class Proofs:
         for change in changes:
             if change.kind == "drop" and change.rank == at.tools.fabric.rank:
                 at.tools.pool.condemn(change.block)
-        at.stand_on(replace(at.standing.basis, placement=at.standing.placement.apply(changes)), {})
+        at.stand_on(replace(at.standing.basis, placement=at.standing.placement.apply(changes)))
         at.unsettled = True

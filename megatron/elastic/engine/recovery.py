@@ -38,7 +38,7 @@ from megatron.elastic.plan.model import Plan, Profile
 from megatron.elastic.plan.topology import with_speeds
 from megatron.elastic.state.layout import BlockKey, UnitLayout
 from megatron.elastic.state.ownership import rebalance
-from megatron.elastic.state.placement import Promotion, Rules, UnitGroup, promote_only
+from megatron.elastic.state.placement import Rules, UnitGroup, promote_only
 from megatron.elastic.state.protocol import Holdings, Resolution, all_copies, resolve
 from megatron.elastic.state.record import StepRecord
 
@@ -68,8 +68,8 @@ class Outcome:
     phase_over: bool
     newcomers: tuple[int, ...]
     """Members that have to be told everything (:mod:`joining`)."""
-    basis: str
-    """Digest of what the newest record named."""
+    named: Basis
+    """What the newest record names."""
     step_committed: bool
     """The step under way here was committed before the loss: only its end had to be finished."""
     lost_steps: int
@@ -122,12 +122,19 @@ class Recovery:
         decision, edit = self._decided(error, report, seconds)
         started = time.monotonic()
         reports = {rank: Report.from_text(text) for rank, text in decision.reports.items() if text != NEWCOMER}
-        basis = history.in_force([record for r in reports.values() for record in r.holdings.records])
-        named, assignment = basis.digest, self._taken_over(basis.assignment, decision.members)
-        moved, basis = assignment != basis.assignment, replace(basis, assignment=assignment)
-        resolution, promotion = self._resolved(decision, reports, basis, report.holdings.newest)
+        named = history.in_force([record for r in reports.values() for record in r.holdings.records])
+        voting = history.common(r.voting for r in reports.values())
+        resolution, basis, gone = self._resolved(decision, reports, named, voting)
         assert resolution.record is not None, "only a lost state has no record"
-        standing = self.stand(decision, replace(basis, placement=promotion.placement), resolution.record)
+        assignment = self._taken_over(basis.assignment, decision.members)
+        groups = unit_groups(assignment, self.layouts, decision.members)
+        promotion = promote_only(basis.placement, reports.keys(), groups, gone)
+        if promotion.lost:
+            raise StateLost(report.holdings.newest, promotion.lost)
+        lost_steps = _lost_steps(reports, resolution)
+        # Somebody may have made room for units of which it has no parameters.
+        undefined = assignment != named.assignment or lost_steps > 0 or bool(newcomers(decision))
+        standing = self.stand(decision, Basis(promotion.placement, assignment), resolution.record)
         seconds["plan"] = time.monotonic() - started
         outcome = Outcome(
             decision=decision,
@@ -135,10 +142,10 @@ class Recovery:
             resolution=resolution,
             phase_over=phase_is_over(report.phase, reports, len(decision.members)),
             newcomers=newcomers(decision),
-            basis=named,
-            lost_steps=_lost_steps(reports, resolution),
+            named=named,
+            lost_steps=lost_steps,
             step_committed=resolution.kind != "revote" and resolution.version >= attempted,
-            oldest_parameters=-1 if moved or newcomers(decision) else min(r.parameters for r in reports.values()),
+            oldest_parameters=-1 if undefined else min(r.parameters for r in reports.values()),
             failure=next(((r.phase, r.failure) for _, r in sorted(reports.items()) if r.failure), None),
             promoted=tuple(change.block for change in promotion.transitions),
             seconds=seconds,
@@ -165,28 +172,30 @@ class Recovery:
         return decision, edit
 
     def _resolved(
-        self, decision: Decision, reports: Mapping[int, Report], basis: Basis, step: int
-    ) -> tuple[Resolution, Promotion]:
-        """Which version is finished, and who owns what in it. Raises :class:`StateLost`."""
-        groups = unit_groups(basis.assignment, self.layouts, decision.members)
+        self, decision: Decision, reports: Mapping[int, Report], named: Basis, voting: Basis | None
+    ) -> tuple[Resolution, Basis, list[tuple[BlockKey, int]]]:
+        """Which version is finished, under what, and which of its copies (block, rank) do not count.
+
+        ``voting``: what the vote under way was to name. Raises :class:`StateLost`.
+        """
         strangers = _strangers(reports)
         held = {rank: _knowledge(r.holdings) if rank in strangers else r.holdings for rank, r in reports.items()}
-        named = {key: copies.ranks for key, copies in basis.placement.copies.items()}
-        counted = all_copies(named, held, strangers)
-        resolution = resolve(held, counted, self.nominal.grid.global_batch_size)
+        counted = all_copies({key: copies.ranks for key, copies in named.placement.copies.items()}, held, strangers)
+        again = None
+        if voting is not None and not strangers and not newcomers(decision):
+            # Those have no gradients to vote on; nobody knows of the vote, so the step may as well be run again.
+            again = {key: copies.ranks for key, copies in voting.placement.copies.items()}
+        resolution = resolve(held, counted, self.nominal.grid.global_batch_size, again)
         if resolution.kind == "lost":
             raise StateLost(resolution.version, resolution.missing)
-        placement = basis.placement.with_copies(counted)
         gone = [(key, rank) for rank, r in reports.items() for key in r.holdings.torn]
+        if resolution.kind == "revote":
+            assert voting is not None, "by whom it is taken again is known"
+            return resolution, voting, gone
+        placement = named.placement.with_copies(counted)
         gone += [(key, rank) for key, copies in placement.copies.items() for rank in copies.ranks
                  if rank in resolution.stale or rank in strangers]  # fmt: skip
-        promotion = promote_only(placement, reports.keys(), groups, gone)
-        if promotion.lost:
-            raise StateLost(step, promotion.lost)
-        if resolution.kind == "revote" and (strangers or newcomers(decision)):
-            # They have no gradients to vote on; nobody knows of the vote, so the step may as well be run again.
-            resolution = replace(resolution, kind="rerun", version=resolution.version - 1, gradient_key=None)
-        return resolution, promotion
+        return resolution, replace(named, placement=placement), gone
 
     def _taken_over(self, assignment: Assignment, living: Collection[int]) -> Assignment:
         """``assignment`` with waiting cells in lost places; recut if a stage is lost and will not be back."""
@@ -222,9 +231,7 @@ class Recovery:
             return str(error)
         return ""
 
-    def movement(
-        self, standing: Standing, target: Assignment | None = None, leaving: Collection[int] = ()
-    ) -> Movement:
+    def movement(self, standing: Standing, target: Assignment | None = None, leaving: Collection[int] = ()) -> Movement:
         """What balance and redundancy ask for among those who are here and stay, where units are as ``target`` says."""
         assignment = target or standing.assignment
         groups = unit_groups(assignment, self.layouts, [rank for rank in standing.living if rank not in leaving])
@@ -233,15 +240,12 @@ class Recovery:
         placement, changes = rebalance(standing.placement, groups, rules)
         return Movement(Basis(placement, assignment), changes)
 
-    def restand(
-        self, standing: Standing, basis: Basis, followers: Mapping[BlockKey, tuple[int, ...]] | None = None
-    ) -> Standing:
-        """The same generation on another basis; ``followers`` get gradients as mirrors do."""
+    def restand(self, standing: Standing, basis: Basis) -> Standing:
+        """The same generation on another basis."""
         if basis.assignment == standing.assignment:
-            rank = self.fabric.rank
-            return restand(standing, rank, basis, self.layouts, self.arena, self.fabric, followers or {})
+            return restand(standing, self.fabric.rank, basis, self.layouts, self.arena, self.fabric)
         plan = self._plan(basis.assignment, standing.living, standing.speeds())
-        return self._stand(standing.generation, standing.living, basis, plan, followers)
+        return self._stand(standing.generation, standing.living, basis, plan)
 
     def replan(self, standing: Standing, record: StepRecord) -> Standing:
         """The same standing under a plan made from the speeds of ``record``."""
@@ -266,26 +270,9 @@ class Recovery:
         plan = self._plan(basis.assignment, decision.members, _speeds_for(record, decision, self.nominal))
         return self._stand(decision.generation, tuple(decision.members), basis, plan)
 
-    def _stand(
-        self,
-        generation: int,
-        living: tuple[int, ...],
-        basis: Basis,
-        plan: Plan,
-        followers: Mapping[BlockKey, tuple[int, ...]] | None = None,
-    ) -> Standing:
+    def _stand(self, generation: int, living: tuple[int, ...], basis: Basis, plan: Plan) -> Standing:
         self.arena.hold(basis.assignment.units_of(self.fabric.rank))
-        return stand(
-            self.fabric.rank,
-            generation,
-            living,
-            basis,
-            self.layouts,
-            self.arena,
-            self.fabric,
-            plan,
-            followers or {},
-        )
+        return stand(self.fabric.rank, generation, living, basis, self.layouts, self.arena, self.fabric, plan)
 
 
 def _speeds_for(record: StepRecord, decision: Decision, nominal: Nominal) -> tuple[tuple[int, int], ...]:

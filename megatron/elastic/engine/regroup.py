@@ -22,7 +22,7 @@ import torch.distributed as dist
 from megatron.elastic.comm.errors import CommError, GenerationChanged
 from megatron.elastic.control.membership import Decision
 from megatron.elastic.engine.commitment import Commitment
-from megatron.elastic.engine.failures import CommunicationFault
+from megatron.elastic.engine.failures import CommunicationFault, NotFinite
 from megatron.elastic.engine.joining import NEWCOMER, Welcome, newcomers, send_welcome
 from megatron.elastic.engine.mover import Mover
 from megatron.elastic.engine.pacing import Pacing
@@ -32,6 +32,7 @@ from megatron.elastic.engine.proofs import Proofs
 from megatron.elastic.engine.recovery import Outcome
 from megatron.elastic.engine.report import Report, first_open
 from megatron.elastic.engine.waiting import StageGone
+from megatron.elastic.state.record import GradientKey
 from megatron.elastic.state.transfer import prune
 
 __all__ = ["Regroup"]
@@ -109,12 +110,15 @@ class Regroup:
     def _report(self) -> Report:
         at, program = self._position, self._program
         return Report(
-            holdings=at.tools.pool.holdings(self._commitment.known_rows(), at.history.of(at.record).placement),
+            holdings=at.tools.pool.holdings(
+                self._commitment.known_rows(), at.history.of(at.record).placement, self._commitment.voting.placement
+            ),
             phase=program.phase,
             done=program.done,
-            parameters=-1 if self._mover.reassigned else at.parameters,
+            parameters=at.parameters,
             failure=program.failure,
             under_way=program.under_way,
+            voting=self._commitment.voting.digest,
             admitted=at.admitted,
         )
 
@@ -123,10 +127,12 @@ class Regroup:
         at, resolution = self._position, outcome.resolution
         record, pool = resolution.record, at.tools.pool
         assert record is not None, "only a lost state has no record"
-        prune(pool, at.standing.placement)
+        revote = resolution.kind == "revote"
+        # What the record names goes with a vote only: this one may be lost before it is taken again.
+        prune(pool, at.standing.placement, *([outcome.named.placement] if revote else []))
         if pool.snapshot == "state":
             # Possibly one step back; what the record of the lost step named stays in force.
-            record = replace(record, placement=outcome.basis)
+            record = replace(record, placement=outcome.named.digest)
             pool.revert(record)
             self._commitment.followed = -1
         pool.remember(record)
@@ -140,22 +146,30 @@ class Regroup:
         # Everybody gathers when anybody has to: a gather cut short left some parameters behind.
         at.parameters = min(outcome.oldest_parameters, record.version)
         self._commitment.update()
+        refused = None
+        if revote:
+            refused = self._vote_again(resolution.gradient_key)
+            self._commitment.update()
+        else:
+            self._commitment.void()
         self._mover.house()
         self._commitment.finish(catching_up=True)
-        if resolution.kind == "revote":
-            assert resolution.gradient_key is not None
-            self._commitment.vote_again(resolution.gradient_key)
-            self._commitment.finish(catching_up=True)
-        self._work_anew()
+        at.settled_at = at.record.version
         if outcome.newcomers:
             self._proofs.certify("join", self._every_block())
         else:
             self._proofs.certify("recovery", outcome.promoted)
+        if refused is not None:
+            raise refused
 
-    def _work_anew(self) -> None:
-        """The generation is complete here: what it finds out from now on is its own."""
-        self._position.settled_at = self._position.record.version
-        self._mover.reassigned = False
+    def _vote_again(self, key: GradientKey | None) -> NotFinite | None:
+        """Over retained gradients; what everybody found wrong with them is raised when all have settled."""
+        assert key is not None, "a vote that is taken again is over gradients"
+        try:
+            self._commitment.vote_again(key)
+        except NotFinite as error:
+            return error
+        return None
 
     def _every_block(self) -> tuple[tuple[int, int, int], ...]:
         return tuple(block.key for layout in self._position.recovery.layouts.values() for block in layout.blocks)
@@ -179,9 +193,7 @@ class Regroup:
         place, in_step = self._program.place(first_open(reports)), self._commitment.under_way
         committed = not in_step or at.record.version == self._commitment.present_step
         return Welcome(
-            catalog={
-                key: tuple(slot.spec for slot in layout.slots) for key, layout in at.recovery.layouts.items()
-            },
+            catalog={key: tuple(slot.spec for slot in layout.slots) for key, layout in at.recovery.layouts.items()},
             machine=at.recovery.machine,
             basis=at.standing.basis,
             confirmed=at.history.of(at.record),
@@ -208,7 +220,6 @@ class Regroup:
         at.unsettled = True
         self._mover.house()
         at.body.gather(at.record.version)
-        at.parameters = at.record.version
-        self._work_anew()
+        at.parameters = at.settled_at = at.record.version
         self._proofs.certify("join", self._every_block())
         at.injector.settle()

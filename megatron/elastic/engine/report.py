@@ -33,6 +33,8 @@ class Report:
     """Why the present fenced action cannot be done, where it failed on this rank."""
     under_way: bool = True
     """Whether the phase is not over, as far as this rank knows."""
+    voting: str = ""
+    """Digest of the basis that the vote under way here is to name."""
     admitted: int = 0
     """Generation that let this rank in, if it has not voted since: no vote named a copy it holds."""
 
@@ -51,6 +53,7 @@ class Report:
                 "parameters": self.parameters,
                 "failure": self.failure,
                 "under_way": self.under_way,
+                "voting": self.voting,
                 "admitted": self.admitted,
             },
             separators=(",", ":"),
@@ -67,6 +70,7 @@ class Report:
             int(raw["parameters"]),
             str(raw["failure"]),
             bool(raw["under_way"]),
+            str(raw["voting"]),
             int(raw["admitted"]),
         )
 

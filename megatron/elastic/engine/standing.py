@@ -24,7 +24,7 @@ from megatron.elastic.plan.profile import PPM
 from megatron.elastic.state.layout import BlockKey, StateBlock, UnitLayout
 from megatron.elastic.state.placement import Placement, UnitGroup
 
-__all__ = ["Span", "Standing", "block_index", "replanned", "restand", "stand", "unit_groups"]
+__all__ = ["Routes", "Span", "Standing", "block_index", "replanned", "restand", "routes", "stand", "unit_groups"]
 
 UnitShard = tuple[int, int]
 
@@ -44,6 +44,16 @@ class Span:
 
 
 @dataclass(frozen=True)
+class Routes:
+    """Which blocks this rank sends to whom, and is sent by whom."""
+
+    outgoing: Mapping[int, tuple[StateBlock, ...]]
+    """Rank → blocks owned here."""
+    incoming: Mapping[int, tuple[StateBlock, ...]]
+    """Owner → blocks."""
+
+
+@dataclass(frozen=True)
 class Standing:
     """See the module docstring."""
 
@@ -58,10 +68,8 @@ class Standing:
     basis: Basis
     owned: tuple[StateBlock, ...]
     mirrored: tuple[StateBlock, ...]
-    outgoing: Mapping[int, tuple[StateBlock, ...]]
-    """Rank → owned blocks whose reduced gradient it is sent: their mirrors, and copies about to go."""
-    incoming: Mapping[int, tuple[StateBlock, ...]]
-    """Owner rank → blocks mirrored here, or about to go."""
+    routes: Routes
+    """From owners to mirrors."""
 
     @property
     def placement(self) -> Placement:
@@ -99,11 +107,8 @@ def stand(
     arena: Arena,
     fabric: Fabric,
     plan: Plan,
-    followers: Mapping[BlockKey, tuple[int, ...]],
 ) -> Standing:
-    """``followers``: ranks that get gradients besides mirrors. ``arena`` holds what the basis gives this
-    rank; ``plan`` is the policy's answer to who is living.
-    """
+    """``arena`` holds what the basis gives this rank; ``plan`` is the policy's answer to who is living."""
     alive = tuple(sorted(living))
     cell = next((c for c in plan.cells if rank in c.ranks), None)
     bare = Standing(
@@ -117,10 +122,9 @@ def stand(
         basis=basis,
         owned=(),
         mirrored=(),
-        outgoing={},
-        incoming={},
+        routes=Routes({}, {}),
     )
-    return _placed(bare, rank, layouts, followers)
+    return _placed(bare, rank, layouts)
 
 
 def restand(
@@ -130,35 +134,34 @@ def restand(
     layouts: Mapping[UnitShard, UnitLayout],
     arena: Arena,
     fabric: Fabric,
-    followers: Mapping[BlockKey, tuple[int, ...]],
 ) -> Standing:
     """The same generation, assignment and plan on another placement."""
     spans = _spans(rank, standing.living, basis, arena, fabric)
-    return _placed(replace(standing, spans=spans, basis=basis), rank, layouts, followers)
+    return _placed(replace(standing, spans=spans, basis=basis), rank, layouts)
 
 
-def _placed(
-    standing: Standing,
-    rank: int,
-    layouts: Mapping[UnitShard, UnitLayout],
-    followers: Mapping[BlockKey, tuple[int, ...]],
-) -> Standing:
-    """``standing`` with everything that follows from its placement and ``followers``."""
+def routes(rank: int, owners: Placement, holders: Placement, layouts: Mapping[UnitShard, UnitLayout]) -> Routes:
+    """From the owners of one placement to the copies of ``holders``: the same, or one that is about to hold."""
+    outgoing: list[tuple[int, StateBlock]] = []
+    incoming: list[tuple[int, StateBlock]] = []
+    for key, copies in holders.copies.items():
+        owner, block = owners.owner(key), layouts[key[:2]].blocks[key[2]]
+        if owner == rank:
+            outgoing.extend((peer, block) for peer in copies.ranks if peer != rank)
+        elif rank in copies.ranks:
+            incoming.append((owner, block))
+    return Routes(_by_peer(outgoing), _by_peer(incoming))
+
+
+def _placed(standing: Standing, rank: int, layouts: Mapping[UnitShard, UnitLayout]) -> Standing:
+    """``standing`` with everything that follows from its placement."""
     placement = standing.placement
     blocks = {block.key: block for layout in layouts.values() for block in layout.blocks}
-    owned = tuple(blocks[key] for key in placement.owned_by(rank))
-    mirrored = tuple(blocks[key] for key in placement.mirrored_by(rank))
-    followed = tuple(blocks[key] for key, ranks in followers.items() if rank in ranks)
     return replace(
         standing,
-        owned=owned,
-        mirrored=mirrored,
-        outgoing=_by_peer(
-            (peer, block)
-            for block in owned
-            for peer in (*placement.copies[block.key].mirrors, *followers.get(block.key, ()))
-        ),
-        incoming=_by_peer((placement.owner(block.key), block) for block in (*mirrored, *followed)),
+        owned=tuple(blocks[key] for key in placement.owned_by(rank)),
+        mirrored=tuple(blocks[key] for key in placement.mirrored_by(rank)),
+        routes=routes(rank, placement, placement, layouts),
     )
 
 
@@ -169,9 +172,7 @@ def _by_peer(pairs: Iterable[tuple[int, StateBlock]]) -> dict[int, tuple[StateBl
     return {peer: tuple(sorted(table[peer])) for peer in sorted(table)}
 
 
-def _spans(
-    rank: int, living: tuple[int, ...], basis: Basis, arena: Arena, fabric: Fabric
-) -> tuple[Span, ...]:
+def _spans(rank: int, living: tuple[int, ...], basis: Basis, arena: Arena, fabric: Fabric) -> tuple[Span, ...]:
     assignment, placement = basis.assignment, basis.placement
     shard = assignment.nominal.shard(rank)
     groups = assignment.state_groups()

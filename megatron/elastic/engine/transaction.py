@@ -2,7 +2,7 @@
 
     compute  forward/backward by the schedule table; unscaled gradients per unit
     reduce   reduce-scatter per unit group by block owner
-    ship     owners send reduced blocks to their mirrors
+    ship     owners send reduced blocks to the copies that the vote is to name: their mirrors, as a rule
     vote     one all-reduce; with it the step is committed
     update   owners step their blocks, mirrors replay
     gather   parameters from masters
@@ -16,7 +16,7 @@ every copy.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,7 +25,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.elastic.comm.fabric import BlockRange, Fabric
+from megatron.elastic.comm.fabric import Fabric
+from megatron.elastic.engine.basis import Basis
 from megatron.elastic.engine.buffers import Arena
 from megatron.elastic.engine.dropout import DropoutKey, dropout_scope
 from megatron.elastic.engine.exact import ExactGradients, OutOfRange, resolutions
@@ -34,13 +35,14 @@ from megatron.elastic.engine.port import ForwardStep, ModelPort
 from megatron.elastic.engine.seals import SEAL_SLOTS, Disputes, disputes, seals
 from megatron.elastic.engine.settings import Settings
 from megatron.elastic.engine.source import SampleSource, StepAddress
-from megatron.elastic.engine.standing import Span, Standing
+from megatron.elastic.engine.standing import Routes, Span, Standing, routes
 from megatron.elastic.engine.transport import BoundaryTransport, started
 from megatron.elastic.engine.vote import Tally, VoteLayout, ledger_digest, plan_digest
 from megatron.elastic.observe.timeline import Timeline
 from megatron.elastic.plan.model import Piece
 from megatron.elastic.plan.pace import Range
 from megatron.elastic.state.layout import StateBlock, UnitLayout
+from megatron.elastic.state.placement import Placement
 from megatron.elastic.state.pool import StatePool
 from megatron.elastic.state.record import GradientKey, StepRecord
 
@@ -187,14 +189,19 @@ class StepBody:
         if len(span.members) > 1:
             self._tools.fabric.reduce_scatter_blocks(span.group, values, span.blocks)
 
-    def ship(self, step: int) -> None:
-        """Reduced blocks from owners to mirrors, each with a seal; ``disputes`` has what does not match.
+    def ship(self, step: int, named: Placement) -> None:
+        """Reduced blocks from owners to the copies that the vote is to name, each with a seal.
 
-        Nothing in ``state`` mode, where mirrors :meth:`follow` instead.
+        ``disputes`` has what does not match. In ``state`` mode only to ranks that are to be owners: mirrors
+        :meth:`follow`. Contents are not compared where copies are about to go: with an owner that leaves
+        nobody could tell afterwards which one was right.
         """
-        tools, gradient_key, interval = self._tools, self.key(step), self._verify_interval
-        pool, self.disputes = tools.pool, Disputes()
-        if pool.snapshot == "state":
+        tools, gradient_key, way = self._tools, self.key(step), self._standing.routes
+        pool, self.disputes, interval = tools.pool, Disputes(), self._verify_interval
+        if named is not self._standing.placement:
+            holders, interval = named if pool.snapshot == "gradient" else named.owners_only(), 0
+            way = routes(tools.fabric.rank, self._standing.placement, holders, tools.layouts)
+        elif pool.snapshot == "state":
             return
 
         def pack(blocks: tuple[StateBlock, ...]) -> torch.Tensor:
@@ -206,7 +213,7 @@ class StepBody:
                 pool.retain(block.key, gradient_key, gradient)
             self.disputes.add(disputes(pool, [block.key for block in blocks], gradient_key, interval, sealed))
 
-        self._exchange(pack, unpack, 1, SEAL_SLOTS, _SHIP_TAG + (step & 0xFF))
+        self._exchange(way, pack, unpack, 1, SEAL_SLOTS, _SHIP_TAG + (step & 0xFF))
 
     def follow(self, record: StepRecord) -> None:
         """``state`` mode: stepped blocks from owners to mirrors, with their lineage.
@@ -227,7 +234,7 @@ class StepBody:
             for number, (block, state) in enumerate(zip(blocks, parts, strict=True)):
                 pool.adopt(block.key, state.view(3, -1), record, text[32 * number : 32 * (number + 1)])
 
-        self._exchange(pack, unpack, 3, SEAL_SLOTS, _SHIP_TAG + 0x200 + (record.version & 0xFF))
+        self._exchange(self._standing.routes, pack, unpack, 3, SEAL_SLOTS, _SHIP_TAG + 0x200 + (record.version & 0xFF))
         dist.barrier(group=self._tools.fabric.world)
 
     def share(self, version: int) -> None:
@@ -239,27 +246,30 @@ class StepBody:
                 _put(pool, block, state, version)
 
         self._exchange(
+            self._standing.routes,
             lambda blocks: torch.cat([pool.get(block.key).state.reshape(-1) for block in blocks]),
             unpack, 3, 0, _SHIP_TAG + 0x100,
         )  # fmt: skip
 
     def _exchange(
         self,
+        way: Routes,
         pack: Callable[[tuple[StateBlock, ...]], torch.Tensor],
         unpack: Callable[[tuple[StateBlock, ...], tuple[torch.Tensor, ...], torch.Tensor], None],
         width: int,
         extra: int,
         tag: int,
     ) -> None:
-        """One message from every owner to each of its mirrors: ``width`` fp32 an element, ``extra`` a block behind."""
-        tools, standing = self._tools, self._standing
+        """One message from every owner to each rank it has blocks for: ``width`` fp32 an element, ``extra`` a block
+        behind."""
+        tools = self._tools
         group = tools.fabric.group("mirror", range(tools.fabric.slots))
         arriving: list[tuple[dist.Work, torch.Tensor, tuple[StateBlock, ...], int]] = []
-        for owner, blocks in standing.incoming.items():
+        for owner, blocks in way.incoming.items():
             buffer = torch.empty(sum(width * block.numel + extra for block in blocks), dtype=torch.float32)
             arriving.append((started(dist.irecv(buffer, src=owner, group=group, tag=tag)), buffer, blocks, owner))
         leaving: list[tuple[dist.Work, torch.Tensor]] = []
-        for mirror, blocks in standing.outgoing.items():
+        for mirror, blocks in way.outgoing.items():
             packed = pack(blocks)
             leaving.append((started(dist.isend(packed, dst=mirror, group=group, tag=tag)), packed))
         for work, buffer, blocks, owner in arriving:
@@ -272,8 +282,8 @@ class StepBody:
 
     # -- vote ------------------------------------------------------------------
 
-    def tally(self, step: StepInput, result: PassResult) -> Tally:
-        """What this rank adds to the vote."""
+    def tally(self, step: StepInput, result: PassResult, named: Basis) -> Tally:
+        """What this rank adds to the vote that is to name ``named``."""
         tools, standing = self._tools, self._standing
         counted = standing.position == 0
         samples = [step.address.first + row for row in result.samples] if counted else []
@@ -289,7 +299,7 @@ class StepBody:
             steady=int(tools.steady_clock),
             times=self._times(result) if counted else {},
         )
-        self.weigh(tally, self.key(step.step))
+        self.weigh(tally, self.key(step.step), named)
         return tally
 
     def _times(self, result: PassResult) -> dict[Range, tuple[int, int]]:
@@ -298,7 +308,7 @@ class StepBody:
         cell = self._standing.cell.id
         return {(cell, *span): spent for span, spent in result.times(self._executor.pieces).items()}
 
-    def weigh(self, tally: Tally, key: GradientKey) -> None:
+    def weigh(self, tally: Tally, key: GradientKey, named: Basis) -> None:
         """(Re)compute what follows from the gradients owned in this generation: norms, overflow, plan."""
         pool, layouts = self._tools.pool, self._tools.layouts
         squares = {block: pool.norm_sq(block.key, key) for block in self._standing.owned}
@@ -308,7 +318,7 @@ class StepBody:
             if layouts[block.unit, block.shard].counts_in_norm(block)
         }
         tally.overflows = sum(not math.isfinite(square) for square in squares.values())
-        tally.plan = plan_digest(self._standing.plan_hash, self._standing.basis.digest)
+        tally.plan = plan_digest(self._standing.plan_hash, named.digest)
 
     def vote(self, layout: VoteLayout, tally: Tally) -> Tally:
         """The sum over all living ranks. Raises ``RuntimeError`` when plans or ledgers disagree."""
@@ -347,42 +357,9 @@ class StepBody:
         for span in self._standing.spans:
             if span is self._standing.spans[-1]:
                 tools.reach("mid_gather", step)
-            self._all_gather(span, span.start, span.stop)
-
-    def gather_gained(self, step: int, gained: Mapping[int, Collection[int]]) -> None:
-        """Parameters of units that came to ranks (``gained``: rank → units, the same on all ranks).
-
-        Taken from the copies here, owned or mirrored; only units of which a rank that gained them has not every
-        copy are gathered. All copies are at ``step``, and so are the parameters of who held a unit before.
-        """
-        tools, standing = self._tools, self._standing
-        mine, shard = gained.get(tools.fabric.rank, ()), standing.position
-        for block in (*standing.owned, *standing.mirrored):
-            if block.unit in mine and block.shard == shard:
-                target = tools.arena.unit_parameters(block.unit)[block.start : block.stop]
-                target.copy_(tools.pool.get(block.key).master)
-        tools.reach("mid_gather", step)
-        for span in standing.spans:
-            for piece in (p for p in tools.arena.slices.values() if span.start <= p.start < span.stop):
-                takers = [rank for rank in span.members if piece.unit in gained.get(rank, ())]
-                if any(not self._has_copies(rank, piece.layout) for rank in takers):
-                    self._all_gather(span, piece.start, piece.stop)
-
-    def _has_copies(self, rank: int, layout: UnitLayout) -> bool:
-        copies = self._standing.placement.copies
-        return all(rank in copies[block.key].ranks for block in layout.blocks)
-
-    def _all_gather(self, span: Span, start: int, stop: int) -> None:
-        """Elements ``[start, stop)`` of the arena, whole units of ``span``, from the owners of their blocks."""
-        tools = self._tools
-        tools.publish("gather", span.members)
-        if len(span.members) > 1:
-            blocks = [
-                BlockRange(span.start + block.start - start, span.start + block.stop - start, block.owner)
-                for block in span.blocks
-                if start <= span.start + block.start < stop
-            ]
-            tools.fabric.all_gather_blocks(span.group, tools.arena.parameters[start:stop], blocks)
+            tools.publish("gather", span.members)
+            if len(span.members) > 1:
+                tools.fabric.all_gather_blocks(span.group, tools.arena.parameters[span.start : span.stop], span.blocks)
 
 
 def _no_data(piece: Piece) -> Iterator[Any]:

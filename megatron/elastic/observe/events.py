@@ -164,11 +164,11 @@ class Movement(Event):
     bytes_received: int
     """State bytes that came to this rank in added copies."""
     background_seconds: float
-    """From the first byte to the boundary at which the copies count."""
+    """From the first byte to the end of the step whose vote named the new placement, without the stall."""
     stall_seconds: float
-    """What this rank waited at that boundary."""
+    """What this rank waited for it."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """The same by what for: finish, stand, parameters, certificate."""
+    """The same by what for: finish (before shipping), stand (after the vote), certificate (after the gather)."""
 
 
 @dataclass(frozen=True)
@@ -253,8 +253,19 @@ class SlowRank(Event):
 EVENT_KINDS: Mapping[str, type[Event]] = {
     event.kind: event
     for event in (
-        Generation, RankLost, Plan, Phases, Trace, Recovery, Movement, Certificate, Step, Substitution, SlowRank,
-        Clock, Ready,
+        Generation,
+        RankLost,
+        Plan,
+        Phases,
+        Trace,
+        Recovery,
+        Movement,
+        Certificate,
+        Step,
+        Substitution,
+        SlowRank,
+        Clock,
+        Ready,
     )
 }
 

@@ -101,6 +101,14 @@ class Placement:
         """Blocks ``rank`` mirrors, ascending."""
         return tuple(sorted(key for key, copies in self.copies.items() if rank in copies.mirrors))
 
+    def held_by(self, rank: int) -> tuple[BlockKey, ...]:
+        """Blocks of which ``rank`` has a copy, ascending."""
+        return tuple(sorted(key for key, copies in self.copies.items() if rank in copies.ranks))
+
+    def owners_only(self) -> Placement:
+        """The same without mirrors."""
+        return Placement({key: Copies(copies.owner) for key, copies in self.copies.items()})
+
     def apply(self, transitions: Iterable[Transition]) -> Placement:
         """The placement after ``transitions``, in order. Raises ``ValueError`` on one that makes no sense."""
         copies = dict(self.copies)

@@ -363,26 +363,34 @@ class StatePool:
         self,
         statistics: Mapping[GradientKey, Iterable[tuple[int, int]]] | None = None,
         named: Placement | None = None,
+        voting: Placement | None = None,
     ) -> Holdings:
         """What this rank reports at FREEZE. ``statistics``: rows whose tokens and losses it knows, by key.
 
-        ``named``: the placement of its newest record; copies that are here besides are offered.
+        ``named``: the placement of its newest record; copies that are here besides are offered. ``voting``: the one
+        that the vote under way is to name, whose copies are those that need its gradients (left out: all).
         """
         counted = [c for c in self._copies.values() if c.counted]
         whole = [c for c in counted if c.version != TORN]
         versions = [c.version for c in whole] or [NOTHING]
-        keys = {key for c in whole for key in c.gradients}
-        complete = [k for k in sorted(keys) if all(c.version > k.step or k in c.gradients for c in whole)]
+        # Whoever has nothing that needs a gradient is ready to vote as soon as it knows its statistics.
+        keys = {key for c in whole for key in c.gradients} | set(statistics or ())
         spans = tuple((key, tuple(sorted(rows))) for key, rows in sorted((statistics or {}).items()))
         torn = tuple(sorted({c.block.key for c in counted if c.version == TORN} | self._condemned))
+        here = [c.block.key for c in whole]
+        due = here if voting is None else [k for k in voting.held_by(self.rank) if k not in torn]
+        known = max(self.records, default=NOTHING)
+        complete = [k for k in sorted(keys) if self._retains(k, due if k.step >= known else here)]
         records = tuple(self.records[v] for v in sorted(self.records))
         floors = [c.version if c.previous is None else c.previous[0] for c in whole] or [NOTHING]
         floor = max(floors) if self.snapshot == "state" else None
-        keys_here = sorted(c.block.key for c in whole)
-        offered = () if named is None else tuple(k for k in keys_here if self.rank not in named.copies[k].ranks)
-        return Holdings(
-            self.rank, min(versions), max(versions), tuple(complete), records, spans, torn, floor, offered
-        )
+        offered = () if named is None else tuple(k for k in sorted(here) if self.rank not in named.copies[k].ranks)
+        return Holdings(self.rank, min(versions), max(versions), tuple(complete), records, spans, torn, floor, offered)
+
+    def _retains(self, gradient: GradientKey, keys: Iterable[BlockKey]) -> bool:
+        """Whether all of ``keys`` are here and either beyond that step or with its gradient."""
+        copies = (self._copies.get(key) for key in keys)
+        return all(c is not None and (c.version > gradient.step or gradient in c.gradients) for c in copies)
 
     def add_guard(self, guard: Guard) -> Callable[[], None]:
         """Have every change of a copy happen inside ``guard(copy, record)``, a context manager.

@@ -9,7 +9,8 @@ all reports; every process calls :func:`resolve` on the same bytes and acts alik
 - recovery goes to the newest version for which every block has a copy among the
   survivors; if the record of t+1 exists anywhere, that is rolling forward;
 - if nobody has the record but every survivor has the gradients of step t under one
-  key, and the statistics of all samples are there, the vote is taken again;
+  key, and the statistics of all samples are there, the vote is taken again: by the
+  copies that it was to name, of which every block needs one;
 - otherwise step t is run again from t, its gradients discarded;
 - a copy that has changed place counts as soon as it is there in full, also before a vote
   has named it: its rank *offers* it, and :func:`all_copies` adds it to those that were named;
@@ -48,10 +49,12 @@ class Holdings:
     newest: int = NOTHING
     """Lowest and highest version of its copies; differ only while an update is under way."""
     gradients: tuple[GradientKey, ...] = ()
-    """Keys (s, g) such that every copy at a version ≤ s retains that reduced gradient."""
+    """Keys (s, g) such that every copy at a version ≤ s retains that reduced gradient. Of the step whose record is
+    not known here: every copy that its vote is to name, one that is to come included, one that is to go not."""
     records: tuple[StepRecord, ...] = ()
     statistics: tuple[tuple[GradientKey, tuple[tuple[int, int], ...]], ...] = ()
-    """Per key the rows ``[start, stop)`` of the global batch whose tokens and losses this rank knows."""
+    """Per key for which it was ready to vote the rows ``[start, stop)`` of the global batch whose tokens and losses
+    this rank knows."""
     torn: tuple[BlockKey, ...] = ()
     """Blocks whose update was interrupted half-way: no copy."""
     floor: int | None = None
@@ -121,10 +124,14 @@ def all_copies(
 
 
 def resolve(
-    reports: Mapping[int, Holdings], needed: Mapping[BlockKey, Sequence[int]], rows: int
+    reports: Mapping[int, Holdings],
+    needed: Mapping[BlockKey, Sequence[int]],
+    rows: int,
+    again: Mapping[BlockKey, Sequence[int]] | None,
 ) -> Resolution:
     """Apply the rules. ``needed`` lists for every block the ranks that had a copy (dead ones included),
-    ``rows`` is the global batch size. Pure; raises ``ValueError`` on two different records of one version.
+    ``rows`` is the global batch size, ``again`` lists the copies that the vote under way was to name; ``None`` where
+    survivors do not agree about that. Pure; raises ``ValueError`` on two different records of one version.
     """
     records = _records(reports.values())
     lost_at: dict[int, tuple[BlockKey, ...]] = {}
@@ -132,7 +139,8 @@ def resolve(
         able = {rank for rank, held in reports.items() if _reaches(held, version, records)}
         lost_at[version] = _without_copy(needed, reports, able)
         if not lost_at[version]:
-            return _continue_from(version, records, reports, able, rows)
+            votable = again is not None and not _without_copy(again, reports, able)
+            return _continue_from(version, records, reports, able, rows if votable else None)
     if not records:
         return Resolution("lost", NOTHING, missing=tuple(sorted(needed)))
     newest = max(records)
@@ -178,12 +186,13 @@ def _without_copy(
 
 
 def _continue_from(
-    version: int, records: Mapping[int, StepRecord], reports: Mapping[int, Holdings], able: set[int], rows: int
+    version: int, records: Mapping[int, StepRecord], reports: Mapping[int, Holdings], able: set[int], rows: int | None
 ) -> Resolution:
+    """``rows``: of the batch, where a vote could be taken again."""
     record = records[version]
     holding = {rank: held for rank, held in reports.items() if held.newest != NOTHING}
     stale = tuple(sorted(set(holding) - able))
-    key = _votable(version, holding, rows)
+    key = None if rows is None else _votable(version, reports.values(), rows)
     if key is not None and not stale:
         return Resolution("revote", version + 1, key, record)
     behind = any(held.oldest < version or all(r.version != version for r in held.records) for held in holding.values())
@@ -192,11 +201,11 @@ def _continue_from(
     return Resolution("rerun", version, None, record, stale=stale)
 
 
-def _votable(version: int, holding: Mapping[int, Holdings], rows: int) -> GradientKey | None:
-    """The newest key of step ``version`` that every survivor retains, with all samples' statistics; or None."""
-    keys = [{key for key in held.gradients if key.step == version} for held in holding.values()]
+def _votable(version: int, survivors: Collection[Holdings], rows: int) -> GradientKey | None:
+    """The newest key of step ``version`` for which every survivor was ready to vote, with all samples' statistics."""
+    keys = [{key for key, _ in held.statistics if key.step == version and key in held.gradients} for held in survivors]
     for key in sorted(set.intersection(*keys) if keys else (), reverse=True):
-        intervals = [span for held in holding.values() for k, spans in held.statistics if k == key for span in spans]
+        intervals = [span for held in survivors for k, spans in held.statistics if k == key for span in spans]
         if _covers(intervals, rows):
             return key
     return None

@@ -14,17 +14,18 @@ streams
 
 and the new holder (:class:`BlockReceiver`) checks the hash, takes the base in
 uncounted, and replays each step with the kernel everybody uses. A step that is computed again
-replaces what went ahead; one that is skipped leaves it unused. At a boundary, in a
-generation of its own, :meth:`BlockSender.finish` sends what is left and the version
-reached, and :func:`commit` makes the added copies count. Copies to be dropped are
-followed like mirrors until the first vote under the new placement is known, then
-:func:`retire` drops them. Should the generation end before anybody knows that vote,
-the newest record still names the old placement (``StepRecord.placement``), every old
-copy is there, and :func:`prune` forgets the new ones. Dropping at once instead has a
+replaces what went ahead; one that is skipped leaves it unused. At a boundary
+:meth:`BlockSender.conclude` says at which version the transfer ends: what is left and that version
+follow beside the next step, whose gradients go to the added copies in the ordinary way, once
+:func:`commit` has made them count. The vote of that step names the new placement, and
+:func:`prune` drops what it does not name. Should the generation end before anybody knows that vote,
+the newest record still names the old placement (``StepRecord.placement``), and every old
+copy is there, without a gradient of that step. Dropping before the vote instead has a
 losing interleaving: ``tests/unit/protocol`` finds it.
 
 Invariants
 - A damaged copy is replaced in place: its drop and its add are one.
+- No copy that the newest record names goes before a newer one does not name it.
 - A block being added is not reported, voted on, or stepped by its rank's own
   ``apply`` until ``commit``; a base whose hash does not match never is.
 - The sender holds one base, and at most ``memory_bytes`` of unsent gradients, ahead or not: when
@@ -53,7 +54,7 @@ from megatron.elastic.state.placement import Placement, Transition
 from megatron.elastic.state.pool import BlockCopy, StateError, StatePool
 from megatron.elastic.state.record import GradientKey, StepRecord
 
-__all__ = ["BlockReceiver", "BlockSender", "Channel", "TransferError", "commit", "prune", "retire"]
+__all__ = ["BlockReceiver", "BlockSender", "Channel", "TransferError", "commit", "prune"]
 
 HEADER_BYTES = 512
 Kind = Literal["base", "ahead", "steps", "end"]
@@ -122,7 +123,7 @@ def _length_of(gradient: _Gradient) -> int:
 class BlockSender:
     """Streams copies of this rank's blocks to ``peer``. See the module docstring.
 
-    ``offer``, ``finish`` and the pool belong to the training thread; ``pump`` may run on
+    ``offer``, ``conclude`` and the pool belong to the training thread; ``pump`` may run on
     another. No lock is held while sending.
     """
 
@@ -139,6 +140,10 @@ class BlockSender:
         self._went: dict[BlockKey, GradientKey] = {}
         """Those that went, or are to go, ahead for the next step of a block."""
         self._log_bytes = 0
+        self._last: int | None = None
+        """Version that everything sent is to reach."""
+        self.ended = False
+        """Whether all is sent, and that it is."""
         self.restarts = 0
         self._remove: tuple[Callable[[], None], ...] = (
             pool.add_guard(self._around_change),
@@ -163,10 +168,17 @@ class BlockSender:
             return self._log_bytes
 
     def pump(self) -> bool:
-        """Send gradients ahead, one version's steps (the oldest) or one base; False when there is nothing to send."""
+        """Send gradients ahead, one version's steps (the oldest) or one base; False when there is nothing to send.
+
+        With nothing left after :meth:`conclude` the receiver is told the version, and the transfer has ended.
+        """
         with self._wire:
             with self._lock:
                 message = self._next_ahead() or self._next_steps() or self._next_base()
+                last = self._last
+            if message is None and last is not None and not self.ended:
+                self._channel.send(self.peer, self._tag, _Header("end", version=last).pack())
+                self.ended = True
             if message is not None:
                 header, *payloads = message
                 self._channel.send(self.peer, self._tag, header.pack())
@@ -174,15 +186,20 @@ class BlockSender:
                     self._channel.send(self.peer, self._tag, payload)
         return message is not None
 
+    def conclude(self, version: int) -> None:
+        """Follow the pool no further: all of it is at ``version`` and stays there until everything is sent."""
+        with self._lock:
+            self._last = version
+
     def finish(self, version: int) -> None:
-        """Send everything left and say that all of it is at ``version``. Call at a boundary; ends the transfer."""
+        """:meth:`conclude`, and send all that is left."""
+        self.conclude(version)
         while self.pump():
             pass
-        self._channel.send(self.peer, self._tag, _Header("end", version=version).pack())
         self.close()
 
     def close(self) -> None:
-        """Stop following the pool and forget what is unsent. Idempotent."""
+        """Stop following the pool and forget what is unsent. Idempotent; on the training thread."""
         for remove in self._remove:
             remove()
         self._remove = ()
@@ -210,9 +227,7 @@ class BlockSender:
         version = min((log[0][0].version for log in self._logs.values() if log), default=None)
         if version is None:
             return None
-        steps = {
-            key: log.popleft() for key, log in sorted(self._logs.items()) if log and log[0][0].version == version
-        }
+        steps = {key: log.popleft() for key, log in sorted(self._logs.items()) if log and log[0][0].version == version}
         gradients = [gradient for _, gradient in steps.values() if isinstance(gradient, torch.Tensor)]
         self._log_bytes -= sum(map(_bytes_of, gradients))
         record = next(record for record, _ in steps.values())
@@ -237,7 +252,8 @@ class BlockSender:
         key = copy.block.key
         with self._lock:
             # Behind a step that has yet to be applied it would be too early: the log goes first.
-            if key in self._logs and self._pool.get(key) is copy and copy.version == gradient.step:
+            following = self._last is None and key in self._logs and self._pool.get(key) is copy
+            if following and copy.version == gradient.step:
                 self._forget_ahead(key, gradient.step)
                 tensor = self._ahead[key, gradient] = copy.gradients[gradient].clone()
                 self._went[key] = gradient
@@ -253,10 +269,10 @@ class BlockSender:
     def _around_change(self, copy: BlockCopy, record: StepRecord | None) -> Iterator[None]:
         key = copy.block.key
         with self._lock:
-            known = key in self._logs or key in self._waiting
+            known = not self.ended and (key in self._logs or key in self._waiting)
             if known and record is None:
                 raise StateError(f"block {key} is dropped while it is streamed to rank {self.peer}")
-            if record is not None and key in self._logs and self._pool.get(key) is copy:
+            if self._last is None and record is not None and key in self._logs and self._pool.get(key) is copy:
                 self._log(key, copy, record)
             yield
 
@@ -365,14 +381,13 @@ class BlockReceiver:
 
 def commit(
     pool: StatePool, transitions: Iterable[Transition], received: Mapping[BlockKey, BlockCopy], version: int
-) -> tuple[BlockKey, ...]:
-    """Count this rank's added copies, at a boundary at ``version``; returns blocks it was made owner of.
+) -> None:
+    """Count this rank's added copies, all of the state at ``version``.
 
     Raises :class:`StateError` before anything changes when a copy to be added is not
     there or not at ``version``.
     """
-    mine = [change for change in transitions if change.rank == pool.rank]
-    added = [change.block for change in mine if change.kind == "add"]
+    added = [change.block for change in transitions if change.kind == "add" and change.rank == pool.rank]
     for key in added:
         copy = received.get(key)
         if copy is None or copy.version != version:
@@ -380,22 +395,12 @@ def commit(
             raise StateError(f"rank {pool.rank}: block {key} to be added is {at}, the state at {version}")
     for key in added:
         pool.take_in(received[key])
-    return tuple(change.block for change in mine if change.kind == "promote")
 
 
-def retire(pool: StatePool, transitions: Iterable[Transition]) -> tuple[BlockKey, ...]:
-    """Drop what ``transitions`` drop at this rank; call once the first vote under the new placement is known."""
-    mine = [change for change in transitions if change.rank == pool.rank]
-    replaced = {change.block for change in mine if change.kind == "add"}
-    gone = [c.block for c in mine if c.kind == "drop" and c.block in pool and c.block not in replaced]
-    for key in gone:
-        pool.drop(key)
-    return tuple(gone)
-
-
-def prune(pool: StatePool, placement: Placement) -> tuple[BlockKey, ...]:
-    """Drop copies that ``placement``, the one of the newest record, does not give this rank."""
-    gone = [key for key in pool if key not in placement.copies or pool.rank not in placement.copies[key].ranks]
+def prune(pool: StatePool, *placements: Placement) -> tuple[BlockKey, ...]:
+    """Drop copies that none of ``placements`` gives this rank; with the vote or the decision known that says so."""
+    kept = [placement.copies for placement in placements]
+    gone = [key for key in pool if not any(key in copies and pool.rank in copies[key].ranks for copies in kept)]
     for key in gone:
         pool.drop(key)
     return tuple(gone)

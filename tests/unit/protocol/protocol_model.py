@@ -8,11 +8,13 @@ to FREEZE, which reaches each survivor at any later time; once all have
 reported, DECIDE calls the real ``resolve`` on real ``Holdings`` and each
 survivor acts on it in its own time, during which more may be killed.
 
-With ``migrate`` the ranks also agree, once and in any vote, on another placement
-(every block gets a new owner on a rank that had no copy): each rank switches in its own
-time after the step of that vote, once it has taken the copies it is due, and old copies
-are retired by whoever learns the first vote under the new placement. Until that vote a
-loss leads back to the old placement, with the copies taken meanwhile besides.
+With ``migrate`` the ranks also agree, once and in any vote, that the next one is to name
+another placement (every block gets a new owner on a rank that had no copy). The step of that
+next vote is computed and reduced by the old owners and shipped to the copies of the new
+placement; each rank takes the copies it is due in its own time, and joins the vote with the
+gradients they need. Whoever learns the vote lets go of the copies that leave. Until then a
+loss leads back to the old placement, with the copies taken meanwhile besides, or to the vote
+taken again.
 
 What a copy contains is written as its *chain*: the generations whose gradients it
 has applied, one per step. Two copies agree exactly when their chains do.
@@ -34,6 +36,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
+from megatron.elastic.state.layout import BlockKey
 from megatron.elastic.state.protocol import NOTHING, Holdings, Resolution, all_copies, resolve
 from megatron.elastic.state.record import GradientKey, StepRecord
 
@@ -63,9 +66,19 @@ class Faults:
     newest_copy_wins: bool = False
     """Rule 2 off: recovery goes to the newest version anybody has."""
     retired_before_vote: bool = False
-    """Old copies are dropped at the switch."""
+    """Copies that leave are dropped when the step begins whose vote lets them go."""
     only_named_copies: bool = False
     """A copy that was taken counts for nothing until a vote has named it."""
+    leaving_must_vote: bool = False
+    """A rank reports gradients as complete only with those of copies that leave, which get none."""
+    joining_need_not_vote: bool = False
+    """A rank reports gradients as complete without those of copies it has yet to take."""
+    leaving_carry_a_vote: bool = False
+    """A vote is taken again where a block has only a copy that leaves."""
+    retired_before_revote: bool = False
+    """Copies that leave are dropped with the decision to take the vote again."""
+    revote_under_the_record: bool = False
+    """A vote is taken again under the placement of the newest record, not the one it was to name."""
 
 
 @dataclass(frozen=True)
@@ -98,8 +111,14 @@ class Rank(NamedTuple):
     copies: tuple[tuple[int, Chain], ...]
     gradients: frozenset[Gradient]
     layout: Layout  # of its newest record
-    target: Layout  # what it works under
-    moving: bool  # the newest vote said that all are ready to switch
+    stands: Layout  # what it works under
+    names: Layout  # what the vote is to name for which this step's gradients are shipped
+    moving: bool  # the newest vote said that the next one may name another placement
+
+    @property
+    def voted_for(self) -> Layout:
+        """What the record of the vote under way names: one taken again goes on with the copies left of it."""
+        return self.names if self.key == self.generation else self.stands
 
 
 class Decision(NamedTuple):
@@ -107,7 +126,8 @@ class Decision(NamedTuple):
     chain: Chain
     key: int
     members: frozenset[int]
-    base: Layout  # surviving copies, by the newest record
+    named: Layout  # by the newest record
+    base: Layout  # surviving copies to go on with
 
 
 class State(NamedTuple):
@@ -130,8 +150,8 @@ def initial_state(setting: Setting) -> State:
     ranks = []
     for r in range(n):
         copies = tuple((b, ()) for b in range(n) if r in layout[b])
-        ranks.append(Rank(True, 1, 1, "R", 0, 1, (), copies, frozenset(), layout, layout, False))
-    first = Decision("start", (), 1, frozenset(range(n)), layout)
+        ranks.append(Rank(True, 1, 1, "R", 0, 1, (), copies, frozenset(), layout, layout, layout, False))
+    first = Decision("start", (), 1, frozenset(range(n)), layout, layout)
     return State(tuple(ranks), frozenset(), 1, 0, first, 1, setting.kills, (), int(setting.migrate), (0, 0))
 
 
@@ -172,47 +192,41 @@ class Model:
 
     def _act(self, state: State, r: int, rank: Rank) -> Iterator[tuple[str, State]]:
         peers = [state.ranks[m] for m in state.decision.members]
-        due = self._due(r, rank)
-        yield from self._take(state, r, rank, due)
+        yield from self._take(state, r, rank)
         if rank.phase == "R" and all(self._past(p, rank, "RSVU") for p in peers):
             yield f"{r} reduces", self._reduce(state, r, rank)
-        elif rank.phase == "S" and self._may_join(rank):
+        elif rank.phase == "S" and self._may_join(r, rank):
             yield f"{r} joins", self._with(state, r, rank._replace(phase="V"))
         elif rank.phase == "V" and all(self._past(p, rank, "VU") for p in peers):
-            yield f"{r} learns the vote", self._commit(state, r, rank)
-        elif rank.phase == "U" and not due and self._gatherable(state, rank):
-            ended = len(rank.chain) == self.setting.steps
-            after = rank._replace(phase="E" if ended else "R", step=len(rank.chain), key=rank.generation)
-            if rank.moving and not ended:
-                yield f"{r} switches", self._with(state, r, self._switched(r, after))
-            else:
-                yield f"{r} gathers and computes", self._with(state, r, after)
+            switches = " and switches" if rank.voted_for != rank.stands else ""
+            yield f"{r} learns the vote{switches}", self._commit(state, r, rank)
+        elif rank.phase == "U" and self._gatherable(state, rank):
+            yield f"{r} gathers and computes", self._with(state, r, self._begun(r, rank))
         yield from self._receive(state, r, rank)
         yield from self._update(state, r, rank)
 
-    def _due(self, r: int, rank: Rank) -> list[int]:
-        """Blocks whose copies this rank has yet to take before it switches."""
-        if not rank.moving or len(rank.chain) == self.setting.steps:
-            return []
-        wanted = [b for b, ranks in enumerate(rank.target) if r in self._moved(ranks)]
-        return [b for b in wanted if b not in dict(rank.copies)]
+    def _begun(self, r: int, rank: Rank) -> Rank:
+        """The next step, whose vote names what this rank works under, or the placement that all are ready for."""
+        ended = len(rank.chain) == self.setting.steps
+        names, copies = rank.stands, rank.copies
+        if rank.moving:
+            names = tuple(self._moved(ranks) for ranks in rank.stands)
+        if self.faults.retired_before_vote:
+            copies = tuple((b, chain) for b, chain in copies if r in names[b])
+        phase, step = "E" if ended else "R", len(rank.chain)
+        return rank._replace(phase=phase, step=step, key=rank.generation, names=names, moving=False, copies=copies)
 
-    def _take(self, state: State, r: int, rank: Rank, due: list[int]) -> Iterator[tuple[str, State]]:
+    def _take(self, state: State, r: int, rank: Rank) -> Iterator[tuple[str, State]]:
         """A copy streamed from its owner, brought to this rank's version; its hash has matched."""
-        for block in due:
-            source = state.ranks[rank.target[block][0]]
+        if rank.phase not in "RS":
+            return
+        for block, ranks in enumerate(rank.names):
+            source = state.ranks[rank.stands[block][0]]
             chain = dict(source.copies).get(block)
-            if source.generation == rank.generation and chain == rank.chain:
+            due = r in ranks and block not in dict(rank.copies)
+            if due and source.generation == rank.generation and chain == rank.chain:
                 copies = tuple(sorted((*rank.copies, (block, chain))))
                 yield f"{r} takes {block}", self._with(state, r, rank._replace(copies=copies))
-
-    def _switched(self, r: int, rank: Rank) -> Rank:
-        """From the next step on the new placement is worked under; old copies are followed still."""
-        target = tuple(self._moved(ranks) for ranks in rank.target)
-        kept = rank.copies
-        if self.faults.retired_before_vote:
-            kept = tuple((b, chain) for b, chain in kept if r in target[b])
-        return rank._replace(target=target, moving=False, copies=kept)
 
     @staticmethod
     def _past(peer: Rank, rank: Rank, phases: str) -> bool:
@@ -222,21 +236,17 @@ class Model:
         )
 
     def _reduce(self, state: State, r: int, rank: Rank) -> State:
-        owned = [b for b, _ in rank.copies if rank.target[b][0] == r]
-        gradients = rank.gradients | {(b, rank.step, rank.key) for b in owned}
-        messages = {
-            (m, b, rank.step, rank.key)
-            for b in owned
-            for m in state.decision.members
-            if m != r and b in dict(state.ranks[m].copies)
-        }
+        owned = [b for b, ranks in enumerate(rank.stands) if ranks[0] == r]
+        held = {b for b, _ in rank.copies}  # without ``retired_before_vote`` all of them
+        gradients = rank.gradients | {(b, rank.step, rank.key) for b in owned if b in held}
+        messages = {(m, b, rank.step, rank.key) for b in owned for m in rank.names[b] if m != r}
         after = self._with(state, r, rank._replace(phase="S", gradients=gradients))
         return after._replace(network=state.network | messages)
 
     def _receive(self, state: State, r: int, rank: Rank) -> Iterator[tuple[str, State]]:
-        mine = frozenset(message for message in state.network if message[0] == r)
+        mine = frozenset(m for m in state.network if m[0] == r and m[1] in dict(rank.copies))
         current = frozenset(m for m in mine if m[2:] == (rank.step, rank.key) and rank.phase in "RS")
-        mirrored = sum(rank.target[b][0] != r for b, _ in rank.copies)
+        mirrored = sum(r in ranks and rank.stands[b][0] != r for b, ranks in enumerate(rank.names))
         if self.faults != Faults():
             parts = [frozenset({message}) for message in sorted(mine)]
         else:
@@ -252,21 +262,22 @@ class Model:
             after = self._with(state, r, rank._replace(gradients=gradients))
             yield f"{r} receives {len(messages)}", after._replace(network=state.network - messages)
 
-    def _may_join(self, rank: Rank) -> bool:
+    def _may_join(self, r: int, rank: Rank) -> bool:
+        copies = dict(rank.copies)
+        due = [b for b, ranks in enumerate(rank.names) if r in ranks]
         held = {(b, s) for b, s, g in rank.gradients if g == rank.key or self.faults.generation_ignored}
-        arrived = self.faults.vote_before_mirrors or all((b, rank.step) in held for b, _ in rank.copies)
-        replayed = self.faults.no_back_pressure or all(len(chain) == rank.step for _, chain in rank.copies)
-        return arrived and replayed
+        arrived = self.faults.vote_before_mirrors or all((b, rank.step) in held for b in due)
+        replayed = self.faults.no_back_pressure or all(len(copies[b]) == rank.step for b in due if b in copies)
+        return arrived and replayed and all(b in copies for b in due)
 
     def _commit(self, state: State, r: int, rank: Rank) -> State:
-        gradients, chain = rank.gradients, (*rank.chain, rank.key)
+        gradients, chain, layout = rank.gradients, (*rank.chain, rank.key), rank.voted_for
         if self.faults.dropped_before_update:
-            gradients = frozenset(g for g in gradients if rank.target[g[0]][0] == r)
-        layout = rank.target
-        copies = tuple((b, c) for b, c in rank.copies if r in layout[b])  # retire the others
+            gradients = frozenset(g for g in gradients if rank.stands[g[0]][0] == r)
+        copies = tuple((b, c) for b, c in rank.copies if r in layout[b])  # the others have left
         gradients = frozenset(g for g in gradients if r in layout[g[0]])
         learned = rank._replace(
-            phase="U", chain=chain, gradients=gradients, copies=copies, layout=layout,
+            phase="U", chain=chain, gradients=gradients, copies=copies, layout=layout, stands=layout, names=layout,
             moving=state.ready == (rank.generation, rank.step),
         )  # fmt: skip
         after = self._with(state, r, learned)
@@ -290,7 +301,7 @@ class Model:
             yield f"{r} updates {block}", self._with(state, r, rank._replace(copies=copies, gradients=left))
 
     def _gatherable(self, state: State, rank: Rank) -> bool:
-        for block, (owner, *_) in enumerate(rank.target):
+        for block, (owner, *_) in enumerate(rank.stands):
             peer = state.ranks[owner]
             chain = dict(peer.copies).get(block)
             if chain is None or peer.generation != rank.generation or len(chain) < len(rank.chain):
@@ -308,6 +319,8 @@ class Model:
             return
         survivors = tuple((r, state.ranks[r]) for r in alive)
         named = max((rank for _, rank in survivors), key=lambda rank: len(rank.chain)).layout
+        if any(named not in (rank.layout, rank.stands, rank.names) for _, rank in survivors):
+            raise Violation("the newest record names a placement that some survivor never heard of")
         layout, outcome = self._resolve(survivors, named)
         self._check_decision(state, alive, named, outcome)
         base = tuple(tuple(r for r in ranks if r in alive) for ranks in layout)
@@ -316,6 +329,7 @@ class Model:
             chain=self._chain_of(survivors, outcome),
             key=outcome.gradient_key.generation if outcome.gradient_key else state.freeze,
             members=frozenset(alive),
+            named=named,
             base=base,
         )
         late = state.network if self.faults.generation_ignored else frozenset()
@@ -339,21 +353,29 @@ class Model:
         if self.faults.newest_copy_wins:
             newest = max((record for held in reports.values() for record in held.records), key=lambda x: x.version)
             return named, Resolution("roll_forward", newest.version, newest.gradient, newest)
-        counted = all_copies({(b, 0, 0): ranks for b, ranks in enumerate(named)}, reports)
-        return tuple(counted[b, 0, 0] for b in range(len(named))), resolve(reports, counted, rows=self.setting.ranks)
+        counted = all_copies(_keyed(named), reports)
+        together = len({rank.names for _, rank in survivors}) == 1
+        again = _keyed(survivors[0][1].names) if together else None
+        if self.faults.leaving_carry_a_vote:
+            again = counted
+        outcome = resolve(reports, counted, self.setting.ranks, again)
+        basis = counted
+        if outcome.kind == "revote" and again is not None and not self.faults.revote_under_the_record:
+            basis = again
+        return tuple(tuple(basis[b, 0, 0]) for b in range(len(named))), outcome
 
     def _report(self, r: int, rank: Rank) -> Holdings:
         versions = [len(chain) for _, chain in rank.copies]
         keys = sorted({GradientKey(s, g) for _, s, g in rank.gradients})
-        complete = tuple(
-            k for k in keys
-            if all(len(chain) > k.step or (b, *k) in rank.gradients for b, chain in rank.copies)
-        )  # fmt: skip
+        copies = dict(rank.copies)
         statistics = []
         if rank.phase in "RSV":
             own = ((r, r + 1),)
             rows = ((0, self.setting.ranks),) if self.setting.statistics_travel and rank.phase != "R" else own
             statistics = [(GradientKey(rank.step, rank.key), rows)]
+        if rank.phase in "SV":  # ready to vote as soon as every gradient is here, perhaps none
+            keys = sorted({*keys, GradientKey(rank.step, rank.key)})
+        complete = tuple(k for k in keys if self._complete(r, rank, copies, k))
         if self.faults.gradient_does_not_count:
             complete = ()
         records = tuple(_record(rank.chain[:v]) for v in range(max(0, len(rank.chain) - 1), len(rank.chain) + 1))
@@ -363,6 +385,15 @@ class Model:
         # Whoever holds nothing says so.
         oldest, newest = min(versions, default=NOTHING), max(versions, default=NOTHING)
         return Holdings(r, oldest, newest, complete, records, tuple(statistics), offered=offered)
+
+    def _complete(self, r: int, rank: Rank, copies: dict[int, Chain], key: GradientKey) -> bool:
+        """Of the step under way: whether this rank could vote; of an earlier one: whether every copy can follow."""
+        due = list(copies)
+        if key.step == len(rank.chain) and not self.faults.leaving_must_vote:
+            due = [b for b, ranks in enumerate(rank.names) if r in ranks]
+            if self.faults.joining_need_not_vote:
+                due = [b for b in due if b in copies]
+        return all(b in copies and (len(copies[b]) > key.step or (b, *key) in rank.gradients) for b in due)
 
     def _check_decision(self, state: State, alive: list[int], named: Layout, outcome: Resolution) -> None:
         survivors = [(r, state.ranks[r]) for r in alive]
@@ -377,12 +408,29 @@ class Model:
         if orphaned:
             raise Violation(f"going on without any copy of {orphaned}")
         known = max((state.ranks[r].chain for r in alive), key=len)
-        owed = state.committed if self.setting.statistics_travel else known
+        few = len(state.ranks) - len(alive) <= self.setting.mirrors
+        kept = few or self._within_reach(survivors, state.committed)
+        owed = state.committed if self.setting.statistics_travel and kept else known
         if outcome.version < len(owed):
             raise Violation(f"committed version {len(owed)} is lost: {outcome}")
         key = outcome.gradient_key
         if outcome.kind == "revote" and len(owed) == outcome.version and (key is None or owed[-1] != key.generation):
             raise Violation(f"the vote is taken again on other gradients than those committed: {outcome}")
+        if outcome.kind == "revote" and key is not None:
+            able = {b for _, rank in survivors for b, *rest in rank.gradients if tuple(rest) == tuple(key)}
+            if len(able) < len(named):
+                raise Violation(f"the vote is taken again without any gradient of {set(range(len(named))) - able}")
+
+    @staticmethod
+    def _within_reach(survivors: list[tuple[int, Rank]], chain: Chain) -> bool:
+        """Whether of every block a copy that the vote named is at ``chain``, or a step behind with its gradient."""
+        step = len(chain) - 1
+        there = {
+            b for r, rank in survivors for b, at in rank.copies
+            if r in rank.names[b]
+            and (len(at) > step or (len(at) == step and (b, step, chain[-1]) in rank.gradients))
+        }  # fmt: skip
+        return len(there) == len(survivors[0][1].layout)
 
     def _adopt(self, state: State, r: int, rank: Rank) -> State:
         decision = state.decision
@@ -393,6 +441,8 @@ class Model:
             if self.faults.generation_ignored or g[1] < version or (revote and g[1:] == (version, decision.key))
         )  # fmt: skip
         held = decision.base
+        if revote and not self.faults.retired_before_revote:  # a copy goes with a vote, not with a decision
+            held = tuple((*held[b], *ranks) for b, ranks in enumerate(decision.named))
         copies = tuple((b, chain) for b, chain in rank.copies if r in held[b])
         for block, chain in copies:
             if chain != decision.chain[: len(chain)]:
@@ -405,11 +455,16 @@ class Model:
             chain=decision.chain,
             copies=copies,
             gradients=frozenset(g for g in kept if r in held[g[0]]),
-            layout=decision.base,
-            target=decision.base,
+            layout=decision.named,
+            stands=decision.base,
+            names=rank.names if revote else decision.base,
             moving=False,
         )
         return self._with(state, r, after)
+
+
+def _keyed(layout: Layout) -> dict[BlockKey, tuple[int, ...]]:
+    return {(b, 0, 0): ranks for b, ranks in enumerate(layout)}
 
 
 @cache

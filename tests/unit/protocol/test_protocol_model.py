@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tests.unit.protocol.protocol_model import Faults, Setting, Violation, explore
@@ -28,7 +30,9 @@ def test_every_kill_at_every_point_is_survived(setting):
 def test_copies_change_place_at_any_time():
     """Two replicas' worth of blocks on three ranks: every block's owner moves between two steps."""
     counts = explore(Setting(ranks=3, mirrors=1, steps=2, kills=0, migrate=True))
-    assert {name for name in counts if name.endswith("switches")} == {f"{rank} switches" for rank in range(3)}
+    assert {name for name in counts if name.endswith("switches")} == {
+        f"{rank} learns the vote and switches" for rank in range(3)
+    }
 
 
 @pytest.mark.slow
@@ -69,22 +73,33 @@ def test_each_rule_is_needed_the_exploration_finds_the_interleaving_without_it(f
     assert "after: " in str(found.value), "the finding comes with the way there"
 
 
-def test_old_copies_must_stay_until_the_first_vote_under_the_new_placement():
-    faults = Faults(retired_before_vote=True)
-    with pytest.raises(Violation, match="kill"):
-        explore(Setting(ranks=3, mirrors=1, steps=2, kills=1, migrate=True, faults=faults))
+ONE_MIRROR = Setting(ranks=3, mirrors=1, steps=2, kills=1, migrate=True)
+TWO_KILLS = replace(ONE_MIRROR, kills=2)
+NO_MIRROR = Setting(ranks=2, mirrors=0, steps=2, kills=1, migrate=True)
+
+
+@pytest.mark.parametrize(
+    ("fault", "setting", "finding"),
+    [
+        ("retired_before_vote", ONE_MIRROR, "lost with no more losses than mirrors"),
+        ("leaving_must_vote", ONE_MIRROR, "lost though every block has a copy"),
+        ("joining_need_not_vote", ONE_MIRROR, "taken again without any gradient"),
+        ("revote_under_the_record", ONE_MIRROR, "stuck"),
+        pytest.param("leaving_carry_a_vote", TWO_KILLS, "taken again without any gradient", marks=pytest.mark.slow),
+        ("only_named_copies", NO_MIRROR, "lost though every block has a copy"),
+        ("retired_before_revote", replace(NO_MIRROR, ranks=3, kills=2), "going on without any copy"),
+    ],
+)
+def test_one_vote_lets_copies_come_and_go_and_each_rule_of_it_is_needed(fault, setting, finding):
+    with pytest.raises(Violation, match=finding):
+        explore(replace(setting, faults=Faults(**{fault: True})))
 
 
 def test_a_copy_that_no_vote_has_named_yet_counts():
-    """One copy a block, which moves to the other rank: whoever is lost once it is there, nothing is."""
-    for setting in (
-        Setting(ranks=2, mirrors=0, steps=3, kills=1, migrate=True),
-        Setting(ranks=3, mirrors=0, steps=2, kills=2, migrate=True),
-    ):
-        assert {"decide rerun 1", "decide roll_forward 1", "decide revote 2"} <= explore(setting).keys(), setting
-    faults = Faults(only_named_copies=True)
-    with pytest.raises(Violation, match="lost though every block has a copy"):
-        explore(Setting(ranks=2, mirrors=0, steps=2, kills=1, migrate=True, faults=faults))
+    """One copy a block, which moves to another rank: whoever is lost once it is there, nothing is."""
+    assert "decide rerun 1" in explore(replace(NO_MIRROR, steps=3))
+    expected = {"decide rerun 1", "decide revote 2", "decide roll_forward 2"}
+    assert expected <= explore(replace(NO_MIRROR, ranks=3, kills=2)).keys()
 
 
 def test_without_rule_one_the_losing_interleaving_is_the_expected_one():

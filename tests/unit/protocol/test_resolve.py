@@ -23,12 +23,12 @@ def held(rank, oldest, newest=None, gradients=(), records=None, rows=(), torn=()
     newest = oldest if newest is None else newest
     records = (record(newest),) if records is None else records
     keys = tuple(GradientKey(*key) for key in gradients)
-    statistics = tuple((key, rows) for key in keys) if rows else ()
+    statistics = tuple((key, rows) for key in keys)
     return Holdings(rank, oldest, newest, keys, records, statistics, torn)
 
 
-def decide(*reports: Holdings, needed=NEEDED, rows=ROWS):
-    return resolve({report.rank: report for report in reports}, needed, rows)
+def decide(*reports: Holdings, needed=NEEDED, rows=ROWS, again=NEEDED):
+    return resolve({report.rank: report for report in reports}, needed, rows, again)
 
 
 def test_between_steps_the_step_is_run_again_from_there():
@@ -59,6 +59,16 @@ def test_a_survivor_at_the_version_but_without_its_record_is_given_it():
 def test_rule_three_without_the_record_the_vote_is_taken_again_over_complete_gradients():
     result = decide(held(0, 4, gradients=[(4, 1)], rows=ALL), held(1, 4, gradients=[(4, 1)]))
     assert (result.kind, result.version, result.gradient_key, result.record) == ("revote", 5, (4, 1), record(4))
+
+
+def test_a_vote_is_taken_again_only_by_the_copies_it_was_to_name():
+    """Rank 0 gives B up, rank 1 has died with the copy it was to go to: of B only the version before is left."""
+    first, second = (held(rank, 4, gradients=[(4, 1)], rows=ALL) for rank in (0, 2))
+    needed = {A: (0, 2), B: (0, 1)}
+    assert decide(first, second, needed=needed, again={A: (0, 2), B: (2, 1)}).kind == "revote"
+    for again in ({A: (0, 2), B: (1,)}, None):
+        result = decide(first, second, needed=needed, again=again)
+        assert (result.kind, result.version) == ("rerun", 4)
 
 
 @pytest.mark.parametrize(
@@ -124,9 +134,16 @@ def test_a_torn_block_is_no_copy():
 def test_joiners_and_spares_without_copies_do_not_hold_up_anything():
     joiner = Holdings(7)
     assert decide(held(0, 4), joiner).kind == "rerun"
-    gradients = [(4, 1)]
-    assert decide(held(0, 4, gradients=gradients, rows=ALL), joiner).kind == "revote"
     assert decide(joiner).missing == (A, B)
+
+
+def test_a_vote_is_taken_again_only_with_every_rank_that_was_ready_for_it():
+    ready, key = held(0, 4, gradients=[(4, 1)], rows=ALL), GradientKey(4, 1)
+    parked = Holdings(7, gradients=(key,), statistics=((key, ()),))
+    assert decide(ready, parked).kind == "revote"
+    assert decide(ready, Holdings(7)).kind == "rerun", "without copies, and not yet at the vote"
+    behind = Holdings(1, 4, 4, (key,), (record(4),))
+    assert decide(ready, behind).kind == "rerun", "it has the gradients, and has not come to the vote"
 
 
 def test_two_different_records_of_one_version_are_an_error():

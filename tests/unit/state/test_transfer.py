@@ -17,7 +17,7 @@ from megatron.elastic.state.ownership import Rules, UnitGroup, initial, promote_
 from megatron.elastic.state.placement import Copies, Placement, Transition
 from megatron.elastic.state.pool import StateError, StatePool
 from megatron.elastic.state.record import ConstantSchedule, GradientKey, Hyper, Rate, StepRecord, Vote, advance
-from megatron.elastic.state.transfer import BlockReceiver, BlockSender, TransferError, commit, prune, retire
+from megatron.elastic.state.transfer import BlockReceiver, BlockSender, TransferError, commit, prune
 
 LAYOUT = UnitLayout.build(0, 0, [ParamSpec("w", 3000, (3000,), True), ParamSpec("b", 100, (100,), False, 0.0)], 2048)
 KEYS = [block.key for block in LAYOUT.blocks]
@@ -261,18 +261,18 @@ def test_commit_changes_nothing_when_one_copy_is_behind():
     assert KEYS[0] not in pool and KEYS[1] not in pool
 
 
-def test_old_copies_stay_until_retired_and_new_ones_go_when_the_old_placement_holds():
-    pool, _ = source_pool()
-    changes = [Transition("add", KEYS[0], 1, 0), Transition("promote", KEYS[0], 1), Transition("drop", KEYS[0], 0)]
-    assert commit(pool, changes, {}, 0) == () and KEYS[0] in pool
-    assert retire(pool, changes) == (KEYS[0],) and KEYS[0] not in pool
-    assert retire(pool, changes) == ()
-    taker = StatePool(1, {(0, 0): LAYOUT}, HYPER)
-    copy = taker.shape(KEYS[0], torch.zeros(3, LAYOUT.blocks[0].numel), 0)
-    assert commit(taker, changes, {KEYS[0]: copy}, 0) == (KEYS[0],)
+def test_copies_go_with_the_placement_that_does_not_name_them():
+    source, _ = source_pool()
     old = Placement({key: Copies(0) for key in KEYS})
-    assert prune(taker, old) == (KEYS[0],) and not list(taker)
-    assert prune(pool, old) == ()
+    changes = [Transition("add", KEYS[0], 1, 0), Transition("promote", KEYS[0], 1), Transition("drop", KEYS[0], 0)]
+    new, taker = old.apply(changes), StatePool(1, {(0, 0): LAYOUT}, HYPER)
+    for pool in (source, taker):
+        commit(pool, changes, {KEYS[0]: taker.shape(KEYS[0], torch.zeros(3, LAYOUT.blocks[0].numel), 0)}, 0)
+    assert KEYS[0] in source and KEYS[0] in taker, "it is there twice until a vote has named one"
+    assert prune(source, old, new) == prune(taker, old, new) == ()
+    assert prune(taker, old) == (KEYS[0],) and not list(taker), "where the old placement holds"
+    assert prune(source, new) == (KEYS[0],) and KEYS[0] not in source, "where the new one does"
+    assert prune(source, new) == ()
 
 
 def test_a_block_cannot_be_dropped_while_it_is_streamed():
@@ -287,25 +287,25 @@ def test_a_block_cannot_be_dropped_while_it_is_streamed():
         source.drop(KEYS[0])
 
 
-def execute(pools: dict[int, StatePool], changes, version: int) -> None:
+def execute(pools: dict[int, StatePool], target: Placement, changes, version: int) -> None:
     """All adds over real channels, then the boundary."""
     received: dict[int, dict] = {rank: {} for rank in pools}
     routes = sorted({(c.source, c.rank) for c in changes if c.kind == "add"})
-    for source, target in routes:
+    for source, taker in routes:
         errors: list[BaseException] = []
         with channels() as (near, far):
-            sender = BlockSender(pools[source], near, target, PLENTY)
-            receiver = BlockReceiver(pools[target], far, source)
+            sender = BlockSender(pools[source], near, taker, PLENTY)
+            receiver = BlockReceiver(pools[taker], far, source)
             thread = run(receiver, errors)
-            sender.offer([c.block for c in changes if (c.source, c.rank) == (source, target)])
+            sender.offer([c.block for c in changes if (c.source, c.rank) == (source, taker)])
             sender.finish(version)
             thread.join(20)
         assert not errors
-        received[target] |= receiver.blocks
+        received[taker] |= receiver.blocks
     for rank, pool in pools.items():
         commit(pool, changes, received[rank], version)
     for pool in pools.values():
-        retire(pool, changes)
+        prune(pool, target)
 
 
 def test_shrink_promotes_then_adds_and_a_rejoin_brings_the_rank_back_all_by_the_same_transitions():
@@ -328,11 +328,11 @@ def test_shrink_promotes_then_adds_and_a_rejoin_brings_the_rank_back_all_by_the_
     assert not first.lost
     record = train([reference, *pools.values()], record)
     placement, changes = rebalance(first.placement, group([0, 2]), rules([0, 2]))
-    execute(pools, changes, record.version)
+    execute(pools, placement, changes, record.version)
 
     pools[1] = StatePool(1, {(0, 0): LAYOUT}, HYPER)
     placement, changes = rebalance(placement, group([0, 1, 2]), rules([0, 1, 2]))
-    execute(pools, changes, record.version)
+    execute(pools, placement, changes, record.version)
     record = train([reference, *pools.values()], record)
     for rank, pool in pools.items():
         assert set(pool) == set(placement.owned_by(rank)) | set(placement.mirrored_by(rank))

@@ -11,7 +11,7 @@ from megatron.elastic.state.layout import ParamSpec, UnitLayout
 from megatron.elastic.state.ownership import Rules, UnitGroup, initial
 from megatron.elastic.state.pool import StatePool
 from megatron.elastic.state.record import ConstantSchedule, GradientKey, Hyper, Rate, StepRecord, Vote, advance
-from megatron.elastic.state.transfer import commit, retire
+from megatron.elastic.state.transfer import commit, prune
 from megatron.elastic.state.verify import (
     Corruption,
     compare,
@@ -116,8 +116,9 @@ def test_a_damaged_copy_is_replaced_in_place():
     good = job.pools[copies.owner].get(key)
     fresh = job.pools[mirror].shape(key, good.state.clone(), good.version, good.lineage)
     commit(job.pools[mirror], changes, {key: fresh}, job.record.version)
-    assert retire(job.pools[mirror], changes) == () and job.found() == ()
-    assert job.placement.apply(changes).copies == job.placement.copies
+    after = job.placement.apply(changes)
+    assert after.copies == job.placement.copies
+    assert prune(job.pools[mirror], after) == () and job.found() == ()
 
 
 def test_every_block_is_looked_at_once_in_an_interval_and_the_work_is_spread():
