@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import runpy
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -121,7 +121,7 @@ def _skip_gather() -> None:
         made.append(self.tools.arena.parameters.clone())
         adopt(self)
 
-    def gather_nothing(self: StepBody, step: int, units: Any = None) -> None:
+    def gather_nothing(self: StepBody, step: int, came: Collection[int] = ()) -> None:
         gather(self, step)
         self._tools.arena.parameters.copy_(made[0])
 

@@ -116,8 +116,10 @@ class Commitment:
         attempt = self._attempt = _Attempt(work, body.key(step), at.standing.plan.skipped, self._mover.heading)
         self.computed = at.standing.plan.rows
         reach("after_prepare", step)
+        self._mover.link_is_free()
         with timer.phase("compute"):
             result = body.train(work, at.record.loss_scale)
+        self._mover.link_is_taken()
         reach("before_reduce", step)
         with timer.phase("reduce"):
             body.reduce(step)
@@ -221,9 +223,10 @@ class Commitment:
         if at.parameters < step:
             if not at.record.skipped or catching_up or at.parameters < step - 1:
                 with at.timer.phase("gather"):
-                    at.body.gather(step)
+                    at.body.gather(step, self._mover.came)
             at.parameters = step
         at.tools.reach("after_gather", step)
+        self._mover.link_is_free()
         self._mover.prove()
 
     def result(self) -> StepResult:

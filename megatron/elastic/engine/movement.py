@@ -12,6 +12,9 @@ A loss at any instant before that vote is known leaves the old placement in forc
 old copy there (:mod:`basis`): an unfinished movement is forgotten and begun anew from
 what the new generation asks for.
 
+Between the last of a rank's computing and its gather, steps send as fast as they can; a stream that sent then
+would make them wait for every byte of it. It sends while its rank computes.
+
 In memory: a sender holds one block and at most ``window_bytes`` of gradients, a
 receiver one message beside the copies it has taken in.
 """
@@ -20,7 +23,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatron.elastic.comm.errors import CommError
@@ -102,20 +105,20 @@ class _Outgoing:
     """One sender on a thread of its own."""
 
     def __init__(
-        self, sender: BlockSender, blocks: tuple[BlockKey, ...], channel: FabricChannel, given_up: Callable[[], bool]
+        self, sender: BlockSender, channel: FabricChannel, given_up: threading.Event, link_is_free: threading.Event
     ) -> None:
-        self.sender, self._channel, self._given_up = sender, channel, given_up
+        self.sender, self._channel = sender, channel
+        self._given_up, self._link_is_free = given_up, link_is_free
         self.error: Exception | None = None
-        self._concluded = threading.Event()
-        sender.offer(blocks)
         self.thread = threading.Thread(target=self._run, name=f"elastic-to-{sender.peer}", daemon=True)
         self.thread.start()
 
     def _run(self) -> None:
         try:
-            while not self._given_up() and not self.sender.ended:
-                if not self.sender.pump():
-                    self._concluded.wait(_IDLE_SECONDS)
+            while not self._given_up.is_set() and not self.sender.ended:
+                held_back = not self._link_is_free.is_set() and not self.sender.pressed
+                if held_back or not self.sender.pump():
+                    time.sleep(_IDLE_SECONDS)
             if self.sender.ended:
                 self._channel.drain(self.sender.peer)
         except Exception as error:  # raised again on the training thread
@@ -124,10 +127,6 @@ class _Outgoing:
     @property
     def ready(self) -> bool:
         return self.sender.pending == 0
-
-    def conclude(self, version: int) -> None:
-        self.sender.conclude(version)
-        self._concluded.set()
 
 
 class Streams:
@@ -141,6 +140,8 @@ class Streams:
         self.movement = movement
         self.began = time.monotonic()
         self._given_up = threading.Event()
+        self._link_is_free = threading.Event()
+        self._link_is_free.set()
         self._incoming: list[_Incoming] = []
         self._outgoing: list[_Outgoing] = []
         self._channel = channel = FabricChannel(fabric, number, self._given_up.is_set)
@@ -149,7 +150,8 @@ class Streams:
                 self._incoming.append(_Incoming(BlockReceiver(pool, channel, source), blocks))
             elif source == fabric.rank:
                 sender = BlockSender(pool, channel, destination, window_bytes)
-                self._outgoing.append(_Outgoing(sender, blocks, channel, self._given_up.is_set))
+                sender.offer(blocks)
+                self._outgoing.append(_Outgoing(sender, channel, self._given_up, self._link_is_free))
 
     @property
     def ready(self) -> bool:
@@ -173,14 +175,19 @@ class Streams:
         """Copies taken in so far, uncounted."""
         return {key: copy for part in self._incoming for key, copy in list(part.receiver.blocks.items())}
 
+    def link_is_free(self, free: bool) -> None:
+        """Send only while ``free``, unless gradients pile up."""
+        (self._link_is_free.set if free else self._link_is_free.clear)()
+
     def conclude(self, version: int) -> None:
         """All added copies are to be brought to ``version``, that of the boundary: what is left follows by itself."""
         for leaving in self._outgoing:
-            leaving.conclude(version)
+            leaving.sender.conclude(version)
 
     def finish(self) -> None:
         """Wait until they are. Raises ``CommError``, ``TransferError``."""
         self._channel.hurry()
+        self.link_is_free(True)
         for thread in (*(part.thread for part in self._outgoing), *(part.thread for part in self._incoming)):
             thread.join()
         self._raise_findings()

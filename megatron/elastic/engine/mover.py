@@ -19,7 +19,6 @@ from megatron.elastic.engine.basis import Basis
 from megatron.elastic.engine.movement import Moved, Movement, Streams
 from megatron.elastic.engine.position import Position
 from megatron.elastic.engine.proofs import Proofs
-from megatron.elastic.state.layout import BlockKey
 from megatron.elastic.state.transfer import commit, prune
 
 __all__ = ["Mover"]
@@ -42,8 +41,12 @@ class Mover:
         """The vote of the present step is to name its target."""
         self._seconds: dict[str, float] = {}
         """What this rank has waited for it."""
-        self._ended: tuple[Streams, frozenset[BlockKey]] | None = None
-        """A movement that the vote of the present step has ended, and the blocks that changed place with it."""
+        self._ended: Streams | None = None
+        """A movement that the vote of the present step has ended."""
+        self.came = frozenset[int]()
+        """Units that came to somebody with it."""
+        self._prepared = False
+        """Storage and modules for its target are made, or being made."""
         self._begun = 0
         """Movements of this generation."""
         self._abandoned: list[Streams] = []
@@ -79,11 +82,26 @@ class Mover:
         if not movement.changes and movement.target.assignment == at.standing.assignment:
             return False
         self._begun += 1
-        units = movement.target.assignment.units_of(at.tools.fabric.rank)
-        threading.Thread(target=at.tools.arena.prepare, args=(units,), name="elastic-arena", daemon=True).start()
+        self._prepared = False
         self._streams = Streams(movement, at.tools.pool, at.tools.fabric, self._begun, _WINDOW_BYTES)
         at.tools.reach("in_movement_begin", at.record.version)
         return True
+
+    def link_is_free(self) -> None:
+        """This rank computes, or is between steps: streams are in nobody's way."""
+        if self._streams is not None:
+            self._streams.link_is_free(True)
+
+    def link_is_taken(self) -> None:
+        """This rank has computed and waits for messages of the step: it is processor time that there is now."""
+        if self._streams is None:
+            return
+        at, target = self._position, self._streams.movement.target
+        self._streams.link_is_free(at.standing.cell is None)
+        if not self._prepared and not self._concluded:  # else it could be late
+            units = target.assignment.units_of(at.tools.fabric.rank)
+            threading.Thread(target=at.tools.arena.prepare, args=(units,), name="elastic-arena", daemon=True).start()
+            self._prepared = True
 
     def voted(self, ready: bool) -> None:
         """The vote of a step is known; ``ready``: all were, so that the next one may end the movement."""
@@ -131,20 +149,19 @@ class Mover:
             with _timed(self._seconds, "stand"):
                 self._stand()
             gained = streams.movement.target.assignment.gained(before)
-            came = frozenset[int]().union(*gained.values())
-            blocks = {change.block for change in streams.movement.changes if change.kind != "drop"}
-            blocks |= {key for key in at.standing.placement.copies if key[0] in came}
-            self._ended = streams, frozenset(blocks)
+            self._ended, self.came = streams, frozenset[int]().union(*gained.values())
             at.tools.reach("in_movement_switch", version)
 
     def prove(self) -> None:
         """The step is over that ended a movement: all compare what they hold. Raises ``CertificateError``."""
         if self._ended is None:
             return
-        at, (streams, blocks), seconds = self._position, self._ended, self._seconds
+        at, streams, seconds = self._position, self._ended, self._seconds
+        blocks = {change.block for change in streams.movement.changes if change.kind != "drop"}
+        blocks |= {key for key in at.standing.placement.copies if key[0] in self.came}
         with at.timer.phase("movement"), _timed(seconds, "certificate"):
             self._proofs.certify("movement", blocks)
-        self._ended = None
+        self._ended, self.came = None, frozenset()
         beside = time.monotonic() - streams.began - sum(seconds.values())
         at.listener.moved(at.record, at.standing, Moved(streams.movement, streams.bytes_received, beside, seconds))
 
@@ -160,7 +177,7 @@ class Mover:
             for key, copy in streams.finished(at.record.version).items():
                 if key not in at.tools.pool:
                     at.tools.pool.take_in(copy)
-        self._ended, self.due = None, False
+        self._ended, self.came, self.due = None, frozenset(), False
         self._position.tools.arena.spare = None
 
     def renew(self) -> None:

@@ -16,7 +16,7 @@ every copy.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.elastic.comm.fabric import Fabric
+from megatron.elastic.comm.fabric import BlockRange, Fabric
 from megatron.elastic.engine.basis import Basis
 from megatron.elastic.engine.buffers import Arena
 from megatron.elastic.engine.dropout import DropoutKey, dropout_scope
@@ -348,18 +348,42 @@ class StepBody:
 
     # -- after the vote --------------------------------------------------------
 
-    def gather(self, step: int) -> None:
-        """Parameters of every held unit from the masters of their owners."""
-        tools = self._tools
-        for block in self._standing.owned:
+    def gather(self, step: int, came: Collection[int] = ()) -> None:
+        """Parameters of every held unit from the masters of their owners.
+
+        Units that ``came`` to somebody with this step (the same on all ranks) from everybody's own copies, where
+        all who hold the unit have some of every block: they are of this very version.
+        """
+        tools, standing = self._tools, self._standing
+        mirrored = (block for block in standing.mirrored if block.unit in came and block.unit in tools.arena.slices)
+        for block in (*standing.owned, *(block for block in mirrored if block.shard == standing.position)):
             target = tools.arena.unit_parameters(block.unit)[block.start : block.stop]
             target.copy_(tools.pool.get(block.key).master)
-        for span in self._standing.spans:
-            if span is self._standing.spans[-1]:
+        for span in standing.spans:
+            if span is standing.spans[-1]:
                 tools.reach("mid_gather", step)
+            if len(span.members) == 1:
+                continue
             tools.publish("gather", span.members)
-            if len(span.members) > 1:
-                tools.fabric.all_gather_blocks(span.group, tools.arena.parameters[span.start : span.stop], span.blocks)
+            for start, stop, blocks in self._gathered(span, came):
+                tools.fabric.all_gather_blocks(span.group, tools.arena.parameters[start:stop], blocks)
+
+    def _gathered(self, span: Span, came: Collection[int]) -> Iterator[tuple[int, int, Sequence[BlockRange]]]:
+        """Elements ``[start, stop)`` of the arena, and the blocks in there relative to ``start``."""
+        pieces = [p for p in self._tools.arena.slices.values() if span.start <= p.start < span.stop]
+        if not any(piece.unit in came for piece in pieces):
+            yield span.start, span.stop, span.blocks
+            return
+        for piece in pieces:
+            if piece.unit not in came or not self._have_copies(span.members, piece.layout):
+                first, last = piece.start - span.start, piece.stop - span.start
+                inside = [block for block in span.blocks if first <= block.start < last]
+                ranges = [BlockRange(b.start - first, b.stop - first, b.owner) for b in inside]
+                yield piece.start, piece.stop, ranges
+
+    def _have_copies(self, ranks: Collection[int], layout: UnitLayout) -> bool:
+        copies = self._standing.placement.copies
+        return all(set(ranks) <= set(copies[block.key].ranks) for block in layout.blocks)
 
 
 def _no_data(piece: Piece) -> Iterator[Any]:

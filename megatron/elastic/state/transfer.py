@@ -167,6 +167,11 @@ class BlockSender:
         with self._lock:
             return self._log_bytes
 
+    @property
+    def pressed(self) -> bool:
+        """Whether half of the memory is taken: soon blocks would have to be given up."""
+        return self.log_bytes > self._memory // 2
+
     def pump(self) -> bool:
         """Send gradients ahead, one version's steps (the oldest) or one base; False when there is nothing to send.
 
