@@ -167,6 +167,19 @@ def test_an_error_before_taking_part_ends_the_job_with_its_code(tmp_path: Path) 
     assert done.returncode == 1 and "RuntimeError: no such flag" in done.stderr
 
 
+def test_the_first_rank_is_left_to_say_what_is_wrong_though_another_ends_before_it(tmp_path: Path) -> None:
+    body = """
+if os.environ["RANK"] == "0":
+    time.sleep(1)
+from megatron.elastic.mcore.bad_input import BadInput, install_hook
+install_hook()
+raise BadInput("--flag: all ranks find this")
+"""
+    done = run(["--nproc-per-node", "2", *write(tmp_path, body)])
+    assert done.returncode == 1
+    assert [line for line in done.stderr.splitlines() if "error" in line] == ["error: --flag: all ranks find this"]
+
+
 def test_an_error_at_the_same_step_again_ends_the_job_with_code_5_and_the_traceback(tmp_path: Path) -> None:
     body = """
 step = 0

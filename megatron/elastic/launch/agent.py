@@ -45,7 +45,7 @@ from megatron.elastic.launch.desk import Desk
 from megatron.elastic.launch.judge import Judge
 from megatron.elastic.launch.logs import WorkerLogs
 from megatron.elastic.launch.loop import Loop
-from megatron.elastic.launch.losses import classify
+from megatron.elastic.launch.losses import classify, left_to_the_first
 from megatron.elastic.launch.neighbours import Neighbours, Table
 from megatron.elastic.launch.nursery import Nursery
 from megatron.elastic.launch.pool import Pool, Worker
@@ -62,6 +62,8 @@ __all__ = ["Agent"]
 _DRAINED, _STATE_LOST, _DETERMINISTIC = 3, 4, 5
 _GOODBYE_SECONDS = 5.0
 _SEVERITY = (5, 4, 1, 3)
+_FIRST_RANK_SECONDS = 3.0
+"""How long the first rank has to say what is wrong with the input: all find the same, and it alone says it."""
 
 
 class Agent:
@@ -191,7 +193,15 @@ class Agent:
             lines = self._logs.last_lines(worker.local_rank)
             elastic = worker.elastic or self.job.elastic
             begun = self.state.decided > 0 and not self.state.preparing
-            self.append(classify(worker, status, self._mine.host, begun, elastic, lines))
+            event = classify(worker, status, self._mine.host, begun, elastic, lines)
+            if isinstance(event, Ended) and left_to_the_first(worker):
+                self._loop.after(_FIRST_RANK_SECONDS, lambda: self._end_unless_over(event))
+            else:
+                self.append(event)
+
+    def _end_unless_over(self, event: Ended) -> None:
+        if self.exit_code is None:
+            self.append(event)
 
     def zygote_lost(self, was_ready: bool) -> None:
         """Its workers are lost with it; a new one takes over for the next."""

@@ -17,7 +17,7 @@ from megatron.elastic.launch.pool import Worker
 from megatron.elastic.launch.processes import describe_status
 from megatron.elastic.launch.speech import say
 
-__all__ = ["classify", "summarize"]
+__all__ = ["classify", "left_to_the_first", "summarize"]
 
 _LINES = 20
 
@@ -53,6 +53,12 @@ def classify(worker: Worker, status: int, host: str, started: bool, elastic: boo
 def _follows_a_loss(words: Sequence[str]) -> bool:
     """Whether the error that ended the program was communication's: somebody else's end is its cause."""
     return bool(words) and words[-1].startswith(CommError.__module__ + ".")
+
+
+def left_to_the_first(worker: Worker) -> bool:
+    """Whether an error of ours ended it: bad input, which all ranks find alike and the first alone tells of."""
+    words = worker.slot.last_words().splitlines()
+    return worker.rank > 0 and bool(words) and words[-1].startswith("megatron.elastic.") and not _follows_a_loss(words)
 
 
 def summarize(loss: Loss, step: int) -> None:

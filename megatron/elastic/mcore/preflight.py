@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import struct
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megatron.elastic.mcore.bad_input import BadInput
+from megatron.elastic.mcore.bad_input import BadInput, translated
 
 __all__ = [
     "check_data",
@@ -177,15 +178,33 @@ def check_data(args: Namespace) -> None:
         return
     for flag, prefix in data_prefixes(args):
         if "://" not in prefix:
-            check_index(flag, prefix)
+            sequences = check_index(flag, prefix)
+            if flag in ("--data-path", "--data-args-path"):
+                _check_shares(getattr(args, "split", None), flag, prefix, sequences)
     for flag in ("--vocab-file", "--merge-file"):
         path = getattr(args, flag[2:].replace("-", "_"), None)
         if path is not None and not Path(path).is_file():
             raise BadInput(f"{flag} {path}: no such file")
 
 
-def check_index(flag: str, prefix: str) -> None:
-    """``prefix.idx`` and ``prefix.bin`` are there, well formed, and agree in size."""
+def _check_shares(split: str | None, flag: str, prefix: str, sequences: int) -> None:
+    """No share of ``--split`` is without data: Megatron would go on counting the tokens of an empty one for ever."""
+    if split is None:
+        return
+    from megatron.core.datasets import blended_megatron_dataset_config as config
+
+    if not re.search("[1-9]", split):
+        raise BadInput(f"--split {split} has no share in it: give up to three numbers, such as 949,50,1")
+    with translated():
+        shares = config.convert_split_vector_to_split_matrix(config.parse_and_normalize_split(split))
+    for name, share in zip(("training", "validation", "test"), shares, strict=True):
+        if share is not None and round(share[0] * float(sequences)) >= round(share[1] * float(sequences)):
+            raise BadInput(f"--split {split} leaves none of the {sequences} documents of {flag} {prefix} for {name}: "
+                           "give it 0 or a larger share, or more documents")
+
+
+def check_index(flag: str, prefix: str) -> int:
+    """How many sequences there are. ``prefix.idx`` and ``prefix.bin`` are there, well formed, and agree in size."""
     index, data = Path(prefix + ".idx"), Path(prefix + ".bin")
     for path in (index, data):
         if not path.is_file():
@@ -202,9 +221,12 @@ def check_index(flag: str, prefix: str) -> None:
             raise BadInput(f"{flag} {prefix}: {index} has {size} bytes where its header says {expected}: "
                            "it was cut or damaged; preprocess the data again")
         tokens = _sum_lengths(file.read(sequences * 4))
+    if not tokens:
+        raise BadInput(f"{flag} {prefix}: {index} has no text in it: preprocess the data again, or leave it out")
     if data.stat().st_size < tokens * _ITEM_BYTES[code]:
         raise BadInput(f"{flag} {prefix}: {data} has {data.stat().st_size} bytes where {index.name} says "
                        f"{tokens * _ITEM_BYTES[code]}: it was cut; preprocess the data again")
+    return int(sequences)
 
 
 _WINDOWS, _WINDOW_BYTES = 64, 64 << 10

@@ -100,6 +100,25 @@ def test_a_missing_dataset_names_the_flag_and_the_tool(tmp_path: Path) -> None:
     one_line(caught, "--data-path", "nothing.idx", "tools/preprocess_data.py")
 
 
+def test_a_share_without_documents_is_refused(tmp_path: Path) -> None:
+    """Megatron's builder does not come back from one."""
+    write_dataset(tmp_path / "text", [8] * 40)
+    path = str(tmp_path / "text")
+    for split in ("90,5,5", "97,3,0", "100,0,0", "1"):
+        check_data(data(data_path=[path], split=split))
+    for split, share in (("98,1,1", "test"), ("999,1,0", "validation")):
+        with pytest.raises(BadInput) as caught:
+            check_data(data(data_path=["1", path], split=split))
+        one_line(caught, f"--split {split}", "none of the 40 documents", f"for {share}", "give it 0")
+    with pytest.raises(BadInput) as caught:
+        check_data(data(data_path=[path], split="none"))
+    one_line(caught, "--split none", "949,50,1")
+    write_dataset(tmp_path / "empty", [0])
+    with pytest.raises(BadInput) as caught:
+        check_data(data(valid_data_path=[str(tmp_path / "empty")]))
+    one_line(caught, "--valid-data-path", "no text in it")
+
+
 def cut_data(prefix: Path) -> None:
     path = prefix.with_suffix(".bin")
     path.write_bytes(path.read_bytes()[:-3])
