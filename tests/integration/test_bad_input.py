@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import socket
 import subprocess
 import sys
@@ -145,6 +146,44 @@ def with_shared_memory(size: str, *flags: str) -> subprocess.CompletedProcess[st
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, cwd=ROOT, capture_output=True, text=True,
         timeout=180, check=False,
     )  # fmt: skip
+
+
+def launched(*flags: str) -> subprocess.CompletedProcess[str]:
+    """An elastic job of two ranks."""
+    return subprocess.run(
+        [sys.executable, "-m", "megatron.elastic.launch", "--nproc-per-node", "2", str(ROOT / "pretrain_gpt.py"),
+         *GOOD, "--mock-data", "--elastic", "--ckpt-format", "torch_dist", *flags],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
+        timeout=180, check=False,
+    )  # fmt: skip
+
+
+def cut_data(saved: Path) -> None:
+    os.truncate(next(saved.glob("iter_0000001/*.distcp")), 100)
+
+
+def lost_index(saved: Path) -> None:
+    (saved / "iter_0000001" / ".metadata").unlink()
+
+
+def wrong_tracker(saved: Path) -> None:
+    (saved / "latest_checkpointed_iteration.txt").write_text("77")
+
+
+@pytest.mark.slow
+def test_a_damaged_checkpoint_is_one_line(tmp_path: Path) -> None:
+    done = launched("--save", str(tmp_path / "saved"), "--save-interval", "1")
+    assert done.returncode == 0, done.stderr[-2000:]
+    for damage in (cut_data, lost_index, wrong_tracker):
+        folder = tmp_path / damage.__name__
+        shutil.copytree(tmp_path / "saved", folder)
+        damage(folder)
+        resumed = launched("--load", str(folder), "--train-iters", "2", "--override-opt-param-scheduler")
+        assert resumed.returncode == 1
+        errors = [line for line in (resumed.stdout + resumed.stderr).splitlines() if line.startswith("error: ")]
+        assert len(errors) == 1 and f"--load {folder}" in errors[0] and "--ckpt-step" in errors[0], errors
+        # torch logs where it looked for its index.
+        assert damage is lost_index or "Traceback" not in resumed.stdout + resumed.stderr
 
 
 def can_mount() -> bool:

@@ -194,8 +194,10 @@ class Agent:
             elastic = worker.elastic or self.job.elastic
             begun = self.state.decided > 0 and not self.state.preparing
             event = classify(worker, status, self._mine.host, begun, elastic, lines)
-            if isinstance(event, Ended) and left_to_the_first(worker):
-                self._loop.after(_FIRST_RANK_SECONDS, lambda: self._end_unless_over(event))
+            unsaid = left_to_the_first(worker)
+            if isinstance(event, Ended) and unsaid:
+                late = replace(event, why=f"{event.why}\nerror: {unsaid}")
+                self._loop.after(_FIRST_RANK_SECONDS, lambda: self._end_unless_over(late))
             else:
                 self.append(event)
 

@@ -55,10 +55,12 @@ def _follows_a_loss(words: Sequence[str]) -> bool:
     return bool(words) and words[-1].startswith(CommError.__module__ + ".")
 
 
-def left_to_the_first(worker: Worker) -> bool:
-    """Whether an error of ours ended it: bad input, which all ranks find alike and the first alone tells of."""
+def left_to_the_first(worker: Worker) -> str:
+    """Bad input that ended ``worker``, in the program's words: all ranks find it alike and the first alone says it."""
     words = worker.slot.last_words().splitlines()
-    return worker.rank > 0 and bool(words) and words[-1].startswith("megatron.elastic.") and not _follows_a_loss(words)
+    if worker.rank == 0 or not words or not words[-1].startswith("megatron.elastic.") or _follows_a_loss(words):
+        return ""
+    return words[-1].partition(": ")[2]
 
 
 def summarize(loss: Loss, step: int) -> None:

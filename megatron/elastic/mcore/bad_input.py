@@ -11,18 +11,29 @@ from __future__ import annotations
 import functools
 import linecache
 import os
+import pickle
 import sys
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron.elastic.config import ConfigError
 from megatron.elastic.platform.base import PlatformUnavailable
 from megatron.elastic.platform.cpu_redirect import RedirectionTooLate
 
-__all__ = ["EXIT_CODE", "BadInput", "explain_assertion", "install_hook", "port_in_use_named", "translated"]
+__all__ = [
+    "EXIT_CODE",
+    "BadInput",
+    "explain_assertion",
+    "install_hook",
+    "port_in_use_named",
+    "translated",
+    "unreadable_named",
+]
 
 EXIT_CODE = 1
 
@@ -58,6 +69,30 @@ def translated(*kinds: type[Exception]) -> Iterator[None]:
         raise BadInput(explain_assertion(error)) from error
     except kinds as error:
         raise BadInput(" ".join(str(error).split())) from error
+
+
+_DAMAGED = (AssertionError, OSError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile)
+"""What readers of checkpoints raise over a file that is not there or not whole."""
+
+
+@contextmanager
+def unreadable_named(flag: str, folder: str) -> Iterator[None]:
+    """Turn what comes of a checkpoint in ``folder`` that is damaged or not there in full into :class:`BadInput`.
+
+    So are Megatron's assertions that it fits the flags. A rank lost meanwhile is no fault of the checkpoint.
+    """
+    try:
+        with translated():
+            yield
+    except (Exception, CheckpointException) as error:
+        causes = [cause for cause, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
+        if not all(isinstance(cause, _DAMAGED) or "PytorchStreamReader" in str(cause) for cause in causes):
+            raise
+        why = " ".join(f"{type(causes[0]).__name__} {causes[0]}".split())[:120]
+        raise BadInput(
+            f"{flag} {folder}: the checkpoint cannot be read ({why}): it was cut or damaged; choose another step "
+            "(--ckpt-step) or another folder"
+        ) from error
 
 
 @contextmanager

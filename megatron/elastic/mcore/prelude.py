@@ -27,6 +27,7 @@ from megatron.elastic.engine.recovery import Outcome
 from megatron.elastic.engine.source import SampleSource
 from megatron.elastic.engine.standing import Standing
 from megatron.elastic.mcore import nominal
+from megatron.elastic.mcore.bad_input import unreadable_named
 from megatron.elastic.mcore.bringup import Job, Links, found, join, open_links
 from megatron.elastic.mcore.checkpoint import without_holes
 from megatron.elastic.mcore.checkpoints import Checkpoints
@@ -177,7 +178,9 @@ class Prelude:
         links.injector.reach("in_setup", 0)
         self._attach(found(links, self._job))
         if args.load is not None or args.pretrained_checkpoint is not None:
-            with without_holes(links.fabric, topology.slots):
+            flag = "--load" if args.load is not None else "--pretrained-checkpoint"
+            folder = args.load or args.pretrained_checkpoint
+            with without_holes(links.fabric, topology.slots), unreadable_named(flag, folder):
                 args.iteration, args.num_floating_point_operations_so_far = load_checkpoint(
                     model, self._optimizer, scheduler, checkpointing_context=context
                 )

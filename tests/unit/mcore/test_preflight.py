@@ -10,8 +10,10 @@ from typing import Any
 
 import numpy
 import pytest
+from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron.elastic.mcore.bad_input import BadInput, explain_assertion, translated
+from megatron.elastic.comm.errors import PeerLost
+from megatron.elastic.mcore.bad_input import BadInput, explain_assertion, translated, unreadable_named
 from megatron.elastic.mcore.preflight import check_data, check_index, check_sizes, data_prefixes
 
 
@@ -186,3 +188,27 @@ def test_an_assertion_without_text_shows_what_was_asserted() -> None:
     except AssertionError as error:
         error.args = ()
         assert "left == 4" in explain_assertion(error)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        FileNotFoundError(2, "No such file", "iter_0000077"),
+        CheckpointException("load", {1: (EOFError(), None)}),
+        CheckpointException("load", {0: (AssertionError("metadata is None"), None), 1: (EOFError(), None)}),
+        RuntimeError("PytorchStreamReader failed reading zip archive"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_a_damaged_checkpoint_is_one_line(error: BaseException) -> None:
+    with pytest.raises(BadInput) as caught, unreadable_named("--load", "/saved"):
+        raise error
+    one_line(caught, "--load /saved", "--ckpt-step")
+
+
+@pytest.mark.parametrize(
+    "error", [PeerLost(1, "gone"), CheckpointException("load", {0: (PeerLost(1, "gone"), None)}), RuntimeError("a bug")]
+)
+def test_what_is_no_fault_of_the_checkpoint_passes(error: BaseException) -> None:
+    with pytest.raises(type(error)), unreadable_named("--load", "/saved"):
+        raise error
