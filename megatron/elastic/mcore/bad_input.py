@@ -33,6 +33,7 @@ __all__ = [
     "port_in_use_named",
     "translated",
     "unreadable_named",
+    "unwritable_cache_named",
 ]
 
 EXIT_CODE = 1
@@ -92,6 +93,21 @@ def unreadable_named(flag: str, folder: str) -> Iterator[None]:
         raise BadInput(
             f"{flag} {folder}: the checkpoint cannot be read ({why}): it was cut or damaged; choose another step "
             "(--ckpt-step) or another folder"
+        ) from error
+
+
+@contextmanager
+def unwritable_cache_named(folder: str | None) -> Iterator[None]:
+    """Turn Megatron's "failed to write" of its indices of the data into :class:`BadInput`."""
+    try:
+        yield
+    except Exception as error:
+        if "data cache directory" not in str(error):
+            raise
+        where = f"--data-cache-path {folder}" if folder else "the folder of --data-path"
+        why = error.__cause__ or error.__context__
+        raise BadInput(
+            f"{where}: indices of the data cannot be written ({why}): make room, or give another --data-cache-path"
         ) from error
 
 

@@ -227,7 +227,9 @@ class Host:
                 self._engine.close()
             if self._prelude.connected:
                 if self._checkpoints.unsaved:
-                    self._endings.leave(STATE_LOST, f"the last checkpoint is not saved: {self._checkpoints.unsaved}")
+                    remedy = f"make room in --save {get_args().save}, or give another folder"
+                    why = f"the last checkpoint is not saved: {self._checkpoints.unsaved}; {remedy}"
+                    self._endings.leave(STATE_LOST, why)
                 self._prelude.links.membership.finish(0)
             return result
 

@@ -27,7 +27,7 @@ from megatron.elastic.engine.recovery import Outcome
 from megatron.elastic.engine.source import SampleSource
 from megatron.elastic.engine.standing import Standing
 from megatron.elastic.mcore import nominal
-from megatron.elastic.mcore.bad_input import unreadable_named
+from megatron.elastic.mcore.bad_input import unreadable_named, unwritable_cache_named
 from megatron.elastic.mcore.bringup import Job, Links, found, join, open_links
 from megatron.elastic.mcore.checkpoint import without_holes
 from megatron.elastic.mcore.checkpoints import Checkpoints
@@ -242,7 +242,7 @@ class Prelude:
             self._engine.tools.reach("in_setup", 0)
         reads = getattr(provider, "is_distributed", False) or parallel_state.get_tensor_model_parallel_rank() == 0
         # Any rank may come to compute an end of a pipeline, and only these have data sets built: all are such here.
-        with as_stage(0, 1):
+        with as_stage(0, 1), unwritable_cache_named(args.data_cache_path):
             datasets = training.build_train_valid_test_datasets(provider) if reads else (None, None, None)
         check_validation(args, *datasets[:2])
         flags = torch.tensor(

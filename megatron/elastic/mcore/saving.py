@@ -233,6 +233,9 @@ class BackgroundSave:
         self._again = True
         try:
             self._engine.fenced(lambda: self._begin(original, call), together=True)
+        except ActionFailed:
+            self._give_up()
+            raise
         finally:
             self._again, self._optimizer.content = False, None
 
@@ -291,9 +294,7 @@ class BackgroundSave:
         try:
             outcome = self._engine.fenced(self._finish, together=True)
         except ActionFailed:
-            self.abandon("it could not be written")
-            if self._engine.tools.fabric.alive[0] == self._engine.tools.fabric.rank:
-                self._folders.sweep(self._args.save)  # it may be what fills the disk
+            self._give_up()
             raise
         if outcome == "done":
             self._write = None
@@ -323,6 +324,14 @@ class BackgroundSave:
                 if dist.get_rank() == 0 and self._folders.is_written():
                     self._folders.commit()
         return "done"
+
+    def _give_up(self) -> None:
+        """Remove what is left of a save that failed (it may be what fills the disk), once nobody writes there."""
+        fabric = self._engine.tools.fabric
+        self.abandon("it could not be written")
+        self._engine.fenced(lambda: dist.barrier(group=fabric.world))
+        if fabric.alive[0] == fabric.rank:
+            self._folders.sweep(self._args.save)
 
     def abandon(self, why: str) -> None:
         """Let go of a save under way, if any."""

@@ -6,6 +6,7 @@ import json
 import struct
 from argparse import Namespace
 from pathlib import Path
+from traceback import StackSummary
 from typing import Any
 
 import numpy
@@ -13,7 +14,13 @@ import pytest
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron.elastic.comm.errors import PeerLost
-from megatron.elastic.mcore.bad_input import BadInput, explain_assertion, translated, unreadable_named
+from megatron.elastic.mcore.bad_input import (
+    BadInput,
+    explain_assertion,
+    translated,
+    unreadable_named,
+    unwritable_cache_named,
+)
 from megatron.elastic.mcore.preflight import check_data, check_index, check_sizes, data_prefixes
 
 
@@ -190,12 +197,17 @@ def test_an_assertion_without_text_shows_what_was_asserted() -> None:
         assert "left == 4" in explain_assertion(error)
 
 
+def gathered(*errors: Exception) -> CheckpointException:
+    """What torch raises on every rank over ``errors`` of some."""
+    return CheckpointException("load", {rank: (error, StackSummary()) for rank, error in enumerate(errors)})
+
+
 @pytest.mark.parametrize(
     "error",
     [
         FileNotFoundError(2, "No such file", "iter_0000077"),
-        CheckpointException("load", {1: (EOFError(), None)}),
-        CheckpointException("load", {0: (AssertionError("metadata is None"), None), 1: (EOFError(), None)}),
+        gathered(EOFError()),
+        gathered(AssertionError("metadata is None"), EOFError()),
         RuntimeError("PytorchStreamReader failed reading zip archive"),
     ],
     ids=lambda error: type(error).__name__,
@@ -207,8 +219,16 @@ def test_a_damaged_checkpoint_is_one_line(error: BaseException) -> None:
 
 
 @pytest.mark.parametrize(
-    "error", [PeerLost(1, "gone"), CheckpointException("load", {0: (PeerLost(1, "gone"), None)}), RuntimeError("a bug")]
+    "error", [PeerLost(1, "gone"), gathered(PeerLost(1, "gone")), RuntimeError("a bug")]
 )
 def test_what_is_no_fault_of_the_checkpoint_passes(error: BaseException) -> None:
     with pytest.raises(type(error)), unreadable_named("--load", "/saved"):
         raise error
+
+
+def test_a_cache_of_the_data_that_cannot_be_written_is_one_line() -> None:
+    with pytest.raises(BadInput) as caught, unwritable_cache_named("/full"):
+        raise Exception("Failed to write dataset materials to the data cache directory.") from OSError(28, "no space")
+    one_line(caught, "--data-cache-path /full", "no space", "make room")
+    with pytest.raises(PeerLost), unwritable_cache_named("/full"):
+        raise PeerLost(1, "gone") from OSError(104, "reset")
