@@ -42,8 +42,9 @@ def await_collective(work: dist.Work, allowed: timedelta, void: Callable[[], boo
         try:
             work.wait(timedelta(seconds=min(LOOK_SECONDS, max(left, 0.001))))
         except RuntimeError:
-            if work.is_completed():
-                raise
+            if work.is_completed():  # since: what was raised may be this look's time, and no end at all
+                work.wait()
+                return
             if void():
                 raise Forgotten("a connection closed under a collective") from None
             if left <= 0.0:
