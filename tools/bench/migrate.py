@@ -1,6 +1,7 @@
 """Layers that move to other workers after a loss: what the steps pay for it, beside moving the same bytes at once.
 
     python -m tools.bench.migrate [--trials 3] [--link tcp] [--gbit 1] [--hidden 512] [--seq 32] [--batch 16]
+                                  [--waiting 0.1]
 
 Per trial four real jobs under the launcher, PP 2 x DP 2: each ownership, interleaved and contiguous, moving in the
 background and blocking. Rank 3 is killed and not started again; its copies are made anew, then come quiet steps, then
@@ -10,6 +11,9 @@ With ``--gbit R`` (root, programs ip and tc) everything runs in a network namesp
 its own, whose loopback passes R Gbit/s (token bucket): links as slow as between hosts,
 but one medium for all ranks. Without it TCP moves bytes about as fast as the
 processors copy them, so that what moves is paid for in processor time.
+
+With ``--waiting S`` every forward and every backward waits S seconds besides, as a host does whose accelerator
+computes: its cores are there for what moves. Without it whoever moves state takes the processor from whoever computes.
 
 From the event logs, for the movement with which layers change place:
 
@@ -98,8 +102,11 @@ def job(options: argparse.Namespace, *flags: str) -> list[Record]:
         ]  # fmt: skip
         elastic = ("--elastic", "--no-elastic-respawn", "--elastic-migrate-after", str(PATIENCE))
         links = ("--elastic-transport", options.link, "--elastic-event-log", folder)
-        fault = faults(f"kill:rank={RANK},step={AT},point=before_step")
-        finished(command(WORLD, *MODEL, *sizes, *elastic, *links, *fault, *flags))
+        script = [f"kill:rank={RANK},step={AT},point=before_step"]
+        if options.waiting:
+            passes = [(point, nth + 1) for point in ("mid_forward", "mid_backward") for nth in range(options.batch)]
+            script += [f"delay:point={p},nth={n},count=0,seconds={options.waiting}" for p, n in passes]
+        finished(command(WORLD, *MODEL, *sizes, *elastic, *links, *faults(";".join(script)), *flags))
         return read_events(Path(folder))
 
 
@@ -205,6 +212,7 @@ def main() -> None:
     parser.add_argument("--gbit", type=float, default=0.0, help="Gbit/s of all links together; 0: as fast as they go.")
     for name, default in (("hidden", 512), ("seq", 32), ("batch", 16)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--waiting", type=float, default=0.0, help="Seconds that every forward and backward waits.")
     options = parser.parse_args()
     if options.gbit and not os.environ.get(INSIDE):
         behind_a_slow_link(options)
@@ -230,7 +238,7 @@ def main() -> None:
         ])
         for ownership in ("interleaved", "contiguous")
     }  # fmt: skip
-    settings = {name: getattr(options, name) for name in ("link", "gbit", "hidden", "seq", "batch")}
+    settings = {name: getattr(options, name) for name in ("link", "gbit", "hidden", "seq", "batch", "waiting")}
     measured = {"link_bytes_a_second": median_of(bandwidths)}
     print_result("migrate", {**settings, **measured, **figures, "of_blocking": of_blocking})
 

@@ -49,6 +49,9 @@ STANDARD = {
     "recovery": Benchmark("recovery"),
     "rejoin": Benchmark("rejoin", ("--trials", "5")),
     "migrate": Benchmark("migrate", ("--gbit", "1")),
+    "migrate_waiting": Benchmark(
+        "migrate", ("--gbit", "1", "--seq", "8", "--batch", "4", "--waiting", "0.05", "--trials", "2")
+    ),
     "migrate_loopback": Benchmark("migrate"),
     "movement": Benchmark("movement"),
     "overhead": Benchmark("overhead"),
