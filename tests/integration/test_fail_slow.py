@@ -13,7 +13,7 @@ import pytest
 
 from tests.integration.elastic_job import JobResult, elastic_job, largest_deviation
 
-STEPS, FROM, TO = 34, 4, 19
+STEPS, FROM, TO = 64, 4, 19
 MODEL = (
     "--hidden-size", "64", "--seq-length", "128", "--max-position-embeddings", "128", "--hidden-dropout", "0.1",
     "--elastic-allow-inject",

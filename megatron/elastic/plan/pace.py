@@ -93,7 +93,8 @@ class Pace:
 
     def observe(self, plan: Plan, times: Times) -> bool:
         """Take in one committed step; True when a published speed changed."""
-        return self.tracker.observe(samples_of(plan, times))
+        busy = {piece.cell for piece in plan.pieces}
+        return self.tracker.observe(samples_of(plan, times), [cell.id for cell in plan.cells if cell.id not in busy])
 
     def speeds(self) -> tuple[tuple[int, int], ...]:
         """(cell, ppm) of the cells that do not run at their peers' speed, ascending."""

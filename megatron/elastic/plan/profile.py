@@ -12,6 +12,10 @@ enough: noise re-plans nothing, a real slowdown shows within a few steps, and a
 recovery gives the work back: all of it, once the estimate is one for which nobody
 is called slow.
 
+A cell so slow that the plan gives it nothing is not measured, and would have nothing
+for ever. After some steps without work it is taken to be twice as fast: on trial,
+with less than its peers as a rule. Found as slow as before, it rests twice as long.
+
 Integers in, integers out (parts per million); :class:`SpeedTracker` is updated
 by the same numbers on every process (they travel in the vote), so all publish
 the same speeds.
@@ -26,7 +30,7 @@ training: FALCON (arXiv 2410.12588).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from megatron.elastic.plan.model import Profile, UnitCost
@@ -45,13 +49,16 @@ class SpeedOptions:
     patience: int = 3
     """Steps in a row the estimate must be outside the dead band before the published speed moves."""
     evidence_ns: int = 0
-    """Measured time those steps must add up to: a machine's moods outlast three short steps."""
+    """Time those steps must add up to, by who computed longest: a machine's moods outlast three short steps."""
     band_ppm: int = 100_000
     """Half-width of the dead band around the published speed."""
     slow_ppm: int = 850_000
     """Published speeds below this are reported as slow."""
     step_ppm: int = 10_000
     """Published speeds are multiples of this, so that plans do not change for nothing."""
+    rest: int = 10
+    """Steps a slow cell is given nothing before its first trial; twice as many before each further one."""
+    longest_rest: int = 640
 
 
 @dataclass(frozen=True)
@@ -75,6 +82,10 @@ class _CellSpeed:
     outside: int = 0
     evidence: int = 0
     since: int = 0
+    rested: int = 0
+    """Steps without work."""
+    trials: int = 0
+    """How often it was given work to see, and was still slow."""
 
 
 @dataclass
@@ -85,13 +96,14 @@ class SpeedTracker:
     cells: dict[int, _CellSpeed] = field(default_factory=dict)
     step: int = 0
 
-    def observe(self, samples: Mapping[int, tuple[int, int]]) -> bool:
+    def observe(self, samples: Mapping[int, tuple[int, int]], resting: Collection[int] = ()) -> bool:
         """One step's ``cell → (work_ns, measured_ns)``; True when a published speed changed (plan again).
 
-        Cells without work (0) keep what they have. Raises ``ValueError`` for a
-        negative time.
+        ``resting``: cells that the plan gives nothing. Others without a sample keep what they have. Raises
+        ``ValueError`` for a negative time.
         """
         self.step += 1
+        tried = [self._rest(cell) for cell in sorted(resting)]
         rates: dict[int, int] = {}
         for cell in sorted(samples):
             work, measured = samples[cell]
@@ -100,13 +112,27 @@ class SpeedTracker:
             if work and measured:
                 rates[cell] = work * PPM // measured
         if not rates:
-            return False
+            return any(tried)
         ordered = sorted(rates.values())
         usual = max(1, ordered[len(ordered) // 2])
-        changed = [self._update(cell, rate * PPM // usual, samples[cell][1]) for cell, rate in rates.items()]
-        return any(changed)
+        longest = max(samples[cell][1] for cell in rates)
+        changed = [self._update(cell, rate * PPM // usual, longest) for cell, rate in rates.items()]
+        return any(changed) or any(tried)
 
-    def _update(self, cell: int, relative: int, measured: int) -> bool:
+    def _rest(self, cell: int) -> bool:
+        """A step without work; whether it is to be tried again."""
+        state = self.cells.get(cell)
+        if state is None or state.published == PPM:
+            return False
+        state.rested += 1
+        if state.rested < min(self.options.rest << state.trials, self.options.longest_rest):
+            return False
+        state.recent.clear()
+        state.published = min(PPM, 2 * state.published)
+        state.rested, state.trials, state.since = 0, state.trials + 1, self.step
+        return True
+
+    def _update(self, cell: int, relative: int, computed: int) -> bool:
         state = self.cells.setdefault(cell, _CellSpeed(deque(maxlen=self.options.window)))
         state.recent.append(relative)
         estimate = min(PPM, sorted(state.recent)[3 * len(state.recent) // 4])
@@ -114,12 +140,14 @@ class SpeedTracker:
             state.outside = state.evidence = 0
             return False
         state.outside += 1
-        state.evidence += measured
+        state.evidence += computed
         if state.outside < self.options.patience or state.evidence < self.options.evidence_ns:
             return False
         step = self.options.step_ppm
         rounded = max(step, (estimate + step // 2) // step * step)
         state.published = PPM if estimate >= PPM - self.options.band_ppm else rounded
+        if state.published == PPM:
+            state.rested = state.trials = 0
         state.outside, state.evidence, state.since = 0, 0, self.step
         return True
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import pytest
 
@@ -43,6 +44,40 @@ def test_it_gets_its_share_back() -> None:
     assert tracker.speeds()[5] == 500_000
     steps(tracker, 8, {})
     assert tracker.speeds()[5] == 1_000_000
+
+
+def with_a_starved_cell(tracker: SpeedTracker, count: int, factor: float) -> list[int]:
+    """``count`` steps in which cell 5 has work only while it is published at half its peers' speed or more.
+
+    Returns the steps in which it had.
+    """
+    worked = []
+    for _ in range(count):
+        samples = {cell: (1_000_000, 1_000_000) for cell in range(8) if cell != 5}
+        resting = tracker.speeds().get(5, 1_000_000) < 500_000
+        if not resting:
+            samples[5] = (1_000_000, int(1_000_000 * factor))
+        tracker.observe(samples, [5] if resting else [])
+        worked += [] if resting else [tracker.step]
+    return worked
+
+
+def test_a_cell_that_is_given_nothing_is_tried_again_and_gets_all_of_its_share_back() -> None:
+    tracker = SpeedTracker()
+    with_a_starved_cell(tracker, 10, 4.0)
+    assert tracker.speeds()[5] == 250_000
+    with_a_starved_cell(tracker, 20, 1.0)
+    assert tracker.speeds()[5] == 1_000_000
+
+
+def test_a_cell_that_stays_slow_is_tried_more_and_more_rarely() -> None:
+    tracker = SpeedTracker()
+    with_a_starved_cell(tracker, 10, 3.0)
+    worked = with_a_starved_cell(tracker, 2000, 3.0)
+    rests = [after - before - 1 for before, after in pairwise(worked) if after - before > 1]
+    assert rests[:4] == [20, 40, 80, 160], rests
+    assert rests[-1] == 640, rests
+    assert tracker.speeds()[5] < 500_000
 
 
 def test_a_machine_in_a_mood_keeps_nobody_from_getting_all_of_it_back() -> None:
