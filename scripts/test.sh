@@ -66,10 +66,10 @@ added_up() {
         <(grep -hE '^[=]* ?[0-9]+ (passed|failed|error|skipped|deselected).* in [0-9.]+s' "$@")
 }
 
-# Two lanes of about the same length: tests of one process, which leave a core to others, and jobs compared with plain
-# Megatron's; the other jobs, whose ranks wait for each other most of the time. Tests with real processes and time-outs
+# Two lanes of about the same length: tests of one process, which leave a core to others, jobs compared with plain
+# Megatron's and those that end with a finding; the other jobs, whose ranks wait for each other most of the time. Tests with real processes and time-outs
 # share two cores with whatever else runs: what fails is run once more, alone, and named as unstable if it passes then.
-calm=(tests/integration/test_{cpu_layouts,engine_parity,precision,schedules}.py)
+calm=(tests/integration/test_{cpu_layouts,engine_parity,precision,schedules,certificates,silent_corruption}.py)
 units=(tests/unit tests/chaos "${calm[@]}")
 others=(tests/integration "${calm[@]/#/--ignore=}")
 run_pytest() {

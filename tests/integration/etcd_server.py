@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
-import socket
 import subprocess
 import time
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from tests.integration.ports import free_ports
 
 __all__ = ["EtcdServer", "etcd_server"]
 
@@ -38,16 +39,10 @@ def _binary() -> Path:
     return Path(spec.origin).with_name("etcd")
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @contextlib.contextmanager
 def etcd_server(folder: Path) -> Iterator[EtcdServer]:
     """Serve from ``folder`` until the end of the block."""
-    port, peer = _free_port(), _free_port()
+    port, peer = free_ports(2)
     client, inner = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{peer}"
     command = [
         *(str(_binary()), "--data-dir", str(folder / "etcd"), "--unsafe-no-fsync", "--log-level", "error"),

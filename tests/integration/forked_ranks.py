@@ -16,7 +16,6 @@ import json
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -24,15 +23,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pretrain_gpt
+from tests.integration.ports import free_port
 
 TIMED_OUT = 124
-
-
-def free_port() -> int:
-    """A port nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def run_rank(job: dict[str, Any], rank: int, port: int, log: Path) -> NoReturn:

@@ -20,16 +20,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from tests.integration.ports import free_port
+
 ROOT = Path(__file__).resolve().parents[2]
 REHEARSAL = ["-m", "megatron.elastic.launch.rehearsal", "--elastic"]
 PATIENCE = 120.0
 Event = dict[str, Any]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def is_alive(pid: int) -> bool:

@@ -17,6 +17,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.integration.ports import free_ports
+
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sinfo", "scancel", "squeue")
 
 CONFIG = """\
@@ -67,17 +69,6 @@ class Cluster:
         )
         assert done.returncode == 0, f"{command}: {done.stderr}"
         return done.stdout
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports nobody listens on now."""
-    sockets = [socket.socket() for _ in range(count)]
-    for each in sockets:
-        each.bind(("127.0.0.1", 0))
-    ports = [int(each.getsockname()[1]) for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
 
 
 @contextmanager

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.launcher_cluster import PATIENCE, ROOT, cluster, free_port, is_alive
+from tests.integration.launcher_cluster import PATIENCE, ROOT, cluster, is_alive
+from tests.integration.ports import free_port
 
 HEADER = """
 import json, os, signal, sys, time

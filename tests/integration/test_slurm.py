@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from tests.integration.elastic_job import ROOT, RunningJob, elastic_command, environment_of
-from tests.integration.slurm_cluster import Cluster, cluster, free_ports, why_not
+from tests.integration.ports import free_port
+from tests.integration.slurm_cluster import Cluster, cluster, why_not
 from tests.integration.test_leaving import QUIET, RARELY, children, iteration_saved
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(why_not()), reason=why_not() or "Slurm is here")]
@@ -37,7 +38,7 @@ def under_srun(up: Cluster, folder: Path, *flags: str) -> RunningJob:
     plain = elastic_command(folder / "events", 1, 1, 1, 100_000, *QUIET, *saving, *flags)
     at = plain.index("--nproc-per-node")
     # Both nodes are this machine, whose name is not theirs; $SLURM_NODEID is expanded on each node, as in the script.
-    where = ["--nnodes", "2", "--master-addr", "localhost", "--master-port", str(free_ports(1)[0])]
+    where = ["--nnodes", "2", "--master-addr", "localhost", "--master-port", str(free_port())]
     launch = shlex.join([*plain[:at], *where]) + " --node-rank $SLURM_NODEID " + shlex.join(plain[at:])
     srun = ["srun", *options_of_the_script(), "--nodes", "2", "--ntasks", "2", "bash", "-c", f"exec {launch}"]
     return RunningJob(folder / "events", srun, environ=up.environment, named=False)
