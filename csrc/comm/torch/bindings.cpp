@@ -6,6 +6,7 @@
 #include <torch/extension.h>
 
 #include "../reduce.hpp"
+#include "../side_channel.hpp"
 #include "process_group.hpp"
 
 namespace py = pybind11;
@@ -14,6 +15,7 @@ using elastic::comm::ElasticProcessGroup;
 using elastic::comm::Hub;
 using elastic::comm::HubConfig;
 using elastic::comm::Peer;
+using elastic::comm::SideChannel;
 
 namespace {
 
@@ -144,5 +146,34 @@ PYBIND11_MODULE(_comm, m) {
           py::arg("handle").none(true), py::arg("edit").none(true))
       .def("release", &ElasticProcessGroup::release, nogil)
       .def("living", &ElasticProcessGroup::living, nogil)
-      .def("members", [](const ElasticProcessGroup& g) { return g.group()->members; });
+      .def("members", [](const ElasticProcessGroup& g) { return g.group()->members; })
+      .def(
+          "side_channel",
+          [](ElasticProcessGroup& g, uint32_t number, size_t piece_bytes, int beside, int hurried) {
+            return std::make_shared<SideChannel>(*g.hub(), g.group(), number, piece_bytes, beside, hurried);
+          },
+          py::arg("number"), py::arg("piece_bytes"), py::arg("beside"), py::arg("hurried"), py::keep_alive<0, 1>());
+
+  py::class_<SideChannel, std::shared_ptr<SideChannel>>(m, "SideChannel")
+      .def(
+          "send",
+          [](SideChannel& c, int peer, const at::Tensor& payload) {
+            const at::Tensor data = elastic::comm::readable(payload);
+            c.send(peer, static_cast<const char*>(data.data_ptr()), elastic::comm::bytes_of(data),
+                   std::make_shared<at::Tensor>(data));
+          },
+          py::arg("peer"), py::arg("payload"), nogil)
+      .def(
+          "recv",
+          [](SideChannel& c, int peer, const at::Tensor& out) {
+            const elastic::comm::Written w = elastic::comm::writable(out, false);
+            c.receive(peer, static_cast<char*>(w.flat.data_ptr()), elastic::comm::bytes_of(w.flat),
+                      std::make_shared<at::Tensor>(w.flat));
+            w.store();
+          },
+          py::arg("peer"), py::arg("out"), nogil)
+      .def("drain", &SideChannel::drain, py::arg("peer"), nogil)
+      .def("hurry", &SideChannel::hurry, nogil)
+      .def("give_up", &SideChannel::give_up, nogil)
+      .def("under_way", &SideChannel::under_way, py::arg("peer"), nogil);
 }

@@ -102,6 +102,7 @@ class ElasticProcessGroup : public c10d::ProcessGroup {
 #endif
 
   void release() { hub_->release(group_); }
+  const std::shared_ptr<Hub>& hub() const { return hub_; }
   const GroupPtr& group() const { return group_; }
   std::vector<int> living() const;
 

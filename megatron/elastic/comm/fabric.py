@@ -20,20 +20,16 @@ Invariants
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
-from megatron.elastic.comm.errors import CommError
+from megatron.elastic.comm.side_channel import SideChannel
 
 __all__ = ["Address", "BlockRange", "EditReport", "Fabric"]
-
-_SHORTEST_PAUSE, _LONGEST_PAUSE = 20e-6, 2e-3
-"""Seconds between two looks at background work."""
 
 
 @dataclass(frozen=True)
@@ -145,19 +141,9 @@ class Fabric(ABC):
     def waiting_for(self) -> tuple[int, ...]:
         """Ranks whose message this process is blocked on now (for hang detection)."""
 
-    def settle(self, work: dist.Work, given_up: Callable[[], bool]) -> None:
-        """Wait for ``work`` on a thread beside the step: not counted in :meth:`waiting_for`, without a time limit.
-
-        Raises what ``work`` raises, and ``CommError`` soon after ``given_up()`` is true
-        where the transport can be polled; its buffers must then stay until the next edit.
-        """
-        pause = _SHORTEST_PAUSE
-        while not work.is_completed():
-            if given_up():
-                raise CommError("given up")
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE)
-        work.wait()
+    @abstractmethod
+    def side_channel(self, number: int) -> SideChannel:
+        """Messages beside the steps of this generation; ``number`` tells its channels apart, the same on every rank."""
 
     @abstractmethod
     def close(self) -> None:

@@ -37,9 +37,11 @@ from megatron.elastic.comm.errors import CommError, CommTimeout, GenerationChang
 from megatron.elastic.comm.fabric import Address, BlockRange, EditReport, Fabric
 from megatron.elastic.comm.gloo_build import Build, bury
 from megatron.elastic.comm.gloo_group import GlooGroup
+from megatron.elastic.comm.gloo_side_channel import GlooSideChannel
 from megatron.elastic.comm.gloo_wait import Waiters
 from megatron.elastic.comm.guarded_store import GuardedStore
 from megatron.elastic.comm.seating import Seating
+from megatron.elastic.comm.side_channel import BACKGROUND_ROLE, SideChannel
 from megatron.elastic.comm.sockets import Endpoint, Liveness, created_listener, refused, shut_connections, still_open
 
 __all__ = ["GlooFabric"]
@@ -153,8 +155,11 @@ class GlooFabric(Fabric):
         waits = list(self._waits.items())
         return tuple(sorted({rank for thread, peers in waits if thread not in self._unseen for rank in peers}))
 
-    def settle(self, work: dist.Work, given_up: Callable[[], bool]) -> None:
-        """See :class:`Fabric`. gloo's messages complete only where somebody waits, so they cannot be polled."""
+    def side_channel(self, number: int) -> SideChannel:
+        return GlooSideChannel(self.group(BACKGROUND_ROLE, range(self.slots)), number, self._settle)
+
+    def _settle(self, work: dist.Work) -> None:
+        """Wait on a thread beside the step. gloo's messages complete only where somebody waits."""
         me = threading.get_ident()
         self._unseen.add(me)
         try:

@@ -26,6 +26,7 @@ from megatron.elastic.comm import registry
 from megatron.elastic.comm.errors import CommError
 from megatron.elastic.comm.fabric import Address, BlockRange, EditReport, Fabric
 from megatron.elastic.comm.reconfigure import Driven, Reconfigurable, handle_of, reconfigure
+from megatron.elastic.comm.side_channel import AWAITED, BACKGROUND_ROLE, BESIDE_A_STEP, PIECE_BYTES, SideChannel
 
 __all__ = ["NativeFabric", "NativeGroup"]
 
@@ -208,6 +209,10 @@ class NativeFabric(Fabric):
             group = self._groups.pop(key)
             registry.unregister(group)
             group.forget()
+
+    def side_channel(self, number: int) -> SideChannel:
+        group = self.group(BACKGROUND_ROLE, range(self.slots))
+        return group.side_channel(number, PIECE_BYTES, BESIDE_A_STEP, AWAITED)
 
     # -- blocks -------------------------------------------------------------
 

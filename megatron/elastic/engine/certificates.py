@@ -11,11 +11,10 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal, TypeVar, cast
-
-import torch.distributed as dist
+from typing import Literal
 
 from megatron.elastic.engine.buffers import Arena
+from megatron.elastic.engine.exchange import gather_objects
 from megatron.elastic.engine.seals import Disputes
 from megatron.elastic.engine.standing import Standing
 from megatron.elastic.engine.transaction import Tools
@@ -45,8 +44,6 @@ __all__ = [
     "name_disputes",
     "statement",
 ]
-
-T = TypeVar("T")
 
 Transition = Literal["start", "load", "recovery", "join", "movement", "rolling"]
 LOOKED_AT_BYTES = 4 << 20
@@ -123,7 +120,7 @@ def examine(
 ) -> Verdict:
     """Exchange statements and certify them. Never raises for a finding: the verdict has it."""
     began, step = time.monotonic(), mine.record.version
-    statements = {rank: Statement.from_json(text) for rank, text in _gathered(tools, mine.text).items()}
+    statements = {rank: Statement.from_json(text) for rank, text in gather_objects(tools.fabric, mine.text).items()}
     due = {key: len(copies.mirrors) for key, copies in standing.placement.copies.items()}
     rows = standing.plan.grid.global_batch_size
     try:
@@ -139,7 +136,7 @@ def name_disputes(tools: Tools, standing: Standing, record: StepRecord, mine: Di
     """Which copies were not made as their owners' were: a bug, that ends the job. Collective."""
     findings = tuple(
         f"block {key} at rank {rank} was not made as its owner's (rank {standing.placement.owner(key)})"
-        for rank, keys in _gathered(tools, mine.marks).items()
+        for rank, keys in gather_objects(tools.fabric, mine.marks).items()
         for key in keys
     )
     return Verdict("rolling", record.version, 0.0, None, findings)
@@ -154,9 +151,9 @@ def examine_memory(
     that owners gathered out. No changes: nobody can tell which copy is right.
     """
     began = time.monotonic()
-    suspects = sorted({key for keys in _gathered(tools, mine.contents).values() for key in keys})
+    suspects = sorted({key for keys in gather_objects(tools.fabric, mine.contents).values() for key in keys})
     marks = fingerprints(tools.pool, suspects, tools.arena.dtype), parameter_hashes(tools.arena, suspects)
-    tables = _gathered(tools, marks)
+    tables = gather_objects(tools.fabric, marks)
     found = compare(
         {rank: table for rank, (table, _) in tables.items()},
         standing.placement,
@@ -167,10 +164,3 @@ def examine_memory(
     if any((corruption.block, corruption.rank) not in dropped for corruption in found):
         changes = ()
     return changes, Verdict("rolling", record.version, time.monotonic() - began, None, tuple(map(str, found)))
-
-
-def _gathered(tools: Tools, mine: T) -> dict[int, T]:
-    """``mine`` of every living rank. Collective."""
-    everybody: list[T | None] = [None] * tools.fabric.slots
-    dist.all_gather_object(everybody, mine, group=tools.fabric.world)
-    return {rank: cast(T, everybody[rank]) for rank in tools.fabric.alive}

@@ -11,7 +11,7 @@ then the newcomer owns nothing and computes already.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,21 +60,22 @@ def newcomers(decision: Decision) -> tuple[int, ...]:
     return tuple(sorted(rank for rank in decision.members if decision.reports.get(rank, NEWCOMER) == NEWCOMER))
 
 
-def send_welcome(fabric: Fabric, decision: Decision, welcome: Welcome) -> None:
-    """Members' side of the broadcast: the lowest of them tells the newcomers."""
-    _broadcast(fabric, decision, welcome)
+def send_welcome(fabric: Fabric, decision: Decision, welcome: Callable[[], Welcome]) -> None:
+    """Members' side: the lowest of them tells the newcomers; the others need not know what."""
+    if fabric.rank == _speaker(decision):
+        message = [welcome()]
+        for rank in newcomers(decision):
+            dist.send_object_list(message, dst=rank, group=fabric.world)
 
 
 def receive_welcome(fabric: Fabric, decision: Decision) -> Welcome:
     """A newcomer's side."""
-    welcome = _broadcast(fabric, decision, None)
-    if not isinstance(welcome, Welcome):
+    box: list[object] = [None]
+    dist.recv_object_list(box, src=_speaker(decision), group=fabric.world)
+    if not isinstance(box[0], Welcome):
         raise RuntimeError("the members sent something else than a welcome")
-    return welcome
-
-
-def _broadcast(fabric: Fabric, decision: Decision, welcome: Welcome | None) -> object:
-    speaker = min(set(decision.members) - set(newcomers(decision)))
-    box = [welcome if fabric.rank == speaker else None]
-    dist.broadcast_object_list(box, src=speaker, group=fabric.world)
     return box[0]
+
+
+def _speaker(decision: Decision) -> int:
+    return min(set(decision.members) - set(newcomers(decision)))

@@ -28,8 +28,8 @@ from dataclasses import dataclass
 
 from megatron.elastic.comm.errors import CommError
 from megatron.elastic.comm.fabric import Fabric
+from megatron.elastic.comm.side_channel import SideChannel
 from megatron.elastic.engine.basis import Basis
-from megatron.elastic.engine.channel import FabricChannel
 from megatron.elastic.state.layout import BlockKey
 from megatron.elastic.state.placement import Transition
 from megatron.elastic.state.pool import BlockCopy, StatePool
@@ -37,8 +37,8 @@ from megatron.elastic.state.transfer import BlockReceiver, BlockSender
 
 __all__ = ["Moved", "Movement", "Streams"]
 
-_IDLE_SECONDS = 0.002
-"""How long a sender with nothing to send looks away."""
+_PATIENCE = 0.05
+"""Seconds after which a sender that was told nothing looks whether it should send all the same."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class _Outgoing:
     """One sender on a thread of its own."""
 
     def __init__(
-        self, sender: BlockSender, channel: FabricChannel, given_up: threading.Event, link_is_free: threading.Event
+        self, sender: BlockSender, channel: SideChannel, given_up: threading.Event, link_is_free: threading.Event
     ) -> None:
         self.sender, self._channel = sender, channel
         self._given_up, self._link_is_free = given_up, link_is_free
@@ -116,9 +116,10 @@ class _Outgoing:
     def _run(self) -> None:
         try:
             while not self._given_up.is_set() and not self.sender.ended:
-                held_back = not self._link_is_free.is_set() and not self.sender.pressed
-                if held_back or not self.sender.pump():
-                    time.sleep(_IDLE_SECONDS)
+                if not (self._link_is_free.is_set() or self.sender.pressed):
+                    self._link_is_free.wait(_PATIENCE)
+                elif not self.sender.pump():
+                    self.sender.wait(_PATIENCE)
             if self.sender.ended:
                 self._channel.drain(self.sender.peer)
         except Exception as error:  # raised again on the training thread
@@ -144,7 +145,7 @@ class Streams:
         self._link_is_free.set()
         self._incoming: list[_Incoming] = []
         self._outgoing: list[_Outgoing] = []
-        self._channel = channel = FabricChannel(fabric, number, self._given_up.is_set)
+        self._channel = channel = fabric.side_channel(number)
         for (source, destination), blocks in movement.adds().items():
             if destination == fabric.rank:
                 self._incoming.append(_Incoming(BlockReceiver(pool, channel, source), blocks))
@@ -203,6 +204,7 @@ class Streams:
         Keep this object until the next edit: messages under way still use its buffers.
         """
         self._given_up.set()
+        self._channel.give_up()
         for part in self._outgoing:
             part.sender.close()
 

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from megatron.elastic.engine.basis import Basis
 from megatron.elastic.engine.movement import Moved, Movement, Streams
@@ -52,6 +53,8 @@ class Mover:
         self._abandoned: list[Streams] = []
         """Kept until the next edit has made sure that nobody writes into their buffers."""
         self._arrived = 0
+        self._gone: list[object] = []
+        """Memory that nobody uses any more: the kernel takes milliseconds to take it back."""
 
     @property
     def under_way(self) -> bool:
@@ -94,13 +97,14 @@ class Mover:
 
     def link_is_taken(self) -> None:
         """This rank has computed and waits for messages of the step: it is processor time that there is now."""
+        self._gone.clear()
         if self._streams is None:
             return
         at, target = self._position, self._streams.movement.target
         self._streams.link_is_free(at.standing.cell is None)
         if not self._prepared and not self._concluded:  # else it could be late
-            units = target.assignment.units_of(at.tools.fabric.rank)
-            threading.Thread(target=at.tools.arena.prepare, args=(units,), name="elastic-arena", daemon=True).start()
+            prepare = partial(at.recovery.prepare, at.standing, target.assignment)
+            threading.Thread(target=prepare, name="elastic-prepare", daemon=True).start()
             self._prepared = True
 
     def voted(self, ready: bool) -> None:
@@ -143,7 +147,7 @@ class Mover:
         at, version = self._position, self._position.record.version
         at.history.confirm(self.heading)
         at.tools.pool.absolve()
-        prune(at.tools.pool, self.heading.placement)
+        self._gone.append(prune(at.tools.pool, self.heading.placement))
         if self._concluded:
             streams, before = self._under_way(), at.standing.assignment
             with _timed(self._seconds, "stand"):

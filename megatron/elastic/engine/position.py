@@ -11,9 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-import torch.distributed as dist
-
 from megatron.elastic.engine.basis import Basis, History
+from megatron.elastic.engine.exchange import gather_objects
 from megatron.elastic.engine.inject import Injector
 from megatron.elastic.engine.listener import Listener
 from megatron.elastic.engine.recovery import Recovery
@@ -73,9 +72,7 @@ class Position:
     def agree_on_keys(self, mine: Mapping[str, tuple[float, float]]) -> tuple[str, ...]:
         """Names of what loss functions report, ascending. Collective once a generation."""
         if self._keys_of != self.standing.generation:
-            gathered: list[object] = [None] * self.tools.fabric.slots
-            dist.all_gather_object(gathered, tuple(mine), group=self.tools.fabric.world)
-            found = {key for keys in gathered if isinstance(keys, tuple) for key in keys}
+            found = {key for keys in gather_objects(self.tools.fabric, tuple(mine)).values() for key in keys}
             self.report_keys = tuple(sorted(found | set(self.report_keys)))
             self._keys_of = self.standing.generation
         return self.report_keys

@@ -247,6 +247,11 @@ class Recovery:
         plan = self._plan(basis.assignment, standing.living, standing.speeds())
         return self._stand(standing.generation, standing.living, basis, plan)
 
+    def prepare(self, standing: Standing, target: Assignment) -> None:
+        """Have ready what :meth:`restand` on ``target`` would have to make. On any thread, beside a step."""
+        self._plan(target, standing.living, standing.speeds())
+        self.arena.prepare(target.units_of(self.fabric.rank))
+
     def replan(self, standing: Standing, record: StepRecord) -> Standing:
         """The same standing under a plan made from the speeds of ``record``."""
         plan = self._plan(standing.assignment, standing.living, record.speeds)

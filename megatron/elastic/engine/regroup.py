@@ -140,7 +140,7 @@ class Regroup:
         at.record, at.heeded = record, record.version
         at.history.enter(at.standing.basis)
         if outcome.newcomers:
-            send_welcome(at.tools.fabric, outcome.decision, self._welcome(outcome.decision))
+            send_welcome(at.tools.fabric, outcome.decision, lambda: self._welcome(outcome.decision))
         self._pacing.renew()
         pool.discard(resolution.gradient_key, record.version)
         # Everybody gathers when anybody has to: a gather cut short left some parameters behind.
@@ -179,7 +179,7 @@ class Regroup:
         at = self._position
         try:
             if newcomers(gone.decision):  # some have come, not all
-                send_welcome(at.tools.fabric, gone.decision, self._welcome(gone.decision))
+                send_welcome(at.tools.fabric, gone.decision, lambda: self._welcome(gone.decision))
             at.recovery.wait_for_ranks(gone, self._commitment.present_step, at.listener.noticed)
         except CommError as error:
             return error

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import lru_cache, partial
 from types import MappingProxyType
 
 from megatron.elastic.plan.dataflow import PlanError, Share, home_rows
@@ -30,6 +31,8 @@ __all__ = ["CHOICES", "Choice", "choice_named"]
 Choice = Callable[[Topology, Profile], Plan]
 """Raises :class:`PlanError` when the policy cannot go on with who is here."""
 
+_KEPT = 4
+"""Answers that a choice keeps: of who is here, who was, and who will be."""
 _Answer = Callable[[Topology, Profile, bool], Plan]
 """A choice that is also told whether tables split the backward."""
 
@@ -118,7 +121,12 @@ def choice_named(name: str, split_backward: bool = False, cut_microbatches: bool
     """
     if name not in CHOICES:
         raise PlanError(f"unknown policy {name!r}: one of {', '.join(CHOICES)}")
+    answer: _Answer = CHOICES[name]
     if name == "elaswave" and cut_microbatches:
-        return lambda topology, profile: _elaswave(topology, profile, split_backward, cut=True)
-    answer = CHOICES[name]
-    return lambda topology, profile: answer(topology, profile, split_backward)
+        answer = partial(_elaswave, cut=True)
+
+    @lru_cache(maxsize=_KEPT)
+    def choice(topology: Topology, profile: Profile) -> Plan:
+        return answer(topology, profile, split_backward)
+
+    return choice

@@ -69,11 +69,11 @@ class TransferError(RuntimeError):
 class Channel(Protocol):
     """Ordered, reliable messages between two ranks, implemented over the fabric's links."""
 
-    def send(self, peer: int, tag: str, payload: torch.Tensor) -> None:
+    def send(self, peer: int, payload: torch.Tensor) -> None:
         """Send a contiguous host tensor; it may be reused when this returns. Raises ``CommError``."""
 
-    def recv(self, peer: int, tag: str, out: torch.Tensor) -> None:
-        """Receive the next message of (peer, tag) into ``out``, of the sender's size. Raises ``CommError``."""
+    def recv(self, peer: int, out: torch.Tensor) -> None:
+        """Receive the next message of ``peer`` into ``out``, of the sender's size. Raises ``CommError``."""
 
 
 @dataclass(frozen=True)
@@ -127,10 +127,11 @@ class BlockSender:
     another. No lock is held while sending.
     """
 
-    def __init__(self, pool: StatePool, channel: Channel, peer: int, memory_bytes: int, tag: str = "state") -> None:
-        self._pool, self._channel, self.peer, self._tag = pool, channel, peer, tag
+    def __init__(self, pool: StatePool, channel: Channel, peer: int, memory_bytes: int) -> None:
+        self._pool, self._channel, self.peer = pool, channel, peer
         self._memory = memory_bytes
         self._lock = threading.Lock()  # over the fields below, and while a block is stepped
+        self._more = threading.Condition(self._lock)  # there may be something to send
         self._wire = threading.Lock()  # keeps header and payload together
         self._waiting: deque[BlockKey] = deque()
         self._logs: dict[BlockKey, deque[_Step]] = {}
@@ -140,6 +141,8 @@ class BlockSender:
         self._went: dict[BlockKey, GradientKey] = {}
         """Those that went, or are to go, ahead for the next step of a block."""
         self._log_bytes = 0
+        self._scratch = torch.empty(0)
+        """Memory of the base that is sent; the processor would be given new pages for each otherwise."""
         self._last: int | None = None
         """Version that everything sent is to reach."""
         self.ended = False
@@ -154,6 +157,7 @@ class BlockSender:
         """Queue copies of these blocks, which this rank must hold. Call at a boundary."""
         with self._lock:
             self._waiting.extend(keys)
+            self._more.notify_all()
 
     @property
     def pending(self) -> int:
@@ -182,19 +186,27 @@ class BlockSender:
                 message = self._next_ahead() or self._next_steps() or self._next_base()
                 last = self._last
             if message is None and last is not None and not self.ended:
-                self._channel.send(self.peer, self._tag, _Header("end", version=last).pack())
+                self._channel.send(self.peer, _Header("end", version=last).pack())
                 self.ended = True
             if message is not None:
                 header, *payloads = message
-                self._channel.send(self.peer, self._tag, header.pack())
+                self._channel.send(self.peer, header.pack())
                 for payload in payloads:
-                    self._channel.send(self.peer, self._tag, payload)
+                    self._channel.send(self.peer, payload)
         return message is not None
 
     def conclude(self, version: int) -> None:
         """Follow the pool no further: all of it is at ``version`` and stays there until everything is sent."""
         with self._lock:
             self._last = version
+            self._more.notify_all()
+
+    def wait(self, seconds: float) -> None:
+        """Until there may be something to send, at most ``seconds``. Beside :meth:`pump`, on its thread."""
+        with self._lock:
+            idle = not (self._ahead or self._waiting or any(self._logs.values())) and self._last is None
+            if idle:
+                self._more.wait(seconds)
 
     def finish(self, version: int) -> None:
         """:meth:`conclude`, and send all that is left."""
@@ -214,6 +226,7 @@ class BlockSender:
             self._ahead.clear()
             self._went.clear()
             self._log_bytes = 0
+            self._more.notify_all()
 
     # --- what to send next (lock held) ----------------------------------------------------------
 
@@ -247,7 +260,10 @@ class BlockSender:
         key = self._waiting.popleft()
         copy = self._pool.get(key)
         self._logs[key] = deque()
-        state = copy.state.clone()  # the training thread goes on as soon as the lock is released
+        if self._scratch.numel() < copy.state.numel():
+            self._scratch = torch.empty(copy.state.numel())
+        # The training thread goes on as soon as the lock is released.
+        state = self._scratch[: copy.state.numel()].view_as(copy.state).copy_(copy.state)
         content = content_hash(key, state)
         return _Header("base", key, copy.version, copy.lineage, content, state.numel()), state
 
@@ -264,6 +280,7 @@ class BlockSender:
                 self._went[key] = gradient
                 self._log_bytes += _bytes_of(tensor)
                 self._stay_within_memory()
+                self._more.notify_all()
 
     def _forget_ahead(self, key: BlockKey, step: int | None = None) -> None:
         """Those of ``step`` not sent yet, or of all steps."""
@@ -279,6 +296,7 @@ class BlockSender:
                 raise StateError(f"block {key} is dropped while it is streamed to rank {self.peer}")
             if self._last is None and record is not None and key in self._logs and self._pool.get(key) is copy:
                 self._log(key, copy, record)
+                self._more.notify_all()
             yield
 
     def _log(self, key: BlockKey, copy: BlockCopy, record: StepRecord) -> None:
@@ -312,8 +330,8 @@ class BlockSender:
 class BlockReceiver:
     """Takes in what one :class:`BlockSender` streams. ``take()`` blocks on the channel; run it on its own thread."""
 
-    def __init__(self, pool: StatePool, channel: Channel, source: int, tag: str = "state") -> None:
-        self._pool, self._channel, self.source, self._tag = pool, channel, source, tag
+    def __init__(self, pool: StatePool, channel: Channel, source: int) -> None:
+        self._pool, self._channel, self.source = pool, channel, source
         self.blocks: dict[BlockKey, BlockCopy] = {}
         """Copies received so far, uncounted; ``commit`` moves them into the pool."""
         self.finished_at: int | None = None
@@ -321,7 +339,7 @@ class BlockReceiver:
     def take(self) -> bool:
         """Receive and act on one message; False after the last. Raises :class:`TransferError`, ``CommError``."""
         raw = torch.empty(HEADER_BYTES, dtype=torch.uint8)
-        self._channel.recv(self.source, self._tag, raw)
+        self._channel.recv(self.source, raw)
         header = _Header.unpack(raw)
         if header.kind == "base":
             self._base(header)
@@ -340,7 +358,7 @@ class BlockReceiver:
         if header.length != state.numel():
             due = f"{header.length} elements, {state.numel()} due"
             raise TransferError(f"block {header.key} from rank {self.source}: {due}")
-        self._channel.recv(self.source, self._tag, state)
+        self._channel.recv(self.source, state)
         if content_hash(header.key, state) != header.content:
             raise TransferError(f"block {header.key} from rank {self.source}: contents do not match their hash")
         self.blocks[header.key] = self._pool.shape(header.key, state, header.version, header.lineage)
@@ -361,7 +379,7 @@ class BlockReceiver:
 
     def _text(self, header: _Header) -> Any:
         raw = torch.empty(header.length, dtype=torch.uint8)
-        self._channel.recv(self.source, self._tag, raw)
+        self._channel.recv(self.source, raw)
         return json.loads(raw.numpy().tobytes())
 
     def _gradients(self, header: _Header, table: list[list[int]]) -> Iterator[tuple[BlockCopy, torch.Tensor]]:
@@ -369,7 +387,7 @@ class BlockReceiver:
         lengths = [max(0, length) for *_, length in table]
         gradients = torch.empty(sum(lengths), dtype=torch.float32)
         if gradients.numel():
-            self._channel.recv(self.source, self._tag, gradients)
+            self._channel.recv(self.source, gradients)
         for (unit, shard, index, _), values in zip(table, gradients.split(lengths), strict=True):
             copy = self.blocks.get((unit, shard, index))
             if copy is None:
@@ -402,10 +420,14 @@ def commit(
         pool.take_in(received[key])
 
 
-def prune(pool: StatePool, *placements: Placement) -> tuple[BlockKey, ...]:
-    """Drop copies that none of ``placements`` gives this rank; with the vote or the decision known that says so."""
+def prune(pool: StatePool, *placements: Placement) -> dict[BlockKey, BlockCopy]:
+    """Drop copies that none of ``placements`` gives this rank; with the vote or the decision known that says so.
+
+    Returns what went, whose memory the caller may hand back when there is time for it.
+    """
     kept = [placement.copies for placement in placements]
     gone = [key for key in pool if not any(key in copies and pool.rank in copies[key].ranks for copies in kept)]
+    dropped = {key: pool.get(key) for key in gone}
     for key in gone:
         pool.drop(key)
-    return tuple(gone)
+    return dropped

@@ -118,7 +118,7 @@ def test_a_damaged_copy_is_replaced_in_place():
     commit(job.pools[mirror], changes, {key: fresh}, job.record.version)
     after = job.placement.apply(changes)
     assert after.copies == job.placement.copies
-    assert prune(job.pools[mirror], after) == () and job.found() == ()
+    assert not prune(job.pools[mirror], after) and job.found() == ()
 
 
 def test_every_block_is_looked_at_once_in_an_interval_and_the_work_is_spread():

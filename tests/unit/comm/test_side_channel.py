@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 from megatron.elastic.comm import Fabric
-from megatron.elastic.engine.channel import FabricChannel
 from tests.unit.comm.fabric_checks import same, values
 from tests.unit.comm.test_fabric_contract import KINDS, run
 from tools.bench._common import Here
@@ -25,9 +24,9 @@ def payload(salt: int) -> torch.Tensor:
 
 def one_piece_at_a_time(here: Here, fabric: Fabric) -> None:
     """Rank 0 streams to rank 1, which takes nothing in until a message of a step has passed."""
-    channel = FabricChannel(fabric, 1, lambda: False)
+    channel = fabric.side_channel(1)
     if here.rank == 0:
-        stream = threading.Thread(target=channel.send, args=(1, "state", payload(1)))
+        stream = threading.Thread(target=channel.send, args=(1, payload(1)))
         stream.start()
         while channel.under_way(1) == 0:
             time.sleep(0.001)
@@ -39,18 +38,18 @@ def one_piece_at_a_time(here: Here, fabric: Fabric) -> None:
     elif here.rank == 1:
         got, passed = torch.empty(ELEMENTS), torch.zeros(8)
         dist.recv(passed, src=0, tag=STEP_TAG)
-        channel.recv(0, "state", got)
+        channel.recv(0, got)
         same(got, payload(1), "what was streamed")
 
 
 def many_where_everybody_waits(here: Here, fabric: Fabric) -> None:
     """Both ways at once, long and short messages; hurried half-way, as at a boundary."""
-    channel, peer = FabricChannel(fabric, 2, lambda: False), here.rank ^ 1
+    channel, peer = fabric.side_channel(2), here.rank ^ 1
 
     def receive() -> None:
         for salt in range(4):
             got = torch.empty(ELEMENTS if salt % 2 else 100)
-            channel.recv(peer, "state", got)
+            channel.recv(peer, got)
             same(got, values(peer, got.numel(), torch.float32, salt), salt)
         received.append(True)
 
@@ -60,7 +59,7 @@ def many_where_everybody_waits(here: Here, fabric: Fabric) -> None:
     for salt in range(4):
         if salt == 2:
             channel.hurry()
-        channel.send(peer, "state", values(here.rank, ELEMENTS if salt % 2 else 100, torch.float32, salt))
+        channel.send(peer, values(here.rank, ELEMENTS if salt % 2 else 100, torch.float32, salt))
     channel.drain(peer)
     thread.join()
     assert received, "the receiving thread failed"

@@ -1,0 +1,53 @@
+"""Messages between two ranks beside the step: what background transfers travel over.
+
+One group of its own, so nothing here can meet a message of a step. Waits happen
+on threads of their own and are not counted in what this process waits for: a
+stream that has nothing to send is no hang.
+
+A link is one queue, and so is a port of a switch: a step's message waits behind
+whatever was handed over before it. Beside a step, long messages therefore go in
+pieces, the next one when the receiver has confirmed the last: a step's message
+waits for one piece of a stream at most (1 ms at 1 Gbit/s), and what is in nobody's
+way still goes as fast as it can. The aim is that of LEDBAT (RFC 6817), a transport
+for what has time; its means, measured delays, would be blurred here by busy
+processors. Where everybody waits for the stream (:meth:`SideChannel.hurry`) many
+pieces are under way at once.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+__all__ = ["AWAITED", "BACKGROUND_ROLE", "BESIDE_A_STEP", "PIECE_BYTES", "SideChannel"]
+
+BACKGROUND_ROLE = "background"
+PIECE_BYTES = 128 << 10
+BESIDE_A_STEP, AWAITED = 1, 16
+"""Pieces under way to one peer."""
+
+
+class SideChannel(Protocol):
+    """Within one generation; ``peer`` is a global rank. One thread at a time sends to a peer, one receives from it.
+
+    Must be kept until the edit that follows: a transport may still use its messages.
+    """
+
+    def send(self, peer: int, payload: torch.Tensor) -> None:
+        """Send a contiguous host tensor; it may be reused when this returns. Raises ``CommError``."""
+
+    def recv(self, peer: int, out: torch.Tensor) -> None:
+        """Receive the next message of ``peer`` into ``out``, of the sender's size. Raises ``CommError``."""
+
+    def drain(self, peer: int) -> None:
+        """Wait until ``peer`` has confirmed everything: nothing of this channel is left on the way there."""
+
+    def hurry(self) -> None:
+        """From now on everybody waits for what is sent here. Raises ``CommError``."""
+
+    def give_up(self) -> None:
+        """End every wait here with a ``CommError``, where the transport allows; otherwise the next generation does."""
+
+    def under_way(self, peer: int) -> int:
+        """Pieces handed over that ``peer`` has not confirmed."""
