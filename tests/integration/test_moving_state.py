@@ -14,7 +14,8 @@ import pytest
 from tests.integration.elastic_job import JobResult, elastic_job, largest_deviation
 
 DROPOUT = ("--hidden-dropout", "0.1", "--attention-dropout", "0.1")
-STEPS = 12
+STEPS = 24
+"""So many that what moves after the second loss is there before the job ends, on a busy machine too."""
 POINTS = ("in_movement_begin", "in_movement_finish", "in_movement_switch")
 FIRST = "kill:rank=1,step=2,point=mid_forward"
 

@@ -1,7 +1,7 @@
 """Between two steps: everything that changes who is here, who holds what and who computes what (DESIGN §6, §7).
 
     come and go   newcomers are let in as the last vote agreed, who was asked to leave goes
-    conclude      of a movement that all are ready for the last follows: the vote of this step names its target
+    proceed       of a movement that all are ready for the last follows: the vote of this step names its target
     move          what balance, redundancy, a better cut or a leaving rank ask for begins
     pace          plans and clocks follow measured speeds
 
@@ -44,8 +44,7 @@ class Boundary:
         if "join" in agreed:
             # No phase of its own, nor is leaving: whoever is kept from it by a loss is not a phase behind afterwards.
             self._regroup.ask("join")
-        if self._mover.due:
-            self._mover.conclude()
+        self._mover.proceed()
         self._move(self._part(leaving_of(agreed)))
         self._pacing.at_boundary()
 

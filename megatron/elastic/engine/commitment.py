@@ -10,6 +10,7 @@ vote's sum is lost, :meth:`Commitment.vote_again` takes it over the retained gra
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -117,8 +118,10 @@ class Commitment:
         self.computed = at.standing.plan.rows
         reach("after_prepare", step)
         self._mover.link_is_free()
+        began = time.monotonic()
         with timer.phase("compute"):
             result = body.train(work, at.record.loss_scale)
+        computing = time.monotonic() - began
         self._mover.link_is_taken()
         reach("before_reduce", step)
         with timer.phase("reduce"):
@@ -132,7 +135,7 @@ class Commitment:
         attempt.requests = at.recovery.membership.pending()
         wishes(attempt.tally, attempt.requests)
         attempt.tally.saves, attempt.tally.written = self.save_due(), self.share_written()
-        attempt.tally.ready = self._mover.ready
+        attempt.tally.ready = self._mover.ready(computing)
         self._pacing.add_to(attempt.tally)
         self._vote(attempt, attempt.tally)
 

@@ -1,10 +1,11 @@
 """Copies change place while steps go on (DESIGN §6; the rules are those of ``state.transfer``).
 
     begin     at a boundary every rank derives the same :class:`Movement`; sources and
-              destinations start one thread a peer, and nobody waits
-    ready     each vote counts the ranks whose bases have all arrived
+              destinations start one thread a peer, and nobody waits. Where layers change place
+              streams are held for a step, beside which memory, modules and the plan are made
+    ready     each vote counts the ranks whose bases have left, or are to leave while the next step is computed
     conclude  at the boundary after a vote in which all have: what is left is on its way, the
-              record and the gradients of that step, while the next one is computed
+              record and the gradients of that step among it, while the next one is computed
     arrive    added copies count, and get gradients of that step in place of those that leave
     switch    with its vote, which names the target, the others go and the target is in force
 
@@ -37,6 +38,8 @@ from megatron.elastic.state.transfer import BlockReceiver, BlockSender
 
 __all__ = ["Moved", "Movement", "Streams"]
 
+_SHARE = 0.8
+"""Of the time that a step's computing takes: what is expected to leave in it is as good as gone."""
 _PATIENCE = 0.05
 """Seconds after which a sender that was told nothing looks whether it should send all the same."""
 
@@ -96,10 +99,6 @@ class _Incoming:
         except Exception as error:  # raised again on the training thread
             self.error = error
 
-    @property
-    def ready(self) -> bool:
-        return len(self.receiver.blocks) == len(self.blocks)
-
 
 class _Outgoing:
     """One sender on a thread of its own."""
@@ -109,6 +108,8 @@ class _Outgoing:
     ) -> None:
         self.sender, self._channel = sender, channel
         self._given_up, self._link_is_free = given_up, link_is_free
+        self.bytes, self.seconds = 0, 0.0
+        """Of bases that were sent, and what that took."""
         self.error: Exception | None = None
         self.thread = threading.Thread(target=self._run, name=f"elastic-to-{sender.peer}", daemon=True)
         self.thread.start()
@@ -118,16 +119,20 @@ class _Outgoing:
             while not self._given_up.is_set() and not self.sender.ended:
                 if not (self._link_is_free.is_set() or self.sender.pressed):
                     self._link_is_free.wait(_PATIENCE)
-                elif not self.sender.pump():
+                elif not self._pump():
                     self.sender.wait(_PATIENCE)
             if self.sender.ended:
                 self._channel.drain(self.sender.peer)
         except Exception as error:  # raised again on the training thread
             self.error = error
 
-    @property
-    def ready(self) -> bool:
-        return self.sender.pending == 0
+    def _pump(self) -> bool:
+        before, began = self.sender.pending_bytes, time.monotonic()
+        moved = self.sender.pump()
+        left = before - self.sender.pending_bytes
+        if moved and left > 0:
+            self.bytes, self.seconds = self.bytes + left, self.seconds + time.monotonic() - began
+        return moved
 
 
 class Streams:
@@ -137,12 +142,17 @@ class Streams:
     the training thread.
     """
 
-    def __init__(self, movement: Movement, pool: StatePool, fabric: Fabric, number: int, window_bytes: int) -> None:
+    def __init__(
+        self, movement: Movement, pool: StatePool, fabric: Fabric, number: int, window_bytes: int, held: bool = False
+    ) -> None:
+        """``held``: nothing is sent before :meth:`release`."""
         self.movement = movement
         self.began = time.monotonic()
         self._given_up = threading.Event()
         self._link_is_free = threading.Event()
-        self._link_is_free.set()
+        self._held, self._free = held, True
+        if not held:
+            self._link_is_free.set()
         self._incoming: list[_Incoming] = []
         self._outgoing: list[_Outgoing] = []
         self._channel = channel = fabric.side_channel(number)
@@ -154,11 +164,29 @@ class Streams:
                 sender.offer(blocks)
                 self._outgoing.append(_Outgoing(sender, channel, self._given_up, self._link_is_free))
 
-    @property
-    def ready(self) -> bool:
-        """Whether what is left to move here is only the last steps' gradients. Raises what a thread ran into."""
+    def prepare(self) -> None:
+        """Have memory for all that is to come, if nothing does yet. On any thread, beside a step."""
+        if self._held:
+            for part in self._incoming:
+                part.receiver.prepare(part.blocks)
+
+    def release(self) -> None:
+        """Streams that were held begin. Idempotent."""
+        self._held = False
+        self.link_is_free(self._free)
+
+    def ready(self, seconds: float, bytes_a_second: float) -> bool:
+        """Whether the bases sent from here have left, or should within ``seconds``, those of a step's computing.
+
+        Raises what a thread ran into.
+        """
         self._raise_findings()
-        return all(part.ready for part in self._incoming) and all(part.ready for part in self._outgoing)
+        return sum(part.sender.pending_bytes for part in self._outgoing) <= _SHARE * seconds * bytes_a_second
+
+    def pace(self, usual: float) -> float:
+        """Bytes a second at which bases left here beside steps; ``usual`` where none did."""
+        seconds = max((part.seconds for part in self._outgoing), default=0.0)
+        return sum(part.bytes for part in self._outgoing) / seconds if seconds else usual
 
     @property
     def peers(self) -> tuple[int, ...]:
@@ -178,7 +206,8 @@ class Streams:
 
     def link_is_free(self, free: bool) -> None:
         """Send only while ``free``, unless gradients pile up."""
-        (self._link_is_free.set if free else self._link_is_free.clear)()
+        self._free = free
+        (self._link_is_free.set if free and not self._held else self._link_is_free.clear)()
 
     def conclude(self, version: int) -> None:
         """All added copies are to be brought to ``version``, that of the boundary: what is left follows by itself."""
@@ -188,6 +217,7 @@ class Streams:
     def finish(self) -> None:
         """Wait until they are. Raises ``CommError``, ``TransferError``."""
         self._channel.hurry()
+        self.release()
         self.link_is_free(True)
         for thread in (*(part.thread for part in self._outgoing), *(part.thread for part in self._incoming)):
             thread.join()

@@ -1,6 +1,6 @@
 """One movement after the other, as one rank takes part in them (the stages are those of :mod:`movement`).
 
-begin     at a boundary; its streams run beside the steps
+begin     at a boundary; its streams run beside the steps, where layers change place from the next boundary on
 conclude  at the boundary after the vote in which all were ready: the next one names the target
 arrive    in that step, before it is shipped: added copies count, though no vote has named them
 confirm   the vote: everybody stands on the target, copies that were to go are gone
@@ -20,6 +20,7 @@ from megatron.elastic.engine.basis import Basis
 from megatron.elastic.engine.movement import Moved, Movement, Streams
 from megatron.elastic.engine.position import Position
 from megatron.elastic.engine.proofs import Proofs
+from megatron.elastic.engine.standing import Standing
 from megatron.elastic.state.transfer import commit, prune
 
 __all__ = ["Mover"]
@@ -50,6 +51,8 @@ class Mover:
         """Storage and modules for its target are made, or being made."""
         self._begun = 0
         """Movements of this generation."""
+        self._pace = float(position.recovery.machine.link_bytes_per_s)
+        """Bytes a second at which state leaves this rank beside a step."""
         self._abandoned: list[Streams] = []
         """Kept until the next edit has made sure that nobody writes into their buffers."""
         self._arrived = 0
@@ -67,10 +70,14 @@ class Mover:
         standing = self._position.standing
         return self._under_way().movement.target if self._concluded else standing.basis
 
-    @property
-    def ready(self) -> bool:
-        """Whether this rank's part is all but done. Raises what a stream ran into."""
-        return self._streams is not None and self._streams.ready
+    def ready(self, seconds: float) -> bool:
+        """Whether this rank's part is done, or should be while the next step computes ``seconds``, as this one did.
+
+        Raises what a stream ran into.
+        """
+        if self._streams is None:
+            return False
+        return self._streams.ready(seconds, self._streams.pace(self._pace))
 
     @property
     def bytes_received(self) -> int:
@@ -86,7 +93,8 @@ class Mover:
             return False
         self._begun += 1
         self._prepared = False
-        self._streams = Streams(movement, at.tools.pool, at.tools.fabric, self._begun, _WINDOW_BYTES)
+        held = movement.target.assignment != at.standing.assignment
+        self._streams = Streams(movement, at.tools.pool, at.tools.fabric, self._begun, _WINDOW_BYTES, held)
         at.tools.reach("in_movement_begin", at.record.version)
         return True
 
@@ -100,16 +108,23 @@ class Mover:
         self._gone.clear()
         if self._streams is None:
             return
-        at, target = self._position, self._streams.movement.target
+        at = self._position
         self._streams.link_is_free(at.standing.cell is None)
         if not self._prepared and not self._concluded:  # else it could be late
-            prepare = partial(at.recovery.prepare, at.standing, target.assignment)
-            threading.Thread(target=prepare, name="elastic-prepare", daemon=True).start()
+            made = partial(self._prepare, self._streams, at.standing)
+            threading.Thread(target=made, name="elastic-prepare", daemon=True).start()
             self._prepared = True
 
     def voted(self, ready: bool) -> None:
         """The vote of a step is known; ``ready``: all were, so that the next one may end the movement."""
         self.due = ready and self._streams is not None and not self._concluded
+
+    def proceed(self) -> None:
+        """At a boundary: what all ranks are ready for is concluded, what was held begins."""
+        if self.due:
+            self.conclude()
+        elif self._streams is not None:
+            self._streams.release()
 
     def conclude(self) -> None:
         """At a boundary that all ranks agreed on."""
@@ -117,6 +132,7 @@ class Mover:
         streams, at = self._under_way(), self._position
         at.history.enter(streams.movement.target)
         streams.conclude(at.record.version)
+        streams.release()
         self._concluded, self._seconds = True, {}
 
     def arrive(self) -> None:
@@ -189,14 +205,21 @@ class Mover:
         self._abandoned.clear()
         self._begun = 0
 
+    def _prepare(self, streams: Streams, standing: Standing) -> None:
+        self._position.recovery.prepare(standing, streams.movement.target.assignment)
+        streams.prepare()
+
     def _stand(self) -> None:
         """The target of what moved is what everybody works under."""
-        streams = self._under_way()
+        streams, arena = self._under_way(), self._position.tools.arena
         self._end(streams)
+        if arena.device.type == "cpu":  # a device's memory is taken back at once, and scarce
+            self._gone.append((arena.parameters, arena.gradients))
         self._position.stand_on(streams.movement.target)
 
     def _end(self, streams: Streams) -> None:
         streams.abandon()
+        self._pace = streams.pace(self._pace)
         self._arrived += streams.bytes_received
         self._streams, self._concluded = None, False
 

@@ -166,6 +166,12 @@ class BlockSender:
             return len(self._waiting)
 
     @property
+    def pending_bytes(self) -> int:
+        """Bytes of their state."""
+        with self._lock:
+            return sum(self._pool.get(key).state.nbytes for key in self._waiting)
+
+    @property
     def log_bytes(self) -> int:
         """Memory held for gradients that are not sent yet."""
         with self._lock:
@@ -332,6 +338,8 @@ class BlockReceiver:
 
     def __init__(self, pool: StatePool, channel: Channel, source: int) -> None:
         self._pool, self._channel, self.source = pool, channel, source
+        self._memory: dict[BlockKey, torch.Tensor] = {}
+        """For the state of blocks to come; the kernel is done with its pages."""
         self.blocks: dict[BlockKey, BlockCopy] = {}
         """Copies received so far, uncounted; ``commit`` moves them into the pool."""
         self.finished_at: int | None = None
@@ -352,9 +360,17 @@ class BlockReceiver:
             return False
         return True
 
+    def prepare(self, keys: Iterable[BlockKey]) -> None:
+        """Have memory for these blocks. On any thread, while there is processor time."""
+        for key in keys:
+            if key not in self.blocks:
+                self._memory[key] = torch.zeros((3, self._pool.block(key).numel), dtype=torch.float32)
+
     def _base(self, header: _Header) -> None:
         block = self._pool.block(header.key)
-        state = torch.empty((3, block.numel), dtype=torch.float32)
+        state = self._memory.pop(header.key, None)
+        if state is None:
+            state = torch.empty((3, block.numel), dtype=torch.float32)
         if header.length != state.numel():
             due = f"{header.length} elements, {state.numel()} due"
             raise TransferError(f"block {header.key} from rank {self.source}: {due}")
