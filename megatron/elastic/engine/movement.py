@@ -38,8 +38,9 @@ from megatron.elastic.state.transfer import BlockReceiver, BlockSender
 
 __all__ = ["Moved", "Movement", "Streams"]
 
-_SHARE = 0.8
-"""Of the time that a step's computing takes: what is expected to leave in it is as good as gone."""
+_OVERRUN = 4 / 3
+"""Bases that leave a step before their vote are followed by its gradients, a third of their bytes: as much may be
+late instead, and be waited for."""
 _PATIENCE = 0.05
 """Seconds after which a sender that was told nothing looks whether it should send all the same."""
 
@@ -176,12 +177,13 @@ class Streams:
         self.link_is_free(self._free)
 
     def ready(self, seconds: float, bytes_a_second: float) -> bool:
-        """Whether the bases sent from here have left, or should within ``seconds``, those of a step's computing.
+        """Whether the bases sent from here have left, or about should within ``seconds``, those of a step's computing.
 
         Raises what a thread ran into.
         """
         self._raise_findings()
-        return sum(part.sender.pending_bytes for part in self._outgoing) <= _SHARE * seconds * bytes_a_second
+        pending = sum(part.sender.pending_bytes for part in self._outgoing)
+        return pending <= _OVERRUN * seconds * bytes_a_second
 
     def pace(self, usual: float) -> float:
         """Bytes a second at which bases left here beside steps; ``usual`` where none did."""
