@@ -221,6 +221,7 @@ class Commitment:
         ``catching_up``: a skipped step is gathered as well, since a gather before it may have been cut short.
         """
         self.update()
+        self._mover.updated()
         at = self._position
         step = at.record.version
         if at.parameters < step:

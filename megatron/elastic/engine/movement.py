@@ -87,8 +87,8 @@ class Moved:
 class _Incoming:
     """One receiver on a thread of its own."""
 
-    def __init__(self, receiver: BlockReceiver, blocks: tuple[BlockKey, ...]) -> None:
-        self.receiver, self.blocks = receiver, blocks
+    def __init__(self, receiver: BlockReceiver, blocks: tuple[BlockKey, ...], idle: threading.Event) -> None:
+        self.receiver, self.blocks, self._idle = receiver, blocks, idle
         self.error: Exception | None = None
         self.thread = threading.Thread(target=self._run, name=f"elastic-from-{receiver.source}", daemon=True)
         self.thread.start()
@@ -97,6 +97,8 @@ class _Incoming:
         try:
             while self.receiver.take():
                 pass
+            self._idle.wait()
+            self.receiver.verify()
         except Exception as error:  # raised again on the training thread
             self.error = error
 
@@ -151,6 +153,8 @@ class Streams:
         self.began = time.monotonic()
         self._given_up = threading.Event()
         self._link_is_free = threading.Event()
+        self._idle = threading.Event()
+        """This rank has computed: there is processor time."""
         self._held, self._free = held, True
         if not held:
             self._link_is_free.set()
@@ -159,7 +163,7 @@ class Streams:
         self._channel = channel = fabric.side_channel(number)
         for (source, destination), blocks in movement.adds().items():
             if destination == fabric.rank:
-                self._incoming.append(_Incoming(BlockReceiver(pool, channel, source), blocks))
+                self._incoming.append(_Incoming(BlockReceiver(pool, channel, source), blocks, self._idle))
             elif source == fabric.rank:
                 sender = BlockSender(pool, channel, destination, window_bytes)
                 sender.offer(blocks)
@@ -170,6 +174,16 @@ class Streams:
         if self._held:
             for part in self._incoming:
                 part.receiver.prepare(part.blocks)
+
+    @property
+    def held(self) -> bool:
+        """Whether nothing may be sent yet."""
+        return self._held
+
+    def copy_bases(self) -> None:
+        """Have what is to be sent from here ready for it. On any thread, beside a step that is committed."""
+        for part in self._outgoing:
+            part.sender.prepare()
 
     def release(self) -> None:
         """Streams that were held begin. Idempotent."""
@@ -209,6 +223,7 @@ class Streams:
     def link_is_free(self, free: bool) -> None:
         """Send only while ``free``, unless gradients pile up."""
         self._free = free
+        (self._idle.clear if free else self._idle.set)()
         (self._link_is_free.set if free and not self._held else self._link_is_free.clear)()
 
     def conclude(self, version: int) -> None:
@@ -221,6 +236,7 @@ class Streams:
         self._channel.hurry()
         self.release()
         self.link_is_free(True)
+        self._idle.set()
         for thread in (*(part.thread for part in self._outgoing), *(part.thread for part in self._incoming)):
             thread.join()
         self._raise_findings()
@@ -236,6 +252,7 @@ class Streams:
         Keep this object until the next edit: messages under way still use its buffers.
         """
         self._given_up.set()
+        self._idle.set()
         self._channel.give_up()
         for part in self._outgoing:
             part.sender.close()

@@ -115,6 +115,11 @@ class Mover:
             threading.Thread(target=made, name="elastic-prepare", daemon=True).start()
             self._prepared = True
 
+    def updated(self) -> None:
+        """State stays as it is until the next vote, and this rank waits for parameters."""
+        if self._streams is not None and self._streams.held:
+            threading.Thread(target=self._streams.copy_bases, name="elastic-bases", daemon=True).start()
+
     def voted(self, ready: bool) -> None:
         """The vote of a step is known; ``ready``: all were, so that the next one may end the movement."""
         self.due = ready and self._streams is not None and not self._concluded
@@ -219,6 +224,7 @@ class Mover:
 
     def _end(self, streams: Streams) -> None:
         streams.abandon()
+        self._gone.append(streams)
         self._pace = streams.pace(self._pace)
         self._arrived += streams.bytes_received
         self._streams, self._concluded = None, False

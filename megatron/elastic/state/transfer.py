@@ -44,6 +44,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Literal, Protocol
 
 import torch
@@ -74,6 +75,16 @@ class Channel(Protocol):
 
     def recv(self, peer: int, out: torch.Tensor) -> None:
         """Receive the next message of ``peer`` into ``out``, of the sender's size. Raises ``CommError``."""
+
+
+@dataclass(frozen=True)
+class _Base:
+    """A copy's state as it was at ``version``, and what its receiver is told of it."""
+
+    version: int
+    lineage: str
+    content: str
+    state: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -143,6 +154,7 @@ class BlockSender:
         self._log_bytes = 0
         self._scratch = torch.empty(0)
         """Memory of the base that is sent; the processor would be given new pages for each otherwise."""
+        self._prepared: dict[BlockKey, _Base] = {}
         self._last: int | None = None
         """Version that everything sent is to reach."""
         self.ended = False
@@ -158,6 +170,20 @@ class BlockSender:
         with self._lock:
             self._waiting.extend(keys)
             self._more.notify_all()
+
+    def prepare(self) -> None:
+        """Copy and hash bases that wait, within memory; who is not stepped before its turn goes as it is.
+
+        On any thread, once, while there is processor time.
+        """
+        with self._lock:
+            waiting = [self._pool.get(key) for key in self._waiting]
+        ends = accumulate(copy.state.numel() for copy in waiting)
+        copies = [copy for copy, end in zip(waiting, ends, strict=True) if 4 * end <= self._memory]
+        sizes = [copy.state.numel() for copy in copies]
+        for copy, into in zip(copies, torch.empty(sum(sizes)).split(sizes), strict=True):
+            with self._lock:
+                self._prepared[copy.block.key] = self._copied(copy, into)
 
     @property
     def pending(self) -> int:
@@ -266,12 +292,17 @@ class BlockSender:
         key = self._waiting.popleft()
         copy = self._pool.get(key)
         self._logs[key] = deque()
-        if self._scratch.numel() < copy.state.numel():
-            self._scratch = torch.empty(copy.state.numel())
-        # The training thread goes on as soon as the lock is released.
-        state = self._scratch[: copy.state.numel()].view_as(copy.state).copy_(copy.state)
-        content = content_hash(key, state)
-        return _Header("base", key, copy.version, copy.lineage, content, state.numel()), state
+        base = self._prepared.get(key)
+        if base is None or base.version != copy.version:
+            if self._scratch.numel() < copy.state.numel():
+                self._scratch = torch.empty(copy.state.numel())
+            base = self._copied(copy, self._scratch[: copy.state.numel()])
+        return _Header("base", key, base.version, base.lineage, base.content, base.state.numel()), base.state
+
+    def _copied(self, copy: BlockCopy, into: torch.Tensor) -> _Base:
+        """The training thread, which may step the block, goes on as soon as the lock is released."""
+        state = into.view_as(copy.state).copy_(copy.state)
+        return _Base(copy.version, copy.lineage, content_hash(copy.block.key, state), state)
 
     # --- the pool moves on (training thread) ---------------------------------------------------
 
@@ -340,12 +371,20 @@ class BlockReceiver:
         self._pool, self._channel, self.source = pool, channel, source
         self._memory: dict[BlockKey, torch.Tensor] = {}
         """For the state of blocks to come; the kernel is done with its pages."""
+        self._unverified: dict[BlockKey, str] = {}
+        """Hashes that bases are to have which have come."""
         self.blocks: dict[BlockKey, BlockCopy] = {}
         """Copies received so far, uncounted; ``commit`` moves them into the pool."""
-        self.finished_at: int | None = None
+        self._ended_at: int | None = None
+
+    @property
+    def finished_at(self) -> int | None:
+        """Version that everything has reached; none before all of it is here and compared with its hashes."""
+        return None if self._unverified else self._ended_at
 
     def take(self) -> bool:
-        """Receive and act on one message; False after the last. Raises :class:`TransferError`, ``CommError``."""
+        """Receive and act on one message; False after the last: :meth:`verify` is due. Raises :class:`TransferError`,
+        ``CommError``."""
         raw = torch.empty(HEADER_BYTES, dtype=torch.uint8)
         self._channel.recv(self.source, raw)
         header = _Header.unpack(raw)
@@ -375,9 +414,20 @@ class BlockReceiver:
             due = f"{header.length} elements, {state.numel()} due"
             raise TransferError(f"block {header.key} from rank {self.source}: {due}")
         self._channel.recv(self.source, state)
-        if content_hash(header.key, state) != header.content:
-            raise TransferError(f"block {header.key} from rank {self.source}: contents do not match their hash")
+        self._unverified[header.key] = header.content
         self.blocks[header.key] = self._pool.shape(header.key, state, header.version, header.lineage)
+
+    def verify(self) -> None:
+        """Compare what has come with its hashes, before any of it is stepped or counts.
+
+        Raises :class:`TransferError`; what does not match is not kept.
+        """
+        while self._unverified:
+            key, content = next(iter(self._unverified.items()))
+            if content_hash(key, self.blocks[key].state) != content:
+                del self.blocks[key]
+                raise TransferError(f"block {key} from rank {self.source}: contents do not match their hash")
+            del self._unverified[key]
 
     def _ahead(self, header: _Header) -> None:
         gradient, table = self._text(header)
@@ -385,6 +435,7 @@ class BlockReceiver:
             copy.gradients[GradientKey(*gradient)] = values
 
     def _steps(self, header: _Header) -> None:
+        self.verify()
         text, table = self._text(header)
         record = StepRecord.from_json(text)
         for copy, values in self._gradients(header, table):
@@ -415,7 +466,7 @@ class BlockReceiver:
         behind = {key: copy.version for key, copy in self.blocks.items() if copy.version != version}
         if behind:
             raise TransferError(f"rank {self.source} ended at version {version}, but blocks are at {behind}")
-        self.finished_at = version
+        self._ended_at = version
 
 
 def commit(

@@ -82,6 +82,7 @@ def run(receiver: BlockReceiver, errors: list[BaseException]) -> threading.Threa
         try:
             while receiver.take():
                 pass
+            receiver.verify()
         except Exception as error:
             errors.append(error)
 
@@ -162,6 +163,39 @@ def test_gradients_go_ahead_of_the_vote_on_them(end):
     assert equal(source, joiner)
 
 
+@pytest.mark.parametrize("steps", [0, 1])
+@pytest.mark.parametrize("memory", [PLENTY, 3 * 4 * LAYOUT.blocks[0].numel])
+def test_bases_that_were_copied_ahead_are_those_of_the_version_they_are_sent_at(steps: int, memory: int):
+    source, record = source_pool()
+    with streaming(source, memory) as (joiner, sender, receiver):
+        sender.prepare()
+        for _ in range(steps):
+            record = train([source], record)
+        assert sender.pending_bytes == 12 * LAYOUT.numel, "nothing has left"
+        sender.finish(record.version)
+    commit(joiner, adds(KEYS, 1, 0), receiver.blocks, record.version)
+    assert equal(source, joiner)
+
+
+def test_nothing_counts_before_it_is_compared_with_its_hash():
+    source, record = source_pool()
+    with channels() as (near, far):
+        receiver = BlockReceiver(StatePool(1, {(0, 0): LAYOUT}, HYPER), far, 0)
+        receiver.prepare(KEYS[:1])
+        sender = BlockSender(source, near, 1, PLENTY)
+        sender.offer(KEYS)
+        sending = threading.Thread(target=sender.finish, args=(record.version,), daemon=True)
+        sending.start()
+        while receiver.take():
+            pass
+        sending.join(20)
+        assert receiver.finished_at is None
+        receiver.blocks[KEYS[1]].exp_avg[0] += 1
+        with pytest.raises(TransferError, match="do not match their hash"):
+            receiver.verify()
+        assert receiver.finished_at is None and KEYS[1] not in receiver.blocks
+
+
 def test_with_a_thread_that_streams_while_the_owner_steps():
     source, record = source_pool()
     stop = threading.Event()
@@ -208,8 +242,7 @@ def test_a_base_damaged_on_the_way_is_refused_and_never_counts():
         thread = run(receiver, errors)
         sender = BlockSender(source, near, 1, PLENTY)
         sender.offer(KEYS)
-        while sender.pump():
-            pass
+        sender.finish(record.version)
         thread.join(20)
     [error] = errors
     assert isinstance(error, TransferError) and "contents do not match" in str(error) and "rank 0" in str(error)
