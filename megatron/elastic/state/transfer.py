@@ -28,7 +28,8 @@ Invariants
 - No copy that the newest record names goes before a newer one does not name it.
 - A block being added is not reported, voted on, or stepped by its rank's own
   ``apply`` until ``commit``; a base whose hash does not match never is.
-- The sender holds one base, and at most ``memory_bytes`` of unsent gradients, ahead or not: when
+- The sender holds one base, or ``memory_bytes`` of bases that it was asked to copy ahead
+  (:meth:`BlockSender.prepare`), and at most ``memory_bytes`` of unsent gradients, ahead or not: when
   steps outrun the link, the last blocks taken up are given up and sent again
   later, so a slow receiver never stalls the step. The receiver holds one message (a base,
   or one step's gradients), and the gradients that came ahead.
