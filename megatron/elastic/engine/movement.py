@@ -34,7 +34,8 @@ from megatron.elastic.engine.basis import Basis
 from megatron.elastic.state.layout import BlockKey
 from megatron.elastic.state.placement import Transition
 from megatron.elastic.state.pool import BlockCopy, StatePool
-from megatron.elastic.state.transfer import BlockReceiver, BlockSender
+from megatron.elastic.state.receiver import BlockReceiver
+from megatron.elastic.state.sender import BlockSender
 
 __all__ = ["Moved", "Movement", "Streams"]
 

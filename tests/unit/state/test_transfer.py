@@ -16,8 +16,10 @@ from megatron.elastic.state.layout import ParamSpec, UnitLayout
 from megatron.elastic.state.ownership import Rules, UnitGroup, initial, promote_only, rebalance
 from megatron.elastic.state.placement import Copies, Placement, Transition
 from megatron.elastic.state.pool import StateError, StatePool
+from megatron.elastic.state.receiver import BlockReceiver
 from megatron.elastic.state.record import ConstantSchedule, GradientKey, Hyper, Rate, StepRecord, Vote, advance
-from megatron.elastic.state.transfer import BlockReceiver, BlockSender, TransferError, commit, prune
+from megatron.elastic.state.sender import BlockSender
+from megatron.elastic.state.transfer import TransferError, commit, prune
 
 LAYOUT = UnitLayout.build(0, 0, [ParamSpec("w", 3000, (3000,), True), ParamSpec("b", 100, (100,), False, 0.0)], 2048)
 KEYS = [block.key for block in LAYOUT.blocks]

@@ -1,0 +1,122 @@
+"""The end of a transfer to which copies come (:mod:`transfer`)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from megatron.elastic.state.hashing import content_hash
+from megatron.elastic.state.layout import BlockKey
+from megatron.elastic.state.pool import BlockCopy, StatePool
+from megatron.elastic.state.record import GradientKey, StepRecord
+from megatron.elastic.state.transfer import HEADER_BYTES, Channel, Header, TransferError
+
+__all__ = ["BlockReceiver"]
+
+
+class BlockReceiver:
+    """Takes in what one :class:`BlockSender` streams. ``take()`` blocks on the channel; run it on its own thread."""
+
+    def __init__(self, pool: StatePool, channel: Channel, source: int) -> None:
+        self._pool, self._channel, self.source = pool, channel, source
+        self._memory: dict[BlockKey, torch.Tensor] = {}
+        """For the state of blocks to come; the kernel is done with its pages."""
+        self._unverified: dict[BlockKey, str] = {}
+        """Hashes that bases are to have which have come."""
+        self.blocks: dict[BlockKey, BlockCopy] = {}
+        """Copies received so far, uncounted; ``commit`` moves them into the pool."""
+        self._ended_at: int | None = None
+
+    @property
+    def finished_at(self) -> int | None:
+        """Version that everything has reached; none before all of it is here and compared with its hashes."""
+        return None if self._unverified else self._ended_at
+
+    def take(self) -> bool:
+        """Receive and act on one message; False after the last: :meth:`verify` is due. Raises :class:`TransferError`,
+        ``CommError``."""
+        raw = torch.empty(HEADER_BYTES, dtype=torch.uint8)
+        self._channel.recv(self.source, raw)
+        header = Header.unpack(raw)
+        if header.kind == "base":
+            self._base(header)
+        elif header.kind == "ahead":
+            self._ahead(header)
+        elif header.kind == "steps":
+            self._steps(header)
+        else:
+            self._end(header.version)
+            return False
+        return True
+
+    def prepare(self, keys: Iterable[BlockKey]) -> None:
+        """Have memory for these blocks. On any thread, while there is processor time."""
+        for key in keys:
+            if key not in self.blocks:
+                self._memory[key] = torch.zeros((3, self._pool.block(key).numel), dtype=torch.float32)
+
+    def _base(self, header: Header) -> None:
+        block = self._pool.block(header.key)
+        state = self._memory.pop(header.key, None)
+        if state is None:
+            state = torch.empty((3, block.numel), dtype=torch.float32)
+        if header.length != state.numel():
+            due = f"{header.length} elements, {state.numel()} due"
+            raise TransferError(f"block {header.key} from rank {self.source}: {due}")
+        self._channel.recv(self.source, state)
+        self._unverified[header.key] = header.content
+        self.blocks[header.key] = self._pool.shape(header.key, state, header.version, header.lineage)
+
+    def verify(self) -> None:
+        """Compare what has come with its hashes, before any of it is stepped or counts.
+
+        Raises :class:`TransferError`; what does not match is not kept.
+        """
+        while self._unverified:
+            key, content = next(iter(self._unverified.items()))
+            if content_hash(key, self.blocks[key].state) != content:
+                del self.blocks[key]
+                raise TransferError(f"block {key} from rank {self.source}: contents do not match their hash")
+            del self._unverified[key]
+
+    def _ahead(self, header: Header) -> None:
+        gradient, table = self._text(header)
+        for copy, values in self._gradients(header, table):
+            copy.gradients[GradientKey(*gradient)] = values
+
+    def _steps(self, header: Header) -> None:
+        self.verify()
+        text, table = self._text(header)
+        record = StepRecord.from_json(text)
+        for copy, values in self._gradients(header, table):
+            if record.gradient is not None and values.numel():
+                copy.gradients[record.gradient] = values
+            self._pool.replay(copy, record)
+            copy.spare.clear()  # a part of what came: kept, it would keep all of it
+
+    def _text(self, header: Header) -> Any:
+        raw = torch.empty(header.length, dtype=torch.uint8)
+        self._channel.recv(self.source, raw)
+        return json.loads(raw.numpy().tobytes())
+
+    def _gradients(self, header: Header, table: list[list[int]]) -> Iterator[tuple[BlockCopy, torch.Tensor]]:
+        """The blocks of ``table`` and what follows for each, possibly nothing."""
+        lengths = [max(0, length) for *_, length in table]
+        gradients = torch.empty(sum(lengths), dtype=torch.float32)
+        if gradients.numel():
+            self._channel.recv(self.source, gradients)
+        for (unit, shard, index, _), values in zip(table, gradients.split(lengths), strict=True):
+            copy = self.blocks.get((unit, shard, index))
+            if copy is None:
+                block = (unit, shard, index)
+                raise TransferError(f"block {block} from rank {self.source}: step {header.version} before its base")
+            yield copy, values
+
+    def _end(self, version: int) -> None:
+        behind = {key: copy.version for key, copy in self.blocks.items() if copy.version != version}
+        if behind:
+            raise TransferError(f"rank {self.source} ended at version {version}, but blocks are at {behind}")
+        self._ended_at = version
