@@ -1,6 +1,7 @@
 #include "side_channel.hpp"
 
 #include <algorithm>
+#include <utility>
 
 namespace elastic::comm {
 namespace {
@@ -56,29 +57,37 @@ void SideChannel::send(int to, const char* data, size_t size, const Keep& keep) 
 
 // Hands over what may be under way. With the topology held: callers hold it, and so does whoever takes in messages.
 void SideChannel::push(int to) {
-  std::unique_lock<std::mutex> lock(mutex_);
-  Outgoing& out = outgoing_[to];
-  if (out.pushing) return;
-  out.pushing = true;
-  while (!given_up_ && !error_ && !out.queue.empty()) {
-    const Piece piece = out.queue.front();
-    if (piece.confirmed && out.unconfirmed >= allowed_) break;
-    out.queue.pop_front();
-    out.unconfirmed += piece.confirmed ? 1 : 0;
-    ++out.unsent;
-    lock.unlock();
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (std::exchange(outgoing_[to].pushing, true)) return;
+  }
+  for (;;) {
+    // Let go without the mutex: memory of a Python object is given back with the interpreter's lock, whose holder may
+    // be waiting for the mutex.
+    Piece piece;
+    if (!next(to, &piece)) return;
     try {
       hand_over(to, piece);
-      lock.lock();
     } catch (...) {
-      lock.lock();
-      if (!error_) error_ = std::current_exception();
+      fail(std::current_exception());
     }
   }
-  out.pushing = false;
-  const bool tell = error_ != nullptr;
-  lock.unlock();
-  if (tell) changed_.notify_all();
+}
+
+// The next piece that may be under way; else nobody is pushing any more.
+bool SideChannel::next(int to, Piece* piece) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  Outgoing& out = outgoing_[to];
+  const bool none = given_up_ || error_ || out.queue.empty();
+  if (none || (out.queue.front().confirmed && out.unconfirmed >= allowed_)) {
+    out.pushing = false;
+    return false;
+  }
+  *piece = std::move(out.queue.front());
+  out.queue.pop_front();
+  out.unconfirmed += piece->confirmed ? 1 : 0;
+  ++out.unsent;
+  return true;
 }
 
 void SideChannel::hand_over(int to, const Piece& piece) {
@@ -172,8 +181,14 @@ void SideChannel::expect_piece(int from, char* into, size_t size, bool confirm, 
 void SideChannel::confirm(int from) {
   Link* link = hub_.link(from);
   if (link == nullptr || hub_.generation() != generation_) return;
-  const char token = 0;
-  link->send_small(key(true), &token, sizeof token);
+  static const char token = 0;
+  auto s = std::make_shared<Send>();
+  s->header.key = key(true);
+  s->header.generation = generation_;
+  s->data = &token;
+  s->size = sizeof token;
+  s->detached = true;
+  link->send(s);
   link->doorbell();
 }
 

@@ -57,6 +57,7 @@ class SideChannel : public std::enable_shared_from_this<SideChannel> {
   Key key(bool confirmation) const;
   Link& link_to(int rank) const;
   void push(int to);
+  bool next(int to, Piece* piece);
   void hand_over(int to, const Piece& piece);
   void expect_confirmation(int to);
   void confirm(int from);
