@@ -225,10 +225,12 @@ void Link::send_copied(const FrameHeader& header, const void* payload, size_t si
   look_after(*s);
 }
 
+// Outside all locks: what was queued may have gone out with it, and who asked to be told of that is told here.
 void Link::send_small(const Key& key, const void* data, size_t size) {
   FrameHeader h = header_for(key, host_.generation(), FrameKind::Data);
   h.length = h.total = size;
   send_copied(h, data, size);
+  run_ended();
 }
 
 void Link::send_reference(const Key& key, uint32_t block, size_t size) {
@@ -236,9 +238,16 @@ void Link::send_reference(const Key& key, uint32_t block, size_t size) {
   h.block = block;
   h.length = h.total = size;
   send_copied(h, nullptr, 0);
+  run_ended();
 }
 
 void Link::send_ack(uint32_t block) {
+  acknowledge(block);
+  run_ended();
+}
+
+// As send_ack, where the caller holds rx and tells afterwards.
+void Link::acknowledge(uint32_t block) {
   FrameHeader h = header_for({}, host_.generation(), FrameKind::Ack);
   h.block = block;
   send_copied(h, nullptr, 0);
@@ -248,6 +257,7 @@ void Link::send_abort(uint64_t group, int lost) {
   FrameHeader h = header_for({group, 0}, host_.generation(), FrameKind::Abort);
   h.length = uint64_t(lost + 1);
   send_copied(h, nullptr, 0);
+  run_ended();
   doorbell();
 }
 
@@ -355,7 +365,7 @@ void Link::complete_view(const RecvPtr& recv, uint32_t block, size_t size) {
   recv->source = rank;
   const char* data = peer_block(block, size);
   if (size != recv->size || data == nullptr) {
-    send_ack(block);
+    acknowledge(block);
     finish(recv, wrong_size(size, recv->size));
     return;
   }
@@ -367,7 +377,7 @@ void Link::complete_view(const RecvPtr& recv, uint32_t block, size_t size) {
     std::memcpy(recv->into, data, size);
     recv->view = recv->into;
     const bool valid = still(host_.generation());
-    send_ack(block);
+    acknowledge(block);
     if (!valid) return finish(recv, std::make_exception_ptr(GenerationChanged(host_.generation() + 1)));
   }
   finish(recv, nullptr);

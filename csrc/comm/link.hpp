@@ -59,7 +59,6 @@ class Link {
   // Queues `send` behind what is queued and pushes what fits. The doorbell is the caller's.
   void send(const SendPtr& send);
   // One small frame with nothing to wait for, pushed or queued with a copy of its payload.
-  void send_copied(const FrameHeader& header, const void* payload, size_t size);
   void send_small(const Key& key, const void* data, size_t size);
   void send_reference(const Key& key, uint32_t block, size_t size);
   void send_ack(uint32_t block);
@@ -109,6 +108,8 @@ class Link {
   };
   using ArrivedPtr = std::shared_ptr<Arrived>;
 
+  void send_copied(const FrameHeader& header, const void* payload, size_t size);
+  void acknowledge(uint32_t block);
   RecvPtr take_posted(const Key& key);
   void order_after_sends();
   void hand_over(const RecvPtr& recv, Arrived& arrived);

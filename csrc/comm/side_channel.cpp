@@ -181,14 +181,8 @@ void SideChannel::expect_piece(int from, char* into, size_t size, bool confirm, 
 void SideChannel::confirm(int from) {
   Link* link = hub_.link(from);
   if (link == nullptr || hub_.generation() != generation_) return;
-  static const char token = 0;
-  auto s = std::make_shared<Send>();
-  s->header.key = key(true);
-  s->header.generation = generation_;
-  s->data = &token;
-  s->size = sizeof token;
-  s->detached = true;
-  link->send(s);
+  const char token = 0;
+  link->send_small(key(true), &token, sizeof token);
   link->doorbell();
 }
 

@@ -54,6 +54,7 @@ class SideChannel : public std::enable_shared_from_this<SideChannel> {
     int unconfirmed = 0;
     bool pushing = false;  // one thread hands pieces over, in their order
   };
+
   Key key(bool confirmation) const;
   Link& link_to(int rank) const;
   void push(int to);
