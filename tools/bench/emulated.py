@@ -33,7 +33,9 @@ from megatron.elastic.engine.port import LossOutput, UnitParameter
 from megatron.elastic.engine.settings import Settings
 from megatron.elastic.engine.source import StepAddress
 from megatron.elastic.mcore.arguments import add_arguments, config_from_args
-from megatron.elastic.mcore.bringup import Job, found, open_links
+from megatron.elastic.mcore.assembly import Job
+from megatron.elastic.mcore.bringup import found
+from megatron.elastic.mcore.links import open_links
 from megatron.elastic.plan.model import Piece, Plan, Profile, Topology, UnitCost
 from megatron.elastic.plan.topology import even_cuts
 from megatron.elastic.simulate.cases import Case, answer

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron.elastic.engine.port import ModelPort
 from megatron.elastic.state.layout import ParamSpec, UnitLayout
 
-__all__ = ["build_layouts", "exchange_catalog", "own_catalog"]
+__all__ = ["Catalog", "build_layouts", "exchange_catalog", "own_catalog"]
 
 Catalog = dict[tuple[int, int], tuple[ParamSpec, ...]]
 

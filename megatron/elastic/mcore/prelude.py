@@ -27,13 +27,15 @@ from megatron.elastic.engine.recovery import Outcome
 from megatron.elastic.engine.source import SampleSource
 from megatron.elastic.engine.standing import Standing
 from megatron.elastic.mcore import nominal
+from megatron.elastic.mcore.assembly import Job
 from megatron.elastic.mcore.bad_input import unreadable_named, unwritable_cache_named
-from megatron.elastic.mcore.bringup import Job, Links, found, join, open_links
+from megatron.elastic.mcore.bringup import found, join
 from megatron.elastic.mcore.checkpoint import without_holes
 from megatron.elastic.mcore.checkpoints import Checkpoints
 from megatron.elastic.mcore.data import source_for
 from megatron.elastic.mcore.dropout import key_dropout
 from megatron.elastic.mcore.extra import as_of_the_launch, is_extra
+from megatron.elastic.mcore.links import Links, open_links
 from megatron.elastic.mcore.model import GptPort, unwrapped
 from megatron.elastic.mcore.narrate import narrate
 from megatron.elastic.mcore.optimizer import EngineOptimizer, MegatronSchedule

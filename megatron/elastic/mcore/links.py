@@ -1,0 +1,83 @@
+"""From the launcher to the others: the control plane and the communicator of this process.
+
+They come first, before Megatron's own initialisation, which then finds a default group. A
+first start is linked to everybody when this returns, a joiner to nobody yet.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from megatron.elastic.comm import install, make_fabric
+from megatron.elastic.comm.fabric import Fabric
+from megatron.elastic.config import ConfigError, ElasticConfig
+from megatron.elastic.control import env
+from megatron.elastic.control.client import WorkerMembership
+from megatron.elastic.control.membership import Activity, Decision
+from megatron.elastic.engine.inject import Injector, parse
+from megatron.elastic.observe.events import EventLog
+
+__all__ = ["Links", "open_links"]
+
+
+@dataclass(frozen=True)
+class Links:
+    """This process's connection to the others: control plane and communicator."""
+
+    membership: WorkerMembership
+    fabric: Fabric
+    events: EventLog
+    injector: Injector
+    decision: Decision | None
+    """The first generation; ``None`` for a joiner that is yet to be admitted."""
+
+
+def open_links(config: ElasticConfig, timeout: float) -> Links:
+    """Join the control plane, listen, and (unless joining later) connect to everybody.
+
+    Raises ``NotUnderLauncher`` outside the elastic launcher.
+    """
+    membership = WorkerMembership.from_env()
+    fabric = make_fabric(
+        config,
+        rank=membership.rank,
+        slots=membership.slots,
+        incarnation=membership.incarnation,
+        run_id=os.environ[env.RUN_ID],
+        secret=bytes.fromhex(os.environ[env.SECRET]),
+        store=lambda: _agent_store(timeout),
+        host=os.environ[env.ADDRESS],
+        timeout=timeout,
+    )
+    events = EventLog(config.event_log, membership.rank, membership.incarnation)
+    injector = Injector(parse(config.inject or ""), membership.rank, membership.incarnation)
+    membership.start(fabric.interrupt)
+    membership.sample(lambda: _waiting(fabric))
+    install(fabric)
+    # Slurm and others signal every process of a job, not only the launcher.
+    signal.signal(signal.SIGTERM, lambda number, frame: membership.drain())
+    decision = None
+    if not membership.newcomer:
+        membership.request("setup")  # until "begin", nobody here holds what could outlive a loss
+        decision = membership.decide(fabric.address(), "", timeout)
+        fabric.edit(decision.generation, decision.members, timeout)
+        events.generation = decision.generation
+    return Links(membership, fabric, events, injector, decision)
+
+
+def _agent_store(timeout: float) -> dist.Store:
+    """The first agent's store. Raises :class:`ConfigError` where there is none (native links need none)."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        raise ConfigError("--elastic-comm gloo needs a store in the first agent: leave out --rdzv-backend etcd")
+    where = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return dist.TCPStore(*where, is_master=False, timeout=timedelta(seconds=timeout))
+
+
+def _waiting(fabric: Fabric) -> Activity | None:
+    waiting = fabric.waiting_for()
+    return Activity(-1, "communication", waiting) if waiting else None
