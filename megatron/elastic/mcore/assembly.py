@@ -26,10 +26,10 @@ from megatron.elastic.engine.nominal import Nominal
 from megatron.elastic.engine.pacing import Pacing
 from megatron.elastic.engine.port import ModelPort
 from megatron.elastic.engine.position import Position
-from megatron.elastic.engine.recovery import Outcome, Recovery
+from megatron.elastic.engine.recovery import Outcome, Recovery, failure_domains
 from megatron.elastic.engine.recut import Recut, unmeasured_profile
 from megatron.elastic.engine.settings import Settings
-from megatron.elastic.engine.standing import Standing
+from megatron.elastic.engine.standing import Standing, unit_groups
 from megatron.elastic.engine.transaction import Tools
 from megatron.elastic.mcore.links import Links
 from megatron.elastic.mcore.narrate import (
@@ -50,10 +50,12 @@ from megatron.elastic.plan.profile import SpeedOptions
 from megatron.elastic.platform.frequency import Kind, frequency_of, open_frequency
 from megatron.elastic.platform.select import select
 from megatron.elastic.state.layout import UnitLayout
+from megatron.elastic.state.ownership import initial
+from megatron.elastic.state.placement import Rules
 from megatron.elastic.state.pool import StatePool
 from megatron.elastic.state.record import StepRecord
 
-__all__ = ["Job", "Layouts", "assemble"]
+__all__ = ["Job", "Layouts", "assemble", "beginning", "launched"]
 
 _EVIDENCE_NS = 500_000_000
 """Computing time that must show a rank slow before plans follow: the moods of a machine pass."""
@@ -81,6 +83,19 @@ class Job:
     """Costs of units where they are known beforehand; else all alike."""
     assignment: Assignment | None = None
     """Who holds what at launch, where it is not Megatron's cut."""
+
+
+def launched(job: Job) -> Assignment:
+    """Who computes what when the job begins."""
+    return job.assignment or Assignment.at_launch(job.nominal)
+
+
+def beginning(job: Job, layouts: Layouts, decision: Decision) -> tuple[Basis, StepRecord]:
+    """Who holds what when the members of ``decision`` found the job, and the record that names it."""
+    assignment, config = launched(job), job.config
+    rules = Rules(config.mirrors, config.scatter_width, failure_domains(decision), config.ownership)
+    basis = Basis(initial(unit_groups(assignment, layouts, decision.members), rules), assignment)
+    return basis, replace(StepRecord.initial(job.settings.hyper), placement=basis.digest)
 
 
 def assemble(

@@ -1,0 +1,51 @@
+"""An admission gone through before it comes: what a process does for the first time keeps others waiting longest.
+
+Python takes two to three times as long over code it runs for the first time as over the
+same code a moment later (``docs/log.md``), and a newcomer's part of an admission is all of that kind.
+"""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import replace
+
+from megatron.elastic.control.membership import Decision
+from megatron.elastic.engine.buffers import Arena
+from megatron.elastic.engine.catalog import Catalog, build_layouts
+from megatron.elastic.engine.certificates import LOOKED_AT_BYTES, examine, looked_at, statement
+from megatron.elastic.engine.inject import Injector
+from megatron.elastic.engine.joining import Welcome
+from megatron.elastic.engine.machine import Machine
+from megatron.elastic.engine.program import Place
+from megatron.elastic.mcore.assembly import Job, assemble, beginning, launched
+from megatron.elastic.mcore.links import Links
+from megatron.elastic.observe.events import EventLog
+
+__all__ = ["rehearse"]
+
+
+def rehearse(links: Links, job: Job, own: Catalog, arena: Arena) -> None:
+    """Be admitted, alone and for nothing, to a job of which everybody of the launch is here.
+
+    ``own``: the catalog of this rank's units; those of others are taken to be like one of them. Nothing is sent or
+    logged, no state is made, ``arena`` stays as it is. Must be called before the first edit of the fabric.
+    """
+    rank, here = links.fabric.rank, links.fabric.address()
+    assignment = launched(job)
+    if assignment.units_of(rank) != tuple(arena.slices):
+        return  # a rank beyond those of the launch: its place is not known yet
+    like = next(iter(own.values()))
+    layouts = build_layouts({key: own.get(key, like) for key in assignment.state_groups()}, job.config.block_bytes)
+    members = {peer: replace(here, rank=peer) for peer in range(job.nominal.slots)}
+    decision = Decision(0, members, "join")
+    basis, record = beginning(job, layouts, decision)
+    told = Welcome(own, Machine(1, 1), basis, basis, record, Place(0, True, 0, {}, None), False, (), {})
+    welcome: Welcome = pickle.loads(pickle.dumps(told))
+    alone = replace(links, injector=Injector((), rank), events=EventLog(None, rank))
+    quiet = replace(job, config=replace(job.config, frequency="off", trace=False, exact=False))
+    at = assemble(
+        alone, quiet, decision, layouts, arena, welcome.basis, welcome.record, welcome.machine
+    ).position
+    mine = statement(at.tools, at.standing, record, 0, looked_at(layouts, basis.placement.copies, 0, LOOKED_AT_BYTES))
+    # What it finds is of no account: of the others there is nothing to compare.
+    examine(at.tools, at.standing, at.recovery.groups(at.standing), mine, "join")

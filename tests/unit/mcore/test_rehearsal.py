@@ -1,0 +1,96 @@
+"""A newcomer goes through its admission before it comes: the real engine's parts, and nothing of it is left.
+
+One process, never linked to anybody, as a returning rank is until it is admitted.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+
+from megatron.elastic.comm import install
+from megatron.elastic.comm.native import NativeFabric
+from megatron.elastic.config import ElasticConfig
+from megatron.elastic.engine.buffers import Arena
+from megatron.elastic.engine.catalog import build_layouts, own_catalog
+from megatron.elastic.engine.inject import Injector
+from megatron.elastic.engine.nominal import Nominal
+from megatron.elastic.engine.settings import Settings
+from megatron.elastic.mcore import rehearsal
+from megatron.elastic.mcore.assembly import Job
+from megatron.elastic.mcore.links import Links
+from megatron.elastic.mcore.rehearsal import rehearse
+from megatron.elastic.observe.events import EventLog, read_events
+from megatron.elastic.plan.model import Grid, Profile, UnitCost
+from megatron.elastic.state.record import ConstantSchedule, Hyper, Rate
+from tools.bench._common import Here, Ranks
+from tools.bench.emulated import EmulatedPort
+
+UNITS = 8
+
+
+class OfAStage(EmulatedPort):
+    """Layers of ``units`` alone, of which each has values of its own."""
+
+    units: Sequence[int] = ()
+
+    def held_units(self) -> tuple[int, ...]:
+        return tuple(self.units)
+
+
+def _job(nominal: Nominal, rank: int, config: ElasticConfig) -> Job:
+    port = OfAStage(Profile((UnitCost(1, 1, 1, 1, 1, 1, 1),) * UNITS), 0.0)
+    place = nominal.place(rank)
+    assert place is not None
+    port.units = tuple(range(*nominal.chunks[place[2]]))
+    for unit in port.units:
+        port.parameters[unit].data.uniform_(-1, 1, generator=torch.Generator().manual_seed(unit))
+    settings = Settings(0, Hyper(ConstantSchedule((Rate(0.0, 0.0),))))
+    return Job(port, nominal, config, settings, lambda *_: None, dict, pytest.fail)
+
+
+def _rehearsed(here: Here) -> dict[str, Any]:
+    """Once, in a slot of a job that others train; then what was heard, logged, loaded and changed by a second time."""
+    tensor, pipeline, data, rank, folder = here.ask()
+    stages = tuple((UNITS * stage // pipeline, UNITS * (stage + 1) // pipeline) for stage in range(pipeline))
+    nominal = Nominal(tensor, pipeline, data, stages, Grid(4 * data, 1, data))
+    fabric = NativeFabric(rank, nominal.slots, 1, run_id="alone", secret=b"x" * 32)
+    install(fabric)
+    job = _job(nominal, rank, ElasticConfig(event_log=folder))
+    links = Links(cast(Any, None), fabric, EventLog(folder, rank, 1), Injector((), rank, 1), None)
+    shard = nominal.shard(rank)
+    catalog = own_catalog(job.port, shard)
+    layouts = build_layouts(catalog, job.config.block_bytes)
+    arena = Arena(job.port, {unit: layout for (unit, _), layout in layouts.items()})
+    before, storage = arena.parameters.clone(), arena.parameters.data_ptr()
+    verdicts = list[Any]()
+    examined = rehearsal.examine
+    rehearsal.examine = lambda *given: verdicts.append(examined(*given))  # type: ignore[assignment]
+    rehearse(links, job, catalog, arena)
+    loaded = set(sys.modules)
+    rehearse(links, job, catalog, arena)
+    return {
+        "same": torch.equal(before, arena.parameters) and storage == arena.parameters.data_ptr(),
+        "alive": fabric.alive,
+        "loaded later": sorted(set(sys.modules) - loaded),
+        "certificates": len(verdicts),
+        "findings": any("rank" in finding for finding in verdicts[0].findings),
+    }
+
+
+@pytest.mark.parametrize(("tensor", "pipeline", "data", "rank"), [(1, 1, 4, 1), (1, 2, 2, 3), (2, 2, 2, 5)])
+def test_a_newcomer_rehearses_in_any_place_of_any_layout_and_leaves_no_trace(
+    tmp_path: Path, tensor: int, pipeline: int, data: int, rank: int
+) -> None:
+    with Ranks(1, _rehearsed) as ranks:
+        ranks.say(0, (tensor, pipeline, data, rank, str(tmp_path)))
+        told = ranks.results([0])[0]
+    assert told["same"] and told["alive"] == (rank,)
+    assert told["loaded later"] == []
+    assert told["certificates"] == 2 and told["findings"], "it exchanges and compares statements, and misses the others'"
+    assert list(read_events(tmp_path)) == []
