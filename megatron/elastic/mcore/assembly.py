@@ -90,9 +90,11 @@ def launched(job: Job) -> Assignment:
     return job.assignment or Assignment.at_launch(job.nominal)
 
 
-def beginning(job: Job, layouts: Layouts, decision: Decision) -> tuple[Basis, StepRecord]:
+def beginning(
+    job: Job, assignment: Assignment, layouts: Layouts, decision: Decision
+) -> tuple[Basis, StepRecord]:
     """Who holds what when the members of ``decision`` found the job, and the record that names it."""
-    assignment, config = launched(job), job.config
+    config = job.config
     rules = Rules(config.mirrors, config.scatter_width, failure_domains(decision), config.ownership)
     basis = Basis(initial(unit_groups(assignment, layouts, decision.members), rules), assignment)
     return basis, replace(StepRecord.initial(job.settings.hyper), placement=basis.digest)

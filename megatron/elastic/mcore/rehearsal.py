@@ -10,6 +10,7 @@ import pickle
 from dataclasses import replace
 
 from megatron.elastic.control.membership import Decision
+from megatron.elastic.engine.assignment import Assignment
 from megatron.elastic.engine.buffers import Arena
 from megatron.elastic.engine.catalog import Catalog, build_layouts
 from megatron.elastic.engine.certificates import LOOKED_AT_BYTES, examine, looked_at, statement
@@ -31,14 +32,13 @@ def rehearse(links: Links, job: Job, own: Catalog, arena: Arena) -> None:
     logged, no state is made, ``arena`` stays as it is. Must be called before the first edit of the fabric.
     """
     rank, here = links.fabric.rank, links.fabric.address()
-    assignment = launched(job)
-    if assignment.units_of(rank) != tuple(arena.slices):
-        return  # a rank beyond those of the launch: its place is not known yet
+    assignment, living = _in_a_place(launched(job), rank, tuple(arena.slices))
+    if rank not in living:
+        return  # its model is no stage's of the launch: there is no place to try
     like = next(iter(own.values()))
     layouts = build_layouts({key: own.get(key, like) for key in assignment.state_groups()}, job.config.block_bytes)
-    members = {peer: replace(here, rank=peer) for peer in range(job.nominal.slots)}
-    decision = Decision(0, members, "join")
-    basis, record = beginning(job, layouts, decision)
+    decision = Decision(0, {peer: replace(here, rank=peer) for peer in living}, "join")
+    basis, record = beginning(job, assignment, layouts, decision)
     told = Welcome(own, Machine(1, 1), basis, basis, record, Place(0, True, 0, {}, None), False, (), {})
     welcome: Welcome = pickle.loads(pickle.dumps(told))
     alone = replace(links, injector=Injector((), rank), events=EventLog(None, rank))
@@ -49,3 +49,15 @@ def rehearse(links: Links, job: Job, own: Catalog, arena: Arena) -> None:
     mine = statement(at.tools, at.standing, record, 0, looked_at(layouts, basis.placement.copies, 0, LOOKED_AT_BYTES))
     # What it finds is of no account: of the others there is nothing to compare.
     examine(at.tools, at.standing, at.recovery.groups(at.standing), mine, "join")
+
+
+def _in_a_place(assignment: Assignment, rank: int, units: tuple[int, ...]) -> tuple[Assignment, tuple[int, ...]]:
+    """Who computes what, and who is here, where ``rank`` computes ``units``: as launched, or in a lost rank's place."""
+    nominal, present = assignment.nominal, range(assignment.nominal.slots)
+    if assignment.units_of(rank) == units:
+        return assignment, tuple(present)
+    place = next((cell for cell in nominal.cells if assignment.units_of(cell.ranks[0]) == units), None)
+    if nominal.place(rank) is not None or place is None:
+        return assignment, ()
+    living = tuple(peer for peer in present if peer not in place.ranks) + nominal.cell_of(rank).ranks
+    return assignment.seated(living), living

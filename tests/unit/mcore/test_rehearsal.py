@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 import torch
@@ -18,10 +19,10 @@ from megatron.elastic.comm.native import NativeFabric
 from megatron.elastic.config import ElasticConfig
 from megatron.elastic.engine.buffers import Arena
 from megatron.elastic.engine.catalog import build_layouts, own_catalog
+from megatron.elastic.engine.certificates import Verdict, examine
 from megatron.elastic.engine.inject import Injector
 from megatron.elastic.engine.nominal import Nominal
 from megatron.elastic.engine.settings import Settings
-from megatron.elastic.mcore import rehearsal
 from megatron.elastic.mcore.assembly import Job
 from megatron.elastic.mcore.links import Links
 from megatron.elastic.mcore.rehearsal import rehearse
@@ -45,8 +46,7 @@ class OfAStage(EmulatedPort):
 
 def _job(nominal: Nominal, rank: int, config: ElasticConfig) -> Job:
     port = OfAStage(Profile((UnitCost(1, 1, 1, 1, 1, 1, 1),) * UNITS), 0.0)
-    place = nominal.place(rank)
-    assert place is not None
+    place = nominal.place(rank) or (0, 0, 0)  # a spare borrows that of a first stage
     port.units = tuple(range(*nominal.chunks[place[2]]))
     for unit in port.units:
         port.parameters[unit].data.uniform_(-1, 1, generator=torch.Generator().manual_seed(unit))
@@ -58,8 +58,8 @@ def _rehearsed(here: Here) -> dict[str, Any]:
     """Once, in a slot of a job that others train; then what was heard, logged, loaded and changed by a second time."""
     tensor, pipeline, data, rank, folder = here.ask()
     stages = tuple((UNITS * stage // pipeline, UNITS * (stage + 1) // pipeline) for stage in range(pipeline))
-    nominal = Nominal(tensor, pipeline, data, stages, Grid(4 * data, 1, data))
-    fabric = NativeFabric(rank, nominal.slots, 1, run_id="alone", secret=b"x" * 32)
+    nominal = Nominal(tensor, pipeline, data, stages, Grid(4 * data, 1, data), extra=tensor)
+    fabric = NativeFabric(rank, nominal.slots + nominal.extra, 1, run_id="alone", secret=b"x" * 32)
     install(fabric)
     job = _job(nominal, rank, ElasticConfig(event_log=folder))
     links = Links(cast(Any, None), fabric, EventLog(folder, rank, 1), Injector((), rank, 1), None)
@@ -68,12 +68,11 @@ def _rehearsed(here: Here) -> dict[str, Any]:
     layouts = build_layouts(catalog, job.config.block_bytes)
     arena = Arena(job.port, {unit: layout for (unit, _), layout in layouts.items()})
     before, storage = arena.parameters.clone(), arena.parameters.data_ptr()
-    verdicts = list[Any]()
-    examined = rehearsal.examine
-    rehearsal.examine = lambda *given: verdicts.append(examined(*given))  # type: ignore[assignment]
-    rehearse(links, job, catalog, arena)
-    loaded = set(sys.modules)
-    rehearse(links, job, catalog, arena)
+    verdicts = list[Verdict]()
+    with mock.patch("megatron.elastic.mcore.rehearsal.examine", lambda *given: verdicts.append(examine(*given))):
+        rehearse(links, job, catalog, arena)
+        loaded = set(sys.modules)
+        rehearse(links, job, catalog, arena)
     return {
         "same": torch.equal(before, arena.parameters) and storage == arena.parameters.data_ptr(),
         "alive": fabric.alive,
@@ -83,8 +82,10 @@ def _rehearsed(here: Here) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(("tensor", "pipeline", "data", "rank"), [(1, 1, 4, 1), (1, 2, 2, 3), (2, 2, 2, 5)])
-def test_a_newcomer_rehearses_in_any_place_of_any_layout_and_leaves_no_trace(
+@pytest.mark.parametrize(
+    ("tensor", "pipeline", "data", "rank"), [(1, 1, 4, 1), (1, 2, 2, 3), (2, 2, 2, 5), (2, 2, 2, 9)]
+)
+def test_a_newcomer_or_a_spare_rehearses_in_any_place_of_any_layout_and_leaves_no_trace(
     tmp_path: Path, tensor: int, pipeline: int, data: int, rank: int
 ) -> None:
     with Ranks(1, _rehearsed) as ranks:
@@ -92,5 +93,5 @@ def test_a_newcomer_rehearses_in_any_place_of_any_layout_and_leaves_no_trace(
         told = ranks.results([0])[0]
     assert told["same"] and told["alive"] == (rank,)
     assert told["loaded later"] == []
-    assert told["certificates"] == 2 and told["findings"], "it exchanges and compares statements, and misses the others'"
+    assert told["certificates"] == 2 and told["findings"], "statements are compared, and the others' are missed"
     assert list(read_events(tmp_path)) == []
