@@ -55,7 +55,7 @@ from megatron.elastic.state.placement import Rules
 from megatron.elastic.state.pool import StatePool
 from megatron.elastic.state.record import StepRecord
 
-__all__ = ["Job", "Layouts", "assemble", "beginning", "launched"]
+__all__ = ["Job", "Layouts", "assemble", "beginning"]
 
 _EVIDENCE_NS = 500_000_000
 """Computing time that must show a rank slow before plans follow: the moods of a machine pass."""
@@ -84,15 +84,13 @@ class Job:
     assignment: Assignment | None = None
     """Who holds what at launch, where it is not Megatron's cut."""
 
+    @property
+    def launched(self) -> Assignment:
+        """Who holds what at launch."""
+        return self.assignment or Assignment.at_launch(self.nominal)
 
-def launched(job: Job) -> Assignment:
-    """Who computes what when the job begins."""
-    return job.assignment or Assignment.at_launch(job.nominal)
 
-
-def beginning(
-    job: Job, assignment: Assignment, layouts: Layouts, decision: Decision
-) -> tuple[Basis, StepRecord]:
+def beginning(job: Job, assignment: Assignment, layouts: Layouts, decision: Decision) -> tuple[Basis, StepRecord]:
     """Who holds what when the members of ``decision`` found the job, and the record that names it."""
     config = job.config
     rules = Rules(config.mirrors, config.scatter_width, failure_domains(decision), config.ownership)
@@ -110,6 +108,10 @@ def assemble(
     record: StepRecord,
     machine: Machine,
 ) -> Engine:
+    """The engine of this rank in the generation of ``decision``, at ``record``, where copies lie as ``basis`` says.
+
+    It holds no state yet. Raises :class:`StageGone` when nobody is left to compute some unit.
+    """
     fabric, rank = links.fabric, links.fabric.rank
     timeline = Timeline(job.config.trace)
     timer = PhaseTimer(timeline.moved if timeline.enabled else None)

@@ -15,7 +15,7 @@ from megatron.elastic.engine.engine import Engine
 from megatron.elastic.engine.joining import NEWCOMER, Welcome, newcomers, receive_welcome
 from megatron.elastic.engine.machine import survey
 from megatron.elastic.engine.waiting import StageGone, await_ranks
-from megatron.elastic.mcore.assembly import Job, Layouts, assemble, beginning, launched
+from megatron.elastic.mcore.assembly import Job, Layouts, assemble, beginning
 from megatron.elastic.mcore.links import Links
 from megatron.elastic.mcore.rehearsal import rehearse
 from megatron.elastic.observe.events import Ready
@@ -41,7 +41,7 @@ def found(links: Links, job: Job) -> Engine:
     shard = job.nominal.shard(links.fabric.rank)
     catalog = exchange_catalog(job.port, shard, links.fabric.world, links.fabric.slots)
     layouts = build_layouts(catalog, job.config.block_bytes)
-    basis, record = beginning(job, launched(job), layouts, links.decision)
+    basis, record = beginning(job, job.launched, layouts, links.decision)
     arena = Arena(job.port, _of_shard(layouts, shard))
     engine = assemble(links, job, links.decision, layouts, arena, basis, record, survey(links.fabric))
     engine.adopt_parameters()

@@ -18,7 +18,7 @@ from megatron.elastic.engine.inject import Injector
 from megatron.elastic.engine.joining import Welcome
 from megatron.elastic.engine.machine import Machine
 from megatron.elastic.engine.program import Place
-from megatron.elastic.mcore.assembly import Job, assemble, beginning, launched
+from megatron.elastic.mcore.assembly import Job, assemble, beginning
 from megatron.elastic.mcore.links import Links
 from megatron.elastic.observe.events import EventLog
 
@@ -32,7 +32,7 @@ def rehearse(links: Links, job: Job, own: Catalog, arena: Arena) -> None:
     logged, no state is made, ``arena`` stays as it is. Must be called before the first edit of the fabric.
     """
     rank, here = links.fabric.rank, links.fabric.address()
-    assignment, living = _in_a_place(launched(job), rank, tuple(arena.slices))
+    assignment, living = _in_a_place(job.launched, rank, tuple(arena.slices))
     if rank not in living:
         return  # its model is no stage's of the launch: there is no place to try
     like = next(iter(own.values()))
