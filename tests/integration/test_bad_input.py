@@ -39,6 +39,7 @@ CASES = (
     Case("missing-data", 2, "--data-path no/such/text --split 98,1,1", ("--data-path no/such/text", "preprocess")),
     Case("damaged-data", 1, "--data-path {damaged} --split 98,1,1", ("--data-path", "not a Megatron index")),
     Case("cut-data", 1, "--data-path {cut} --split 98,1,1", ("--data-path", "has 100 bytes where", "it was cut")),
+    Case("torn-index", 1, "--data-path {torn} --split 1,0,0", ("torn.idx is damaged", "after 0 of 1 sequences")),
     Case("foreign-tokens", 1, "--data-path {foreign} --split 1,0,0", ("token 60000 (number 3 ", "another tokenizer")),
     Case("empty-share", 1, "--data-path {good} --split 98,1,1", ("--split 98,1,1", "of the 1 documents", "give it")),
     Case("no-validation", 1, "--data-path {good} --split 1,0,0 --eval-iters 1", ("--split 1,0,0", "--eval-iters 0")),
@@ -59,16 +60,19 @@ def datasets(folder: Path) -> dict[str, Path]:
     """Name → prefix of a data set: a good one and what can become of it."""
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-    found = {name: folder / name for name in ("good", "damaged", "cut", "foreign")}
+    found = {name: folder / name for name in ("good", "damaged", "cut", "torn", "foreign")}
     found["damaged"].with_suffix(".bin").write_bytes(b"\0" * 64)
     found["damaged"].with_suffix(".idx").write_bytes(b"something else, long enough to hold a header")
-    for name in ("good", "cut", "foreign"):
+    for name in ("good", "cut", "torn", "foreign"):
         builder = IndexedDatasetBuilder(f"{found[name]}.bin", dtype=np.uint16)
         tokens = np.arange(400, dtype=np.uint16) % 63
         tokens[3] = 60000 if name == "foreign" else 3
         builder.add_document(tokens, [400])
         builder.finalize(f"{found[name]}.idx")
     os.truncate(f"{found['cut']}.bin", 100)
+    with open(f"{found['torn']}.idx", "r+b") as index:
+        index.seek(-8, os.SEEK_END)
+        index.write(b"\0" * 8)
     return found
 
 

@@ -214,18 +214,27 @@ def check_index(flag: str, prefix: str) -> int:
         header = file.read(34)
         if len(header) < 34 or header[:9] != _MAGIC:
             raise BadInput(f"{flag} {prefix}: {index} is not a Megatron index (damaged?): preprocess the data again")
-        _version, code, sequences, documents = struct.unpack("<QBQQ", header[9:34])
+        version, code, sequences, documents = struct.unpack("<QBQQ", header[9:34])
         expected = 34 + sequences * 12 + documents * 8
         size = index.stat().st_size
-        if code not in _ITEM_BYTES or size not in (expected, expected + sequences):
+        if version != 1 or code not in _ITEM_BYTES or size not in (expected, expected + sequences):
             raise BadInput(f"{flag} {prefix}: {index} has {size} bytes where its header says {expected}: "
                            "it was cut or damaged; preprocess the data again")
-        tokens = _sum_lengths(file.read(sequences * 4))
+        lengths = file.read(sequences * 4)
+        tokens, last = _sum_lengths(lengths), _sum_lengths(lengths[-4:])
+        # Where the last sequence begins, and which one the last document ends with: what else a cut or a hole shows in.
+        file.seek((sequences - 1) * 8, os.SEEK_CUR)
+        begins = int.from_bytes(file.read(8), "little")
+        file.seek((documents - 1) * 8, os.SEEK_CUR)
+        ends = int.from_bytes(file.read(8), "little")
     if not tokens:
         raise BadInput(f"{flag} {prefix}: {index} has no text in it: preprocess the data again, or leave it out")
     if data.stat().st_size < tokens * _ITEM_BYTES[code]:
         raise BadInput(f"{flag} {prefix}: {data} has {data.stat().st_size} bytes where {index.name} says "
                        f"{tokens * _ITEM_BYTES[code]}: it was cut; preprocess the data again")
+    if begins + last * _ITEM_BYTES[code] > data.stat().st_size or ends != sequences:
+        raise BadInput(f"{flag} {prefix}: {index} is damaged (its last sequence begins at byte {begins}, its last "
+                       f"document ends after {ends} of {sequences} sequences): preprocess the data again")
     return int(sequences)
 
 
