@@ -6,6 +6,7 @@ same code a moment later (``docs/log.md``), and a newcomer's part of an admissio
 
 from __future__ import annotations
 
+import gc
 import pickle
 from dataclasses import replace
 
@@ -31,6 +32,11 @@ def rehearse(links: Links, job: Job, own: Catalog, arena: Arena) -> None:
     ``own``: the catalog of this rank's units; those of others are taken to be like one of them. Nothing is sent or
     logged, no state is made, ``arena`` stays as it is. Must be called before the first edit of the fabric.
     """
+    _be_admitted(links, job, own, arena)
+    gc.collect()  # now, and not when enough has come together, in the middle of the admission
+
+
+def _be_admitted(links: Links, job: Job, own: Catalog, arena: Arena) -> None:
     rank, here = links.fabric.rank, links.fabric.address()
     assignment, living = _in_a_place(job.launched, rank, tuple(arena.slices))
     if rank not in living:
