@@ -129,30 +129,28 @@ class WorkerMembership:
     def decide(self, address: Address, report: str, timeout: float) -> Decision:
         """See :meth:`Membership.decide`.
 
-        In a quiet generation there is nothing to report to: the call waits for the
-        next FREEZE and then raises ``GenerationChanged``, so that the caller hands in
-        what it holds *then*. Raises ``CommTimeout`` after ``timeout`` seconds, ``Released``
-        when this rank was asked to leave and the others go on without it.
+        Raises ``CommTimeout`` after ``timeout`` seconds, ``Released`` when this rank was asked to leave and the
+        others go on without it.
         """
         if self._thread is None:
             raise RuntimeError("call start() before decide()")
         end = time.monotonic() + timeout
         with self._changed:
-            first, promised, decided = self._decided == 0, self._frozen, self._decided
-        if first or promised > decided:
-            generation = 0 if first else promised
-            # The node's name, which says what fails together; where a transport listens is in its endpoint.
-            here = address_to_json(replace(address, host=self.host))
-            self._send({"t": "report", "g": generation, "address": here, "report": report})
+            known = self._returned
+            # In quiet times for the next generation, whatever it will be about: this thread holds the same until then.
+            promised = 0 if self._decided == 0 else max(self._frozen, known + 1)
+        # The node's name, which says what fails together; where a transport listens is in its endpoint.
+        here = address_to_json(replace(address, host=self.host))
+        self._send({"t": "report", "g": promised, "address": here, "report": report})
         with self._changed:
             while True:
                 if self._released:
                     raise Released
-                if self._decided > decided and self._decision is not None and self._decided == self._frozen:
+                if self._decided > known and self._decision is not None and self._decided == self._frozen:
                     self._returned = self._decided
                     return self._decision
                 # Who waits to be admitted is not concerned by generations it was not decided into.
-                if self._frozen > promised and not (first and self._decided == 0):
+                if self._frozen > promised and self._decided > 0:
                     raise GenerationChanged(self._frozen)
                 left = end - time.monotonic()
                 if left <= 0:

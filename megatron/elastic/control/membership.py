@@ -1,7 +1,8 @@
 """Who is here: the worker's view of generations.
 
 A change of membership takes two phases. FREEZE(g): every survivor stops,
-promises to act on no older generation, and hands in a report of what it holds.
+promises to act on no older generation, and hands in a report of what it holds
+(who asked for the change, or met the loss itself, has done so before).
 DECIDE(g): one compare-and-set record that names the members and carries every
 report, so that each process computes the same plan from the same bytes. A loss
 before DECIDE(g) is FREEZE(g+1), and members report anew.
@@ -86,9 +87,10 @@ class Membership(Protocol):
     def decide(self, address: Address, report: str, timeout: float) -> Decision:
         """Promise, hand in ``report`` for the newest frozen generation, wait for DECIDE.
 
-        Raises ``GenerationChanged`` when yet a newer one is frozen meanwhile: call
-        again with what is held *then*. The first call of a life joins generation 1
-        (or, for a respawned worker, waits to be admitted).
+        In quiet times the report is for the next generation, whatever that will be about: what is
+        said must stay true until this returns. Raises ``GenerationChanged`` when yet a newer one is
+        frozen meanwhile: call again with what is held *then*. The first call of a life joins
+        generation 1 (or, for a respawned worker, waits to be admitted).
         """
 
     def overlooked(self) -> tuple[Loss, ...]:

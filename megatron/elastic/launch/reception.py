@@ -1,7 +1,8 @@
 """What workers say becomes entries of the journal.
 
 Reports of a node go together: for each frozen generation one entry, once every member
-that lives here has handed in its own. A message that is malformed, or speaks for another
+that lives here has handed in its own, be it before the freeze: whoever reports does nothing
+more until the decision, so what it says of itself stays true. A message that is malformed, or speaks for another
 rank, raises :class:`ProtocolError`, and the pool ends its worker.
 """
 
@@ -34,6 +35,8 @@ class Reception:
         self._state, self._ranks, self._append = state, ranks, append
         self._hello, self._leaving = hello, leaving
         self._entries: dict[int, Entry] = {}
+        self._early: dict[int, Entry] = {}
+        """Handed in for the next generation while none is being agreed: by who asked for it, or lost a peer first."""
         self._reported = 0
 
     def said(self, worker: Worker, message: Message) -> None:
@@ -65,7 +68,7 @@ class Reception:
 
     def begin(self) -> None:
         """A newer generation is frozen: what was handed in for the one before counts no longer."""
-        self._entries.clear()
+        self._entries, self._early = self._early, {}
 
     def report_if_complete(self) -> None:
         """One journal entry for all of this node's members, once all have reported."""
@@ -85,6 +88,8 @@ class Reception:
         generation = take_int(message, "g")
         if generation == 0:
             self._append(Waiting((entry,)))
+        elif self._state.quiet and generation == self._state.frozen + 1:
+            self._early[worker.rank] = entry
         elif generation == self._state.frozen:
             self._entries[worker.rank] = entry
             self.report_if_complete()

@@ -143,13 +143,33 @@ def test_losses_of_a_decision_already_overtaken_are_not_forgotten(agent: Agent) 
     assert agent.worker.overlooked() == (), "each is told once"
 
 
-def test_in_quiet_times_decide_waits_for_a_freeze_and_then_wants_a_fresh_report(agent: Agent) -> None:
+def test_in_quiet_times_a_report_is_for_the_next_generation_and_its_decision_needs_no_other(agent: Agent) -> None:
     agent.worker.start(lambda generation: None)
     agent.answer(1, 0, 1)
     agent.worker.decide(HERE, "", 20)
-    later(lambda: (time.sleep(0.05), agent.tell(t="freeze", g=2)))
-    with pytest.raises(GenerationChanged):
+    later(lambda: (agent.reports.append(agent.hear("report")), agent.tell(t="freeze", g=2), agent.decide(2, 0, 1)))
+    assert agent.worker.decide(HERE, "held before the freeze", 20).generation == 2
+    assert (agent.reports[-1]["g"], agent.reports[-1]["report"]) == (2, "held before the freeze")
+
+
+def test_a_report_ahead_is_worth_nothing_after_a_second_freeze(agent: Agent) -> None:
+    agent.worker.start(lambda generation: None)
+    agent.answer(1, 0, 1)
+    agent.worker.decide(HERE, "", 20)
+    later(lambda: (agent.hear("report"), agent.tell(t="freeze", g=2), agent.tell(t="freeze", g=3)))
+    with pytest.raises(GenerationChanged) as changed:
         agent.worker.decide(HERE, "held before the freeze", 20)
+    assert changed.value.generation == 3
+
+
+def test_a_decision_that_came_after_the_time_allowed_is_not_missed(agent: Agent) -> None:
+    agent.worker.start(lambda generation: None)
+    with pytest.raises(CommTimeout):
+        agent.worker.decide(HERE, "", 0.05)
+    agent.decide(1, 0, 1)
+    while agent.worker.frozen() < 1:
+        time.sleep(0.001)
+    assert agent.worker.decide(HERE, "", 20).generation == 1
 
 
 def test_waiting_ends_with_the_time_allowed(agent: Agent) -> None:

@@ -1,0 +1,103 @@
+"""Reports of a node's workers go into the journal together, also those handed in before the freeze they are for."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.elastic.comm.fabric import Address
+from megatron.elastic.control.events import Decided, Entry, Event, Lost, Reported, Requested, Waiting
+from megatron.elastic.control.generations import Generations, Node
+from megatron.elastic.control.membership import Loss
+from megatron.elastic.control.wire import address_to_json
+from megatron.elastic.launch.pool import Worker
+from megatron.elastic.launch.reception import Reception
+
+RANKS = 3
+
+
+def never(worker: Worker) -> None:
+    pytest.fail(f"nobody said so of rank {worker.rank}")
+
+
+class Desk:
+    """One node's reception, whose journal is delivered at once."""
+
+    def __init__(self) -> None:
+        self.state = Generations({0: Node("h", tuple(range(RANKS)))})
+        self.journal = list[Event]()
+        self.reception = Reception(self.state, range(RANKS), self.deliver, never, never)
+        self.deliver(Waiting(tuple(Entry(Address(rank, 0, "h"), "") for rank in range(RANKS))))
+        self.deliver(Decided(1, 0))
+
+    def deliver(self, event: Event) -> None:
+        frozen = self.state.frozen
+        self.journal.append(event)
+        self.state.apply(event)
+        if self.state.frozen != frozen:
+            self.reception.begin()
+        self.reception.report_if_complete()
+
+    def hear(self, rank: int, report: str, generation: int) -> None:
+        here: dict[str, Any] = address_to_json(Address(rank, 0, "h"))
+        message = {"t": "report", "g": generation, "address": here, "report": report}
+        self.reception.said(worker(rank), message)
+
+    def ask(self, rank: int) -> None:
+        self.deliver(Requested("join", (rank,), self.state.decided))
+
+    def lose(self, rank: int) -> None:
+        self.deliver(Lost((Loss(rank, 0, "h", "signal SIGKILL"),), (0,), (False,), 0.0))
+
+    def reported(self) -> dict[int, dict[int, str]]:
+        """Generation → what the journal has of each rank for it."""
+        found = dict[int, dict[int, str]]()
+        for event in self.journal:
+            if isinstance(event, Reported):
+                assert event.generation not in found, "one entry for a node"
+                found[event.generation] = {entry.address.rank: entry.report for entry in event.entries}
+        return found
+
+
+def worker(rank: int) -> Worker:
+    channel, _ = socket.socketpair()
+    return Worker(rank, rank, rank, 0, channel, None)  # type: ignore[arg-type]  # nobody reads its slot
+
+
+def test_who_asks_reports_in_the_same_breath_and_the_freeze_finds_it_all_there() -> None:
+    desk = Desk()
+    for rank in range(RANKS):
+        desk.hear(rank, f"of {rank}", 2)
+        assert desk.reported() == {}
+        desk.ask(rank)
+    assert desk.reported() == {2: {rank: f"of {rank}" for rank in range(RANKS)}}
+    assert desk.state.ready()
+
+
+def test_a_report_ahead_counts_for_a_loss_too_and_only_for_the_first() -> None:
+    desk = Desk()
+    desk.hear(0, "ahead", 2)
+    desk.hear(2, "ahead", 2)
+    desk.lose(1)
+    assert desk.reported() == {2: {0: "ahead", 2: "ahead"}}
+    desk.lose(2)
+    assert 3 not in desk.reported() and not desk.state.ready()
+    desk.hear(0, "ahead", 2)
+    assert 3 not in desk.reported(), "said of a generation that is over"
+    desk.hear(0, "anew", 3)
+    assert desk.reported()[3] == {0: "anew"}
+
+
+@given(st.permutations([*range(RANKS), *range(RANKS, 2 * RANKS)]))
+def test_in_any_order_of_requests_and_reports_everybody_is_heard_once(order: list[int]) -> None:
+    """Numbers below ``RANKS`` are requests, the others reports for the next generation."""
+    desk = Desk()
+    for item in order:
+        desk.ask(item) if item < RANKS else desk.hear(item - RANKS, f"of {item - RANKS}", 2)
+    assert desk.reported() == {2: {rank: f"of {rank}" for rank in range(RANKS)}}
+    desk.deliver(Decided(2, 0))
+    assert desk.state.decided == 2
