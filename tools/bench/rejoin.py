@@ -10,7 +10,9 @@ admission      from "ready" (model built, waiting) until the generation that adm
 boundary       the part of it until the members get to the boundary where they let it in: the rest of the step under
                way (of the next one, if that had been voted on already), in which they train on
 joining        what is left of it: the machinery's own time
-stall          what the slowest member spent in that generation, as a share of the median step
+stall          what the slowest member spent in that generation, from asking for it on, as a share of the median step
+longer         by how much the step that begins with it took longer, admission and a newcomer's first pass through the
+               model included, as a share of the median of later steps
 switch         what the slowest rank waited where its state copies began to count, as a share of a step
 background     seconds in which those copies were made while steps went on
 links_opened   links that the members opened in that generation; links_ahead, those that stood already
@@ -26,6 +28,7 @@ import statistics
 import sys
 import tempfile
 from dataclasses import dataclass, fields
+from itertools import pairwise
 from pathlib import Path
 
 from megatron.elastic.observe.events import Record, read_events
@@ -36,6 +39,9 @@ MODEL = QUIET + shlex.split("""
     --num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128 --max-position-embeddings 128
     --micro-batch-size 1 --global-batch-size 16 --vocab-size 2047
 """)
+
+_SETTLED = 8
+"""Steps after an admission that are not looked at for what a step usually takes: its copies are made beside them."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +54,7 @@ class Trial:
     joining: float
     stall: float
     stall_of_step: float
+    longer_of_step: float
     switch: float
     switch_of_step: float
     background: float
@@ -86,6 +93,7 @@ def evaluated(records: list[Record], joined: list[Record], moved: list[Record]) 
         joining=admission - boundary,
         stall=stall,
         stall_of_step=stall / steps,
+        longer_of_step=_longer(records, max(r.monotonic_ns for r in recoveries), joined[0].fields["joined"]),
         switch=switch,
         switch_of_step=switch / steps,
         background=max(r.fields["background_seconds"] for r in moved),
@@ -93,6 +101,20 @@ def evaluated(records: list[Record], joined: list[Record], moved: list[Record]) 
         links_opened=sum(r.fields["links_opened"] for r in recoveries),
         links_ahead=sum(r.fields["links_ahead"] for r in recoveries),
     )
+
+
+def _longer(records: list[Record], admitted_ns: int, returned: list[int]) -> float:
+    """Members' steps, commit to commit: the first that ends after ``admitted_ns``, beside the median of later ones."""
+    commits = dict[int, list[int]]()
+    for record in records:
+        if record.kind == "step" and record.rank not in returned:
+            commits.setdefault(record.rank, []).append(record.monotonic_ns)
+    shares = []
+    for times in commits.values():
+        first = next(number for number, time in enumerate(times) if time > admitted_ns)
+        later = [end - begin for begin, end in pairwise(times[first + _SETTLED :])]
+        shares.append((times[first] - times[first - 1]) / statistics.median(later) - 1)
+    return statistics.median(shares)
 
 
 def main() -> None:
