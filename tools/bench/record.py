@@ -47,7 +47,7 @@ STANDARD = {
     "edit": Benchmark("edit", ("--ranks", "8,16,32,64")),
     "edit_of_64": Benchmark("edit", ("--ranks", "64", "--ways", "native,full,partial", "--trials", "5")),
     "recovery": Benchmark("recovery"),
-    "rejoin": Benchmark("rejoin", ("--trials", "9")),
+    "rejoin": Benchmark("rejoin", ("--trials", "21")),
     "migrate": Benchmark("migrate", ("--gbit", "1")),
     "migrate_waiting": Benchmark(
         "migrate", ("--gbit", "1", "--seq", "8", "--batch", "4", "--waiting", "0.05", "--trials", "2")

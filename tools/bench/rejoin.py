@@ -10,7 +10,9 @@ admission      from "ready" (model built, waiting) until the generation that adm
 boundary       the part of it until the members get to the boundary where they let it in: the rest of the step under
                way (of the next one, if that had been voted on already), in which they train on
 joining        what is left of it: the machinery's own time
-stall          what the slowest member spent in that generation, from asking for it on, as a share of the median step
+stall          what the slowest member spent in that generation, from asking for it on, as a share of the median step:
+               where ranks share cores, with what it waits for a turn while others train again
+stall_mean     the same of all members on average
 longer         by how much the step that begins with it took longer, admission and a newcomer's first pass through the
                model included, as a share of the median of later steps
 switch         what the slowest rank waited where its state copies began to count, as a share of a step
@@ -54,6 +56,7 @@ class Trial:
     joining: float
     stall: float
     stall_of_step: float
+    stall_mean_of_step: float
     longer_of_step: float
     switch: float
     switch_of_step: float
@@ -82,7 +85,8 @@ def evaluated(records: list[Record], joined: list[Record], moved: list[Record]) 
     steps = statistics.median(r.fields["seconds"] for r in records if r.kind == "step")
     ready = next(r for r in records if r.kind == "ready")
     recoveries = [r for r in records if r.kind == "recovery" and r.generation == joined[0].generation]
-    stall = max(sum(r.fields["seconds"].values()) for r in recoveries)
+    stalls = [sum(r.fields["seconds"].values()) for r in recoveries]
+    stall = max(stalls)
     switch = max(r.fields["stall_seconds"] for r in moved)
     admission = (max(r.monotonic_ns for r in recoveries) - ready.monotonic_ns) / 1e9
     boundary = max(0.0, admission - stall)
@@ -93,6 +97,7 @@ def evaluated(records: list[Record], joined: list[Record], moved: list[Record]) 
         joining=admission - boundary,
         stall=stall,
         stall_of_step=stall / steps,
+        stall_mean_of_step=statistics.mean(stalls) / steps,
         longer_of_step=_longer(records, max(r.monotonic_ns for r in recoveries), joined[0].fields["joined"]),
         switch=switch,
         switch_of_step=switch / steps,

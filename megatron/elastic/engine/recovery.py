@@ -29,7 +29,7 @@ from megatron.elastic.engine.machine import Machine
 from megatron.elastic.engine.movement import Movement
 from megatron.elastic.engine.nominal import Nominal
 from megatron.elastic.engine.recut import better_assignment
-from megatron.elastic.engine.report import Report, phase_is_over
+from megatron.elastic.engine.report import Report, first_open, phase_is_over
 from megatron.elastic.engine.standing import Standing, replanned, restand, stand, unit_groups
 from megatron.elastic.engine.waiting import StageGone, await_ranks
 from megatron.elastic.plan.choice import Choice
@@ -66,6 +66,8 @@ class Outcome:
     """Who was lost since the last generation that came about, those of decisions that did not among them."""
     resolution: Resolution
     phase_over: bool
+    first_open: int
+    """The first phase that is not over among the members."""
     newcomers: tuple[int, ...]
     """Members that have to be told everything (:mod:`joining`)."""
     named: Basis
@@ -141,6 +143,7 @@ class Recovery:
             lost=self.untold,
             resolution=resolution,
             phase_over=phase_is_over(report.phase, reports, len(decision.members)),
+            first_open=first_open(reports.values()),
             newcomers=newcomers(decision),
             named=named,
             lost_steps=lost_steps,

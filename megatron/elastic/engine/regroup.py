@@ -20,7 +20,6 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.elastic.comm.errors import CommError, GenerationChanged
-from megatron.elastic.control.membership import Decision
 from megatron.elastic.engine.commitment import Commitment
 from megatron.elastic.engine.failures import CommunicationFault, NotFinite
 from megatron.elastic.engine.joining import NEWCOMER, Welcome, newcomers, send_welcome
@@ -140,7 +139,7 @@ class Regroup:
         at.record, at.heeded = record, record.version
         at.history.enter(at.standing.basis)
         if outcome.newcomers:
-            send_welcome(at.tools.fabric, outcome.decision, lambda: self._welcome(outcome.decision))
+            send_welcome(at.tools.fabric, outcome.decision, lambda: self._welcome(outcome.first_open))
         self._pacing.renew()
         pool.discard(resolution.gradient_key, record.version)
         # Everybody gathers when anybody has to: a gather cut short left some parameters behind.
@@ -179,7 +178,9 @@ class Regroup:
         at = self._position
         try:
             if newcomers(gone.decision):  # some have come, not all
-                send_welcome(at.tools.fabric, gone.decision, lambda: self._welcome(gone.decision))
+                texts = [text for text in gone.decision.reports.values() if text != NEWCOMER]
+                first = first_open(map(Report.from_text, texts))
+                send_welcome(at.tools.fabric, gone.decision, lambda: self._welcome(first))
             at.recovery.wait_for_ranks(gone, self._commitment.present_step, at.listener.noticed)
         except CommError as error:
             return error
@@ -187,10 +188,10 @@ class Regroup:
 
     # -- newcomers -----------------------------------------------------------------
 
-    def _welcome(self, decision: Decision) -> Welcome:
+    def _welcome(self, first: int) -> Welcome:
+        """``first``: the first phase that is not over among the members."""
         at = self._position
-        reports = [Report.from_text(text) for text in decision.reports.values() if text != NEWCOMER]
-        place, in_step = self._program.place(first_open(reports)), self._commitment.under_way
+        place, in_step = self._program.place(first), self._commitment.under_way
         committed = not in_step or at.record.version == self._commitment.present_step
         return Welcome(
             catalog={key: tuple(slot.spec for slot in layout.slots) for key, layout in at.recovery.layouts.items()},
