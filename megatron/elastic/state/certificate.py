@@ -25,6 +25,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
@@ -46,8 +47,7 @@ class CertificateError(RuntimeError):
         self.findings = tuple(findings)
 
 
-@dataclass(frozen=True)
-class Claim:
+class Claim(NamedTuple):
     """A rank's word on one copy. ``content`` is the hash of its contents, or '' where not computed."""
 
     role: str
@@ -58,8 +58,7 @@ class Claim:
     """Hash of what the master is cast to for computing; compared with :class:`ParamClaim`."""
 
 
-@dataclass(frozen=True)
-class ParamClaim:
+class ParamClaim(NamedTuple):
     """A rank's word on the parameters of one block that it computes with: version tag, and hash or ''."""
 
     version: int
@@ -85,8 +84,8 @@ class Statement:
     @cached_property
     def text(self) -> str:
         """JSON, for an all-gather of objects; of a statement that came as a text, that text."""
-        claims = [[*key, c.role, c.version, c.lineage, c.content, c.master] for key, c in sorted(self.blocks.items())]
-        params = [[*key, p.version, p.content] for key, p in sorted(self.params.items())]
+        claims = [key + claim for key, claim in sorted(self.blocks.items())]
+        params = [key + claim for key, claim in sorted(self.params.items())]
         head = [self.rank, self.generation, self.placement, self.plan, self.record.to_json()]
         return json.dumps([head, claims, params, self.rows, self.random_key], separators=(",", ":"))
 
