@@ -123,7 +123,7 @@ def test_a_mirror_replayed_from_another_gradient_is_seen_without_hashing_content
     key, rank = some_mirror(job)
     before = job.statements()
     claim = before[rank].blocks[key]
-    other = replace(claim, lineage="0" * 32, content="")
+    other = claim._replace(lineage="0" * 32, content="")
     before[rank] = replace(before[rank], blocks={**before[rank].blocks, key: other})
     with pytest.raises(CertificateError, match="made from other state or gradients"):
         certify(before, [GROUP], 1, ROWS, RANKS)
