@@ -237,8 +237,9 @@ if m.rank == 1 and m.incarnation == 0:
     print("about to die: disk on fire", file=sys.stderr)
     os.kill(os.getpid(), signal.SIGSEGV)
 while m.frozen() < 2: time.sleep(0.01)
-d = agree()
-say("decided", generation=d.generation, lost=[[l.cause, list(l.last_lines)] for l in d.lost])
+if d.generation < 2:  # else the loss came before the first decision was read
+    d = agree()
+    say("decided", generation=d.generation, lost=[[l.cause, list(l.last_lines)] for l in d.lost])
 m.finish(0)
 """
     logs = tmp_path / "logs"
