@@ -20,7 +20,7 @@ __all__ = ["gather_objects"]
 T = TypeVar("T")
 
 _LENGTH_BYTES = 8
-_BESIDE_LENGTH, _IN_ALL = 64 << 10, 1 << 20
+_BESIDE_LENGTH, _IN_ALL = 16 << 10, 1 << 20
 """Bytes that the first collective carries: of one rank, and of all together."""
 
 
