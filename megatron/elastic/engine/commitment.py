@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from megatron.elastic.engine.basis import Basis
+from megatron.elastic.engine.exchange import gather_objects
 from megatron.elastic.engine.failures import NotFinite
+from megatron.elastic.engine.ledger import Expected, Ledger, LedgerError, differences
 from megatron.elastic.engine.mover import Mover
 from megatron.elastic.engine.pacing import Pacing
 from megatron.elastic.engine.position import Position
@@ -24,7 +26,7 @@ from megatron.elastic.engine.seals import Disputes
 from megatron.elastic.engine.settings import StepResult
 from megatron.elastic.engine.standing import block_index
 from megatron.elastic.engine.transaction import StepInput
-from megatron.elastic.engine.vote import Tally, VoteLayout, agreed_by, check_ledger, wishes
+from megatron.elastic.engine.vote import Tally, VoteLayout, agreed_by, wishes
 from megatron.elastic.plan.pace import ranges_of
 from megatron.elastic.state.record import GradientKey, Vote, advance
 
@@ -48,6 +50,8 @@ class _Attempt:
     """What was pending when this rank voted."""
     disputes: Disputes = field(default_factory=Disputes)
     """Copies here that are not what their owners' are, as the shipping showed."""
+    contents: tuple[dict[int, int], dict[int, int]] = field(default_factory=lambda: ({}, {}))
+    """Sample → digest of what this rank read of it, for the first unit and for the loss."""
 
 
 def _never() -> bool:
@@ -132,6 +136,7 @@ class Commitment:
             body.ship(step, attempt.named.placement)
         reach("after_ship", step)
         attempt.tally, attempt.disputes = body.tally(work, result, attempt.named), body.disputes
+        attempt.contents = result.contents
         attempt.requests = at.recovery.membership.pending()
         wishes(attempt.tally, attempt.requests)
         attempt.tally.saves, attempt.tally.written = self.save_due(), self.share_written()
@@ -159,6 +164,8 @@ class Commitment:
             )
             at.tools.reach("before_vote", step)
             total = at.body.vote(layout, tally)
+            if total.unannounced:  # the loss functions of some rank report something new
+                total = at.body.vote(replace(layout, report_keys=at.agree_on_keys(tally.report, anew=True)), tally)
         self._refuse(total, attempt)
         self._pacing.observe(total)
         at.record = advance(at.record, self._outcome(total, attempt), at.tools.settings.hyper)
@@ -177,9 +184,24 @@ class Commitment:
         step = attempt.step.step
         if total.disputes:
             self._proofs.dispute(attempt.disputes)
-        check_ledger(total, attempt.step.address, step, attempt.skipped)
+        self._check_ledger(total.ledger, attempt)
         if total.overflows and self._position.tools.settings.check_finite:
             raise NotFinite(f"step {step}: a gradient is not finite (--no-check-for-nan-in-loss-and-grad lets it pass)")
+
+    def _check_ledger(self, ledger: Ledger, attempt: _Attempt) -> None:
+        """Compare what all ranks computed with the plan of the attempt. Raises ``LedgerError``."""
+        at, address, skipped = self._position, attempt.step.address, frozenset(attempt.skipped)
+        per_token = at.tools.settings.per_token_loss
+        expected = Expected(
+            samples=[address.first + row for row in range(address.size) if row not in skipped],
+            units=at.tools.port.compute_units,
+            weights=0.0 if per_token else at.standing.plan.grid.data_parallel_size,
+            complete=attempt.key.generation == at.standing.generation,
+        )
+        findings = ledger.findings(expected)
+        if findings:
+            findings += differences(gather_objects(at.tools.fabric, attempt.contents))
+            raise LedgerError(f"step {attempt.step.step} is not committed: {'; '.join(findings)}")
 
     def _outcome(self, total: Tally, attempt: _Attempt) -> Vote:
         standing, settings = self._position.standing, self._position.tools.settings
@@ -191,7 +213,7 @@ class Commitment:
             tokens=total.tokens,
             samples=attempt.step.address.size,
             losses=total.report,
-            ledger_hash=f"{total.ledger:x}",
+            ledger_hash=total.ledger.digest,
             plan_hash=standing.plan_hash,
             placement=self._mover.heading.digest,
             agreed=agreed_by(total, attempt.requests),

@@ -21,7 +21,7 @@ position, proofs, mover, pacing, commitment, regroup, boundary and fence, engine
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -32,6 +32,7 @@ from megatron.elastic.engine.boundary import Boundary
 from megatron.elastic.engine.commitment import Commitment
 from megatron.elastic.engine.failures import NotFinite
 from megatron.elastic.engine.joining import Welcome
+from megatron.elastic.engine.ledger import Expected, Ledger, LedgerError
 from megatron.elastic.engine.listener import Stepped
 from megatron.elastic.engine.mover import Mover
 from megatron.elastic.engine.pacing import Pacing
@@ -192,26 +193,45 @@ class Engine:
             self.tools.port.train(False)
             try:
                 return self._reported(
-                    StepInput(number, address, forward_step, source) for number, address in enumerate(addresses)
+                    [StepInput(number, address, forward_step, source) for number, address in enumerate(addresses)]
                 )
             finally:
                 self.tools.port.train(True)
 
         return self.fenced(body)
 
-    def _reported(self, batches: Iterable[StepInput]) -> dict[str, tuple[float, float]]:
+    def _reported(self, batches: Sequence[StepInput]) -> dict[str, tuple[float, float]]:
         at, tally = self.position, Tally()
         for batch in batches:
             at.tools.reach("in_evaluate", at.record.version)
             result = at.body.compute(batch, 1.0, training=False)
             if at.standing.position == 0:
+                tally.ledger.add(result.ledger)
                 for key, (total, count) in result.report.items():
                     before = tally.report.get(key, (0.0, 0.0))
                     tally.report[key] = (before[0] + total, before[1] + count)
-        layout = VoteLayout((), at.agree_on_keys(tally.report))
-        vector = layout.pack(tally)
-        dist.all_reduce(vector, group=at.tools.fabric.world)
-        return layout.unpack(vector).report
+        total_of_all = self._added_up(tally)
+        self._check_evaluated(total_of_all.ledger, [batch.address for batch in batches])
+        return total_of_all.report
+
+    def _added_up(self, tally: Tally) -> Tally:
+        """Sums over all ranks of what their loss functions report, and of the ledgers."""
+        at, anew = self.position, False
+        while True:
+            layout = VoteLayout((), at.agree_on_keys(tally.report, anew))
+            vector = layout.pack(tally)
+            dist.all_reduce(vector, group=at.tools.fabric.world)
+            total = layout.unpack(vector)
+            if not total.unannounced:
+                return total
+            anew = True
+
+    def _check_evaluated(self, ledger: Ledger, addresses: Sequence[StepAddress]) -> None:
+        skipped = frozenset(self.standing.plan.skipped)
+        samples = [at.first + row for at in addresses for row in range(at.size) if row not in skipped]
+        findings = ledger.findings(Expected(samples, self.tools.port.compute_units, training=False))
+        if findings:
+            raise LedgerError(f"evaluation after step {self.record.version}: {'; '.join(findings)}")
 
     def parameter_norm(self) -> float:
         """L2 norm of all parameters, each counted once, from the masters of their owners."""

@@ -21,12 +21,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from megatron.elastic.config import ConfigError
+from megatron.elastic.engine.ledger import Ledger, LedgerError
 from megatron.elastic.engine.port import ROW_DIM, DeferredWeights, ForwardStep, LossOutput, ModelPort, place_of
+from megatron.elastic.engine.source import PieceBatch, StepAddress
 from megatron.elastic.engine.transport import BoundaryTransport, Receipt
 from megatron.elastic.observe.timeline import Timeline
 from megatron.elastic.plan.model import Action, Cell, Edge, Op, Piece, Plan
@@ -42,8 +44,9 @@ class Work:
     """One pass over the batch: what to run it on and how to weigh its losses."""
 
     step: int
+    address: StepAddress
     forward_step: ForwardStep
-    batches: Callable[[Piece], Iterator[Any]]
+    batches: Callable[[Piece], PieceBatch]
     scope: Callable[[Piece], AbstractContextManager[None]]
     """Entered around forward and backward of a piece: dropout keys."""
     reach: Callable[[str], None]
@@ -66,8 +69,12 @@ class PassResult:
 
     tokens: float = 0.0
     report: dict[str, tuple[float, float]] = field(default_factory=dict)
-    samples: list[int] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
     """Rows of the global batch whose loss was computed here."""
+    ledger: Ledger = field(default_factory=Ledger)
+    """Samples that all this was really computed from."""
+    contents: tuple[dict[int, int], dict[int, int]] = field(default_factory=lambda: ({}, {}))
+    """Sample → digest of its contents, as read at the first unit and at the loss: they explain a refused vote."""
     actions: list[Timed] = field(default_factory=list)
     """Computations in the order they ran."""
 
@@ -161,6 +168,8 @@ class Executor:
                     work.folded()
             if self._deferred:
                 raise RuntimeError(f"the schedule forms no weight gradients for pieces {sorted(self._deferred)}")
+            if work.training and self._running:
+                raise RuntimeError(f"the schedule has no backward for pieces {sorted(self._running)}")
             self._transport.flush()
         finally:
             self._reset()
@@ -178,6 +187,7 @@ class Executor:
             case Op.BACKWARD:
                 work.reach("mid_backward")
                 self._backward(action, piece, work, result)
+                result.ledger.accumulated(piece, work.address.samples(piece))
             case Op.BACKWARD_INPUT:
                 work.reach("mid_backward")
                 with self._port.deferring(piece) as self._deferred[piece.id]:
@@ -185,6 +195,7 @@ class Executor:
             case Op.BACKWARD_WEIGHT:
                 with _timed(action, piece, work, result):
                     self._deferred.pop(piece.id).run(self._accumulate)
+                result.ledger.accumulated(piece, work.address.samples(piece))
             case Op.SEND_FORWARD:
                 edge = self._plan.edges[action.edge]
                 running = self._running[piece.id]
@@ -202,17 +213,32 @@ class Executor:
             source.requires_grad_(True)
         grad_mode = nullcontext() if work.training else torch.no_grad()
         splittable = self._port.deferring(piece) if work.training and piece.id in self._split else nullcontext()
+        batch = work.batches(piece)
         with work.scope(piece), grad_mode, splittable, _timed(action, piece, work, result):
             place = place_of(piece.first, piece.end, self._port.compute_units)
-            output = self._port.forward(work.forward_step, piece, place, source, work.batches(piece))
+            output = self._port.forward(work.forward_step, piece, place, source, batch)
+        self._enter(piece, batch, work, result)
         if isinstance(output, LossOutput):
             _record(output, piece, result)
-            output = _weighted(output, piece, self._plan, work)
+            output = _weighted(output, piece, self._plan, work, result)
             if not work.training:
                 return
         self._hand_over(piece, output.detach(), backward=False)
         if work.training or self._sent(piece):
             self._running[piece.id] = _Running(source, output)
+
+    def _enter(self, piece: Piece, batch: PieceBatch, work: Work, result: PassResult) -> None:
+        """Compare what a piece was computed from with the plan, and keep it for the vote."""
+        if self._position > 0:  # the first rank of a cell reads the data set and sends it to the others
+            return
+        units, reading = self._port.compute_units, batch.reading
+        try:
+            result.ledger.read(piece, work.address.samples(piece), reading, units)
+        except LedgerError as error:
+            raise LedgerError(f"step {work.step}, rank {self._cell.ranks[0]}: {error}") from None
+        for seen, here in zip(result.contents, (piece.first == 0, piece.end == units), strict=True):
+            if here and reading is not None:
+                seen.update(zip(reading.samples, reading.contents, strict=True))
 
     def _backward(self, action: Action, piece: Piece, work: Work, result: PassResult) -> None:
         running = self._running.pop(piece.id)
@@ -298,7 +324,7 @@ def _positions(edge: Edge, backward: bool) -> tuple[int, ...]:
 
 
 def _record(output: LossOutput, piece: Piece, result: PassResult) -> None:
-    result.samples.extend(piece.rows)
+    result.rows.extend(piece.rows)
     if output.tokens is not None:
         result.tokens += float(output.tokens)
     for key, value in output.report.items():
@@ -310,7 +336,7 @@ def _record(output: LossOutput, piece: Piece, result: PassResult) -> None:
         result.report[key] = (before[0] + total, before[1] + count)
 
 
-def _weighted(output: LossOutput, piece: Piece, plan: Plan, work: Work) -> torch.Tensor:
+def _weighted(output: LossOutput, piece: Piece, plan: Plan, work: Work, result: PassResult) -> torch.Tensor:
     """The scalar whose gradient is this piece's share of the step's, times the loss scale."""
     if work.per_token:
         if output.tokens is None:
@@ -327,4 +353,5 @@ def _weighted(output: LossOutput, piece: Piece, plan: Plan, work: Work) -> torch
             )
         loss = output.loss if output.tokens is None else output.loss / torch.clamp(output.tokens, min=1)
         loss = loss / work.microbatches
+        result.ledger.weights += 1.0 / work.microbatches
     return loss * work.loss_scale if work.loss_scale != 1.0 else loss

@@ -69,9 +69,9 @@ class Position:
             self.parameters = -1  # of units that came here there are none yet
         self.standing = self.recovery.restand(self.standing, basis)
 
-    def agree_on_keys(self, mine: Mapping[str, tuple[float, float]]) -> tuple[str, ...]:
-        """Names of what loss functions report, ascending. Collective once a generation."""
-        if self._keys_of != self.standing.generation:
+    def agree_on_keys(self, mine: Mapping[str, tuple[float, float]], anew: bool = False) -> tuple[str, ...]:
+        """Names of what loss functions report, ascending. Collective once a generation, and where ``anew`` is asked."""
+        if anew or self._keys_of != self.standing.generation:
             found = {key for keys in gather_objects(self.tools.fabric, tuple(mine)).values() for key in keys}
             self.report_keys = tuple(sorted(found | set(self.report_keys)))
             self._keys_of = self.standing.generation

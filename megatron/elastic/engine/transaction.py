@@ -20,7 +20,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,13 +30,14 @@ from megatron.elastic.engine.buffers import Arena
 from megatron.elastic.engine.dropout import DropoutKey, dropout_scope
 from megatron.elastic.engine.exact import ExactGradients, OutOfRange, resolutions
 from megatron.elastic.engine.executor import Executor, PassResult, Work
+from megatron.elastic.engine.ledger import Ledger
 from megatron.elastic.engine.port import ForwardStep, ModelPort
 from megatron.elastic.engine.seals import SEAL_SLOTS, Disputes, disputes, seals
 from megatron.elastic.engine.settings import Settings
-from megatron.elastic.engine.source import SampleSource, StepAddress
+from megatron.elastic.engine.source import PieceBatch, SampleSource, StepAddress
 from megatron.elastic.engine.standing import Routes, Span, Standing, routes
 from megatron.elastic.engine.transport import BoundaryTransport, started
-from megatron.elastic.engine.vote import Tally, VoteLayout, ledger_digest, plan_digest
+from megatron.elastic.engine.vote import Tally, VoteLayout, plan_digest
 from megatron.elastic.observe.timeline import Timeline
 from megatron.elastic.plan.model import Piece
 from megatron.elastic.plan.pace import Range
@@ -131,15 +131,12 @@ class StepBody:
             tools.arena.zero_gradients()
         if self._executor is None:
             return PassResult()
-        pieces = self._executor.data_pieces()
-        batches: Callable[[Piece], Iterator[Any]] = _no_data
-        if step.source is not None and tools.port.reads_data():
-            step.source.plan(pieces)
-            batches = step.source.begin(step.address)
+        batches = self._batches(step, self._executor.data_pieces())
         tools.publish("compute", ())
         grid = self._standing.plan.grid
         work = Work(
             step=step.step,
+            address=step.address,
             forward_step=step.forward_step,
             batches=batches,
             scope=lambda piece: self._scope(step, piece),
@@ -160,9 +157,17 @@ class StepBody:
             tools.port.finish_gradients(gradients)
         return result
 
+    def _batches(self, step: StepInput, pieces: Sequence[Piece]) -> Callable[[Piece], PieceBatch]:
+        """Where this rank's pieces get their samples; only the first rank of a cell reads the data set."""
+        if step.source is None:
+            return lambda piece: PieceBatch.as_planned(step.address.samples(piece))
+        if not self._tools.port.reads_data():
+            return lambda piece: PieceBatch()
+        step.source.plan(pieces)
+        return step.source.begin(step.address)
+
     def _scope(self, step: StepInput, piece: Piece) -> AbstractContextManager[None]:
-        samples = tuple(step.address.first + row for row in piece.rows)
-        return dropout_scope(DropoutKey(self._tools.settings.seed, step.step, samples))
+        return dropout_scope(DropoutKey(self._tools.settings.seed, step.step, step.address.samples(piece)))
 
     # -- reduce and ship -------------------------------------------------------
 
@@ -286,14 +291,12 @@ class StepBody:
         """What this rank adds to the vote that is to name ``named``."""
         tools, standing = self._tools, self._standing
         counted = standing.position == 0
-        samples = [step.address.first + row for row in result.samples] if counted else []
         tally = Tally(
             tokens=result.tokens if counted else 0.0,
             zeros=self._zeros() if tools.settings.count_zeros else 0,
-            samples=len(samples),
-            ledger=ledger_digest(samples),
+            ledger=result.ledger if counted else Ledger(),
             report=result.report if counted else {},
-            rows=tuple(sorted(result.samples)) if counted else (),
+            rows=tuple(sorted(result.rows)) if counted else (),
             disputes=len(self.disputes.marks),
             suspects=len(self.disputes.contents),
             steady=int(tools.steady_clock),
@@ -321,7 +324,7 @@ class StepBody:
         tally.plan = plan_digest(self._standing.plan_hash, named.digest)
 
     def vote(self, layout: VoteLayout, tally: Tally) -> Tally:
-        """The sum over all living ranks. Raises ``RuntimeError`` when plans or ledgers disagree."""
+        """The sum over all living ranks. Raises ``RuntimeError`` when plans disagree."""
         tools = self._tools
         tools.publish("vote", self._standing.living)
         vector = layout.pack(tally)
@@ -384,10 +387,6 @@ class StepBody:
     def _have_copies(self, ranks: Collection[int], layout: UnitLayout) -> bool:
         copies = self._standing.placement.copies
         return all(set(ranks) <= set(copies[block.key].ranks) for block in layout.blocks)
-
-
-def _no_data(piece: Piece) -> Iterator[Any]:
-    return iter(())
 
 
 def _nowhere(point: str) -> None:

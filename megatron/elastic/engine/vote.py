@@ -7,27 +7,29 @@ before and of this vector, the same on every rank.
 
 A slot has one contributor or holds integers below 2^53, so the sum does not
 depend on who contributed or in which order; loss sums are the exception, they
-are added over cells in member order.
+are added over cells in member order. A digest is too long for one slot: it is cut
+into limbs of 21 bits, each summed in a slot of its own, so that sums over 2^32
+contributors are exact.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
 import torch
+import xxhash
 
 from megatron.elastic.engine.clocks import ClockState
-from megatron.elastic.engine.source import StepAddress
+from megatron.elastic.engine.ledger import DIGEST_BITS, Ledger
 from megatron.elastic.plan.pace import Range
 from megatron.elastic.state.layout import BlockKey
 
-__all__ = ["Tally", "VoteLayout", "agreed_by", "check_ledger", "leaving_of", "ledger_digest", "plan_digest", "wishes"]
+__all__ = ["Tally", "VoteLayout", "agreed_by", "leaving_of", "plan_digest", "wishes"]
 
-_MODULUS = 1 << 40
-"""Digests are summed over at most 2^13 contributors and must stay exact in float64."""
+_LIMB_BITS = 21
+_LIMBS = DIGEST_BITS // _LIMB_BITS
 
 
 class _Slot(IntEnum):
@@ -36,18 +38,36 @@ class _Slot(IntEnum):
     OVERFLOWS = 2
     ZEROS = 3
     SAMPLES = 4
-    LEDGER = 5
-    PLAN = 6
-    JOINS = 7
-    DRAINS = 8
-    READY = 9
-    DISPUTES = 10
-    SUSPECTS = 11
-    LEAVES = 12
-    SAVES = 13
-    WRITTEN = 14
-    STEADY = 15
-    SIZE = 16
+    WEIGHTS = 5
+    JOINS = 6
+    DRAINS = 7
+    READY = 8
+    DISPUTES = 9
+    SUSPECTS = 10
+    SAVES = 11
+    WRITTEN = 12
+    STEADY = 13
+    UNANNOUNCED = 14
+    # Digests, of _LIMBS slots each.
+    NUMBERS = 15
+    LOSSES = 18
+    INPUTS = 21
+    GRADIENTS = 24
+    PLAN = 27
+    LEAVES = 30
+    SIZE = 33
+
+
+def _limbs(value: int) -> list[float]:
+    """``value`` (not negative) cut into limbs, lowest first; the last one holds what is left."""
+    mask = (1 << _LIMB_BITS) - 1
+    low = [float(value >> (_LIMB_BITS * i) & mask) for i in range(_LIMBS - 1)]
+    return [*low, float(value >> (_LIMB_BITS * (_LIMBS - 1)))]
+
+
+def _joined(values: Sequence[float], slot: _Slot) -> int:
+    """The integer whose summed limbs begin at ``slot``."""
+    return sum(int(values[slot + i]) << (_LIMB_BITS * i) for i in range(_LIMBS))
 
 
 @dataclass
@@ -60,10 +80,10 @@ class Tally:
     tokens: float = 0.0
     overflows: int = 0
     zeros: int = 0
-    samples: int = 0
-    ledger: int = 0
-    """Sum of digests of the samples whose loss was computed here, exact."""
+    ledger: Ledger = field(default_factory=Ledger)
+    """Samples that the gradients here were computed from."""
     plan: int = 0
+    """Sum of digests of what each voter takes for the plan."""
     joins: int = 0
     """Voters that know of a newcomer waiting to be admitted."""
     drains: int = 0
@@ -87,8 +107,10 @@ class Tally:
     clocks: dict[int, ClockState] = field(default_factory=dict)
     """By cell: what its devices' clocks can be and are, summed over its ranks."""
     report: dict[str, tuple[float, float]] = field(default_factory=dict)
+    unannounced: int = 0
+    """Voters whose loss function reports a name that the layout has no slot for."""
     rows: tuple[int, ...] = ()
-    """Rows behind ``samples``, ascending; not part of the vector, reported if the vote is cut short."""
+    """Rows behind ``ledger.samples``, ascending; not part of the vector, reported if the vote is cut short."""
 
 
 @dataclass(frozen=True)
@@ -108,21 +130,31 @@ class VoteLayout:
         return plain + 2 * len(self.ranges) + 4 * len(self.clocked)
 
     def pack(self, tally: Tally) -> torch.Tensor:
-        """``tally`` as a float64 vector. Raises ``KeyError`` for a report key nobody announced."""
+        """``tally`` as a float64 vector. Report keys that the layout lacks are left out, and counted."""
         vector = torch.zeros(self.size, dtype=torch.float64)
-        counters = (
-            tally.voters, tally.tokens, tally.overflows, tally.zeros, tally.samples, tally.ledger, tally.plan,
-            tally.joins, tally.drains, tally.ready, tally.disputes, tally.suspects, tally.leaves, tally.saves,
-            tally.written, tally.steady,
-        )  # fmt: skip
-        vector[: _Slot.SIZE] = torch.tensor(counters, dtype=torch.float64)
+        counters = {
+            _Slot.VOTERS: tally.voters, _Slot.TOKENS: tally.tokens, _Slot.OVERFLOWS: tally.overflows,
+            _Slot.ZEROS: tally.zeros, _Slot.SAMPLES: tally.ledger.samples, _Slot.WEIGHTS: tally.ledger.weights,
+            _Slot.JOINS: tally.joins, _Slot.DRAINS: tally.drains, _Slot.READY: tally.ready,
+            _Slot.DISPUTES: tally.disputes, _Slot.SUSPECTS: tally.suspects, _Slot.SAVES: tally.saves,
+            _Slot.WRITTEN: tally.written, _Slot.STEADY: tally.steady,
+            _Slot.UNANNOUNCED: tally.unannounced or bool(tally.report.keys() - set(self.report_keys)),
+        }  # fmt: skip
+        digests = {
+            _Slot.NUMBERS: tally.ledger.numbers, _Slot.LOSSES: tally.ledger.losses, _Slot.INPUTS: tally.ledger.inputs,
+            _Slot.GRADIENTS: tally.ledger.gradients, _Slot.PLAN: tally.plan, _Slot.LEAVES: tally.leaves,
+        }  # fmt: skip
+        head = [float(counters[slot]) for slot in sorted(counters)]
+        head += [limb for slot in sorted(digests) for limb in _limbs(digests[slot])]
+        vector[: _Slot.SIZE] = torch.tensor(head, dtype=torch.float64)
         at = {key: _Slot.SIZE + i for i, key in enumerate(self.blocks)}
         for key, norm in tally.norms.items():
             vector[at[key]] = norm
         start = _Slot.SIZE + len(self.blocks)
         where = {key: start + 2 * i for i, key in enumerate(self.report_keys)}
         for name, (total, count) in tally.report.items():
-            vector[where[name]], vector[where[name] + 1] = total, count
+            if name in where:
+                vector[where[name]], vector[where[name] + 1] = total, count
         start += 2 * len(self.report_keys)
         for i, key in enumerate(self.ranges):
             vector[start + 2 * i], vector[start + 2 * i + 1] = tally.times.get(key, (0, 0))
@@ -143,18 +175,25 @@ class VoteLayout:
             tokens=values[_Slot.TOKENS],
             overflows=int(values[_Slot.OVERFLOWS]),
             zeros=int(values[_Slot.ZEROS]),
-            samples=int(values[_Slot.SAMPLES]),
-            ledger=int(values[_Slot.LEDGER]),
-            plan=int(values[_Slot.PLAN]),
+            ledger=Ledger(
+                samples=int(values[_Slot.SAMPLES]),
+                numbers=_joined(values, _Slot.NUMBERS),
+                losses=_joined(values, _Slot.LOSSES),
+                inputs=_joined(values, _Slot.INPUTS),
+                gradients=_joined(values, _Slot.GRADIENTS),
+                weights=values[_Slot.WEIGHTS],
+            ),
+            plan=_joined(values, _Slot.PLAN),
             joins=int(values[_Slot.JOINS]),
             drains=int(values[_Slot.DRAINS]),
             ready=int(values[_Slot.READY]),
             disputes=int(values[_Slot.DISPUTES]),
             suspects=int(values[_Slot.SUSPECTS]),
-            leaves=int(values[_Slot.LEAVES]),
+            leaves=_joined(values, _Slot.LEAVES),
             saves=int(values[_Slot.SAVES]),
             written=int(values[_Slot.WRITTEN]),
             steady=int(values[_Slot.STEADY]),
+            unannounced=int(values[_Slot.UNANNOUNCED]),
             times={
                 key: (int(values[times + 2 * i]), int(values[times + 2 * i + 1])) for i, key in enumerate(self.ranges)
             },
@@ -203,31 +242,13 @@ def agreed_by(total: Tally, requests: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _digest_of_ranks(ranks: Iterable[int]) -> int:
-    raw = hashlib.blake2b(",".join(map(str, ranks)).encode(), digest_size=4).digest()
-    return 1 + int.from_bytes(raw, "little")
-
-
-def ledger_digest(samples: Iterable[int]) -> int:
-    """Order-free digest of a set of sample numbers: each counted once, sums of two disjoint sets add up."""
-    return sum(_digest(sample) for sample in samples)
+    return 1 + _text_digest(",".join(map(str, ranks)))  # 0: no rank leaves
 
 
 def plan_digest(plan_hash: str, basis: str) -> int:
-    """The hashes of a plan and of what state it runs on, short enough for a slot."""
-    return int(hashlib.blake2b(f"{plan_hash}|{basis}".encode(), digest_size=5).hexdigest(), 16) % _MODULUS
+    """The hashes of a plan and of what state it runs on, short enough for a vote."""
+    return _text_digest(f"{plan_hash}|{basis}")
 
 
-def _digest(sample: int) -> int:
-    raw = hashlib.blake2b(sample.to_bytes(8, "little"), digest_size=5).digest()
-    return int.from_bytes(raw, "little") % (1 << 24)
-
-
-def check_ledger(total: Tally, address: StepAddress, step: int, skipped: Sequence[int] = ()) -> None:
-    """Every sample of the step, but for the rows ``skipped``, was computed exactly once. Raises ``RuntimeError``."""
-    left_out = frozenset(skipped)
-    expected = [address.first + row for row in range(address.size) if row not in left_out]
-    if total.samples != len(expected) or total.ledger != ledger_digest(expected):
-        raise RuntimeError(
-            f"step {step}: {total.samples} samples were computed, {len(expected)} belong to it; "
-            "each must be computed exactly once"
-        )
+def _text_digest(text: str) -> int:
+    return xxhash.xxh3_64_intdigest(text.encode()) >> (64 - DIGEST_BITS)

@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from megatron.elastic.engine.executor import Executor, Work
+from megatron.elastic.engine.ledger import Expected
 from megatron.elastic.engine.port import LossOutput
+from megatron.elastic.engine.source import PieceBatch, StepAddress
 from megatron.elastic.engine.transport import BoundaryTransport
 from megatron.elastic.observe.timeline import Timeline
 from megatron.elastic.plan.model import Cell, Grid, Piece, Plan, Replica, Segment, Topology
@@ -72,7 +74,9 @@ def work(training: bool = True) -> Work:
         raise AssertionError("the port computes")
 
     ignore: Callable[..., None] = lambda *_: None  # noqa: E731
-    return Work(0, no_step, lambda piece: iter(()), lambda piece: nullcontext(), ignore, ignore, Timeline(), ignore,
+    address = StepAddress(ROWS * 3, ROWS)
+    batches = lambda piece: PieceBatch.as_planned(address.samples(piece))  # noqa: E731
+    return Work(0, address, no_step, batches, lambda piece: nullcontext(), ignore, ignore, Timeline(), ignore,
                 per_token=True, training=training)  # fmt: skip
 
 
@@ -93,7 +97,8 @@ def gradients(found: Plan, port: Layers) -> tuple[list[torch.Tensor], float]:
     for layer in port.layers:
         layer.zero_grad()
     result = executor(port, found).run(work())
-    assert sorted(result.samples) == list(range(ROWS))
+    assert sorted(result.rows) == list(range(ROWS))
+    assert result.ledger.findings(Expected(range(3 * ROWS, 4 * ROWS), UNITS)) == []
     return [p.grad.clone() for layer in port.layers for p in layer.parameters() if p.grad is not None], result.tokens
 
 
@@ -110,4 +115,4 @@ def test_gradients_are_those_of_whole_pieces(cuts: tuple[int, ...]) -> None:
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
     with torch.no_grad():
         reported = executor(port, plan(*cuts)).run(work(training=False))
-    assert reported.report["loss"][1] == 4 and sorted(reported.samples) == list(range(ROWS))
+    assert reported.report["loss"][1] == 4 and sorted(reported.rows) == list(range(ROWS))
