@@ -11,10 +11,10 @@ from __future__ import annotations
 import os
 import runpy
 from pathlib import Path
-from typing import Any
 
 from megatron.elastic.control import env
-from megatron.elastic.engine.source import DatasetSource, Numbered, _Loader
+from megatron.elastic.engine.source import DatasetSource, Numbered, StepAddress, _Loader
+from megatron.elastic.plan.model import Piece
 
 ROOT = Path(__file__).resolve().parents[2]
 AT = 5
@@ -37,8 +37,8 @@ def other_labels() -> None:
     """Change the last label of sample ``AT``."""
     original = DatasetSource._read
 
-    def read(self: DatasetSource, *where: Any) -> Numbered:
-        samples, batch = original(self, *where)
+    def read(self: DatasetSource, address: StepAddress, piece: Piece) -> Numbered:
+        samples, batch = original(self, address, piece)
         if AT in samples:
             batch["labels"][samples.index(AT), -1] += 1
         return samples, batch

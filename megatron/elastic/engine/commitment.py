@@ -76,6 +76,8 @@ class Commitment:
         self.followed = -1
         """Version that all mirrors are known to have (``state`` mode)."""
         self._attempt: _Attempt | None = None
+        self._key: GradientKey | None = None
+        """Of the newest gradients computed here."""
         self._zeros = 0
 
     # -- the present attempt -------------------------------------------------------
@@ -118,7 +120,8 @@ class Commitment:
         """Compute, reduce, ship, vote. On return the position's record is that of ``work.step``."""
         at, body, step = self._position, self._position.body, work.step
         reach, timer = at.tools.reach, at.timer
-        attempt = self._attempt = _Attempt(work, body.key(step), at.standing.plan.skipped, self._mover.heading)
+        self._key = key = self._next_key(step)
+        attempt = self._attempt = _Attempt(work, key, at.standing.plan.skipped, self._mover.heading)
         self.computed = at.standing.plan.rows
         reach("after_prepare", step)
         self._mover.link_is_free()
@@ -129,13 +132,13 @@ class Commitment:
         self._mover.link_is_taken()
         reach("before_reduce", step)
         with timer.phase("reduce"):
-            body.reduce(step)
+            body.reduce(key)
         reach("after_reduce", step)
         with timer.phase("ship"):
             self._mover.arrive()
-            body.ship(step, attempt.named.placement)
+            body.ship(key, attempt.named.placement)
         reach("after_ship", step)
-        attempt.tally, attempt.disputes = body.tally(work, result, attempt.named), body.disputes
+        attempt.tally, attempt.disputes = body.tally(result, key, attempt.named), body.disputes
         attempt.contents = result.contents
         attempt.requests = at.recovery.membership.pending()
         wishes(attempt.tally, attempt.requests)
@@ -143,6 +146,13 @@ class Commitment:
         attempt.tally.ready = self._mover.ready(computing)
         self._pacing.add_to(attempt.tally)
         self._vote(attempt, attempt.tally)
+
+    def _next_key(self, step: int) -> GradientKey:
+        """Of the gradients of a new attempt: every rank has seen the votes on the attempts before it refused."""
+        key, before = GradientKey(step - 1, self._position.standing.generation), self._key
+        if before is None or (before.step, before.generation) != (key.step, key.generation):
+            return key
+        return key._replace(attempt=before.attempt + 1)
 
     def vote_again(self, key: GradientKey) -> None:
         """Over the gradients of an earlier generation, retained under ``key``, which are complete."""

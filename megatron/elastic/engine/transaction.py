@@ -171,16 +171,12 @@ class StepBody:
 
     # -- reduce and ship -------------------------------------------------------
 
-    def key(self, step: int) -> GradientKey:
-        """Name of the gradients that lead to version ``step``, as this generation computes them."""
-        return GradientKey(step - 1, self._standing.generation)
-
-    def reduce(self, step: int) -> None:
-        """Owners receive the sum over their unit group and retain it under (step, generation)."""
+    def reduce(self, key: GradientKey) -> None:
+        """Owners receive the sum over their unit group and retain it under ``key``."""
         tools = self._tools
         for span in self._standing.spans:
             if span is self._standing.spans[-1]:
-                tools.reach("mid_reduce", step)
+                tools.reach("mid_reduce", key.step + 1)
             tools.publish("reduce", span.members)
             if tools.exact is not None:
                 tools.exact.reduce(span.start, span.stop, partial(self._reduce_scatter, span))
@@ -188,20 +184,20 @@ class StepBody:
                 self._reduce_scatter(span, tools.arena.gradients[span.start : span.stop])
         for block in self._standing.owned:
             gradient = tools.arena.unit_gradients(block.unit)[block.start : block.stop]
-            tools.pool.retain(block.key, self.key(step), gradient)
+            tools.pool.retain(block.key, key, gradient)
 
     def _reduce_scatter(self, span: Span, values: torch.Tensor) -> None:
         if len(span.members) > 1:
             self._tools.fabric.reduce_scatter_blocks(span.group, values, span.blocks)
 
-    def ship(self, step: int, named: Placement) -> None:
+    def ship(self, gradient_key: GradientKey, named: Placement) -> None:
         """Reduced blocks from owners to the copies that the vote is to name, each with a seal.
 
         ``disputes`` has what does not match. In ``state`` mode only to ranks that are to be owners: mirrors
         :meth:`follow`. Contents are not compared where copies are about to go: with an owner that leaves
         nobody could tell afterwards which one was right.
         """
-        tools, gradient_key, way = self._tools, self.key(step), self._standing.routes
+        tools, way = self._tools, self._standing.routes
         pool, self.disputes, interval = tools.pool, Disputes(), self._verify_interval
         if named is not self._standing.placement:
             holders, interval = named if pool.snapshot == "gradient" else named.owners_only(), 0
@@ -218,7 +214,7 @@ class StepBody:
                 pool.retain(block.key, gradient_key, gradient)
             self.disputes.add(disputes(pool, [block.key for block in blocks], gradient_key, interval, sealed))
 
-        self._exchange(way, pack, unpack, 1, SEAL_SLOTS, _SHIP_TAG + (step & 0xFF))
+        self._exchange(way, pack, unpack, 1, SEAL_SLOTS, _SHIP_TAG + ((gradient_key.step + 1) & 0xFF))
 
     def follow(self, record: StepRecord) -> None:
         """``state`` mode: stepped blocks from owners to mirrors, with their lineage.
@@ -287,8 +283,8 @@ class StepBody:
 
     # -- vote ------------------------------------------------------------------
 
-    def tally(self, step: StepInput, result: PassResult, named: Basis) -> Tally:
-        """What this rank adds to the vote that is to name ``named``."""
+    def tally(self, result: PassResult, key: GradientKey, named: Basis) -> Tally:
+        """What this rank adds to the vote on the gradients of ``key`` that is to name ``named``."""
         tools, standing = self._tools, self._standing
         counted = standing.position == 0
         tally = Tally(
@@ -302,7 +298,7 @@ class StepBody:
             steady=int(tools.steady_clock),
             times=self._times(result) if counted else {},
         )
-        self.weigh(tally, self.key(step.step), named)
+        self.weigh(tally, key, named)
         return tally
 
     def _times(self, result: PassResult) -> dict[Range, tuple[int, int]]:

@@ -1,7 +1,7 @@
 """This rank's copies of state blocks, in host memory.
 
 Owned and mirrored blocks are kept alike: master, exp_avg, exp_avg_sq (fp32), a
-version, and up to two retained reduced gradients keyed (step, generation).
+version, and up to two retained reduced gradients keyed (step, generation, attempt).
 :meth:`StatePool.apply` brings copies to the version of a StepRecord with one
 native kernel, so owner and mirror end with the same bits (ElasWave's snapshot
 pool, arXiv 2510.00606, "gradient" mode; DESIGN.md sections 3 and 6).
@@ -195,14 +195,14 @@ class StatePool:
     def retain(self, key: BlockKey, gradient: GradientKey, values: torch.Tensor) -> None:
         """Keep the reduced gradient (fp32 [numel], copied) of one block until it is applied.
 
-        Replaces one of the same step and an older generation. Raises :class:`StateError`
-        for an older generation or step, and when both slots are taken.
+        Replaces one of the same step and an older attempt. Raises :class:`StateError`
+        for an older attempt or step, and when both slots are taken.
         """
         copy = self.get(key)
         if copy.version == TORN or gradient.step < copy.version:
             raise StateError(f"rank {self.rank}: gradient {tuple(gradient)} for block {key} at version {copy.version}")
         for held in [k for k in copy.gradients if k.step == gradient.step]:
-            if held.generation > gradient.generation:
+            if held > gradient:
                 raise StateError(f"rank {self.rank}: gradient {tuple(gradient)} of block {key} is void, holds {held}")
             copy.release(held)
         if len(copy.gradients) >= _SLOTS:

@@ -49,7 +49,7 @@ class Holdings:
     newest: int = NOTHING
     """Lowest and highest version of its copies; differ only while an update is under way."""
     gradients: tuple[GradientKey, ...] = ()
-    """Keys (s, g) such that every copy at a version ≤ s retains that reduced gradient. Of the step whose record is
+    """Keys of steps s such that every copy at a version ≤ s retains that reduced gradient. Of the step whose record is
     not known here: every copy that its vote is to name, one that is to come included, one that is to go not."""
     records: tuple[StepRecord, ...] = ()
     statistics: tuple[tuple[GradientKey, tuple[tuple[int, int], ...]], ...] = ()

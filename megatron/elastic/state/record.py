@@ -43,10 +43,16 @@ __all__ = [
 
 
 class GradientKey(NamedTuple):
-    """Which computation a reduced gradient comes from: the step it was computed in (version t) and the generation."""
+    """Which computation a reduced gradient comes from: the step it was computed in (version t), the generation, and
+    how often the step was computed in that generation before.
+
+    A rank that knows a vote was refused computes the step again; another may not know yet, and still hold the refused
+    gradients. Without the attempt both would go by one name, and a vote taken again would mix them.
+    """
 
     step: int
     generation: int
+    attempt: int = 0
 
 
 @dataclass(frozen=True)

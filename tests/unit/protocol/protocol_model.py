@@ -16,8 +16,12 @@ gradients they need. Whoever learns the vote lets go of the copies that leave. U
 loss leads back to the old placement, with the copies taken meanwhile besides, or to the vote
 taken again.
 
-What a copy contains is written as its *chain*: the generations whose gradients it
-has applied, one per step. Two copies agree exactly when their chains do.
+With ``refuse`` one vote finds a gradient that is not finite: whoever learns that computes the step
+again, in the same generation, from other sums.
+
+What a copy contains is written as its *chain*: the computations whose gradients it
+has applied, one per step, each a number made of generation and attempt. Two copies agree
+exactly when their chains do.
 
 Two merges keep the state space small without hiding an outcome. Gathering and
 computing are one action: reports do not distinguish them, and a kill in between
@@ -41,7 +45,9 @@ from megatron.elastic.state.protocol import NOTHING, Holdings, Resolution, all_c
 from megatron.elastic.state.record import GradientKey, StepRecord
 
 Chain = tuple[int, ...]
-Gradient = tuple[int, int, int]  # block, step, generation
+Gradient = tuple[int, int, int]  # block, step, computation
+ATTEMPTS = 2
+"""A computation is ``ATTEMPTS * generation + attempt``."""
 Layout = tuple[tuple[int, ...], ...]  # per block its ranks, the owner first
 
 
@@ -63,6 +69,8 @@ class Faults:
     """A rank joins the next vote before its replay of the last step is done."""
     generation_ignored: bool = False
     """Rule 4 off: gradients are taken and applied whatever generation they come from."""
+    attempt_ignored: bool = False
+    """Rule 4 off within a generation: a step computed again there gives its gradients the name of those refused."""
     newest_copy_wins: bool = False
     """Rule 2 off: recovery goes to the newest version anybody has."""
     retired_before_vote: bool = False
@@ -83,21 +91,33 @@ class Faults:
 
 @dataclass(frozen=True)
 class Setting:
-    """What is explored. Block b is owned by rank b and mirrored by the next ``mirrors`` ranks."""
+    """What is explored. Block b is owned by rank b and mirrored by the next ``mirrors`` ranks.
+
+    The last ``parked`` ranks compute nothing, and own nothing before a loss; they may mirror.
+    """
 
     ranks: int = 2
     mirrors: int = 1
     steps: int = 2
     kills: int = 1
     migrate: bool = False
+    refuse: bool = False
+    """The first vote on step 0 is refused by all who learn it."""
+    parked: int = 0
     statistics_travel: bool = True
     """Token counts and losses travel with the reduce, so whoever has reduced knows them for all samples."""
     faults: Faults = Faults()
 
+    @property
+    def computing(self) -> int:
+        """How many ranks compute; as many blocks there are."""
+        return self.ranks - self.parked
+
     def __str__(self) -> str:
         migrate = "-migrate" if self.migrate else ""
         travel = "" if self.statistics_travel else "-local_statistics"
-        return f"ranks{self.ranks}-mirrors{self.mirrors}-steps{self.steps}-kills{self.kills}{migrate}{travel}"
+        refuse = ("-refuse" if self.refuse else "") + (f"-parked{self.parked}" if self.parked else "")
+        return f"ranks{self.ranks}-mirrors{self.mirrors}-steps{self.steps}-kills{self.kills}{migrate}{refuse}{travel}"
 
 
 class Rank(NamedTuple):
@@ -106,7 +126,7 @@ class Rank(NamedTuple):
     frozen: int
     phase: str  # R computed, S reduced and shipped, V voting, U update and gather, E ended
     step: int
-    key: int  # generation of the gradients this step uses
+    key: int  # computation whose gradients this step uses
     chain: Chain  # records known: the newest has version len(chain)
     copies: tuple[tuple[int, Chain], ...]
     gradients: frozenset[Gradient]
@@ -118,7 +138,7 @@ class Rank(NamedTuple):
     @property
     def voted_for(self) -> Layout:
         """What the record of the vote under way names: one taken again goes on with the copies left of it."""
-        return self.names if self.key == self.generation else self.stands
+        return self.names if self.key // ATTEMPTS == self.generation else self.stands
 
 
 class Decision(NamedTuple):
@@ -128,11 +148,12 @@ class Decision(NamedTuple):
     members: frozenset[int]
     named: Layout  # by the newest record
     base: Layout  # surviving copies to go on with
+    refused: bool  # the gradients of the vote that is taken again are not finite
 
 
 class State(NamedTuple):
     ranks: tuple[Rank, ...]
-    network: frozenset[tuple[int, int, int, int]]  # destination, block, step, generation
+    network: frozenset[tuple[int, int, int, int]]  # destination, block, step, computation
     freeze: int  # newest generation frozen
     seen_dead: int  # losses that the newest FREEZE covers
     decision: Decision  # newest decided
@@ -146,12 +167,13 @@ class State(NamedTuple):
 def initial_state(setting: Setting) -> State:
     """Everybody at version 0 in generation 1."""
     n = setting.ranks
-    layout = tuple(tuple((b + d) % n for d in range(setting.mirrors + 1)) for b in range(n))
+    layout = tuple(tuple((b + d) % n for d in range(setting.mirrors + 1)) for b in range(setting.computing))
     ranks = []
     for r in range(n):
-        copies = tuple((b, ()) for b in range(n) if r in layout[b])
-        ranks.append(Rank(True, 1, 1, "R", 0, 1, (), copies, frozenset(), layout, layout, layout, False))
-    first = Decision("start", (), 1, frozenset(range(n)), layout, layout)
+        copies = tuple((b, ()) for b, ranks_of in enumerate(layout) if r in ranks_of)
+        phase = "R" if r < setting.computing else "S"
+        ranks.append(Rank(True, 1, 1, phase, 0, ATTEMPTS, (), copies, frozenset(), layout, layout, layout, False))
+    first = Decision("start", (), ATTEMPTS, frozenset(range(n)), layout, layout, False)
     return State(tuple(ranks), frozenset(), 1, 0, first, 1, setting.kills, (), int(setting.migrate), (0, 0))
 
 
@@ -193,17 +215,46 @@ class Model:
     def _act(self, state: State, r: int, rank: Rank) -> Iterator[tuple[str, State]]:
         peers = [state.ranks[m] for m in state.decision.members]
         yield from self._take(state, r, rank)
-        if rank.phase == "R" and all(self._past(p, rank, "RSVU") for p in peers):
+        if rank.phase == "R" and all(self._past(state.ranks[m], rank, "RSVU") for m in self._computing(state)):
             yield f"{r} reduces", self._reduce(state, r, rank)
         elif rank.phase == "S" and self._may_join(r, rank):
             yield f"{r} joins", self._with(state, r, rank._replace(phase="V"))
-        elif rank.phase == "V" and all(self._past(p, rank, "VU") for p in peers):
+        elif rank.phase == "V" and self._refused(state, rank) and all(self._past(p, rank, "V") for p in peers):
+            yield f"{r} learns the refusal", self._with(state, r, self._begun_again(r, rank))
+        elif rank.phase == "V" and not self._refused(state, rank) and all(self._past(p, rank, "VU") for p in peers):
             switches = " and switches" if rank.voted_for != rank.stands else ""
             yield f"{r} learns the vote{switches}", self._commit(state, r, rank)
         elif rank.phase == "U" and self._gatherable(state, rank):
             yield f"{r} gathers and computes", self._with(state, r, self._begun(r, rank))
         yield from self._receive(state, r, rank)
         yield from self._update(state, r, rank)
+
+    def _begun_again(self, r: int, rank: Rank) -> Rank:
+        """The same step from other sums; after a vote taken again under what this generation works under."""
+        if rank.key // ATTEMPTS == rank.generation:
+            return rank._replace(phase=self._first_phase(r, rank.stands), key=rank.key + 1)
+        phase = self._first_phase(r, rank.stands)
+        return rank._replace(phase=phase, key=ATTEMPTS * rank.generation, names=rank.stands)
+
+    def _computing(self, state: State) -> list[int]:
+        return [m for m in state.decision.members if m < self.setting.computing]
+
+    def _first_phase(self, r: int, stands: Layout) -> str:
+        """Of a step: a rank that computes nothing and owns nothing has nothing to reduce."""
+        return "R" if r < self.setting.computing or any(ranks[0] == r for ranks in stands) else "S"
+
+    def _refused(self, state: State, rank: Rank) -> bool:
+        """Whether the vote finds the gradient of block 0 not finite, as the first computation of step 0 left it."""
+        if not self.setting.refuse or rank.step:
+            return False
+        return state.decision.refused if rank.key // ATTEMPTS != rank.generation else rank.key == ATTEMPTS
+
+    def _name(self, computation: int) -> int:
+        """What a gradient goes by: the computation it comes from, unless its attempt is ignored."""
+        return computation - computation % ATTEMPTS if self.faults.attempt_ignored else computation
+
+    def _key(self, step: int, computation: int) -> GradientKey:
+        return GradientKey(step, *divmod(self._name(computation), ATTEMPTS))
 
     def _begun(self, r: int, rank: Rank) -> Rank:
         """The next step, whose vote names what this rank works under, or the placement that all are ready for."""
@@ -213,8 +264,9 @@ class Model:
             names = tuple(self._moved(ranks) for ranks in rank.stands)
         if self.faults.retired_before_vote:
             copies = tuple((b, chain) for b, chain in copies if r in names[b])
-        phase, step = "E" if ended else "R", len(rank.chain)
-        return rank._replace(phase=phase, step=step, key=rank.generation, names=names, moving=False, copies=copies)
+        phase, step = "E" if ended else self._first_phase(r, rank.stands), len(rank.chain)
+        key = ATTEMPTS * rank.generation
+        return rank._replace(phase=phase, step=step, key=key, names=names, moving=False, copies=copies)
 
     def _take(self, state: State, r: int, rank: Rank) -> Iterator[tuple[str, State]]:
         """A copy streamed from its owner, brought to this rank's version; its hash has matched."""
@@ -231,14 +283,19 @@ class Model:
     @staticmethod
     def _past(peer: Rank, rank: Rank, phases: str) -> bool:
         """Whether what ``peer`` sends on entering one of ``phases`` of this step was sent in this generation."""
-        return peer.generation == rank.generation and (
-            peer.step > rank.step or peer.phase == "E" or (peer.step == rank.step and peer.phase in phases)
-        )
+        if peer.generation != rank.generation or (peer.step < rank.step and peer.phase != "E"):
+            return False
+        if peer.step > rank.step or peer.phase == "E":
+            return True
+        return peer.key > rank.key or (peer.key == rank.key and peer.phase in phases)
 
     def _reduce(self, state: State, r: int, rank: Rank) -> State:
         owned = [b for b, ranks in enumerate(rank.stands) if ranks[0] == r]
         held = {b for b, _ in rank.copies}  # without ``retired_before_vote`` all of them
-        gradients = rank.gradients | {(b, rank.step, rank.key) for b in owned if b in held}
+        gradients = rank.gradients
+        for b in owned:
+            if b in held:
+                gradients = self._retained(gradients, (b, rank.step, rank.key))
         messages = {(m, b, rank.step, rank.key) for b in owned for m in rank.names[b] if m != r}
         after = self._with(state, r, rank._replace(phase="S", gradients=gradients))
         return after._replace(network=state.network | messages)
@@ -253,19 +310,27 @@ class Model:
             parts = [current] if current and len(current) == mirrored else []
         for messages in parts:
             gradients = rank.gradients
-            for _, block, step, generation in messages:
-                wanted = generation == rank.generation or self.faults.generation_ignored
+            for _, block, step, computation in messages:
+                wanted = computation // ATTEMPTS == rank.generation or self.faults.generation_ignored
                 if wanted and len(dict(rank.copies)[block]) <= step:
-                    gradients |= {(block, step, generation)}
+                    gradients = self._retained(gradients, (block, step, computation))
                 if sum(g[0] == block for g in gradients) > 2:
                     raise Violation(f"rank {r} needs a third gradient slot for block {block}")
             after = self._with(state, r, rank._replace(gradients=gradients))
             yield f"{r} receives {len(messages)}", after._replace(network=state.network - messages)
 
+    def _retained(self, gradients: frozenset[Gradient], new: Gradient) -> frozenset[Gradient]:
+        """An older attempt at the same step makes room."""
+        if self.faults.generation_ignored:
+            return gradients | {new}
+        return frozenset(g for g in gradients if g[:2] != new[:2] or g[2] > new[2]) | {new}
+
     def _may_join(self, r: int, rank: Rank) -> bool:
         copies = dict(rank.copies)
         due = [b for b, ranks in enumerate(rank.names) if r in ranks]
-        held = {(b, s) for b, s, g in rank.gradients if g == rank.key or self.faults.generation_ignored}
+        again = rank.key // ATTEMPTS != rank.generation  # a decision names the gradients, no message brings them
+        named = {g for _, _, g in rank.gradients if g == rank.key or (again and self._name(g) == rank.key)}
+        held = {(b, s) for b, s, g in rank.gradients if g in named or self.faults.generation_ignored}
         arrived = self.faults.vote_before_mirrors or all((b, rank.step) in held for b in due)
         replayed = self.faults.no_back_pressure or all(len(copies[b]) == rank.step for b in due if b in copies)
         return arrived and replayed and all(b in copies for b in due)
@@ -289,7 +354,7 @@ class Model:
             usable = sorted(
                 g for g in rank.gradients
                 if g[:2] == (block, step) and step < len(rank.chain)
-                and (g[2] == rank.chain[step] or self.faults.generation_ignored)
+                and (self._name(g[2]) == self._name(rank.chain[step]) or self.faults.generation_ignored)
             )  # fmt: skip
             if not usable:
                 continue
@@ -327,10 +392,11 @@ class Model:
         decision = Decision(
             kind=outcome.kind,
             chain=self._chain_of(survivors, outcome),
-            key=outcome.gradient_key.generation if outcome.gradient_key else state.freeze,
+            key=_computation(outcome.gradient_key) if outcome.gradient_key else ATTEMPTS * state.freeze,
             members=frozenset(alive),
             named=named,
             base=base,
+            refused=bool(base[0]) and (0, 0, ATTEMPTS) in state.ranks[base[0][0]].gradients,
         )
         late = state.network if self.faults.generation_ignored else frozenset()
         after = state._replace(decision=decision, decided=state.freeze, network=late)
@@ -366,19 +432,20 @@ class Model:
 
     def _report(self, r: int, rank: Rank) -> Holdings:
         versions = [len(chain) for _, chain in rank.copies]
-        keys = sorted({GradientKey(s, g) for _, s, g in rank.gradients})
+        keys = sorted({self._key(s, g) for _, s, g in rank.gradients})
         copies = dict(rank.copies)
         statistics = []
         if rank.phase in "RSV":
             own = ((r, r + 1),)
             rows = ((0, self.setting.ranks),) if self.setting.statistics_travel and rank.phase != "R" else own
-            statistics = [(GradientKey(rank.step, rank.key), rows)]
+            statistics = [(self._key(rank.step, rank.key), rows)]
         if rank.phase in "SV":  # ready to vote as soon as every gradient is here, perhaps none
-            keys = sorted({*keys, GradientKey(rank.step, rank.key)})
+            keys = sorted({*keys, self._key(rank.step, rank.key)})
         complete = tuple(k for k in keys if self._complete(r, rank, copies, k))
         if self.faults.gradient_does_not_count:
             complete = ()
-        records = tuple(_record(rank.chain[:v]) for v in range(max(0, len(rank.chain) - 1), len(rank.chain) + 1))
+        chains = (rank.chain[:v] for v in range(max(0, len(rank.chain) - 1), len(rank.chain) + 1))
+        records = tuple(_record(chain, self._name(chain[-1]) if chain else 0) for chain in chains)
         offered = tuple((b, 0, 0) for b, _ in rank.copies if r not in rank.layout[b])
         if self.faults.only_named_copies:
             offered = ()
@@ -393,7 +460,8 @@ class Model:
             due = [b for b, ranks in enumerate(rank.names) if r in ranks]
             if self.faults.joining_need_not_vote:
                 due = [b for b in due if b in copies]
-        return all(b in copies and (len(copies[b]) > key.step or (b, *key) in rank.gradients) for b in due)
+        held = {(b, self._key(s, g)) for b, s, g in rank.gradients}
+        return all(b in copies and (len(copies[b]) > key.step or (b, key) in held) for b in due)
 
     def _check_decision(self, state: State, alive: list[int], named: Layout, outcome: Resolution) -> None:
         survivors = [(r, state.ranks[r]) for r in alive]
@@ -414,10 +482,12 @@ class Model:
         if outcome.version < len(owed):
             raise Violation(f"committed version {len(owed)} is lost: {outcome}")
         key = outcome.gradient_key
-        if outcome.kind == "revote" and len(owed) == outcome.version and (key is None or owed[-1] != key.generation):
+        if outcome.kind == "revote" and len(owed) == outcome.version and (
+            key is None or self._name(owed[-1]) != _computation(key)
+        ):
             raise Violation(f"the vote is taken again on other gradients than those committed: {outcome}")
         if outcome.kind == "revote" and key is not None:
-            able = {b for _, rank in survivors for b, *rest in rank.gradients if tuple(rest) == tuple(key)}
+            able = {b for _, rank in survivors for b, *rest in rank.gradients if self._key(*rest) == key}
             if len(able) < len(named):
                 raise Violation(f"the vote is taken again without any gradient of {set(range(len(named))) - able}")
 
@@ -438,7 +508,8 @@ class Model:
         revote = decision.kind == "revote"
         kept = frozenset(
             g for g in rank.gradients
-            if self.faults.generation_ignored or g[1] < version or (revote and g[1:] == (version, decision.key))
+            if self.faults.generation_ignored or g[1] < version
+            or (revote and (g[1], self._name(g[2])) == (version, decision.key))
         )  # fmt: skip
         held = decision.base
         if revote and not self.faults.retired_before_revote:  # a copy goes with a vote, not with a decision
@@ -451,7 +522,7 @@ class Model:
             generation=state.decided,
             phase="S" if revote else "U",
             step=version if revote else version - 1,  # whose end is still to come: it has sent nothing of the next
-            key=decision.key if revote else state.decided,
+            key=decision.key if revote else ATTEMPTS * state.decided,
             chain=decision.chain,
             copies=copies,
             gradients=frozenset(g for g in kept if r in held[g[0]]),
@@ -463,13 +534,17 @@ class Model:
         return self._with(state, r, after)
 
 
+def _computation(key: GradientKey) -> int:
+    return ATTEMPTS * key.generation + key.attempt
+
+
 def _keyed(layout: Layout) -> dict[BlockKey, tuple[int, ...]]:
     return {(b, 0, 0): ranks for b, ranks in enumerate(layout)}
 
 
 @cache
-def _record(chain: Chain) -> StepRecord:
-    gradient = GradientKey(len(chain) - 1, chain[-1]) if chain else None
+def _record(chain: Chain, name: int) -> StepRecord:
+    gradient = GradientKey(len(chain) - 1, *divmod(name, ATTEMPTS)) if chain else None
     return StepRecord(len(chain), gradient=gradient, ledger_hash=str(chain))
 
 

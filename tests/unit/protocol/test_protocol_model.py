@@ -18,6 +18,8 @@ KINDS = ("rerun", "revote", "roll_forward")
         Setting(ranks=2, mirrors=1, steps=2, kills=2),
         Setting(ranks=3, mirrors=1, steps=1, kills=1),
         Setting(ranks=3, mirrors=1, steps=1, kills=1, statistics_travel=False),
+        Setting(ranks=2, mirrors=1, steps=2, kills=1, refuse=True),
+        Setting(ranks=3, mirrors=1, steps=1, kills=1, refuse=True, parked=1),
     ],
     ids=str,
 )
@@ -100,6 +102,15 @@ def test_a_copy_that_no_vote_has_named_yet_counts():
     assert "decide rerun 1" in explore(replace(NO_MIRROR, steps=3))
     expected = {"decide rerun 1", "decide revote 2", "decide roll_forward 2"}
     assert expected <= explore(replace(NO_MIRROR, ranks=3, kills=2)).keys()
+
+
+def test_a_step_computed_again_in_one_generation_gives_its_gradients_a_name_of_their_own():
+    """The vote is refused; who knows it computes again, while a parked mirror still holds the refused gradients."""
+    setting = Setting(ranks=3, mirrors=1, steps=1, kills=1, refuse=True, parked=1)
+    with pytest.raises(Violation, match="becomes") as found:
+        explore(replace(setting, faults=Faults(attempt_ignored=True)))
+    way = str(found.value)
+    assert way.index("learns the refusal") < way.index("decide revote")
 
 
 def test_without_rule_one_the_losing_interleaving_is_the_expected_one():

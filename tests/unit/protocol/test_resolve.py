@@ -38,7 +38,7 @@ def test_between_steps_the_step_is_run_again_from_there():
 
 def test_rule_one_a_copy_behind_with_the_gradient_counts_as_stepped_and_is_rolled_forward():
     result = decide(held(1, 4, gradients=[(4, 1)], records=(record(4), record(5))))
-    assert (result.kind, result.version, result.gradient_key) == ("roll_forward", 5, (4, 1))
+    assert (result.kind, result.version, result.gradient_key) == ("roll_forward", 5, GradientKey(4, 1))
 
 
 def test_an_update_under_way_is_finished():
@@ -58,7 +58,8 @@ def test_a_survivor_at_the_version_but_without_its_record_is_given_it():
 
 def test_rule_three_without_the_record_the_vote_is_taken_again_over_complete_gradients():
     result = decide(held(0, 4, gradients=[(4, 1)], rows=ALL), held(1, 4, gradients=[(4, 1)]))
-    assert (result.kind, result.version, result.gradient_key, result.record) == ("revote", 5, (4, 1), record(4))
+    assert (result.kind, result.version, result.record) == ("revote", 5, record(4))
+    assert result.gradient_key == GradientKey(4, 1)
 
 
 def test_a_vote_is_taken_again_only_by_the_copies_it_was_to_name():
@@ -76,6 +77,7 @@ def test_a_vote_is_taken_again_only_by_the_copies_it_was_to_name():
     [
         ("a survivor lacks the gradient", [(4, 1)], []),
         ("gradients are of different generations", [(4, 1)], [(4, 2)]),
+        ("gradients are of different attempts", [(4, 1, 0)], [(4, 1, 1)]),
     ],
 )
 def test_incomplete_gradients_mean_running_the_step_again(why, first, second):
@@ -93,7 +95,7 @@ def test_statistics_of_some_samples_missing_mean_running_the_step_again():
 def test_of_two_complete_keys_the_newest_generation_is_voted_on():
     both = [(4, 1), (4, 3)]
     result = decide(held(0, 4, gradients=both, rows=ALL), held(1, 4, gradients=both, rows=ALL))
-    assert result.gradient_key == (4, 3)
+    assert result.gradient_key == GradientKey(4, 3)
 
 
 def test_a_skipped_step_is_rolled_forward_without_gradients():

@@ -41,8 +41,8 @@ def filled(rank: int, hyper: Hyper = HYPER, seed: int = 0) -> tuple[StatePool, S
     return pool, record
 
 
-def gradient(step: int, generation: int = 1) -> torch.Tensor:
-    return torch.randn(LAYOUT.numel, generator=torch.Generator().manual_seed(97 * step + generation))
+def gradient(step: int, generation: int = 1, attempt: int = 0) -> torch.Tensor:
+    return torch.randn(LAYOUT.numel, generator=torch.Generator().manual_seed(97 * step + generation + 13 * attempt))
 
 
 def retain_all(pool: StatePool, key: GradientKey) -> None:
@@ -151,9 +151,10 @@ def test_a_gradient_stays_until_applied_and_a_third_is_refused():
     retain_all(pool, GradientKey(2, 1))
 
 
-def test_a_step_run_again_replaces_its_gradient_and_the_void_one_is_refused():
+@pytest.mark.parametrize("new", [GradientKey(0, 2), GradientKey(0, 1, 1)], ids=["generation", "attempt"])
+def test_a_step_run_again_replaces_its_gradient_and_the_void_one_is_refused(new):
     pool, record = filled(0)
-    old, new = GradientKey(0, 1), GradientKey(0, 2)
+    old = GradientKey(0, 1)
     retain_all(pool, old)
     retain_all(pool, new)
     assert pool.holdings().gradients == (new,)
