@@ -6,6 +6,11 @@
 #include <utility>
 
 namespace elastic::comm {
+namespace {
+
+thread_local const Workers* working_for = nullptr;  // those whose task this thread runs
+
+}  // namespace
 
 void Group::run_front(std::unique_lock<std::mutex>& lock) {
   auto work = std::move(queue_.front());
@@ -19,10 +24,12 @@ void Group::run_front(std::unique_lock<std::mutex>& lock) {
   if (waiting_ > 0) ran_.notify_all();
 }
 
-void Group::hand_on(Workers& workers) {
-  if (busy_ || scheduled_ || queue_.empty()) return;
-  scheduled_ = true;
-  workers.submit([self = self_.lock()] { self->drain(); });
+// Without the mutex: workers that are stopping run the task in this thread.
+void Group::hand_on(Workers& workers, std::unique_lock<std::mutex>& lock) {
+  const bool needed = !busy_ && !scheduled_ && !queue_.empty();
+  if (needed) scheduled_ = true;
+  lock.unlock();
+  if (needed) workers.submit([self = self_.lock()] { self->drain(); });
 }
 
 void Group::drain() {
@@ -43,8 +50,9 @@ bool Group::help(Workers& workers, const std::function<bool()>& done, std::chron
     in_time = ran_.wait_until(lock, deadline) == std::cv_status::no_timeout;
     --waiting_;
   }
-  hand_on(workers);
-  return done();
+  in_time = done();
+  hand_on(workers, lock);
+  return in_time;
 }
 
 void Group::run(Workers& workers, const std::function<void()>& work) {
@@ -64,7 +72,7 @@ void Group::run(Workers& workers, const std::function<void()>& work) {
     lock.lock();
     busy_ = false;
     if (waiting_ > 0) ran_.notify_all();
-    hand_on(workers);
+    hand_on(workers, lock);
   } else {
     bool ran = false;  // under mutex_ where it is read
     queue_.push_back([&] {
@@ -79,9 +87,9 @@ void Group::run(Workers& workers, const std::function<void()>& work) {
 }
 
 void Group::enqueue(Workers& workers, std::function<void()> work) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::unique_lock<std::mutex> lock(mutex_);
   queue_.push_back(std::move(work));
-  hand_on(workers);
+  hand_on(workers, lock);
 }
 
 Workers::~Workers() {
@@ -110,7 +118,12 @@ void Workers::stop() {
   gone_.wait(lock, [this] { return threads_ == 0; });
 }
 
+bool Workers::contain_this_thread() const {
+  return working_for == this;
+}
+
 void Workers::loop() {
+  working_for = this;
   std::unique_lock<std::mutex> lock(mutex_);
   for (;;) {
     if (tasks_.empty()) {

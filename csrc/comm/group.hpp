@@ -42,7 +42,8 @@ struct Group {
 
  private:
   void run_front(std::unique_lock<std::mutex>& lock);
-  void hand_on(Workers& workers);  // with the mutex held: somebody must see to what is queued
+  // Gives what is queued to a worker unless another thread runs it already. Unlocks.
+  void hand_on(Workers& workers, std::unique_lock<std::mutex>& lock);
   void drain();
   std::mutex mutex_;
   std::condition_variable ran_;
@@ -60,8 +61,10 @@ using GroupPtr = std::shared_ptr<Group>;
 class Workers {
  public:
   ~Workers();
+  // Runs `task` in a worker; after stop() in the calling thread. Callers hold no lock that the task takes.
   void submit(std::function<void()> task);
-  void stop();  // Runs what is queued, then joins.
+  void stop();  // Runs what is queued, then waits for all workers. Not from one of them.
+  bool contain_this_thread() const;
 
  private:
   void loop();

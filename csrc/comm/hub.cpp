@@ -48,6 +48,8 @@ std::string random_name() {
   return out;
 }
 
+thread_local const Hub* progressing_for = nullptr;  // whose progress thread this is
+
 inline void pause_cpu() {
 #if defined(__x86_64__)
   __builtin_ia32_pause();
@@ -103,6 +105,20 @@ Hub::Hub(HubConfig config)
   self_->port = listener_->port();
 }
 
+std::shared_ptr<Hub> Hub::make(HubConfig config) {
+  return {new Hub(std::move(config)), [](Hub* hub) {
+            if (hub->own_thread()) {
+              std::thread([hub] { delete hub; }).detach();
+            } else {
+              delete hub;
+            }
+          }};
+}
+
+bool Hub::own_thread() const {
+  return workers_.contain_this_thread() || progressing_for == this || (listener_ && listener_->runs_this_thread());
+}
+
 Hub::~Hub() {
   close();
   ::close(epoll_);
@@ -111,6 +127,7 @@ Hub::~Hub() {
 }
 
 void Hub::close() {
+  if (own_thread()) throw CommError("close() was called in a thread that it would wait for");
   if (closed_.exchange(true)) return;
   interrupt(UINT64_MAX);
   {
@@ -432,6 +449,7 @@ void Hub::background_changed(int by) {
 }
 
 void Hub::progress_loop() {
+  progressing_for = this;
   std::unique_lock<std::mutex> lock(background_mutex_);
   while (!background_stop_) {
     const uint64_t generation = this->generation();

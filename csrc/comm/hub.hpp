@@ -81,6 +81,9 @@ struct WaitScope {
 class Hub final : public LinkHost {
  public:
   explicit Hub(HubConfig config);
+  // A hub that any thread may let go, also one of its own: a worker whose task held the last reference cannot wait
+  // for itself to end, so the hub is then closed and freed by a thread made for it.
+  static std::shared_ptr<Hub> make(HubConfig config);
   ~Hub() override;
 
   const HubConfig& config() const { return config_; }
@@ -94,6 +97,7 @@ class Hub final : public LinkHost {
   void interrupt(uint64_t generation);
   // Fails what runs on `group` and all later work on it.
   void abort(Group& group);
+  // Ends every wait and all links; queued work ends with CommError. Throws in a thread of this hub's own.
   void close();
 
   uint64_t generation() const override { return generation_.load(std::memory_order_acquire); }
@@ -160,6 +164,7 @@ class Hub final : public LinkHost {
   bool step_dial(Dial& dial, std::map<int, Peer>& missing, std::map<int, LinkPtr>* opened);
   void collect_parked(std::map<int, Peer>& missing, std::map<int, LinkPtr>* opened);
   void progress_loop();
+  bool own_thread() const;
   void place_group(Group& group) const;
   bool uses_sockets() const { return socket_links_ > 0; }
 

@@ -33,13 +33,14 @@ Link::~Link() = default;
 
 void Link::finish(const std::shared_ptr<Message>& message, std::exception_ptr error) {
   if (!message->pending()) return;
+  message->error = std::move(error);
+  message->state.store(message->error ? MessageState::Failed : MessageState::Done, std::memory_order_release);
+  if (message->counted) host_.background_changed(-1);
+  // After the state, which `ended` asks for: any thread that uses this link may run it from here on.
   if (message->ended) {
     std::lock_guard<std::mutex> lock(ended_mutex_);
     ended_.push_back(std::move(message->ended));
   }
-  if (message->counted) host_.background_changed(-1);
-  message->error = std::move(error);
-  message->state.store(message->error ? MessageState::Failed : MessageState::Done, std::memory_order_release);
   host_.wake_local();
 }
 

@@ -43,6 +43,7 @@ class Listener {
   ~Listener();
 
   int port() const { return port_; }
+  bool runs_this_thread() const { return thread_.get_id() == std::this_thread::get_id(); }
   // Connections turned away, by Refusal.
   std::array<uint64_t, 9> refused() const;
   // Runs `task`, which must not throw, in the listener's thread, not before `delay`; at the latest when this ends.

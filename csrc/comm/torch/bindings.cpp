@@ -56,14 +56,16 @@ std::shared_ptr<Hub> make_hub(int rank, int slots, uint64_t incarnation, const s
   config.outbox_bytes = outbox_bytes;
   config.ring_bytes = ring_bytes;
   py::gil_scoped_release nogil;
-  return std::shared_ptr<Hub>(new Hub(config), [](Hub* hub) {
-    if (PyGILState_Check()) {
-      py::gil_scoped_release release;
-      delete hub;
-    } else {
-      delete hub;
-    }
-  });
+  auto hub = Hub::make(config);
+  Hub* const raw = hub.get();
+  return {raw, [hub = std::move(hub)](Hub*) mutable {
+            if (PyGILState_Check()) {
+              py::gil_scoped_release release;
+              hub.reset();
+            } else {
+              hub.reset();
+            }
+          }};
 }
 
 py::bytes hmac(const py::bytes& key, const py::bytes& data) {
