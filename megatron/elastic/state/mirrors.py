@@ -1,19 +1,18 @@
-"""Where mirrors go: other failure domains, declustered, existing copies first.
+"""Mirrors of every block: in other failure domains, declustered, existing copies first.
 
-An owner's blocks are mirrored over S peers of its unit group, evenly, so that at
-its death S survivors already hold what is lost and each takes a like share
-(declustered placement after Holland and Gibson, "Parity declustering", ASPLOS
-1992). Peers are the S nearest on the ring of holders, on both sides: neighbours
-are peers of each other, and a change of membership alters few peer sets.
+An owner's blocks are mirrored over its *peers*, about S ranks (the scatter width), evenly, so that at its death S
+survivors already hold what is lost and each takes a like share (declustered placement after Holland and Gibson, "Parity
+declustering", ASPLOS 1992). :mod:`peers` chooses them.
 
-Order of preference for one mirror
-1. tier: in the group and another failure domain; in the group; another group in
-   another domain; another group. The last of several mirrors leaves the owner's
-   domain, if need be to another group.
-2. a rank that has the block already: costs nothing;
-3. one of the owner's peers, with the fewest of its blocks in this unit;
-4. fewest mirrors in this unit, then in all, then nearest on the ring.
+Order of preference for one mirror, given the owner and the mirrors chosen so far
+1. failure domains: the rank shares as few of them as possible with any of those copies. So k mirrors lie in k + 1
+   distinct racks where there are as many, and in k + 1 distinct nodes where there are as many;
+2. a rank that computes the unit, since at the owner's death it goes on without moving a byte;
+3. a rank that has the block already: costs nothing;
+4. one of the owner's peers, with the fewest of its blocks in this unit;
+5. fewest mirrors in this unit, then in all, then nearest.
 
+Invariant: 1 and 2 hold for every block in every placement chosen here; no later move worsens them.
 A copy outside the owner's peers is tolerated (moving it only for that would cost
 bytes) and is the first to be moved when a peer has too little. At the end ranks that
 compute the same units are brought within 2% of each other in what they mirror.
@@ -21,9 +20,10 @@ compute the same units are brought within 2% of each other in what they mirror.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from megatron.elastic.state.layout import BlockKey
+from megatron.elastic.state.peers import Candidates, Tree
 from megatron.elastic.state.placement import Rules, UnitGroup
 
 __all__ = ["LEVEL_TOLERANCE", "choose_mirrors"]
@@ -42,11 +42,16 @@ def choose_mirrors(
 ) -> dict[BlockKey, tuple[int, ...]]:
     """Mirrors of every block of ``groups``; ``held`` lists the ranks that have a block already."""
     total: dict[int, int] = {}
-    tables = [_Table(group, rules, owners, held, total) for group in groups]
+    everybody = Tree(sorted(rules.domains), rules)
+    candidates: dict[tuple[int, ...], Candidates] = {}
+    for group in groups:
+        if group.holders not in candidates:
+            candidates[group.holders] = Candidates(group.holders, rules, everybody)
+    tables = [_Table(group, candidates[group.holders], owners, held, total) for group in groups]
     for table in tables:
         for key in table.mirrors:
-            for position in range(rules.mirrors):
-                if not table.add_best(key, position):
+            for _ in range(rules.mirrors):
+                if not table.add_best(key):
                     break
         table.spread()
     for _ in range(_ROUNDS):
@@ -59,7 +64,7 @@ def _level(tables: Sequence[_Table], total: Mapping[int, int]) -> bool:
     """Even what ranks that compute the same units mirror in all, within :data:`LEVEL_TOLERANCE`; whether any moved."""
     moved = False
     classes: dict[tuple[int, ...], list[int]] = {}
-    for rank in sorted({rank for table in tables for rank in table.holders}):
+    for rank in sorted({rank for table in tables for rank in table.home}):
         signature = tuple(i for i, table in enumerate(tables) if rank in table.home)
         classes.setdefault(signature, []).append(rank)
     for signature, ranks in classes.items():
@@ -89,69 +94,31 @@ class _Table:
     def __init__(
         self,
         group: UnitGroup,
-        rules: Rules,
+        candidates: Candidates,
         owners: Mapping[BlockKey, int],
         held: Mapping[BlockKey, tuple[int, ...]],
         total: dict[int, int],
     ) -> None:
-        self.rules, self.owners, self.held, self.total = rules, owners, held, total
-        self.holders = group.holders
-        self.home = frozenset(group.holders)
+        self.owners, self.held, self.total = owners, held, total
+        self.home = candidates.home
         self.mirrors: dict[BlockKey, tuple[int, ...]] = {block.key: () for block in group.blocks}
         self.pairs: dict[tuple[int, int], int] = {}
         self.load: dict[int, int] = {}
-        self.order = {owner: self._ordered(owner) for owner in sorted({owners[key] for key in self.mirrors})}
+        self._cost, self._place = candidates.cost, candidates.place
+        self.order = {owner: candidates.order(owner) for owner in sorted({owners[key] for key in self.mirrors})}
+        self._peers = {owner: [r for r in order if order[r][0] == 0] for owner, order in self.order.items()}
+        self._least = {o: min((self._cost(o, r, ()) for r in order), default=0) for o, order in self.order.items()}
+        """Owner → no further mirror of a block of its costs less."""
 
-    def _tier(self, owner: int, rank: int) -> int:
-        away = self.rules.domains[rank] != self.rules.domains[owner]
-        return (0 if rank in self.home else 2) + (0 if away else 1)
-
-    def _eligible(self, owner: int) -> Iterable[int]:
-        """The group itself, unless it is too small or all in the owner's domain while k > 1 asks for another."""
-        domains, k = self.rules.domains, self.rules.mirrors
-        near = all(domains[rank] == domains[owner] for rank in self.holders)
-        if len(self.home - {owner}) < k or (near and k > 1):
-            return domains
-        return self.holders
-
-    def _ordered(self, owner: int) -> dict[int, tuple[int, int]]:
-        """Candidate rank → (0 for a peer or 1, place in the order of preference)."""
-        ring, slots = len(self.holders), max(self.rules.domains) + 1
-        at = self.holders.index(owner) if owner in self.home else 0
-        places = {rank: i for i, rank in enumerate(self.holders)}
-
-        def distance(rank: int) -> tuple[int, int]:
-            if rank in self.home:
-                ahead = (places[rank] - at) % ring
-                return min(ahead, ring - ahead), ahead
-            return (rank - owner) % slots, 0
-
-        candidates = (r for r in self._eligible(owner) if r != owner)
-        ranked = sorted(candidates, key=lambda r: (self._tier(owner, r), distance(r), r))
-        best = [r for r in ranked if self._tier(owner, r) == self._tier(owner, ranked[0])] if ranked else []
-        wanted = max(self.rules.scatter_width, self.rules.mirrors)
-        pool = best if len(best) >= self.rules.mirrors else ranked
-        peers = set(pool[:wanted]) | {r for r in ranked if self._tier(owner, r) == 2 and self.rules.mirrors > 1}
-        return {rank: (0 if rank in peers else 1, i) for i, rank in enumerate(ranked)}
-
-    def _wish(self, owner: int, rank: int, taken: tuple[int, ...], position: int) -> int:
-        """Tier of ``rank`` for the mirror at ``position``, given those ``taken``."""
-        domains, tier = self.rules.domains, self._tier(owner, rank)
-        covered = any(domains[r] != domains[owner] for r in taken)
-        if covered and tier in (0, 1):
-            return 0
-        last_chance = position == self.rules.mirrors - 1 and position > 0 and not covered
-        return 0 if last_chance and tier == 2 else tier
-
-    def add_best(self, key: BlockKey, position: int) -> bool:
+    def add_best(self, key: BlockKey) -> bool:
         """Append the best further mirror of ``key``; False when no rank is left."""
         owner, taken, held = self.owners[key], self.mirrors[key], self.held[key]
         order = self.order[owner]
 
         def preference(rank: int) -> tuple[int, ...]:
-            outside, place = order[rank]
+            outside, place = self._place(owner, rank) or (1, rank)
             return (
-                self._wish(owner, rank, taken, position),
+                self._cost(owner, rank, taken),
                 0 if rank in held else 1,
                 outside,
                 self.pairs.get((owner, rank), 0),
@@ -160,10 +127,14 @@ class _Table:
                 place,
             )
 
-        candidates = [rank for rank in order if rank not in taken]
-        if not candidates:
+        # A rank that is no peer and has no copy is chosen only where it costs less than all that are one or have one.
+        near = {*self._peers[owner], *(rank for rank in held if self._place(owner, rank))}.difference(taken)
+        best = min(near, key=preference, default=None)
+        if best is None or preference(best)[0] > self._least[owner]:
+            best = min((rank for rank in order if rank not in taken), key=preference, default=None)
+        if best is None:
             return False
-        self._count(key, min(candidates, key=preference), 1)
+        self._count(key, best, 1)
         return True
 
     def _count(self, key: BlockKey, rank: int, sign: int) -> None:
@@ -187,13 +158,12 @@ class _Table:
 
     def _spread_one(self, owner: int, keys: list[BlockKey]) -> bool:
         """One move to a peer with too few of ``owner``'s blocks, from the rank with most; False when even."""
-        order = self.order[owner]
-        peers = [r for r in order if order[r][0] == 0]
         counts = {r: n for (o, r), n in self.pairs.items() if o == owner and n > 0}
-        for low in sorted(peers, key=lambda r: (counts.get(r, 0), self.total.get(r, 0), order[r][1])):
+        place = {r: self._place(owner, r) or (1, r) for r in {*self._peers[owner], *counts}}
+        for low in sorted(self._peers[owner], key=lambda r: (counts.get(r, 0), self.total.get(r, 0), place[r][1])):
             few = counts.get(low, 0)
             donors = [r for r, n in counts.items() if n - few >= 2]
-            for high in sorted(donors, key=lambda r: (-order[r][0], -counts[r], r)):
+            for high in sorted(donors, key=lambda r: (-place[r][0], -counts[r], r)):
                 for key in keys:
                     if self._movable(key, high, low):
                         self._count(key, high, -1)
@@ -216,18 +186,19 @@ class _Table:
         return True
 
     def _surplus(self, owner: int, high: int, low: int) -> int:
-        """How many more of ``owner``'s blocks ``low`` mirrors than ``high``; less one where only ``low`` is a peer."""
-        order = self.order[owner]
-        if low not in order or high not in order or order[low][0] > order[high][0]:
+        """Below 0 where ``owner``'s blocks stay as even when ``low`` mirrors one of them in place of ``high``."""
+        there, place = self._place(owner, high), self._place(owner, low)
+        if place is None or there is None or place[0] > there[0]:
             return 0
-        more = self.pairs.get((owner, low), 0) - self.pairs.get((owner, high), 0)
-        return more - (order[low][0] < order[high][0])
+        here = self.pairs.get((owner, low), 0)
+        if place[0] < there[0]:  # back to a peer, as long as none has less
+            return here - min(self.pairs.get((owner, peer), 0) for peer in self._peers[owner]) - 1
+        return here - self.pairs.get((owner, high), 0)
 
     def _movable(self, key: BlockKey, high: int, low: int) -> bool:
-        """Whether the mirror of ``key`` may go from ``high`` to ``low`` without a worse tier."""
+        """Whether the mirror of ``key`` may go from ``high`` to ``low`` at no higher cost."""
         taken, owner = self.mirrors[key], self.owners[key]
         if high not in taken or low in taken:
             return False
         rest = tuple(r for r in taken if r != high)
-        position = len(taken) - 1
-        return self._wish(owner, low, rest, position) <= self._wish(owner, high, rest, position)
+        return self._cost(owner, low, rest) <= self._cost(owner, high, rest)

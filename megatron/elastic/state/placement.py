@@ -18,7 +18,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Literal
 
@@ -65,12 +65,20 @@ moves the cuts of all (kept for comparison)."""
 
 @dataclass(frozen=True)
 class Rules:
-    """How copies are spread. ``domains`` maps every living rank to its failure domain (node, rack)."""
+    """How copies are spread."""
 
     mirrors: int
     scatter_width: int
     domains: Mapping[int, int]
+    """Every living rank → its innermost failure domain (a node)."""
     ownership: Ownership = "interleaved"
+    wider: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    """Innermost domain → the domains around it (racks), outermost first; as many for every one. Missing: none."""
+
+    def path(self, rank: int) -> tuple[int, ...]:
+        """The failure domains of ``rank``, outermost first."""
+        domain = self.domains[rank]
+        return (*self.wider.get(domain, ()), domain)
 
 
 @dataclass(frozen=True)

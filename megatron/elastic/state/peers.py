@@ -1,0 +1,165 @@
+"""The ranks that may mirror an owner's blocks, and the few of them, its peers, that do so by preference.
+
+Failure domains form a tree: a rack holds nodes, a node holds ranks. A mirror costs the more, the more domains it shares
+with another copy of its block (:meth:`Candidates.cost`); with equal sharing a rank that does not compute the unit costs
+more, because at the owner's death its copies must be moved before parameters can be gathered.
+
+An owner's peers are the ranks that a few of its blocks would be given if each took the cheapest ranks, and unused ones
+among equals, until the scatter width is reached. So the peers hold enough distinct domains for every block, in equal
+parts where the tree allows, and few domains besides: a block's copies lie in few different sets of nodes, of which few
+can be lost together (Cidon et al., "Copysets", ATC 2013).
+
+Among equals the nearest come first: on the ring of sibling domains, on both sides (neighbours are peers of each other,
+and a change of membership alters few peer sets), and within a domain from the rank that corresponds to the owner's on,
+so that the owners of a domain do not all choose the same ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import takewhile
+
+from megatron.elastic.state.placement import Rules
+
+__all__ = ["Candidates", "Tree"]
+
+Path = tuple[int, ...]
+
+
+class Tree:
+    """The failure domains of ``ranks`` in that order, and how near two of the ranks are."""
+
+    def __init__(self, ranks: Sequence[int], rules: Rules) -> None:
+        self.paths: dict[int, Path] = {rank: (*rules.path(rank), rank) for rank in ranks}
+        self._inside: dict[Path, dict[int, int]] = {}
+        """Domain → what it consists of, numbered in order of the first rank."""
+        self._ends: dict[Path, tuple[int, int]] = {}
+        """Domain → its lowest and its highest rank."""
+        for rank, path in self.paths.items():
+            for level in range(len(path)):
+                siblings = self._inside.setdefault(path[:level], {})
+                siblings.setdefault(path[level], len(siblings))
+                low, high = self._ends.get(path[: level + 1], (rank, rank))
+                self._ends[path[: level + 1]] = min(low, rank), max(high, rank)
+        self._span = {
+            domain: max(high - low + 1 for low, high in (self._ends[*domain, child] for child in children))
+            for domain, children in self._inside.items()
+        }
+        """Domain → over how many rank numbers the widest of its parts extends."""
+
+    def widths(self) -> tuple[int, ...]:
+        """Number of domains at each level, the outermost first."""
+        depth = max(map(len, self.paths.values()), default=1) - 1
+        return tuple(len({path[: level + 1] for path in self.paths.values()}) for level in range(depth))
+
+    def near(self, owner: int, breadth: int) -> list[int]:
+        """Ranks near ``owner``, the nearest first: of ``breadth`` domains next to each of its own, as many each.
+
+        So each level has ``breadth`` domains besides the owner's among them, or all there are.
+        """
+        path, found = self.paths[owner], list[int]()
+        for level in range(len(path)):
+            parent = path[:level]
+            siblings = list(self._inside[parent])
+            at, count = self._inside[parent][path[level]], len(siblings)
+            for ahead in _both_sides(count)[:breadth]:
+                found += self._first((*parent, siblings[(at + ahead) % count]), owner, breadth, self._span[parent])
+        return sorted(found, key=lambda rank: self._distance(owner, rank))
+
+    def _first(self, domain: Path, owner: int, breadth: int, span: int) -> Iterator[int]:
+        """Ranks of ``domain`` from the one that corresponds to ``owner`` on."""
+        if domain not in self._inside:
+            yield domain[-1]
+            return
+        parts = [(*domain, part) for part in self._inside[domain]]
+        for part in sorted(parts, key=lambda part: (self._ends[part][1] - owner) % span)[:breadth]:
+            yield from self._first(part, owner, breadth, span)
+
+    def _distance(self, owner: int, rank: int) -> tuple[int, ...]:
+        """Sorts ranks by how they lie to ``owner``: in other domains first, near ones first."""
+        here, there = self.paths[owner], self.paths[rank]
+        level = next(i for i, (mine, its) in enumerate(zip(here, there, strict=True)) if mine != its)
+        parent = here[:level]
+        siblings = self._inside[parent]
+        ahead = (siblings[there[level]] - siblings[here[level]]) % len(siblings)
+        return level, min(ahead, len(siblings) - ahead), (rank - owner) % self._span[parent], ahead
+
+
+def _both_sides(count: int) -> list[int]:
+    """Steps forward to all the others on a ring of ``count``, the nearest first."""
+    return sorted(range(1, count), key=lambda ahead: (min(ahead, count - ahead), ahead))
+
+
+class Candidates:
+    """Candidates of every owner among ``holders``, the ranks that compute a unit; ``everybody``: all living ranks."""
+
+    def __init__(self, holders: tuple[int, ...], rules: Rules, everybody: Tree) -> None:
+        self.home = frozenset(holders)
+        self._everybody = everybody
+        self._group = Tree(holders, rules)
+        self._mirrors, self._width = rules.mirrors, max(rules.scatter_width, rules.mirrors)
+        self._domains = {rank: path[:-1] for rank, path in everybody.paths.items()}
+        self._shared: dict[tuple[Path, Path], int] = {}
+        enough = (min(rules.mirrors + 1, width) for width in everybody.widths())
+        self._alone = len(holders) > rules.mirrors and all(
+            width >= least for width, least in zip(self._group.widths(), enough, strict=True)
+        )
+        """The holders lie in as many domains as a block needs: no other rank has to mirror."""
+        self._orders: dict[int, dict[int, tuple[int, int]]] = {}
+
+    def cost(self, owner: int, rank: int, taken: tuple[int, ...]) -> int:
+        """Cost of a mirror at ``rank`` beside those ``taken``; of equal costs none is better for the block."""
+        shared = self._sharing(rank, owner)
+        for copy in taken:
+            shared = max(shared, self._sharing(rank, copy))
+        return 2 * shared + (rank not in self.home)
+
+    def _sharing(self, one: int, other: int) -> int:
+        """In how many nested domains, from the outermost on, both ranks lie."""
+        pair = self._domains[one], self._domains[other]
+        found = self._shared.get(pair)
+        if found is None:
+            equal = (mine == its for mine, its in zip(*pair, strict=True))
+            found = self._shared[pair] = sum(takewhile(bool, equal))
+        return found
+
+    def order(self, owner: int) -> dict[int, tuple[int, int]]:
+        """Rank → (0 for a peer or 1, place), the nearest first. Some rank in it costs least, whatever is taken."""
+        if owner not in self._orders:
+            self._orders[owner] = self._ordered(owner)
+        return self._orders[owner]
+
+    def place(self, owner: int, rank: int) -> tuple[int, int] | None:
+        """As in :meth:`order`, also for ranks further off; None for one that is no candidate."""
+        found = self.order(owner).get(rank)
+        if found is not None or rank == owner or self._mirrors == 0:
+            return found
+        able = rank in self.home or (not self._is_enough(owner) and rank in self._domains)
+        return (1, len(self._domains) + rank) if able else None
+
+    def _is_enough(self, owner: int) -> bool:
+        return self._alone and owner in self.home
+
+    def _ordered(self, owner: int) -> dict[int, tuple[int, int]]:
+        if self._mirrors == 0:
+            return {}
+        breadth = max(self._width, self._mirrors + 1)
+        ranked = self._group.near(owner, breadth) if owner in self.home else sorted(self.home)
+        if not self._is_enough(owner):
+            ranked += [rank for rank in self._everybody.near(owner, breadth) if rank not in self.home]
+        peers = self._peers(owner, ranked)
+        return {rank: (0 if rank in peers else 1, place) for place, rank in enumerate(ranked)}
+
+    def _peers(self, owner: int, ranked: Sequence[int]) -> set[int]:
+        """The ranks that successive blocks take, each block the cheapest ones, unused ones among equals."""
+        peers = set[int]()
+        while True:
+            taken: tuple[int, ...] = ()
+            for _ in range(min(self._mirrors, len(ranked))):
+                free = [rank for rank in ranked if rank not in taken]
+                costs = [(self.cost(owner, rank, taken), rank in peers) for rank in free]
+                taken += (free[costs.index(min(costs))],)
+            fresh = [rank for rank in taken if rank not in peers][: self._width - len(peers)]
+            if not fresh:
+                return peers
+            peers |= set(fresh)
