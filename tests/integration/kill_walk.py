@@ -69,7 +69,7 @@ DRAINED = 3
 ROUNDING = 1e-5
 INJECTED = r"(?<!Fault: )injected \w+: rank (\d+), step (-?\d+), (\w+) .*wall time ([\d.]+)"
 """A fault as it happens; a traceback that tells of it again does not count."""
-NAMING = ("save_named", "save_tracked")
+NAMING = ("save_whole", "save_named", "save_tracked")
 """Points that only the first rank comes to while nobody is missing."""
 
 GROUPS: Mapping[str, tuple[str, ...]] = {

@@ -6,10 +6,12 @@ run that was never interrupted (dropout 0), from the newest checkpoint its track
 
 from __future__ import annotations
 
+import os
 import random
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import time
 from pathlib import Path
@@ -27,12 +29,17 @@ from tests.integration.elastic_job import (
     environment_of,
     largest_deviation,
 )
+from tests.integration.etcd_server import etcd_server
+from tests.integration.launcher_cluster import is_alive
+from tests.integration.ports import free_port
 from tests.integration.test_cpu_layouts import logs, losses, run_jobs
 
 QUIET = ("--hidden-dropout", "0", "--attention-dropout", "0", "--lr-decay-iters", "8")
 STEPS, FIRST, CUT = 7, 2, 4
 """A checkpoint is complete at FIRST and every second step; CUT is the step whose save is cut."""
-SAVE_POINTS = ("in_save", "save_writing", "save_finish", "save_named", "save_tracked")
+NAMING = ("save_whole", "save_named", "save_tracked")
+"""Passed only by the rank that names and tracks a checkpoint."""
+SAVE_POINTS = ("in_save", "save_writing", "save_finish", *NAMING)
 VICTIMS = {"all": "", "first": "rank=0,", "last": "rank=1,"}
 ROUNDING = 2e-6
 
@@ -141,13 +148,51 @@ def test_a_save_cut_anywhere_is_no_checkpoint(tmp_path: Path, whole: dict[int, f
     """Every point of a save × the death of all ranks, of the one that names the checkpoint, of another."""
     left = {}
     for point in SAVE_POINTS:
-        # Only the rank that names and tracks a checkpoint passes the last two points.
-        for victim in VICTIMS if point not in ("save_named", "save_tracked") else ("first",):
+        for victim in VICTIMS if point not in NAMING else ("first",):
             folder = tmp_path / f"{point}-{victim}"
             check_cut(folder, point, victim)
             left[folder.name] = folder / "saved"
     for name, later in resumed(tmp_path, left).items():
         check_resumed(whole, later, tracked(left[name]))
+
+
+@pytest.mark.slow
+def test_who_was_stopped_while_naming_a_checkpoint_touches_nothing_when_it_wakes_up(
+    tmp_path: Path, whole: dict[int, float]
+) -> None:
+    """A node stops between the last file and the rename; the other one goes on, and is saving again as it wakes up."""
+    saved = tmp_path / "saved"
+    plain = elastic_command(
+        tmp_path / "events", 1, 1, 1, STEPS, *QUIET, "--save", str(saved), "--save-interval", "2",
+        "--no-elastic-background-save", "--no-elastic-respawn", "--elastic-detection-timeout", "0.5",
+        "--elastic-allow-inject", "--elastic-inject", f"delay:rank=1,step={CUT},point=save_writing,nth=2,seconds=8",
+        script=ROOT / "tests/integration/stopped_while_naming.py",
+    )  # fmt: skip
+    at = plain.index("--nproc-per-node")
+    environment = environment_of({"STOPPED_RANK": "0"})
+
+    def node(number: int, endpoint: str) -> RunningJob:
+        store = ("--rdzv-backend", "etcd", "--rdzv-endpoint", endpoint, "--rdzv-id", "naming")
+        where = ("--nnodes", "2", "--node-rank", str(number), "--master-port", str(port), *store)
+        return RunningJob(tmp_path / "events", [*plain[:at], *where, *plain[at:]], environ=environment, named=False)
+
+    port = free_port()
+    with etcd_server(tmp_path) as server, node(0, server.endpoint) as first, node(1, server.endpoint) as second:
+        stopped = int(first.wait_for(r"node of process (\d+) stops").group(1))
+        gone = second.wait_for(r"recovered at generation").end()
+        second.wait_for(rf"scheduled an async checkpoint save at iteration +{CUT}", gone)
+        os.kill(stopped, signal.SIGCONT)
+        ended = time.monotonic() + 30
+        while is_alive(stopped) and time.monotonic() < ended:
+            time.sleep(0.05)
+        assert not is_alive(stopped), "it ends when it finds its lease over"
+        assert complete(saved) == [FIRST] and tracked(saved) == FIRST, "what the other one was writing is untouched"
+        first.launcher.kill()
+        result = second.finish()
+    assert result.code == 0, result.output[-4000:]
+    assert complete(saved) == [2, 4, 6, 7] and tracked(saved) == STEPS
+    assert not list(saved.glob("*.partial*")) and not list(saved.glob("*.new"))
+    assert largest_deviation({step: whole[step] for step in range(3, STEPS + 1)}, result.committed) < ROUNDING
 
 
 @pytest.mark.slow

@@ -227,7 +227,7 @@ class WorkerMembership:
             arrived = poll.poll(_LOOK_SECONDS * 1000)
             if self._closed.is_set():
                 return
-            self._fence()
+            self.fence()
             if self._drain_asked:
                 self._drain_asked = False
                 self._send({"t": "drain"})
@@ -296,7 +296,8 @@ class WorkerMembership:
         with self._changed:
             self._changed.notify_all()
 
-    def _fence(self) -> None:
+    def fence(self) -> None:
+        """See :meth:`Membership.fence`. Any thread."""
         end = self._slot.lease_end()
         if end and time.monotonic_ns() > end:
             _end_with_children("the lease of this node ran out: its agent is stopped or cannot reach the others")

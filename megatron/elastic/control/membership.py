@@ -119,5 +119,11 @@ class Membership(Protocol):
     def give_up(self, code: int, why: str) -> None:
         """End the job, all ranks of it, with exit status ``code`` and one line."""
 
+    def fence(self) -> None:
+        """End this process if the lease of its node has run out: the others may have replaced it.
+
+        To be called directly before a change of something that outlives the process, such as a file's name.
+        """
+
     def finish(self, code: int) -> None:
         """This worker is about to exit with ``code`` on purpose: its end is not a loss."""

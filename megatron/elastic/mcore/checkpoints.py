@@ -53,7 +53,9 @@ class Checkpoints:
         self._config = config
         self._engine = engine
         self._say = say
-        self._folders = Folders(lambda point, step: engine().tools.reach(point, step))
+        self._folders = Folders(
+            lambda point, step: engine().tools.reach(point, step), lambda: engine().recovery.membership.fence()
+        )
         self._saves: BackgroundSave | None = None
         self._boundary: Mapping[str, Any] = {}
         """Megatron's arguments at the newest boundary, to save with."""

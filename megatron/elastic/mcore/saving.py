@@ -6,9 +6,15 @@ What it plans over are empty tensors (:mod:`checkpoint_content`); a thread fills
 from the state blocks of that version and writes the files. When every rank's vote
 says that its share is written, all finish the request together at that boundary.
 
-Never half a checkpoint: files are written into ``iter_NNNNNNN.partial``, which is
+Never half a checkpoint: files are written into ``iter_NNNNNNN.TAG.partial``, which is
 renamed when all are complete; then the tracker file is replaced in one piece. A new
 generation voids the write, and it is begun again at the next boundary.
+
+Fencing: a rank that was stopped in the middle of a save may wake up when the others have
+gone on and saved again. TAG, the generation and incarnation that save and a number drawn
+for it, is another one in every save, so a rank only ever writes and renames files of its own
+save; the next save removes these before it begins; and the lease of the rank's node is
+looked at directly before each of the two renames (:meth:`Membership.fence`).
 """
 
 from __future__ import annotations
@@ -16,6 +22,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import secrets
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -43,6 +50,7 @@ Outcome = Literal["done", "again", "none"]
 
 _PARTIAL = ".partial"
 _NEW = ".new"
+_TRACKER = "latest_checkpointed_iteration"
 _NOT_YET = "\n"
 """Ends a tracker that Megatron may read and has not written, though it may name the very same iteration."""
 _ROOM_BYTES = 1 << 20
@@ -53,18 +61,23 @@ _NICENESS = 10
 
 
 class Folders:
-    """Where a save under way goes, and how it becomes a checkpoint: one rename, one replaced file."""
+    """Where a save under way goes, and how it becomes a checkpoint: one rename, one replaced file.
 
-    def __init__(self, reach: Callable[[str, int], None]) -> None:
+    ``reach``: fault injection, (point, step). ``fence`` does not return when this rank may write nothing any more.
+    """
+
+    def __init__(self, reach: Callable[[str, int], None], fence: Callable[[], None]) -> None:
         self._reach = reach
+        self._fence = fence
+        self._tag = ""
         self._final: str | None = None
         self._tracker: str | None = None
         self._open = False
 
     @contextmanager
-    def naming(self) -> Iterator[None]:
-        """Inside, what Megatron asks for are the names of what is not finished yet."""
-        self._open, self._final, self._tracker = True, None, None
+    def naming(self, tag: str) -> Iterator[None]:
+        """Inside, what Megatron asks for are the names of what is not finished yet. ``tag``: of this save alone."""
+        self._tag, self._open, self._final, self._tracker = tag, True, None, None
         try:
             yield
         finally:
@@ -75,7 +88,13 @@ class Folders:
         if not self._open:
             return final
         self._final = final
-        return final + _PARTIAL
+        return self._partial(final)
+
+    def _partial(self, final: str) -> str:
+        return f"{final}.{self._tag}{_PARTIAL}"
+
+    def _new(self, tracker: str) -> str:
+        return f"{tracker}.{self._tag}{_NEW}"
 
     def tracked(self, tracker: str) -> str:
         """What to call its tracker file. Megatron reads there, too, which checkpoint came before."""
@@ -83,41 +102,48 @@ class Folders:
             return tracker
         self._tracker = tracker
         if os.path.exists(tracker):
-            with open(tracker, encoding="utf-8") as before, open(tracker + _NEW, "w", encoding="utf-8") as new:
+            with open(tracker, encoding="utf-8") as before, open(self._new(tracker), "w", encoding="utf-8") as new:
                 new.write(before.read().strip() + _NOT_YET)
-        return tracker + _NEW
+        return self._new(tracker)
 
     def final_name(self, path: str) -> str:
         """The name a checkpoint has once it is whole."""
-        return path.removesuffix(_PARTIAL)
+        return path.removesuffix(self._partial(""))
 
     def commit(self) -> None:
         """Everything is written: give the folder its name, then replace the tracker. On the rank that tracks."""
         if self._final is None or self._tracker is None:
             return
         step = int("".join(filter(str.isdigit, os.path.basename(self._final))) or -1)
-        _put_in_place(self._final + _PARTIAL, self._final)
+        self._reach("save_whole", step)
+        self._fence()
+        _put_in_place(self._partial(self._final), self._final)
         self._reach("save_named", step)
-        with open(self._tracker + _NEW, "rb") as file:
+        with open(self._new(self._tracker), "rb") as file:
             os.fsync(file.fileno())
-        os.replace(self._tracker + _NEW, self._tracker)
+        self._fence()
+        os.replace(self._new(self._tracker), self._tracker)
         self._final = None
         self._reach("save_tracked", step)
 
     def is_written(self) -> bool:
         """Whether Megatron has written the tracker of the save under way."""
-        if self._final is None or self._tracker is None or not os.path.exists(self._tracker + _NEW):
+        if self._final is None or self._tracker is None or not os.path.exists(self._new(self._tracker)):
             return False
         number = os.path.basename(self._final).removeprefix("iter_")
-        with open(self._tracker + _NEW, encoding="utf-8") as file:
+        with open(self._new(self._tracker), encoding="utf-8") as file:
             return number.isdigit() and file.read() == str(int(number))
 
     def sweep(self, save: str) -> None:
         """Remove what earlier saves left unfinished. On one rank, while none is under way."""
         if os.path.isdir(save):
             for name in os.listdir(save):
+                self._fence()
                 if name.endswith((_PARTIAL, _PARTIAL + ".old")):
                     shutil.rmtree(os.path.join(save, name), ignore_errors=True)
+                elif name.startswith(_TRACKER) and name.endswith(_NEW):
+                    with suppress(FileNotFoundError):
+                        os.remove(os.path.join(save, name))
 
 
 def _put_in_place(partial: str, final: str) -> None:
@@ -244,8 +270,9 @@ class BackgroundSave:
         self.abandon("it is begun again")
         engine.tools.reach("in_save", engine.record.version)
         content = self._optimizer.content = Content()
+        tag = self._tag()
         if fabric.rank < engine.recovery.nominal.slots:
-            self._plan(original, call, content)
+            self._plan(original, call, content, tag)
         request, self._request = self._request, None
         tables: list[Any] = [None] * fabric.slots
         dist.all_gather_object(tables, content.wants, group=fabric.world)
@@ -258,7 +285,21 @@ class BackgroundSave:
         )
         threading.Thread(target=self._write.run, name="elastic-save", daemon=True).start()
 
-    def _plan(self, original: Callable[..., Any], call: Mapping[str, Any], content: Content) -> None:
+    def _tag(self) -> str:
+        """What tells the files of this save from those of any other; the same on every rank. Collective.
+
+        Generation, incarnation of the rank that will name the checkpoint, and a number that it draws: a job that is
+        started again counts both from the start.
+        """
+        fabric = self._engine.tools.fabric
+        leads, drawn = fabric.rank == fabric.alive[0], torch.zeros(2, dtype=torch.int64)
+        if leads:
+            drawn = torch.tensor([self._engine.recovery.membership.incarnation, secrets.randbits(32)])
+        dist.all_reduce(drawn, group=fabric.world)
+        incarnation, number = drawn.tolist()
+        return f"g{self._engine.standing.generation}.i{incarnation}.{number:08x}"
+
+    def _plan(self, original: Callable[..., Any], call: Mapping[str, Any], content: Content, tag: str) -> None:
         """Have Megatron plan the save among the ranks of the launch; others only bring state to those who write.
 
         Raises ``OSError`` where nobody is left who could write for some stage.
@@ -268,7 +309,7 @@ class BackgroundSave:
         stages = duties(nominal, engine.standing.living).get(fabric.rank, ())
         context = dict(call["checkpointing_context"] or {})
         shapes = self._optimizer.as_launched(stages)
-        with without_holes(fabric, nominal.slots), self._folders.naming(), self._asynchronous(), shapes:
+        with without_holes(fabric, nominal.slots), self._folders.naming(tag), self._asynchronous(), shapes:
             if dist.get_rank() == 0:
                 self._folders.sweep(self._args.save)
             context["save_strategy"] = strategy_for(self._args, content)
@@ -315,15 +356,21 @@ class BackgroundSave:
             raise write.error
         if write.error is not None:
             raise RuntimeError("a checkpoint could not be written") from write.error
-        if write.request is None:
-            return "done"
+        if write.request is not None:
+            self._name(write.request)
+        # Nobody takes it for done before it has its name: with the rank that names it lost, it is begun again.
+        dist.barrier(group=engine.tools.fabric.world)
+        return "done"
+
+    def _name(self, request: Any) -> None:
+        """Have Megatron write what describes the files, then make the folder a checkpoint."""
+        engine = self._engine
         with without_holes(engine.tools.fabric, engine.recovery.nominal.slots):
-            for finalize in write.request.finalize_fns:
+            for finalize in request.finalize_fns:
                 with _writing(self._args.save):
                     finalize()
                 if dist.get_rank() == 0 and self._folders.is_written():
                     self._folders.commit()
-        return "done"
 
     def _give_up(self) -> None:
         """Remove what is left of a save that failed (it may be what fills the disk), once nobody writes there."""

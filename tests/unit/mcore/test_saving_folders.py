@@ -1,4 +1,4 @@
-"""A save under way has partial names; at every moment the tracker names a whole checkpoint."""
+"""A save under way has names of its own; at every moment the tracker names a whole checkpoint."""
 
 from __future__ import annotations
 
@@ -9,14 +9,20 @@ import pytest
 
 from megatron.elastic.mcore.saving import Folders
 
+TAG = "g3.i0.00000001"
+
 
 class Cut(Exception):
     """The process dies here."""
 
 
-def begun(folders: Folders, save: Path, iteration: int) -> Path:
+def nothing(*_: object) -> None:
+    """A point without a fault, a lease that holds."""
+
+
+def begun(folders: Folders, save: Path, iteration: int, tag: str = TAG) -> Path:
     """Plan a save, write its file, and have Megatron write the tracker; returns the partial folder."""
-    with folders.naming():
+    with folders.naming(tag):
         partial = Path(folders.named(str(save / f"iter_{iteration:07d}")))
         tracker = Path(folders.tracked(str(save / "latest_checkpointed_iteration.txt")))
     partial.mkdir(parents=True)
@@ -34,25 +40,26 @@ def tracked(save: Path) -> str:
 
 
 def test_a_name_is_what_megatron_asks_for_outside_a_save() -> None:
-    folders = Folders(lambda point, step: None)
+    folders = Folders(nothing, nothing)
     assert folders.named("/a/iter_0000003") == "/a/iter_0000003" and folders.tracked("/a/t") == "/a/t"
-    assert folders.final_name("/a/iter_0000003.partial") == "/a/iter_0000003"
+    with folders.naming(TAG):
+        assert folders.final_name(folders.named("/a/iter_0000003")) == "/a/iter_0000003"
 
 
 def test_megatron_reads_in_the_new_tracker_which_checkpoint_came_before(tmp_path: Path) -> None:
-    folders = Folders(lambda point, step: None)
+    folders = Folders(nothing, nothing)
     begun(folders, tmp_path, 2)
     folders.commit()
-    with folders.naming():
+    with folders.naming(TAG):
         folders.named(str(tmp_path / "iter_0000004"))
         assert Path(folders.tracked(str(tmp_path / "latest_checkpointed_iteration.txt"))).read_text().strip() == "2"
     assert not folders.is_written(), "it still names the one before"
 
 
 @pytest.mark.parametrize("again", [4, 2], ids=["a later one", "the same iteration anew"])
-@pytest.mark.parametrize("cut_at", ["save_named", "save_tracked", "never"])
+@pytest.mark.parametrize("cut_at", ["save_whole", "save_named", "save_tracked", "never"])
 def test_at_every_cut_a_whole_checkpoint_is_tracked(tmp_path: Path, again: int, cut_at: str) -> None:
-    folders = Folders(lambda point, step: None)
+    folders = Folders(nothing, nothing)
     begun(folders, tmp_path, 2)
     folders.commit()
 
@@ -62,11 +69,49 @@ def test_at_every_cut_a_whole_checkpoint_is_tracked(tmp_path: Path, again: int, 
         if point == cut_at:
             raise Cut
 
-    later = Folders(reach)
+    later = Folders(reach, nothing)
     partial = begun(later, tmp_path, again)
     assert tracked(tmp_path) == "2"
     with contextlib.suppress(Cut):
         later.commit()
-    assert tracked(tmp_path) == (str(again) if cut_at != "save_named" or again == 2 else "2")
+    assert tracked(tmp_path) == (str(again) if cut_at in ("save_tracked", "never") or again == 2 else "2")
     later.sweep(str(tmp_path))
     assert not partial.exists() and tracked(tmp_path)
+
+
+def test_the_lease_is_looked_at_directly_before_each_rename(tmp_path: Path) -> None:
+    """A rank that is stopped at a point and wakes up without its lease renames nothing."""
+    final, tracker = tmp_path / "iter_0000004", tmp_path / "latest_checkpointed_iteration.txt"
+    for lost_at, named in (("save_whole", False), ("save_named", True)):
+        passed: list[str] = []
+
+        def fence(lost_at: str = lost_at, passed: list[str] = passed) -> None:
+            if lost_at in passed:
+                raise Cut
+
+        def reach(point: str, step: int, passed: list[str] = passed) -> None:
+            passed.append(point)
+
+        folders = Folders(reach, fence)
+        folders.sweep(str(tmp_path))
+        begun(folders, tmp_path, 4)
+        with pytest.raises(Cut):
+            folders.commit()
+        assert (final.exists(), tracker.exists()) == (named, False) and passed[-1] == lost_at
+
+
+def test_who_wakes_up_late_finds_no_file_to_rename_and_none_of_the_others_under_its_names(tmp_path: Path) -> None:
+    """Even between the look at the lease and the rename: the others have swept what it would rename."""
+    theirs = Folders(nothing, nothing)
+
+    def stopped(point: str, step: int) -> None:
+        theirs.sweep(str(tmp_path))
+        assert begun(theirs, tmp_path, 4, "g4.i0.00000002").is_dir()
+
+    late = Folders(stopped, nothing)
+    begun(late, tmp_path, 4)
+    with pytest.raises(FileNotFoundError):
+        late.commit()
+    assert not (tmp_path / "iter_0000004").exists() and not (tmp_path / "latest_checkpointed_iteration.txt").exists()
+    theirs.commit()
+    assert tracked(tmp_path) == "4"
