@@ -298,8 +298,7 @@ class WorkerMembership:
 
     def fence(self) -> None:
         """See :meth:`Membership.fence`. Any thread."""
-        end = self._slot.lease_end()
-        if end and time.monotonic_ns() > end:
+        if self._slot.lease_over():
             _end_with_children("the lease of this node ran out: its agent is stopped or cannot reach the others")
 
     def _send(self, message: Message) -> None:

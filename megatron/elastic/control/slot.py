@@ -10,7 +10,8 @@ Layout (little endian): u64 lease end ns | u64 sequence | i64 step | u64 progres
 u64 stamp ns | u64 usual ns | i32 finished, i32 code | u16 phase length,
 u16 waiting count | 64 bytes phase | u32 × 256 waiting for | … | at 3072: a lock that the worker's training thread
 holds for life | at 4096: u32 length, last words.
-Times are CLOCK_MONOTONIC, which all processes of a host share.
+The lease ends by CLOCK_BOOTTIME, which also counts the time that a machine is suspended; other times are
+CLOCK_MONOTONIC. All processes of a host share both.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import time
 from dataclasses import dataclass
 
 from megatron.elastic import _process
+from megatron.elastic.control.clock import boot_ns
 from megatron.elastic.control.membership import Activity
 
 __all__ = ["SLOT_BYTES", "Glimpse", "Slot"]
@@ -106,9 +108,10 @@ class Slot:
         """From here on the calling thread's end is this worker's, and heard of from :meth:`lock`."""
         _process.hold(self.lock())
 
-    def lease_end(self) -> int:
-        """Until when (ns, monotonic) this worker may act; 0: no lease needed."""
-        return int(_U64.unpack_from(self._map, _AT_LEASE)[0])
+    def lease_over(self) -> bool:
+        """Whether the time in which this worker may act has run out; never, where no lease was given."""
+        end = int(_U64.unpack_from(self._map, _AT_LEASE)[0])
+        return end != 0 and boot_ns() > end
 
     # -- the agent's side -------------------------------------------------
 
@@ -142,7 +145,7 @@ class Slot:
         return memoryview(self._map)[_LOCK_AT : _LOCK_AT + _process.LOCK_BYTES]
 
     def extend_lease(self, until_ns: int) -> None:
-        """Allow the worker to act until ``until_ns`` (monotonic)."""
+        """Allow the worker to act until ``until_ns`` of :func:`~megatron.elastic.control.clock.boot_ns`."""
         _U64.pack_into(self._map, _AT_LEASE, until_ns)
 
     def close(self) -> None:

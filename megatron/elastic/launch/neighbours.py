@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 
+from megatron.elastic.control.clock import boot_ns, boot_seconds
 from megatron.elastic.control.generations import Node
 from megatron.elastic.control.journal import Seal
 from megatron.elastic.control.store import Store, StoreLost
@@ -62,7 +63,7 @@ class Neighbours:
         self._beats: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
         self._count = 0
         self._heard: dict[int, tuple[str, float]] = {}
-        self._last_beat = time.monotonic()
+        self._last_beat = boot_seconds()
         self.tables: dict[int, Table] = {}
         self.seen: dict[int, int] = {}
         """Node → entries of the journal that its agent has read, as of its last beat."""
@@ -84,7 +85,7 @@ class Neighbours:
 
     def beat(self, table: Table, read: int) -> None:
         """Renew this agent's lease (from the loop, every ``timing.beat`` seconds). ``read``: entries of the journal."""
-        now = time.monotonic()
+        now = boot_seconds()
         if now - self._last_beat > self._timing.grace + self._timing.beat * 2:
             # This agent did not run for a while: what it has not heard meanwhile proves nothing.
             self._heard = {node: (text, now) for node, (text, _) in self._heard.items()}
@@ -94,7 +95,7 @@ class Neighbours:
         epoch = self._nodes[self._node].epoch
         body = json.dumps({"beat": self._count, "epoch": epoch, "read": read, "table": rows})
         if self._beats.empty():
-            self._beats.put((time.monotonic_ns(), body))
+            self._beats.put((boot_ns(), body))
 
     def forget(self, node: int) -> None:
         """``node`` has a new agent: its silence counts from now on."""
@@ -116,7 +117,7 @@ class Neighbours:
 
     def _renewed(self, started_ns: int, heard: Mapping[int, bytes | None]) -> None:
         self._extend(started_ns + int(self._timing.fence * 1e9))
-        now = time.monotonic()
+        now = boot_seconds()
         for number, value in heard.items():
             text = self._seal.open(f"lease/{number}", value) if value is not None else None
             known, since = self._heard.get(number, ("", now))
