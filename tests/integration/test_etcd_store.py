@@ -56,6 +56,16 @@ def test_of_many_that_replace_a_value_those_who_saw_another_one_do_not(server: E
     store.close()
 
 
+def test_many_values_are_read_at_once_whether_they_exist_or_not(server: EtcdServer) -> None:
+    store = opened(server, "many")
+    names = [f"lease/{number}" for number in range(300)]
+    for name in names[::7]:
+        store.put(name, name.encode())
+    assert store.get_many(names) == {name: name.encode() if name in names[::7] else None for name in names}
+    assert store.get_many([]) == {}
+    store.close()
+
+
 def test_a_wait_ends_when_the_key_comes_or_the_time_is_up(server: EtcdServer) -> None:
     store = opened(server, "wait")
     assert store.wait("never", 0.2) is None

@@ -4,7 +4,7 @@ Everything a job writes hangs on one lease that all its agents keep alive, so
 that nothing of it outlives its last agent and a later run under the same name
 starts clean. An agent that cannot reach a majority of etcd cannot append: on a
 partition only the side with etcd decides, and the workers of the other side end
-themselves when their agent's beat fails (:mod:`launch.neighbours`).
+themselves when their agent's beat fails (:mod:`launch.node_leases`).
 
 Talks to etcd's JSON gateway through ``etcd3gw``, with one endpoint after the
 other until one answers.
@@ -16,7 +16,7 @@ import base64
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -33,6 +33,8 @@ _PATIENCE_SECONDS = 5.0
 """How long all endpoints are tried again before the store counts as lost: longer than an election of etcd's."""
 _LOOK_SECONDS = 1.0
 """A wait asks again this often, whatever its watch says: a watch on an endpoint that died is silent for ever."""
+_OPERATIONS = 128
+"""Operations that etcd takes in one transaction, by its default."""
 _LEASE_SECONDS = 30
 """After this long without any agent alive, everything of the job is gone from etcd."""
 
@@ -97,6 +99,17 @@ class EtcdStore(Store):
 
     def get(self, key: str) -> bytes | None:
         return self._ask(lambda client: _first(client.get(self._prefix + key)))
+
+    def get_many(self, keys: Sequence[str]) -> dict[str, bytes | None]:
+        found: dict[str, bytes | None] = dict.fromkeys(keys)
+        for first in range(0, len(keys), _OPERATIONS):
+            some = keys[first : first + _OPERATIONS]
+            reads = [{"request_range": {"key": _encoded(self._prefix + key)}} for key in some]
+            answers = self._ask(partial(_transact, {"success": reads}))["responses"]
+            for key, answer in zip(some, answers, strict=True):
+                for pair in answer["response_range"].get("kvs", ()):
+                    found[key] = base64.b64decode(pair["value"])
+        return found
 
     def create(self, key: str, value: bytes) -> bytes:
         def attempt(client: Any) -> bytes | None:
@@ -216,6 +229,11 @@ class EtcdStore(Store):
                     return  # the next request says so: its lease is not found
         except StoreLost:
             return  # whoever asks for something next is told
+
+
+def _transact(text: Mapping[str, Any], client: Any) -> Mapping[str, Any]:
+    answer: Mapping[str, Any] = client.transaction(text)
+    return answer
 
 
 def client_lease_lives(client: Any, lease: int) -> bool:

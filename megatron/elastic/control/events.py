@@ -94,6 +94,8 @@ class NodeBack:
     node: int
     epoch: int
     host: str
+    agent: str = ""
+    """Its token: of several that ask for the place, the first in the journal has it."""
 
 
 @dataclass(frozen=True)
@@ -274,7 +276,9 @@ def _ranks(body: Mapping[str, Any]) -> tuple[int, ...]:
 _PARSERS: Mapping[str, Callable[[Mapping[str, Any]], Event]] = {
     "Lost": _lost,
     "NodeLost": lambda b: NodeLost(take_int(b, "node"), take_int(b, "epoch"), take_str(b, "why"), _time(b)),
-    "NodeBack": lambda b: NodeBack(take_int(b, "node"), take_int(b, "epoch"), take_str(b, "host")),
+    "NodeBack": lambda b: NodeBack(
+        take_int(b, "node"), take_int(b, "epoch"), take_str(b, "host"), take_str(b, "agent")
+    ),
     "Reported": lambda b: Reported(take_int(b, "generation"), _entries(b)),
     "Waiting": lambda b: Waiting(_entries(b)),
     "Requested": lambda b: Requested(take_str(b, "what"), _ranks(b), take_int(b, "generation")),

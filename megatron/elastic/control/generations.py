@@ -61,6 +61,8 @@ class Node:
     ranks: tuple[int, ...]
     epoch: int = 0
     alive: bool = True
+    agent: str = ""
+    """Token of the agent that holds this place; what another one says for this node does not count."""
 
 
 @dataclass
@@ -286,7 +288,7 @@ class Generations:
         node = self.nodes.get(event.node)
         if node is None or node.alive or event.epoch <= node.epoch:
             return
-        node.alive, node.epoch, node.host = True, event.epoch, event.host
+        node.alive, node.epoch, node.host, node.agent = True, event.epoch, event.host, event.agent
         for rank in node.ranks:
             state = self.ranks[rank]
             state.may_return = self.respawn or state.incarnation < 0

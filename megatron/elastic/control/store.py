@@ -10,6 +10,7 @@ thread at a time and a waiting call occupies it, so each thread takes its own wi
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from datetime import timedelta
 
 from torch.distributed import DistNetworkError, DistStoreError, TCPStore
@@ -41,6 +42,10 @@ class Store(ABC):
     @abstractmethod
     def get(self, key: str) -> bytes | None:
         """The value, or None where the key does not exist."""
+
+    def get_many(self, keys: Sequence[str]) -> dict[str, bytes | None]:
+        """The value of each of ``keys``, or None. One request where the store has such a one."""
+        return {key: self.get(key) for key in keys}
 
     @abstractmethod
     def create(self, key: str, value: bytes) -> bytes:
@@ -114,6 +119,15 @@ class EmbeddedStore(Store):
             if not self._tcp.check([self._prefix + key]):
                 return None
             return bytes(self._tcp.get(self._prefix + key))
+        except RuntimeError as error:
+            raise StoreLost(_first_line(error)) from None
+
+    def get_many(self, keys: Sequence[str]) -> dict[str, bytes | None]:
+        places = [self._prefix + key for key in keys]
+        try:
+            if not places or not self._tcp.check(places):
+                return super().get_many(keys)  # one that is missing would be waited for
+            return dict(zip(keys, map(bytes, self._tcp.multi_get(places)), strict=True))
         except RuntimeError as error:
             raise StoreLost(_first_line(error)) from None
 

@@ -27,6 +27,8 @@ class Timing:
     """Between two renewals of an agent's lease."""
     lease: float
     """An agent not heard of for this long is unreachable, and its workers are lost."""
+    broken: float
+    """The same for an agent whose connection to the first one broke and was not made again."""
     fence: float
     """Workers whose agent could not renew for this long end themselves; well before ``lease``."""
     resumed: float
@@ -50,6 +52,7 @@ class Timing:
             grace=unit / 2,
             beat=unit / 2,
             lease=10 * unit,
+            broken=2 * unit,
             fence=6 * unit,
             resumed=unit,
             hang=30 * unit,

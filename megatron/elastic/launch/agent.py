@@ -46,9 +46,10 @@ from megatron.elastic.launch.judge import Judge
 from megatron.elastic.launch.logs import WorkerLogs
 from megatron.elastic.launch.loop import Loop
 from megatron.elastic.launch.losses import classify, left_to_the_first
-from megatron.elastic.launch.neighbours import Neighbours, Table
+from megatron.elastic.launch.node_leases import NodeLeases, Table
 from megatron.elastic.launch.nursery import Nursery
 from megatron.elastic.launch.pool import Pool, Worker
+from megatron.elastic.launch.presence import Presence
 from megatron.elastic.launch.processes import kill_group, process_state
 from megatron.elastic.launch.reception import Reception
 from megatron.elastic.launch.rendezvous import Company
@@ -84,7 +85,8 @@ class Agent:
         self._couriers = Couriers(loop, company.store, company.seal, self._deliver, self._store_lost, self._left_behind)
         self.append = self._couriers.append
         self._watch = Watch(self.timing, lambda worker: self._pool.kill(worker, "stopped"))
-        self._neighbours = self._make_neighbours() if len(company.nodes) > 1 else None
+        self._leases = self._make_leases() if len(company.nodes) > 1 else None
+        self._presence = self._make_presence(self._leases) if self._leases is not None else None
         self._judge = Judge(self.state, self.timing, loop, self.append)
         desk = Desk(job.run_id, self.state, self.table, self._pids, self.append)
         self._console = Console(loop, job.run_id, self.node, desk.handle)
@@ -93,7 +95,7 @@ class Agent:
             self.node, self.state, self._failures, self.by_rank, loop, self.timing, pool, nursery, self.append
         )
         self._reception = Reception(self.state, self._mine.ranks, self.append, self._greet, self._leaving)
-        seen = {} if self._neighbours is None else self._neighbours.seen
+        seen = {} if self._leases is None else self._leases.seen
         self._trimming = Trimming(company.store, company.seal, self.node, self.state, self._failures, seen)
         self._active = not company.returning
         self._next_position = 0
@@ -102,16 +104,32 @@ class Agent:
         self._back_asked = 0
         """Life for which this node has asked for its place."""
 
-    def _make_neighbours(self) -> Neighbours:
-        return Neighbours(
+    def _make_leases(self) -> NodeLeases:
+        there = self.company
+        return NodeLeases(
             self._loop,
-            self.company.store,
-            self.company.seal,
+            there.store,
+            there.seal,
             self.timing,
             self.node,
-            self.company.nodes,
+            there.agent,
+            there.nodes,
             extend=self._extend_leases,
-            lost=lambda node, epoch, why: self.append(NodeLost(node, epoch, why, time.time())),
+            lost=self._node_lost,
+        )
+
+    def _make_presence(self, leases: NodeLeases) -> Presence:
+        there = self.company
+        return Presence(
+            self._loop,
+            there.store,
+            there.seal,
+            self.timing,
+            self.node,
+            there.agent,
+            there.nodes,
+            doubt=leases.doubt,
+            trust=leases.trust,
         )
 
     # -- life -------------------------------------------------------------------
@@ -124,9 +142,8 @@ class Agent:
         self._trimming.start()
         self._loop.every(self.timing.look, self._look)
         self._loop.every(self.timing.beat, self._beat)
-        if self._neighbours is not None:
-            self._neighbours.start(self.company.master_addr)
         if self._active:
+            self._show_up()
             for rank in self._mine.ranks:
                 self._successors.start(rank, 0)
         else:
@@ -144,9 +161,9 @@ class Agent:
         self._pool.rouse()
         self._pool.reap_strangers()
         table = self.table()
-        if self._neighbours is not None:
-            self._neighbours.beat(table, self._next_position)
-            for other in self._neighbours.tables.values():
+        if self._leases is not None and self._active:
+            self._leases.beat(table, self._next_position)
+            for other in self._leases.tables.values():
                 table.update(other)
         if self.state.coordinator() == self.node and self._active:
             self._judge.consider(table)
@@ -166,6 +183,21 @@ class Agent:
 
     def _pids(self) -> dict[int, int]:
         return {rank: worker.pid for rank, worker in self.by_rank.items()}
+
+    @property
+    def _holds_place(self) -> bool:
+        """Whether this agent, and not another one, is this node's for all others."""
+        return self._mine.agent == self.company.agent
+
+    def _show_up(self) -> None:
+        """From here on this agent counts: the place is its own."""
+        if self._leases is not None and self._presence is not None:
+            self._leases.start()
+            self._presence.start(self.company.master_addr, self.company.address)
+
+    def _node_lost(self, node: int, epoch: int, why: str) -> None:
+        if self.state.lives(node, epoch) and self._active:
+            self.append(NodeLost(node, epoch, why, time.time()))
 
     def _extend_leases(self, until_ns: int) -> None:
         for worker in self._pool.workers.values():
@@ -256,8 +288,8 @@ class Agent:
                 self._successors.start_anew_unless_begun(ranks[0])
                 if self.state.decided == 0 and ranks[0] < self.state.nominal:
                     self.append(Ended(_STATE_LOST, f"node {node} was lost before the job had started: it ends"))
-            case NodeBack() if self._neighbours is not None:
-                self._neighbours.forget(event.node)
+            case NodeBack() if self._leases is not None:
+                self._leases.trust(event.node)
             case Suspected():
                 self._look_into(event)
             case Condemned() if event.rank in self.by_rank:
@@ -326,9 +358,13 @@ class Agent:
         if not self._mine.alive:
             if self._back_asked <= self._mine.epoch:
                 self._back_asked = self._mine.epoch + 1
-                self.append(NodeBack(self.node, self._back_asked, self.company.host))
+                self.append(NodeBack(self.node, self._back_asked, self.company.host, self.company.agent))
         elif isinstance(event, NodeBack) and event.node == self.node:
+            if not self._holds_place:  # another one was first; the journal may go on with its loss
+                self._loop.after(2 * self.timing.lease, self._give_up_return)
+                return
             self._active = True
+            self._show_up()
             for rank in self._mine.ranks:
                 self._successors.start(rank, self.state.ranks[rank].incarnation + 1)
 
@@ -360,7 +396,7 @@ class Agent:
                 if worker.elastic:
                     text = "the job's store is gone; this worker ends"
                     self._pool.tell(worker, {"t": "end", "code": _STATE_LOST, "why": text})
-            self._neighbours = None
+            self._leases = None
             self._stop(_STATE_LOST)
 
     def _stop(self, code: int) -> None:
@@ -403,13 +439,13 @@ class Agent:
         self._console.close()
         self._pool.close()
         self._logs.close()
-        self._nursery.sweep()
+        self._nursery.sweep(self._holds_place)
         self.company.store.close()
-        if self._neighbours is None:
+        if self._leases is None or not self._holds_place:
             return
         try:
             if self.company.store.server:
-                self._neighbours.wait_for_goodbyes(self.company.store, _GOODBYE_SECONDS)
+                self._leases.wait_for_goodbyes(self.company.store, _GOODBYE_SECONDS)
             else:
                 self.company.store.put(f"bye/{self.node}", b"bye")
         except ConnectionError:

@@ -9,7 +9,7 @@ from megatron.elastic.control.events import Event, Readmitted, Wanted
 from megatron.elastic.control.generations import Generations
 from megatron.elastic.control.quarantine import Record
 from megatron.elastic.control.wire import Message, as_rank, take_list, take_str
-from megatron.elastic.launch.neighbours import Table
+from megatron.elastic.launch.node_leases import Table
 
 __all__ = ["Desk"]
 

@@ -95,8 +95,12 @@ class Nursery:
                 return ""  # multiprocessing will say so, if anybody needs it
         return os.path.join(self._scratch, str(worker.number))
 
-    def sweep(self) -> None:
-        """Remove what this node's workers left in /dev/shm and in their scratch folders."""
-        sweep_segments(self._prefix)
+    def sweep(self, all_of_node: bool) -> None:
+        """Remove what this agent's workers left in their scratch folders, and this node's in /dev/shm.
+
+        ``all_of_node``: False where another agent holds the node's place and its workers may use what is there.
+        """
+        if all_of_node:
+            sweep_segments(self._prefix)
         if self._scratch is not None:
             sweep_scratches(self._scratch)

@@ -49,6 +49,8 @@ class Company:
     master_port: int
     address: str
     """Where other nodes reach this one."""
+    agent: str
+    """This agent's token. The place is its own only while the node's (:class:`Node`) is the same."""
 
 
 def meet(job: Job) -> Company:
@@ -57,7 +59,8 @@ def meet(job: Job) -> Company:
     secret = _agree_on_secret(store, job)
     seal = Seal(secret)
     address = _address(job)
-    node, returning = _take_place(store, seal, job, address)
+    agent = secrets.token_hex(8)
+    node, returning = _take_place(store, seal, job, address, agent)
     nodes: dict[int, Node] = {}
     first = (job.master_addr, job.master_port)
     end = time.monotonic() + job.rendezvous_timeout
@@ -77,7 +80,8 @@ def meet(job: Job) -> Company:
     if nominal < 1:
         raise BadInput(f"--elastic-spares {job.settings.spares} leaves no rank to train: start more (--nproc-per-node)")
     here = _host(job, node)
-    return Company(node, store, secret, seal, nodes, nominal, here, returning or node >= job.least, *first, address)
+    returning |= node >= job.least
+    return Company(node, store, secret, seal, nodes, nominal, here, returning, *first, address, agent)
 
 
 def _host(job: Job, node: int) -> str:
@@ -103,7 +107,7 @@ def _wait(store: Store, key: str, end: float) -> bytes | None:
         time.sleep(_LOOK_SECONDS)
 
 
-def _take_place(store: Store, seal: Seal, job: Job, address: str) -> tuple[int, bool]:
+def _take_place(store: Store, seal: Seal, job: Job, address: str, agent: str) -> tuple[int, bool]:
     """This agent's node number, and whether it takes over from an earlier agent of that number."""
     for node in _candidates(store, job):
         card = json.dumps(
@@ -113,7 +117,7 @@ def _take_place(store: Store, seal: Seal, job: Job, address: str) -> tuple[int, 
                 "port": job.master_port,
                 "workers": job.workers,
                 "nodes": job.nodes,
-                "agent": secrets.token_hex(4),
+                "agent": agent,
             }
         )
         place = f"card/{node}"
@@ -143,7 +147,8 @@ def _add_node(nodes: dict[int, Node], number: int, text: str | None, job: Job) -
         workers, theirs = take_int(card, "workers"), take_int(card, "nodes")
         if theirs != job.nodes or workers < 1:
             raise BadInput(f"node {number} was started with --nnodes {theirs}, this one with {job.nodes}")
-        nodes[number] = Node(take_str(card, "host"), tuple(range(first, first + workers)))
+        ranks = tuple(range(first, first + workers))
+        nodes[number] = Node(take_str(card, "host"), ranks, agent=take_str(card, "agent"))
         return take_str(card, "address"), take_int(card, "port")
     except ProtocolError as error:
         raise BadInput(f"node {number}: {error}; {env.SECRET} must be the same on every node") from None

@@ -32,7 +32,7 @@ LOSS = Loss(2, 4, "h", "signal SIGKILL", ("last", "lines é"))
 EXAMPLES: list[ev.Event] = [
     ev.Lost((LOSS, LOSS), (3, -1), (True, False)),
     ev.NodeLost(1, 2, "why", 4.5),
-    ev.NodeBack(1, 2, "h"),
+    ev.NodeBack(1, 2, "h", "0123"),
     ev.Reported(7, (ev.Entry(ADDRESS, "opaque"),)),
     ev.Waiting((ev.Entry(ADDRESS, ""),)),
     ev.Requested("join", (1, 2), 3),

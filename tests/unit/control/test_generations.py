@@ -216,6 +216,18 @@ def test_a_lost_node_takes_its_ranks_and_gives_them_back() -> None:
     assert state.pending() == ("join",)
 
 
+def test_of_two_agents_that_ask_for_a_place_the_first_in_the_journal_has_it() -> None:
+    state = started(2, 2)
+    state.apply(NodeLost(1, 0, "node unreachable"))
+    state.apply(NodeBack(1, 1, "h1", "first"))
+    state.apply(NodeBack(1, 1, "h2", "second"))
+    state.apply(NodeBack(1, 2, "h2", "second"))
+    assert (state.nodes[1].agent, state.nodes[1].host, state.nodes[1].epoch) == ("first", "h1", 1)
+    state.apply(NodeLost(1, 1, "node unreachable"))
+    state.apply(NodeBack(1, 2, "h2", "second"))
+    assert (state.nodes[1].agent, state.nodes[1].epoch) == ("second", 2)
+
+
 def test_purposeful_ends_are_no_losses_and_end_the_job() -> None:
     state = started(2)
     state.apply(Finished(0, 0, 0))

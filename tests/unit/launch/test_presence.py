@@ -1,0 +1,145 @@
+"""Connections between agents, over real sockets: who gets in, and what a broken one means."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+
+import pytest
+
+from megatron.elastic.control.generations import Node
+from megatron.elastic.control.journal import Seal
+from megatron.elastic.control.store import EmbeddedStore
+from megatron.elastic.control.timing import Timing
+from megatron.elastic.launch.loop import Loop
+from megatron.elastic.launch.presence import Presence
+
+SEAL = Seal("ab")
+TIMING = Timing.derive(5.0)
+HOST = "127.0.0.1"
+
+
+class Agents:
+    """The first agent's side, and as many callers as a test wants; ``told``: (by, doubt or trust, node)."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self.store = EmbeddedStore.open(HOST, 0, "presence/", server=True, timeout=20)
+        self.nodes = {n: Node(f"h{n}", (n,), agent=f"agent{n}") for n in range(3)}
+        self.told: list[tuple[int, str, int]] = []
+        self.made: dict[int, Presence] = {}
+        self._stack = stack
+        self.start(0)
+        value = self.store.wait("presence", 20)
+        assert value is not None
+        self.port = int(json.loads(SEAL.open("presence", value) or "")["port"])
+
+    def start(self, node: int, token: str | None = None) -> Presence:
+        loop = Loop()
+        presence = Presence(
+            loop, self.store, SEAL, TIMING, node, token or f"agent{node}", self.nodes,
+            doubt=lambda other: self.told.append((node, "doubt", other)),
+            trust=lambda other: self.told.append((node, "trust", other)),
+        )  # fmt: skip
+        loop.post(lambda: presence.start(HOST, HOST))
+        thread = threading.Thread(target=loop.run, daemon=True)
+        thread.start()
+        self._stack.callback(loop.close)
+        self._stack.callback(thread.join, 20)
+        self._stack.callback(loop.post, loop.stop)
+        self.made[node] = presence
+        return presence
+
+    def call(self) -> tuple[socket.socket, str]:
+        """A connection of a stranger, and the number it was given."""
+        connection = self._stack.enter_context(socket.create_connection((HOST, self.port), timeout=20))
+        return connection, connection.recv(100).decode().strip()
+
+    def told_times(self, *what: object) -> int:
+        return self.told.count(what)  # type: ignore[arg-type]
+
+    def cut(self, node: int) -> None:
+        """As a device on the way would: both ends see the end of the connection."""
+        call = self.made[node]._call
+        assert call is not None
+        call.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.fixture
+def agents() -> Iterator[Agents]:
+    with ExitStack() as stack:
+        yield Agents(stack)
+
+
+def until(claim: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not claim():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def hello(nonce: str, node: int = 1, epoch: int = 0, agent: str = "agent1") -> bytes:
+    body = {"node": node, "epoch": epoch, "agent": agent, "nonce": nonce}
+    return SEAL.sign("presence/hello", json.dumps(body)) + b"\n"
+
+
+def test_a_connection_that_breaks_is_a_doubt_which_the_next_one_takes_back(agents: Agents) -> None:
+    agents.start(1)
+    until(lambda: (0, "trust", 1) in agents.told)
+    for times in (1, 2):
+        until(lambda: agents.made[1]._call is not None)
+        agents.cut(1)
+        until(lambda t=times: agents.told_times(0, "doubt", 1) == t)  # type: ignore[misc]
+        until(lambda t=times: agents.told_times(0, "trust", 1) == t + 1)  # type: ignore[misc]
+    assert all(node == 1 for by, _, node in agents.told if by == 0)
+
+
+def test_what_was_recorded_opens_no_second_connection(agents: Agents) -> None:
+    first, nonce = agents.call()
+    recorded = hello(nonce)
+    first.sendall(recorded)
+    assert first.recv(100) == b"accepted\n"
+    second, other = agents.call()
+    assert other != nonce
+    second.sendall(recorded)
+    assert second.recv(100) == b""
+    second.close()
+    assert first.fileno() >= 0 and agents.told == [(0, "trust", 1)], "and it casts no doubt on the agent"
+
+
+@pytest.mark.parametrize("claim", [{"agent": "another"}, {"epoch": 1}, {"node": 7}])
+def test_an_agent_that_does_not_hold_the_place_is_not_let_in(agents: Agents, claim: dict[str, object]) -> None:
+    connection, nonce = agents.call()
+    connection.sendall(hello(nonce, **claim))  # type: ignore[arg-type]
+    assert connection.recv(100) == b"" and agents.told == []
+
+
+@pytest.mark.parametrize("said", [b"\n", b"hello\n", b"\xff" * 5000, b'"\n'])
+def test_whoever_says_something_else_is_dropped(agents: Agents, said: bytes) -> None:
+    connection, _ = agents.call()
+    connection.sendall(said)
+    with suppress(ConnectionResetError):  # it was dropped with what it had yet to read
+        assert connection.recv(100) == b""
+    agents.start(1)
+    until(lambda: (0, "trust", 1) in agents.told)
+
+
+def test_idle_strangers_keep_no_agent_out(agents: Agents) -> None:
+    strangers = [agents.call()[0] for _ in range(70)]
+    agents.start(1)
+    agents.start(2)
+    until(lambda: {(0, "trust", 1), (0, "trust", 2), (1, "trust", 0), (2, "trust", 0)} <= set(agents.told))
+    assert not any(what == "doubt" for _, what, _ in agents.told)
+    assert strangers[0].recv(1) == b"", "the oldest gave way"
+
+
+def test_an_agent_that_took_its_place_anew_introduces_itself_anew_without_a_doubt(agents: Agents) -> None:
+    presence = agents.start(1)
+    until(lambda: (0, "trust", 1) in agents.told and presence._call is not None)
+    agents.nodes[1].epoch = 1
+    presence.start(HOST, HOST)
+    until(lambda: agents.told_times(0, "trust", 1) == 2)
+    assert agents.told_times(0, "doubt", 1) == 0
