@@ -199,6 +199,33 @@ while True:
     assert "lost rank 0" in done.stderr and "lost rank 1" in done.stderr, "the second failure is on another rank"
 
 
+@pytest.mark.parametrize(
+    "end",
+    [
+        "raise VendorError('ncclAllReduce: remote process exited')",
+        "raise RuntimeError('no answer') from VendorHang('abort did not return within 5 s')",
+        "exit_into_respawn(VendorHang('abort did not return within 5 s'))",
+    ],
+)
+def test_faults_of_a_communication_library_at_the_same_step_are_no_error_of_the_program(
+    tmp_path: Path, end: str
+) -> None:
+    body = f"""
+from megatron.elastic.comm.vendor import VendorError, VendorHang, exit_into_respawn
+while len(d.members) > 1:
+    m.publish(Activity(5, "compute"))
+    if m.rank == min(d.members):
+        {end}
+    while m.frozen() == d.generation:
+        time.sleep(0.01)
+    d = agree()
+m.finish(0)
+"""
+    done = run(["--nproc-per-node", "3", "--no-respawn", *write(tmp_path, body, MEMBER), "--elastic"])
+    assert done.returncode == 0, done.stderr
+    assert "lost rank 0" in done.stderr and "lost rank 1" in done.stderr and "deterministic" not in done.stderr
+
+
 def test_finish_with_a_code_is_the_jobs_code(tmp_path: Path) -> None:
     done = run(["--nproc-per-node", "2", *write(tmp_path, "m.finish(4); sys.exit(4)", MEMBER), "--elastic"])
     assert done.returncode == 4 and "lost rank" not in done.stderr

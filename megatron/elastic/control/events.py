@@ -67,11 +67,10 @@ class Entry:
 
 @dataclass(frozen=True)
 class Lost:
-    """These incarnations ended without having said so; at which step (−1: none yet), and whether by an error."""
+    """These incarnations ended without having said so; at which step (−1: none yet)."""
 
     losses: tuple[Loss, ...]
     steps: tuple[int, ...] = ()
-    raised: tuple[bool, ...] = ()
     at: float = 0.0
     """When, in seconds of the clock of whoever noticed: every agent counts the same losses of an hour."""
 
@@ -249,7 +248,7 @@ def _entries(body: Mapping[str, Any]) -> tuple[Entry, ...]:
 def _lost(body: Mapping[str, Any]) -> Event:
     losses = tuple(loss_from_json(as_object(item)) for item in take_list(body, "losses"))
     steps = tuple(item if isinstance(item, int) else -1 for item in take_list(body, "steps"))
-    return Lost(losses, steps, tuple(item is True for item in take_list(body, "raised")), _time(body))
+    return Lost(losses, steps, _time(body))
 
 
 def _time(body: Mapping[str, Any]) -> float:

@@ -256,9 +256,9 @@ class Generations:
 
     def _blame(self, event: Lost) -> None:
         """Count members that ended by a fault of their own against their nodes."""
-        for loss, raised in zip(event.losses, event.raised, strict=False):
+        for loss in event.losses:
             state = self.ranks.get(loss.rank)
-            own = raised or not loss.cause.startswith("exit code")  # else it followed from what happened elsewhere
+            own = loss.ending in ("killed", "error")  # else it followed from what happened elsewhere
             if own and state and state.standing == "member" and state.incarnation == loss.incarnation:
                 self._count(self.node_of(loss.rank), event.at)
 
@@ -375,7 +375,7 @@ class Generations:
         if state.standing == "member" and not self.quiet and not event.announced:
             # It belonged to the generation before and is not in the next: that one must say why.
             host = self.nodes[self.node_of(event.rank)].host
-            self.losses.append(Loss(event.rank, event.incarnation, host, f"exit code {event.code}"))
+            self.losses.append(Loss(event.rank, event.incarnation, host, f"exit code {event.code}", ending="left"))
         state.incarnation, state.standing, state.entry = event.incarnation, "done", None
         state.code, state.announced = event.code, event.announced
         self.reports.pop(event.rank, None)

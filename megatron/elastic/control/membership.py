@@ -19,7 +19,7 @@ from typing import Literal, Protocol
 
 from megatron.elastic.comm.fabric import Address
 
-__all__ = ["WAITING_FOR_RANKS", "Activity", "Decision", "Loss", "Membership", "Released"]
+__all__ = ["WAITING_FOR_RANKS", "Activity", "Decision", "Ending", "Loss", "Membership", "Released"]
 
 Reason = Literal["start", "loss", "join", "drain", "reform"]
 """drain: some ranks leave; reform: nobody comes or goes, but a member has something to report that all must know."""
@@ -27,6 +27,16 @@ Reason = Literal["start", "loss", "join", "drain", "reform"]
 
 class Released(Exception):
     """The generation decided now goes on without this rank, as it was asked to: nothing is expected of it any more."""
+
+
+Ending = Literal["killed", "error", "communication", "left", "fall back", "begin anew"]
+"""Why an incarnation was lost.
+
+killed: from outside, by a signal, its agent or the loss of its node; error: by an error of its own; communication:
+by an error that the end of another process causes, or by a library that locked up; left: with exit code 0, though it
+had not said that it was done; fall back: it cannot get past its
+step, and asks for the last checkpoint; begin anew: it had nothing to go on from, or to join.
+"""
 
 
 @dataclass(frozen=True)
@@ -39,6 +49,7 @@ class Loss:
     cause: str
     """'signal SIGKILL', 'exit code 1', 'stopped', 'node unreachable', 'hung'"""
     last_lines: tuple[str, ...] = ()
+    ending: Ending = "killed"
 
 
 @dataclass(frozen=True)

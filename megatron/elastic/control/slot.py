@@ -8,8 +8,8 @@ that dies half way leaves it odd, and the reader keeps the last whole one.
 
 Layout (little endian): u64 lease end ns | u64 sequence | i64 step | u64 progress |
 u64 stamp ns | u64 usual ns | i32 finished, i32 code | u16 phase length,
-u16 waiting count | 64 bytes phase | u32 × 256 waiting for | … | at 3072: a lock that the worker's training thread
-holds for life | at 4096: u32 length, last words.
+u16 waiting count | 64 bytes phase | u32 × 256 waiting for | … | at 2048: u32 exit reason | at 3072: a lock that the
+worker's training thread holds for life | at 4096: u32 length, last words.
 The lease ends by CLOCK_BOOTTIME, which also counts the time that a machine is suspended; other times are
 CLOCK_MONOTONIC. All processes of a host share both.
 """
@@ -21,14 +21,16 @@ import os
 import struct
 import time
 from dataclasses import dataclass
+from enum import IntEnum
 
 from megatron.elastic import _process
 from megatron.elastic.control.clock import boot_ns
 from megatron.elastic.control.membership import Activity
 
-__all__ = ["SLOT_BYTES", "Glimpse", "Slot"]
+__all__ = ["SLOT_BYTES", "ExitReason", "Glimpse", "Slot"]
 
 SLOT_BYTES = 1 << 16
+_REASON_AT = 2048
 _LOCK_AT = 3072
 _WORDS_AT = 4096
 _PHASE_BYTES = 64
@@ -41,6 +43,18 @@ _U32 = struct.Struct("<I")
 _AT_LEASE, _AT_SEQUENCE, _AT_HEAD, _AT_FINISH, _AT_COUNTS, _AT_PHASE = 0, 8, 16, 48, 56, 60
 _AT_WAITING = _AT_PHASE + _PHASE_BYTES
 _NO_STEP = -1
+
+
+class ExitReason(IntEnum):
+    """Which kind of error ended a worker's program, in its own word."""
+
+    UNKNOWN = 0
+    """It left none: killed, ended by an exit code, or not a Python program."""
+    ERROR = 1
+    COMMUNICATION = 2
+    """The end of another process is its cause."""
+    INPUT = 3
+    """All ranks find the same wrong in flags, data or machine."""
 
 
 @dataclass(frozen=True)
@@ -98,8 +112,9 @@ class Slot:
         """Mark the coming end as meant."""
         _FINISH.pack_into(self._map, _AT_FINISH, 1, code)
 
-    def say_last_words(self, text: str) -> None:
-        """Leave the end of ``text`` (a traceback) for the agent to find."""
+    def say_last_words(self, text: str, reason: ExitReason) -> None:
+        """Leave the end of ``text`` (a traceback) and the kind of error for the agent to find."""
+        _U32.pack_into(self._map, _REASON_AT, reason)
         data = text.encode(errors="replace")[-(SLOT_BYTES - _WORDS_AT - 4) :]
         self._map[_WORDS_AT + 4 : _WORDS_AT + 4 + len(data)] = data
         _U32.pack_into(self._map, _WORDS_AT, len(data))
@@ -139,6 +154,11 @@ class Slot:
         """What :meth:`say_last_words` left, or nothing."""
         length = min(_U32.unpack_from(self._map, _WORDS_AT)[0], SLOT_BYTES - _WORDS_AT - 4)
         return self._map[_WORDS_AT + 4 : _WORDS_AT + 4 + length].decode(errors="replace")
+
+    def exit_reason(self) -> ExitReason:
+        """The kind of error that :meth:`say_last_words` left; tolerant of anything else."""
+        found = _U32.unpack_from(self._map, _REASON_AT)[0]
+        return ExitReason(found) if found in ExitReason.__members__.values() else ExitReason.UNKNOWN
 
     def lock(self) -> memoryview:
         """What :meth:`hold` holds; to be let go of before :meth:`close`."""

@@ -11,10 +11,10 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, get_args
 
 from megatron.elastic.comm.fabric import Address
-from megatron.elastic.control.membership import Decision, Loss
+from megatron.elastic.control.membership import Decision, Ending, Loss
 
 __all__ = [
     "FrameReader",
@@ -154,17 +154,22 @@ def loss_to_json(loss: Loss) -> Message:
         "host": loss.host,
         "cause": loss.cause,
         "last_lines": list(loss.last_lines),
+        "ending": loss.ending,
     }
 
 
 def loss_from_json(value: Mapping[str, Any]) -> Loss:
     """Inverse of :func:`loss_to_json`."""
+    ending = take_str(value, "ending")
+    if ending not in get_args(Ending):
+        raise ProtocolError(f"unknown ending {ending!r}")
     return Loss(
         take_int(value, "rank"),
         take_int(value, "incarnation"),
         take_str(value, "host"),
         take_str(value, "cause"),
         tuple(str(line) for line in take_list(value, "last_lines")),
+        ending,  # type: ignore[arg-type]
     )
 
 

@@ -308,8 +308,8 @@ class Agent:
         if event.rank in self._mine.ranks:
             worker = self.by_rank.get(event.rank)
             if worker is None and state.standing == "done" and not state.announced:
-                loss = Loss(event.rank, event.incarnation, self._mine.host, "exit code 0")
-                self.append(Lost((loss,), (-1,), (False,), time.time()))
+                loss = Loss(event.rank, event.incarnation, self._mine.host, "exit code 0", ending="left")
+                self.append(Lost((loss,), (-1,), time.time()))
             elif worker is not None and process_state(worker.pid) == "T":
                 self._pool.kill(worker, "stopped")
         if self.state.coordinator() == self.node:

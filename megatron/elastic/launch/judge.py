@@ -55,8 +55,8 @@ class Judge:
         if rank_state.standing == "done":
             # It left without a word, and is missed.
             host = self._state.nodes[self._state.node_of(verdict.rank)].host
-            loss = Loss(verdict.rank, rank_state.incarnation, host, "exit code 0")
-            self._append(Lost((loss,), (-1,), (False,), time.time()))
+            loss = Loss(verdict.rank, rank_state.incarnation, host, "exit code 0", ending="left")
+            self._append(Lost((loss,), (-1,), time.time()))
         else:
             self._append(Condemned(verdict.rank, rank_state.incarnation, verdict.why))
 

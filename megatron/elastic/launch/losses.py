@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from megatron.elastic.comm.errors import CommError
+from megatron.elastic.comm.vendor import RESPAWN_EXIT_CODE
 from megatron.elastic.control.events import Ended, Event, Finished, Lost
 from megatron.elastic.control.failures import BEGUN_ANEW, FELL_BACK
-from megatron.elastic.control.membership import Loss
+from megatron.elastic.control.membership import Ending, Loss
+from megatron.elastic.control.slot import ExitReason
 from megatron.elastic.launch.pool import Worker
 from megatron.elastic.launch.processes import describe_status
 from megatron.elastic.launch.speech import say
@@ -20,6 +21,12 @@ from megatron.elastic.launch.speech import say
 __all__ = ["classify", "left_to_the_first", "summarize"]
 
 _LINES = 20
+_ENDINGS: Mapping[int, Ending] = {
+    FELL_BACK: "fall back",
+    BEGUN_ANEW: "begin anew",
+    RESPAWN_EXIT_CODE: "communication",
+}
+"""Exit codes by which a worker says why it ends."""
 
 
 def classify(worker: Worker, status: int, host: str, started: bool, elastic: bool, log_lines: Sequence[str]) -> Event:
@@ -35,30 +42,31 @@ def classify(worker: Worker, status: int, host: str, started: bool, elastic: boo
     if status == 0:
         return Finished(worker.rank, worker.incarnation, 0, announced=False)
     cause = worker.doomed or describe_status(status)
-    words = worker.slot.last_words().splitlines()
-    meant = status in (FELL_BACK << 8, BEGUN_ANEW << 8) or _follows_a_loss(words)
-    raised = not os.WIFSIGNALED(status) and worker.doomed is None and not meant
-    if raised and not started:
+    ending = _ending(worker, status)
+    if ending == "error" and not started:
         code = os.waitstatus_to_exitcode(status)
         return Ended(code, f"rank {worker.rank} on {host} ended with {cause} before it took part: the job ends")
     if not elastic:
         code = os.waitstatus_to_exitcode(status)
         code = code if code > 0 else 128 - code
         return Ended(code, f"rank {worker.rank} on {host} ended with {cause}: the job ends (it is not elastic)")
-    lines = tuple(words[-_LINES:]) or tuple(log_lines)
+    lines = tuple(worker.slot.last_words().splitlines()[-_LINES:]) or tuple(log_lines)
     step = worker.slot.look().activity.step
-    return Lost((Loss(worker.rank, worker.incarnation, host, cause, lines),), (step,), (raised,), time.time())
+    return Lost((Loss(worker.rank, worker.incarnation, host, cause, lines, ending),), (step,), time.time())
 
 
-def _follows_a_loss(words: Sequence[str]) -> bool:
-    """Whether the error that ended the program was communication's: somebody else's end is its cause."""
-    return bool(words) and words[-1].startswith(CommError.__module__ + ".")
+def _ending(worker: Worker, status: int) -> Ending:
+    if os.WIFSIGNALED(status) or worker.doomed is not None:
+        return "killed"
+    if worker.slot.exit_reason() is ExitReason.COMMUNICATION:
+        return "communication"
+    return _ENDINGS.get(os.waitstatus_to_exitcode(status), "error")
 
 
 def left_to_the_first(worker: Worker) -> str:
     """Bad input that ended ``worker``, in the program's words: all ranks find it alike and the first alone says it."""
     words = worker.slot.last_words().splitlines()
-    if worker.rank == 0 or not words or not words[-1].startswith("megatron.elastic.") or _follows_a_loss(words):
+    if worker.rank == 0 or not words or worker.slot.exit_reason() is not ExitReason.INPUT:
         return ""
     return words[-1].partition(": ")[2]
 

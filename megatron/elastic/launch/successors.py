@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from megatron.elastic.control.events import Abandoned, Ended, Event, Lifted, Lost
-from megatron.elastic.control.failures import BEGUN_ANEW, FELL_BACK, Failures
+from megatron.elastic.control.failures import Failures
 from megatron.elastic.control.generations import Generations
 from megatron.elastic.control.membership import WAITING_FOR_RANKS, Activity, Decision, Loss
 from megatron.elastic.control.suspicion import Idle
@@ -110,15 +110,14 @@ class Successors:
             step = event.steps[index] if index < len(event.steps) else -1
             if loss.rank in self._ranks:
                 summarize(loss, step)
-            fell_back, anew = (loss.cause == f"exit code {code}" for code in (FELL_BACK, BEGUN_ANEW))
-            raised = event.raised[index : index + 1] == (True,)
-            verdict = self._failures.record(loss.rank, loss.incarnation, step, raised, event.at)
-            if fell_back:
+            own = loss.ending == "error"
+            verdict = self._failures.record(loss.rank, loss.incarnation, step, own, event.at)
+            if loss.ending == "fall back":
                 verdict = verdict or self._failures.fell_back(loss.rank, loss.incarnation, step)
             if verdict is not None and self._coordinates:
                 self._append(Ended(_DETERMINISTIC, "\n".join((verdict, *loss.last_lines))))
             if loss.rank in self._ranks:
-                self._replace(loss, _FALL_BACK_SECONDS if fell_back or anew else 0.0)
+                self._replace(loss, _FALL_BACK_SECONDS if loss.ending in ("fall back", "begin anew") else 0.0)
         self.start_anew_unless_begun(event.losses[0].rank)
 
     def _replace(self, loss: Loss, pause: float) -> None:

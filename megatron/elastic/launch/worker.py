@@ -26,10 +26,10 @@ from typing import Any, Literal, NoReturn
 
 from megatron.elastic.comm.errors import CommError
 from megatron.elastic.control import env
-from megatron.elastic.control.slot import Slot
+from megatron.elastic.control.slot import ExitReason, Slot
 from megatron.elastic.launch.processes import chain_children, die_with_parent, note_process
 
-__all__ = ["WorkerSpec", "become"]
+__all__ = ["WorkerSpec", "become", "reason_of"]
 
 Kind = Literal["script", "module", "program"]
 
@@ -131,7 +131,7 @@ def _run_python(spec: WorkerSpec, slot_fd: int) -> int:
         code = _exit_code(end)
     except BaseException as error:
         error.__traceback__ = _users_part(error.__traceback__)
-        Slot(slot_fd).say_last_words("".join(traceback.format_exception(error)))
+        Slot(slot_fd).say_last_words("".join(traceback.format_exception(error)), reason_of(error))
         sys.stdout.flush()
         if isinstance(error, CommError):
             # Somebody else's end before there was a state to go on from; the launcher says whose.
@@ -142,6 +142,17 @@ def _run_python(spec: WorkerSpec, slot_fd: int) -> int:
         sys.stderr.flush()
         code = 1
     return code
+
+
+def reason_of(error: BaseException) -> ExitReason:
+    """The kind of ``error`` that ends a program. One that was raised from a communication error is one, too."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, CommError):
+            return ExitReason.COMMUNICATION
+        cause = cause.__cause__
+    # Errors that this package names are about what it was given; the program's own are of any other type.
+    return ExitReason.INPUT if type(error).__module__.startswith("megatron.elastic.") else ExitReason.ERROR
 
 
 def _users_part(trace: types.TracebackType | None) -> types.TracebackType | None:

@@ -16,7 +16,7 @@ from megatron.elastic.comm.fabric import Address
 from megatron.elastic.control import events as ev
 from megatron.elastic.control.journal import Journal, Seal
 from megatron.elastic.control.membership import Activity, Decision, Loss
-from megatron.elastic.control.slot import SLOT_BYTES, Slot
+from megatron.elastic.control.slot import SLOT_BYTES, ExitReason, Slot
 from megatron.elastic.control.store import EmbeddedStore, StoreLost
 from megatron.elastic.control.wire import (
     FrameReader,
@@ -28,9 +28,9 @@ from megatron.elastic.control.wire import (
 )
 
 ADDRESS = Address(3, 1, "host/0", {"port": 1234, "segment": "mel-1", "list": [1, "x", None]})
-LOSS = Loss(2, 4, "h", "signal SIGKILL", ("last", "lines é"))
+LOSS = Loss(2, 4, "h", "exit code 1", ("last", "lines é"), "communication")
 EXAMPLES: list[ev.Event] = [
-    ev.Lost((LOSS, LOSS), (3, -1), (True, False)),
+    ev.Lost((LOSS, LOSS), (3, -1)),
     ev.NodeLost(1, 2, "why", 4.5),
     ev.NodeBack(1, 2, "h", "0123"),
     ev.Reported(7, (ev.Entry(ADDRESS, "opaque"),)),
@@ -129,7 +129,9 @@ def test_a_slot_shows_the_other_side_what_is_done_and_last_words() -> None:
     assert agent.finished() is None
     worker.finish(3)
     assert agent.finished() == 3
-    worker.say_last_words("x" * SLOT_BYTES + "the end")
+    assert agent.exit_reason() is ExitReason.UNKNOWN
+    worker.say_last_words("x" * SLOT_BYTES + "the end", ExitReason.COMMUNICATION)
+    assert agent.exit_reason() is ExitReason.COMMUNICATION
     assert agent.last_words().endswith("the end") and len(agent.last_words()) < SLOT_BYTES
     os.close(fd)
 
@@ -159,12 +161,13 @@ def test_a_writer_that_dies_half_way_leaves_the_last_whole_activity() -> None:
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.binary(min_size=1, max_size=300), st.integers(0, 400))
+@given(st.binary(min_size=1, max_size=300), st.integers(0, 400) | st.integers(1900, 2100))
 def test_no_bytes_in_a_slot_upset_the_agent(data: bytes, at: int) -> None:
     fd, agent = Slot.create("t")
     os.pwrite(fd, data, at)
     agent.look()
     agent.last_words()
+    agent.exit_reason()
     agent.finished()
     os.close(fd)
 

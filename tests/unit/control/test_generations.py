@@ -37,7 +37,7 @@ def entry(rank: int, incarnation: int = 0, report: str = "") -> Entry:
 
 
 def loss(rank: int, incarnation: int = 0) -> Lost:
-    return Lost((Loss(rank, incarnation, "h", "signal SIGKILL"),), (0,), (False,), 10.0 * (rank + 5 * incarnation))
+    return Lost((Loss(rank, incarnation, "h", "signal SIGKILL"),), (0,), 10.0 * (rank + 5 * incarnation))
 
 
 def machine(*sizes: int, respawn: bool = True) -> Generations:

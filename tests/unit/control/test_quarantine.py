@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import random
+from typing import get_args
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.elastic.comm.fabric import Address
 from megatron.elastic.control.events import Decided, Entry, Lifted, Lost, NodeLost, Readmitted, Reported, Waiting
 from megatron.elastic.control.generations import Generations, Node
-from megatron.elastic.control.membership import Loss
+from megatron.elastic.control.membership import Ending, Loss
 from megatron.elastic.control.quarantine import Quarantine
 
 HOUR, FIRST = 3600.0, 60.0
@@ -91,8 +93,8 @@ def started(after: int = 2) -> Generations:
     return state
 
 
-def lose(state: Generations, rank: int, at: float, cause: str = "signal SIGKILL") -> None:
-    state.apply(Lost((Loss(rank, state.ranks[rank].incarnation, "h", cause),), (3,), (False,), at))
+def lose(state: Generations, rank: int, at: float, ending: Ending = "killed") -> None:
+    state.apply(Lost((Loss(rank, state.ranks[rank].incarnation, "h", "…", ending=ending),), (3,), at))
     for missing in state.missing():
         state.apply(Reported(state.frozen, (Entry(Address(missing, state.ranks[missing].incarnation, "h"), ""),)))
     state.apply(Decided(state.frozen, 0))
@@ -115,12 +117,13 @@ def test_the_decision_after_the_loss_says_who_is_left_out_and_the_time_brings_it
     assert state.returns(5) and state.quarantine.out() == frozenset()
 
 
-def test_what_follows_from_a_loss_elsewhere_is_not_held_against_the_node() -> None:
+@pytest.mark.parametrize("ending", get_args(Ending))
+def test_what_follows_from_a_loss_elsewhere_is_not_held_against_the_node(ending: Ending) -> None:
     state = started()
     for at in (10.0, 20.0, 30.0):
-        lose(state, 4, at, cause="exit code 1")
+        lose(state, 4, at, ending)
         come_back(state, 4)
-    assert state.quarantine.nodes == {}
+    assert (state.quarantine.nodes != {}) == (ending in ("killed", "error"))
 
 
 def test_a_node_that_is_lost_as_a_whole_counts_too() -> None:

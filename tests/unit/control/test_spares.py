@@ -17,7 +17,7 @@ def entry(rank: int, incarnation: int = 0) -> Entry:
 
 
 def loss(rank: int, incarnation: int = 0) -> Lost:
-    return Lost((Loss(rank, incarnation, "h", "signal SIGKILL"),), (0,), (False,))
+    return Lost((Loss(rank, incarnation, "h", "signal SIGKILL"),), (0,))
 
 
 def started(nominal: int, spares: int, cell: int = 1, later: int = 0, respawn: bool = True) -> Generations:

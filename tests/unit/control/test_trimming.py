@@ -92,7 +92,8 @@ class Agent:
 def apply(state: Generations, failures: Failures, event: ev.Event) -> None:
     state.apply(event)
     if isinstance(event, ev.Lost):
-        failures.record(event.losses[0].rank, event.losses[0].incarnation, event.steps[0], event.raised[0], event.at)
+        loss = event.losses[0]
+        failures.record(loss.rank, loss.incarnation, event.steps[0], loss.ending == "error", event.at)
 
 
 def some_event(state: Generations, draw: random.Random) -> ev.Event:
@@ -102,7 +103,7 @@ def some_event(state: Generations, draw: random.Random) -> ev.Event:
     node = draw.randrange(NODES)
     missing = state.missing()
     choices: list[ev.Event] = [
-        ev.Lost((Loss(rank, incarnation, "h", "signal SIGKILL", ("last",)),), (4,), (False,), 1e4 * draw.random()),
+        ev.Lost((Loss(rank, incarnation, "h", "signal SIGKILL", ("last",)),), (4,), 1e4 * draw.random()),
         ev.Waiting((ev.Entry(Address(rank, incarnation + 1, "h", {"ports": [1, 2]}), ""),)),
         ev.NodeLost(node, state.nodes[node].epoch, "gone", 1e4 * draw.random()),
         ev.NodeBack(node, state.nodes[node].epoch + 1, "new"),
@@ -159,7 +160,7 @@ def test_what_everybody_has_read_is_gone_and_a_reader_that_slept_starts_from_the
     awake.append(ev.NodeLost(1, 0, "stopped"))
     awake.append(ev.NodeLost(2, 0, "stopped"))
     for number in range(3 * EVERY):
-        awake.append(ev.Lost((Loss(0, number, "h", "signal SIGKILL"),), (number,), (False,), float(number)))
+        awake.append(ev.Lost((Loss(0, number, "h", "signal SIGKILL"),), (number,), float(number)))
         while not awake.trimming._work.empty():
             awake.trimming.carry_out(store)
     kept = newest(store, SEAL)

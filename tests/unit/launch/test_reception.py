@@ -51,7 +51,7 @@ class Desk:
         self.deliver(Requested("join", (rank,), self.state.decided))
 
     def lose(self, rank: int) -> None:
-        self.deliver(Lost((Loss(rank, 0, "h", "signal SIGKILL"),), (0,), (False,), 0.0))
+        self.deliver(Lost((Loss(rank, 0, "h", "signal SIGKILL"),), (0,), 0.0))
 
     def reported(self) -> dict[int, dict[int, str]]:
         """Generation → what the journal has of each rank for it."""

@@ -1,0 +1,91 @@
+"""The kind of a loss is what the worker wrote and the kernel reports, whatever its last lines look like."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from megatron.elastic.comm.errors import CommTimeout, PeerLost
+from megatron.elastic.comm.vendor import RESPAWN_EXIT_CODE, VendorError, VendorHang
+from megatron.elastic.config import ConfigError
+from megatron.elastic.control.events import Ended, Lost
+from megatron.elastic.control.failures import BEGUN_ANEW, FELL_BACK
+from megatron.elastic.control.slot import ExitReason, Slot
+from megatron.elastic.launch.losses import classify, left_to_the_first
+from megatron.elastic.launch.pool import Worker
+from megatron.elastic.launch.worker import reason_of
+
+LOOKS_LIKE_COMMUNICATION = "megatron.elastic.comm.errors.PeerLost: rank 1: connection lost"
+
+
+@pytest.fixture
+def worker() -> Iterator[Worker]:
+    fd, slot = Slot.create("test")
+    mine, theirs = socket.socketpair()
+    yield Worker(1, 3, 3, 0, mine, slot)
+    mine.close()
+    theirs.close()
+    os.close(fd)
+
+
+def ending(worker: Worker, status: int) -> str:
+    event = classify(worker, status, "host", True, True, ())
+    assert isinstance(event, Lost)
+    return event.losses[0].ending
+
+
+@pytest.mark.parametrize("error", [PeerLost(1), CommTimeout(1.0), VendorError("refused"), VendorHang("abort")])
+def test_every_error_of_communication_says_so_also_as_a_cause(error: Exception) -> None:
+    assert reason_of(error) is ExitReason.COMMUNICATION
+    try:
+        raise RuntimeError("while saving") from error
+    except RuntimeError as raised:
+        assert reason_of(raised) is ExitReason.COMMUNICATION
+    try:
+        try:
+            raise error
+        except Exception:
+            raise ValueError("an error of its own, met on the way out")  # noqa: B904
+    except ValueError as raised:
+        assert reason_of(raised) is ExitReason.ERROR
+
+
+def test_bad_input_and_the_programs_own_errors() -> None:
+    assert reason_of(ConfigError("--flag")) is ExitReason.INPUT
+    assert reason_of(KeyError("x")) is ExitReason.ERROR
+
+
+def test_the_words_of_an_error_decide_nothing(worker: Worker) -> None:
+    worker.slot.say_last_words(LOOKS_LIKE_COMMUNICATION, ExitReason.ERROR)
+    assert ending(worker, 1 << 8) == "error" and left_to_the_first(worker) == ""
+    worker.slot.say_last_words("plain words", ExitReason.COMMUNICATION)
+    assert ending(worker, 1 << 8) == "communication"
+    worker.slot.say_last_words("some.Error: the flag", ExitReason.INPUT)
+    assert left_to_the_first(worker) == "the flag"
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [(1, "error"), (FELL_BACK, "fall back"), (BEGUN_ANEW, "begin anew"), (RESPAWN_EXIT_CODE, "communication")],
+)
+def test_exit_codes_by_which_a_worker_says_why_it_ends(worker: Worker, code: int, kind: str) -> None:
+    assert ending(worker, code << 8) == kind
+
+
+def test_whoever_was_killed_did_not_end_by_its_own_error(worker: Worker) -> None:
+    worker.slot.say_last_words("an error it was still handling", ExitReason.ERROR)
+    assert ending(worker, 9) == "killed"
+    worker.doomed = "stopped"
+    assert ending(worker, 1 << 8) == "killed"
+
+
+def test_before_the_first_step_an_error_of_its_own_ends_the_job_and_one_of_communication_does_not(
+    worker: Worker,
+) -> None:
+    worker.slot.say_last_words("x", ExitReason.COMMUNICATION)
+    assert isinstance(classify(worker, 1 << 8, "host", False, True, ()), Lost)
+    worker.slot.say_last_words("x", ExitReason.ERROR)
+    assert isinstance(classify(worker, 1 << 8, "host", False, True, ()), Ended)
