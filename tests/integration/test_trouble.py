@@ -168,3 +168,12 @@ def test_the_same_step_failing_on_all_ranks_ends_the_job_with_the_traceback(tmp_
     assert result.code == 5, result.output[-4000:]
     assert "step 3 fails deterministically" in result.output
     assert "InjectedFault" in result.output and "Traceback" in result.output
+
+
+def test_an_error_that_ends_all_ranks_at_once_is_not_taken_for_lost_state(tmp_path: Path) -> None:
+    """Nobody is left and nobody returns; started again, the job would end so again."""
+    flags = ("--no-elastic-respawn", "--elastic-allow-inject", "--elastic-inject", "raise:step=2,point=mid_forward")
+    result = elastic_job(tmp_path, 2, 1, 1, STEPS, *QUIET, *flags)
+    assert result.code == 5, result.output[-4000:]
+    assert "step 2 fails deterministically" in result.output
+    assert "InjectedFault" in result.output and "Traceback" in result.output

@@ -7,9 +7,14 @@ already did, in an earlier life or on another rank, is deterministic.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
-__all__ = ["BEGUN_ANEW", "FELL_BACK", "Failures"]
+__all__ = ["BEGUN_ANEW", "FELL_BACK", "Failures", "exit_status"]
+
+_STATE_LOST, _DETERMINISTIC = 4, 5
+_SEVERITY = (5, 4, 1, 3)
+"""Exit codes of ranks, the one that decides the job's first."""
 
 FELL_BACK = 6
 """Exit code of a rank that cannot get past its step: the job starts anew from its last checkpoint, once."""
@@ -34,6 +39,8 @@ class Failures:
     """Step at which ranks fell back to the checkpoint → rank → its incarnation then."""
     _member: dict[int, int] = field(default_factory=dict)
     """Rank → its newest incarnation that became a member."""
+    verdict: str = ""
+    """Why the job cannot be run again with a better result; empty while nothing says so."""
 
     def record(self, rank: int, incarnation: int, step: int, raised: bool, now: float) -> str | None:
         """Note a loss; a text when the job should end for it (``raised``: ended by itself with an error)."""
@@ -45,7 +52,8 @@ class Failures:
             at.append((rank, incarnation))
             if len(at) > 1:
                 who = ", ".join(f"rank {r} (incarnation {i})" for r, i in at)
-                return f"step {step} fails deterministically: {who} ended with an error there"
+                self.verdict = f"step {step} fails deterministically: {who} ended with an error there"
+                return self.verdict
         if self.max_per_hour and len(self._times) > self.max_per_hour:
             return f"{len(self._times)} ranks lost within an hour; --elastic-max-losses-per-hour is {self.max_per_hour}"
         return None
@@ -82,3 +90,19 @@ class Failures:
         """Seconds to wait before starting ``rank`` again: none the first time, growing with stillbirths."""
         count = self._stillborn.get(rank, 0)
         return 0.0 if count == 0 else min(60.0, 0.25 * 2.0**count)
+
+
+def exit_status(ended: tuple[int, str] | None, codes: Collection[int], verdict: str) -> tuple[int, str]:
+    """The launcher's exit status and the last line it prints (empty: none).
+
+    ``ended``: exit code and reason in the journal's entry that ended the job, if there is one; ``codes``: exit codes of
+    the ranks that finished; ``verdict``: :attr:`Failures.verdict`. An error on several ranks at one step takes the last
+    copy of the state with it. Such a job reports the error, not the lost state: a second run would end the same way.
+    """
+    if ended is not None:
+        code, why = ended
+    elif codes:
+        code, why = next((code for code in _SEVERITY if code in codes), max(codes)), ""
+    else:
+        code, why = _STATE_LOST, "no rank is left that could go on"
+    return (_DETERMINISTIC, verdict) if code == _STATE_LOST and verdict else (code, why)

@@ -28,7 +28,7 @@ from megatron.elastic.control.events import (
     Suspected,
     Wanted,
 )
-from megatron.elastic.control.failures import Failures
+from megatron.elastic.control.failures import Failures, exit_status
 from megatron.elastic.control.generations import Generations
 from megatron.elastic.control.membership import WAITING_FOR_RANKS, Loss
 from megatron.elastic.control.quarantine import Quarantine
@@ -60,9 +60,8 @@ from megatron.elastic.launch.watch import Watch
 
 __all__ = ["Agent"]
 
-_DRAINED, _STATE_LOST, _DETERMINISTIC = 3, 4, 5
+_DRAINED, _STATE_LOST = 3, 4
 _GOODBYE_SECONDS = 5.0
-_SEVERITY = (5, 4, 1, 3)
 _FIRST_RANK_SECONDS = 3.0
 """How long the first rank has to say what is wrong with the input: all find the same, and it alone says it."""
 
@@ -378,15 +377,10 @@ class Agent:
     def _finish(self) -> None:
         self._successors.close()
         ended = self.state.ended
-        if ended is not None:
-            self.exit_code = ended.code
-            if self.node == self.state.coordinator():
-                say(*_head_and_rest(ended.why))
-        else:
-            codes = self.state.codes()
-            self.exit_code = next((code for code in _SEVERITY if code in codes), max(codes, default=_STATE_LOST))
-            if not codes:
-                say("no rank is left that could go on")
+        named = None if ended is None else (ended.code, ended.why)
+        self.exit_code, why = exit_status(named, self.state.codes(), self._failures.verdict)
+        if why and (ended is None or self.node == self.state.coordinator()):
+            say(*_head_and_rest(why))
         self._loop.stop()
 
     def _store_lost(self, why: str) -> None:

@@ -80,7 +80,7 @@ _LOOP = (
     "--exit-interval", "--exit-duration-in-mins", "--exit-signal-handler", "--manual-gc", "--manual-gc-interval",
     "--no-manual-gc-eval", "--empty-unused-memory-level", "--distributed-timeout-minutes", "--local-rank",
     "--disable-gloo-process-groups", "--no-one-logger", "--profile", "--profile-step-start", "--profile-step-end",
-    "--profile-ranks", "--use-pytorch-profiler", "--test-mode", "--skip-train",
+    "--profile-ranks", "--use-pytorch-profiler", "--skip-train",
 )
 
 HONOURED = frozenset((*_MODEL, *_OPTIMISATION, *_DATA, *_CHECKPOINTS, *_LOOP))

@@ -142,6 +142,10 @@ FEATURES: tuple[Feature, ...] = (
     Feature("another fault-tolerance layer", ("--inprocess-restart", "--enable-ft-package", "--adlr-autoresume"),
             _any("inprocess_restart", "enable_ft_package", "adlr_autoresume"), "works", "refused",
             "two layers would both restart ranks: leave it out"),
+    Feature("run-time comparison of layer norms (--test-mode with --qk-layernorm)", ("--test-mode",),
+            lambda args: bool(getattr(args, "test_mode", False) and getattr(args, "qk_layernorm", False)), "works",
+            "refused", "each layer gathers over the data-parallel group, whose ranks compute different numbers of "
+            "micro-batches after a loss: leave it out (copies are compared every --elastic-verify-interval steps)"),
     Feature("injected errors of Megatron's own", ("--error-injection-rate",), _any("error_injection_rate"), "works",
             "refused", "use --elastic-inject"),
     Feature("fine-tuning and reinforcement learning", ("--sft", "--perform-rl-step"), _any("sft", "perform_rl_step"),

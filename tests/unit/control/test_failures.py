@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from megatron.elastic.control.failures import Failures
+import pytest
+
+from megatron.elastic.control.failures import Failures, exit_status
 
 
 def test_an_error_at_a_step_where_there_was_one_is_deterministic() -> None:
@@ -32,3 +34,41 @@ def test_a_limit_of_losses_counts_those_of_the_last_hour() -> None:
     assert failures.record(0, 1, 2, False, 10.0) is None
     assert failures.record(0, 2, 3, False, 3605.0) is None, "the first is forgotten"
     assert failures.record(0, 3, 4, False, 3606.0) is not None
+
+
+def after(*raising: int, step: int = 7) -> Failures:
+    """What is known once these ranks have ended with an error at one step."""
+    failures = Failures()
+    for rank in raising:
+        failures.record(rank, 0, step, True, 0.0)
+    return failures
+
+
+LOST = (4, "state of step 6 is lost")
+
+
+@pytest.mark.parametrize("ended", [None, LOST], ids=["nobody left", "state lost"])
+@pytest.mark.parametrize("codes", [(), (4,), (4, 4)])
+def test_ranks_that_fail_alike_end_the_job_as_deterministic_not_as_lost_state(
+    ended: tuple[int, str] | None, codes: tuple[int, ...]
+) -> None:
+    """The error took the last copy of the state with it: the job would end so again."""
+    code, why = exit_status(ended, codes, after(1, 2, 3).verdict)
+    assert code == 5 and "step 7 fails deterministically: rank 1 (incarnation 0), rank 2" in why
+
+
+def test_an_error_of_one_rank_alone_may_be_its_machines() -> None:
+    assert exit_status(LOST, (), after(1).verdict) == LOST
+    assert exit_status(None, (), after(1).verdict) == (4, "no rank is left that could go on")
+
+
+@pytest.mark.parametrize("ended", [(3, "drained"), (1, "error: a flag"), (0, ""), (143, "SIGTERM again")])
+def test_other_ends_stay_what_they_are(ended: tuple[int, str]) -> None:
+    assert exit_status(ended, (), after(1, 2).verdict) == ended
+
+
+@pytest.mark.parametrize(
+    ("codes", "status"), [((0, 0), 0), ((3, 0), 3), ((1, 3), 1), ((4, 1), 4), ((5, 4), 5), ((9, 0), 9)]
+)
+def test_the_worst_exit_code_of_the_ranks_is_the_jobs(codes: tuple[int, ...], status: int) -> None:
+    assert exit_status(None, codes, "") == (status, "")

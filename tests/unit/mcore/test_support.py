@@ -44,6 +44,7 @@ REFUSED_WITH_ELASTIC: list[tuple[str, dict[str, Any]]] = [
     ("--inprocess-restart", {"inprocess_restart": True}),
     ("--use-tp-pp-dp-mapping", {"use_tp_pp_dp_mapping": True}),
     ("--grad-reduce-in-bf16", {"grad_reduce_in_bf16": True}),
+    ("--test-mode", {"test_mode": True, "qk_layernorm": True}),
 ]
 
 
@@ -57,6 +58,7 @@ def test_refused_with_elastic_by_one_line(flag: str, asked: dict[str, Any]) -> N
 
 PASSES: list[dict[str, Any]] = [
     {}, {"sequence_parallel": True}, {"bf16": True}, {"fp16": True}, {"recompute_granularity": "full"},
+    {"test_mode": True}, {"qk_layernorm": True},
     {"optimizer": "sgd"}, {"dataloader_type": "cyclic"}, {"num_virtual_stages_per_pipeline_rank": 2},
 ]
 
