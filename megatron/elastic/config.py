@@ -9,6 +9,7 @@ handed an :class:`ElasticConfig`.
 from __future__ import annotations
 
 import types
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -19,7 +20,11 @@ STEPS_BEFORE_MIGRATION = 50
 
 
 class ConfigError(ValueError):
-    """A setting that cannot be honoured; the text names the flag and the fix."""
+    """Settings that cannot be honoured; each text names the flag and the fix."""
+
+    def __init__(self, *texts: str) -> None:
+        super().__init__("; ".join(texts))
+        self.texts = texts
 
 
 def flag_name(field_name: str) -> str:
@@ -116,6 +121,11 @@ class ElasticConfig:
     strict_flags: bool = False
     """Refuse Megatron flags that would have to be substituted on this platform instead of substituting them."""
 
+    check: bool = False
+    """Print everything that would be refused, substituted or without effect, then end before anything is built or
+    written: exit status 0 when the job would start, 1 when it would be refused. Under the launcher one process is
+    enough: no other node is waited for."""
+
     print_patches: bool = False
     """Print every name replaced in megatron.training and megatron.core, then go on."""
 
@@ -132,28 +142,33 @@ class ElasticConfig:
     """Allow --elastic-inject; without it a fault script is refused."""
 
     def __post_init__(self) -> None:
+        faults = tuple(self._faults())
+        if faults:
+            raise ConfigError(*faults)
+
+    def _faults(self) -> Iterator[str]:
         if self.mirrors < 0:
-            raise ConfigError("--elastic-mirrors must be 0 or more")
+            yield "--elastic-mirrors must be 0 or more"
         if self.scatter_width < 1:
-            raise ConfigError("--elastic-scatter-width must be 1 or more")
+            yield "--elastic-scatter-width must be 1 or more"
         if self.block_bytes < 1024 or self.block_bytes % 64:
-            raise ConfigError("--elastic-block-bytes must be a multiple of 64 and at least 1024")
+            yield "--elastic-block-bytes must be a multiple of 64 and at least 1024"
         if self.spares < 0:
-            raise ConfigError("--elastic-spares must be 0 or more")
+            yield "--elastic-spares must be 0 or more"
         if self.quarantine_after < 0:
-            raise ConfigError("--elastic-quarantine-after must be a number of losses, or 0 for never")
+            yield "--elastic-quarantine-after must be a number of losses, or 0 for never"
         if self.steps_before_migration < -1:
-            raise ConfigError("--elastic-migrate-after must be a number of steps, or -1 for never")
+            yield "--elastic-migrate-after must be a number of steps, or -1 for never"
         if not 0 < self.mean_time_between_losses < float("inf"):
-            raise ConfigError("--elastic-mean-time-between-losses must be a number of seconds above 0")
+            yield "--elastic-mean-time-between-losses must be a number of seconds above 0"
         if self.detection_timeout <= 0:
-            raise ConfigError("--elastic-detection-timeout must be above 0")
+            yield "--elastic-detection-timeout must be above 0"
         if self.frequency not in ("off", "auto") and self.frequency.split(":")[0] not in ("nvml", "dcmi", "cpufreq"):
-            raise ConfigError("--elastic-frequency must be off, auto, or KIND:DEVICE (nvml, dcmi, cpufreq)")
+            yield "--elastic-frequency must be off, auto, or KIND:DEVICE (nvml, dcmi, cpufreq)"
         if self.trace and not self.event_log:
-            raise ConfigError("--elastic-trace needs --elastic-event-log DIR to write to")
+            yield "--elastic-trace needs --elastic-event-log DIR to write to"
         if self.inject and not self.allow_inject:
-            raise ConfigError("--elastic-inject needs --elastic-allow-inject (it kills workers on purpose)")
+            yield "--elastic-inject needs --elastic-allow-inject (it kills workers on purpose)"
 
     @property
     def steps_before_migration(self) -> int:

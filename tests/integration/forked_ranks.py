@@ -2,7 +2,7 @@
 
     python tests/integration/forked_ranks.py jobs.json
 
-``jobs.json``: a list of ``{"name", "world", "arguments", "seconds"}``. For each job,
+``jobs.json``: a list of ``{"name", "world", "arguments", "seconds", "environ"}``. For each job,
 in order, ``world`` ranks are forked with torchrun's environment variables and run
 ``pretrain_gpt.main()``; their output goes to ``<name>.<rank>.log`` beside the file.
 The last line printed is ``{"name": [exit code of each rank]}`` as JSON; a rank that
@@ -37,7 +37,7 @@ def run_rank(job: dict[str, Any], rank: int, port: int, log: Path) -> NoReturn:
         os.dup2(handle, 2)
         os.environ.update(
             RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(job["world"]), LOCAL_WORLD_SIZE=str(job["world"]),
-            MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+            MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), **job.get("environ", {}),
         )
         sys.argv = ["pretrain_gpt.py", *job["arguments"]]
         pretrain_gpt.main()

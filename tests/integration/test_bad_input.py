@@ -27,12 +27,15 @@ GOOD = shlex.split("""
 
 @dataclass(frozen=True)
 class Case:
-    """``flags`` added to a good command line of ``world`` ranks give an error with ``words``."""
+    """``flags`` added to a good command line of ``world`` ranks give one error with ``words``, and ``more`` others."""
 
     name: str
     world: int
     flags: str
     words: tuple[str, ...]
+    more: int = 0
+    launcher: bool = True
+    """The ranks find what the elastic launcher would have set."""
 
 
 CASES = (
@@ -45,15 +48,39 @@ CASES = (
     Case("no-validation", 1, "--data-path {good} --split 1,0,0 --eval-iters 1", ("--split 1,0,0", "--eval-iters 0")),
     Case("too-few-ranks", 1, "--mock-data --tensor-model-parallel-size 2", ("too few ranks", "--nproc-per-node")),
     Case("global-batch", 1, "--mock-data --micro-batch-size 4 --global-batch-size 6", ("--global-batch-size 6",)),
-    Case("heads", 2, "--mock-data --num-attention-heads 3 --tensor-model-parallel-size 2", ("-heads 3 is not",)),
+    Case("heads", 2, "--mock-data --num-attention-heads 3 --tensor-model-parallel-size 2", ("-heads 3 is not",),
+         more=1),
     Case("layers", 2, "--mock-data --num-layers 3 --pipeline-model-parallel-size 2", ("--num-layers 3",)),
     Case("unknown-flag", 1, "--mock-data --tensor-model-parralel-size 2", ("did you mean --tensor-model-par",)),
     Case("elastic-flag", 1, "--mock-data --elastic --elastic-mirrors -1", ("--elastic-mirrors",)),
     Case("context-parallel", 2, "--mock-data --context-parallel-size 2", ("--context-parallel-size", "needs a GPU")),
     Case("refused-with-elastic", 1, "--mock-data --elastic --num-experts 4", ("--num-experts", "--elastic")),
     Case("strict-flags", 1, "--mock-data --elastic-strict-flags", ("--transformer-impl local", "gloo")),
+    Case("test-mode", 1, "--mock-data --elastic --test-mode --qk-layernorm", ("--test-mode", "--elastic-verify-int")),
+    Case("no-launcher", 2, "--mock-data --elastic", ("python -m megatron.elastic.launch --nproc-per-node 2",),
+         launcher=False),
+    Case("two-sources", 1, "--mock-data --data-path {good}", ("--mock-data and --data-path", "leave one")),
+    Case("no-number", 2, "--mock-data --load {tracked}", ("--load {tracked}", "holds 'abc'", "there are: 12, 3")),
+    Case("no-number-args", 1, "--mock-data --load {tracked} --use-checkpoint-args", ("--load {tracked}", "'abc'")),
+    Case("save-to-a-file", 2, "--mock-data --save-interval 1 --save {good}.bin/saved",
+         ("--save {good}.bin/saved", "is not a folder")),
+    Case("save-nowhere", 1, "--mock-data --save-interval 1 --save /proc/saved",
+         ("--save /proc/saved cannot be written to (/proc: ",)),
+    Case("events-to-a-file", 1, "--mock-data --elastic --elastic-event-log {good}.bin", ("--elastic-event-log",)),
+    Case("all-at-once", 2, "--mock-data --elastic --elastic-mirrors -1 --num-experts 4 --num-attention-heads 3 "
+         "--tensor-model-parallel-size 2 --load {tracked} --save {good}.bin --no-such-flag",
+         ("--num-attention-heads 3",), more=6),
     Case("megatrons-own-check", 1, "--mock-data --min-lr 1.0", ("args.min_lr <= args.lr",)),
 )
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """Folder with the logs of every case, the paths that they name, and the exit codes of their ranks."""
+
+    folder: Path
+    data: dict[str, Path]
+    codes: dict[str, list[int]]
 
 
 def datasets(folder: Path) -> dict[str, Path]:
@@ -70,6 +97,10 @@ def datasets(folder: Path) -> dict[str, Path]:
         builder.add_document(tokens, [400])
         builder.finalize(f"{found[name]}.idx")
     os.truncate(f"{found['cut']}.bin", 100)
+    found["tracked"] = folder / "tracked"
+    for number in (3, 12):
+        (found["tracked"] / f"iter_{number:07d}").mkdir(parents=True)
+    (found["tracked"] / "latest_checkpointed_iteration.txt").write_text("abc")
     with open(f"{found['torn']}.idx", "r+b") as index:
         index.seek(-8, os.SEEK_END)
         index.write(b"\0" * 8)
@@ -77,13 +108,14 @@ def datasets(folder: Path) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def outputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[int]]]:
-    """Folder with the logs of every case, and the exit codes of its ranks."""
+def outputs(tmp_path_factory: pytest.TempPathFactory) -> Outputs:
+    """What every case left."""
     folder = tmp_path_factory.mktemp("bad")
     data = datasets(folder)
     jobs = [
         {"name": case.name, "world": case.world, "seconds": 120,
-         "arguments": [*GOOD, *shlex.split(case.flags.format(**data))]}
+         "arguments": [*GOOD, *shlex.split(case.flags.format(**data))],
+         "environ": {"MEGATRON_ELASTIC_RUN_ID": "bad-input"} if case.launcher else {}}
         for case in CASES
     ]
     (folder / "jobs.json").write_text(json.dumps(jobs))
@@ -93,18 +125,18 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, l
         env=environment, capture_output=True, text=True, timeout=900, check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    return folder, json.loads(done.stdout.splitlines()[-1])
+    return Outputs(folder, data, json.loads(done.stdout.splitlines()[-1]))
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
-def test_one_line_and_exit_code_1(outputs: tuple[Path, dict[str, list[int]]], case: Case) -> None:
-    folder, codes = outputs
-    said = [path.read_text() for path in sorted(folder.glob(f"{case.name}.*.log"))]
-    assert codes[case.name] == [1] * case.world, said
+def test_one_line_a_fault_and_exit_code_1(outputs: Outputs, case: Case) -> None:
+    said = [path.read_text() for path in sorted(outputs.folder.glob(f"{case.name}.[0-9].log"))]
+    assert outputs.codes[case.name] == [1] * case.world, said
     # With groups up, torch names the rank in front.
     errors = [line for text in said for line in text.splitlines() if re.match(r"(\[rank\d\]: )?error: ", line)]
-    assert len(errors) == 1, f"{len(errors)} error lines: {said}"
-    assert all(word in errors[0] for word in case.words), errors[0]
+    assert len(errors) == 1 + case.more, f"{len(errors)} error lines: {said}"
+    words = [word.format(**outputs.data) for word in case.words]
+    assert any(all(word in error for word in words) for error in errors), errors
     assert not any("Traceback" in text for text in said), said
 
 
@@ -170,6 +202,11 @@ def lost_index(saved: Path) -> None:
     (saved / "iter_0000001" / ".metadata").unlink()
 
 
+def no_files(saved: Path) -> None:
+    for path in (saved / "iter_0000001").iterdir():
+        path.unlink()
+
+
 def wrong_tracker(saved: Path) -> None:
     (saved / "latest_checkpointed_iteration.txt").write_text("77")
 
@@ -178,7 +215,7 @@ def wrong_tracker(saved: Path) -> None:
 def test_a_damaged_checkpoint_is_one_line(tmp_path: Path) -> None:
     done = launched("--save", str(tmp_path / "saved"), "--save-interval", "1")
     assert done.returncode == 0, done.stderr[-2000:]
-    for damage in (cut_data, lost_index, wrong_tracker):
+    for damage in (cut_data, lost_index, no_files, wrong_tracker):
         folder = tmp_path / damage.__name__
         shutil.copytree(tmp_path / "saved", folder)
         damage(folder)
@@ -205,3 +242,57 @@ def test_a_tiny_shared_memory_mount_is_no_matter_for_links_and_one_line_for_load
     assert refused.returncode == 1
     errors = [line for line in (refused.stdout + refused.stderr).splitlines() if line.startswith("error: ")]
     assert len(errors) == 1 and "/dev/shm" in errors[0] and "--num-workers 0" in errors[0], errors
+
+
+def checked(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    """``--elastic-check`` of a job of four nodes, of which this is the second: no other is there."""
+    return subprocess.run(
+        [sys.executable, "-m", "megatron.elastic.launch", "--nproc-per-node", "2", "--nnodes", "4", "--node-rank", "1",
+         "--master-addr", "127.0.0.1", str(ROOT / "pretrain_gpt.py"), *GOOD, "--mock-data", "--elastic",
+         "--elastic-check", "--elastic-event-log", str(folder / "events"), "--save", str(folder / "saved"),
+         "--save-interval", "5", "--ckpt-format", "torch_dist", *flags],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, cwd=folder, capture_output=True, text=True,
+        timeout=180, check=False,
+    )  # fmt: skip
+
+
+def test_elastic_check_tells_what_is_substituted_trains_nothing_and_writes_nothing(tmp_path: Path) -> None:
+    done = checked(tmp_path, "--global-batch-size", "8", "--overlap-grad-reduce", "--elastic-mirrors", "9")
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert "--transformer-impl" in done.stdout and "--overlap-grad-reduce" in done.stdout
+    assert "warning: --elastic-mirrors 9 asks for more copies than 8 ranks can hold" in done.stdout
+    assert done.stdout.splitlines()[-1].startswith("--elastic-check: nothing is refused")
+    assert "iteration" not in done.stdout and not list(tmp_path.iterdir())
+
+
+def test_elastic_check_tells_every_refusal_also_those_of_the_launchers_flags(tmp_path: Path) -> None:
+    done = checked(tmp_path, "--elastic-mirrors", "-1", "--elastic-spares", "-2", "--fp8-format", "hybrid")
+    assert done.returncode == 1
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    words = ("--elastic-mirrors", "--elastic-spares", "--fp8-format", "--global-batch-size 2")
+    assert [sum(word in error for error in errors) for word in words] == [1] * 4, errors
+    assert len(errors) == 4 and "Traceback" not in done.stderr and not list(tmp_path.iterdir())
+
+
+NEWER = """
+import runpy, sys
+import megatron.elastic.adaptor
+from megatron.core import package_info
+package_info.__version__ = "0.20.1"
+sys.argv = [sys.argv[1], *sys.argv[2:]]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_a_megatron_core_that_was_never_tested_is_one_line(tmp_path: Path) -> None:
+    """Its metadata says 0.20.1 here, the code is the installed one."""
+    script = tmp_path / "newer.py"
+    script.write_text(NEWER)
+    done = subprocess.run(
+        [sys.executable, str(script), str(ROOT / "pretrain_gpt.py"), *GOOD, "--mock-data"],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "ELASTIC_PLATFORM": "cpu"},
+        capture_output=True, text=True, timeout=180, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1, done.stderr[-2000:]
+    errors = [line for line in done.stderr.splitlines() if "rror" in line]
+    assert len(errors) == 1 and "megatron-core 0.20.1 is installed" in errors[0] and ">=0.17,<0.20" in errors[0], errors

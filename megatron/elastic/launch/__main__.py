@@ -33,6 +33,10 @@ def main(argv: list[str]) -> int:
     pool: Pool | None = None
     try:
         job = parse(argv)
+        if job.check:
+            from megatron.elastic.launch.check import check
+
+            return check(job)
         agents: list[Agent] = []
         events = PoolEvents(
             said=lambda worker, message: agents[0].said(worker, message),

@@ -102,6 +102,8 @@ class Job:
     settings: ElasticConfig
     tensor: int
     """Ranks of a tensor-parallel group, as the script's arguments have it."""
+    check: bool = False
+    """The script was given ``--elastic-check``: one process of it tells what would be refused."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -134,10 +136,23 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> Job:
     _warn_of_unused(args)
     try:
         place = derive(args, environ)
-        settings = elastic_settings(args.training_script_args, respawn=args.respawn)
-        return _job(args, place, settings)
+        return _job(args, place, _settings(args))
     except (ConfigError, ValueError, AssertionError, RuntimeError, OSError) as error:
         raise BadInput(str(error).split("\n", 1)[0]) from None
+
+
+def _checks_only(args: argparse.Namespace) -> bool:
+    return "--elastic-check" in args.training_script_args
+
+
+def _settings(args: argparse.Namespace) -> ElasticConfig:
+    """Raises :class:`ConfigError`; with ``--elastic-check`` it is the script that reports it, with all else."""
+    try:
+        return elastic_settings(args.training_script_args, respawn=args.respawn)
+    except ConfigError:
+        if _checks_only(args):
+            return ElasticConfig()
+        raise
 
 
 def _warn_of_unused(args: argparse.Namespace) -> None:
@@ -178,7 +193,8 @@ def _job(args: argparse.Namespace, place: Placement, settings: ElasticConfig) ->
         signals=_signals(args.signals_to_handle),
         elastic=elastic,
         settings=settings,
-        tensor=tensor_parallel_size(args.training_script_args),
+        tensor=1 if _checks_only(args) else tensor_parallel_size(args.training_script_args),
+        check=_checks_only(args),
     )
 
 

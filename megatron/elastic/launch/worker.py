@@ -29,7 +29,7 @@ from megatron.elastic.control import env
 from megatron.elastic.control.slot import ExitReason, Slot
 from megatron.elastic.launch.processes import chain_children, die_with_parent, note_process
 
-__all__ = ["WorkerSpec", "become", "reason_of"]
+__all__ = ["WorkerSpec", "become", "reason_of", "run_script"]
 
 Kind = Literal["script", "module", "program"]
 
@@ -89,7 +89,7 @@ def become(spec: WorkerSpec) -> NoReturn:
         # A death signal survives exec; fork hooks do not, and are set up again there.
         runner = [sys.executable, "-u", "-m", "megatron.elastic.launch.worker", spec.kind, str(int(spec.adapt))]
         _exec(sys.executable, [*runner, spec.target, *spec.arguments], control, slot)
-    _leave(_run_python(spec, slot))
+    _leave(run_script(spec, slot))
 
 
 def _take_descriptors(spec: WorkerSpec) -> tuple[int, int]:
@@ -116,7 +116,8 @@ def _exec(path: str, argv: list[str], *keep: int) -> None:
         os._exit(127 if isinstance(error, FileNotFoundError) else 126)
 
 
-def _run_python(spec: WorkerSpec, slot_fd: int) -> int:
+def run_script(spec: WorkerSpec, slot_fd: int) -> int:
+    """Run the user's program in this process; returns its exit code. The last words of an error go to the slot."""
     chain_children()
     _refresh_interpreter()
     _take_scratch()
@@ -238,7 +239,7 @@ def _run_main(spec: WorkerSpec) -> None:
 def main(argv: list[str]) -> NoReturn:
     """Second half of a worker started by exec: ``KIND ADAPT TARGET ARGUMENTS…``."""
     spec = WorkerSpec(0, argv[1], argv[3], tuple(argv[4:]), {}, argv[2] == "1")  # type: ignore[arg-type]
-    _leave(_run_python(spec, int(os.environ[env.SLOT_FD])))
+    _leave(run_script(spec, int(os.environ[env.SLOT_FD])))
 
 
 if __name__ == "__main__":

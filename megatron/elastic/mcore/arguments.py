@@ -21,10 +21,10 @@ from argparse import Namespace
 from collections.abc import Callable, Mapping
 from dataclasses import Field, fields
 from pathlib import Path
-from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from megatron.elastic.config import ElasticConfig, flag_name, plain_type
-from megatron.elastic.mcore.bad_input import BadInput
+from megatron.elastic.mcore.bad_input import BadInput, Faults
 
 __all__ = ["SWITCH", "add_arguments", "chained", "config_from_args", "docs", "field_help"]
 
@@ -77,28 +77,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 ArgsProvider = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
 
 
-def chained(provider: ArgsProvider | None) -> ArgsProvider:
+def chained(provider: ArgsProvider | None, faults: Faults) -> ArgsProvider:
     """The script's own ``extra_args_provider``, then ours; the parser's errors become :class:`BadInput`.
 
-    Megatron's parser prints its whole usage (over 700 flags) before an error, and exits with 2.
+    Flags that no parser knows are noted in ``faults``, and parsing goes on; other errors are raised. Megatron's
+    parser prints its whole usage (over 700 flags) before an error, and exits with 2.
     """
 
     def provide(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         whole = add_arguments(provider(parser) if provider is not None else parser)
-        whole.error = functools.partial(_one_line, whole)  # type: ignore[method-assign]
+        whole.error = functools.partial(  # type: ignore[assignment, method-assign]
+            _one_line, whole, faults
+        )
         return whole
 
     return provide
 
 
-def _one_line(parser: argparse.ArgumentParser, message: str) -> NoReturn:
+def _one_line(parser: argparse.ArgumentParser, faults: Faults, message: str) -> None:
     text = " ".join(message.split())
-    unknown = re.match(r"unrecognized arguments: (--[^\s=]+)", text)
-    if unknown is not None:
-        known = [option for action in parser._actions for option in action.option_strings]
-        near = difflib.get_close_matches(unknown.group(1), known, n=1)
-        text += f" (did you mean {near[0]}?)" if near else " (no flag of this Megatron is like it)"
-    raise BadInput(text)
+    unknown = re.match(r"unrecognized arguments: (.*)", text)
+    if unknown is None:
+        raise BadInput(text)
+    known = [option for action in parser._actions for option in action.option_strings]
+    words = unknown.group(1).split()
+    for flag in dict.fromkeys(word.partition("=")[0] for word in words if word.startswith("--")):
+        near = difflib.get_close_matches(flag, known, n=1, cutoff=0.7)
+        faults.add(f"unrecognized argument {flag} " + (
+            f"(did you mean {near[0]}?)" if near else "(no flag of this Megatron is like it): leave it out"
+        ))
+    if not any(word.startswith("--") for word in words):
+        faults.add(f"{text}: each belongs to no flag; leave it out, or quote values with spaces")
 
 
 def config_from_args(args: Namespace | Mapping[str, Any]) -> ElasticConfig:

@@ -28,6 +28,7 @@ from megatron.elastic.platform.cpu_redirect import RedirectionTooLate
 __all__ = [
     "EXIT_CODE",
     "BadInput",
+    "Faults",
     "explain_assertion",
     "install_hook",
     "port_in_use_named",
@@ -40,11 +41,46 @@ EXIT_CODE = 1
 
 
 class BadInput(ValueError):
-    """Settings or data that cannot be honoured. ``rank0_only``: every rank finds the same, one says it."""
+    """Settings or data that cannot be honoured: one text a fault.
 
-    def __init__(self, text: str, rank0_only: bool = True) -> None:
-        super().__init__(text)
+    ``rank0_only``: every rank finds the same, and rank 0 alone prints it.
+    """
+
+    def __init__(self, *texts: str, rank0_only: bool = True) -> None:
+        super().__init__("; ".join(texts))
+        self.texts = texts
         self.rank0_only = rank0_only
+
+
+class Faults:
+    """The bad input found so far, to be reported all at once."""
+
+    def __init__(self) -> None:
+        self._texts: dict[str, None] = {}
+        self._rank0_only = True
+
+    def __bool__(self) -> bool:
+        return bool(self._texts)
+
+    def add(self, *texts: str, rank0_only: bool = True) -> None:
+        """Note texts, each once."""
+        self._texts.update(dict.fromkeys(texts))
+        self._rank0_only = self._rank0_only and (rank0_only or not texts)
+
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
+        """Note a :class:`BadInput` or :class:`ConfigError` of the body instead of raising it."""
+        try:
+            yield
+        except BadInput as error:
+            self.add(*error.texts, rank0_only=error.rank0_only)
+        except ConfigError as error:
+            self.add(*error.texts)
+
+    def raise_if_any(self) -> None:
+        """Raise one :class:`BadInput` with every text noted."""
+        if self._texts:
+            raise BadInput(*self._texts, rank0_only=self._rank0_only)
 
 
 def explain_assertion(error: AssertionError) -> str:
@@ -74,6 +110,8 @@ def translated(*kinds: type[Exception]) -> Iterator[None]:
 
 _DAMAGED = (AssertionError, OSError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile)
 """What readers of checkpoints raise over a file that is not there or not whole."""
+_DAMAGED_WORDS = ("PytorchStreamReader", "unknown checkpoint format")
+"""The same in the text of errors whose type says less: torch's of a cut file, Megatron's of a folder without files."""
 
 
 @contextmanager
@@ -87,7 +125,7 @@ def unreadable_named(flag: str, folder: str) -> Iterator[None]:
             yield
     except (Exception, CheckpointException) as error:
         causes = [cause for cause, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
-        if not all(isinstance(cause, _DAMAGED) or "PytorchStreamReader" in str(cause) for cause in causes):
+        if not all(isinstance(cause, _DAMAGED) or any(w in str(cause) for w in _DAMAGED_WORDS) for cause in causes):
             raise
         why = " ".join(f"{type(causes[0]).__name__} {causes[0]}".split())[:120]
         raise BadInput(
@@ -127,7 +165,8 @@ def port_in_use_named() -> Iterator[None]:
 def _report(kind: type[BaseException], error: BaseException, trace: TracebackType | None, otherwise: object) -> None:
     if isinstance(error, BadInput | ConfigError | PlatformUnavailable | RedirectionTooLate):
         if not getattr(error, "rank0_only", True) or os.environ.get("RANK", "0") == "0":
-            print(f"error: {error}", file=sys.stderr, flush=True)
+            for text in getattr(error, "texts", None) or (str(error),):
+                print(f"error: {text}", file=sys.stderr, flush=True)
         return
     assert callable(otherwise)
     otherwise(kind, error, trace)

@@ -24,7 +24,7 @@ from megatron.elastic.mcore.patches import Patch, in_range
 
 __all__ = ["VERSIONS", "Shape", "Wheel", "expected", "fetch", "shapes", "used_names"]
 
-VERSIONS = ("0.12.1", "0.16.1", "0.17.1", "0.18.2", "0.19.2")
+VERSIONS = ("0.17.1", "0.18.2", "0.19.2")
 """Releases held to the contract; before 0.17 the package has megatron.core only."""
 
 _CACHE = Path.home() / ".cache" / "megatron-elastic" / "wheels"

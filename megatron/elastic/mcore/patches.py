@@ -28,8 +28,13 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
-__all__ = ["Patch", "PatchError", "PatchSet", "Row", "apply", "bound", "describe", "in_range", "installed_version",
-           "return_names"]
+from megatron.elastic.mcore.bad_input import BadInput
+
+__all__ = ["TESTED", "Patch", "PatchError", "PatchSet", "Row", "apply", "bound", "check_release", "describe",
+           "in_range", "installed_version", "return_names"]
+
+TESTED = ">=0.17,<0.20"
+"""Releases of megatron-core whose signatures the tests hold the patch table against (pyproject.toml has the same)."""
 
 
 Row = tuple[str, str, Callable[..., Any]]
@@ -53,7 +58,7 @@ class Patch:
     symbol: str
     reason: str
     make: Callable[[Any], Any]
-    versions: str = ">=0.17,<0.20"
+    versions: str = TESTED
     group: str = "elastic"
 
 
@@ -190,6 +195,15 @@ def _numbers(version: str) -> tuple[int, ...]:
         raise ValueError(f"not a version: {version!r}")
     numbers = tuple(int(part) for part in found.group().split("."))
     return numbers + (0,) * (3 - len(numbers))
+
+
+def check_release(version: str) -> None:
+    """Raise :class:`BadInput` for a megatron-core outside :data:`TESTED`, where no row of the table would apply."""
+    if not in_range(version, TESTED):
+        raise BadInput(
+            f"megatron-core {version} is installed; this release is tested with {TESTED}: "
+            f"pip install 'megatron-core{TESTED}'"
+        )
 
 
 _COMPARE: Mapping[str, Callable[[tuple[int, ...], tuple[int, ...]], bool]] = {

@@ -17,13 +17,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megatron.elastic.mcore.bad_input import BadInput, translated
+from megatron.elastic.mcore.bad_input import BadInput, Faults, translated
 
 __all__ = [
     "check_data",
     "check_index",
     "check_shared_memory",
     "check_sizes",
+    "check_sources",
     "check_tokens",
     "check_validation",
     "data_prefixes",
@@ -35,43 +36,50 @@ _ITEM_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 8, 7: 4, 8: 2}
 """Megatron's type codes (``IndexedDataset``'s DType): uint8, int8, int16, int32, int64, float64, float32, uint16."""
 
 
-def _divides(what: int, what_flag: str, by: int, by_flag: str) -> None:
+def _divides(what: int, what_flag: str, by: int, by_flag: str) -> Iterator[str]:
     if what % by:
-        raise BadInput(f"{what_flag} {what} is not a multiple of {by_flag} {by}: change one of the two")
+        yield f"{what_flag} {what} is not a multiple of {by_flag} {by}: change one of the two"
 
 
 def check_sizes(args: Namespace) -> None:
-    """Sizes that must divide each other, by flag. Raises :class:`BadInput`."""
+    """Sizes that must divide each other, by flag. Raises one :class:`BadInput` for all that do not."""
+    faults = tuple(_size_faults(args))
+    if faults:
+        raise BadInput(*faults)
+
+
+def _size_faults(args: Namespace) -> Iterator[str]:
     tp, pp, cp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size
     world = args.world_size
+    yield from _model_faults(args, tp, pp)
     if world < tp * pp * cp:
-        raise BadInput(
+        yield (
             f"too few ranks: --tensor-model-parallel-size {tp} × --pipeline-model-parallel-size {pp} × "
             f"--context-parallel-size {cp} needs {tp * pp * cp}, there are {world}: start more (--nproc-per-node, "
             "--nnodes) or make the layout smaller"
         )
-    if world % (tp * pp * cp):
-        raise BadInput(
+    elif world % (tp * pp * cp):
+        yield (
             f"{world} ranks do not divide into --tensor-model-parallel-size {tp} × --pipeline-model-parallel-size {pp}"
             f" × --context-parallel-size {cp} = {tp * pp * cp}: change --nproc-per-node or the layout"
         )
-    _check_model(args, tp, pp)
-    _check_batch(args, world // (tp * pp * cp))
-    _check_interleaving(args, pp, world // (tp * pp * cp))
+    else:
+        yield from _batch_faults(args, world // (tp * pp * cp))
+        yield from _interleaving_faults(args, pp, world // (tp * pp * cp))
 
 
-def _check_model(args: Namespace, tp: int, pp: int) -> None:
+def _model_faults(args: Namespace, tp: int, pp: int) -> Iterator[str]:
     tp_flag = "--tensor-model-parallel-size"
     if args.num_attention_heads:
-        _divides(args.num_attention_heads, "--num-attention-heads", tp, tp_flag)
+        yield from _divides(args.num_attention_heads, "--num-attention-heads", tp, tp_flag)
         if args.hidden_size and args.kv_channels is None:
-            _divides(args.hidden_size, "--hidden-size", args.num_attention_heads, "--num-attention-heads")
+            yield from _divides(args.hidden_size, "--hidden-size", args.num_attention_heads, "--num-attention-heads")
     if args.group_query_attention and args.num_query_groups > tp:
-        _divides(args.num_query_groups, "--num-query-groups", tp, tp_flag)
+        yield from _divides(args.num_query_groups, "--num-query-groups", tp, tp_flag)
     if args.sequence_parallel and args.seq_length:
-        _divides(args.seq_length, "--seq-length", tp, tp_flag)
+        yield from _divides(args.seq_length, "--seq-length", tp, tp_flag)
     if args.num_layers and not _cut_unevenly(args):
-        _divides(args.num_layers, "--num-layers", pp, "--pipeline-model-parallel-size")
+        yield from _divides(args.num_layers, "--num-layers", pp, "--pipeline-model-parallel-size")
 
 
 def _cut_unevenly(args: Namespace) -> bool:
@@ -84,19 +92,19 @@ def _cut_unevenly(args: Namespace) -> bool:
     return any(getattr(args, name, None) for name in uneven)
 
 
-def _check_batch(args: Namespace, dp: int) -> None:
+def _batch_faults(args: Namespace, dp: int) -> Iterator[str]:
     if args.global_batch_size is None or args.micro_batch_size is None or args.rampup_batch_size:
         return
     if getattr(args, "decrease_batch_size_if_needed", False):
         return
     if args.global_batch_size % (args.micro_batch_size * dp):
-        raise BadInput(
+        yield (
             f"--global-batch-size {args.global_batch_size} is not a multiple of --micro-batch-size "
             f"{args.micro_batch_size} × {dp} data-parallel replicas"
         )
 
 
-def _check_interleaving(args: Namespace, pp: int, dp: int) -> None:
+def _interleaving_faults(args: Namespace, pp: int, dp: int) -> Iterator[str]:
     """What Megatron's interleaved schedule takes for granted, and finds missing in the first step."""
     chunks = getattr(args, "num_virtual_stages_per_pipeline_rank", None)
     layers = getattr(args, "num_layers_per_virtual_pipeline_stage", None)
@@ -106,25 +114,30 @@ def _check_interleaving(args: Namespace, pp: int, dp: int) -> None:
     if chunks is None:
         flag, given = ("--num-layers-per-virtual-pipeline-stage", layers)
     if args.num_layers and given and not _cut_unevenly(args) and args.num_layers % (pp * given):
-        raise BadInput(
+        yield (
             f"--num-layers {args.num_layers} is not a multiple of --pipeline-model-parallel-size {pp} × "
             f"{flag} {given}: change one of the three"
         )
     if 1 in (chunks, layers and args.num_layers and args.num_layers // (pp * layers)):
         return  # one chunk a stage is a plain pipeline
     if pp == 1:
-        raise BadInput(f"{flag} interleaves pipeline stages: give --pipeline-model-parallel-size 2 or more")
+        yield f"{flag} interleaves pipeline stages: give --pipeline-model-parallel-size 2 or more"
+        return
     if args.global_batch_size is None or getattr(args, "microbatch_group_size_per_vp_stage", None) is not None:
         return
-    count = args.global_batch_size // (args.micro_batch_size * dp)
+    count = args.global_batch_size // ((args.micro_batch_size or 1) * dp)
     if count % pp:
-        raise BadInput(
+        yield (
             f"{flag}: --global-batch-size {args.global_batch_size} is {count} micro-batches for each of {dp} replicas, "
             f"not a multiple of --pipeline-model-parallel-size {pp}: change the batch size, or leave {flag} out"
         )
 
 
 # ---------------------------------------------------------------- data
+
+_SOURCES = ("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path", "--data-args-path",
+            "--per-split-data-args-path")
+"""Flags that name datasets."""
 
 
 def data_prefixes(args: Namespace) -> tuple[tuple[str, str], ...]:
@@ -133,14 +146,10 @@ def data_prefixes(args: Namespace) -> tuple[tuple[str, str], ...]:
     Raises :class:`BadInput` when a file that lists datasets cannot be read.
     """
     found: list[tuple[str, str]] = []
-    for attribute in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
-        words = getattr(args, attribute, None) or []
-        found += [("--" + attribute.replace("_", "-"), word) for word in _prefixes(words)]
-    for attribute in ("data_args_path", "per_split_data_args_path"):
-        path = getattr(args, attribute, None)
-        if path is not None:
-            flag = "--" + attribute.replace("_", "-")
-            found += [(flag, word) for word in _listed(flag, path)]
+    for flag in _SOURCES:
+        given = getattr(args, flag[2:].replace("-", "_"), None)
+        if given is not None:
+            found += [(flag, word) for word in (_listed(flag, given) if isinstance(given, str) else _prefixes(given))]
     return tuple(found)
 
 
@@ -169,22 +178,33 @@ def _listed(flag: str, path: str) -> list[str]:
         raise BadInput(f"{flag} {path}: {error}") from error
 
 
+def check_sources(args: Namespace) -> None:
+    """Raise :class:`BadInput` where mock data and datasets are asked for at once."""
+    named = [flag for flag in _SOURCES if getattr(args, flag[2:].replace("-", "_"), None)]
+    if args.mock_data and named:
+        raise BadInput(f"--mock-data and {named[0]} exclude each other: leave one of them out")
+
+
 def check_data(args: Namespace) -> None:
-    """Every named dataset exists and its index fits its data. Raises :class:`BadInput`.
+    """Every named dataset exists and its index fits its data. Raises one :class:`BadInput` for all faults.
 
     Datasets in object storage are left to Megatron, as is mock data.
     """
+    faults = Faults()
     if args.mock_data:
         return
-    for flag, prefix in data_prefixes(args):
-        if "://" not in prefix:
-            sequences = check_index(flag, prefix)
-            if flag in ("--data-path", "--data-args-path"):
-                _check_shares(getattr(args, "split", None), flag, prefix, sequences)
+    with faults.collecting():
+        for flag, prefix in data_prefixes(args):
+            if "://" not in prefix:
+                with faults.collecting():
+                    sequences = check_index(flag, prefix)
+                    if flag in ("--data-path", "--data-args-path"):
+                        _check_shares(getattr(args, "split", None), flag, prefix, sequences)
     for flag in ("--vocab-file", "--merge-file"):
         path = getattr(args, flag[2:].replace("-", "_"), None)
         if path is not None and not Path(path).is_file():
-            raise BadInput(f"{flag} {path}: no such file")
+            faults.add(f"{flag} {path}: no such file")
+    faults.raise_if_any()
 
 
 def _check_shares(split: str | None, flag: str, prefix: str, sequences: int) -> None:

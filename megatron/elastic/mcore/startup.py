@@ -10,21 +10,32 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import io
+import os
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.elastic.mcore import arguments, norms, preflight, save_queue, substitutions, support, torch_adam
-from megatron.elastic.mcore.bad_input import port_in_use_named, translated
-from megatron.elastic.mcore.patches import Patch, PatchSet, apply, bound, describe
+from megatron.elastic.config import ElasticConfig
+from megatron.elastic.control import env
+from megatron.elastic.mcore import arguments, folders, norms, preflight, save_queue, substitutions, support, torch_adam
+from megatron.elastic.mcore.bad_input import Faults, port_in_use_named, translated
+from megatron.elastic.mcore.patches import (
+    Patch,
+    PatchSet,
+    apply,
+    bound,
+    check_release,
+    describe,
+    installed_version,
+)
 from megatron.elastic.platform.base import Platform
 
 __all__ = ["Startup"]
 
-_ALL = ">=0.12,<0.20"
-_TRAINING = ">=0.17,<0.20"
 
 
 @dataclass
@@ -34,9 +45,12 @@ class Startup:
     platform: Platform
     in_force: PatchSet = field(default_factory=PatchSet)
     _elastic_rows: tuple[Patch, ...] = ()
+    _faults: Faults = field(default_factory=Faults)
+    """Bad input found up to the end of validation, where all of it is reported."""
 
     def begin(self) -> None:
-        """Apply the platform's rows. Idempotent."""
+        """Apply the platform's rows. Idempotent. Raises :class:`BadInput` for a release that was never tested."""
+        check_release(installed_version())
         apply(self.rows(), into=self.in_force)
 
     def rows(self) -> Sequence[Patch]:
@@ -48,19 +62,19 @@ class Startup:
         return (
             Patch("megatron.training.arguments.parse_args",
                   "adds the --elastic flags to Megatron's parser; a bad flag is one line, not a page of usage",
-                  self._make_parse, _TRAINING, "platform"),
+                  self._make_parse, group="platform"),
             Patch("megatron.training.argument_utils.ArgumentGroupFactory._get_field_docstrings",
                   "parses Megatron's sources for the help text of every flag, at each of two parses: only for --help",
-                  _make_help_texts, _TRAINING, "platform"),
+                  _make_help_texts, group="platform"),
             Patch("megatron.training.arguments.validate_args",
                   "support matrix, substitutions and data checks before Megatron's own checks",
-                  self._make_validate, _TRAINING, "platform"),
+                  self._make_validate, group="platform"),
             Patch("megatron.training.initialize.initialize_megatron",
                   "parses arguments first, so that --elastic can replace it; without a GPU passes allow_no_cuda",
-                  self._make_initialize, _TRAINING, "platform"),
+                  self._make_initialize, group="platform"),
             Patch("megatron.core.datasets.utils.compile_helpers",
                   "runs make where the package has no makefile: skipped when the compiled helper is there",
-                  _make_compile_helpers, _ALL, "platform"),
+                  _make_compile_helpers, group="platform"),
         )
 
     @functools.cached_property
@@ -70,25 +84,25 @@ class Startup:
         )
         return (
             Patch("megatron.training.arguments.core_transformer_config_from_args", config_reason,
-                  _make_config, _TRAINING, "platform"),
+                  _make_config, group="platform"),
             Patch("megatron.core.transformer.torch_norm.WrappedTorchNorm.__new__",
                   "torch's norms under sequence parallelism and with --apply-layernorm-1p (no Apex on a CPU)",
-                  norms.make_wrapped_norm, _ALL, "platform"),
+                  norms.make_wrapped_norm, group="platform"),
             Patch("megatron.core.transformer.moe.moe_utils.maybe_move_tensor_to_cpu",
                   "turns split sizes into a list only when they lie on a GPU; all-to-all wants the list everywhere",
-                  _make_split_sizes, _ALL, "platform"),
+                  _make_split_sizes, group="platform"),
             Patch("megatron.core.dist_checkpointing.strategies.filesystem_async.get_write_results_queue",
                   "starts a process that imports everything anew at the first save, and outlives a killed rank",
-                  save_queue.make_results_queue, _TRAINING, "platform"),
+                  save_queue.make_results_queue, group="platform"),
             Patch("megatron.core.optimizer.distrib_optimizer.DistributedOptimizer.state_dict",
                   "torch's Adam has no step count before its first step: loading a checkpoint asserts on it",
-                  torch_adam.make_state_dict, _ALL, "platform"),
+                  torch_adam.make_state_dict, group="platform"),
             Patch("megatron.core.optimizer.distrib_optimizer.DistributedOptimizer.load_state_dict",
                   "torch's Adam counts steps per parameter: loading makes all share one tensor, counted many times",
-                  torch_adam.make_load_state_dict, _ALL, "platform"),
+                  torch_adam.make_load_state_dict, group="platform"),
             Patch("megatron.core.optimizer.distrib_optimizer.DistributedOptimizer._set_main_param_and_optimizer_states",
                   "torch's Adam counts steps per parameter: reshardable checkpoints carry the count once",
-                  torch_adam.make_set_states, _ALL, "platform"),
+                  torch_adam.make_set_states, group="platform"),
         )
 
     # ------------------------------------------------------------ replacements
@@ -97,7 +111,7 @@ class Startup:
         @functools.wraps(original)
         def parse_args(*args: Any, **kwargs: Any) -> Any:
             call = bound(original, args, kwargs)
-            call["extra_args_provider"] = arguments.chained(call["extra_args_provider"])
+            call["extra_args_provider"] = arguments.chained(call["extra_args_provider"], self._faults)
             parsed = original(**call)
             if not hasattr(parsed, "elastic"):
                 parsed.elastic = False  # a YAML configuration that does not speak of it
@@ -110,19 +124,45 @@ class Startup:
         @functools.wraps(original)
         def validate_args(*args: Any, **kwargs: Any) -> Any:
             call = bound(original, args, kwargs)
-            parsed = call["args"]
-            config = arguments.config_from_args(parsed)
-            for warning in support.check(parsed, config, self.platform.name):
-                _say(f"warning: {warning}", parsed)
-            self._substitute(parsed, config.strict_flags)
-            preflight.check_sizes(parsed)
-            with translated(), preflight.launch_environment(self.platform.name, parsed):
-                result = original(**call)
-            preflight.check_data(parsed)
-            preflight.check_shared_memory(parsed)
+            parsed, faults = call["args"], self._faults
+            result, config = parsed, ElasticConfig()
+            with faults.collecting():
+                config = arguments.config_from_args(parsed)
+            self._check_flags(parsed, config)
+            if not faults:  # else most of what Megatron finds is a consequence
+                with (
+                    faults.collecting(), translated(), preflight.launch_environment(self.platform.name, parsed),
+                    redirect_stdout(io.StringIO()) if config.check else nullcontext(),  # it prints every argument
+                ):  # fmt: skip
+                    result = original(**call)
+            for check in (preflight.check_data, preflight.check_shared_memory):
+                with faults.collecting():
+                    check(parsed)
+            with faults.collecting():
+                folders.check_folders(parsed)
+            faults.raise_if_any()
+            if config.check:
+                _say("--elastic-check: nothing is refused, the job would start; nothing was trained or written", parsed)
+                raise SystemExit(0)
             return result
 
         return validate_args
+
+    def _check_flags(self, args: Namespace, config: ElasticConfig) -> None:
+        """What the flags alone tell: refusals are noted, warnings and both tables printed."""
+        with self._faults.collecting():
+            if args.elastic:
+                support.check_launcher(os.environ, sys.argv)
+        with self._faults.collecting():
+            for warning in support.check(args, config, self.platform.name):
+                _say(f"warning: {warning}", args)
+        self._substitute(args, config.strict_flags)
+        with self._faults.collecting():
+            preflight.check_sources(args)
+        with self._faults.collecting():
+            preflight.check_sizes(args)
+            for warning in support.thin_copies(args, config) if args.elastic else ():
+                _say(f"warning: {warning}", args)
 
     def _substitute(self, args: Namespace, strict: bool) -> None:
         """Set what can be honoured here, and print both tables."""
@@ -130,7 +170,8 @@ class Startup:
         machine = substitutions.Machine.detect(name)
         changed = substitutions.substitute(args, machine)
         if strict:
-            substitutions.refuse(changed)
+            with self._faults.collecting():
+                substitutions.refuse(changed)
         _say(substitutions.table(changed, f"Megatron flags substituted on {name}"), args)
         if args.elastic:
             unused = substitutions.substitute(args, machine, substitutions.ELASTIC_ROWS)
@@ -157,8 +198,16 @@ class Startup:
     def _parsed(self, args: Namespace) -> None:
         """Arguments are known: put ``--elastic``'s rows in force, print the table if asked."""
         rows = list(self.rows())
-        config = arguments.config_from_args(args)
-        if args.elastic:
+        config = ElasticConfig()
+        with self._faults.collecting():
+            config = arguments.config_from_args(args)
+        if getattr(args, "use_checkpoint_args", False):  # Megatron reads the checkpoint before it validates
+            with self._faults.collecting():
+                folders.check_folders(args)
+            self._faults.raise_if_any()
+        if getattr(args, "yaml_cfg", None) is not None:  # Megatron validates such settings in a place of its own
+            self._faults.raise_if_any()
+        if args.elastic and not self._faults and env.RUN_ID in os.environ:  # else validation is the end
             if not self._elastic_rows:  # Megatron parses more than once (ft_integration)
                 host = importlib.import_module("megatron.elastic.mcore.host")
                 self._elastic_rows = tuple(host.patches(args, config))

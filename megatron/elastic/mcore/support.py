@@ -1,7 +1,7 @@
 """The support matrix, checked at start: works, works without ``--elastic``, or refused.
 
 A feature that would run and give another result, or break later, is refused before
-anything is built, by one line that names the flag and the fix. Flags that only tune
+anything is built, by one line that names the flag and the fix; several refusals are told at once. Flags that only tune
 hardware are accepted (``substitutions.ELASTIC_ROWS``). A flag that no table knows is
 named in one warning: nothing is ignored in silence. ``docs/support.md`` is written
 from the same tables:
@@ -14,16 +14,17 @@ from __future__ import annotations
 import argparse
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from megatron.elastic.config import ElasticConfig
+from megatron.elastic.control import env
 from megatron.elastic.mcore import flag_table, substitutions
 from megatron.elastic.mcore.bad_input import BadInput
 
-__all__ = ["FEATURES", "Feature", "Verdict", "check", "classify", "docs"]
+__all__ = ["FEATURES", "Feature", "Verdict", "check", "check_launcher", "classify", "docs", "thin_copies"]
 
 Verdict = Literal["works", "refused", "substituted"]
 
@@ -142,7 +143,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature("another fault-tolerance layer", ("--inprocess-restart", "--enable-ft-package", "--adlr-autoresume"),
             _any("inprocess_restart", "enable_ft_package", "adlr_autoresume"), "works", "refused",
             "two layers would both restart ranks: leave it out"),
-    Feature("run-time comparison of layer norms (--test-mode with --qk-layernorm)", ("--test-mode",),
+    Feature("run-time comparison of layer norms, with --qk-layernorm", ("--test-mode",),
             lambda args: bool(getattr(args, "test_mode", False) and getattr(args, "qk_layernorm", False)), "works",
             "refused", "each layer gathers over the data-parallel group, whose ranks compute different numbers of "
             "micro-batches after a loss: leave it out (copies are compared every --elastic-verify-interval steps)"),
@@ -165,44 +166,92 @@ def _given(flags: Sequence[str], command_line: Sequence[str]) -> str:
 def check(
     args: Namespace, config: ElasticConfig, platform: str, command_line: Sequence[str] | None = None
 ) -> tuple[str, ...]:
-    """Raise :class:`BadInput` for what is refused; returns warnings about flags that no table knows.
+    """Raise :class:`BadInput` for all that is refused; returns warnings about flags that no table knows.
 
     ``args``: parsed, not yet validated. ``command_line``: defaults to this process's.
     """
     words = sys.argv[1:] if command_line is None else command_line
+    faults = tuple(_refusals(args, config, platform, words))
+    if faults:
+        raise BadInput(*faults)
+    return _unknown(words) if args.elastic else ()
+
+
+def _refusals(args: Namespace, config: ElasticConfig, platform: str, words: Sequence[str]) -> Iterator[str]:
     for feature in FEATURES:
         if not feature.used(args):
             continue
         flag = _given(feature.flags, words)
         if args.elastic and feature.elastic == "refused":
-            raise BadInput(f"{flag} ({feature.name}) is not supported with --elastic: {feature.fix}")
-        if platform == "cpu" and feature.cpu == "refused":
-            raise BadInput(f"{flag} ({feature.name}) needs a GPU: leave it out here")
+            yield f"{flag} ({feature.name}) is not supported with --elastic: {feature.fix}"
+        elif platform == "cpu" and feature.cpu == "refused":
+            yield f"{flag} ({feature.name}) needs a GPU: leave it out here"
     if args.elastic:
-        _check_exact(args, config, platform)
-        _check_spares(args, config)
-    return _unknown(words) if args.elastic else ()
+        yield from _exact_faults(args, config, platform)
+        yield from _spare_faults(args, config)
 
 
-def _check_exact(args: Namespace, config: ElasticConfig, platform: str) -> None:
+def _exact_faults(args: Namespace, config: ElasticConfig, platform: str) -> Iterator[str]:
     if not config.exact:
         return
     if platform != "cpu":
-        raise BadInput("--elastic-exact sums gradients in host memory so far: run it on a CPU, or leave it out")
-    if args.micro_batch_size > 1 and not args.calculate_per_token_loss:
-        raise BadInput("--elastic-exact computes sample by sample, and the mean over a micro-batch of "
-                       f"{args.micro_batch_size} belongs to no sample: add --calculate-per-token-loss, "
-                       "or --micro-batch-size 1")
+        yield "--elastic-exact sums gradients in host memory so far: run it on a CPU, or leave it out"
+    if (args.micro_batch_size or 1) > 1 and not args.calculate_per_token_loss:
+        yield ("--elastic-exact computes sample by sample, and the mean over a micro-batch of "
+               f"{args.micro_batch_size} belongs to no sample: add --calculate-per-token-loss, or --micro-batch-size 1")
     if config.policy == "torchft":
-        raise BadInput("--elastic-exact with --elastic-policy torchft, which leaves samples out after a loss: "
-                       "take torchft-batch, or another policy")
+        yield ("--elastic-exact with --elastic-policy torchft, which leaves samples out after a loss: "
+               "take torchft-batch, or another policy")
 
 
-def _check_spares(args: Namespace, config: ElasticConfig) -> None:
+def _spare_faults(args: Namespace, config: ElasticConfig) -> Iterator[str]:
     tensor = args.tensor_model_parallel_size
     if config.spares % tensor:
-        raise BadInput(f"--elastic-spares {config.spares} is not a multiple of --tensor-model-parallel-size {tensor}: "
-                       "spares take the place of whole tensor-parallel groups")
+        yield (f"--elastic-spares {config.spares} is not a multiple of --tensor-model-parallel-size {tensor}: "
+               "spares take the place of whole tensor-parallel groups")
+
+
+def check_launcher(environ: Mapping[str, str], argv: Sequence[str]) -> None:
+    """Raise :class:`BadInput` where ``--elastic`` was started by something else than its launcher.
+
+    The text has the command to type, from what torchrun or a shell set in ``environ``.
+    """
+    if env.RUN_ID in environ:
+        return
+    local, world = environ.get("LOCAL_WORLD_SIZE", "1"), environ.get("WORLD_SIZE", "1")
+    nodes = int(world) // max(1, int(local))
+    where = f"--nproc-per-node {local}"
+    if nodes > 1:
+        first, port = environ.get("MASTER_ADDR", "HOST"), environ.get("MASTER_PORT", "PORT")
+        where += f" --nnodes {nodes} --node-rank {environ.get('GROUP_RANK', 'N')}"
+        where += f" --master-addr {first} --master-port {port}"
+    raise BadInput(
+        "--elastic needs the elastic launcher, which takes torchrun's arguments: start the job with "
+        f"`python -m megatron.elastic.launch {where} {argv[0]} ...`, or leave out --elastic"
+    )
+
+
+def thin_copies(args: Namespace, config: ElasticConfig) -> tuple[str, ...]:
+    """Warnings about a layout whose first loss stops training, as far as flags tell. The sizes fit each other."""
+    ranks = args.world_size + config.spares
+    cell = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
+    back = "training goes back to the checkpoint in --load, or ends with status 4 without one"
+    found = []
+    if ranks == 1:
+        found.append(f"one rank has nowhere to keep a copy of its state: when it is lost, {back}; start more ranks "
+                     "(--nproc-per-node, --nnodes)")
+    elif config.mirrors == 0:
+        found.append(f"--elastic-mirrors 0 keeps no copy of the optimizer state: when any rank is lost, {back}; give "
+                     "--elastic-mirrors 1 or more")
+    elif config.mirrors > ranks - 1:
+        found.append(f"--elastic-mirrors {config.mirrors} asks for more copies than {ranks} ranks can hold: they hold "
+                     f"{ranks - 1} besides the owner's; give --elastic-mirrors {ranks - 1}, or start more ranks")
+    if args.world_size == cell > 1 and not config.spares:
+        gone = "all others wait until it is started again" if config.respawn else "its stage has no rank to compute it"
+        found.append(f"{cell} ranks are one data-parallel replica (--tensor-model-parallel-size × "
+                     f"--pipeline-model-parallel-size = {cell}): when one is lost, {gone}; start {2 * cell} ranks or "
+                     "more, or spares (--elastic-spares)")
+    return tuple(found)
 
 
 def _unknown(words: Sequence[str]) -> tuple[str, ...]:
@@ -253,7 +302,8 @@ def docs() -> str:
     """The support page, Markdown."""
     lines = [
         "# What is supported", "",
-        "Checked at start: what is refused ends the run with one line and exit code 1. Written by",
+        "Checked at start: what is refused ends the run with one line each and exit status 1; `--elastic-check` checks",
+        "without a run. Written by",
         "`python -m megatron.elastic.mcore.support --write-docs docs/support.md`.", "",
         "## Features", "",
         *_table(("feature", "flags", "CPU", "with --elastic", ""), (

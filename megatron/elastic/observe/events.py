@@ -303,6 +303,9 @@ _FIRST = b'{"kind":'
 class EventLog:
     """Appends events of one incarnation of a rank; does nothing when ``directory`` is None.
 
+    A log that cannot be opened or written costs one line on stderr. Start-up refuses a folder that cannot serve at
+    all; a rank that joins later is not kept out by a disk that is full.
+
     Set ``generation`` when a new one is decided: later lines carry it.
     """
 
@@ -315,11 +318,15 @@ class EventLog:
         if directory is None:
             return
         path = Path(directory)
-        path.mkdir(parents=True, exist_ok=True)
-        self._file = os.open(path / f"rank{rank:05d}.jsonl", os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        size = os.fstat(self._file).st_size
-        if size and os.pread(self._file, 1, size - 1) != b"\n":
-            os.write(self._file, b"\n")  # an earlier incarnation was killed in the middle of a line
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+            self._file = os.open(path / f"rank{rank:05d}.jsonl", flags, 0o644)
+            size = os.fstat(self._file).st_size
+            if size and os.pread(self._file, 1, size - 1) != b"\n":
+                os.write(self._file, b"\n")  # an earlier incarnation was killed in the middle of a line
+        except OSError as error:
+            self._give_up(error)
 
     @property
     def enabled(self) -> bool:
@@ -359,8 +366,12 @@ class EventLog:
                 os.ftruncate(self._file, os.fstat(self._file).st_size - written)
                 raise OSError(f"{written} of {len(data)} bytes written")
         except OSError as error:
-            print(f"--elastic-event-log: rank {self.rank} stops logging events: {error}", file=sys.stderr, flush=True)
-            self.close()
+            self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        why = f"{error}: make room, or give another folder"
+        print(f"--elastic-event-log: rank {self.rank} logs no more events: {why}", file=sys.stderr, flush=True)
+        self.close()
 
     def close(self) -> None:
         """Idempotent."""

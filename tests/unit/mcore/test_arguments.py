@@ -15,7 +15,7 @@ import pytest
 from megatron.elastic.config import ConfigError, ElasticConfig
 from megatron.elastic.mcore import arguments
 from megatron.elastic.mcore.arguments import add_arguments, chained, config_from_args, docs, field_help
-from megatron.elastic.mcore.bad_input import BadInput
+from megatron.elastic.mcore.bad_input import BadInput, Faults
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -44,6 +44,7 @@ FROZEN = {
     "--elastic-verify-interval": 100,
     "--elastic-background-save": True,
     "--elastic-strict-flags": False,
+    "--elastic-check": False,
     "--elastic-print-patches": False,
     "--elastic-event-log": None,
     "--elastic-trace": False,
@@ -103,16 +104,25 @@ def test_a_misspelt_setting_is_refused_not_ignored() -> None:
 
 @pytest.mark.parametrize("words", [["--elastic-mirors", "2"], ["--elastic-mirrors", "two"], ["--elastic-comm", "mpi"]])
 def test_a_word_the_parser_cannot_take_is_one_line(words: list[str]) -> None:
-    made = chained(None)(argparse.ArgumentParser(allow_abbrev=False))
+    faults = Faults()
+    made = chained(None, faults)(argparse.ArgumentParser(allow_abbrev=False))
     with pytest.raises(BadInput) as caught:
         made.parse_args(words)
+        faults.raise_if_any()
     assert words[0] in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_an_unknown_flag_is_answered_with_the_nearest_known_one() -> None:
-    made = chained(None)(argparse.ArgumentParser(allow_abbrev=False))
-    with pytest.raises(BadInput, match="did you mean --elastic-mirrors"):
-        made.parse_args(["--elastic-mirors", "2"])
+    faults = Faults()
+    chained(None, faults)(argparse.ArgumentParser(allow_abbrev=False)).parse_args(
+        ["--elastic-mirors", "2", "--elastic", "--elastc-comm=gloo"]
+    )
+    with pytest.raises(BadInput) as caught:
+        faults.raise_if_any()
+    assert [text.split(" (")[0] for text in caught.value.texts] == [
+        "unrecognized argument --elastic-mirors", "unrecognized argument --elastc-comm"
+    ]
+    assert "did you mean --elastic-mirrors?" in caught.value.texts[0]
 
 
 def test_the_scripts_own_flags_are_kept() -> None:
@@ -120,7 +130,7 @@ def test_the_scripts_own_flags_are_kept() -> None:
         parser.add_argument("--my-flag", type=int)
         return parser
 
-    args = chained(own)(argparse.ArgumentParser()).parse_args(["--my-flag", "3", "--elastic"])
+    args = chained(own, Faults())(argparse.ArgumentParser()).parse_args(["--my-flag", "3", "--elastic"])
     assert (args.my_flag, args.elastic) == (3, True)
 
 

@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import tomllib
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from typing import Any
 import pytest
 
 from megatron.elastic.mcore.contract import VERSIONS, Wheel, fetch, shapes, used_names
-from megatron.elastic.mcore.patches import bound
+from megatron.elastic.mcore.patches import TESTED, bound, in_range
 
 ROOT = Path(__file__).resolve().parents[3]
 RECORD = json.loads((Path(__file__).parent / "megatron_signatures.json").read_text())
@@ -69,7 +70,7 @@ def test_every_patched_name_is_there_with_the_shape_on_record(version: str) -> N
     assert seen == RECORD[version], "record anew with python -m megatron.elastic.mcore.contract --record, and look"
 
 
-@pytest.mark.parametrize("version", [version for version in VERSIONS if version >= "0.17"])
+@pytest.mark.parametrize("version", VERSIONS)
 def test_replacements_read_only_arguments_the_release_has(version: str) -> None:
     for symbol, _, names in table()["reads"]:
         if names:
@@ -98,3 +99,11 @@ def test_used_names_are_those_read_and_not_guarded() -> None:
             return call["read"], call.get("optional"), call["written"]
 
     assert used_names(textwrap.dedent(inspect.getsource(maker))) == {"read"}
+
+
+def test_the_range_that_a_start_accepts_is_that_of_the_record_and_of_the_package() -> None:
+    assert all(in_range(version, TESTED) for version in VERSIONS)
+    assert not in_range("0.20.0", TESTED) and not in_range("0.16.9", TESTED)
+    below = TESTED.split(",")[1]
+    wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert any(line.startswith("megatron-core") and below in line for line in wanted), wanted

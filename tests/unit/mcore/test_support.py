@@ -149,3 +149,56 @@ def test_spares_take_the_place_of_whole_tensor_parallel_groups() -> None:
     check(plain(), ElasticConfig(spares=2), "cpu", [])
     with pytest.raises(BadInput, match="--elastic-spares 1 is not a multiple of --tensor-model-parallel-size 2"):
         check(plain(), ElasticConfig(spares=1), "cpu", [])
+
+
+@pytest.mark.parametrize(
+    ("given", "config", "words"),
+    [
+        ({"world_size": 1}, ElasticConfig(), ("one rank", "--nproc-per-node")),
+        ({"world_size": 4}, ElasticConfig(mirrors=0), ("--elastic-mirrors 0", "--elastic-mirrors 1")),
+        ({"world_size": 2}, ElasticConfig(mirrors=5), ("--elastic-mirrors 5", "2 ranks", "give --elastic-mirrors 1")),
+        ({"world_size": 2, "pipeline_model_parallel_size": 2}, ElasticConfig(), ("wait until", "4 ranks", "-spares")),
+        (
+            {"world_size": 2, "tensor_model_parallel_size": 2}, ElasticConfig(respawn=False),
+            ("no rank to compute it", "start 4 ranks"),
+        ),
+    ],
+)  # fmt: skip
+def test_a_layout_whose_first_loss_stops_training_is_warned_of(
+    given: dict[str, Any], config: ElasticConfig, words: tuple[str, ...]
+) -> None:
+    base = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1}
+    (warning,) = support.thin_copies(plain(**{**base, **given}), config)
+    assert "\n" not in warning and all(word in warning for word in words), warning
+
+
+@pytest.mark.parametrize(
+    ("world", "config"), [(2, ElasticConfig()), (4, ElasticConfig(mirrors=3)), (1, ElasticConfig(spares=1))]
+)
+def test_a_layout_with_copies_elsewhere_is_not(world: int, config: ElasticConfig) -> None:
+    args = plain(world_size=world, tensor_model_parallel_size=1, pipeline_model_parallel_size=1)
+    assert support.thin_copies(args, config) == ()
+
+
+def test_all_that_is_refused_is_told_at_once() -> None:
+    with pytest.raises(BadInput) as caught:
+        check(plain(num_experts=8, fp8="hybrid", micro_batch_size=1), ElasticConfig(spares=1), "cpu", [])
+    assert [text.split()[0] for text in caught.value.texts] == ["--num-experts", "--fp8-format", "--elastic-spares"]
+
+
+@pytest.mark.parametrize(
+    ("environ", "command"),
+    [
+        ({}, "launch --nproc-per-node 1 train.py ..."),
+        ({"LOCAL_WORLD_SIZE": "8", "WORLD_SIZE": "8"}, "launch --nproc-per-node 8 train.py ..."),
+        (
+            {"LOCAL_WORLD_SIZE": "4", "WORLD_SIZE": "8", "GROUP_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "6"},
+            "launch --nproc-per-node 4 --nnodes 2 --node-rank 1 --master-addr a --master-port 6 train.py ...",
+        ),
+    ],
+)
+def test_elastic_without_its_launcher_is_answered_with_the_command(environ: dict[str, str], command: str) -> None:
+    with pytest.raises(BadInput) as caught:
+        support.check_launcher(environ, ["train.py", "--elastic"])
+    assert command in str(caught.value)
+    support.check_launcher({**environ, "MEGATRON_ELASTIC_RUN_ID": "x"}, ["train.py"])

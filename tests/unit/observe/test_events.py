@@ -220,6 +220,16 @@ def test_descriptors_do_not_leak_into_children(tmp_path):
     log.close()
 
 
+def test_a_log_that_cannot_be_opened_costs_one_line_not_the_rank(tmp_path, capfd):
+    (tmp_path / "file").write_text("")
+    log = EventLog(tmp_path / "file", rank=2)
+    log.write(Phases(1, {}))
+    log.close()
+    assert not log.enabled
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("--elastic-event-log: rank 2 logs no more events: ")
+
+
 def _is(descriptor: str, path: str) -> bool:
     try:
         return os.readlink(f"/proc/self/fd/{descriptor}") == path

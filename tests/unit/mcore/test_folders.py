@@ -1,0 +1,65 @@
+"""Folders that cannot serve are found before training, and looking leaves nothing behind."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.elastic.control import env
+from megatron.elastic.mcore.bad_input import BadInput
+from megatron.elastic.mcore.folders import check_folders, why_not_writable
+
+
+def folders(**given: Any) -> Namespace:
+    base = dict.fromkeys(("save", "load", "tensorboard_dir", "pretrained_checkpoint", "elastic_event_log"))
+    return Namespace(**{**base, "elastic": True, **given})
+
+
+def tracked(folder: Path, text: str, *numbers: int) -> str:
+    for number in numbers:
+        (folder / f"iter_{number:07d}").mkdir(parents=True)
+    (folder / "latest_checkpointed_iteration.txt").write_text(text)
+    return str(folder)
+
+
+def test_folders_that_are_there_or_can_be_made_pass_and_nothing_is_made(tmp_path: Path) -> None:
+    there, to_be = str(tmp_path), str(tmp_path / "a/b")
+    check_folders(folders(save=there, tensorboard_dir=to_be, elastic_event_log=there), {})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_every_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(BadInput) as caught:
+        check_folders(folders(save="/proc/x", tensorboard_dir=str(tmp_path / "file"),
+                              elastic_event_log=str(tmp_path / "file/x")), {})  # fmt: skip
+    assert [text.split()[0] for text in caught.value.texts] == ["--save", "--tensorboard-dir", "--elastic-event-log"]
+
+
+def test_a_link_to_nowhere_is_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
+    assert "is not a folder" in why_not_writable(tmp_path / "link")
+
+
+@pytest.mark.parametrize("text", ["0", "17", " 17\n", "release"])
+def test_a_tracker_file_that_names_a_checkpoint_passes(tmp_path: Path, text: str) -> None:
+    check_folders(folders(load=tracked(tmp_path, text)), {})
+
+
+@pytest.mark.parametrize("text", ["abc", "", "-3", "1.5", "17\n18"])
+def test_one_that_does_not_is_refused_with_what_is_there(tmp_path: Path, text: str) -> None:
+    with pytest.raises(BadInput, match=r"--load .*there are: 30, 4"):
+        check_folders(folders(load=tracked(tmp_path, text, 4, 30)), {})
+
+
+def test_no_tracker_file_is_the_beginning_of_a_run(tmp_path: Path) -> None:
+    check_folders(folders(load=str(tmp_path)), {})
+
+
+@pytest.mark.parametrize("environ", [{env.NEWCOMER: "1"}, {env.INCARNATION: "2"}])
+def test_a_rank_that_joins_a_running_job_is_let_in_whatever_became_of_its_folders(environ: dict[str, str]) -> None:
+    """A disk that fills up costs a line and a checkpoint, not the ranks that come back meanwhile."""
+    check_folders(folders(save="/proc/x"), environ)
