@@ -1,12 +1,13 @@
 """Copies of state change place while the job trains, and a loss at any instant of it costs no step.
 
 Real jobs under the launcher, real SIGKILLs, dropout 0.1, compared step by step with
-an undisturbed run. One mirror suffices from the moment the copies made anew are there; a
-second rank lost before that takes two.
+an undisturbed run. One mirror suffices from the moment the copies made anew are there, in the step
+that the loss interrupted; a second rank lost before that takes two.
 """
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -60,9 +61,13 @@ def test_state_moves_while_steps_go_on_and_again_when_a_rank_returns(tmp_path: P
     assert largest_deviation(undisturbed.committed, result.committed) < 1e-5
     moved = result.of("movement")
     assert {record.generation for record in moved} >= {2, 3}, "copies were made after the loss and after the return"
+    urgent = [record for record in moved if record.fields["urgent"]]
+    assert {record.fields["step"] for record in urgent} == {2}, "those that the loss left missing with the very step"
+    assert {record.fields["steps"] for record in result.of("protection")} == {1}
+    assert len(re.findall(r"^mirrors complete with step 2: \d+ state blocks", result.output, re.M)) == 1
     returned = [record for record in moved if record.rank == 1]
     assert sum(record.fields["bytes_received"] for record in returned) > 0
-    for record in moved:
+    for record in (record for record in moved if not record.fields["urgent"]):
         during = [
             step for step in result.of("step")
             if record.monotonic_ns - 1e9 * (record.fields["background_seconds"] + record.fields["stall_seconds"])
@@ -75,6 +80,27 @@ def test_a_loss_with_the_vote_that_names_the_new_copies_costs_no_step(tmp_path: 
     """With one mirror: all that rank 1 and rank 2 both held is now in copies of which perhaps only rank 2 has learned
     that they are named. Then the vote is taken again."""
     check_two_losses(tmp_path, undisturbed, "in_movement_switch", 2, mirrors=1)
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        "kill:rank=2,step=2,point=after_ship",
+        pytest.param("kill:rank=2,step=3,point=before_step", marks=pytest.mark.slow),
+        pytest.param("kill:rank=2,step=3,point=mid_forward", marks=pytest.mark.slow),
+        pytest.param("kill:rank=2,step=2,point=after_vote", marks=pytest.mark.slow),
+    ],
+)
+def test_with_one_mirror_a_second_loss_in_the_step_after_the_first_costs_no_step(
+    tmp_path: Path, undisturbed: JobResult, second: str
+) -> None:
+    """Ranks 1 and 2 mirror each other: what both held is on rank 0 or 3 as soon as the step is computed again."""
+    script, steps = f"{FIRST};{second}", 6
+    result = disturbed(tmp_path, script, "--no-elastic-respawn", steps=steps, mirrors=1)
+    assert set(result.committed) == set(range(1, steps + 1))
+    reference = {step: undisturbed.committed[step] for step in result.committed}
+    assert largest_deviation(reference, result.committed) < 1e-5
+    assert all(record.fields["lost_steps"] == 0 for record in result.of("recovery"))
 
 
 @pytest.mark.slow

@@ -2,7 +2,7 @@
 
     come and go   newcomers are let in as the last vote agreed, who was asked to leave goes
     proceed       of a movement that all are ready for the last follows: the vote of this step names its target
-    move          what balance, redundancy, a better cut or a leaving rank ask for begins
+    move          copies that are missing begin; else what balance, a better cut or a leaving rank ask for
     pace          plans and clocks follow measured speeds
 
 Every rank decides from the record and from what all know alike, so nobody asks anybody.
@@ -62,12 +62,14 @@ class Boundary:
         at = self._position
         if self._mover.under_way:
             return
+        # Some hear of a loss between steps, others in one: the first boundary that is the same for all follows a vote.
+        unsettled = at.unsettled and at.record.version > at.settled_at
+        if unsettled and self._mover.replenish():
+            return
         recut = None if leaving else self._recut()
         if recut is not None:
             at.listener.recut(at.record, at.standing, recut)
-        # Some hear of a loss between steps, others in one: the first boundary that is the same for all follows a vote.
-        together = at.record.version > at.settled_at
-        if recut is not None or (at.unsettled and together) or self._holds_state(leaving):
+        if recut is not None or unsettled or self._holds_state(leaving):
             target = None if recut is None else recut.target
             begun = self._mover.begin(at.recovery.movement(at.standing, target, leaving))
             at.unsettled = False

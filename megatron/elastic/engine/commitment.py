@@ -135,6 +135,8 @@ class Commitment:
             body.reduce(key)
         reach("after_reduce", step)
         with timer.phase("ship"):
+            self._mover.agree(computing)
+            attempt.named = self._mover.heading
             self._mover.arrive()
             body.ship(key, attempt.named.placement)
         reach("after_ship", step)
@@ -185,8 +187,9 @@ class Commitment:
         self._mover.voted(total.ready == total.voters)
         self._mover.confirm()
         if total.suspects:
-            self._mover.forget()
+            self._mover.forget(keep=False)
             self._proofs.mend_memory(attempt.disputes)
+            self._mover.exposed(time.monotonic())
         at.tools.reach("after_vote", step)
 
     def _refuse(self, total: Tally, attempt: _Attempt) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from megatron.elastic.engine.certificates import Verdict
 from megatron.elastic.engine.movement import Moved
+from megatron.elastic.engine.protection import Protected
 from megatron.elastic.engine.recovery import Outcome
 from megatron.elastic.engine.recut import Recut
 from megatron.elastic.engine.source import StepAddress
@@ -56,6 +57,9 @@ class Listener:
 
     def moved(self, record: StepRecord, standing: Standing, moved: Moved) -> None:
         """Copies, and perhaps units, have changed place."""
+
+    def protected(self, record: StepRecord, standing: Standing, protected: Protected) -> None:
+        """Every block has its mirrors again after a loss."""
 
     def examined(self, standing: Standing, verdict: Verdict) -> None:
         """A certificate was taken; one that failed is raised next."""

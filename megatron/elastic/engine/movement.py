@@ -9,9 +9,13 @@
     arrive    added copies count, and get gradients of that step in place of those that leave
     switch    with its vote, which names the target, the others go and the target is in force
 
+Copies that a loss left missing are *urgent*: they begin in the recovery itself, on the survivors, and nothing
+else moves before. Their streams send whatever the step does; between reducing and shipping all ranks ask one
+another whether the copies are there, or nearly (:meth:`Mover.agree`). Then this very step's vote names them.
+
 A loss at any instant before that vote is known leaves the old placement in force, with every
-old copy there (:mod:`basis`): an unfinished movement is forgotten and begun anew from
-what the new generation asks for.
+old copy there (:mod:`basis`): an unfinished movement ends, and the next generation begins one for what it lacks.
+Copies that came whole by then are kept, and count (``BlockReceiver.keep``, ``protocol.all_copies``).
 
 Between the last of a rank's computing and its gather, steps send as fast as they can; a stream that sent then
 would make them wait for every byte of it. It sends while its rank computes.
@@ -35,6 +39,7 @@ from megatron.elastic.state.layout import BlockKey
 from megatron.elastic.state.placement import Transition
 from megatron.elastic.state.pool import BlockCopy, StatePool
 from megatron.elastic.state.receiver import BlockReceiver
+from megatron.elastic.state.record import StepRecord
 from megatron.elastic.state.sender import BlockSender
 
 __all__ = ["Moved", "Movement", "Streams"]
@@ -56,6 +61,8 @@ class Movement:
 
     target: Basis
     changes: tuple[Transition, ...]
+    urgent: bool = False
+    """Only adds copies that blocks are short of after a loss."""
 
     def adds(self) -> dict[tuple[int, int], tuple[BlockKey, ...]]:
         """(source, destination) → blocks, ascending."""
@@ -88,8 +95,10 @@ class Moved:
 class _Incoming:
     """One receiver on a thread of its own."""
 
-    def __init__(self, receiver: BlockReceiver, blocks: tuple[BlockKey, ...], idle: threading.Event) -> None:
-        self.receiver, self.blocks, self._idle = receiver, blocks, idle
+    def __init__(
+        self, receiver: BlockReceiver, blocks: tuple[BlockKey, ...], idle: threading.Event, urgent: bool
+    ) -> None:
+        self.receiver, self.blocks, self._idle, self._urgent = receiver, blocks, idle, urgent
         self.error: Exception | None = None
         self.thread = threading.Thread(target=self._run, name=f"elastic-from-{receiver.source}", daemon=True)
         self.thread.start()
@@ -97,8 +106,10 @@ class _Incoming:
     def _run(self) -> None:
         try:
             while self.receiver.take():
-                pass
-            self._idle.wait()
+                if self._urgent:  # a copy is of use to a recovery as soon as it is verified
+                    self.receiver.verify()
+            if not self._urgent:
+                self._idle.wait()
             self.receiver.verify()
         except Exception as error:  # raised again on the training thread
             self.error = error
@@ -159,12 +170,13 @@ class Streams:
         self._held, self._free = held, True
         if not held:
             self._link_is_free.set()
+        urgent = movement.urgent
         self._incoming: list[_Incoming] = []
         self._outgoing: list[_Outgoing] = []
         self._channel = channel = fabric.side_channel(number)
         for (source, destination), blocks in movement.adds().items():
             if destination == fabric.rank:
-                self._incoming.append(_Incoming(BlockReceiver(pool, channel, source), blocks, self._idle))
+                self._incoming.append(_Incoming(BlockReceiver(pool, channel, source), blocks, self._idle, urgent))
             elif source == fabric.rank:
                 sender = BlockSender(pool, channel, destination, window_bytes)
                 sender.offer(blocks)
@@ -222,8 +234,8 @@ class Streams:
         return {key: copy for part in self._incoming for key, copy in list(part.receiver.blocks.items())}
 
     def link_is_free(self, free: bool) -> None:
-        """Send only while ``free``, unless gradients pile up."""
-        self._free = free
+        """Send only while ``free``, unless gradients pile up, or the copies are urgent."""
+        self._free = free = free or self.movement.urgent
         (self._idle.clear if free else self._idle.set)()
         (self._link_is_free.set if free and not self._held else self._link_is_free.clear)()
 
@@ -242,10 +254,9 @@ class Streams:
             thread.join()
         self._raise_findings()
 
-    def finished(self, version: int) -> dict[BlockKey, BlockCopy]:
-        """Copies that are known to be whole and at ``version``."""
-        done = [part.receiver for part in self._incoming if part.receiver.finished_at == version]
-        return {key: copy for receiver in done for key, copy in receiver.blocks.items()}
+    def keep(self, record: StepRecord) -> dict[BlockKey, BlockCopy]:
+        """After :meth:`abandon`: copies that are whole, verified and at ``record``'s version."""
+        return {key: copy for part in self._incoming for key, copy in part.receiver.keep(record).items()}
 
     def abandon(self) -> None:
         """Forget the movement: threads end by themselves, no copy counts. Idempotent, returns at once.

@@ -1,25 +1,31 @@
 """One movement after the other, as one rank takes part in them (the stages are those of :mod:`movement`).
 
+replenish in a recovery: copies that are missing begin at once, before anything else moves
 begin     at a boundary; its streams run beside the steps, where layers change place from the next boundary on
+agree     in a step, where copies were missing: when all are ready, this step's vote names the target
 conclude  at the boundary after the vote in which all were ready: the next one names the target
 arrive    in that step, before it is shipped: added copies count, though no vote has named them
 confirm   the vote: everybody stands on the target, copies that were to go are gone
 prove     parameters are gathered under it: a certificate
-forget    the generation ended before the vote: what was in force still is
+forget    the generation ended before the vote: what was in force still is, and copies that came whole are kept
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
+
+import torch
+import torch.distributed as dist
 
 from megatron.elastic.engine.basis import Basis
 from megatron.elastic.engine.movement import Moved, Movement, Streams
 from megatron.elastic.engine.position import Position
 from megatron.elastic.engine.proofs import Proofs
+from megatron.elastic.engine.protection import Exposure, Protected
 from megatron.elastic.engine.standing import Standing
 from megatron.elastic.state.transfer import commit, prune
 
@@ -51,10 +57,14 @@ class Mover:
         """Storage and modules for its target are made, or being made."""
         self._begun = 0
         """Movements of this generation."""
+        self._common = -1
+        """Newest version that all ranks were known to have when the movement under way began, or was concluded."""
         self._pace = float(position.recovery.machine.link_bytes_per_s)
         """Bytes a second at which state leaves this rank beside a step."""
         self._abandoned: list[Streams] = []
         """Kept until the next edit has made sure that nobody writes into their buffers."""
+        recovery = position.recovery
+        self._exposure = Exposure(position.tools.fabric.rank, lambda now: len(recovery.short_of_mirrors(now)))
         self._arrived = 0
         self._gone: list[object] = []
         """Memory that nobody uses any more: the kernel takes milliseconds to take it back."""
@@ -92,11 +102,44 @@ class Mover:
         if not movement.changes and movement.target.assignment == at.standing.assignment:
             return False
         self._begun += 1
+        self._common = at.record.version
         self._prepared = False
         held = movement.target.assignment != at.standing.assignment
         self._streams = Streams(movement, at.tools.pool, at.tools.fabric, self._begun, _WINDOW_BYTES, held)
         at.tools.reach("in_movement_begin", at.record.version)
         return True
+
+    def replenish(self) -> bool:
+        """Begin the copies that a loss left missing; with none under way. False where none is missing."""
+        movement = self._position.recovery.replenishment(self._position.standing)
+        return movement is not None and self.begin(movement)
+
+    def exposed(self, since: float, newcomers: Collection[int] = ()) -> None:
+        """Copies were lost, noticed at ``since`` (monotonic seconds): time until they are made anew counts from there.
+
+        ``newcomers`` came later.
+        """
+        at = self._position
+        self._tell(self._exposure.settled(at.standing, at.record.version, since, newcomers))
+
+    def _tell(self, protected: Protected | None) -> None:
+        if protected is not None:
+            self._position.listener.protected(self._position.record, self._position.standing, protected)
+
+    def agree(self, seconds: float) -> None:
+        """Between reducing and shipping: urgent copies that are here, or nearly, on all ranks count from here on.
+
+        What is left is waited for, about ``seconds`` at most: what this step took to compute. Else streams go on beside
+        the next step. Collective where urgent copies are under way. Raises ``CommError``.
+        """
+        streams, at = self._streams, self._position
+        if streams is None or self._concluded or not streams.movement.urgent:
+            return
+        at.tools.publish("movement", at.standing.living)
+        ready = torch.tensor([float(self.ready(seconds))], dtype=torch.float64)
+        dist.all_reduce(ready, group=at.tools.fabric.world)
+        if int(ready.item()) == len(at.standing.living):
+            self.conclude()
 
     def link_is_free(self) -> None:
         """This rank computes, or is between steps: streams are in nobody's way."""
@@ -132,10 +175,11 @@ class Mover:
             self._streams.release()
 
     def conclude(self) -> None:
-        """At a boundary that all ranks agreed on."""
+        """At a boundary, or between reducing and shipping, as all ranks agreed."""
         self.due = False  # no phase of its own: whoever was kept from it by a loss does not come back to it
         streams, at = self._under_way(), self._position
         at.history.enter(streams.movement.target)
+        self._common = at.record.version
         streams.conclude(at.record.version)
         streams.release()
         self._concluded, self._seconds = True, {}
@@ -176,6 +220,7 @@ class Mover:
             gained = streams.movement.target.assignment.gained(before)
             self._ended, self.came = streams, frozenset[int]().union(*gained.values())
             at.tools.reach("in_movement_switch", version)
+        self._tell(self._exposure.voted(at.standing, version))
 
     def prove(self) -> None:
         """The step is over that ended a movement: all compare what they hold. Raises ``CertificateError``."""
@@ -190,18 +235,21 @@ class Mover:
         beside = time.monotonic() - streams.began - sum(seconds.values())
         at.listener.moved(at.record, at.standing, Moved(streams.movement, streams.bytes_received, beside, seconds))
 
-    def forget(self) -> None:
-        """The generation ends: what is under way is begun anew in the next one, or not at all. Idempotent.
+    def forget(self, keep: bool = True) -> None:
+        """The generation ends: the next one begins what it lacks. Idempotent.
 
-        Copies that have come in full stay: they count from here on, as they would after :meth:`arrive`.
+        Copies that have come whole stay: they count from here on, as they would after :meth:`arrive`. Not without
+        ``keep``: the generation goes on, whose placement does not name them.
         """
         if self._streams is not None:
             at, streams = self._position, self._streams
             self._abandoned.append(streams)
             self._end(streams)
-            for key, copy in streams.finished(at.record.version).items():
-                if key not in at.tools.pool:
-                    at.tools.pool.take_in(copy)
+            pool, kept = at.tools.pool, streams.keep(at.record)
+            # In ``state`` mode others may go back behind a version that not all have; a copy that came cannot.
+            keep = keep and (pool.snapshot == "gradient" or at.record.version == self._common)
+            for copy in (copy for key, copy in kept.items() if keep and key not in pool):
+                pool.take_in(copy)
         self._ended, self.came, self.due = None, frozenset(), False
         self._position.tools.arena.spare = None
 

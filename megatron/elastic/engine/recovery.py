@@ -41,6 +41,7 @@ from megatron.elastic.state.ownership import rebalance
 from megatron.elastic.state.placement import Rules, UnitGroup, promote_only
 from megatron.elastic.state.protocol import Holdings, Resolution, all_copies, resolve
 from megatron.elastic.state.record import StepRecord
+from megatron.elastic.state.redundancy import replenish, short_of_mirrors
 
 __all__ = ["Outcome", "Recovery", "StateLost"]
 
@@ -106,6 +107,8 @@ class Recovery:
     """Rank → failure domain, of the present generation."""
     members: tuple[int, ...] = ()
     """Ranks, but newcomers, of a decision whose generation has yet to come about, ascending."""
+    present: Decision | None = None
+    """The decision of the present generation."""
     untold: tuple[Loss, ...] = ()
     """Losses of decisions since the last generation that came about: each is told once, with the next that does."""
 
@@ -187,14 +190,14 @@ class Recovery:
         again = None
         if voting is not None and not strangers and not newcomers(decision):
             # Those have no gradients to vote on; nobody knows of the vote, so the step may as well be run again.
-            again = {key: copies.ranks for key, copies in voting.placement.copies.items()}
+            again = all_copies({key: copies.ranks for key, copies in voting.placement.copies.items()}, held)
         resolution = resolve(held, counted, self.nominal.grid.global_batch_size, again)
         if resolution.kind == "lost":
             raise StateLost(resolution.version, resolution.missing)
         gone = [(key, rank) for rank, r in reports.items() for key in r.holdings.torn]
         if resolution.kind == "revote":
-            assert voting is not None, "by whom it is taken again is known"
-            return resolution, voting, gone
+            assert voting is not None and again is not None, "by whom it is taken again is known"
+            return resolution, replace(voting, placement=voting.placement.with_copies(again)), gone
         placement = named.placement.with_copies(counted)
         gone += [(key, rank) for key, copies in placement.copies.items() for rank in copies.ranks
                  if rank in resolution.stale or rank in strangers]  # fmt: skip
@@ -237,11 +240,40 @@ class Recovery:
     def movement(self, standing: Standing, target: Assignment | None = None, leaving: Collection[int] = ()) -> Movement:
         """What balance and redundancy ask for among those who are here and stay, where units are as ``target`` says."""
         assignment = target or standing.assignment
-        groups = unit_groups(assignment, self.layouts, [rank for rank in standing.living if rank not in leaving])
-        domains = {rank: domain for rank, domain in self.domains.items() if rank not in leaving}
-        rules = Rules(self.config.mirrors, self.config.scatter_width, domains, self.config.ownership)
-        placement, changes = rebalance(standing.placement, groups, rules)
+        staying = [rank for rank in standing.living if rank not in leaving]
+        groups = unit_groups(assignment, self.layouts, staying)
+        placement, changes = rebalance(standing.placement, groups, self._rules(staying))
         return Movement(Basis(placement, assignment), changes)
+
+    def short_of_mirrors(self, standing: Standing) -> tuple[BlockKey, ...]:
+        """Blocks that could have more mirrors among the living and should, ascending."""
+        return short_of_mirrors(standing.placement, self.config.mirrors, standing.living)
+
+    def replenishment(self, standing: Standing) -> Movement | None:
+        """The copies that blocks are short of, and nothing else; None where none is missing.
+
+        On ranks whose copies count from the moment they are there, if these suffice: those of a rank that has not voted
+        since it was let in do not.
+        """
+        if not self.short_of_mirrors(standing):
+            return None
+        proven = [rank for rank in standing.living if rank not in self._unproven()]
+        ranks = proven if len(proven) > self.config.mirrors else standing.living
+        groups = unit_groups(standing.assignment, self.layouts, ranks)
+        placement, changes = replenish(standing.placement, groups, self._rules(ranks))
+        return Movement(Basis(placement, standing.assignment), changes, urgent=True)
+
+    def _rules(self, ranks: Collection[int]) -> Rules:
+        domains = {rank: domain for rank, domain in self.domains.items() if rank in ranks}
+        return Rules(self.config.mirrors, self.config.scatter_width, domains, self.config.ownership)
+
+    def _unproven(self) -> set[int]:
+        """Members that had not voted since they were let in when this generation was decided."""
+        if self.present is None:
+            return set()
+        reports = self.present.reports.items()
+        known = {rank: Report.from_text(text) for rank, text in reports if text != NEWCOMER}
+        return set(newcomers(self.present)) | (_strangers(known) if known else set())
 
     def restand(self, standing: Standing, basis: Basis) -> Standing:
         """The same generation on another basis."""
@@ -269,7 +301,7 @@ class Recovery:
 
         Raises :class:`StageGone` when nobody is left to compute some unit.
         """
-        self.domains = failure_domains(decision)
+        self.domains, self.present = failure_domains(decision), decision
         units = basis.assignment.uncovered(decision.members)
         if units:
             holders = {rank for (unit, _), group in basis.assignment.state_groups().items() if unit in units

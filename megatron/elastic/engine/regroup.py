@@ -2,7 +2,7 @@
 
     agree    on a generation, with what everybody holds (:mod:`recovery`)
     settle   every survivor at the same version, with parameters to match: roll forward, vote
-             again, or back to where the step is run again
+             again, or back to where the step is run again; copies that are missing begin at once
     wait     for ranks that come back, where a stage has none left (:mod:`waiting`)
     join     the same from the other side: a newcomer takes the members' position
 
@@ -89,6 +89,7 @@ class Regroup:
                 at.tools.reach("in_recovery_resume", at.record.version)
                 at.injector.settle()
                 at.listener.settled(outcome, at.standing, time.monotonic() - started)
+                self._mover.exposed(started, outcome.newcomers)
                 at.recovery.untold, at.recovery.members = (), ()
                 return outcome.phase_over
             except StageGone as gone:
@@ -158,6 +159,7 @@ class Regroup:
             self._proofs.certify("join", self._every_block())
         else:
             self._proofs.certify("recovery", outcome.promoted)
+        self._mover.replenish()
         if refused is not None:
             raise refused
 
@@ -223,4 +225,5 @@ class Regroup:
         at.body.gather(at.record.version)
         at.parameters = at.settled_at = at.record.version
         self._proofs.certify("join", self._every_block())
+        self._mover.replenish()
         at.injector.settle()

@@ -26,6 +26,7 @@ from megatron.elastic.engine.nominal import Nominal
 from megatron.elastic.engine.pacing import Pacing
 from megatron.elastic.engine.port import ModelPort
 from megatron.elastic.engine.position import Position
+from megatron.elastic.engine.protection import Protected
 from megatron.elastic.engine.recovery import Outcome, Recovery, failure_domains
 from megatron.elastic.engine.recut import Recut, unmeasured_profile
 from megatron.elastic.engine.settings import Settings
@@ -36,6 +37,7 @@ from megatron.elastic.mcore.narrate import (
     narrate_clock,
     narrate_movement,
     narrate_pace,
+    narrate_protection,
     narrate_recut,
     narrate_step,
     narrate_verdict,
@@ -228,6 +230,9 @@ class _Narrator(Listener):
 
     def moved(self, record: StepRecord, standing: Standing, moved: Moved) -> None:
         narrate_movement(self.events, record, standing, moved)
+
+    def protected(self, record: StepRecord, standing: Standing, protected: Protected) -> None:
+        narrate_protection(self.events, record, protected)
 
     def examined(self, standing: Standing, verdict: Verdict) -> None:
         narrate_verdict(self.events, standing, verdict)

@@ -13,6 +13,7 @@ from megatron.elastic.engine.certificates import Verdict
 from megatron.elastic.engine.listener import Stepped
 from megatron.elastic.engine.movement import Moved
 from megatron.elastic.engine.nominal import Nominal
+from megatron.elastic.engine.protection import Protected
 from megatron.elastic.engine.recovery import Outcome
 from megatron.elastic.engine.recut import Recut
 from megatron.elastic.engine.standing import Standing
@@ -24,13 +25,14 @@ from megatron.elastic.observe.events import (
     Movement,
     Phases,
     Plan,
+    Protection,
     RankLost,
     Recovery,
     SlowRank,
     Step,
     Trace,
 )
-from megatron.elastic.observe.summary import loss_lines, ranks_text, recovery_line
+from megatron.elastic.observe.summary import loss_lines, protection_line, ranks_text, recovery_line
 from megatron.elastic.observe.timeline import Timeline
 from megatron.elastic.plan import model
 from megatron.elastic.platform.frequency import Applied
@@ -41,6 +43,7 @@ __all__ = [
     "narrate_clock",
     "narrate_movement",
     "narrate_pace",
+    "narrate_protection",
     "narrate_recut",
     "narrate_step",
     "narrate_verdict",
@@ -179,8 +182,17 @@ def narrate_movement(events: EventLog, record: StepRecord, standing: Standing, m
             background_seconds=moved.background,
             stall_seconds=moved.stall,
             seconds=dict(moved.seconds),
+            urgent=moved.movement.urgent,
         )
     )
+
+
+def narrate_protection(events: EventLog, record: StepRecord, protected: Protected) -> None:
+    """Record, and say once, that every block has its mirrors again."""
+    told = Protection(record.version, protected.seconds, protected.steps, protected.blocks)
+    events.write(told)
+    if protected.speaks:
+        print(protection_line(told), flush=True)
 
 
 def narrate_verdict(events: EventLog, standing: Standing, verdict: Verdict) -> None:

@@ -36,6 +36,7 @@ __all__ = [
     "Movement",
     "Phases",
     "Plan",
+    "Protection",
     "RankLost",
     "Ready",
     "Record",
@@ -169,6 +170,23 @@ class Movement(Event):
     """What this rank waited for it."""
     seconds: dict[str, float] = field(default_factory=dict)
     """The same by what for: finish (before shipping), stand (after the vote), certificate (after the gather)."""
+    urgent: bool = False
+    """Only copies that a loss left missing: begun in the recovery."""
+
+
+@dataclass(frozen=True)
+class Protection(Event):
+    """Every block has its mirrors again, after a loss left some with fewer; from each rank that was there all along."""
+
+    kind: ClassVar[str] = "protection"
+    step: int
+    """The step whose vote named the last of them."""
+    time_unprotected_s: float
+    """From noticing the loss to that vote. A further loss meanwhile counts into it."""
+    steps: int
+    """Committed in that time, this one included."""
+    blocks: int
+    """The most that were short of a mirror at one time."""
 
 
 @dataclass(frozen=True)
@@ -260,6 +278,7 @@ EVENT_KINDS: Mapping[str, type[Event]] = {
         Trace,
         Recovery,
         Movement,
+        Protection,
         Certificate,
         Step,
         Substitution,

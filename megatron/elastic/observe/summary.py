@@ -2,15 +2,16 @@
 
 lost tensor-parallel group {4,5}: stage 1, replica 0, at step 57; rank 5 on node-b: signal SIGKILL; rank 4 parked
 recovered at generation 3: step 57 rolled forward, 0 steps lost, 0.184 s (freeze 0.021, edit 0.090, ...)
+mirrors complete with step 58: 12 state blocks were short of one for 0.412 s (1 step)
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from megatron.elastic.observe.events import RankLost, Recovery
+from megatron.elastic.observe.events import Protection, RankLost, Recovery
 
-__all__ = ["loss_lines", "ranks_text", "recovery_line"]
+__all__ = ["loss_lines", "protection_line", "ranks_text", "recovery_line"]
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
@@ -77,3 +78,11 @@ def recovery_line(recovery: Recovery, generation: int) -> str:
     return (
         f"recovered at generation {generation}: step {recovery.step} {recovery.outcome}, {steps}, {total:.3f} s{tail}"
     )
+
+
+def protection_line(protection: Protection) -> str:
+    """One line: when every state block had its mirrors again, how many were short of one, and for how long."""
+    blocks = "1 state block was" if protection.blocks == 1 else f"{protection.blocks} state blocks were"
+    steps = "1 step" if protection.steps == 1 else f"{protection.steps} steps"
+    time = f"{protection.time_unprotected_s:.3f} s ({steps})"
+    return f"mirrors complete with step {protection.step}: {blocks} short of one for {time}"

@@ -384,7 +384,9 @@ class StatePool:
         records = tuple(self.records[v] for v in sorted(self.records))
         floors = [c.version if c.previous is None else c.previous[0] for c in whole] or [NOTHING]
         floor = max(floors) if self.snapshot == "state" else None
-        offered = () if named is None else tuple(k for k in sorted(here) if self.rank not in named.copies[k].ranks)
+        # Who takes an offered copy takes it for one that can do all that is reported of the others.
+        more = [] if named is None else [k for k in sorted(here) if self.rank not in named.copies[k].ranks]
+        offered = tuple(k for k in more if all(self._retains(gradient, (k,)) for gradient in complete))
         return Holdings(self.rank, min(versions), max(versions), tuple(complete), records, spans, torn, floor, offered)
 
     def _retains(self, gradient: GradientKey, keys: Iterable[BlockKey]) -> bool:

@@ -12,8 +12,9 @@ all reports; every process calls :func:`resolve` on the same bytes and acts alik
   key, and the statistics of all samples are there, the vote is taken again: by the
   copies that it was to name, of which every block needs one;
 - otherwise step t is run again from t, its gradients discarded;
-- a copy that has changed place counts as soon as it is there in full, also before a vote
-  has named it: its rank *offers* it, and :func:`all_copies` adds it to those that were named;
+- a copy that has changed place, or was made anew after a loss, counts as soon as it is there in full,
+  also before a vote has named it: its rank *offers* it, if it retains every gradient that the
+  rank reports, and :func:`all_copies` adds it to those that were named, or that a vote taken again is to name;
 - never a mixture of versions: if no version is complete, the blocks are named.
 
 Reports are per rank, not per block: a rank's copies move together, so its oldest
@@ -60,7 +61,8 @@ class Holdings:
     floor: int | None = None
     """Lowest version every copy can go back to (``state`` mode keeps the one before); None: ``newest``."""
     offered: tuple[BlockKey, ...] = ()
-    """Blocks whose copies came here since the vote of the newest of ``records``, which does not name them."""
+    """Blocks whose copies came here since the vote of the newest of ``records``, which does not name them. Each is at
+    a version among this rank's, and has the :attr:`gradients` that its other copies have."""
 
     def to_json(self) -> str:
         """Text for the membership report."""
@@ -109,10 +111,11 @@ class Resolution:
 def all_copies(
     named: Mapping[BlockKey, Sequence[int]], reports: Mapping[int, Holdings], void: Collection[int] = ()
 ) -> dict[BlockKey, tuple[int, ...]]:
-    """Block → ranks that have a copy: those ``named`` by the newest record, first, and those that offer one.
+    """Block → ranks that have a copy: those ``named`` by a record or a vote, first, and those that offer one.
 
-    A copy moves with its rank's others from the moment it is there: it is shipped gradients, and without
-    them its rank joins no vote. So what is true of its rank's copies is true of it. ``void``: ranks without
+    A copy that the vote under way is to name moves with its rank's others from the moment it is there: it is shipped
+    gradients, and without them its rank joins no vote. Any other is offered only while it has what they have.
+    So what is true of its rank's copies is true of it. ``void``: ranks without
     copies that count, whatever named or offered.
     """
     copies = {key: tuple(rank for rank in ranks if rank not in void) for key, ranks in named.items()}

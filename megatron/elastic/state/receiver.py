@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -18,7 +19,10 @@ __all__ = ["BlockReceiver"]
 
 
 class BlockReceiver:
-    """Takes in what one :class:`BlockSender` streams. ``take()`` blocks on the channel; run it on its own thread."""
+    """Takes in what one :class:`BlockSender` streams. ``take()`` blocks on the channel; run it on its own thread.
+
+    ``keep()`` belongs to the training thread: it ends the transfer at any instant, and nothing is changed afterwards.
+    """
 
     def __init__(self, pool: StatePool, channel: Channel, source: int) -> None:
         self._pool, self._channel, self.source = pool, channel, source
@@ -28,12 +32,8 @@ class BlockReceiver:
         """Hashes that bases are to have which have come."""
         self.blocks: dict[BlockKey, BlockCopy] = {}
         """Copies received so far, uncounted; ``commit`` moves them into the pool."""
-        self._ended_at: int | None = None
-
-    @property
-    def finished_at(self) -> int | None:
-        """Version that everything has reached; none before all of it is here and compared with its hashes."""
-        return None if self._unverified else self._ended_at
+        self._lock = threading.Lock()  # over the fields above, while a message is acted on
+        self._kept = False
 
     def take(self) -> bool:
         """Receive and act on one message; False after the last: :meth:`verify` is due. Raises :class:`TransferError`,
@@ -67,43 +67,76 @@ class BlockReceiver:
             due = f"{header.length} elements, {state.numel()} due"
             raise TransferError(f"block {header.key} from rank {self.source}: {due}")
         self._channel.recv(self.source, state)
-        self._unverified[header.key] = header.content
-        self.blocks[header.key] = self._pool.shape(header.key, state, header.version, header.lineage)
+        copy = self._pool.shape(header.key, state, header.version, header.lineage)
+        with self._lock:
+            self._check_open()
+            self._unverified[header.key] = header.content
+            self.blocks[header.key] = copy
 
     def verify(self) -> None:
         """Compare what has come with its hashes, before any of it is stepped or counts.
 
         Raises :class:`TransferError`; what does not match is not kept.
         """
+        with self._lock:
+            self._check_open()
+            self._verify()
+
+    def keep(self, record: StepRecord) -> dict[BlockKey, BlockCopy]:
+        """End the transfer, wherever it is: the copies that are whole, verified, and at ``record``'s version.
+
+        A copy that is one step behind and has its gradient is stepped. The others are forgotten.
+        """
+        with self._lock:
+            self._kept = True
+            whole = {key: copy for key, copy in self.blocks.items() if key not in self._unverified}
+            for copy in whole.values():
+                ready = record.skipped or record.gradient in copy.gradients
+                if copy.version == record.version - 1 and ready:
+                    self._pool.replay(copy, record)
+            return {key: copy for key, copy in whole.items() if copy.version == record.version}
+
+    def _verify(self) -> None:
         while self._unverified:
             key, content = next(iter(self._unverified.items()))
             if content_hash(key, self.blocks[key].state) != content:
-                del self.blocks[key]
+                del self.blocks[key], self._unverified[key]
                 raise TransferError(f"block {key} from rank {self.source}: contents do not match their hash")
             del self._unverified[key]
 
+    def _check_open(self) -> None:
+        if self._kept:
+            raise TransferError(f"the transfer from rank {self.source} was ended")
+
     def _ahead(self, header: Header) -> None:
         gradient, table = self._text(header)
-        for copy, values in self._gradients(header, table):
-            copy.gradients[GradientKey(*gradient)] = values
+        arrived = self._gradients(header, table)
+        with self._lock:
+            self._check_open()
+            for copy, values in arrived:
+                copy.gradients[GradientKey(*gradient)] = values
 
     def _steps(self, header: Header) -> None:
-        self.verify()
         text, table = self._text(header)
         record = StepRecord.from_json(text)
-        for copy, values in self._gradients(header, table):
-            if record.gradient is not None and values.numel():
-                copy.gradients[record.gradient] = values
-            self._pool.replay(copy, record)
-            copy.spare.clear()  # a part of what came: kept, it would keep all of it
+        arrived = self._gradients(header, table)
+        with self._lock:
+            self._check_open()
+            self._verify()
+            for copy, values in arrived:
+                if record.gradient is not None and values.numel():
+                    copy.gradients[record.gradient] = values
+                self._pool.replay(copy, record)
+                copy.spare.clear()  # a part of what came: kept, it would keep all of it
 
     def _text(self, header: Header) -> Any:
         raw = torch.empty(header.length, dtype=torch.uint8)
         self._channel.recv(self.source, raw)
         return json.loads(raw.numpy().tobytes())
 
-    def _gradients(self, header: Header, table: list[list[int]]) -> Iterator[tuple[BlockCopy, torch.Tensor]]:
+    def _gradients(self, header: Header, table: list[list[int]]) -> list[tuple[BlockCopy, torch.Tensor]]:
         """The blocks of ``table`` and what follows for each, possibly nothing."""
+        arrived = []
         lengths = [max(0, length) for *_, length in table]
         gradients = torch.empty(sum(lengths), dtype=torch.float32)
         if gradients.numel():
@@ -113,10 +146,11 @@ class BlockReceiver:
             if copy is None:
                 block = (unit, shard, index)
                 raise TransferError(f"block {block} from rank {self.source}: step {header.version} before its base")
-            yield copy, values
+            arrived.append((copy, values))
+        return arrived
 
     def _end(self, version: int) -> None:
         behind = {key: copy.version for key, copy in self.blocks.items() if copy.version != version}
         if behind:
             raise TransferError(f"rank {self.source} ended at version {version}, but blocks are at {behind}")
-        self._ended_at = version
+

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from megatron.elastic.observe.events import RankLost, Recovery
-from megatron.elastic.observe.summary import loss_lines, ranks_text, recovery_line
+from megatron.elastic.observe.events import Protection, RankLost, Recovery
+from megatron.elastic.observe.summary import loss_lines, protection_line, ranks_text, recovery_line
 
 
 def lost(rank, group=(), stage=1, replica=0, lines=()):
@@ -48,3 +48,9 @@ def test_a_recovery_says_what_became_of_the_step_and_where_time_went():
         "recovered at generation 3: step 57 rolled forward, 0 steps lost, 0.111 s (freeze 0.021, edit 0.090)"
     )
     assert "1 step lost" in recovery_line(Recovery(57, "checkpoint", {}, lost_steps=1), 4)
+
+
+def test_a_line_says_for_how_long_blocks_were_short_of_a_mirror():
+    line = protection_line(Protection(58, 0.4123, 1, 12))
+    assert line == "mirrors complete with step 58: 12 state blocks were short of one for 0.412 s (1 step)"
+    assert "1 state block was short" in protection_line(Protection(58, 0.4, 2, 1))

@@ -19,6 +19,11 @@ taken again.
 With ``refuse`` one vote finds a gradient that is not finite: whoever learns that computes the step
 again, in the same generation, from other sums.
 
+With ``replenish`` a decision that leaves blocks short of mirrors says where further copies are to be. Either they
+can come beside the next step: then the vote of that step names them. Or they cannot: then each rank takes them when
+it may, they count for a decision as long as they can do what their rank's other copies can, and the vote after
+names them. In both cases no loss of as many ranks as there are mirrors may lose a block from the moment they are there.
+
 What a copy contains is written as its *chain*: the computations whose gradients it
 has applied, one per step, each a number made of generation and attempt. Two copies agree
 exactly when their chains do.
@@ -87,6 +92,12 @@ class Faults:
     """Copies that leave are dropped with the decision to take the vote again."""
     revote_under_the_record: bool = False
     """A vote is taken again under the placement of the newest record, not the one it was to name."""
+    replenished_after_a_vote: bool = False
+    """Missing copies are named by the second vote after a loss, however soon they could be there."""
+    offered_without_gradient: bool = False
+    """A copy that was taken counts like its rank's others, though it lacks a gradient that those have."""
+    kept_at_any_version: bool = False
+    """A copy that was taken counts whatever version it is at."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +115,7 @@ class Setting:
     refuse: bool = False
     """The first vote on step 0 is refused by all who learn it."""
     parked: int = 0
+    replenish: bool = False
     statistics_travel: bool = True
     """Token counts and losses travel with the reduce, so whoever has reduced knows them for all samples."""
     faults: Faults = Faults()
@@ -114,7 +126,7 @@ class Setting:
         return self.ranks - self.parked
 
     def __str__(self) -> str:
-        migrate = "-migrate" if self.migrate else ""
+        migrate = ("-migrate" if self.migrate else "") + ("-replenish" if self.replenish else "")
         travel = "" if self.statistics_travel else "-local_statistics"
         refuse = ("-refuse" if self.refuse else "") + (f"-parked{self.parked}" if self.parked else "")
         return f"ranks{self.ranks}-mirrors{self.mirrors}-steps{self.steps}-kills{self.kills}{migrate}{refuse}{travel}"
@@ -149,6 +161,9 @@ class Decision(NamedTuple):
     named: Layout  # by the newest record
     base: Layout  # surviving copies to go on with
     refused: bool  # the gradients of the vote that is taken again are not finite
+    wanted: Layout  # with the copies that are missing
+    fits: bool  # they can be there before the next vote
+    first: int  # the first step of its own: version it starts from
 
 
 class State(NamedTuple):
@@ -162,6 +177,7 @@ class State(NamedTuple):
     committed: Chain  # the newest vote result anybody ever had
     migrations: int  # how often another placement may still be agreed on
     ready: tuple[int, int]  # (generation, step) of the vote in which all are ready to switch
+    owed: int  # further losses that may not cost a block; negative: one may be lost
 
 
 def initial_state(setting: Setting) -> State:
@@ -173,8 +189,9 @@ def initial_state(setting: Setting) -> State:
         copies = tuple((b, ()) for b, ranks_of in enumerate(layout) if r in ranks_of)
         phase = "R" if r < setting.computing else "S"
         ranks.append(Rank(True, 1, 1, phase, 0, ATTEMPTS, (), copies, frozenset(), layout, layout, layout, False))
-    first = Decision("start", (), ATTEMPTS, frozenset(range(n)), layout, layout, False)
-    return State(tuple(ranks), frozenset(), 1, 0, first, 1, setting.kills, (), int(setting.migrate), (0, 0))
+    first = Decision("start", (), ATTEMPTS, frozenset(range(n)), layout, layout, False, layout, True, 0)
+    migrations = int(setting.migrate)
+    return State(tuple(ranks), frozenset(), 1, 0, first, 1, setting.kills, (), migrations, (0, 0), setting.mirrors)
 
 
 class Model:
@@ -198,7 +215,8 @@ class Model:
             if not rank.alive:
                 continue
             if state.kills:
-                yield f"kill {r}", self._with(state, r, rank._replace(alive=False))._replace(kills=state.kills - 1)
+                killed = self._with(state, r, rank._replace(alive=False))
+                yield f"kill {r}", killed._replace(kills=state.kills - 1, owed=self._owed(state) - 1)
             if rank.frozen < state.freeze:
                 yield f"{r} freezes", self._with(state, r, rank._replace(frozen=state.freeze))
             if rank.frozen == rank.generation:
@@ -209,6 +227,17 @@ class Model:
     @staticmethod
     def _with(state: State, r: int, rank: Rank) -> State:
         return state._replace(ranks=(*state.ranks[:r], rank, *state.ranks[r + 1 :]))
+
+    def _owed(self, state: State) -> int:
+        """Losses that may not cost a block here: one less than the copies of the block with fewest.
+
+        Of copies that count whatever becomes of the vote under way: those that it names, and that are there.
+        """
+        alive = [(r, rank) for r, rank in enumerate(state.ranks) if rank.alive]
+        if len(alive) < len(state.decision.members) or any(rank.generation != state.decided for _, rank in alive):
+            return state.owed
+        blocks = range(self.setting.computing)
+        return min(sum(b in dict(k.copies) and r in k.voted_for[b] for r, k in alive) for b in blocks) - 1
 
     # --- one rank's step ----------------------------------------------------------------------
 
@@ -225,7 +254,7 @@ class Model:
             switches = " and switches" if rank.voted_for != rank.stands else ""
             yield f"{r} learns the vote{switches}", self._commit(state, r, rank)
         elif rank.phase == "U" and self._gatherable(state, rank):
-            yield f"{r} gathers and computes", self._with(state, r, self._begun(r, rank))
+            yield f"{r} gathers and computes", self._with(state, r, self._begun(state.decision, r, rank))
         yield from self._receive(state, r, rank)
         yield from self._update(state, r, rank)
 
@@ -256,7 +285,7 @@ class Model:
     def _key(self, step: int, computation: int) -> GradientKey:
         return GradientKey(step, *divmod(self._name(computation), ATTEMPTS))
 
-    def _begun(self, r: int, rank: Rank) -> Rank:
+    def _begun(self, decision: Decision, r: int, rank: Rank) -> Rank:
         """The next step, whose vote names what this rank works under, or the placement that all are ready for."""
         ended = len(rank.chain) == self.setting.steps
         names, copies = rank.stands, rank.copies
@@ -264,19 +293,25 @@ class Model:
             names = tuple(self._moved(ranks) for ranks in rank.stands)
         if self.faults.retired_before_vote:
             copies = tuple((b, chain) for b, chain in copies if r in names[b])
+        if self.setting.replenish and not rank.moving:
+            late = len(rank.chain) > decision.first
+            if late or (decision.fits and not self.faults.replenished_after_a_vote):
+                names = decision.wanted
         phase, step = "E" if ended else self._first_phase(r, rank.stands), len(rank.chain)
         key = ATTEMPTS * rank.generation
         return rank._replace(phase=phase, step=step, key=key, names=names, moving=False, copies=copies)
 
     def _take(self, state: State, r: int, rank: Rank) -> Iterator[tuple[str, State]]:
         """A copy streamed from its owner, brought to this rank's version; its hash has matched."""
-        if rank.phase not in "RS":
+        if rank.phase not in ("RSVU" if self.setting.replenish else "RS"):
             return
+        wanted = state.decision.wanted if self.setting.replenish else rank.names
         for block, ranks in enumerate(rank.names):
             source = state.ranks[rank.stands[block][0]]
             chain = dict(source.copies).get(block)
-            due = r in ranks and block not in dict(rank.copies)
-            if due and source.generation == rank.generation and chain == rank.chain:
+            due = (r in ranks or r in wanted[block]) and block not in dict(rank.copies)
+            whole = chain == rank.chain or (self.faults.kept_at_any_version and chain is not None)
+            if due and source.generation == rank.generation and whole:
                 copies = tuple(sorted((*rank.copies, (block, chain))))
                 yield f"{r} takes {block}", self._with(state, r, rank._replace(copies=copies))
 
@@ -337,6 +372,11 @@ class Model:
 
     def _commit(self, state: State, r: int, rank: Rank) -> State:
         gradients, chain, layout = rank.gradients, (*rank.chain, rank.key), rank.voted_for
+        decision = state.decision
+        if self.setting.replenish and decision.fits and rank.key // ATTEMPTS == rank.generation:
+            due = min(self.setting.mirrors + 1, len(decision.members))
+            if any(len(ranks) < due for ranks in layout):
+                raise Violation(f"a step after a loss is committed without the copies that are missing: {layout}")
         if self.faults.dropped_before_update:
             gradients = frozenset(g for g in gradients if rank.stands[g[0]][0] == r)
         copies = tuple((b, c) for b, c in rank.copies if r in layout[b])  # the others have left
@@ -389,18 +429,28 @@ class Model:
         layout, outcome = self._resolve(survivors, named)
         self._check_decision(state, alive, named, outcome)
         base = tuple(tuple(r for r in ranks if r in alive) for ranks in layout)
-        decision = Decision(
-            kind=outcome.kind,
-            chain=self._chain_of(survivors, outcome),
-            key=_computation(outcome.gradient_key) if outcome.gradient_key else ATTEMPTS * state.freeze,
-            members=frozenset(alive),
-            named=named,
-            base=base,
-            refused=bool(base[0]) and (0, 0, ATTEMPTS) in state.ranks[base[0][0]].gradients,
-        )
+        wanted = tuple(self._replenished(ranks, alive) for ranks in base) if self.setting.replenish else base
         late = state.network if self.faults.generation_ignored else frozenset()
-        after = state._replace(decision=decision, decided=state.freeze, network=late)
-        yield f"decide {outcome.kind} {outcome.version}", after
+        for fits in (True,) if wanted == base else (True, False):
+            decision = Decision(
+                kind=outcome.kind,
+                chain=self._chain_of(survivors, outcome),
+                key=_computation(outcome.gradient_key) if outcome.gradient_key else ATTEMPTS * state.freeze,
+                members=frozenset(alive),
+                named=named,
+                base=base,
+                refused=bool(base[0]) and (0, 0, ATTEMPTS) in state.ranks[base[0][0]].gradients,
+                wanted=wanted,
+                fits=fits,
+                first=outcome.version,
+            )
+            after = state._replace(decision=decision, decided=state.freeze, network=late)
+            yield f"decide {outcome.kind} {outcome.version}", after
+
+    def _replenished(self, ranks: tuple[int, ...], alive: list[int]) -> tuple[int, ...]:
+        """With as many mirrors as it should have, or as there are ranks for."""
+        more = [r for r in alive if r not in ranks]
+        return (*ranks, *more[: max(0, self.setting.mirrors + 1 - len(ranks))])
 
     def _moved(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
         """A rank without a copy becomes the owner; the last mirror goes."""
@@ -421,7 +471,7 @@ class Model:
             return named, Resolution("roll_forward", newest.version, newest.gradient, newest)
         counted = all_copies(_keyed(named), reports)
         together = len({rank.names for _, rank in survivors}) == 1
-        again = _keyed(survivors[0][1].names) if together else None
+        again = all_copies(_keyed(survivors[0][1].names), reports) if together else None
         if self.faults.leaving_carry_a_vote:
             again = counted
         outcome = resolve(reports, counted, self.setting.ranks, again)
@@ -446,12 +496,30 @@ class Model:
             complete = ()
         chains = (rank.chain[:v] for v in range(max(0, len(rank.chain) - 1), len(rank.chain) + 1))
         records = tuple(_record(chain, self._name(chain[-1]) if chain else 0) for chain in chains)
-        offered = tuple((b, 0, 0) for b, _ in rank.copies if r not in rank.layout[b])
+        more = [b for b, _ in rank.copies if r not in rank.layout[b]]
+        if not self.faults.offered_without_gradient:
+            held = {(b, self._key(s, g)) for b, s, g in rank.gradients}
+            more = [b for b in more if all(len(copies[b]) > k.step or (b, k) in held for k in complete)]
+        offered = tuple((b, 0, 0) for b in more)
         if self.faults.only_named_copies:
             offered = ()
         # Whoever holds nothing says so.
         oldest, newest = min(versions, default=NOTHING), max(versions, default=NOTHING)
         return Holdings(r, oldest, newest, complete, records, tuple(statistics), offered=offered)
+
+    def _counts(self, r: int, rank: Rank, block: int) -> bool:
+        """Whether a copy that no vote has named can do what its rank's others can."""
+        if r in rank.layout[block]:
+            return False
+        if self.faults.offered_without_gradient:
+            return True
+        copies = dict(rank.copies)
+        held = {(b, self._key(s, g)) for b, s, g in rank.gradients}
+        keys = {key for _, key in held}
+        if rank.phase in "SV":
+            keys.add(self._key(rank.step, rank.key))
+        able = [k for k in keys if self._complete(r, rank, copies, k)]
+        return all(len(copies[block]) > k.step or (block, k) in held for k in able)
 
     def _complete(self, r: int, rank: Rank, copies: dict[int, Chain], key: GradientKey) -> bool:
         """Of the step under way: whether this rank could vote; of an earlier one: whether every copy can follow."""
@@ -465,10 +533,12 @@ class Model:
 
     def _check_decision(self, state: State, alive: list[int], named: Layout, outcome: Resolution) -> None:
         survivors = [(r, state.ranks[r]) for r in alive]
-        here = {b for r, rank in survivors for b, _ in rank.copies if r in named[b] or r not in rank.layout[b]}
+        here = {b for r, rank in survivors for b, _ in rank.copies if r in named[b] or self._counts(r, rank, b)}
         orphaned = [b for b in range(len(named)) if b not in here]
         if orphaned and len(state.ranks) - len(alive) <= self.setting.mirrors:
             raise Violation(f"blocks {orphaned} are lost with no more losses than mirrors")
+        if orphaned and state.owed >= 0:
+            raise Violation(f"blocks {orphaned} are lost though enough copies were there")
         if outcome.kind == "lost":
             if not orphaned:
                 raise Violation(f"state declared lost though every block has a copy: missing {outcome.missing}")

@@ -37,10 +37,17 @@ def test_copies_change_place_at_any_time():
     }
 
 
+def test_missing_copies_are_named_by_the_next_vote_and_count_as_soon_as_they_are_there():
+    """Three ranks, two of them lost at any two instants, the copies that the first loss left missing made meanwhile."""
+    counts = explore(REPLENISH)
+    assert {"decide lost 0", "decide rerun 1", "decide revote 1", "decide roll_forward 1"} <= counts.keys()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "setting",
     [
+        Setting(ranks=3, mirrors=1, steps=2, kills=2, replenish=True),
         Setting(ranks=3, mirrors=1, steps=2, kills=1),
         Setting(ranks=3, mirrors=2, steps=1, kills=2),
         Setting(ranks=3, mirrors=1, steps=2, kills=2),
@@ -75,6 +82,7 @@ def test_each_rule_is_needed_the_exploration_finds_the_interleaving_without_it(f
     assert "after: " in str(found.value), "the finding comes with the way there"
 
 
+REPLENISH = Setting(ranks=3, mirrors=1, steps=1, kills=2, replenish=True)
 ONE_MIRROR = Setting(ranks=3, mirrors=1, steps=2, kills=1, migrate=True)
 TWO_KILLS = replace(ONE_MIRROR, kills=2)
 NO_MIRROR = Setting(ranks=2, mirrors=0, steps=2, kills=1, migrate=True)
@@ -95,6 +103,20 @@ NO_MIRROR = Setting(ranks=2, mirrors=0, steps=2, kills=1, migrate=True)
 def test_one_vote_lets_copies_come_and_go_and_each_rule_of_it_is_needed(fault, setting, finding):
     with pytest.raises(Violation, match=finding):
         explore(replace(setting, faults=Faults(**{fault: True})))
+
+
+@pytest.mark.parametrize(
+    ("fault", "finding"),
+    [
+        ("replenished_after_a_vote", "committed without the copies that are missing"),
+        ("only_named_copies", "lost though every block has a copy"),
+        ("offered_without_gradient", "taken again without any gradient"),
+        ("kept_at_any_version", "lost though every block has a copy"),
+    ],
+)
+def test_each_rule_of_making_missing_copies_at_once_is_needed(fault, finding):
+    with pytest.raises(Violation, match=finding):
+        explore(replace(REPLENISH, faults=Faults(**{fault: True})))
 
 
 def test_a_copy_that_no_vote_has_named_yet_counts():

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from megatron.elastic.state import pool as pool_module
 from megatron.elastic.state.adam import AdamScalars, adam_step
 from megatron.elastic.state.layout import ParamSpec, UnitLayout
+from megatron.elastic.state.placement import Copies, Placement
 from megatron.elastic.state.pool import StateError, StatePool
 from megatron.elastic.state.protocol import Holdings
 from megatron.elastic.state.record import ConstantSchedule, GradientKey, Hyper, Rate, StepRecord, Vote, advance
@@ -247,3 +248,17 @@ def test_memory_is_three_fp32_words_an_element_and_one_more_per_retained_gradien
     assert pool.bytes_held() == 12 * LAYOUT.numel
     retain_all(pool, GradientKey(0, 1))
     assert pool.bytes_held() == 16 * LAYOUT.numel
+
+
+def test_a_copy_that_no_vote_has_named_is_offered_only_if_it_can_do_what_the_others_can():
+    """It came whole at the record's version; of the vote that this rank had joined it lacks the gradient."""
+    pool, _ = filled(0)
+    named = Placement({key: Copies(0 if key != KEYS[0] else 1) for key in KEYS})
+    assert pool.holdings(named=named, voting=named).offered == (KEYS[0],)
+    key = GradientKey(0, 1)
+    for name in KEYS[1:]:
+        pool.retain(name, key, torch.ones(pool.block(name).numel))
+    held = pool.holdings({key: [(0, 8)]}, named, named)
+    assert held.gradients == (key,) and held.offered == ()
+    pool.retain(KEYS[0], key, torch.ones(pool.block(KEYS[0]).numel))
+    assert pool.holdings({key: [(0, 8)]}, named, named).offered == (KEYS[0],)

@@ -128,7 +128,7 @@ def test_copies_added_during_training_have_the_sources_bits_and_lineage():
             assert not list(joiner), "nothing counts yet"
         assert joiner.holdings().newest == -1
         sender.finish(record.version)
-    assert receiver.finished_at == 6
+    assert receiver.keep(record).keys() == set(KEYS)
     commit(joiner, adds(KEYS, 1, 0), receiver.blocks, 6)
     assert equal(source, joiner)
     record = train([source, joiner], record)
@@ -159,7 +159,7 @@ def test_gradients_go_ahead_of_the_vote_on_them(end):
             record = advance(record, Vote(key, [4.0], end == "skipped", 1.0, 1.0, 8), HYPER)
             source.apply(record)
         sender.finish(record.version)
-    assert receiver.finished_at == 2
+    assert receiver.keep(record).keys() == set(KEYS)
     assert all(not copy.gradients for copy in receiver.blocks.values()), "nothing is left over"
     commit(joiner, adds(KEYS, 1, 0), receiver.blocks, 2)
     assert equal(source, joiner)
@@ -191,11 +191,37 @@ def test_nothing_counts_before_it_is_compared_with_its_hash():
         while receiver.take():
             pass
         sending.join(20)
-        assert receiver.finished_at is None
         receiver.blocks[KEYS[1]].exp_avg[0] += 1
         with pytest.raises(TransferError, match="do not match their hash"):
             receiver.verify()
-        assert receiver.finished_at is None and KEYS[1] not in receiver.blocks
+        assert receiver.keep(record).keys() == {KEYS[0]}, "those compared before it"
+
+
+@pytest.mark.parametrize("behind", ["no step", "one step", "one step without its gradient"])
+def test_what_has_come_whole_is_kept_when_a_transfer_is_cut_short(behind: str):
+    """The sender is lost with one base unsent: verified copies go on from the record, the others are forgotten."""
+    source, record = source_pool()
+    joiner = StatePool(1, {(0, 0): LAYOUT}, HYPER)
+    with channels() as (near, far):
+        sender, receiver = BlockSender(source, near, 1, PLENTY), BlockReceiver(joiner, far, 0)
+        sender.offer(KEYS)
+        for _ in KEYS[:-1]:
+            assert sender.pump() and receiver.take()
+            receiver.verify()
+        assert sender.pump() and receiver.take(), "the last base is here, and not compared with its hash"
+        if behind != "no step":
+            key = GradientKey(record.version, 1)
+            for name in KEYS:
+                source.retain(name, key, torch.ones(source.block(name).numel))
+            if behind == "one step":
+                assert sender.pump() and receiver.take(), "the gradients went ahead of the vote"
+            record = advance(record, Vote(key, [4.0], False, 1.0, 1.0, 8), HYPER)
+            source.apply(record)
+        kept = receiver.keep(record)
+        assert kept.keys() == (set() if behind == "one step without its gradient" else set(KEYS[:-1]))
+        for copy in kept.values():
+            joiner.take_in(copy)
+        assert equal(source, joiner, kept)
 
 
 def test_with_a_thread_that_streams_while_the_owner_steps():
