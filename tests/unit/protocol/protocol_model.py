@@ -310,8 +310,8 @@ class Model:
             source = state.ranks[rank.stands[block][0]]
             chain = dict(source.copies).get(block)
             due = (r in ranks or r in wanted[block]) and block not in dict(rank.copies)
-            whole = chain == rank.chain or (self.faults.kept_at_any_version and chain is not None)
-            if due and source.generation == rank.generation and whole:
+            whole = chain == rank.chain or self.faults.kept_at_any_version
+            if chain is not None and due and source.generation == rank.generation and whole:
                 copies = tuple(sorted((*rank.copies, (block, chain))))
                 yield f"{r} takes {block}", self._with(state, r, rank._replace(copies=copies))
 
