@@ -15,6 +15,9 @@ layout share one undisturbed run. One case by itself, or a few:
 
     python -m tests.integration.kill_walk pp4dp2 --points mid_update after_vote --ranks 3 5 --folder /tmp/walk
 
+When the lost rank is back is a dimension of its own (:data:`RETURNS`): a small model's step is over before a process
+has started, a large one's is not. Members linger at a chosen place while a rank is missing.
+
 A line a case goes to standard output: its steps until the next case, their seconds, how far losses deviate.
 """
 
@@ -45,6 +48,7 @@ __all__ = [
     "MANY",
     "PHASES",
     "RATES",
+    "RETURNS",
     "TWO",
     "Case",
     "Layout",
@@ -59,8 +63,19 @@ __all__ = [
 DROPOUT = ("--hidden-dropout", "0.1", "--attention-dropout", "0.1")
 MANY = 4000
 LEAVING_SECONDS = 20.0
-IDLE_SECONDS = 0.1
-"""Before each step while somebody is missing: the processor is needed for whoever comes back."""
+RETURNS: Mapping[str, str] = {
+    "soon": "point=before_step,seconds=0.1",
+    "same_step": "point=mid_backward,seconds=0.6",
+    "vote": "point=before_vote,seconds=3",
+    "boundary": "point=between_steps,seconds=3",
+    "movement": "point=in_movement_begin,seconds=3",
+}
+"""When a lost rank is back → where members linger as long as it is missing.
+
+``soon``: some steps later; a little idling leaves the processor to the rank that starts. ``movement``: copies that its
+loss left missing are under way among the survivors. That a second rank is lost before the first is back is what the
+points of ``recovery`` do.
+"""
 RATES = ("--lr", "1e-4", "--lr-decay-iters", "400", "--lr-warmup-iters", "2")
 PHASES = ("--eval-interval", "3", "--eval-iters", "2", "--save-interval", "4")
 TWO = ("--elastic-mirrors", "2")
@@ -125,6 +140,7 @@ LAYOUTS = {
     "pp2dp2": Layout(1, 2, 2),
     "tp2dp2": Layout(2, 1, 2),
     "tp2pp2dp2": Layout(2, 2, 2),
+    "tp4dp2": Layout(4, 1, 2),
     "pp4dp2": Layout(1, 4, 2),
     "pp2dp2v2": Layout(1, 2, 2, chunks=2),
 }
@@ -224,16 +240,21 @@ class Watch:
         return text.decode(errors="replace")
 
 
-def run_walk(folder: Path, layout: Layout, cases: Sequence[Case], *flags: str, seconds: float) -> JobResult:
-    """One job through all ``cases``; drained when the last lost rank is back, killed after ``seconds``."""
+def run_walk(
+    folder: Path, layout: Layout, cases: Sequence[Case], *flags: str, seconds: float, returns: str = "soon"
+) -> JobResult:
+    """One job through all ``cases``; drained when the last lost rank is back, killed after ``seconds``.
+
+    Samples come through loader workers, as in Megatron's own default: they read ahead, and that must not matter.
+    """
     script, losses = list[str](), 0
     for case in cases:
         script += case.script(losses)
         losses += len(case.faults)
-    slow = f"delay:missing=1,rank=0|1|2|3,count=0,seconds={IDLE_SECONDS}"
+    slow = f"delay:missing=1,rank={'|'.join(map(str, range(layout.ranks)))},count=0,{RETURNS[returns]}"
     command = elastic_command(
         folder / "events", layout.ranks, layout.tensor, layout.pipeline, MANY, *layout.flags, *DROPOUT, *RATES, *flags,
-        *cached(folder), "--elastic-allow-inject", "--elastic-inject", ";".join([slow, *script]),
+        *cached(folder), "--num-workers", "1", "--elastic-allow-inject", "--elastic-inject", ";".join([slow, *script]),
     )  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
     watch = Watch(folder / "output.txt", folder / "events")
@@ -374,10 +395,11 @@ class Walked:
 
 
 def walk(
-    folder: Path, layout: Layout, cases: Sequence[Case], *flags: str, seconds: float = 170.0, shared: Path | None = None
-) -> Walked:
+    folder: Path, layout: Layout, cases: Sequence[Case], *flags: str, seconds: float = 170.0,
+    shared: Path | None = None, returns: str = "soon",
+) -> Walked:  # fmt: skip
     """Run, check and compare; with an undisturbed run in ``shared``, if other walks are to be held against it, too."""
-    result = run_walk(folder, layout, cases, *flags, seconds=seconds)
+    result = run_walk(folder, layout, cases, *flags, seconds=seconds, returns=returns)
     check(cases, result)
     steps = max(result.committed)
     if shared is None:
@@ -416,6 +438,7 @@ def main() -> None:
     parser.add_argument("--group", choices=GROUPS, help="all of its points, or those of --points")
     parser.add_argument("--points", nargs="+", metavar="POINT", choices=sum(GROUPS.values(), ()), help="of one group")
     parser.add_argument("--ranks", nargs="+", type=int, help="those killed at these points (default: all)")
+    parser.add_argument("--returns", choices=RETURNS, default="soon", help="when a lost rank is back")
     parser.add_argument("--folder", type=Path, required=True, help="where output, events and checkpoints go")
     parser.add_argument("--undisturbed", type=Path, help="a folder that keeps undisturbed runs for the next walk")
     parser.add_argument("--undisturbed-steps", type=int, default=0, help="how long one is made there if there is none")
@@ -432,8 +455,9 @@ def main() -> None:
     if asked.undisturbed is not None and asked.undisturbed_steps:
         kept(asked.undisturbed, layout, asked.undisturbed_steps)
     flags = flags_of(group, asked.folder)
-    walked = walk(asked.folder, layout, cases, *flags, seconds=asked.seconds, shared=asked.undisturbed)
-    print(json.dumps({"layout": asked.layout, "group": group, **dataclasses.asdict(walked)}))
+    walked = walk(asked.folder, layout, cases, *flags, seconds=asked.seconds, shared=asked.undisturbed,
+                  returns=asked.returns)  # fmt: skip
+    print(json.dumps({"layout": asked.layout, "group": group, "back": asked.returns, **dataclasses.asdict(walked)}))
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from tests.integration.kill_walk import (
     MANY,
     PHASES,
     RATES,
+    RETURNS,
     TWO,
     Case,
     cases_of,
@@ -53,7 +54,7 @@ def test_many_losses_and_returns_in_one_job_cost_no_step(tmp_path: Path, monkeyp
     cases = [one("pp2dp2", *case) for case in (*points, ("in_recovery_edit", 3))]
     with tempfile.TemporaryDirectory(prefix="t") as scratch:  # not below tmp_path: names of sockets are short
         monkeypatch.setenv("TMPDIR", scratch)
-        walk(tmp_path, LAYOUTS["pp2dp2"], cases, *TWO, "--num-workers", "1")
+        walk(tmp_path, LAYOUTS["pp2dp2"], cases, *TWO)
         assert not os.listdir(scratch)
 
 
@@ -84,6 +85,19 @@ def test_every_point_of_every_rank(
     cases = [case for point in GROUPS[group] for case in cases_of(LAYOUTS[layout], point)]
     shared = tmp_path_factory.getbasetemp() / "undisturbed"
     walk(tmp_path, LAYOUTS[layout], cases, *flags_of(group, tmp_path), seconds=3600.0, shared=shared)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("returns", [name for name in RETURNS if name != "soon"])
+@pytest.mark.parametrize("layout", ["pp2dp2", "tp2dp2", "tp2pp2dp2", "tp4dp2"])
+def test_it_does_not_matter_when_a_lost_rank_is_back(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, layout: str, returns: str
+) -> None:
+    """Within the step of its loss, while the others vote, between two steps, while copies are made without it."""
+    points = ("mid_backward", "after_reduce", "after_vote", "mid_update")
+    cases = [case for point in points for case in cases_of(LAYOUTS[layout], point)]
+    shared = tmp_path_factory.getbasetemp() / "undisturbed"
+    walk(tmp_path, LAYOUTS[layout], cases, seconds=3600.0, shared=shared, returns=returns)
 
 
 @pytest.mark.slow

@@ -26,7 +26,7 @@ from megatron.elastic.engine.seals import Disputes
 from megatron.elastic.engine.settings import StepResult
 from megatron.elastic.engine.standing import block_index
 from megatron.elastic.engine.transaction import StepInput
-from megatron.elastic.engine.vote import Tally, VoteLayout, agreed_by, wishes
+from megatron.elastic.engine.vote import Tally, VoteLayout, agreed_by, plan_digest, wishes
 from megatron.elastic.plan.pace import ranges_of
 from megatron.elastic.state.record import GradientKey, Vote, advance
 
@@ -140,7 +140,7 @@ class Commitment:
             self._mover.arrive()
             body.ship(key, attempt.named.placement)
         reach("after_ship", step)
-        attempt.tally, attempt.disputes = body.tally(result, key, attempt.named), body.disputes
+        attempt.tally, attempt.disputes = body.tally(result, key), body.disputes
         attempt.contents = result.contents
         attempt.requests = at.recovery.membership.pending()
         wishes(attempt.tally, attempt.requests)
@@ -164,12 +164,14 @@ class Commitment:
         attempt.key = key
         attempt.tally.steady, attempt.tally.times, attempt.tally.clocks = 0, {}, {}  # measured under another plan
         attempt.tally.ready = 0  # what moved then has ended with its generation
-        self._position.body.weigh(attempt.tally, key, self._mover.heading)
+        self._position.body.weigh(attempt.tally, key)
         self._vote(attempt, attempt.tally)
 
     def _vote(self, attempt: _Attempt, tally: Tally) -> None:
         """The commit point: with the vote's sum every rank computes the same record."""
-        at, step = self._position, attempt.step.step
+        at, step, address = self._position, attempt.step.step, attempt.step.address
+        named = self._mover.heading  # of a vote taken again: what its attempt was to name, without the ranks lost
+        tally.plan = plan_digest(at.standing.plan_hash, named.digest, at.record.digest, str(address))
         with at.timer.phase("vote"):
             layout = VoteLayout(
                 self._blocks, at.agree_on_keys(tally.report), ranges_of(at.standing.plan), self._pacing.clocked_cells()

@@ -25,7 +25,6 @@ import torch
 import torch.distributed as dist
 
 from megatron.elastic.comm.fabric import BlockRange, Fabric
-from megatron.elastic.engine.basis import Basis
 from megatron.elastic.engine.buffers import Arena
 from megatron.elastic.engine.dropout import DropoutKey, dropout_scope
 from megatron.elastic.engine.exact import ExactGradients, OutOfRange, resolutions
@@ -37,7 +36,7 @@ from megatron.elastic.engine.settings import Settings
 from megatron.elastic.engine.source import PieceBatch, SampleSource, StepAddress
 from megatron.elastic.engine.standing import Routes, Span, Standing, routes
 from megatron.elastic.engine.transport import BoundaryTransport, started
-from megatron.elastic.engine.vote import Tally, VoteLayout, plan_digest
+from megatron.elastic.engine.vote import Tally, VoteLayout
 from megatron.elastic.observe.timeline import Timeline
 from megatron.elastic.plan.model import Piece
 from megatron.elastic.plan.pace import Range
@@ -283,8 +282,8 @@ class StepBody:
 
     # -- vote ------------------------------------------------------------------
 
-    def tally(self, result: PassResult, key: GradientKey, named: Basis) -> Tally:
-        """What this rank adds to the vote on the gradients of ``key`` that is to name ``named``."""
+    def tally(self, result: PassResult, key: GradientKey) -> Tally:
+        """What this rank's computing adds to the vote on the gradients of ``key``."""
         tools, standing = self._tools, self._standing
         counted = standing.position == 0
         tally = Tally(
@@ -298,7 +297,7 @@ class StepBody:
             steady=int(tools.steady_clock),
             times=self._times(result) if counted else {},
         )
-        self.weigh(tally, key, named)
+        self.weigh(tally, key)
         return tally
 
     def _times(self, result: PassResult) -> dict[Range, tuple[int, int]]:
@@ -307,8 +306,8 @@ class StepBody:
         cell = self._standing.cell.id
         return {(cell, *span): spent for span, spent in result.times(self._executor.pieces).items()}
 
-    def weigh(self, tally: Tally, key: GradientKey, named: Basis) -> None:
-        """(Re)compute what follows from the gradients owned in this generation: norms, overflow, plan."""
+    def weigh(self, tally: Tally, key: GradientKey) -> None:
+        """(Re)compute what follows from the gradients owned in this generation: norms, overflow."""
         pool, layouts = self._tools.pool, self._tools.layouts
         squares = {block: pool.norm_sq(block.key, key) for block in self._standing.owned}
         tally.norms = {
@@ -317,7 +316,6 @@ class StepBody:
             if layouts[block.unit, block.shard].counts_in_norm(block)
         }
         tally.overflows = sum(not math.isfinite(square) for square in squares.values())
-        tally.plan = plan_digest(self._standing.plan_hash, named.digest)
 
     def vote(self, layout: VoteLayout, tally: Tally) -> Tally:
         """The sum over all living ranks. Raises ``RuntimeError`` when plans disagree."""
@@ -329,7 +327,10 @@ class StepBody:
         if total.voters != len(self._standing.living):
             raise RuntimeError(f"{total.voters} of {len(self._standing.living)} ranks voted")
         if total.plan != tally.plan * total.voters:
-            raise RuntimeError("ranks disagree about the plan of this generation or about who holds which state")
+            raise RuntimeError(
+                "ranks disagree about the plan of this generation, about which ranks hold which state, "
+                "about the record of the step before, or about the samples of this one"
+            )
         return total
 
     def _zeros(self) -> int:

@@ -245,9 +245,9 @@ def _digest_of_ranks(ranks: Iterable[int]) -> int:
     return 1 + _text_digest(",".join(map(str, ranks)))  # 0: no rank leaves
 
 
-def plan_digest(plan_hash: str, basis: str) -> int:
-    """The hashes of a plan and of what state it runs on, short enough for a vote."""
-    return _text_digest(f"{plan_hash}|{basis}")
+def plan_digest(*agreed: str) -> int:
+    """What every voter must take for the same (plan, state, record, samples), short enough for a vote."""
+    return _text_digest("|".join(agreed))
 
 
 def _text_digest(text: str) -> int:
