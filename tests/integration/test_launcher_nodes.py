@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import time
 import pytest
 
 from tests.integration.launcher_cluster import PATIENCE, REHEARSAL, ROOT, Cluster, cluster
+from tests.integration.ports import free_port
 
 _PIDFD_GETFD = 438
 RARELY = ("--seconds", "600")
@@ -86,6 +88,21 @@ def test_a_second_agent_for_a_place_that_is_taken_gives_up_and_disturbs_nobody()
         lost = {tuple(entry) for e in job.of("decided") if e["generation"] <= generation for entry in e["lost"]}
         assert lost == {(0, 0, "signal SIGKILL")} and job.pid(1) == before
         assert "unreachable" not in job.text()
+
+
+@pytest.mark.parametrize(("node", "missing"), [(0, "node 1 of 2"), (1, "the first agent (node 0)")])
+def test_an_agent_says_for_whom_it_waits_again_and_again(node: int, missing: str) -> None:
+    port = free_port()
+    command = [
+        *(sys.executable, "-m", "megatron.elastic.launch", "--nnodes", "2", "--node-rank", str(node)),
+        *("--master-port", str(port), "--rdzv-id", "alone", "--rdzv-conf", "join_timeout=10", *REHEARSAL),
+    ]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=PATIENCE)
+    told = re.escape(f"[launch] waiting for {missing} at 127.0.0.1:{port} (")
+    seconds = [int(text) for text in re.findall(told + r"(\d+) s\)", ended.stderr)]
+    assert len(seconds) >= 2 and seconds[0] < seconds[1], ended.stderr
+    assert ended.returncode == 1 and "error: " in ended.stderr and "Traceback" not in ended.stderr
 
 
 def test_a_connection_between_agents_that_breaks_costs_no_node() -> None:

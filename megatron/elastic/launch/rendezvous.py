@@ -23,6 +23,7 @@ from megatron.elastic.control.journal import Seal
 from megatron.elastic.control.store import EmbeddedStore, Store, StoreLost
 from megatron.elastic.control.wire import ProtocolError, parse, take_int, take_str
 from megatron.elastic.launch.arguments import BadInput, Job
+from megatron.elastic.launch.progress import waiting_for
 
 __all__ = ["Company", "meet"]
 
@@ -65,7 +66,8 @@ def meet(job: Job) -> Company:
     first = (job.master_addr, job.master_port)
     end = time.monotonic() + job.rendezvous_timeout
     for number in range(job.least):
-        found = _wait(store, f"card/{number}", end)
+        with waiting_for(f"node {number} of {job.least} {_meeting_point(store, job)}"):
+            found = _wait(store, f"card/{number}", end)
         if found is None:
             raise BadInput(
                 f"node {number} of {job.nodes} did not come within {job.rendezvous_timeout:.0f} s: "
@@ -82,6 +84,10 @@ def meet(job: Job) -> Company:
     here = _host(job, node)
     returning |= node >= job.least
     return Company(node, store, secret, seal, nodes, nominal, here, returning, *first, address, agent)
+
+
+def _meeting_point(store: Store, job: Job) -> str:
+    return f"through {store.keeper}" if job.etcd is not None else f"at {job.master_addr}:{job.master_port}"
 
 
 def _host(job: Job, node: int) -> str:
@@ -171,7 +177,8 @@ def _open_store(job: Job) -> Store:
                 f"cannot serve the store at port {job.master_port} ({error}): choose another --master-port"
             ) from None
     try:
-        return EmbeddedStore.open(host, job.master_port, prefix, server=False, timeout=job.rendezvous_timeout)
+        with waiting_for(f"the first agent (node 0) at {host}:{job.master_port}"):
+            return EmbeddedStore.open(host, job.master_port, prefix, server=False, timeout=job.rendezvous_timeout)
     except StoreLost:
         raise BadInput(
             f"no first agent at {host}:{job.master_port} within {job.rendezvous_timeout:.0f} s: "
