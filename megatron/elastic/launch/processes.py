@@ -11,6 +11,7 @@ from __future__ import annotations
 import array
 import contextlib
 import ctypes
+import fcntl
 import glob
 import json
 import os
@@ -18,6 +19,7 @@ import shutil
 import signal
 import socket
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -40,6 +42,8 @@ __all__ = [
 _PR_SET_PDEATHSIG = 1
 _MAX_MESSAGE = 1 << 17
 _MAX_FDS = 8
+_DYING_SECONDS = 1.0
+"""How long a killed process may take to let go of what it has open."""
 
 
 def die_with_parent(parent: int, sig: int = signal.SIGKILL) -> None:
@@ -143,12 +147,14 @@ def sweep_scratch(scratch: str, leader: int = 0) -> None:
     """Remove a worker's scratch folder, and the shared memory over which processes named in it were killed.
 
     torch makes segments ``torch_<pid>_…`` and takes their names away at once; killed in between, a process leaves
-    one. ``leader``: the worker, if processes of its group may still be about to end.
+    one. Its number may be that of another process by now, or of one in another PID namespace that shares
+    ``/dev/shm``: what any process has open stays. ``leader``: the worker, if processes of its group may still be about
+    to end.
     """
     with contextlib.suppress(OSError):
         for name in os.listdir(scratch):
             if name.isdigit() and _ended(int(name), leader):
-                _unlink_shared(f"torch_{name}_")
+                _unlink_unused(f"torch_{name}_")
     shutil.rmtree(scratch, ignore_errors=True)
 
 
@@ -171,6 +177,29 @@ def _unlink_shared(prefix: str) -> None:
     for path in glob.glob(f"/dev/shm/{glob.escape(prefix)}*"):
         with contextlib.suppress(OSError):
             os.unlink(path)
+
+
+def _unlink_unused(prefix: str) -> None:
+    for path in glob.glob(f"/dev/shm/{glob.escape(prefix)}*"):
+        end = time.monotonic() + _DYING_SECONDS
+        with contextlib.suppress(OSError):
+            while _in_use(path) and time.monotonic() < end:
+                time.sleep(0.01)
+            if not _in_use(path):
+                os.unlink(path)
+
+
+def _in_use(path: str) -> bool:
+    """Whether any process of the machine has ``path`` open or mapped; also where the kernel does not tell."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        # Granted only where nobody else has the file open (man 2 fcntl), whatever the namespaces.
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+    except OSError:
+        return True
+    finally:
+        os.close(fd)  # and with it the lease
+    return False
 
 
 def _stat_fields(pid: int) -> list[str] | None:

@@ -18,6 +18,7 @@ from megatron.elastic.launch.processes import (
     exit_status,
     kill_group,
     process_state,
+    sweep_scratch,
     sweep_segments,
 )
 
@@ -109,6 +110,43 @@ def test_only_segments_of_the_prefix_are_swept() -> None:
     sweep_segments(f"mel-test{os.getpid()}-0-")
     assert [os.path.exists(name) for name in names] == [False, True]
     os.unlink(names[1])
+
+
+def test_a_segment_that_a_process_has_open_is_not_swept_though_it_bears_a_dead_ones_number(tmp_path: Path) -> None:
+    """As of a process in another PID namespace that shares /dev/shm, or one that was given the number anew."""
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    program = f"""
+import mmap, os
+for how in ("open", "mapped", "left"):
+    fd = os.open(f"/dev/shm/torch_{dead.pid}_{{how}}", os.O_CREAT | os.O_RDWR, 0o600)
+    os.ftruncate(fd, 4096)
+    if how == "mapped":
+        kept = mmap.mmap(fd, 4096)
+    if how != "open":
+        os.close(fd)
+print("made", flush=True)
+input()
+"""
+    other = subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert other.stdout is not None and other.stdout.readline() == "made\n"
+
+    def sweep() -> set[str]:
+        scratch = tmp_path / "scratch"
+        scratch.mkdir()
+        (scratch / str(dead.pid)).touch()
+        sweep_scratch(str(scratch))
+        assert not scratch.exists()
+        return {name.rpartition("_")[2] for name in os.listdir("/dev/shm") if name.startswith(f"torch_{dead.pid}_")}
+
+    try:
+        assert sweep() == {"open", "mapped"}
+    finally:
+        other.kill()
+        other.wait()
+    assert sweep() == set(), "nobody has them open any more"
 
 
 def test_the_loop_keeps_order_takes_calls_from_threads_and_forgets_within_a_batch() -> None:
