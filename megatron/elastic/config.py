@@ -82,6 +82,10 @@ class ElasticConfig:
     exact: bool = False
     """Weights of a disturbed run are bitwise those of an undisturbed one (slower)."""
 
+    secret_file: str | None = None
+    """File with the job's secret, at least 32 hex digits (openssl rand -hex 16), readable by its owner alone, the same
+    on every node. Needed for several nodes and with etcd, unless MEGATRON_ELASTIC_SECRET holds the secret itself."""
+
     detection_timeout: float = 1.0
     """Seconds from which all time-outs are derived: a stopped process is killed after half of it, an agent not heard of
     counts as lost after ten times, a hang is looked for after thirty (docs/operations.md has them all)."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import shlex
 import subprocess
 import sys
@@ -14,9 +15,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megatron.elastic.control import env
 from megatron.elastic.observe.events import Record, read_events
 
 ROOT = Path(__file__).resolve().parents[2]
+SECRET = secrets.token_hex(16)
+"""Of every job that these tests start."""
 
 MODEL = shlex.split("""
     --num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32
@@ -77,7 +81,7 @@ def elastic_command(
 
 def environment_of(more: dict[str, str] | None = None) -> dict[str, str]:
     """Of every job, and ``more``."""
-    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(more or {})}
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", env.SECRET: SECRET, **(more or {})}
 
 
 def elastic_job(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -20,6 +21,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from megatron.elastic.control import env
 from tests.integration.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -69,7 +71,8 @@ class Cluster:
         self._changed = threading.Condition()
         self._command = [*(command or REHEARSAL), *script_options]
         self._options = options
-        self._environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(environ or {})}
+        secret = {env.SECRET: secrets.token_hex(16)}
+        self._environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **secret, **(environ or {})}
         self._seen_pids: set[int] = set()
         for node in range(nodes):
             self.start_agent(node)

@@ -18,9 +18,11 @@ __all__ = [
     "RUN_ID",
     "SCRATCH",
     "SECRET",
+    "SECRET_FILE",
     "SEGMENT_PREFIX",
     "SLOTS",
     "SLOT_FD",
+    "STORE",
 ]
 
 SLOTS: Final = "MEGATRON_ELASTIC_SLOTS"
@@ -30,7 +32,13 @@ NEWCOMER: Final = "MEGATRON_ELASTIC_NEWCOMER"
 """1 when the job ran already as this worker was started: it has to be admitted."""
 
 SECRET: Final = "MEGATRON_ELASTIC_SECRET"
-"""Hex text, one per job: proves membership in handshakes. Set it yourself on every node to keep it off the store."""
+"""Hex text, one per job: proves membership in handshakes and signatures. Given to the agents of several nodes."""
+
+SECRET_FILE: Final = "MEGATRON_ELASTIC_SECRET_FILE"
+"""A file with the secret, as ``--elastic-secret-file`` names one; read by the launcher alone."""
+
+STORE: Final = "MEGATRON_ELASTIC_STORE"
+"""``HOST:PORT`` of the embedded store, for communicators that meet through it; empty with etcd."""
 
 RUN_ID: Final = "MEGATRON_ELASTIC_RUN_ID"
 """The job's name (``--rdzv-id``, or made up), as ``megatron.elastic.ctl`` takes it."""

@@ -3,8 +3,12 @@
 Position n is the key ``journal/n``. Appending is a compare-and-set on the first
 free position: whoever is beaten there reads what came first and decides anew.
 That makes the order of a loss and a decision a fact (DESIGN §4), not a race:
-:meth:`Journal.append_at` appends only at a position the caller has seen
+:meth:`Journal.append_next` appends only at a position the caller has seen
 everything before.
+
+The entries are a chain: each one carries a hash of those before it (:class:`Mark`), so that an order can only be
+continued by those who have read it. An entry that is signed and yet continues something else means that entries were
+removed, replaced or put back: :class:`JournalForged` ends the reader, since what it believed and what is there differ.
 
 What everybody has read may be dropped (:func:`trim`) once a :class:`Snapshot` of the state
 it led to is kept: whoever comes later starts from that. A reader that did not run while
@@ -12,25 +16,23 @@ entries it had yet to read were dropped finds :class:`Trimmed`, and starts from 
 ``journal/floor`` says below which position nothing may be read or written any more; it
 grows before anything is deleted.
 
-Values carry an HMAC under the job's secret, bound to their position. Whatever
-does not verify or parse is, for every reader alike, nothing: its position passes
-with None for an event, and is counted.
+Values are signed for their position (:mod:`seal`). Whatever does not verify or parse is, for every reader alike,
+nothing: its position passes with None for an event, and is counted.
 """
 
 from __future__ import annotations
 
-import base64
 import hashlib
-import hmac
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron.elastic.control.events import Event, from_json, to_json
-from megatron.elastic.control.store import Store
-from megatron.elastic.control.wire import Message, ProtocolError, parse, take_int, take_object
+from megatron.elastic.control.seal import Seal
+from megatron.elastic.control.store import Store, StoreLost
+from megatron.elastic.control.wire import Message, ProtocolError, parse, take_int, take_object, take_str
 
-__all__ = ["Journal", "Seal", "Snapshot", "Trimmed", "keep", "newest", "trim"]
+__all__ = ["BEGIN", "Journal", "JournalForged", "Mark", "Seal", "Snapshot", "Trimmed", "keep", "newest", "trim"]
 
 _SNAPSHOT, _FLOOR = "journal/snapshot", "journal/floor"
 
@@ -39,51 +41,53 @@ class Trimmed(Exception):
     """Entries that this reader has not read are gone: the others went on without it."""
 
 
+class JournalForged(StoreLost):
+    """The store holds another past than the one that was read: nothing in it can be relied on."""
+
+
 @dataclass(frozen=True)
-class Snapshot:
-    """What the entries before ``position`` lead to."""
+class Mark:
+    """How far one has read."""
 
     position: int
+    """The first entry that was not read."""
+    chain: str
+    """Hash over all entries before it that counted, in their order."""
+
+    def after(self, value: bytes | None) -> Mark:
+        """The mark behind the next entry; None: one that does not count."""
+        return Mark(self.position + 1, self.chain if value is None else _chained(self.chain, value))
+
+
+BEGIN = Mark(0, "")
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What the entries before ``mark`` lead to."""
+
+    mark: Mark
     content: Message
 
 
-class Seal:
-    """Signs and verifies texts under one job's secret."""
-
-    def __init__(self, secret: str) -> None:
-        self._key = secret.encode()
-
-    def sign(self, place: str, text: str) -> bytes:
-        """``text`` for ``place`` (a key), ASCII."""
-        body = base64.b64encode(text.encode())
-        return self._tag(place, body) + b" " + body
-
-    def open(self, place: str, value: bytes) -> str | None:
-        """The text if ``value`` was signed for ``place``; otherwise None."""
-        tag, _, body = value.partition(b" ")
-        if not hmac.compare_digest(tag, self._tag(place, body)):
-            return None
-        try:
-            return base64.b64decode(body, validate=True).decode()
-        except ValueError:
-            return None
-
-    def _tag(self, place: str, body: bytes) -> bytes:
-        message = place.encode() + b"\0" + body
-        return hmac.new(self._key, message, hashlib.sha256).hexdigest().encode()
-
-
 class Journal:
-    """One agent's view: ``position`` is the first entry it has not seen.
+    """One agent's view: ``mark`` is how far it has read.
 
     Not for several threads: each uses its own view over its own store connection.
     """
 
-    def __init__(self, store: Store, seal: Seal, position: int = 0) -> None:
+    def __init__(self, store: Store, seal: Seal, mark: Mark = BEGIN) -> None:
         self._store = store
         self._seal = seal
-        self.position = position
+        self.mark = mark
         self.dropped = 0
+        self._floor = 0
+        """The highest seen: one that was put back lower does not count."""
+
+    @property
+    def position(self) -> int:
+        """The first entry it has not seen."""
+        return self.mark.position
 
     def append(self, event: Event) -> Iterator[tuple[int, Event | None]]:
         """Append ``event`` after everything there is; yields it and all that came before it, in order.
@@ -91,56 +95,70 @@ class Journal:
         Raises :class:`Trimmed`; the event is not in the journal then.
         """
         while True:
-            place = self._place(self.position)
-            mine = self._seal.sign(place, json.dumps(to_json(event), separators=(",", ":")))
-            found = self._store.create(place, mine)
+            mine = self._signed(event)
+            found = self._store.create(_place(self.position), mine)
             if found == mine and self._withdrawn(self.position):
                 raise Trimmed
-            yield from self._advance(found)
+            yield self._advance(found)
             if found == mine:
                 return
 
-    def append_at(self, position: int, event: Event) -> bool:
-        """Append ``event`` at exactly ``position``; False when something else is there."""
-        place = self._place(position)
-        mine = self._seal.sign(place, json.dumps(to_json(event), separators=(",", ":")))
-        return self._store.create(place, mine) == mine and not self._withdrawn(position)
+    def append_next(self, event: Event) -> bool:
+        """Append ``event`` at exactly the next position, ``mark.position``; False when something else is there."""
+        mine = self._signed(event)
+        return self._store.create(_place(self.position), mine) == mine and not self._withdrawn(self.position)
 
     def follow(self, timeout: float) -> Iterator[tuple[int, Event | None]]:
         """The next entry, waited for up to ``timeout`` seconds (blocking, no polling). Raises :class:`Trimmed`."""
-        value = self._store.wait(self._place(self.position), timeout)
+        value = self._store.wait(_place(self.position), timeout)
         if value is not None:
-            yield from self._advance(value)
+            yield self._advance(value)
         elif self._trimmed(self.position):
             raise Trimmed
+
+    def _signed(self, event: Event) -> bytes:
+        text = json.dumps({"after": self.mark.chain, "event": to_json(event)}, separators=(",", ":"))
+        return self._seal.sign(_place(self.position), text)
 
     def _withdrawn(self, position: int) -> bool:
         """Whether what was just written at ``position`` is below the floor, where it was free only for having gone."""
         if not self._trimmed(position):
             return False
-        self._store.delete(self._place(position))
+        self._store.delete(_place(position))
         return True
 
     def _trimmed(self, position: int) -> bool:
-        return position < _floors(self._seal, self._store.get(_FLOOR))[0]
+        self._floor = max(self._floor, _floors(self._seal, self._store.get(_FLOOR))[0])
+        return position < self._floor
 
-    def _advance(self, value: bytes) -> Iterator[tuple[int, Event | None]]:
+    def _advance(self, value: bytes) -> tuple[int, Event | None]:
+        """Take the entry at ``mark``. Raises :class:`JournalForged`."""
         position = self.position
-        self.position += 1
-        text = self._seal.open(self._place(position), value)
-        event: Event | None
         try:
-            if text is None:
-                raise ProtocolError("not signed with this job's secret")
-            event = from_json(parse(text))
+            event, after = self._parsed(value)
         except ProtocolError:
             self.dropped += 1
-            event = None
-        yield position, event
+            self.mark = self.mark.after(None)
+            return position, None
+        if after != self.mark.chain:
+            raise JournalForged(f"entry {position} of the journal continues another past than the one read here")
+        self.mark = self.mark.after(value)
+        return position, event
 
-    @staticmethod
-    def _place(position: int) -> str:
-        return f"journal/{position}"
+    def _parsed(self, value: bytes) -> tuple[Event, str]:
+        text = self._seal.open(_place(self.position), value)
+        if text is None:
+            raise ProtocolError("not signed with this job's secret")
+        body = parse(text)
+        return from_json(take_object(body, "event")), take_str(body, "after")
+
+
+def _place(position: int) -> str:
+    return f"journal/{position}"
+
+
+def _chained(chain: str, value: bytes) -> str:
+    return hashlib.sha256(chain.encode() + b"\0" + value).hexdigest()[:32]
 
 
 def keep(store: Store, seal: Seal, snapshot: Snapshot) -> bool:
@@ -148,10 +166,12 @@ def keep(store: Store, seal: Seal, snapshot: Snapshot) -> bool:
 
     Whoever coordinates calls it. One that was stopped, at any point, and comes late finds what its successor has kept.
     """
-    text = json.dumps({"position": snapshot.position, "content": snapshot.content}, separators=(",", ":"))
+    mark = snapshot.mark
+    body = {"position": mark.position, "chain": mark.chain, "content": snapshot.content}
+    text = json.dumps(body, separators=(",", ":"))
     while True:
         value = store.get(_SNAPSHOT)
-        if value is not None and _opened(seal, value).position >= snapshot.position:
+        if value is not None and _opened(seal, value).mark.position >= mark.position:
             return False
         if store.replace(_SNAPSHOT, value, seal.sign(_SNAPSHOT, text)):
             return True
@@ -168,7 +188,7 @@ def _opened(seal: Seal, value: bytes) -> Snapshot:
     if text is None:
         raise ProtocolError("the journal's snapshot is not signed with this job's secret")
     body = parse(text)
-    return Snapshot(take_int(body, "position"), take_object(body, "content"))
+    return Snapshot(Mark(take_int(body, "position"), take_str(body, "chain")), take_object(body, "content"))
 
 
 def trim(store: Store, seal: Seal, floor: int) -> int:
@@ -185,7 +205,7 @@ def trim(store: Store, seal: Seal, floor: int) -> int:
     if not store.replace(_FLOOR, value, raised):
         return 0
     for position in range(deleted, floor):
-        store.delete(f"journal/{position}")
+        store.delete(_place(position))
     store.replace(_FLOOR, raised, seal.sign(_FLOOR, f"{floor} {floor}"))
     return floor - deleted
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import signal
 import time
+from contextlib import suppress
 from dataclasses import replace
 
 from megatron.elastic.control.events import (
@@ -30,6 +31,7 @@ from megatron.elastic.control.events import (
 )
 from megatron.elastic.control.failures import Failures, exit_status
 from megatron.elastic.control.generations import Generations
+from megatron.elastic.control.journal import BEGIN
 from megatron.elastic.control.membership import WAITING_FOR_RANKS, Loss
 from megatron.elastic.control.quarantine import Quarantine
 from megatron.elastic.control.store import StoreLost
@@ -272,7 +274,7 @@ class Agent:
         if self.state.over():
             self._finish()
         elif self._active:
-            self._trimming.read(self._next_position)
+            self._trimming.read(self._couriers.mark)
 
     def _react(self, event: Event) -> None:
         match event:
@@ -331,12 +333,13 @@ class Agent:
 
     def _catch_up(self) -> None:
         """Start from the newest snapshot of the journal, or from its begin."""
+        mark = BEGIN
         try:
-            self._next_position = self._trimming.resume()
+            mark = self._trimming.resume()
         except StoreLost as error:
             self._store_lost(str(error))
-        self._tried_position = -1
-        self._couriers.start(self._next_position)
+        self._next_position, self._tried_position = mark.position, -1
+        self._couriers.start(mark)
 
     def _left_behind(self) -> None:
         """The others gave this node up while its agent did not run, so long ago that the journal does not tell."""
@@ -434,16 +437,12 @@ class Agent:
         self._pool.close()
         self._logs.close()
         self._nursery.sweep(self._holds_place)
-        self.company.store.close()
-        if self._leases is None or not self._holds_place:
-            return
-        try:
-            if self.company.store.server:
+        with suppress(ConnectionError):
+            if self._leases is not None and self._holds_place and self.company.store.server:
                 self._leases.wait_for_goodbyes(self.company.store, _GOODBYE_SECONDS)
-            else:
+            elif self._leases is not None and self._holds_place:
                 self.company.store.put(f"bye/{self.node}", b"bye")
-        except ConnectionError:
-            pass
+        self.company.store.close()
 
 
 def _head_and_rest(text: str) -> tuple[str, list[str]]:

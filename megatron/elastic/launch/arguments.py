@@ -14,7 +14,7 @@ import socket
 import sys
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch.distributed.elastic.multiprocessing import Std
 from torch.distributed.run import determine_local_world_size, get_args_parser
@@ -23,6 +23,7 @@ from megatron.elastic.config import ConfigError, ElasticConfig
 from megatron.elastic.control.etcd import Etcd
 from megatron.elastic.launch.cluster import Placement, derive
 from megatron.elastic.launch.preload import modules_for
+from megatron.elastic.launch.secret import job_secret
 from megatron.elastic.launch.settings import elastic_settings, tensor_parallel_size
 from megatron.elastic.launch.worker import Kind
 
@@ -102,6 +103,8 @@ class Job:
     settings: ElasticConfig
     tensor: int
     """Ranks of a tensor-parallel group, as the script's arguments have it."""
+    secret: str = field(repr=False)
+    """Hex digits that every process of the job knows, and no other."""
     check: bool = False
     """The script was given ``--elastic-check``: one process of it tells what would be refused."""
 
@@ -136,7 +139,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> Job:
     _warn_of_unused(args)
     try:
         place = derive(args, environ)
-        return _job(args, place, _settings(args))
+        return _job(args, place, _settings(args), environ)
     except (ConfigError, ValueError, AssertionError, RuntimeError, OSError) as error:
         raise BadInput(str(error).split("\n", 1)[0]) from None
 
@@ -162,7 +165,7 @@ def _warn_of_unused(args: argparse.Namespace) -> None:
         print(f"[launch] without effect here: {', '.join(changed)}", file=sys.stderr, flush=True)
 
 
-def _job(args: argparse.Namespace, place: Placement, settings: ElasticConfig) -> Job:
+def _job(args: argparse.Namespace, place: Placement, settings: ElasticConfig, environ: Mapping[str, str]) -> Job:
     kind, target = _target(args)
     elastic = args.adapt or "--elastic" in args.training_script_args
     return Job(
@@ -194,6 +197,7 @@ def _job(args: argparse.Namespace, place: Placement, settings: ElasticConfig) ->
         elastic=elastic,
         settings=settings,
         tensor=1 if _checks_only(args) else tensor_parallel_size(args.training_script_args),
+        secret=job_secret(settings.secret_file, environ, alone=place.nodes == 1 and place.etcd is None),
         check=_checks_only(args),
     )
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from megatron.elastic.control.events import Decided, Event
-from megatron.elastic.control.journal import Journal, Seal, Trimmed
+from megatron.elastic.control.journal import BEGIN, Journal, Mark, Seal, Trimmed
 from megatron.elastic.control.store import Store, StoreLost
 from megatron.elastic.launch.loop import Loop
 
@@ -46,11 +46,12 @@ class Couriers:
         self._follower = Journal(store.clone(), seal)
         self._writer = Journal(store.clone(), seal)
         self._writing = False
-        self._next = 0
+        self.mark = BEGIN
+        """How far the loop has been told."""
 
-    def start(self, position: int) -> None:
-        """Begin with the entry at ``position``, also anew. Daemon threads: they end with the process."""
-        self._next = self._follower.position = position
+    def start(self, mark: Mark) -> None:
+        """Begin with the entry at ``mark``, also anew. Daemon threads: they end with the process."""
+        self.mark = self._follower.mark = mark
         threading.Thread(target=self._follow, name="journal-follower", daemon=True).start()
         if not self._near and not self._writing:
             self._writing = True
@@ -72,26 +73,27 @@ class Couriers:
 
     def _append_near(self, position: int | None, event: Event) -> None:
         try:
-            self._writer.position = self._next
+            self._writer.mark = self.mark
             if position is None:
-                for at, found in self._writer.append(event):
-                    self._offer(at, found)
-            elif position == self._next and self._writer.append_at(position, event):
-                self._offer(position, event)
+                for _, found in self._writer.append(event):
+                    self._offer(self._writer.mark, found)
+            elif position == self.mark.position and self._writer.append_next(event):
+                for _, found in self._writer.follow(0.0):
+                    self._offer(self._writer.mark, found)
         except StoreLost as error:
             self._lost(str(error))
 
-    def _offer(self, position: int, event: Event | None) -> None:
-        """Deliver what has not been delivered: an entry appended near comes again from the follower."""
-        if position == self._next:
-            self._next += 1
-            self._deliver(position, event)
+    def _offer(self, mark: Mark, event: Event | None) -> None:
+        """Deliver the entry before ``mark`` unless it was: one appended near comes again from the follower."""
+        if mark.position == self.mark.position + 1:
+            self.mark = mark
+            self._deliver(mark.position - 1, event)
 
     def _follow(self) -> None:
         try:
             while True:
-                for position, event in self._follower.follow(_WAIT_SECONDS):
-                    self._loop.post(lambda p=position, e=event: self._offer(p, e))  # type: ignore[misc]
+                for _, event in self._follower.follow(_WAIT_SECONDS):
+                    self._loop.post(lambda m=self._follower.mark, e=event: self._offer(m, e))  # type: ignore[misc]
         except Trimmed:
             self._loop.post(self._behind)
         except StoreLost as error:
@@ -103,13 +105,13 @@ class Couriers:
             while True:
                 position, event = self._outgoing.get()
                 # What the follower has seen need not be read again to find the first free position.
-                self._writer.position = max(self._writer.position, self._follower.position)
+                self._writer.mark = max(self._writer.mark, self._follower.mark, key=lambda mark: mark.position)
                 if position is None:
                     with suppress(Trimmed):  # what a node that was given up has to say concerns nobody
                         for _ in self._writer.append(event):
                             pass
-                else:
-                    self._writer.append_at(position, event)
+                elif position == self._writer.position:
+                    self._writer.append_next(event)
         except StoreLost as error:
             why = str(error)
             self._loop.post(lambda: self._lost(why))

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 from megatron.elastic.control.failures import Failures
 from megatron.elastic.control.generations import Generations
-from megatron.elastic.control.journal import Seal, Snapshot, keep, newest, trim
+from megatron.elastic.control.journal import BEGIN, Mark, Seal, Snapshot, keep, newest, trim
 from megatron.elastic.control.snapshot import restore, to_plain
 from megatron.elastic.control.store import Store, StoreLost
 from megatron.elastic.control.wire import ProtocolError
@@ -33,43 +33,48 @@ class Trimming:
     ) -> None:
         self._store, self._seal, self._node = store, seal, node
         self._state, self._failures, self._seen = state, failures, seen
-        self._newest = 0
+        self._newest = BEGIN
+        self._kept = 0
+        """Of the newest snapshot that this agent has seen in the store."""
         self._work: queue.SimpleQueue[tuple[Snapshot, int]] = queue.SimpleQueue()
 
-    def resume(self) -> int:
-        """Take over what the newest snapshot says, if there is one; the position of the first entry after it.
+    def resume(self) -> Mark:
+        """Take over what the newest snapshot says, if there is one; where to read on.
 
-        Raises :class:`StoreLost`, also for a snapshot that is not this job's.
+        Raises :class:`StoreLost`, also for a snapshot that is not this job's, or older than one seen before.
         """
         try:
             found = newest(self._store, self._seal)
             if found is None:
-                return 0
+                return BEGIN
+            if found.mark.position < self._kept:
+                raise ProtocolError(f"a snapshot of entry {found.mark.position} was put back")
             restore(self._state, found.content.get("state"))
             restore(self._failures, found.content.get("failures"))
         except ProtocolError as error:
             raise StoreLost(f"what it keeps of the job's past cannot be read: {error}") from None
-        self._newest = found.position
-        return found.position
+        self._newest, self._kept = found.mark, found.mark.position
+        return found.mark
 
     def start(self) -> None:
         """Begin. A daemon thread, so that the loop waits for no store."""
         threading.Thread(target=self._run, name="journal-trimming", daemon=True).start()
 
-    def read(self, position: int) -> None:
-        """Every entry below ``position`` is applied here. The coordinator acts on it."""
+    def read(self, mark: Mark) -> None:
+        """Every entry before ``mark`` is applied here. The coordinator acts on it."""
         state = self._state
-        if position - self._newest < TRIM_ENTRIES or state.coordinator() != self._node:
+        if mark.position - self._newest.position < TRIM_ENTRIES or state.coordinator() != self._node:
             return
-        self._newest = position
+        self._newest = mark
         others = [self._seen.get(n, 0) for n, node in state.nodes.items() if node.alive and n != self._node]
         content = {"state": to_plain(state), "failures": to_plain(self._failures)}
-        self._work.put((Snapshot(position, content), min([position, *others])))
+        self._work.put((Snapshot(mark, content), min([mark.position, *others])))
 
     def carry_out(self, store: Store) -> None:
         """Keep the snapshot taken next, and drop what everybody had read by then."""
         snapshot, floor = self._work.get()
         if keep(store, self._seal, snapshot):
+            self._kept = snapshot.mark.position
             trim(store, self._seal, floor)
 
     def _run(self) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import signal
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch.distributed as dist
 
@@ -17,8 +16,11 @@ from megatron.elastic.comm import install, make_fabric
 from megatron.elastic.comm.fabric import Fabric
 from megatron.elastic.config import ConfigError, ElasticConfig
 from megatron.elastic.control import env
+from megatron.elastic.control.channel import Credentials
 from megatron.elastic.control.client import WorkerMembership
 from megatron.elastic.control.membership import Activity, Decision
+from megatron.elastic.control.store_client import reach
+from megatron.elastic.control.torch_store import TorchStore
 from megatron.elastic.engine.inject import Injector, parse
 from megatron.elastic.observe.events import EventLog
 
@@ -72,10 +74,11 @@ def open_links(config: ElasticConfig, timeout: float) -> Links:
 
 def _agent_store(timeout: float) -> dist.Store:
     """The first agent's store. Raises :class:`ConfigError` where there is none (native links need none)."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    host, _, port = os.environ.get(env.STORE, "").rpartition(":")
+    if not host:
         raise ConfigError("--elastic-comm gloo needs a store in the first agent: leave out --rdzv-backend etcd")
-    where = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    return dist.TCPStore(*where, is_master=False, timeout=timedelta(seconds=timeout))
+    credentials = Credentials(os.environ[env.SECRET], os.environ[env.RUN_ID])
+    return TorchStore(reach(host, int(port), credentials, timeout), "communicator/", timeout)
 
 
 def _waiting(fabric: Fabric) -> Activity | None:

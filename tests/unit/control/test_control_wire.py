@@ -7,6 +7,8 @@ import json
 import os
 import struct
 import time
+from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -14,10 +16,12 @@ from hypothesis import strategies as st
 
 from megatron.elastic.comm.fabric import Address
 from megatron.elastic.control import events as ev
-from megatron.elastic.control.journal import Journal, Seal
+from megatron.elastic.control.channel import Credentials
+from megatron.elastic.control.journal import Journal, JournalForged, Trimmed, trim
+from megatron.elastic.control.keys import Keys, LocalStore
 from megatron.elastic.control.membership import Activity, Decision, Loss
+from megatron.elastic.control.seal import Seal
 from megatron.elastic.control.slot import SLOT_BYTES, ExitReason, Slot
-from megatron.elastic.control.store import EmbeddedStore, StoreLost
 from megatron.elastic.control.wire import (
     FrameReader,
     ProtocolError,
@@ -175,36 +179,85 @@ def test_no_bytes_in_a_slot_upset_the_agent(data: bytes, at: int) -> None:
 # -- the journal over a real store -------------------------------------------------------------
 
 
+CREDENTIALS = Credentials("5e" * 16, "run")
+SEAL = Seal(CREDENTIALS).of_launch("first")
+
+
 @pytest.fixture
-def store() -> EmbeddedStore:
-    return EmbeddedStore.open("127.0.0.1", 0, "test/", server=True, timeout=10)
+def store() -> LocalStore:
+    return LocalStore(Keys())
 
 
-def test_two_writers_see_one_order_and_a_decision_cannot_pass_a_loss(store: EmbeddedStore) -> None:
-    seal = Seal("secret")
-    one, two = Journal(store, seal), Journal(store.clone(), seal)
+def entry(event: ev.Event, after: str) -> str:
+    return json.dumps({"after": after, "event": ev.to_json(event)})
+
+
+def test_two_writers_see_one_order_and_a_decision_cannot_pass_a_loss(store: LocalStore) -> None:
+    one, two = Journal(store, SEAL), Journal(store, SEAL)
     list(one.append(ev.Wanted("drain")))
     assert [position for position, _ in two.append(ev.NodeLost(1, 0, "gone"))] == [0, 1]
-    assert not one.append_at(1, ev.Decided(1, 0)), "position 1 holds the loss"
-    assert one.append_at(2, ev.Decided(2, 0))
-    reader = Journal(store.clone(), seal)
+    assert not one.append_next(ev.Decided(1, 0)), "position 1 holds the loss"
+    assert two.append_next(ev.Decided(2, 0))
+    reader = Journal(store, SEAL)
     seen = [event for _ in range(3) for _, event in reader.follow(5)]
     assert seen == [ev.Wanted("drain"), ev.NodeLost(1, 0, "gone"), ev.Decided(2, 0)]
     assert list(reader.follow(0.05)) == []
 
 
-def test_entries_without_the_seal_are_skipped_by_every_reader(store: EmbeddedStore) -> None:
-    seal = Seal("secret")
+def test_entries_without_the_seal_are_skipped_by_every_reader(store: LocalStore) -> None:
+    forged = entry(ev.Ended(0, "forged"), "")
+    strangers = Seal(Credentials("e5" * 16, "run")).of_launch("first")
+    another_run = Seal(Credentials(CREDENTIALS.secret, "another run")).of_launch("first")
+    earlier = Seal(CREDENTIALS).of_launch("an earlier launch")
     store.put("journal/0", b"garbage")
-    store.put("journal/1", Seal("another").sign("journal/1", json.dumps(ev.to_json(ev.Ended(0, "forged")))))
-    store.put("journal/2", seal.sign("journal/5", json.dumps(ev.to_json(ev.Ended(0, "replayed elsewhere")))))
-    store.put("journal/3", seal.sign("journal/3", "[]"))
-    journal = Journal(store, seal)
+    for position, seal in enumerate((strangers, another_run, earlier), 1):
+        store.put(f"journal/{position}", seal.sign(f"journal/{position}", forged))
+    store.put("journal/4", SEAL.sign("journal/5", forged))
+    store.put("journal/5", SEAL.sign("journal/5", "[]"))
+    journal = Journal(store, SEAL)
     got = list(journal.append(ev.Decided(1, 0)))
-    assert got == [(0, None), (1, None), (2, None), (3, None), (4, ev.Decided(1, 0))]
-    assert journal.dropped == 4
+    assert got == [*((position, None) for position in range(6)), (6, ev.Decided(1, 0))]
+    assert journal.dropped == 6
 
 
-def test_an_unreachable_store_is_store_lost() -> None:
-    with pytest.raises(StoreLost):
-        EmbeddedStore.open("127.0.0.1", 9, "test/", server=False, timeout=0.5)
+@pytest.mark.parametrize("tampered", ["removed", "replaced by garbage", "replaced by an older one"])
+def test_a_past_that_was_changed_is_noticed_by_whoever_reads_on(store: LocalStore, tampered: str) -> None:
+    """The second of three entries is changed by one who can write to the store and has seen everything in it."""
+    writer, early = Journal(store, SEAL), Journal(store, SEAL)
+    for event in (ev.Wanted("checkpoint"), ev.NodeLost(1, 0, "gone"), ev.Wanted("drain")):
+        list(writer.append(event))
+        list(early.follow(1))
+    if tampered == "removed":  # and the third moved to its place, as far as that can be done
+        store.put("journal/1", store.get("journal/2") or b"")
+    elif tampered == "replaced by garbage":
+        store.put("journal/1", b"garbage")
+    else:
+        store.put("journal/1", SEAL.sign("journal/1", entry(ev.Wanted("checkpoint"), "of another past")))
+    late = Journal(store, SEAL)
+    with pytest.raises(JournalForged, match=r"entry [12] of the journal"):
+        for _ in range(3):
+            list(late.follow(1))
+    # Who had read it all before goes on, and what one writes that was deceived is not taken.
+    deceived = Journal(store, SEAL)
+    store.put("journal/2", b"garbage")
+    with suppress(JournalForged):
+        list(deceived.append(ev.Ended(0, "from another past")))
+        with pytest.raises(JournalForged):
+            list(early.follow(1))
+
+
+def test_a_snapshot_and_a_floor_that_were_put_back_are_not_believed(store: LocalStore) -> None:
+    journal = Journal(store, SEAL)
+    for _ in range(8):
+        list(journal.append(ev.Wanted("checkpoint")))
+    trim(store, SEAL, 2)
+    old = store.get("journal/floor")
+    trim(store, SEAL, 6)
+    asleep = Journal(store, SEAL)
+    with pytest.raises(Trimmed):
+        list(asleep.follow(0.01))
+    store.put("journal/floor", old or b"")
+    asleep.mark = replace(asleep.mark, position=4)
+    with pytest.raises(Trimmed):
+        list(asleep.append(ev.Wanted("drain")))
+    assert store.get("journal/4") is None

@@ -19,24 +19,22 @@ from hypothesis import strategies as st
 
 from megatron.elastic.comm.fabric import Address
 from megatron.elastic.control import events as ev
+from megatron.elastic.control.channel import Credentials
 from megatron.elastic.control.failures import Failures
 from megatron.elastic.control.generations import Generations, Node
-from megatron.elastic.control.journal import Journal, Seal, Snapshot, Trimmed, keep, newest, trim
+from megatron.elastic.control.journal import Journal, Mark, Snapshot, Trimmed, keep, newest, trim
+from megatron.elastic.control.keys import Keys, LocalStore
 from megatron.elastic.control.membership import Loss
 from megatron.elastic.control.quarantine import Quarantine
+from megatron.elastic.control.seal import Seal
 from megatron.elastic.control.snapshot import restore, to_plain
-from megatron.elastic.control.store import EmbeddedStore, StoreLost
+from megatron.elastic.control.store import Store, StoreLost
 from megatron.elastic.launch import trimming
 from megatron.elastic.launch.trimming import Trimming
 
 NODES, RANKS = 3, 2
 EVERY = 8
-SEAL = Seal("secret")
-
-
-@pytest.fixture(scope="module")
-def server() -> EmbeddedStore:
-    return EmbeddedStore.open("127.0.0.1", 0, "", server=True, timeout=10)
+SEAL = Seal(Credentials("5e" * 16, "run"))
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +52,7 @@ class Agent:
     """What the launcher's agent does with the journal, without workers."""
 
     node: int
-    store: EmbeddedStore
+    store: Store
     seen: dict[int, int]
     everything: dict[int, ev.Event] = field(default_factory=dict)
     """Position → event, of all agents together."""
@@ -64,14 +62,14 @@ class Agent:
     def __post_init__(self) -> None:
         self.journal = Journal(self.store, SEAL)
         self.trimming = Trimming(self.store, SEAL, self.node, self.state, self.failures, self.seen)
-        self.journal.position = self.trimming.resume()
+        self.journal.mark = self.trimming.resume()
         self.restarts = 0
 
     def take(self, entries: Iterator[tuple[int, ev.Event | None]]) -> None:
         for position, event in entries:
             assert event is not None and self.everything.setdefault(position, event) == event
             apply(self.state, self.failures, event)
-            self.trimming.read(position + 1)
+            self.trimming.read(self.journal.mark)
 
     def read(self, entries: int = 1) -> None:
         try:
@@ -80,7 +78,7 @@ class Agent:
                     self.take(self.journal.follow(0.001))
         except Trimmed:
             self.restarts += 1
-            self.journal.position = self.trimming.resume()
+            self.journal.mark = self.trimming.resume()
 
     def append(self, event: ev.Event) -> bool:
         with suppress(Trimmed):
@@ -120,11 +118,11 @@ def some_event(state: Generations, draw: random.Random) -> ev.Event:
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32), steps=st.integers(20, 120))
 def test_whoever_reads_late_or_comes_late_ends_where_the_whole_journal_ends(
-    server: EmbeddedStore, seed: int, steps: int
+    seed: int, steps: int
 ) -> None:
     print(f"seed {seed}")
     draw, seen = random.Random(seed), dict[int, int]()
-    store = EmbeddedStore(server._tcp, f"{seed}/{steps}/{random.random()}/")
+    store = LocalStore(Keys())
     everything: dict[int, ev.Event] = {}
     agents = {node: Agent(node, store, seen, everything) for node in range(NODES)}
     for _ in range(steps):
@@ -150,11 +148,9 @@ def test_whoever_reads_late_or_comes_late_ends_where_the_whole_journal_ends(
         assert to_plain(agent.failures) == to_plain(counted)
 
 
-def test_what_everybody_has_read_is_gone_and_a_reader_that_slept_starts_from_the_snapshot(
-    server: EmbeddedStore,
-) -> None:
+def test_what_everybody_has_read_is_gone_and_a_reader_that_slept_starts_from_the_snapshot() -> None:
     seen: dict[int, int] = {}
-    store = EmbeddedStore(server._tcp, "slept/")
+    store = LocalStore(Keys())
     everything: dict[int, ev.Event] = {}
     awake, asleep = Agent(0, store, seen, everything), Agent(1, store, {}, everything)
     awake.append(ev.NodeLost(1, 0, "stopped"))
@@ -164,7 +160,7 @@ def test_what_everybody_has_read_is_gone_and_a_reader_that_slept_starts_from_the
         while not awake.trimming._work.empty():
             awake.trimming.carry_out(store)
     kept = newest(store, SEAL)
-    assert kept is not None and kept.position == 3 * EVERY
+    assert kept is not None and kept.mark.position == 3 * EVERY
     assert [store.get(f"journal/{n}") is None for n in range(3 * EVERY + 2)] == [True] * 3 * EVERY + [False] * 2
     assert not asleep.append(ev.Wanted("drain")), "it does not write into the past"
     asleep.read()
@@ -173,10 +169,12 @@ def test_what_everybody_has_read_is_gone_and_a_reader_that_slept_starts_from_the
     assert not asleep.state.nodes[1].alive, "and learns that it was given up"
 
 
-def test_a_trim_cut_short_is_finished_by_the_next(server: EmbeddedStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = EmbeddedStore(server._tcp, "cut/")
+def test_a_trim_cut_short_is_finished_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = LocalStore(Keys())
     journal = Journal(store, SEAL)
+    marks = []
     for _ in range(10):
+        marks.append(journal.mark)
         list(journal.append(ev.Wanted("checkpoint")))
     delete, left = store.delete, [3]
 
@@ -190,8 +188,8 @@ def test_a_trim_cut_short_is_finished_by_the_next(server: EmbeddedStore, monkeyp
     with pytest.raises(StoreLost):
         trim(store, SEAL, 6)
     with pytest.raises(Trimmed):
-        list(Journal(store, SEAL, 5).follow(0.001)) and list(Journal(store, SEAL, 0).follow(0.001))
-        list(Journal(store, SEAL, 0).follow(0.001))
+        list(Journal(store, SEAL, marks[5]).follow(0.001)) and list(Journal(store, SEAL).follow(0.001))
+        list(Journal(store, SEAL).follow(0.001))
     monkeypatch.setattr(store, "delete", delete)
     assert trim(store, SEAL, 8) == 8
     assert [store.get(f"journal/{n}") is None for n in range(10)] == [True] * 8 + [False] * 2
@@ -201,7 +199,7 @@ def test_a_trim_cut_short_is_finished_by_the_next(server: EmbeddedStore, monkeyp
 class Stopped:
     """A coordinator's connection whose owner is stopped once, between reading ``key`` and what it does about it."""
 
-    store: EmbeddedStore
+    store: Store
     key: str
     meanwhile: Callable[[], None] | None
 
@@ -217,41 +215,43 @@ class Stopped:
 
 
 @pytest.mark.parametrize("first", [False, True], ids=["an older one is there", "none is there"])
-def test_a_coordinator_stopped_before_it_writes_puts_no_old_snapshot_back(server: EmbeddedStore, first: bool) -> None:
-    store = EmbeddedStore(server._tcp, f"late{first}/")
+def test_a_coordinator_stopped_before_it_writes_puts_no_old_snapshot_back(first: bool) -> None:
+    store = LocalStore(Keys())
     if not first:
-        assert keep(store, SEAL, Snapshot(10, {}))
-    late = Stopped(store, "journal/snapshot", lambda: assert_kept(store, Snapshot(30, {"by": "successor"})))
-    assert not keep(cast(EmbeddedStore, late), SEAL, Snapshot(20, {"by": "late"}))
-    assert newest(store, SEAL) == Snapshot(30, {"by": "successor"})
-    earlier = Stopped(store, "journal/snapshot", lambda: assert_kept(store, Snapshot(40, {})))
-    assert keep(cast(EmbeddedStore, earlier), SEAL, Snapshot(50, {"by": "late, but newer"}))
-    assert newest(store, SEAL) == Snapshot(50, {"by": "late, but newer"})
+        assert keep(store, SEAL, Snapshot(Mark(10, "c"), {}))
+    late = Stopped(store, "journal/snapshot", lambda: assert_kept(store, Snapshot(Mark(30, "c"), {"by": "successor"})))
+    assert not keep(cast(Store, late), SEAL, Snapshot(Mark(20, "c"), {"by": "late"}))
+    assert newest(store, SEAL) == Snapshot(Mark(30, "c"), {"by": "successor"})
+    earlier = Stopped(store, "journal/snapshot", lambda: assert_kept(store, Snapshot(Mark(40, "c"), {})))
+    assert keep(cast(Store, earlier), SEAL, Snapshot(Mark(50, "c"), {"by": "late, but newer"}))
+    assert newest(store, SEAL) == Snapshot(Mark(50, "c"), {"by": "late, but newer"})
 
 
-def assert_kept(store: EmbeddedStore, snapshot: Snapshot) -> None:
+def assert_kept(store: Store, snapshot: Snapshot) -> None:
     assert keep(store, SEAL, snapshot)
 
 
-def test_a_coordinator_stopped_before_it_trims_does_not_lower_the_floor(server: EmbeddedStore) -> None:
-    store = EmbeddedStore(server._tcp, "floor/")
+def test_a_coordinator_stopped_before_it_trims_does_not_lower_the_floor() -> None:
+    store = LocalStore(Keys())
     journal = Journal(store, SEAL)
+    marks = []
     for _ in range(12):
+        marks.append(journal.mark)
         list(journal.append(ev.Wanted("checkpoint")))
     late = Stopped(store, "journal/floor", lambda: None if trim(store, SEAL, 9) == 9 else pytest.fail("not trimmed"))
-    assert trim(cast(EmbeddedStore, late), SEAL, 5) == 0
+    assert trim(cast(Store, late), SEAL, 5) == 0
     with pytest.raises(Trimmed):
-        list(Journal(store, SEAL, 7).follow(0.001))
+        list(Journal(store, SEAL, marks[7]).follow(0.001))
     assert [store.get(f"journal/{n}") is None for n in range(12)] == [True] * 9 + [False] * 3
 
 
-def test_a_snapshot_of_something_else_is_refused(server: EmbeddedStore) -> None:
+def test_a_snapshot_of_something_else_is_refused() -> None:
     state = job()
     plain = to_plain(state)
     for broken in ({}, {**plain, "frozen": "1"}, {**plain, "ranks": {"x": {}}}, {**plain, "more": 1}, None):
         with pytest.raises(ValueError, match=r"no |is no"):
             restore(state, broken)
-    store = EmbeddedStore(server._tcp, "strange/")
+    store = LocalStore(Keys())
     store.put("journal/snapshot", b"garbage")
     with pytest.raises(StoreLost, match="cannot be read"):
         Agent(0, store, {})

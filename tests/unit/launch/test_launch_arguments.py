@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron.elastic.config import ConfigError, ElasticConfig
+from megatron.elastic.control import env
 from megatron.elastic.launch.arguments import BadInput, build_parser, parse
 from megatron.elastic.launch.cluster import derive, first_host
 from megatron.elastic.launch.settings import elastic_settings
@@ -154,4 +155,4 @@ def test_c10d_leaves_the_node_number_to_the_rendezvous(script: str) -> None:
 def test_standalone_takes_any_port(script: str) -> None:
     assert parse(["--standalone", script], {}).master_port == 0
     assert parse([script], {}).master_port == 0
-    assert parse(["--nnodes", "2", script], {}).master_port == 29500
+    assert parse(["--nnodes", "2", script], {env.SECRET: "ab" * 16}).master_port == 29500

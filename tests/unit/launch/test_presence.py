@@ -11,14 +11,15 @@ from contextlib import ExitStack, suppress
 
 import pytest
 
+from megatron.elastic.control.channel import Credentials
 from megatron.elastic.control.generations import Node
-from megatron.elastic.control.journal import Seal
-from megatron.elastic.control.store import EmbeddedStore
+from megatron.elastic.control.keys import Keys, LocalStore
+from megatron.elastic.control.seal import Seal
 from megatron.elastic.control.timing import Timing
 from megatron.elastic.launch.loop import Loop
 from megatron.elastic.launch.presence import Presence
 
-SEAL = Seal("ab")
+SEAL = Seal(Credentials("ab" * 16, "run"))
 TIMING = Timing.derive(5.0)
 HOST = "127.0.0.1"
 
@@ -27,7 +28,7 @@ class Agents:
     """The first agent's side, and as many callers as a test wants; ``told``: (by, doubt or trust, node)."""
 
     def __init__(self, stack: ExitStack) -> None:
-        self.store = EmbeddedStore.open(HOST, 0, "presence/", server=True, timeout=20)
+        self.store = LocalStore(Keys())
         self.nodes = {n: Node(f"h{n}", (n,), agent=f"agent{n}") for n in range(3)}
         self.told: list[tuple[int, str, int]] = []
         self.made: dict[int, Presence] = {}

@@ -33,6 +33,7 @@ FROZEN = {
     "--elastic-fail-slow": "auto",
     "--elastic-frequency": "off",
     "--elastic-exact": False,
+    "--elastic-secret-file": None,
     "--elastic-detection-timeout": 1.0,
     "--elastic-max-losses-per-hour": 0,
     "--elastic-quarantine-after": 3,

@@ -18,6 +18,9 @@ from typing import Any
 import pytest
 import yaml
 
+from megatron.elastic.control import env
+from megatron.elastic.launch.secret import job_secret
+
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPTS = ROOT / "scripts"
 SHELL = sorted([*SCRIPTS.glob("*.sh"), *SCRIPTS.glob("*.slurm"), ROOT / ".ci" / "run"])
@@ -130,6 +133,8 @@ def test_slurm_script_starts_a_launcher_a_node_that_outlives_others(
     assert {"--no-kill", "--kill-on-bad-exit=0", "--wait=0"} <= set(srun["argv"])
     launcher, _ = parsed(calls[-1]["argv"], megatron_parser)
     assert (launcher.nnodes, launcher.node_rank, launcher.master_addr) == ("4", 2, "node0")
+    secret = calls[-1]["environment"][env.SECRET]
+    assert job_secret(None, {env.SECRET: secret}, alone=False) == secret == srun["environment"][env.SECRET]
     directives = [
         line.split()[1] for line in (SCRIPTS / "pretrain_gpt.slurm").read_text().splitlines() if "#SBATCH" in line
     ]
@@ -164,6 +169,8 @@ def test_kubernetes_job_has_identity_shared_memory_and_exit_statuses(
     script = Path(container["command"][1]).name
     launcher, _ = parsed(record(tmp_path, script, container["args"], environment)[-1]["argv"], megatron_parser)
     assert launcher.master_addr == "pretrain-gpt-0.pretrain-gpt"
+    (secret,) = (item["valueFrom"] for item in container["env"] if item["name"] == env.SECRET)
+    assert set(secret) == {"secretKeyRef"}, "it stands in no manifest"
 
 
 def test_kubelet_kills_one_process_not_the_pod() -> None:

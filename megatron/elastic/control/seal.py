@@ -1,0 +1,53 @@
+"""Signatures of what stands in the store, under the job's secret.
+
+A value is worth something only under the key that it was signed for and in the run that it was signed in; once the
+agents have met, in this very launch of the run. So nothing that was recorded, of another key, another job, or an
+earlier launch under the same name, is taken for a value of this one. An older value of the same key verifies: whatever
+may be replaced carries a number that must grow, and the journal is a chain.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+from dataclasses import dataclass, field
+
+from megatron.elastic.control.channel import Credentials
+
+__all__ = ["Seal"]
+
+
+@dataclass(frozen=True)
+class Seal:
+    """Signs and verifies texts of one run. ``launch``: what tells it from an earlier one of the same name."""
+
+    credentials: Credentials
+    launch: str = ""
+    _key: bytes = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_key", self.credentials.key(f"values {self.launch}"))
+
+    def of_launch(self, launch: str) -> Seal:
+        """For what is signed once the agents have met."""
+        return Seal(self.credentials, launch)
+
+    def sign(self, place: str, text: str) -> bytes:
+        """``text`` for ``place`` (a key), ASCII."""
+        body = base64.b64encode(text.encode())
+        return self._tag(place, body) + b" " + body
+
+    def open(self, place: str, value: bytes) -> str | None:
+        """The text if ``value`` was signed for ``place``; otherwise None."""
+        tag, _, body = value.partition(b" ")
+        if not hmac.compare_digest(tag, self._tag(place, body)):
+            return None
+        try:
+            return base64.b64decode(body, validate=True).decode()
+        except ValueError:
+            return None
+
+    def _tag(self, place: str, body: bytes) -> bytes:
+        message = place.encode() + b"\0" + body
+        return hmac.new(self._key, message, hashlib.sha256).hexdigest().encode()

@@ -1,0 +1,218 @@
+"""The embedded store as the other processes of the job reach it: one connection, one request at a time.
+
+A connection that breaks is made anew and the request asked again, which is safe for every one of them: what a request
+that was carried out once has set, it finds. It must be the same server that answers: another one, started later at the
+same place, would have forgotten everything.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+import time
+from collections.abc import Sequence
+
+from megatron.elastic.control.channel import CHALLENGE_BYTES, Credentials, Dialer, Session
+from megatron.elastic.control.store import Store, StoreLost
+from megatron.elastic.control.store_messages import (
+    LONGEST_WAIT,
+    Create,
+    Delete,
+    Get,
+    GetMany,
+    Put,
+    Replace,
+    Reply,
+    Request,
+    Wait,
+    decode_reply,
+    encode,
+)
+from megatron.elastic.control.store_server import PURPOSE, configure
+from megatron.elastic.control.wire import ProtocolError
+
+__all__ = ["ReachedStore", "reach"]
+
+_RETRY_SECONDS = 0.1
+_HANDSHAKE_SECONDS = 5.0
+_AGAIN_SECONDS = 5.0
+"""How long a broken connection is tried to be made anew, where something listens."""
+_RECEIVED = 1 << 14
+
+
+class NotTheStore(StoreLost):
+    """Something listens there that is not this job's store."""
+
+
+def reach(host: str, port: int, credentials: Credentials, timeout: float, silence: float = 30.0) -> ReachedStore:
+    """The store at ``host:port``, which may not be served yet, within ``timeout`` seconds.
+
+    A server whose host is silent for ``silence`` seconds is lost. Raises :class:`StoreLost`.
+    """
+    end = time.monotonic() + timeout
+    while True:
+        try:
+            return ReachedStore(host, port, credentials, timeout, silence)
+        except NotTheStore:
+            raise
+        except OSError as error:
+            if time.monotonic() + _RETRY_SECONDS >= end:
+                raise StoreLost(f"store at {host}:{port}: {error}") from None
+            time.sleep(_RETRY_SECONDS)
+
+
+class ReachedStore(Store):
+    """See the module docstring. A request not answered within ``patience`` seconds raises :class:`StoreLost`."""
+
+    embedded = True
+
+    def __init__(
+        self, host: str, port: int, credentials: Credentials, patience: float, silence: float, instance: bytes = b""
+    ) -> None:
+        self.host, self.port = host, port
+        self._credentials, self._patience, self._silence = credentials, patience, silence
+        self._instance = instance
+        self._turn = threading.Lock()
+        self._incoming = bytearray()
+        self._channel, self._session = self._connect()
+
+    @property
+    def keeper(self) -> str:
+        return "the first agent, which holds the store,"
+
+    def put(self, key: str, value: bytes) -> None:
+        self._ask(Put(key, value))
+
+    def get(self, key: str) -> bytes | None:
+        return _value(self._ask(Get(key)))
+
+    def get_many(self, keys: Sequence[str]) -> dict[str, bytes | None]:
+        found = self._ask(GetMany(list(keys)))
+        if not isinstance(found, list) or len(found) != len(keys):
+            raise StoreLost(f"store at {self.host}:{self.port}: not a list of {len(keys)} values")
+        return dict(zip(keys, found, strict=True))
+
+    def create(self, key: str, value: bytes) -> bytes:
+        found = _value(self._ask(Create(key, value)))
+        if found is None:
+            raise StoreLost(f"store at {self.host}:{self.port}: no value after it was set")
+        return found
+
+    def replace(self, key: str, old: bytes | None, new: bytes) -> bool:
+        return self._ask(Replace(key, old, new)) is True
+
+    def wait(self, key: str, timeout: float) -> bytes | None:
+        end = time.monotonic() + timeout
+        while True:
+            left = min(LONGEST_WAIT, max(0.0, end - time.monotonic()))
+            found = _value(self._ask(Wait(key, left), extra=left))
+            if found is not None or time.monotonic() >= end:
+                return found
+
+    def delete(self, key: str) -> None:
+        self._ask(Delete(key))
+
+    def clone(self) -> ReachedStore:
+        try:
+            return ReachedStore(
+                self.host, self.port, self._credentials, self._patience, self._silence, self._instance
+            )
+        except OSError as error:
+            raise StoreLost(f"store at {self.host}:{self.port}: {error}") from None
+
+    def close(self) -> None:
+        self._channel.close()
+
+    # -- one request -----------------------------------------------------------------
+
+    def _ask(self, request: Request, extra: float = 0.0) -> Reply:
+        with self._turn:
+            again_until: float | None = None
+            while True:
+                try:
+                    return self._exchange(request, extra)
+                except (TimeoutError, BlockingIOError):
+                    raise StoreLost(f"store at {self.host}:{self.port} does not answer") from None
+                except (OSError, ProtocolError) as error:
+                    # Broken on the way, or not the server's words: the same server is there, or it is lost.
+                    now = time.monotonic()
+                    again_until = now + _AGAIN_SECONDS if again_until is None else again_until
+                    if now >= again_until:
+                        raise StoreLost(f"store at {self.host}:{self.port}: {error}") from None
+                    self._reconnect(again_until)
+
+    def _exchange(self, request: Request, extra: float) -> Reply:
+        if extra:
+            _limit(self._channel, self._patience + extra)
+        self._channel.sendall(self._session.frame(encode(request)))
+        while True:
+            body = self._session.take(self._incoming)
+            if body is not None:
+                if extra:
+                    _limit(self._channel, self._patience)
+                return decode_reply(body)
+            data = self._channel.recv(_RECEIVED)
+            if not data:
+                raise ConnectionResetError("the connection was closed")
+            self._incoming += data
+
+    def _reconnect(self, end: float) -> None:
+        self._channel.close()
+        while True:
+            try:
+                self._channel, self._session = self._connect()
+                return
+            except (ConnectionRefusedError, NotTheStore) as error:  # nobody serves there any more, or somebody else
+                raise StoreLost(f"store at {self.host}:{self.port}: {error}") from None
+            except OSError as error:
+                if time.monotonic() >= end:
+                    raise StoreLost(f"store at {self.host}:{self.port}: {error}") from None
+                time.sleep(_RETRY_SECONDS)
+
+    def _connect(self) -> tuple[socket.socket, Session]:
+        """A new connection, proved on both sides. Raises OSError; :class:`NotTheStore` for another server."""
+        channel = socket.create_connection((self.host, self.port), timeout=_HANDSHAKE_SECONDS)
+        try:
+            configure(channel, self._silence)
+            dialer = Dialer(self._credentials.key(PURPOSE))
+            channel.sendall(dialer.hello)
+            challenge = _received(channel, CHALLENGE_BYTES)
+            answer, session = dialer.answer(challenge)
+            if self._instance not in (b"", dialer.instance):
+                raise NotTheStore(f"another server took over {self.host}:{self.port}")
+            self._instance = dialer.instance
+            channel.sendall(answer)
+        except ProtocolError as error:
+            channel.close()
+            raise NotTheStore(f"what listens at {self.host}:{self.port} is not this job's store: {error}") from None
+        except OSError:
+            channel.close()
+            raise
+        self._incoming.clear()
+        channel.settimeout(None)
+        _limit(channel, self._patience)
+        return channel, session
+
+
+def _limit(channel: socket.socket, seconds: float) -> None:
+    """Bound one receive. By the kernel: Python's own time-outs cost another system call each time."""
+    whole = int(seconds)
+    limit = struct.pack("@ll", whole, int((seconds - whole) * 1e6) or 1)
+    channel.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+
+
+def _received(channel: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        more = channel.recv(size - len(data))
+        if not more:
+            raise ConnectionResetError("closed during the handshake")
+        data += more
+    return data
+
+
+def _value(reply: Reply) -> bytes | None:
+    if reply is None or isinstance(reply, bytes):
+        return reply
+    raise StoreLost("the store's reply is no value")

@@ -1,0 +1,62 @@
+"""The job's secret: from a file or the environment, or made for a job that is on one node.
+
+Every process of a job knows it, and proves so in each handshake and signature; it never travels. The agents of several
+nodes cannot agree on one over a network they do not trust, so it is given to each of them by whatever starts them.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import stat
+from collections.abc import Mapping
+
+from megatron.elastic.control import env
+
+__all__ = ["LEAST_BYTES", "job_secret"]
+
+LEAST_BYTES = 16
+"""A shorter one could be guessed from one recorded handshake."""
+_MAKE = "openssl rand -hex 16"
+
+
+def job_secret(file: str | None, environ: Mapping[str, str], alone: bool) -> str:
+    """The secret in hex digits. ``file``: ``--elastic-secret-file``; ``alone``: no other agent has to know it.
+
+    Raises ValueError with one line that names the flag and the fix.
+    """
+    path = file or environ.get(env.SECRET_FILE)
+    if path:
+        source = "--elastic-secret-file" if file else env.SECRET_FILE
+        return _checked(_read(path, source), f"{source} {path}")
+    given = environ.get(env.SECRET)
+    if given:
+        return _checked(given, env.SECRET)
+    if alone:
+        return secrets.token_hex(LEAST_BYTES)
+    raise ValueError(
+        f"agents that meet over a network need a secret: {_MAKE} > FILE, chmod 600 FILE, give every node a copy and "
+        f"--elastic-secret-file FILE (or the same {env.SECRET} in its environment)"
+    )
+
+
+def _read(path: str, source: str) -> str:
+    try:
+        with open(path, "rb") as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise ValueError(f"{source} {path}: not a file")
+            if status.st_mode & 0o077 or status.st_uid not in (os.getuid(), 0):
+                raise ValueError(f"{source} {path}: others can read or own it: chmod 600 {path}")
+            return file.read(4097).decode("ascii", "replace").strip()
+    except OSError as error:
+        raise ValueError(f"{source} {path}: {error.strerror}: make one with {_MAKE}") from None
+
+
+def _checked(text: str, source: str) -> str:
+    try:
+        if len(bytes.fromhex(text)) >= LEAST_BYTES and len(text) <= 4096 and not any(map(str.isspace, text)):
+            return text.lower()
+    except ValueError:
+        pass
+    raise ValueError(f"{source} must hold at least {2 * LEAST_BYTES} hex digits, an even number of them: {_MAKE}")
