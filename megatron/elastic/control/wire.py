@@ -9,6 +9,7 @@ out of JSON here, with every field checked.
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections.abc import Iterator, Mapping
 from typing import Any, get_args
@@ -32,6 +33,9 @@ __all__ = [
 Message = dict[str, Any]
 MAX_FRAME = 1 << 28
 _LENGTH = struct.Struct(">I")
+_DIGITS = 20
+"""Of an integer of 64 bits, with its sign."""
+_RANKS = 1 << 31
 
 
 class ProtocolError(ValueError):
@@ -69,14 +73,26 @@ class FrameReader:
 
 
 def parse(body: bytes | str) -> Message:
-    """A JSON object, or :class:`ProtocolError`."""
+    """A JSON object, or :class:`ProtocolError`. Its numbers are finite, and its integers fit 64 bits."""
     try:
-        value = json.loads(body)
+        value = json.loads(body, parse_int=_integer, parse_float=_finite, parse_constant=_finite)
     except (ValueError, RecursionError) as error:
         raise ProtocolError(f"not JSON: {error}") from None
     if not isinstance(value, dict):
         raise ProtocolError("not a JSON object")
     return value
+
+
+def _integer(text: str) -> int:
+    if len(text) > _DIGITS or not -(1 << 63) <= (number := int(text)) < 1 << 63:
+        raise ValueError(f"{text:.40} does not fit 64 bits")
+    return number
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(number := float(text)):
+        raise ValueError(f"{text:.40} is no number")
+    return number
 
 
 def take_int(value: Mapping[str, Any], key: str) -> int:
@@ -120,13 +136,11 @@ def as_object(value: Any) -> dict[str, Any]:
 
 def as_rank(value: Any) -> int:
     """``value`` as a rank; JSON turns integer keys into text."""
-    try:
-        rank = int(value)
-    except (TypeError, ValueError):
-        raise ProtocolError("a rank was expected") from None
-    if rank < 0:
-        raise ProtocolError("a rank is not negative")
-    return rank
+    if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) <= _DIGITS:
+        value = int(value)
+    if type(value) is not int or not 0 <= value < _RANKS:
+        raise ProtocolError("a rank was expected")
+    return value
 
 
 def address_to_json(address: Address) -> Message:

@@ -25,6 +25,7 @@ from megatron.elastic.control.slot import SLOT_BYTES, ExitReason, Slot
 from megatron.elastic.control.wire import (
     FrameReader,
     ProtocolError,
+    as_rank,
     decision_from_json,
     decision_to_json,
     encode,
@@ -174,6 +175,21 @@ def test_no_bytes_in_a_slot_upset_the_agent(data: bytes, at: int) -> None:
     agent.exit_reason()
     agent.finished()
     os.close(fd)
+
+
+@pytest.mark.parametrize("number", ["1e999", "-1e999", "NaN", "Infinity", "9223372036854775808", "9" * 5000])
+def test_a_number_without_bounds_is_a_protocol_error(number: str) -> None:
+    for text in (f'{{"do": "drain", "ranks": [{number}]}}', f'{{"a": {{"b": {number}}}}}'):
+        with pytest.raises(ProtocolError):
+            parse(text)
+    assert parse('{"a": -9223372036854775808, "b": 1e300}') == {"a": -(1 << 63), "b": 1e300}
+
+
+@pytest.mark.parametrize("rank", [-1, 1 << 31, 1.0, True, None, "", "-1", "1.5", "٣", "9" * 5000, [], float("inf")])
+def test_what_is_no_rank_is_a_protocol_error(rank: object) -> None:
+    with pytest.raises(ProtocolError):
+        as_rank(rank)
+    assert as_rank("12") == as_rank(12) == 12
 
 
 # -- the journal over a real store -------------------------------------------------------------

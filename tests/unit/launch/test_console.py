@@ -1,0 +1,58 @@
+"""No request kills an agent: its console over a real socket, its loop running."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from megatron.elastic.control.events import Event, Wanted
+from megatron.elastic.control.generations import Generations, Node
+from megatron.elastic.ctl import ask
+from megatron.elastic.launch.console import Console, console_name
+from megatron.elastic.launch.desk import Desk
+from megatron.elastic.launch.loop import Loop
+
+RUN_ID = f"test-console-{os.getpid()}"
+
+
+@pytest.fixture
+def appended() -> Iterator[list[Event]]:
+    """What the requests made of the job; the agent's loop runs meanwhile."""
+    events: list[Event] = []
+    loop, state = Loop(), Generations({0: Node("h", (0, 1))})
+    console = Console(loop, RUN_ID, 0, Desk(RUN_ID, state, dict, dict, events.append).handle)
+    thread = threading.Thread(target=loop.run)
+    thread.start()
+    yield events
+    loop.post(loop.stop)
+    thread.join()
+    console.close()
+    loop.close()
+
+
+@pytest.mark.parametrize("body", [
+    '{"do": "drain", "ranks": [1e999]}', '{"do": "drain", "ranks": [NaN]}', '{"do": "drain", "ranks": [-1e999]}',
+    '{"do": "drain", "ranks": [' + "9" * 400 + "]}", '{"do": "drain", "ranks": {"1": 1}}', '{"do": 1}', "[]", "1e999",
+    "[" * 40_000, '{"do": "drain", "ranks": [true]}',
+])  # fmt: skip
+def test_a_request_that_is_none_ends_its_connection_alone(appended: list[Event], body: str) -> None:
+    text = body.encode()
+    with socket.socket(socket.AF_UNIX) as caller:
+        caller.settimeout(20)
+        caller.connect(console_name(RUN_ID, 0))
+        caller.sendall(struct.pack(">I", len(text)) + text)
+        assert caller.recv(100) == b""
+    assert ask(RUN_ID, 0, {"do": "status"})["run_id"] == RUN_ID, "the agent answers the next one"
+    assert not appended
+
+
+def test_a_request_is_carried_out(appended: list[Event]) -> None:
+    assert ask(RUN_ID, 0, {"do": "drain", "ranks": [1]}) == {"accepted": "drain", "ranks": [1]}
+    assert appended == [Wanted("drain", (1,))]
+    assert json.dumps(ask(RUN_ID, 0, {"do": "drain", "ranks": [7]})).count("no such ranks") == 1
