@@ -52,6 +52,11 @@ class ElasticConfig:
     mirrors: int = 1
     """Copies of every optimizer state block besides the owner's. 2 is recommended where losses are correlated."""
 
+    domain: str | None = None
+    """What fails together with this node: names from the outermost on, e.g. 'rack7/host12'. Copies of a block go to
+    different racks, then to different nodes. Left out: MEGATRON_ELASTIC_DOMAIN of the node's environment, else its
+    machine (boot id)."""
+
     scatter_width: int = 4
     """Over how many peers one owner's mirrors are spread (at most the group's size less one)."""
 

@@ -51,7 +51,7 @@ def descendants(pid: int) -> list[int]:
 
 
 class Cluster:
-    """``nodes`` agents of ``workers`` workers each, running ``command`` (default: the rehearsal)."""
+    """``nodes`` agents, each a failure domain, of ``workers`` workers that run ``command`` (default: the rehearsal)."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class Cluster:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env=self._environ,
+            env={"MEGATRON_ELASTIC_DOMAIN": f"node{node}", **self._environ},
             cwd=ROOT,
             start_new_session=True,
         )

@@ -60,6 +60,7 @@ class Pod:
         name = f"{SERVICE}-{self.index}"
         return environment_of({
             "KUBERNETES_SERVICE_HOST": "10.96.0.1", "JOB_COMPLETION_INDEX": str(self.index), "HOSTNAME": name,
+            "MEGATRON_ELASTIC_DOMAIN": name,
         })  # fmt: skip
 
 

@@ -40,6 +40,8 @@ class Address:
     incarnation: int
     host: str
     endpoint: Mapping[str, object] = field(default_factory=dict)
+    domain: str = ""
+    """Label of the failure domains that it is in (:mod:`megatron.elastic.state.domains`); empty: its host."""
 
 
 @dataclass(frozen=True)

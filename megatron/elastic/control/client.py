@@ -63,12 +63,14 @@ class WorkerMembership:
     """Implements :class:`megatron.elastic.control.membership.Membership` over the agent's socket."""
 
     def __init__(self, rank: int, incarnation: int, slots: int, channel: socket.socket, slot: Slot, host: str,
-                 newcomer: bool = False) -> None:  # fmt: skip
+                 newcomer: bool = False, domain: str = "") -> None:  # fmt: skip
         self.rank = rank
         self.incarnation = incarnation
         self.slots = slots
         self.host = host
         """This node's name, for :class:`Address`; two agents on one machine have two."""
+        self.domain = domain
+        """This node's failure domain, for :class:`Address`."""
         self.newcomer = newcomer
         """The job ran already when this process was started: :meth:`decide` waits to be admitted."""
         self._channel = channel
@@ -97,7 +99,7 @@ class WorkerMembership:
     @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ) -> WorkerMembership:
         """The membership of this process. Raises :class:`NotUnderLauncher` outside the elastic launcher."""
-        names = ("RANK", env.SLOTS, env.INCARNATION, env.CONTROL_FD, env.SLOT_FD, env.HOST)
+        names = ("RANK", env.SLOTS, env.INCARNATION, env.CONTROL_FD, env.SLOT_FD, env.HOST, env.DOMAIN)
         missing = [name for name in names if name not in environ]
         if missing:
             raise NotUnderLauncher(f"{missing[0]} is not set")
@@ -108,7 +110,7 @@ class WorkerMembership:
             raise NotUnderLauncher(f"its socket is not inherited: {error}") from None
         rank, incarnation, slots = int(environ["RANK"]), int(environ[env.INCARNATION]), int(environ[env.SLOTS])
         newcomer = environ.get(env.NEWCOMER) == "1"
-        return cls(rank, incarnation, slots, channel, slot, environ[env.HOST], newcomer)
+        return cls(rank, incarnation, slots, channel, slot, environ[env.HOST], newcomer, environ[env.DOMAIN])
 
     # -- Membership -----------------------------------------------------------
 
@@ -139,8 +141,8 @@ class WorkerMembership:
             known = self._returned
             # In quiet times for the next generation, whatever it will be about: this thread holds the same until then.
             promised = 0 if self._decided == 0 else max(self._frozen, known + 1)
-        # The node's name, which says what fails together; where a transport listens is in its endpoint.
-        here = address_to_json(replace(address, host=self.host))
+        # The node's name and domain; where a transport listens is in its endpoint.
+        here = address_to_json(replace(address, host=self.host, domain=self.domain))
         self._send({"t": "report", "g": promised, "address": here, "report": report})
         with self._changed:
             while True:

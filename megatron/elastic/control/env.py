@@ -11,6 +11,7 @@ from typing import Final
 __all__ = [
     "ADDRESS",
     "CONTROL_FD",
+    "DOMAIN",
     "HOST",
     "INCARNATION",
     "NEWCOMER",
@@ -54,6 +55,10 @@ SLOT_FD: Final = "MEGATRON_ELASTIC_SLOT_FD"
 
 HOST: Final = "MEGATRON_ELASTIC_HOST"
 """Name of this node; two agents on one machine have two names, because they are two nodes."""
+
+DOMAIN: Final = "MEGATRON_ELASTIC_DOMAIN"
+"""What fails together with this node, like ``rack7/host12``. Set it where a node is started, unless its machine says
+enough (:mod:`megatron.elastic.launch.domain`); the launcher gives its workers what holds."""
 
 ADDRESS: Final = "MEGATRON_ELASTIC_ADDRESS"
 """Network address at which workers of other nodes reach this node: what a communicator listens on."""

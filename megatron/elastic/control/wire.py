@@ -150,14 +150,16 @@ def address_to_json(address: Address) -> Message:
         "incarnation": address.incarnation,
         "host": address.host,
         "endpoint": dict(address.endpoint),
+        "domain": address.domain,
     }
 
 
 def address_from_json(value: Mapping[str, Any]) -> Address:
     """Inverse of :func:`address_to_json`."""
     return Address(
-        take_int(value, "rank"), take_int(value, "incarnation"), take_str(value, "host"), take_object(value, "endpoint")
-    )
+        take_int(value, "rank"), take_int(value, "incarnation"), take_str(value, "host"),
+        take_object(value, "endpoint"), take_str(value, "domain"),
+    )  # fmt: skip
 
 
 def loss_to_json(loss: Loss) -> Message:

@@ -36,6 +36,7 @@ from megatron.elastic.plan.choice import Choice
 from megatron.elastic.plan.dataflow import PlanError
 from megatron.elastic.plan.model import Plan, Profile
 from megatron.elastic.plan.topology import with_speeds
+from megatron.elastic.state.domains import FailureDomains
 from megatron.elastic.state.layout import BlockKey, UnitLayout
 from megatron.elastic.state.ownership import rebalance
 from megatron.elastic.state.placement import Rules, UnitGroup, promote_only
@@ -43,7 +44,7 @@ from megatron.elastic.state.protocol import Holdings, Resolution, all_copies, re
 from megatron.elastic.state.record import StepRecord
 from megatron.elastic.state.redundancy import replenish, short_of_mirrors
 
-__all__ = ["Outcome", "Recovery", "StateLost"]
+__all__ = ["Outcome", "Recovery", "StateLost", "failure_domains", "placement_rules"]
 
 
 class StateLost(RuntimeError):
@@ -103,8 +104,8 @@ class Recovery:
     profile: Profile
     """Costs of units, the same on every rank."""
     machine: Machine
-    domains: Mapping[int, int] = field(default_factory=dict)
-    """Rank → failure domain, of the present generation."""
+    domains: FailureDomains = field(default_factory=FailureDomains)
+    """Of the present generation."""
     members: tuple[int, ...] = ()
     """Ranks, but newcomers, of a decision whose generation has yet to come about, ascending."""
     present: Decision | None = None
@@ -242,7 +243,8 @@ class Recovery:
         assignment = target or standing.assignment
         staying = [rank for rank in standing.living if rank not in leaving]
         groups = unit_groups(assignment, self.layouts, staying)
-        placement, changes = rebalance(standing.placement, groups, self._rules(staying))
+        rules = placement_rules(self.config, self.domains, staying)
+        placement, changes = rebalance(standing.placement, groups, rules)
         return Movement(Basis(placement, assignment), changes)
 
     def short_of_mirrors(self, standing: Standing) -> tuple[BlockKey, ...]:
@@ -260,12 +262,8 @@ class Recovery:
         proven = [rank for rank in standing.living if rank not in self._unproven()]
         ranks = proven if len(proven) > self.config.mirrors else standing.living
         groups = unit_groups(standing.assignment, self.layouts, ranks)
-        placement, changes = replenish(standing.placement, groups, self._rules(ranks))
+        placement, changes = replenish(standing.placement, groups, placement_rules(self.config, self.domains, ranks))
         return Movement(Basis(placement, standing.assignment), changes, urgent=True)
-
-    def _rules(self, ranks: Collection[int]) -> Rules:
-        domains = {rank: domain for rank, domain in self.domains.items() if rank in ranks}
-        return Rules(self.config.mirrors, self.config.scatter_width, domains, self.config.ownership)
 
     def _unproven(self) -> set[int]:
         """Members that had not voted since they were let in when this generation was decided."""
@@ -340,7 +338,13 @@ def _lost_steps(reports: Mapping[int, Report], resolution: Resolution) -> int:
     return max(0, max(known, default=kept) - kept)
 
 
-def failure_domains(decision: Decision) -> dict[int, int]:
-    """Rank → number of its host: what fails together."""
-    hosts = sorted({address.host for address in decision.members.values()})
-    return {rank: hosts.index(address.host) for rank, address in decision.members.items()}
+def failure_domains(decision: Decision) -> FailureDomains:
+    """Of the members, by the labels of their addresses."""
+    labels = {rank: address.domain or address.host.replace("/", "-") for rank, address in decision.members.items()}
+    return FailureDomains.of(labels, {rank: address.host for rank, address in decision.members.items()})
+
+
+def placement_rules(config: ElasticConfig, domains: FailureDomains, ranks: Collection[int] | None = None) -> Rules:
+    """How copies are spread over ``ranks`` (left out: over all of ``domains``)."""
+    nodes = {rank: node for rank, node in domains.nodes.items() if ranks is None or rank in ranks}
+    return Rules(config.mirrors, config.scatter_width, nodes, config.ownership, domains.wider)

@@ -22,6 +22,7 @@ from torch.distributed.run import determine_local_world_size, get_args_parser
 from megatron.elastic.config import ConfigError, ElasticConfig
 from megatron.elastic.control.etcd import Etcd
 from megatron.elastic.launch.cluster import Placement, derive
+from megatron.elastic.launch.domain import domain_of
 from megatron.elastic.launch.preload import modules_for
 from megatron.elastic.launch.secret import job_secret
 from megatron.elastic.launch.settings import elastic_settings, tensor_parallel_size
@@ -77,6 +78,8 @@ class Job:
     """0: any free port (one node only)."""
     local_addr: str
     local_addr_given: bool
+    domain: str
+    """Label of what fails together with this node."""
     rendezvous_timeout: float
     etcd: Etcd | None
     """Where the store is; None: the first agent serves it."""
@@ -178,6 +181,7 @@ def _job(args: argparse.Namespace, place: Placement, settings: ElasticConfig, en
         master_port=place.master_port,
         local_addr=args.local_addr or socket.gethostname(),
         local_addr_given=bool(args.local_addr),
+        domain=domain_of(settings.domain, environ),
         rendezvous_timeout=place.timeout,
         etcd=place.etcd,
         kind=kind,

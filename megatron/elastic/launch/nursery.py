@@ -73,6 +73,7 @@ class Nursery:
             env.SLOTS: str(self._slots),
             env.INCARNATION: str(worker.incarnation),
             env.HOST: self._node.host,
+            env.DOMAIN: job.domain,
             env.ADDRESS: self._company.address,
             env.NODE: str(self._company.node),
             env.SEGMENT_PREFIX: self._prefix,

@@ -27,7 +27,7 @@ from megatron.elastic.engine.pacing import Pacing
 from megatron.elastic.engine.port import ModelPort
 from megatron.elastic.engine.position import Position
 from megatron.elastic.engine.protection import Protected
-from megatron.elastic.engine.recovery import Outcome, Recovery, failure_domains
+from megatron.elastic.engine.recovery import Outcome, Recovery, failure_domains, placement_rules
 from megatron.elastic.engine.recut import Recut, unmeasured_profile
 from megatron.elastic.engine.settings import Settings
 from megatron.elastic.engine.standing import Standing, unit_groups
@@ -53,7 +53,6 @@ from megatron.elastic.platform.frequency import Kind, frequency_of, open_frequen
 from megatron.elastic.platform.select import select
 from megatron.elastic.state.layout import UnitLayout
 from megatron.elastic.state.ownership import initial
-from megatron.elastic.state.placement import Rules
 from megatron.elastic.state.pool import StatePool
 from megatron.elastic.state.record import StepRecord
 
@@ -95,7 +94,7 @@ class Job:
 def beginning(job: Job, assignment: Assignment, layouts: Layouts, decision: Decision) -> tuple[Basis, StepRecord]:
     """Who holds what when the members of ``decision`` found the job, and the record that names it."""
     config = job.config
-    rules = Rules(config.mirrors, config.scatter_width, failure_domains(decision), config.ownership)
+    rules = placement_rules(config, failure_domains(decision))
     basis = Basis(initial(unit_groups(assignment, layouts, decision.members), rules), assignment)
     return basis, replace(StepRecord.initial(job.settings.hyper), placement=basis.digest)
 

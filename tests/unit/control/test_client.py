@@ -26,7 +26,7 @@ class Agent:
     def __init__(self) -> None:
         self.socket, theirs = socket.socketpair()
         fd, self.slot = Slot.create("test")
-        self.worker = WorkerMembership(1, 0, 2, theirs, Slot(fd), "node/1")
+        self.worker = WorkerMembership(1, 0, 2, theirs, Slot(fd), "node/1", domain="rack7/node")
         os.close(fd)
         self.socket.settimeout(20)
         self._reader = FrameReader()
@@ -74,6 +74,7 @@ def test_the_first_report_joins_and_the_decision_comes_back(agent: Agent) -> Non
     decision = agent.worker.decide(HERE, "mine", 20)
     assert decision.generation == 1 and agent.worker.frozen() == 1
     assert agent.reports[0]["address"]["host"] == "node/1", "the node's name, whatever the transport calls its host"
+    assert agent.reports[0]["address"]["domain"] == "rack7/node"
 
 
 def test_freeze_is_called_back_and_the_report_is_for_that_generation(agent: Agent) -> None:

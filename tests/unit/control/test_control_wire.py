@@ -32,7 +32,7 @@ from megatron.elastic.control.wire import (
     parse,
 )
 
-ADDRESS = Address(3, 1, "host/0", {"port": 1234, "segment": "mel-1", "list": [1, "x", None]})
+ADDRESS = Address(3, 1, "host/0", {"port": 1234, "segment": "mel-1", "list": [1, "x", None]}, "rack7/host")
 LOSS = Loss(2, 4, "h", "exit code 1", ("last", "lines é"), "communication")
 EXAMPLES: list[ev.Event] = [
     ev.Lost((LOSS, LOSS), (3, -1)),

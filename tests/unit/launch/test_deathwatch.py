@@ -187,7 +187,8 @@ def test_a_worker_has_ended_before_it_is_gone_and_its_end_is_told_once(tmp_path:
 def start(pool: Pool, script: Path, number: int) -> None:
     mine, theirs = socket.socketpair()
     fd, slot = Slot.create("test")
-    environ = {"RANK": "0", env.SLOTS: "1", env.INCARNATION: str(number), env.HOST: "here"}
+    environ = {"RANK": "0", env.SLOTS: "1", env.INCARNATION: str(number), env.HOST: "here",
+               env.DOMAIN: "here"}  # fmt: skip
     environ["PYTHONPATH"] = os.pathsep.join(sys.path)
     spec = WorkerSpec(number, "script", str(script), (), environ)
     out = os.open(os.devnull, os.O_WRONLY)

@@ -24,6 +24,7 @@ FROZEN = {
     "--elastic-comm": "elastic",
     "--elastic-transport": "auto",
     "--elastic-mirrors": 1,
+    "--elastic-domain": None,
     "--elastic-scatter-width": 4,
     "--elastic-ownership": "interleaved",
     "--elastic-block-bytes": 1 << 18,
