@@ -3,6 +3,8 @@
 #
 #   MASTER_ADDR=node0 NNODES=2 NODE_RANK=0 \
 #       bash scripts/pretrain_gpt_ascend.sh CHECKPOINT_PATH TENSORBOARD_PATH TOKENIZER_MODEL DATA_PATH [FLAGS...]
+#
+# With ETCD_ENDPOINT and RUN_ID instead of MASTER_ADDR the launchers meet in etcd and any node may fail (scripts/nodes.sh).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -13,8 +15,6 @@ export HCCL_CONNECT_TIMEOUT=${HCCL_CONNECT_TIMEOUT:-3600}
 export HCCL_EXEC_TIMEOUT=${HCCL_EXEC_TIMEOUT:-3600}
 
 NPUS_PER_NODE=${NPUS_PER_NODE:-8}
-MASTER_ADDR=${MASTER_ADDR:-localhost}
-MASTER_PORT=${MASTER_PORT:-6000}
 NNODES=${NNODES:-1}
 NODE_RANK=${NODE_RANK:-0}
 
@@ -23,17 +23,17 @@ TENSORBOARD_LOGS_PATH=${2:?TENSORBOARD_PATH}
 TOKENIZER_MODEL=${3:?TOKENIZER_MODEL, folder of a Hugging Face tokenizer}
 DATA_PATH=${4:?DATA_PATH, prefix_text_document}
 
+source scripts/nodes.sh
+elastic_nodes "$NNODES" "$NODE_RANK"
+
 DISTRIBUTED_ARGS=(
     --nproc-per-node "$NPUS_PER_NODE"
-    --nnodes "$NNODES"
-    --node-rank "$NODE_RANK"
-    --master-addr "$MASTER_ADDR"
-    --master-port "$MASTER_PORT"
+    "${NODE_ARGS[@]}"
 )
 
 ELASTIC_ARGS=(
     --elastic
-    --elastic-mirrors 2
+    --elastic-mirrors "$MIRRORS"
     --elastic-event-log "$TENSORBOARD_LOGS_PATH/events"
 )
 
@@ -97,7 +97,7 @@ EVAL_AND_LOGGING_ARGS=(
     --tensorboard-dir "$TENSORBOARD_LOGS_PATH"
 )
 
-exec python -m megatron.elastic.launch "${DISTRIBUTED_ARGS[@]}" pretrain_gpt.py \
+elastic_launch "${DISTRIBUTED_ARGS[@]}" pretrain_gpt.py \
     "${ELASTIC_ARGS[@]}" \
     "${GPT_MODEL_ARGS[@]}" \
     "${TRAINING_ARGS[@]}" \

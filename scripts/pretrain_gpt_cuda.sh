@@ -3,14 +3,14 @@
 #
 #   MASTER_ADDR=node0 NUM_NODES=2 NODE_RANK=0 \
 #       bash scripts/pretrain_gpt_cuda.sh CHECKPOINT_PATH TENSORBOARD_PATH TOKENIZER_MODEL DATA_PATH [FLAGS...]
+#
+# With ETCD_ENDPOINT and RUN_ID instead of MASTER_ADDR the launchers meet in etcd and any node may fail (scripts/nodes.sh).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 export CUDA_DEVICE_MAX_CONNECTIONS=1 # orders communication and compute where Megatron overlaps them
 
 GPUS_PER_NODE=${GPUS_PER_NODE:-8}
-MASTER_ADDR=${MASTER_ADDR:-localhost}
-MASTER_PORT=${MASTER_PORT:-6000}
 NUM_NODES=${NUM_NODES:-1}
 NODE_RANK=${NODE_RANK:-0}
 
@@ -19,17 +19,17 @@ TENSORBOARD_LOGS_PATH=${2:?TENSORBOARD_PATH}
 TOKENIZER_MODEL=${3:?TOKENIZER_MODEL, folder of a Hugging Face tokenizer}
 DATA_PATH=${4:?DATA_PATH, prefix_text_document}
 
+source scripts/nodes.sh
+elastic_nodes "$NUM_NODES" "$NODE_RANK"
+
 DISTRIBUTED_ARGS=(
     --nproc-per-node "$GPUS_PER_NODE"
-    --nnodes "$NUM_NODES"
-    --node-rank "$NODE_RANK"
-    --master-addr "$MASTER_ADDR"
-    --master-port "$MASTER_PORT"
+    "${NODE_ARGS[@]}"
 )
 
 ELASTIC_ARGS=(
     --elastic
-    --elastic-mirrors 2 # a node's GPUs tend to be lost together
+    --elastic-mirrors "$MIRRORS"
     --elastic-event-log "$TENSORBOARD_LOGS_PATH/events"
 )
 
@@ -83,7 +83,7 @@ EVAL_AND_LOGGING_ARGS=(
     --tensorboard-dir "$TENSORBOARD_LOGS_PATH"
 )
 
-exec python -m megatron.elastic.launch "${DISTRIBUTED_ARGS[@]}" pretrain_gpt.py \
+elastic_launch "${DISTRIBUTED_ARGS[@]}" pretrain_gpt.py \
     "${ELASTIC_ARGS[@]}" \
     "${GPT_MODEL_ARGS[@]}" \
     "${TRAINING_ARGS[@]}" \

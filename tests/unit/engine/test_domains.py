@@ -42,5 +42,5 @@ def test_a_rank_without_a_label_is_in_the_domain_of_its_host() -> None:
 
 
 def test_ranks_that_leave_are_no_place_for_copies() -> None:
-    rules = placement_rules(ElasticConfig(), failure_domains(decision("a", "b")), leaving=(1, 2))
+    rules = placement_rules(ElasticConfig(), failure_domains(decision("a", "b")), ranks=(0, 3))
     assert rules.domains == {0: 0, 3: 1}

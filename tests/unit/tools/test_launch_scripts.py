@@ -43,25 +43,32 @@ sys.exit(subprocess.call(command))
 """
 
 
-def record(tmp_path: Path, script: str, arguments: list[str], environment: dict[str, str]) -> list[dict[str, Any]]:
-    """What the programs a script starts were called with, in order."""
+def record(
+    tmp_path: Path, script: str, arguments: list[str], environment: dict[str, str], status: int = 0,
+    launcher: str = "", srun: str = RUN_COMMAND, inside: tuple[str, ...] = (),
+) -> list[dict[str, Any]]:  # fmt: skip
+    """What the programs a script starts were called with, in order.
+
+    ``launcher``: what the interpreter does after it has written down its call; ``srun``: the same of srun; ``inside``:
+    a command to run the script with; ``status``: the script's own, in the end.
+    """
     tools = tmp_path / "bin"
     tools.mkdir()
-    for name, then in (("python", ""), ("srun", RUN_COMMAND), ("scontrol", 'print("node0")')):
+    for name, then in (("python", launcher), ("srun", srun), ("scontrol", 'print("node0")'), ("sleep", "")):
         (tools / name).write_text(RECORDER.format(python=sys.executable, then=then))
         (tools / name).chmod(0o755)
     log = tmp_path / "record"
     path = f"{tools}:{os.environ['PATH']}"
     base = {"PATH": path, "RECORD": str(log), "HOME": os.environ.get("HOME", "/")}
     done = subprocess.run(
-        ["bash", str(SCRIPTS / script), *arguments],
+        [*inside, "bash", str(SCRIPTS / script), *arguments],
         env=base | environment,
         capture_output=True,
         text=True,
         timeout=60,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == status, done.stdout + done.stderr
     return [json.loads(line) for line in log.read_text().splitlines()]
 
 
@@ -128,7 +135,8 @@ def test_slurm_script_starts_a_launcher_a_node_that_outlives_others(
         "SLURM_JOB_ID": "1",
     }
     # sbatch runs a copy; the job starts in the folder it was submitted from.
-    calls = record(tmp_path, "pretrain_gpt.slurm", ["checkpoints", "tensorboard", "tokenizer", "data"], environment)
+    paths = [str(tmp_path / "checkpoints"), "tensorboard", "tokenizer", "data"]
+    calls = record(tmp_path, "pretrain_gpt.slurm", paths, environment)
     srun = next(call for call in calls if call["program"] == "srun")
     assert {"--no-kill", "--kill-on-bad-exit=0", "--wait=0"} <= set(srun["argv"])
     launcher, _ = parsed(calls[-1]["argv"], megatron_parser)
@@ -139,6 +147,88 @@ def test_slurm_script_starts_a_launcher_a_node_that_outlives_others(
         line.split()[1] for line in (SCRIPTS / "pretrain_gpt.slurm").read_text().splitlines() if "#SBATCH" in line
     ]
     assert {"--no-kill", "--requeue", "--signal=TERM@180", "--ntasks-per-node=1"} <= set(directives)
+
+
+ON_SLURM = {"SLURM_JOB_NODELIST": "node[0-1]", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "17"}
+
+SEVERAL_TASKS = """
+import subprocess
+command = sys.argv[1:]
+while command[0].startswith("-"):
+    command.pop(0)
+ends = os.environ["ENDS"].split()  # of each task; "lost": killed with its node
+codes = [137 if end == "lost" else
+         subprocess.call(command, env=os.environ | {"SLURM_NODEID": str(node), "END": end})
+         for node, end in enumerate(ends)]
+sys.exit(max(codes))
+"""
+
+
+@pytest.mark.parametrize(
+    ("ends", "status", "requeued"),
+    [
+        ("0 0", 0, False), ("3 3", 3, True), ("4 4", 4, True), ("5 5", 5, False), ("1 1", 1, False),
+        ("0 lost", 0, False), ("3 lost", 3, True), ("0 4", 0, False), ("3 4", 3, True), ("5 4", 5, False),
+        ("lost lost", 137, False),
+    ],
+)  # fmt: skip
+def test_slurm_script_acts_on_what_the_launchers_say_not_on_a_task_that_went_with_its_node(
+    tmp_path: Path, ends: str, status: int, requeued: bool
+) -> None:
+    calls = record(
+        tmp_path, "pretrain_gpt.slurm", [str(tmp_path / "checkpoints"), "tensorboard", "tokenizer", "data"],
+        {**ON_SLURM, "ENDS": ends}, status, 'sys.exit(int(os.environ["END"]))', SEVERAL_TASKS,
+    )  # fmt: skip
+    asked = [call["argv"] for call in calls if call["program"] == "scontrol"]
+    assert (["requeue", "17"] in asked) == requeued
+    assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+def test_slurm_script_meets_in_etcd_under_a_name_of_its_own_each_time_it_is_queued(
+    tmp_path: Path, megatron_parser: argparse.ArgumentParser
+) -> None:
+    environment = {**ON_SLURM, "SLURM_NODEID": "1", "SLURM_RESTART_COUNT": "3", "ETCD_ENDPOINT": "e0:2379,e1:2379"}
+    paths = [str(tmp_path / "checkpoints"), "tensorboard", "tokenizer", "data"]
+    launcher, _ = parsed(record(tmp_path, "pretrain_gpt.slurm", paths, environment)[-1]["argv"], megatron_parser)
+    assert (launcher.rdzv_backend, launcher.rdzv_endpoint) == ("etcd", "e0:2379,e1:2379")
+    assert (launcher.rdzv_id, launcher.node_rank) == ("slurm-17-3", 1)
+
+
+@pytest.mark.parametrize("script", ["pretrain_gpt_cuda.sh", "pretrain_gpt_ascend.sh"])
+@pytest.mark.parametrize(("nodes", "mirrors"), [("1", 1), ("2", 1), ("3", 2), ("16", 2)])
+def test_scripts_ask_for_as_many_copies_as_there_are_other_nodes_to_hold_them(
+    tmp_path: Path, megatron_parser: argparse.ArgumentParser, script: str, nodes: str, mirrors: int
+) -> None:
+    environment = {"NUM_NODES": nodes, "NNODES": nodes, "NODE_RANK": "0", "ETCD_ENDPOINT": "e:2379", "RUN_ID": "r"}
+    calls = record(tmp_path, script, ["checkpoints", "tensorboard", "tokenizer", "data"], environment)
+    launcher, megatron = parsed(calls[-1]["argv"], megatron_parser)
+    assert megatron.elastic_mirrors == mirrors and launcher.rdzv_backend == "etcd"
+
+
+def own_pid_namespace() -> list[str]:
+    """A command that runs another as process 1, as a container does; empty where that is not allowed."""
+    inside = ["unshare", "--pid", "--fork", "--kill-child"]
+    return inside if subprocess.run([*inside, "true"], capture_output=True, check=False).returncode == 0 else []
+
+
+@pytest.mark.skipif(not own_pid_namespace(), reason="unshare --pid needs more rights than this user has")
+@pytest.mark.parametrize(("status", "waits"), [(3, True), (4, True), (0, False), (1, False), (5, False)])
+def test_a_pod_that_is_started_again_leaves_etcd_time_to_forget_the_run(
+    tmp_path: Path, status: int, waits: bool
+) -> None:
+    """The launcher takes SIGTERM meanwhile, which a pod's first process alone is sent."""
+    launcher = (
+        "import signal, time\n"
+        f"signal.signal(signal.SIGTERM, lambda *_: sys.exit({status}))\n"
+        "os.kill(1, signal.SIGTERM)\n"
+        "time.sleep(30)\n"
+    )
+    environment = {"NUM_NODES": "2", "NODE_RANK": "0", "ETCD_ENDPOINT": "e:2379", "RUN_ID": "r"}
+    paths = ["checkpoints", "tensorboard", "tokenizer", "data"]
+    calls = record(
+        tmp_path, "pretrain_gpt_cuda.sh", paths, environment, status, launcher, inside=tuple(own_pid_namespace())
+    )
+    assert [call["argv"] for call in calls if call["program"] == "sleep"] == ([["40"]] if waits else [])
 
 
 @pytest.mark.parametrize("manifest", MANIFESTS, ids=lambda path: path.name)
@@ -168,9 +258,29 @@ def test_kubernetes_job_has_identity_shared_memory_and_exit_statuses(
     assert int(environment["NUM_NODES"]) == job["spec"]["completions"] == job["spec"]["parallelism"]
     script = Path(container["command"][1]).name
     launcher, _ = parsed(record(tmp_path, script, container["args"], environment)[-1]["argv"], megatron_parser)
-    assert launcher.master_addr == "pretrain-gpt-0.pretrain-gpt"
+    assert launcher.master_addr == "pretrain-gpt-0.pretrain-gpt" and launcher.rdzv_backend == "static"
     (secret,) = (item["valueFrom"] for item in container["env"] if item["name"] == env.SECRET)
     assert set(secret) == {"secretKeyRef"}, "it stands in no manifest"
+
+
+def test_kubernetes_etcd_is_where_the_job_looks_for_it(
+    tmp_path: Path, megatron_parser: argparse.ArgumentParser
+) -> None:
+    service, members = yaml.safe_load_all((SCRIPTS / "kubernetes" / "etcd.yaml").read_text())
+    name, count = members["metadata"]["name"], members["spec"]["replicas"]
+    assert members["spec"]["serviceName"] == service["metadata"]["name"] == name and count % 2 == 1
+    endpoint = ",".join(f"{name}-{member}.{name}:2379" for member in range(count))
+    manifest = (SCRIPTS / "kubernetes" / "pretrain-gpt.yaml").read_text()
+    assert endpoint in manifest, "the value to set is in the comment"
+    _, job = yaml.safe_load_all(manifest)
+    container = job["spec"]["template"]["spec"]["containers"][0]
+    environment = {item["name"]: item.get("value", "1") for item in container["env"]} | {"ETCD_ENDPOINT": endpoint}
+    script = Path(container["command"][1]).name
+    launcher, _ = parsed(record(tmp_path, script, container["args"], environment)[-1]["argv"], megatron_parser)
+    assert (launcher.rdzv_backend, launcher.rdzv_endpoint, launcher.rdzv_id) == ("etcd", endpoint, "pretrain-gpt")
+    flags = members["spec"]["template"]["spec"]["containers"][0]["command"]
+    peers = next(flag for flag in flags if flag.startswith("--initial-cluster="))
+    assert all(f"{name}-{member}=http://{name}-{member}.{name}:2380" in peers for member in range(count))
 
 
 def test_kubelet_kills_one_process_not_the_pod() -> None:
