@@ -7,6 +7,7 @@ first two steps, so steps are compared from the third on).
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -56,3 +57,40 @@ def test_either_resumes_what_the_other_wrote(tmp_path: Path, kind: str) -> None:
     assert resumed.code == 0, resumed.output[-4000:]
     assert largest_deviation(straight, tail(losses(logs(tmp_path, "resumes-ours")))) < ROUNDING[kind]
     assert largest_deviation(straight, tail(resumed.losses)) < ROUNDING[kind]
+
+
+WRITTEN_WITH = ("--lr-decay-iters", "40")
+RESUMED_WITH = (
+    "--lr", "5e-4", "--min-lr", "5e-5", "--lr-decay-style", "linear", "--lr-decay-iters", "100", "--lr-warmup-iters",
+    "9", "--use-checkpoint-opt_param-scheduler",
+)  # fmt: skip
+"""Not another weight decay: plain Megatron takes that of the arguments for one step more before it takes the loaded one."""
+
+
+def rates(output: str) -> dict[int, str]:
+    """Iteration → learning rate as printed."""
+    return {int(step): rate for step, rate in re.findall(r"iteration\s+(\d+)/.*?learning rate: (\S+)", output)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_rank_that_returns_after_a_load_has_the_schedule_of_the_checkpoint(tmp_path: Path, kind: str) -> None:
+    """Other arguments than the checkpoint's, which the flag overrules: as plain Megatron goes on, a loss or none."""
+    flags, steps = (*QUIET, *FORMATS[kind]), 30
+    written = elastic_job(tmp_path / "events", 2, 1, 1, steps, *flags, *WRITTEN_WITH, *saving(tmp_path / "saved"))
+    assert written.code == 0, written.output[-4000:]
+    later = (*flags, *RESUMED_WITH, "--load", str(tmp_path / "saved"))
+    plain = {"name": "plain", "world": 1, "seconds": 200, "arguments": [*MODEL, *later, "--train-iters", str(steps)]}
+    assert run_jobs(tmp_path, [plain]) == {"plain": [0]}, logs(tmp_path, "plain")[-3000:]
+    faults = f"kill:rank=1,step={SAVED_AT + 2},point=mid_forward;delay:missing=1,rank=0,count=0,seconds=2"
+    resumed = elastic_job(
+        tmp_path / "later", 2, 1, 1, steps, *later, "--elastic-allow-inject", "--elastic-inject", faults
+    )
+    assert resumed.code == 0, resumed.output[-4000:]
+    joins = [record for record in resumed.of("generation") if record.fields["reason"] == "join"]
+    assert len(joins) == 1 and len(resumed.of("loss")) == 1
+    straight = logs(tmp_path, "plain")
+    back = int(re.findall(r"at step (\d+)", resumed.output.split("recovered at generation 3")[0])[-1])
+    assert back < steps - 2, "it computed again"
+    assert rates(resumed.output) == rates(straight)
+    assert largest_deviation(tail(losses(straight)), tail(resumed.losses)) < ROUNDING[kind]

@@ -26,6 +26,7 @@ from megatron.core.dist_checkpointing.optimizer import (
     get_param_id_to_sharded_param_map,
     make_sharded_optimizer_tensor,
 )
+from megatron.core.optimizer.optimizer import param_group_identifier_keys
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.training import checkpointing
 from torch.distributed import distributed_c10d as c10d
@@ -36,6 +37,7 @@ from megatron.elastic.engine.engine import Engine
 from megatron.elastic.engine.saving import Want
 from megatron.elastic.mcore.checkpoint_content import Content
 from megatron.elastic.mcore.other_stages import OtherStages
+from megatron.elastic.mcore.param_groups import settings_of
 from megatron.elastic.mcore.place import Place
 from megatron.elastic.mcore.stage import GroupStandIn
 from megatron.elastic.state.layout import ParamSlot
@@ -53,6 +55,8 @@ class LoadedState:
     units: Mapping[int, torch.Tensor]
     adam_step: int
     scaler: Mapping[str, Any]
+    groups: Sequence[Mapping[str, Any]]
+    """What the checkpoint says of the schedule of each parameter group, in the order of ours."""
 
 
 class OptimizerCheckpoint:
@@ -121,11 +125,12 @@ class OptimizerCheckpoint:
         shadow, self._reading = self._reading, None
         if state_dict.get("param_state_sharding_type") == _RESHARDABLE:
             step = _group_step(state_dict["optimizer"]["param_groups"])
+            groups = state_dict["optimizer"]["param_groups"]
             tensors = [state_dict["param_state"][i] for i in range(len(state_dict["param_state"]))]
             mains = [entry["param"] for entry in tensors]
         else:
             shadow.load_state_dict(state_dict)
-            mains = _main_parameters(shadow)
+            groups, mains = shadow.optimizer.param_groups, _main_parameters(shadow)
             tensors = [shadow.optimizer.state[main] for main in mains]
             step = int(tensors[0]["step"]) if tensors and "step" in tensors[0] else _group_step(
                 shadow.optimizer.param_groups
@@ -135,7 +140,9 @@ class OptimizerCheckpoint:
             rows = units[unit][:, slot.start : slot.stop]
             for row, value in zip(rows, (main, state["exp_avg"], state["exp_avg_sq"]), strict=True):
                 row.copy_(value.detach().reshape(-1))
-        return LoadedState(units, step, dict(state_dict.get("grad_scaler") or {}))
+        named = {_identity(group): settings_of(group) for group in groups}
+        settings = [named.get(_identity(group), {}) for group in shadow.optimizer.param_groups]
+        return LoadedState(units, step, dict(state_dict.get("grad_scaler") or {}), settings)
 
     # -- Megatron's optimizer over our parameters ---------------------------------------
 
@@ -233,6 +240,11 @@ class OptimizerCheckpoint:
 
 def _main_parameters(shadow: Any) -> list[torch.Tensor]:
     return [p for group in shadow.optimizer.param_groups for p in group["params"]]
+
+
+def _identity(group: Mapping[str, Any]) -> tuple[Any, ...]:
+    """By which Megatron finds a parameter group of a checkpoint again."""
+    return tuple(group.get(name) for name in param_group_identifier_keys)
 
 
 def _group_step(groups: Sequence[Mapping[str, Any]]) -> int:

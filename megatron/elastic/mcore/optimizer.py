@@ -8,7 +8,7 @@ scale and state dicts; :class:`EngineOptimizer` offers these and refuses to step
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -16,10 +16,12 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron.elastic.config import ConfigError
 from megatron.elastic.mcore.checkpoint import LoadedState, OptimizerCheckpoint
-from megatron.elastic.mcore.param_groups import GroupKeys
+from megatron.elastic.mcore.param_groups import GroupKeys, adopt, settings_of
 from megatron.elastic.state.record import Rate
 
 __all__ = ["EngineOptimizer", "MegatronSchedule"]
+
+_NOT_SETTINGS = ("optimizer", "num_steps")
 
 
 class EngineOptimizer:
@@ -55,6 +57,7 @@ class EngineOptimizer:
         """Take what Megatron has read into :meth:`sharded_state_dict`'s tensors."""
         assert self.checkpoint is not None
         self.loaded = self.checkpoint.finish_load(state_dict)
+        adopt(self.param_groups, self.loaded.groups)
 
     def state_dict(self, is_loading: bool = False) -> Any:
         """Raises: there is no whole state on one rank."""
@@ -72,14 +75,37 @@ class EngineOptimizer:
 
 
 class MegatronSchedule:
-    """Megatron's parameter scheduler as a pure function of samples scheduled so far."""
+    """Megatron's parameter scheduler as a pure function of samples scheduled so far.
 
-    def __init__(self, scheduler: OptimizerParamScheduler, groups: GroupKeys) -> None:
+    Its settings are those of the arguments until a checkpoint is loaded: with --use-checkpoint-opt_param-scheduler the
+    scheduler takes the checkpoint's, and parameter groups take theirs in any case, as plain Megatron's optimizer does.
+    So a rank that did not load the checkpoint has to be told them (:meth:`told`, :meth:`take`).
+    """
+
+    def __init__(self, scheduler: OptimizerParamScheduler) -> None:
         self._scheduler = scheduler
-        self._groups = groups.param_groups()
+
+    @property
+    def _groups(self) -> list[dict[str, Any]]:
+        groups: list[dict[str, Any]] = self._scheduler.optimizer.param_groups
+        return groups
 
     def rates(self, scheduler_steps: int) -> tuple[Rate, ...]:
         """Learning rate and weight decay of every group, by index."""
         at = copy.copy(self._scheduler)
         at.num_steps = scheduler_steps
         return tuple(Rate(at.get_lr(group), at.get_wd(group) * group["wd_mult"]) for group in self._groups)
+
+    def told(self) -> dict[str, Any]:
+        """The settings, of numbers and texts: of the scheduler by name, and of each parameter group by index."""
+        return {
+            "scheduler": {name: value for name, value in vars(self._scheduler).items() if name not in _NOT_SETTINGS},
+            "groups": [settings_of(group) for group in self._groups],
+        }
+
+    def take(self, told: Mapping[str, Any], steps: int) -> None:
+        """Go on as the members do, ``steps`` samples into the schedule."""
+        vars(self._scheduler).update(told["scheduler"])
+        adopt(self._groups, told["groups"])
+        self._scheduler.num_steps = steps
+        self._scheduler.step(increment=0)

@@ -8,7 +8,7 @@ produce, so that every rank has the same list from its arguments alone.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +16,12 @@ import torch
 from megatron.core.optimizer import get_standard_config_overrides
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 
-__all__ = ["GroupKey", "GroupKeys"]
+__all__ = ["GroupKey", "GroupKeys", "adopt", "settings_of"]
 
 Overrides = tuple[tuple[str, Any], ...]
+
+_SCHEDULED = ("max_lr", "min_lr", "start_wd", "end_wd")
+"""What Megatron's scheduler looks for in a group before it takes its own value."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,17 @@ class GroupKeys:
                 }
             )
         return groups
+
+
+def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """What a parameter group says of its own schedule: numbers by name."""
+    return {name: group[name] for name in _SCHEDULED if name in group}
+
+
+def adopt(groups: Sequence[dict[str, Any]], settings: Sequence[Mapping[str, Any]]) -> None:
+    """Have ``groups`` say of their schedules what ``settings`` say, one for each group."""
+    for group, setting in zip(groups, settings, strict=True):
+        group.update(setting)
 
 
 def _merged(base: dict[str, Any], override: Mapping[str, Any]) -> Overrides:

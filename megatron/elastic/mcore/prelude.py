@@ -79,7 +79,7 @@ class Prelude:
         self._job: Job | None = None
         self._engine: Engine | None = None
         self._optimizer: EngineOptimizer | None = None
-        self._scheduler: Any = None
+        self._schedule: MegatronSchedule | None = None
         self._place: Place | None = None
         self._others: OtherStages | None = None
         self._data: tuple[SampleSource | None, Reading, Reading] | None = None
@@ -169,11 +169,12 @@ class Prelude:
         self._place = Place(port, launched)
         self._others = OtherStages(lambda: training.get_model(provider, model_type, wrap_with_ddp=False), groups)
         self._optimizer = EngineOptimizer(groups, lambda: self.engine.record.loss_scale)
-        self._scheduler = scheduler = training.get_optimizer_param_scheduler(self._optimizer)
+        scheduler = training.get_optimizer_param_scheduler(self._optimizer)
+        self._schedule = MegatronSchedule(scheduler)
         config = unwrapped(model[0]).config
         topology = nominal_topology(args, config, port.tied_unit is not None, links.fabric.slots)
-        settings = engine_settings(args, MegatronSchedule(scheduler, groups))
-        self._job = Job(port, topology, self._config, settings, self._settled, self._counters, self.notice)
+        settings = engine_settings(args, self._schedule)
+        self._job = Job(port, topology, self._config, settings, self._settled, self._told, self.notice)
         args.iteration = args.num_floating_point_operations_so_far = 0
         if links.decision is None:  # a newcomer: the engine comes with admission, before the loop begins
             return model, self._optimizer, scheduler
@@ -196,9 +197,14 @@ class Prelude:
         engine, welcome = join(self.links, self._job)
         self._attach(engine)
         self.reporter.hand_over(engine.is_reporter)
-        self._scheduler.num_steps = engine.record.scheduler_steps
-        self._scheduler.step(increment=0)
+        assert self._schedule is not None
+        self._schedule.take(welcome.host["schedule"], engine.record.scheduler_steps)
         return welcome
+
+    def _told(self) -> Mapping[str, Any]:
+        """What a rank that joins has to be told of the host: it has loaded no checkpoint."""
+        assert self._schedule is not None
+        return {**self._counters(), "schedule": self._schedule.told()}
 
     def _attach(self, engine: Engine) -> None:
         """``engine`` is there: what saves and loads its state can be made."""
