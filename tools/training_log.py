@@ -38,6 +38,7 @@ __all__ = [
 _ITERATION = re.compile(r"(?:\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(?:\.\d+)?)\] )?\s*iteration\s+(\d+)/\s*(\d+)\s*\|(.*)")
 _COLUMNS = ("consumed samples", "elapsed time per iteration (ms)", "lm loss", "grad norm")
 _FIELD = re.compile(r"\s*([^:|]+):\s*([^|]+?)\s*(?:\||$)")
+_TOLD = ("lost ", "recovered ", "mirrors complete ", "injected ", "[launch] lost ")
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ def _shortened(line: str) -> str | None:
         kept = [f"{name}: {fields[name]:>6}" for name in _COLUMNS if name in fields]
         return " | ".join([f"iteration {match[2]:>4}/{match[3]:>4}", *kept]) if kept else None
     text = line.strip()
-    return text if text.startswith(("lost ", "recovered ", "injected ", "[launch] lost ")) else None
+    return text if text.startswith(_TOLD) else None
 
 
 def excerpt(lines: Iterable[str], count: int = 12) -> list[str]:

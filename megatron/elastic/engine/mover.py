@@ -63,8 +63,7 @@ class Mover:
         """Bytes a second at which state leaves this rank beside a step."""
         self._abandoned: list[Streams] = []
         """Kept until the next edit has made sure that nobody writes into their buffers."""
-        recovery = position.recovery
-        self._exposure = Exposure(position.tools.fabric.rank, lambda now: len(recovery.short_of_mirrors(now)))
+        self._exposure = Exposure(position.tools.fabric.rank)
         self._arrived = 0
         self._gone: list[object] = []
         """Memory that nobody uses any more: the kernel takes milliseconds to take it back."""
@@ -120,7 +119,10 @@ class Mover:
         ``newcomers`` came later.
         """
         at = self._position
-        self._tell(self._exposure.settled(at.standing, at.record.version, since, newcomers))
+        self._tell(self._exposure.settled(self._short(), at.standing.living, at.record.version, since, newcomers))
+
+    def _short(self) -> int:
+        return len(self._position.recovery.short_of_mirrors(self._position.standing))
 
     def _tell(self, protected: Protected | None) -> None:
         if protected is not None:
@@ -220,7 +222,8 @@ class Mover:
             gained = streams.movement.target.assignment.gained(before)
             self._ended, self.came = streams, frozenset[int]().union(*gained.values())
             at.tools.reach("in_movement_switch", version)
-        self._tell(self._exposure.voted(at.standing, version))
+        if self._exposure.open:
+            self._tell(self._exposure.voted(self._short(), version))
 
     def prove(self) -> None:
         """The step is over that ended a movement: all compare what they hold. Raises ``CertificateError``."""

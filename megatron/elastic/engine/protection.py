@@ -11,8 +11,6 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
-from megatron.elastic.engine.standing import Standing
-
 __all__ = ["Exposure", "Protected"]
 
 
@@ -39,28 +37,37 @@ class _Open:
 
 
 class Exposure:
-    """``short``: the number of blocks short of mirrors in a standing. Belongs to the training thread."""
+    """The time under way, if any. Belongs to the training thread; ``clock`` gives monotonic seconds."""
 
-    def __init__(self, rank: int, short: Callable[[Standing], int]) -> None:
+    def __init__(self, rank: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._rank = rank
-        self._short = short
+        self._clock = clock
         self._open: _Open | None = None
 
-    def settled(self, standing: Standing, version: int, since: float, newcomers: Collection[int]) -> Protected | None:
-        """Copies were lost, noticed at ``since`` (monotonic seconds), and work goes on after ``version``."""
-        short, here = self._short(standing), frozenset(standing.living) - frozenset(newcomers)
-        if self._open is None and short:
-            self._open = _Open(since, version, short, here)
-        elif self._open is not None:
-            known = self._open
-            self._open = replace(known, blocks=max(known.blocks, short), witnesses=known.witnesses & here)
-        return self.voted(standing, version)
+    @property
+    def open(self) -> bool:
+        """Whether some block was short of a mirror when last asked."""
+        return self._open is not None
 
-    def voted(self, standing: Standing, version: int) -> Protected | None:
-        """A vote has named the copies of ``standing``; what to tell if all are there again."""
+    def settled(
+        self, short: int, living: Collection[int], version: int, since: float, newcomers: Collection[int] = ()
+    ) -> Protected | None:
+        """Work goes on after ``version`` with ``short`` blocks short of a mirror; what to tell if it is over.
+
+        ``since``: when the loss behind it was noticed; ``newcomers``: those of the ``living`` that were not there then.
+        """
+        known, here = self._open, frozenset(living) - frozenset(newcomers)
+        if known is not None:
+            self._open = replace(known, blocks=max(known.blocks, short), witnesses=known.witnesses & here)
+        elif short:
+            self._open = _Open(since, version, short, here)
+        return self.voted(short, version)
+
+    def voted(self, short: int, version: int) -> Protected | None:
+        """The vote of ``version`` leaves ``short`` blocks short of a mirror; what to tell if it is over."""
         known = self._open
-        if known is None or self._short(standing):
+        if known is None or short:
             return None
         self._open = None
         speaks = self._rank == min(known.witnesses, default=-1)
-        return Protected(time.monotonic() - known.since, version - known.version, known.blocks, speaks)
+        return Protected(self._clock() - known.since, version - known.version, known.blocks, speaks)

@@ -5,12 +5,10 @@ long. After a loss only one thing is urgent: that each block has its mirrors aga
 file adds what is missing, and nothing else: no owner changes, no copy goes. Balance follows later,
 with ``rebalance``, which keeps a copy that is there already where it can.
 
-Order of preference for one mirror (that of ``mirrors``, without its fine balance)
-1. computes the unit and lies in a failure domain without a copy; computes the unit; lies in a failure
-   domain without a copy; any other. The last of several mirrors leaves the owner's domain, if need be to another
-   group;
-2. receives least so far, so that all receive alike;
-3. holds least.
+Order of preference for one mirror (that of ``mirrors``, without its peers and its fine balance)
+1. the rank shares as few failure domains as possible with any other copy of the block;
+2. it computes the unit;
+3. it receives least so far, so that all receive alike; it holds least.
 
 Pure functions of integers, linear in the missing copies: every process derives the same in a recovery.
 """
@@ -18,12 +16,16 @@ Pure functions of integers, linear in the missing copies: every process derives 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
+from itertools import takewhile
 
 from megatron.elastic.state.layout import BlockKey
 from megatron.elastic.state.placement import Copies, Placement, Rules, Transition, UnitGroup
 
 __all__ = ["replenish", "short_of_mirrors"]
+
+Path = tuple[int, ...]
+"""Failure domains of a rank, outermost first."""
 
 
 def short_of_mirrors(placement: Placement, mirrors: int, living: Collection[int]) -> tuple[BlockKey, ...]:
@@ -40,19 +42,19 @@ def replenish(
     Returns the placement with them, and one add for each, from the rank that sends least so far.
     """
     living = sorted(rules.domains)
-    holders = {(group.unit, group.shard): group.holders for group in groups}
+    homes = {(group.unit, group.shard): frozenset(group.holders) for group in groups}
     holds = Counter(rank for copies in placement.copies.values() for rank in copies.ranks)
     received, sent = Counter[int](), Counter[int]()
     copies, adds = dict(placement.copies), list[Transition]()
     for key in short_of_mirrors(placement, rules.mirrors, living):
-        home, sources = holders.get(key[:2], ()), copies[key].ranks
-        while len(copies[key].mirrors) < rules.mirrors:
+        home, sources = homes.get(key[:2], frozenset()), copies[key].ranks
+        for _ in range(min(rules.mirrors, len(living) - 1) - len(copies[key].mirrors)):
             held = copies[key]
             candidates = [rank for rank in living if rank not in held.ranks]
-            if not candidates:
+            cost = _costs(candidates, held, home, rules)
+            new = min(candidates, key=lambda rank: (*cost[rank], received[rank], holds[rank], rank), default=None)
+            if new is None:
                 break
-            tiers = _tiers(held, home, rules, candidates)
-            new = min(candidates, key=lambda rank: (tiers[rank], received[rank], holds[rank], rank))
             source = min(sources, key=lambda rank: (sent[rank], rank))
             received[new], holds[new], sent[source] = received[new] + 1, holds[new] + 1, sent[source] + 1
             copies[key] = Copies(held.owner, (*held.mirrors, new))
@@ -60,14 +62,15 @@ def replenish(
     return Placement(copies), tuple(adds)
 
 
-def _tiers(held: Copies, home: Collection[int], rules: Rules, candidates: Sequence[int]) -> Mapping[int, int]:
-    """Candidate → first criterion above, 0 the best."""
-    taken = {rules.domains[rank] for rank in held.ranks if rank in rules.domains}
-    last = rules.mirrors > 1 and len(held.mirrors) == rules.mirrors - 1
-    must_leave = last and len(taken) == 1
-    near, far = (1, 2) if not must_leave else (2, 1)
-    tiers = {}
-    for rank in candidates:
-        away = rules.domains[rank] not in taken
-        tiers[rank] = (0 if away else near) if rank in home else (far if away else 3)
-    return tiers
+def _costs(
+    candidates: Sequence[int], held: Copies, home: Collection[int], rules: Rules
+) -> dict[int, tuple[int, bool]]:
+    """Candidate → (most failure domains shared with a copy, whether it does not compute the unit)."""
+    paths = [rules.path(rank) for rank in held.ranks if rank in rules.domains]
+    shared = {rank: max((_shared(rules.path(rank), path) for path in paths), default=0) for rank in candidates}
+    return {rank: (shared[rank], rank not in home) for rank in candidates}
+
+
+def _shared(one: Path, other: Path) -> int:
+    """In how many nested domains, from the outermost on, both lie."""
+    return sum(takewhile(bool, (mine == its for mine, its in zip(one, other, strict=True))))

@@ -98,18 +98,19 @@ def test_a_second_loss_costs_exactly_the_blocks_whose_copies_had_yet_to_come(cas
 
 @settings(max_examples=150, deadline=None)
 @given(losses())
-def test_a_mirror_lies_where_its_unit_is_computed_if_it_can(case):
+def test_a_copy_goes_to_another_node_if_it_can_and_there_to_a_rank_that_computes_the_unit(case):
     job, lost, _ = case
     start = initial(job.groups(list(job.ranks)), job.rules(list(job.ranks)))
     before, living, _ = job.without(start, lost)
-    groups = job.groups(living)
-    holders = {group.unit: set(group.holders) for group in groups}
-    _, adds = replenish(before, groups, job.rules(living))
+    _, adds = replenish(before, job.groups(living), job.rules(living))
+    held = before
     for change in adds:
-        home = holders.get(change.block[0], set())
-        free = home - set(before.copies[change.block].ranks)
-        if job.mirrors == 1 and free:
-            assert change.rank in home
+        there = {rank // job.node for rank in held.copies[change.block].ranks}
+        free = [rank for rank in living if rank not in held.copies[change.block].ranks]
+        away = [rank for rank in free if rank // job.node not in there] or free
+        home = [rank for rank in away if rank // job.replicas == change.block[0]]
+        assert change.rank in (home or away)
+        held = held.apply([change])
 
 
 def test_all_survivors_send_and_receive_alike():
