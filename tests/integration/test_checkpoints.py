@@ -64,7 +64,7 @@ RESUMED_WITH = (
     "--lr", "5e-4", "--min-lr", "5e-5", "--lr-decay-style", "linear", "--lr-decay-iters", "100", "--lr-warmup-iters",
     "9", "--use-checkpoint-opt_param-scheduler",
 )  # fmt: skip
-"""Not another weight decay: plain Megatron takes that of the arguments for one step more before it takes the loaded one."""
+"""Not another weight decay: plain Megatron takes that of the arguments for one step more, then the loaded one."""
 
 
 def rates(output: str) -> dict[int, str]:

@@ -8,6 +8,7 @@ malformed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -72,7 +73,7 @@ class Lost:
     losses: tuple[Loss, ...]
     steps: tuple[int, ...] = ()
     at: float = 0.0
-    """When, in seconds of the clock of whoever noticed: every agent counts the same losses of an hour."""
+    """When, in seconds of the job (:class:`~megatron.elastic.control.clock.JobClock`)."""
 
 
 @dataclass(frozen=True)
@@ -253,8 +254,8 @@ def _lost(body: Mapping[str, Any]) -> Event:
 
 def _time(body: Mapping[str, Any]) -> float:
     at = body.get("at")
-    if not isinstance(at, (int, float)):
-        raise ProtocolError("field 'at' is not a number")
+    if not isinstance(at, (int, float)) or not math.isfinite(at):
+        raise ProtocolError("field 'at' is not a number of seconds")
     return float(at)
 
 

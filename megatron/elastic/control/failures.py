@@ -26,7 +26,7 @@ _STARTS = 3
 
 @dataclass
 class Failures:
-    """What was lost so far, the same on every agent. Times are seconds of the clocks that noticed."""
+    """What was lost so far, the same on every agent. Times are seconds of the job."""
 
     max_per_hour: int = 0
     _raised_at: dict[int, list[tuple[int, int]]] = field(default_factory=dict)

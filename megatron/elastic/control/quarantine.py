@@ -9,7 +9,7 @@ judged by comparison: its losses of the last hour beyond those of the median of 
 the time is over they are started, and the node is on parole: the next loss beyond the
 others' leaves it out for twice as long, until an hour has passed without one.
 
-Pure: times are those of the events (seconds of the clocks that noticed), so that every
+Pure: times are those of the events (seconds of the job), so that every
 agent finds the same from the same journal, and any of them can take over.
 
 Invariants (tests/unit/control/test_quarantine.py)

@@ -12,10 +12,10 @@ hangs, and counts losses. Its successor needs nothing from it but the journal.
 from __future__ import annotations
 
 import signal
-import time
 from contextlib import suppress
 from dataclasses import replace
 
+from megatron.elastic.control.clock import JobClock
 from megatron.elastic.control.events import (
     Abandoned,
     Condemned,
@@ -75,6 +75,7 @@ class Agent:
         self.job, self.company = job, company
         self.node = company.node
         self.timing = Timing.derive(job.settings.detection_timeout)
+        self.clock = JobClock()
         quarantine = Quarantine(job.settings.quarantine_after, self.timing.quarantine)
         self.state = Generations(company.nodes, job.settings.respawn, company.nominal, job.tensor, quarantine)
         self.exit_code: int | None = None
@@ -88,12 +89,21 @@ class Agent:
         self._watch = Watch(self.timing, lambda worker: self._pool.kill(worker, "stopped"))
         self._leases = self._make_leases() if len(company.nodes) > 1 else None
         self._presence = self._make_presence(self._leases) if self._leases is not None else None
-        self._judge = Judge(self.state, self.timing, loop, self.append)
-        desk = Desk(job.run_id, self.state, self.table, self._pids, self.append)
+        self._judge = Judge(self.state, self.timing, loop, self.clock, self.append)
+        desk = Desk(job.run_id, self.state, self.clock, self.table, self._pids, self.append)
         self._console = Console(loop, job.run_id, self.node, desk.handle)
         self._failures = Failures(job.settings.max_losses_per_hour)
         self._successors = Successors(
-            self.node, self.state, self._failures, self.by_rank, loop, self.timing, pool, nursery, self.append
+            self.node,
+            self.state,
+            self._failures,
+            self.by_rank,
+            loop,
+            self.timing,
+            self.clock,
+            pool,
+            nursery,
+            self.append,
         )
         self._reception = Reception(self.state, self._mine.ranks, self.append, self._greet, self._leaving)
         seen = {} if self._leases is None else self._leases.seen
@@ -117,6 +127,7 @@ class Agent:
             there.nodes,
             extend=self._extend_leases,
             lost=self._node_lost,
+            heard=self.clock.hear,
         )
 
     def _make_presence(self, leases: NodeLeases) -> Presence:
@@ -163,7 +174,7 @@ class Agent:
         self._pool.reap_strangers()
         table = self.table()
         if self._leases is not None and self._active:
-            self._leases.beat(table, self._next_position)
+            self._leases.beat(table, self._next_position, self.clock.now())
             for other in self._leases.tables.values():
                 table.update(other)
         if self.state.coordinator() == self.node and self._active:
@@ -198,7 +209,7 @@ class Agent:
 
     def _node_lost(self, node: int, epoch: int, why: str) -> None:
         if self.state.lives(node, epoch) and self._active:
-            self.append(NodeLost(node, epoch, why, time.time()))
+            self.append(NodeLost(node, epoch, why, self.clock.now()))
 
     def _extend_leases(self, until_ns: int) -> None:
         for worker in self._pool.workers.values():
@@ -226,7 +237,7 @@ class Agent:
             lines = self._logs.last_lines(worker.local_rank)
             elastic = worker.elastic or self.job.elastic
             begun = self.state.decided > 0 and not self.state.preparing
-            event = classify(worker, status, self._mine.host, begun, elastic, lines)
+            event = classify(worker, status, self._mine.host, begun, elastic, lines, self.clock.now())
             unsaid = left_to_the_first(worker)
             if isinstance(event, Ended) and unsaid:
                 late = replace(event, why=f"{event.why}\nerror: {unsaid}")
@@ -255,6 +266,8 @@ class Agent:
         frozen, decided = self.state.frozen, self.state.decided
         if isinstance(event, NodeLost) and not self.state.lives(event.node, event.epoch):
             return
+        if isinstance(event, Lost | NodeLost):
+            self.clock.hear(event.at)
         self.state.apply(event)
         if self.state.frozen != frozen:
             self._reception.begin()
@@ -310,7 +323,7 @@ class Agent:
             worker = self.by_rank.get(event.rank)
             if worker is None and state.standing == "done" and not state.announced:
                 loss = Loss(event.rank, event.incarnation, self._mine.host, "exit code 0", ending="left")
-                self.append(Lost((loss,), (-1,), time.time()))
+                self.append(Lost((loss,), (-1,), self.clock.now()))
             elif worker is not None and process_state(worker.pid) == "T":
                 self._pool.kill(worker, "stopped")
         if self.state.coordinator() == self.node:

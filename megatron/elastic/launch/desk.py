@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from megatron.elastic.control.clock import JobClock
 from megatron.elastic.control.events import Event, Readmitted, Wanted
 from megatron.elastic.control.generations import Generations
 from megatron.elastic.control.quarantine import Record
@@ -21,11 +22,13 @@ class Desk:
         self,
         run_id: str,
         state: Generations,
+        clock: JobClock,
         table: Callable[[], Table],
         pids: Callable[[], dict[int, int]],
         append: Callable[[Event], None],
     ) -> None:
-        self._run_id, self._state, self._table, self._pids, self._append = run_id, state, table, pids, append
+        self._run_id, self._state, self._clock = run_id, state, clock
+        self._table, self._pids, self._append = table, pids, append
         self._since = time.monotonic()
 
     def handle(self, request: Message) -> Message:
@@ -72,7 +75,7 @@ class Desk:
 
     def _node(self, number: int) -> Message:
         """``out_s``: for how long its lost ranks are not started again."""
-        node, now = self._state.nodes[number], time.time()
+        node, now = self._state.nodes[number], self._clock.now()
         record = self._state.quarantine.nodes.get(number, Record())
         out = round(max(0.0, record.until - now), 1) if record.out else 0.0
         return {"host": node.host, "alive": node.alive, "losses_in_1h": len(record.recent(now)), "out_s": out}

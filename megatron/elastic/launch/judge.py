@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 
+from megatron.elastic.control.clock import JobClock
 from megatron.elastic.control.events import Condemned, Ended, Event, Lost, Reformed, Suspected
 from megatron.elastic.control.generations import Generations
 from megatron.elastic.control.membership import Loss
@@ -25,8 +26,10 @@ _DETERMINISTIC = 5
 class Judge:
     """Used on the coordinating agent only."""
 
-    def __init__(self, state: Generations, timing: Timing, loop: Loop, append: Callable[[Event], None]) -> None:
-        self._state, self._timing, self._loop, self._append = state, timing, loop, append
+    def __init__(
+        self, state: Generations, timing: Timing, loop: Loop, clock: JobClock, append: Callable[[Event], None]
+    ) -> None:
+        self._state, self._timing, self._loop, self._clock, self._append = state, timing, loop, clock, append
         self._suspicions = Suspicions()
         self._judged = 0
         """Newest generation in which somebody was condemned for a hang or a deadlock was broken up."""
@@ -56,7 +59,7 @@ class Judge:
             # It left without a word, and is missed.
             host = self._state.nodes[self._state.node_of(verdict.rank)].host
             loss = Loss(verdict.rank, rank_state.incarnation, host, "exit code 0", ending="left")
-            self._append(Lost((loss,), (-1,), time.time()))
+            self._append(Lost((loss,), (-1,), self._clock.now()))
         else:
             self._append(Condemned(verdict.rank, rank_state.incarnation, verdict.why))
 

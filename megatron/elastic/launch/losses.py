@@ -6,7 +6,6 @@ Also the one readable summary a loss gets in the launcher's output.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Mapping, Sequence
 
 from megatron.elastic.comm.vendor import RESPAWN_EXIT_CODE
@@ -29,8 +28,10 @@ _ENDINGS: Mapping[int, Ending] = {
 """Exit codes by which a worker says why it ends."""
 
 
-def classify(worker: Worker, status: int, host: str, started: bool, elastic: bool, log_lines: Sequence[str]) -> Event:
-    """The event that tells the others how ``worker`` ended.
+def classify(
+    worker: Worker, status: int, host: str, started: bool, elastic: bool, log_lines: Sequence[str], now: float
+) -> Event:
+    """The event that tells the others how ``worker`` ended. ``now``: seconds of the job.
 
     ``started``: members are past their set-up; an error before that would come back.
     ``elastic``: the job is meant to survive losses; without it, the first failure ends
@@ -52,7 +53,7 @@ def classify(worker: Worker, status: int, host: str, started: bool, elastic: boo
         return Ended(code, f"rank {worker.rank} on {host} ended with {cause}: the job ends (it is not elastic)")
     lines = tuple(worker.slot.last_words().splitlines()[-_LINES:]) or tuple(log_lines)
     step = worker.slot.look().activity.step
-    return Lost((Loss(worker.rank, worker.incarnation, host, cause, lines, ending),), (step,), time.time())
+    return Lost((Loss(worker.rank, worker.incarnation, host, cause, lines, ending),), (step,), now)
 
 
 def _ending(worker: Worker, status: int) -> Ending:

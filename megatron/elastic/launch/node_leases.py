@@ -18,6 +18,7 @@ a sign of life.
 from __future__ import annotations
 
 import json
+import math
 import queue
 import threading
 import time
@@ -88,6 +89,7 @@ class _Lease:
 
     number: int
     holder: Holder
+    now: float
     read: int
     table: Table | None
     """None: cannot be read, though the agent that wrote it lives."""
@@ -105,7 +107,7 @@ class NodeLeases:
     """See the module docstring. Callbacks run on the loop's thread.
 
     ``token``: this agent's; ``extend(until)``: the workers may act until then (ns, boot-time clock);
-    ``lost(node, epoch, why)``.
+    ``lost(node, epoch, why)``; ``heard(now)``: seconds of the job by another agent's clock.
     """
 
     def __init__(
@@ -119,10 +121,11 @@ class NodeLeases:
         nodes: Mapping[int, Node],
         extend: Callable[[int], None],
         lost: Callable[[int, int, str], None],
+        heard: Callable[[float], None],
     ) -> None:
         self._loop, self._store, self._seal, self._timing = loop, store, seal, timing
         self._node, self._token, self._nodes = node, token, nodes
-        self._extend, self._lost = extend, lost
+        self._extend, self._lost, self._heard = extend, lost, heard
         self._beats: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
         self._looks: queue.SimpleQueue[_Look] = queue.SimpleQueue()
         self._silence = Silence(timing.grace + 2 * timing.beat)
@@ -140,12 +143,16 @@ class NodeLeases:
             threading.Thread(target=self._renew, name="lease", daemon=True).start()
             threading.Thread(target=self._watch, name="lease-watch", daemon=True).start()
 
-    def beat(self, table: Table, read: int) -> None:
-        """Renew and look (from the loop, every ``timing.beat`` seconds). ``read``: entries of the journal."""
+    def beat(self, table: Table, read: int, now: float) -> None:
+        """Renew and look (from the loop, every ``timing.beat`` seconds).
+
+        ``read``: entries of the journal; ``now``: seconds of the job.
+        """
         self._count += 1
         rows = {str(rank): {"incarnation": inc, **asdict(idle)} for rank, (inc, idle) in table.items()}
         epoch = self._nodes[self._node].epoch
-        body = {"beat": self._count, "epoch": epoch, "agent": self._token, "read": read, "table": rows}
+        who = {"epoch": epoch, "agent": self._token}
+        body = {"beat": self._count, **who, "now": now, "read": read, "table": rows}
         if self._beats.empty():
             self._beats.put((boot_ns(), json.dumps(body)))
         if self._looks.empty():
@@ -223,13 +230,17 @@ class NodeLeases:
             beat = parse(text or "")
             if (take_int(beat, "epoch"), take_str(beat, "agent")) != holder:
                 return None
-            return _Lease(take_int(beat, "beat"), holder, take_int(beat, "read"), _table(beat.get("table")))
+            now = beat.get("now")
+            if not isinstance(now, float) or not math.isfinite(now):
+                return None
+            return _Lease(take_int(beat, "beat"), holder, now, take_int(beat, "read"), _table(beat.get("table")))
         except ProtocolError:
             return None
 
     def _take(self, found: Mapping[int, _Lease]) -> None:
         for node, lease in found.items():
             self.seen[node] = lease.read
+            self._heard(lease.now)
             if lease.table is not None:
                 self.tables[node] = lease.table
 

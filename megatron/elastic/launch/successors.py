@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 
+from megatron.elastic.control.clock import JobClock
 from megatron.elastic.control.events import Abandoned, Ended, Event, Lifted, Lost
 from megatron.elastic.control.failures import Failures
 from megatron.elastic.control.generations import Generations
@@ -44,12 +45,14 @@ class Successors:
         by_rank: dict[int, Worker],
         loop: Loop,
         timing: Timing,
+        clock: JobClock,
         pool: Pool,
         nursery: Nursery,
         append: Callable[[Event], None],
     ) -> None:
         self._node, self._state, self._failures, self._by_rank = node, state, failures, by_rank
-        self._loop, self._timing, self._pool, self._nursery, self._append = loop, timing, pool, nursery, append
+        self._loop, self._timing, self._clock = loop, timing, clock
+        self._pool, self._nursery, self._append = pool, nursery, append
         self._ranks = state.nodes[node].ranks
         self._out: frozenset[int] = frozenset()
         self._cut_short: dict[int, tuple[int, float]] = {}
@@ -185,7 +188,7 @@ class Successors:
         state, quarantine = self._state, self._state.quarantine
         idle = [each for rank, (_, each) in table.items() if state.ranks[rank].standing == "member"]
         missed = {rank for each in idle if each.phase == WAITING_FOR_RANKS for rank in each.waiting_for}
-        due = quarantine.due(time.time())
+        due = quarantine.due(self._clock.now())
         for node in sorted(quarantine.out()):
             needed = missed & set(state.nodes[node].ranks)
             if node in due or needed:

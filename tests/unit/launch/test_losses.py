@@ -32,7 +32,7 @@ def worker() -> Iterator[Worker]:
 
 
 def ending(worker: Worker, status: int) -> str:
-    event = classify(worker, status, "host", True, True, ())
+    event = classify(worker, status, "host", True, True, (), 0.0)
     assert isinstance(event, Lost)
     return event.losses[0].ending
 
@@ -86,6 +86,6 @@ def test_before_the_first_step_an_error_of_its_own_ends_the_job_and_one_of_commu
     worker: Worker,
 ) -> None:
     worker.slot.say_last_words("x", ExitReason.COMMUNICATION)
-    assert isinstance(classify(worker, 1 << 8, "host", False, True, ()), Lost)
+    assert isinstance(classify(worker, 1 << 8, "host", False, True, (), 0.0), Lost)
     worker.slot.say_last_words("x", ExitReason.ERROR)
-    assert isinstance(classify(worker, 1 << 8, "host", False, True, ()), Ended)
+    assert isinstance(classify(worker, 1 << 8, "host", False, True, (), 0.0), Ended)

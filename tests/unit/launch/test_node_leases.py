@@ -81,6 +81,7 @@ class Agents:
         self.lost: list[tuple[int, int, int]] = []
         """(observer, node, epoch)"""
         self.extended: list[tuple[int, float]] = []
+        self.heard: list[tuple[int, float]] = []
         self.nodes = {n: Node(f"h{n}", (n,), agent=f"agent{n}") for n in range(count)}
         self.leases: dict[int, NodeLeases] = {}
         self._loops: list[tuple[Loop, threading.Thread]] = []
@@ -91,9 +92,10 @@ class Agents:
             loop, store or self.shelf, SEAL, timing, node, token or f"agent{node}", self.nodes,
             extend=lambda until: self.extended.append((node, time.monotonic())),
             lost=lambda other, epoch, why: self.lost.append((node, other, epoch)),
+            heard=lambda now: self.heard.append((node, now)),
         )  # fmt: skip
         self.leases[node] = leases
-        loop.every(timing.beat, lambda: leases.beat({}, 7))
+        loop.every(timing.beat, lambda: leases.beat({}, 7, 1000.0 * node))
         leases.start()
         thread = threading.Thread(target=loop.run, daemon=True)
         self._loops.append((loop, thread))
@@ -103,8 +105,7 @@ class Agents:
         self.shelf.closed.set()
         for loop, thread in self._loops:
             loop.post(loop.stop)
-            thread.join(20)
-            loop.close()
+            thread.join(20)  # not closed: a thread of the leases may have one more thing to tell it
 
 
 @contextmanager
