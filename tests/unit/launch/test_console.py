@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from megatron.elastic.control.clock import JobClock
 from megatron.elastic.control.events import Event, Wanted
 from megatron.elastic.control.generations import Generations, Node
 from megatron.elastic.ctl import ask
@@ -26,7 +27,7 @@ def appended() -> Iterator[list[Event]]:
     """What the requests made of the job; the agent's loop runs meanwhile."""
     events: list[Event] = []
     loop, state = Loop(), Generations({0: Node("h", (0, 1))})
-    console = Console(loop, RUN_ID, 0, Desk(RUN_ID, state, dict, dict, events.append).handle)
+    console = Console(loop, RUN_ID, 0, Desk(RUN_ID, state, JobClock(), dict, dict, events.append).handle)
     thread = threading.Thread(target=loop.run)
     thread.start()
     yield events
