@@ -139,7 +139,7 @@ class ElasticConfig:
     """Print every name replaced in megatron.training and megatron.core, then go on."""
 
     event_log: str | None = None
-    """Directory for one JSON line an event: generations, losses, plans, phases, certificates."""
+    """Directory for one JSON line an event: generations, losses, plans, phases, certificates, what can be lost."""
 
     trace: bool = False
     """Log when each phase and computation ran; python -m megatron.elastic.observe.run_trace draws them."""

@@ -3,7 +3,7 @@
 Run it on any node of the job. Jobs are found by run id (``--run-id``, the launcher's
 ``--rdzv-id``); with one job on the machine the id can be left out.
 
-    status      members, generation, what is pending, what each local worker does
+    status      members, generation, what is pending, what can be lost now, what each local worker does
     drain       save and end the job at the next boundary (--ranks 4,5: only these are asked to leave)
     admit       start ranks again that had been given up (--ranks, default: all such); spares named are put to work,
                 as further replicas

@@ -183,6 +183,10 @@ class WorkerMembership:
         """See :meth:`Membership.request`."""
         self._send({"t": "request", "what": what, "g": self._decided})
 
+    def announce(self, text: str) -> None:
+        """See :meth:`Membership.announce`."""
+        self._send({"t": "tolerance", "g": self._decided, "text": text})
+
     def drain(self) -> None:
         """See :meth:`Membership.drain`. Only leaves word for the control thread: a signal handler may call it."""
         self._drain_asked = True

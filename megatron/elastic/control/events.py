@@ -31,6 +31,7 @@ from megatron.elastic.control.wire import (
 
 __all__ = [
     "Abandoned",
+    "Announced",
     "Condemned",
     "Decided",
     "Ended",
@@ -193,6 +194,14 @@ class Reformed:
 
 
 @dataclass(frozen=True)
+class Announced:
+    """Of ``generation``, by a member: what can be lost now, in one line."""
+
+    generation: int
+    text: str
+
+
+@dataclass(frozen=True)
 class Decided:
     """THE compare-and-set: this journal position decides ``generation``."""
 
@@ -223,6 +232,7 @@ Event = (
     | Suspected
     | Condemned
     | Reformed
+    | Announced
     | Decided
     | Ended
 )
@@ -290,6 +300,7 @@ _PARSERS: Mapping[str, Callable[[Mapping[str, Any]], Event]] = {
     "Suspected": _suspected,
     "Condemned": lambda b: Condemned(take_int(b, "rank"), take_int(b, "incarnation"), take_str(b, "why")),
     "Reformed": lambda b: Reformed(take_int(b, "generation"), take_str(b, "why")),
+    "Announced": lambda b: Announced(take_int(b, "generation"), take_str(b, "text")),
     "Decided": lambda b: Decided(take_int(b, "generation"), take_int(b, "author")),
     "Ended": lambda b: Ended(take_int(b, "code"), take_str(b, "why")),
 }

@@ -29,6 +29,7 @@ from typing import Literal
 
 from megatron.elastic.control.events import (
     Abandoned,
+    Announced,
     Decided,
     Ended,
     Entry,
@@ -100,6 +101,8 @@ class Generations:
     losses: list[Loss] = field(default_factory=list)
     drain: tuple[int, ...] | None = None
     """Ranks asked to leave; empty: the whole job."""
+    announced: tuple[int, str] = (0, "")
+    """(generation, what it can lose), as its members said last."""
     enlisted: set[int] = field(default_factory=set)
     """Extra ranks that are to compute although none of the launch is missing."""
     _requests: dict[str, set[int]] = field(default_factory=dict)
@@ -226,6 +229,9 @@ class Generations:
             case Reformed():
                 if event.generation == self.decided and self.quiet and not self.fresh:
                     self._freeze("loss")
+            case Announced():
+                if event.generation >= self.announced[0]:
+                    self.announced = event.generation, event.text
             case Decided():
                 self._decide(event)
             case Ended():

@@ -116,6 +116,9 @@ class Membership(Protocol):
     def pending(self) -> tuple[str, ...]:
         """Requests to honour at the next boundary: 'join', 'drain', 'checkpoint', 'leave:4,5' (these ranks)."""
 
+    def announce(self, text: str) -> None:
+        """Have every agent know what can be lost now, in one line, for ``ctl status``."""
+
     def request(self, what: str) -> None:
         """Ask for a change at a boundary ('join', 'leave'): FREEZE follows when every member has asked.
 

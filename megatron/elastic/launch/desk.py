@@ -65,6 +65,7 @@ class Desk:
             "generation": {"decided": state.decided, "frozen": state.frozen, "missing": list(state.missing())},
             "members": list(state.members),
             "pending": list(state.pending()),
+            "tolerance": {"generation": state.announced[0], "text": state.announced[1]},
             "ranks": {
                 str(rank): {"standing": each.standing, "incarnation": each.incarnation, "returns": state.returns(rank)}
                 for rank, each in state.ranks.items()

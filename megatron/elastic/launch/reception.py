@@ -10,7 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from megatron.elastic.control.events import Ended, Entry, Event, Reported, Requested, Suspected, Waiting, Wanted
+from megatron.elastic.control.events import (
+    Announced,
+    Ended,
+    Entry,
+    Event,
+    Reported,
+    Requested,
+    Suspected,
+    Waiting,
+    Wanted,
+)
 from megatron.elastic.control.generations import Generations
 from megatron.elastic.control.wire import Message, ProtocolError, address_from_json, as_object, take_int, take_str
 from megatron.elastic.launch.pool import Worker
@@ -51,6 +61,8 @@ class Reception:
             self._append(Requested(take_str(message, "what"), (worker.rank,), take_int(message, "g")))
         elif kind == "suspect":
             self._take_suspicion(worker, message)
+        elif kind == "tolerance":
+            self._append(Announced(take_int(message, "g"), take_str(message, "text")[:500]))
         elif kind == "give_up":
             self._append(Ended(take_int(message, "code"), take_str(message, "why")))
         elif kind == "drain":

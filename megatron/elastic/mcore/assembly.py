@@ -42,6 +42,7 @@ from megatron.elastic.mcore.narrate import (
     narrate_step,
     narrate_verdict,
 )
+from megatron.elastic.mcore.tolerance import Tolerances
 from megatron.elastic.observe.events import EventLog
 from megatron.elastic.observe.phases import PhaseTimer
 from megatron.elastic.observe.timeline import Timeline
@@ -150,6 +151,14 @@ def assemble(
         profile=_profile(job, layouts, arena, machine) if job.profile is None else job.profile,
         machine=machine,
     )
+    tolerances = Tolerances(
+        rank,
+        job.config.mirrors,
+        lambda: recovery.domains,
+        links.events,
+        announce=lambda text: links.membership.announce(text),
+        store=_first_serves_all(),
+    )
     position = Position(
         tools=tools,
         recovery=recovery,
@@ -158,7 +167,7 @@ def assemble(
         history=History(basis),
         injector=links.injector,
         timer=timer,
-        listener=_Narrator(links.events, timeline, job),
+        listener=_Narrator(links.events, timeline, job, tolerances),
     )
     pace = Pace(SpeedOptions(evidence_ns=_EVIDENCE_NS, band_ppm=_BAND_PPM))
     pacing = Pacing(position, pace, _clocks(links, job.config, timer))
@@ -176,6 +185,12 @@ def _profile(job: Job, layouts: Layouts, arena: Arena, machine: Machine) -> Prof
         job.port.activation_bytes, state_bytes=16 * copies if gradient else 4 + 24 * copies,
     )  # fmt: skip
     return replace(costs, link_bytes_per_s=machine.link_bytes_per_s, state_in_memory=select().name == "cpu")
+
+
+def _first_serves_all() -> bool:
+    """Whether other nodes depend on the first one, whose launcher serves the store."""
+    nodes = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
+    return nodes > 1 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _has_steady_clock(config: ElasticConfig) -> bool:
@@ -211,12 +226,16 @@ class _Narrator(Listener):
     events: EventLog
     timeline: Timeline
     job: Job
+    tolerances: Tolerances
 
     def stepped(self, record: StepRecord, standing: Standing, step: Stepped) -> None:
         narrate_step(self.events, self.timeline, record, standing, step)
+        self.tolerances.look(standing, record.version)
 
     def settled(self, outcome: Outcome, standing: Standing, seconds: float) -> None:
         self.job.on_settled(outcome, standing, seconds)
+        assert outcome.resolution.record is not None, "only a lost state has no record"
+        self.tolerances.look(standing, outcome.resolution.record.version)
 
     def noticed(self, why: str) -> None:
         self.job.on_notice(why)
@@ -229,6 +248,7 @@ class _Narrator(Listener):
 
     def moved(self, record: StepRecord, standing: Standing, moved: Moved) -> None:
         narrate_movement(self.events, record, standing, moved)
+        self.tolerances.look(standing, record.version)
 
     def protected(self, record: StepRecord, standing: Standing, protected: Protected) -> None:
         narrate_protection(self.events, record, protected)

@@ -44,6 +44,7 @@ __all__ = [
     "SlowRank",
     "Step",
     "Substitution",
+    "Tolerance",
     "Trace",
     "read_events",
 ]
@@ -190,6 +191,27 @@ class Protection(Event):
 
 
 @dataclass(frozen=True)
+class Tolerance(Event):
+    """What can be lost from here on without losing state; written when it changes, by the lowest living rank."""
+
+    kind: ClassVar[str] = "tolerance"
+    step: int
+    """The newest committed one."""
+    ranks: int
+    """Any so many ranks at once."""
+    nodes: int
+    """Any so many nodes at once."""
+    racks: tuple[int, ...] = ()
+    """The same for each level of domains around nodes, if nodes have labels that name them."""
+    fatal_nodes: tuple[tuple[str, ...], ...] = ()
+    """Sets of one node more, by the hosts in them, whose loss takes state along."""
+    short: int = 0
+    """Blocks that lack copies."""
+    text: str = ""
+    """As in the log."""
+
+
+@dataclass(frozen=True)
 class Certificate(Event):
     """Outcome of a certificate: what was checked, over how much, how long it took."""
 
@@ -285,6 +307,7 @@ EVENT_KINDS: Mapping[str, type[Event]] = {
         SlowRank,
         Clock,
         Ready,
+        Tolerance,
     )
 }
 

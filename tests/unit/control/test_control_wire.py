@@ -49,6 +49,7 @@ EXAMPLES: list[ev.Event] = [
     ev.Suspected(1, 2, 3, 4, "w"),
     ev.Condemned(1, 2, "w"),
     ev.Reformed(1, "w"),
+    ev.Announced(3, "any 1 rank"),
     ev.Decided(2, 0),
     ev.Ended(5, "w"),
 ]

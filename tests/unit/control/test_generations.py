@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from megatron.elastic.comm.fabric import Address
 from megatron.elastic.control.events import (
     Abandoned,
+    Announced,
     Decided,
     Entry,
     Event,
@@ -415,6 +416,7 @@ EVENTS = st.one_of(
     st.builds(NodeLost, st.integers(0, 2), st.integers(0, 2), st.just("gone")),
     st.builds(NodeBack, st.integers(0, 2), st.integers(0, 3), st.just("h")),
     st.builds(Reformed, st.integers(0, 8), st.just("why")),
+    st.builds(Announced, st.integers(0, 8), st.just("any 1 rank")),
     st.builds(lambda r: Abandoned(tuple(r), "why"), st.lists(st.integers(0, 4), max_size=2)),
     st.builds(Lifted, st.integers(0, 2), st.integers(0, 3), st.just("why")),
     st.builds(lambda r: Readmitted(tuple(r)), st.lists(st.integers(0, 4), max_size=2)),

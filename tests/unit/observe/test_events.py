@@ -30,6 +30,7 @@ from megatron.elastic.observe.events import (
     SlowRank,
     Step,
     Substitution,
+    Tolerance,
     Trace,
     read_events,
 )
@@ -45,6 +46,7 @@ EVENTS = [
     Protection(9, 0.412, 1, 12),
     Certificate(7, "recovery", True, 96, 96, 0.004, 12, "ab", ("block (0, 0, 1) has no owner",)),
     Step(7, (56, 64), 0.3, {"lm loss": 3.5}, grad_norm=math.inf, learning_rate=1e-4, attempts=2, ledger="ff"),
+    Tolerance(8, 2, 1, (1,), (("a", "b"), ("a", "c")), 3, "state now survives"),
     Substitution("--transformer-impl", "transformer_engine", "local", "no CUDA"),
     SlowRank(9, 4, 500_000),
     Clock(9, 1_500_000, 1_755_000, 1_740_000, True, 250_000),

@@ -1,0 +1,91 @@
+"""What can be lost now is told in one line, once, by one rank, whenever it changes."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron.elastic.config import ElasticConfig
+from megatron.elastic.engine.nominal import Nominal
+from megatron.elastic.mcore.tolerance import Tolerances, line, unmet
+from megatron.elastic.observe.events import EventLog, Tolerance, read_events
+from megatron.elastic.plan.model import Grid
+from megatron.elastic.state.domains import FailureDomains
+from megatron.elastic.state.ownership import Copies, Placement
+from megatron.elastic.state.tolerance import tolerance
+
+
+def domains_of(*labels: str) -> FailureDomains:
+    return FailureDomains.of(dict(enumerate(labels)), dict(enumerate(labels)))
+
+
+def said(blocks: list[tuple[int, ...]], domains: FailureDomains, mirrors: int, store: bool = False) -> str:
+    placement = Placement({(0, 0, i): Copies(ranks[0], ranks[1:]) for i, ranks in enumerate(blocks)})
+    return line(tolerance(placement, domains, mirrors), domains, store)
+
+
+def test_the_line_names_what_state_survives_and_what_it_does_not() -> None:
+    four = domains_of("a", "b", "c", "d")
+    assert said([(0, 1), (2, 1)], four, 1) == (
+        "state now survives the loss of any 1 rank or of any 1 node; not of nodes a and b together (2 of 6 pairs)"
+    )
+    assert said([(0, 1, 2)], four, 2, store=True) == (
+        "state now survives the loss of any 2 ranks or of any 2 nodes; not of nodes a and b and c together "
+        "(1 of 4 sets of 3); the loss of node 0 ends the job: its launcher serves the store"
+    )
+    assert said([(0, 1), (2, 3)], domains_of("a", "a", "b", "b"), 1) == (
+        "state now survives the loss of any 1 rank; not of node a (2 of 2 nodes)"
+    )
+    assert said([(0, 1), (2,)], four, 1) == (
+        "state now is lost with node c (1 of 4 nodes); 1 of 2 blocks lack copies for now"
+    )
+    assert said([(0, 1), (1, 2)], domains_of("a", "a", "a"), 1) == (
+        "state now survives the loss of any 1 rank; not of ranks {0,1} together (2 of 3 pairs); "
+        "all ranks are on one node"
+    )
+    racks = domains_of("x/a", "x/b", "y/c")
+    assert "any 1 rank or of any 1 node or of any 1 rack" in said([(0, 2), (1, 2)], racks, 1)
+
+
+def test_it_is_told_when_it_changes_and_by_the_lowest_rank_alone(tmp_path: Path, capsys: Any) -> None:
+    domains, heard = domains_of("a", "b", "c"), list[str]()
+    both = Placement({(0, 0, 0): Copies(0, (1,)), (0, 0, 1): Copies(1, (2,))})
+    same, fewer = Placement(dict(both.copies)), Placement({(0, 0, 0): Copies(0), (0, 0, 1): Copies(1, (2,))})
+    log = EventLog(tmp_path, 0)
+    lowest = Tolerances(0, 1, lambda: domains, log, heard.append, False)
+    other = Tolerances(1, 1, lambda: domains, log, heard.append, False)
+    for step, placement in enumerate((both, both, same, fewer, both), 1):
+        for rank in (lowest, other):
+            rank.look(SimpleNamespace(living=(0, 1, 2), placement=placement), step)  # type: ignore[arg-type]
+    printed = capsys.readouterr().out.splitlines()
+    assert printed == heard and len(heard) == 3
+    assert "lack copies" in heard[1] and heard[0] == heard[2]
+    events = [record.event for record in read_events(tmp_path)]
+    assert [event.text for event in events if isinstance(event, Tolerance)] == heard
+    assert events[0] == Tolerance(1, 1, 1, (), (("a", "b"), ("b", "c")), 0, heard[0])
+
+
+@pytest.mark.parametrize(
+    ("layout", "settings", "told"),
+    [
+        ((1, 1, 1), {}, "one rank"),
+        ((1, 1, 2), {"mirrors": 5}, "--elastic-mirrors 5: with 2 ranks a block has 1 mirrors at most"),
+        ((1, 2, 2), {"mirrors": 0}, "--elastic-mirrors 0"),
+        ((2, 2, 1), {}, "data-parallel size 1.*wait until the lost rank is started again"),
+        ((1, 4, 1), {"respawn": False}, "data-parallel size 1.*a loss ends the job unless.*--no-elastic-respawn"),
+        ((2, 2, 2), {"mirrors": 2}, None),
+    ],
+)
+def test_what_the_ranks_cannot_meet_is_said_at_the_start(
+    layout: tuple[int, int, int], settings: dict[str, Any], told: str | None
+) -> None:
+    tensor, pipeline, data = layout
+    nominal = Nominal(tensor, pipeline, data, tuple((i, i + 1) for i in range(pipeline)), Grid(8, 1, data))
+    lines = unmet(ElasticConfig(**settings), nominal)
+    assert len(lines) == (told is not None)
+    if told is not None:
+        assert re.search(told, lines[0]) and "\n" not in lines[0]
