@@ -17,9 +17,8 @@ so that the owners of a domain do not all choose the same ranks.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import takewhile
 
-from megatron.elastic.state.placement import Rules
+from megatron.elastic.state.placement import Rules, shared_levels
 
 __all__ = ["Candidates", "Tree"]
 
@@ -119,8 +118,7 @@ class Candidates:
         pair = self._domains[one], self._domains[other]
         found = self._shared.get(pair)
         if found is None:
-            equal = (mine == its for mine, its in zip(*pair, strict=True))
-            found = self._shared[pair] = sum(takewhile(bool, equal))
+            found = self._shared[pair] = shared_levels(*pair)
         return found
 
     def order(self, owner: int) -> dict[int, tuple[int, int]]:

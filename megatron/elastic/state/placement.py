@@ -19,12 +19,22 @@ import hashlib
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import groupby, takewhile
 from typing import Literal
 
 from megatron.elastic.state.layout import BlockKey, StateBlock
 
-__all__ = ["Copies", "Ownership", "Placement", "Promotion", "Rules", "Transition", "UnitGroup", "promote_only"]
+__all__ = [
+    "Copies",
+    "Ownership",
+    "Placement",
+    "Promotion",
+    "Rules",
+    "Transition",
+    "UnitGroup",
+    "promote_only",
+    "shared_levels",
+]
 
 
 @dataclass(frozen=True)
@@ -79,6 +89,11 @@ class Rules:
         """The failure domains of ``rank``, outermost first."""
         domain = self.domains[rank]
         return (*self.wider.get(domain, ()), domain)
+
+
+def shared_levels(one: tuple[int, ...], other: tuple[int, ...]) -> int:
+    """In how many nested domains two :meth:`Rules.path` lie both, from the outermost on."""
+    return sum(takewhile(bool, (mine == its for mine, its in zip(one, other, strict=True))))
 
 
 @dataclass(frozen=True)

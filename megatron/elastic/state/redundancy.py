@@ -17,10 +17,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Sequence
-from itertools import takewhile
 
 from megatron.elastic.state.layout import BlockKey
-from megatron.elastic.state.placement import Copies, Placement, Rules, Transition, UnitGroup
+from megatron.elastic.state.placement import Copies, Placement, Rules, Transition, UnitGroup, shared_levels
 
 __all__ = ["replenish", "short_of_mirrors"]
 
@@ -67,10 +66,5 @@ def _costs(
 ) -> dict[int, tuple[int, bool]]:
     """Candidate → (most failure domains shared with a copy, whether it does not compute the unit)."""
     paths = [rules.path(rank) for rank in held.ranks if rank in rules.domains]
-    shared = {rank: max((_shared(rules.path(rank), path) for path in paths), default=0) for rank in candidates}
+    shared = {rank: max((shared_levels(rules.path(rank), path) for path in paths), default=0) for rank in candidates}
     return {rank: (shared[rank], rank not in home) for rank in candidates}
-
-
-def _shared(one: Path, other: Path) -> int:
-    """In how many nested domains, from the outermost on, both lie."""
-    return sum(takewhile(bool, (mine == its for mine, its in zip(one, other, strict=True))))
