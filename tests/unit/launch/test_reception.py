@@ -14,6 +14,7 @@ from megatron.elastic.control.events import Decided, Entry, Event, Lost, Reporte
 from megatron.elastic.control.generations import Generations, Node
 from megatron.elastic.control.membership import Loss
 from megatron.elastic.control.wire import address_to_json
+from megatron.elastic.launch.desk import Desk as Answers
 from megatron.elastic.launch.pool import Worker
 from megatron.elastic.launch.reception import Reception
 
@@ -101,3 +102,14 @@ def test_in_any_order_of_requests_and_reports_everybody_is_heard_once(order: lis
     assert desk.reported() == {2: {rank: f"of {rank}" for rank in range(RANKS)}}
     desk.deliver(Decided(2, 0))
     assert desk.state.decided == 2
+
+
+def test_every_agent_answers_what_a_member_said_last_can_be_lost() -> None:
+    desk = Desk()
+    answers = Answers("job", desk.state, dict, dict, pytest.fail)
+    assert answers.handle({"do": "status"})["tolerance"] == {"generation": 0, "text": ""}
+    for generation, text in ((1, "any 2 nodes"), (1, "any 1 node"), (0, "of a generation before")):
+        desk.reception.said(worker(0), {"t": "tolerance", "g": generation, "text": text})
+    assert answers.handle({"do": "status"})["tolerance"] == {"generation": 1, "text": "any 1 node"}
+    desk.reception.said(worker(0), {"t": "tolerance", "g": 1, "text": "x" * 10_000})
+    assert desk.state.announced == (1, "x" * 500)
