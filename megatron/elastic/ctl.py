@@ -1,10 +1,13 @@
-"""Talk to a running job: ``python -m megatron.elastic.ctl status|drain|admit|checkpoint``.
+"""Talk to a running job: ``python -m megatron.elastic.ctl status|drain|stop|admit|checkpoint``.
 
 Run it on any node of the job. Jobs are found by run id (``--run-id``, the launcher's
-``--rdzv-id``); with one job on the machine the id can be left out.
+``--rdzv-id``). With one job on the machine the id can be left out; what ends a job or
+ranks of it then asks for ``--yes``. Every answer names the job.
 
     status      members, generation, what is pending, what can be lost now, what each local worker does
-    drain       save and end the job at the next boundary (--ranks 4,5: only these are asked to leave)
+    drain       save and end the job at the next boundary with exit status 3: it may be queued again, as after SIGTERM
+                (--ranks 4,5: only these are asked to leave)
+    stop        save and end the job at the next boundary with exit status 0: done for good
     admit       start ranks again that had been given up (--ranks, default: all such); spares named are put to work,
                 as further replicas
     checkpoint  save at the next boundary and go on
@@ -44,10 +47,15 @@ def consoles() -> dict[str, list[int]]:
     return {run_id: sorted(nodes) for run_id, nodes in found.items()}
 
 
-def choose(run_id: str | None, found: dict[str, list[int]]) -> tuple[str, int]:
-    """The job meant and one of its nodes here. Raises :class:`CtlError` when none or several fit."""
+def choose(run_id: str | None, found: dict[str, list[int]], sure: bool = True) -> tuple[str, int]:
+    """The job meant and one of its nodes here. Raises :class:`CtlError` when none or several fit.
+
+    ``sure``: the one job that is found may be taken for the one meant, though it is not named.
+    """
     if run_id is None and len(found) == 1:
         run_id = next(iter(found))
+        if not sure:
+            raise CtlError(f"the only job on this machine is {run_id!r}: to end it, give --run-id {run_id}, or --yes")
     if run_id is None:
         jobs = ", ".join(sorted(found)) or "none"
         raise CtlError(f"which job? give --run-id; running on this machine: {jobs}")
@@ -76,13 +84,14 @@ def ask(run_id: str, node: int, request: dict[str, Any]) -> dict[str, Any]:
 def main(argv: list[str]) -> int:
     """Returns the exit code: 0 done, 1 refused or not found."""
     parser = argparse.ArgumentParser(prog="python -m megatron.elastic.ctl", description="Talk to a running job.")
-    parser.add_argument("do", choices=["status", "drain", "admit", "checkpoint"])
-    parser.add_argument("--run-id", default=None, help="The launcher's --rdzv-id; not needed with one job running.")
+    parser.add_argument("do", choices=["status", "drain", "stop", "admit", "checkpoint"])
+    parser.add_argument("--run-id", default=None, help="The launcher's --rdzv-id; may be left out with one job.")
+    parser.add_argument("--yes", action="store_true", help="drain and stop: take the one job on this machine.")
     parser.add_argument("--ranks", default="", help="For drain and admit: these ranks only, e.g. 4,5.")
     args = parser.parse_args(argv)
     try:
         ranks = [int(rank) for rank in args.ranks.split(",") if rank]
-        run_id, node = choose(args.run_id, consoles())
+        run_id, node = choose(args.run_id, consoles(), sure=args.yes or args.do not in ("drain", "stop"))
         answer = ask(run_id, node, {"do": args.do, "ranks": ranks})
     except ValueError:
         print(f"error: --ranks takes numbers like 4,5, got {args.ranks!r}", file=sys.stderr)

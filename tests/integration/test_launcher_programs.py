@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.elastic.ctl import ask
 from tests.integration.launcher_cluster import PATIENCE, ROOT, cluster, is_alive
 from tests.integration.ports import free_port
 
@@ -352,6 +353,16 @@ def test_a_drain_that_takes_too_long_is_ended_after_the_grace() -> None:
         assert not job.survivors()
 
 
+def test_a_job_stopped_for_good_ends_with_status_0_on_every_node() -> None:
+    """Status 3 would have a scheduler queue it again."""
+    with cluster(1, nodes=2, script_options=("--seconds", "600")) as job:
+        job.wait_members([0, 1])
+        assert ask(job.run_id, 1, {"do": "stop"}) == {"accepted": "stop", "run_id": job.run_id, "ranks": []}
+        assert [job.exit_code(node) for node in (0, 1)] == [0, 0]
+        assert {event["rank"] for event in job.of("drained")} == {0, 1}
+        job.wait_text("stopped as asked (ctl stop)")
+
+
 def test_ctl_shows_and_drains_a_running_job() -> None:
     def ctl(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "megatron.elastic.ctl", *arguments]
@@ -369,5 +380,10 @@ def test_ctl_shows_and_drains_a_running_job() -> None:
         wrong = ctl("drain", "--run-id", "no-such-job")
         assert wrong.returncode == 1 and "no agent of job" in wrong.stderr and "Traceback" not in wrong.stderr
         assert "no such ranks" in ctl("drain", "--run-id", job.run_id, "--ranks", "9").stderr
-        assert ctl("drain", "--run-id", job.run_id).returncode == 0
+        for ends in ("drain", "stop"):  # a name left out is not taken for this job's
+            unnamed = ctl(ends)
+            assert unnamed.returncode == 1 and job.run_id in unnamed.stderr and "--run-id" in unnamed.stderr
+        assert "leave out --ranks" in ctl("stop", "--run-id", job.run_id, "--ranks", "1").stderr
+        accepted = json.loads(ctl("drain", "--run-id", job.run_id).stdout)
+        assert accepted == {"accepted": "drain", "run_id": job.run_id, "ranks": []}
         assert job.exit_code() == 3

@@ -125,7 +125,9 @@ class Requested:
 
 @dataclass(frozen=True)
 class Wanted:
-    """Somebody outside asks for ``what`` ('drain', 'checkpoint') at the next boundary; no ranks: all of them."""
+    """A user or a signal asks for ``what`` at the next boundary: 'drain', 'checkpoint', or 'stop', a drain after which
+    the job is not to be queued again. No ranks: all of them.
+    """
 
     what: str
     ranks: tuple[int, ...] = ()

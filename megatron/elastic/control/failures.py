@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 __all__ = ["BEGUN_ANEW", "FELL_BACK", "Failures", "exit_status"]
 
-_STATE_LOST, _DETERMINISTIC = 4, 5
+_DONE, _DRAINED, _STATE_LOST, _DETERMINISTIC = 0, 3, 4, 5
 _SEVERITY = (5, 4, 1, 3)
 """Exit codes of ranks, the one that decides the job's first."""
 
@@ -71,7 +71,7 @@ class Failures:
         self._reached = -1
         last = self._ends[-_STARTS:]
         if len(last) == _STARTS and last[0] >= max(last[1:]):
-            return f"every rank was lost {_STARTS} times in a row without getting beyond step {last[0]}"
+            return f"all ranks were lost {_STARTS} times in a row, each time before step {last[0] + 1} was done"
         return None
 
     def admitted(self, rank: int, incarnation: int) -> None:
@@ -92,12 +92,15 @@ class Failures:
         return 0.0 if count == 0 else min(60.0, 0.25 * 2.0**count)
 
 
-def exit_status(ended: tuple[int, str] | None, codes: Collection[int], verdict: str) -> tuple[int, str]:
+def exit_status(
+    ended: tuple[int, str] | None, codes: Collection[int], verdict: str, stopping: bool = False
+) -> tuple[int, str]:
     """The launcher's exit status and the last line it prints (empty: none).
 
     ``ended``: exit code and reason in the journal's entry that ended the job, if there is one; ``codes``: exit codes of
     the ranks that finished; ``verdict``: :attr:`Failures.verdict`. An error on several ranks at one step takes the last
     copy of the state with it. Such a job reports the error, not the lost state: a second run would end the same way.
+    ``stopping``: a user asked the job to stop for good, so no status that has it queued again is returned.
     """
     if ended is not None:
         code, why = ended
@@ -105,4 +108,8 @@ def exit_status(ended: tuple[int, str] | None, codes: Collection[int], verdict: 
         code, why = next((code for code in _SEVERITY if code in codes), max(codes)), ""
     else:
         code, why = _STATE_LOST, "no rank is left that could go on"
+    if stopping and code == _DRAINED:
+        return _DONE, why or "stopped as asked (ctl stop): exit status 0, the job is not queued again"
+    if stopping and code == _STATE_LOST:
+        return _DETERMINISTIC, why or "stopped as asked (ctl stop), but not saved: exit status 5"
     return (_DETERMINISTIC, verdict) if code == _STATE_LOST and verdict else (code, why)

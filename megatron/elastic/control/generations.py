@@ -103,6 +103,8 @@ class Generations:
     """Ranks asked to leave; empty: the whole job."""
     announced: tuple[int, str] = (0, "")
     """(generation, what it can lose), as its members said last."""
+    stopping: bool = False
+    """The drain of the whole job is for good: a user asked for it to stop."""
     enlisted: set[int] = field(default_factory=set)
     """Extra ranks that are to compute although none of the launch is missing."""
     _requests: dict[str, set[int]] = field(default_factory=dict)
@@ -357,6 +359,8 @@ class Generations:
             leaving = {*(self.drain or ()), *(rank for rank in event.ranks if rank in self.ranks)}
             everybody = not event.ranks or self.drain == () or leaving >= set(self.members)
             self.drain = () if everybody else tuple(sorted(leaving))
+        elif event.what == "stop":
+            self.drain, self.stopping = (), True
         elif event.what == "checkpoint":
             self._sticky.add("checkpoint")
 

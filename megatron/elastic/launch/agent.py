@@ -394,8 +394,8 @@ class Agent:
         self._successors.close()
         ended = self.state.ended
         named = None if ended is None else (ended.code, ended.why)
-        self.exit_code, why = exit_status(named, self.state.codes(), self._failures.verdict)
-        if why and (ended is None or self.node == self.state.coordinator()):
+        self.exit_code, why = exit_status(named, self.state.codes(), self._failures.verdict, self.state.stopping)
+        if why and self.state.coordinator() in (self.node, None):
             say(*_head_and_rest(why))
         self._loop.stop()
 

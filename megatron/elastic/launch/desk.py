@@ -40,13 +40,15 @@ class Desk:
             return {"error": f"no such ranks: {unknown}; there are 0 … {len(self._state.ranks) - 1}"}
         if what == "status":
             return self._status()
-        if what in ("drain", "checkpoint"):
+        if what == "stop" and ranks:
+            return {"error": "stop ends the whole job: leave out --ranks, or use drain"}
+        if what in ("drain", "stop", "checkpoint"):
             self._append(Wanted(what, ranks))
         elif what == "admit":
             self._append(Readmitted(ranks))
         else:
             return {"error": f"unknown request {what!r}"}
-        return {"accepted": what, "ranks": list(ranks)}
+        return {"accepted": what, "run_id": self._run_id, "ranks": list(ranks)}
 
     def _status(self) -> Message:
         state, pids = self._state, self._pids()

@@ -1,0 +1,32 @@
+"""Which job a request goes to: what ends one is never guessed."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.elastic.ctl import CtlError, choose, main
+
+
+def test_the_one_job_that_is_left_is_not_taken_for_the_one_meant() -> None:
+    with pytest.raises(CtlError, match=r"the only job on this machine is 'other'.*--run-id other, or --yes"):
+        choose(None, {"other": [0]}, sure=False)
+    assert choose(None, {"other": [2, 3]}, sure=True) == ("other", 2)
+    assert choose("other", {"other": [0]}, sure=False) == ("other", 0)
+
+
+@pytest.mark.parametrize("sure", [False, True])
+def test_of_several_none_is_taken(sure: bool) -> None:
+    with pytest.raises(CtlError, match=r"which job.*one, two"):
+        choose(None, {"one": [0], "two": [0]}, sure)
+    with pytest.raises(CtlError, match="no agent of job 'three'"):
+        choose("three", {"one": [0]}, sure)
+
+
+@pytest.mark.parametrize("do", ["drain", "stop"])
+def test_what_ends_a_job_asks_for_its_name(
+    do: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("megatron.elastic.ctl.consoles", lambda: {"other": [0]})
+    monkeypatch.setattr("megatron.elastic.ctl.ask", lambda *request: pytest.fail(f"asked {request}"))
+    assert main([do]) == 1
+    assert "--run-id other" in capsys.readouterr().err
