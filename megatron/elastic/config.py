@@ -16,7 +16,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 __all__ = ["ConfigError", "ElasticConfig", "flag_name", "plain_type"]
 
 STEPS_BEFORE_MIGRATION = 50
-"""What a lost rank has to return before its layers move, unless a flag says otherwise."""
+"""Steps that a lost rank has to return in before its layers move, unless a flag says otherwise."""
 
 
 class ConfigError(ValueError):
@@ -44,13 +44,16 @@ class ElasticConfig:
     """Settings of the elastic runtime (durations in seconds, sizes in bytes)."""
 
     comm: Literal["elastic", "gloo"] = "elastic"
-    """Communicator: 'elastic' edits groups in place over native links; 'gloo' rebuilds every group (the baseline)."""
+    """Communicator between ranks. 'elastic': links of its own, groups edited in place after a loss. 'gloo': torch's,
+    every group built anew after a loss; slower, for comparison."""
 
     transport: Literal["auto", "shm", "tcp"] = "auto"
-    """Links between ranks of one host: shared memory, TCP, or shared memory where the mount has room."""
+    """Links between ranks of one host. 'shm': shared memory. 'tcp': TCP. 'auto': shared memory where /dev/shm has room,
+    else TCP."""
 
     mirrors: int = 1
-    """Copies of every optimizer state block besides the owner's. 2 is recommended where losses are correlated."""
+    """Copies of each block of optimizer state on other ranks, besides the owner's. 1 survives the loss of any one rank,
+    2 of any two. Use 2 where several ranks fail together."""
 
     domain: str | None = None
     """What fails together with this node: names from the outermost on, e.g. 'rack7/host12'. Copies of a block go to
@@ -58,97 +61,108 @@ class ElasticConfig:
     machine (boot id)."""
 
     scatter_width: int = 4
-    """Over how many peers one owner's mirrors are spread (at most the group's size less one)."""
+    """Number of ranks over which the copies of one owner's blocks are spread, at most all others of its data-parallel
+    group. More: each of them holds less, and two losses are likelier to share a block."""
 
     ownership: Literal["interleaved", "contiguous"] = "interleaved"
-    """How optimizer state is dealt over a data-parallel group: every layer over all ranks, or whole stages in one cut
-    as Megatron's distributed optimizer does (moves more when layers move; for comparison)."""
+    """How optimizer state is divided over a data-parallel group. 'interleaved': each layer over all ranks.
+    'contiguous': each stage in one cut, as Megatron's distributed optimizer does; moves more when layers move, for
+    comparison."""
 
     block_bytes: int = 1 << 18
-    """Upper bound on the fp32 bytes of one state block, the granule of ownership, copies and transfers."""
+    """Largest size of one block of optimizer state, in bytes of fp32. Blocks are owned, copied and moved whole."""
 
     snapshot: Literal["gradient", "state"] = "gradient"
-    """How mirrors follow their owner: replaying the step from the reduced gradient, or receiving stepped state."""
+    """How copies follow their owner. 'gradient': they receive the reduced gradient and compute the same step. 'state':
+    they receive the result."""
 
     policy: Literal["elaswave", "recycle", "torchft", "torchft-batch", "mindspeed", "spares"] = "elaswave"
-    """What is done without a lost rank: 'elaswave' and 'recycle' hand its samples to peers of its stage, 'torchft'
-    drops its replica and lets the batch shrink, 'torchft-batch' keeps the batch, 'mindspeed' one replica, once;
-    'spares' ends the job when no spare is ready (--elastic-spares)."""
+    """What happens to the samples of a lost rank. 'elaswave' and 'recycle': other ranks of its stage compute them.
+    'torchft': its replica is left out and the batch shrinks. 'torchft-batch': the same with the whole batch.
+    'mindspeed': one replica may be left out, once. 'spares': the job ends unless a spare is ready
+    (--elastic-spares)."""
 
     schedule: Literal["1f1b", "zero-bubble"] = "1f1b"
-    """Pipeline schedule: Megatron's, or ZB-H1: weight gradients fill the bubbles (same gradients, more activations)."""
+    """Pipeline schedule. '1f1b': Megatron's. 'zero-bubble': ZB-H1, which computes weight gradients where ranks would
+    wait; same gradients, more memory for activations."""
 
     fail_slow: Literal["auto", "on", "off"] = "auto"
-    """Give ranks that are slower than their peers fewer samples; auto: where every rank has a processor to itself."""
+    """Give slower ranks fewer samples. 'auto': where each rank has a processor of its own."""
 
     frequency: str = "off"
-    """Run devices with slack at lower clocks: 'auto', or KIND:DEVICE[:LIBRARY], e.g. 'nvml:{local_rank}'; 'off'."""
+    """Run devices that wait for others at lower clocks. 'auto': with the library of the platform.
+    KIND:DEVICE[:LIBRARY]: with this one, e.g. 'nvml:{local_rank}'; kinds are nvml, dcmi and cpufreq."""
 
     exact: bool = False
-    """Weights of a disturbed run are bitwise those of an undisturbed one (slower)."""
+    """End with the same weights, to the bit, whether or not ranks were lost. Slower; on CPUs only."""
 
     secret_file: str | None = None
     """File with the job's secret, at least 32 hex digits (openssl rand -hex 16), readable by its owner alone, the same
     on every node. Needed for several nodes and with etcd, unless MEGATRON_ELASTIC_SECRET holds the secret itself."""
 
     detection_timeout: float = 1.0
-    """Seconds from which all time-outs are derived: a stopped process is killed after half of it, an agent not heard of
-    counts as lost after ten times, a hang is looked for after thirty (docs/operations.md has them all)."""
+    """Unit of all time-outs, in seconds: a stopped process is killed after 0.5 times this, a node that is not heard of
+    counts as lost after 10 times, a hang is looked for after 30 times (docs/operations.md lists all). Raise it where
+    machines stall for seconds."""
 
     max_losses_per_hour: int = 0
-    """End the job when more ranks than this are lost within an hour (0: no limit)."""
+    """Largest number of ranks that may be lost within an hour; with one more the job ends. 0: no limit."""
 
     quarantine_after: int = 3
-    """A node that lost ranks so many times more within an hour than the median of the other nodes is left out: its lost
-    ranks are started again after 60 × --elastic-detection-timeout, doubled each further time up to an hour, or when
-    the others cannot go on without them (0: never)."""
+    """A node is left out when it lost ranks this many times more within an hour than the median of the other nodes: its
+    lost ranks are started again only after 60 times --elastic-detection-timeout (doubled each further time, up to an
+    hour), or when training cannot go on without them. 0: never."""
 
     respawn: bool = True
-    """Start a lost worker again and let it rejoin at a step boundary."""
+    """Start lost ranks again; they rejoin at a step boundary. Without it the job goes on with the ranks that are
+    left."""
 
     migrate_after: int | None = None
-    """Steps after a loss before layers move to other workers (left out: 50 while the lost one is being started again,
-    at once with --no-elastic-respawn; -1: layers never move)."""
+    """Steps after a loss before layers move to other ranks. Left out: 50 while the lost rank is being started again, 0
+    with --no-elastic-respawn. -1: layers never move."""
 
     mean_time_between_losses: float = 3600.0
-    """Seconds until somebody is expected to be lost or to return: layers move only where more steps get done by then,
-    or by the end of the run if that comes first."""
+    """Seconds expected between two changes of membership. Layers move only if that makes up for its cost within this
+    time, or before the end of the run."""
 
     migration: Literal["background", "blocking"] = "background"
-    """How state changes place: while steps go on, or at one boundary while everybody waits (for comparison)."""
+    """How state moves between ranks. 'background': while steps go on. 'blocking': between two steps, while all ranks
+    wait; for comparison."""
 
     spares: int = 0
-    """So many of the ranks that are launched, the last ones, wait with open links to take a lost rank's place at once
-    (a multiple of the tensor-parallel size)."""
+    """Number of highest-numbered ranks kept as hot spares, a multiple of the tensor-parallel size. A spare takes a lost
+    rank's place at once."""
 
     verify_interval: int = 100
-    """Steps between rolling comparisons of owner and mirror hashes (0: never)."""
+    """Steps between comparisons of the hashes of owners and copies, a part of the blocks each time. 0: never."""
 
     background_save: bool = True
-    """Write checkpoints while training goes on; otherwise each save is finished before the next step."""
+    """Write checkpoints while training goes on. Without it each save is finished before the next step."""
 
     strict_flags: bool = False
-    """Refuse Megatron flags that would have to be substituted on this platform instead of substituting them."""
+    """Refuse Megatron flags that this machine cannot honour. Without it they are replaced, and a table at start lists
+    them."""
 
     check: bool = False
-    """Print everything that would be refused, substituted or without effect, then end before anything is built or
-    written: exit status 0 when the job would start, 1 when it would be refused. Under the launcher one process is
-    enough: no other node is waited for."""
+    """Print all that would be refused, replaced or without effect, and end without training: exit status 0 if the job
+    would start, 1 if not. One process is enough; no other node is waited for."""
 
     print_patches: bool = False
-    """Print every name replaced in megatron.training and megatron.core, then go on."""
+    """Print every function of Megatron that is replaced, then train."""
 
     event_log: str | None = None
-    """Directory for one JSON line an event: generations, losses, plans, phases, certificates, what can be lost."""
+    """Directory of the event log: one file a rank, one JSON line an event (generations, losses, plans, phases,
+    certificates, what can be lost). Left out: none is written."""
 
     trace: bool = False
-    """Log when each phase and computation ran; python -m megatron.elastic.observe.run_trace draws them."""
+    """Add the times of each phase and computation to the event log; python -m megatron.elastic.observe.run_trace draws
+    them."""
 
     inject: str | None = None
-    """Faults on demand, e.g. 'kill:rank=2,step=5,point=after_reduce'; needs --elastic-allow-inject."""
+    """Faults to cause, for tests, e.g. 'kill:rank=2,step=5,point=after_reduce'. Needs --elastic-allow-inject."""
 
     allow_inject: bool = False
-    """Allow --elastic-inject; without it a fault script is refused."""
+    """Allow --elastic-inject to kill ranks."""
 
     def __post_init__(self) -> None:
         faults = tuple(self._faults())

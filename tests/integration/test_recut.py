@@ -64,7 +64,7 @@ def test_a_damaged_replica_is_cut_anew(tmp_path: Path, world: int, tensor: int, 
     reference = job(tmp_path / "whole", world, tensor, pipeline)
     result = killed(tmp_path / "killed", world, tensor, pipeline, rank, "--no-elastic-respawn")
     same_run(reference, result)
-    assert "layers (or ends) move to other workers" in result.output
+    assert "layers (embedding and head count) move to other ranks" in result.output
     before, after = cuts(result)[0], cuts(result)[-1]
     assert before != after
     units = max(end for replica in after for _, _, end in replica)

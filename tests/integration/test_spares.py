@@ -194,7 +194,7 @@ def test_a_spare_that_is_asked_to_makes_the_job_wider(tmp_path: Path) -> None:
         until(job, waiting(1))
         assert job.ctl("admit", "--ranks", "1").returncode == 0
         job.wait_for("joined by 1")
-        job.wait_for("layers \\(or ends\\) move to other workers")
+        job.wait_for("layers \\(embedding and head count\\) move to other ranks")
         begun(job, 10 + newest(job))
         result = drained(job)
     assert generations(result) == [((), (1,))]
@@ -216,7 +216,7 @@ def test_a_further_node_makes_the_job_wider_and_its_loss_narrower_again(tmp_path
         )
         try:
             until(job, lambda said: said["members"] == [0, 1, 2, 3])
-            job.wait_for("layers \\(or ends\\) move to other workers")
+            job.wait_for("layers \\(embedding and head count\\) move to other ranks")
             begun(job, 20 + newest(job))
         finally:
             more.kill()

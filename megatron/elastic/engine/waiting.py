@@ -33,8 +33,8 @@ class StageGone(PlanError):
         self.decision = decision
         self.missing = tuple(missing)
         super().__init__(
-            f"units {list(units)} have no living tensor-parallel group: ranks {list(missing)} are gone. "
-            "Their state survives, but nobody is left to compute them"
+            f"no whole tensor-parallel group is left to compute units {list(units)}: ranks {list(missing)} are gone, "
+            "though copies of their state survive"
         )
 
     def final(self, why: str) -> PlanError:
@@ -54,12 +54,12 @@ def await_ranks(
         raise gone.final("lost ranks are not started again (--no-elastic-respawn)")
     patience = Timing.derive(detection_timeout).hang_unknown
     end, asked, leaving = time.monotonic() + patience, False, False
-    say(f"{gone}: waiting up to {patience:.0f} s for them")
+    say(f"{gone}: waiting up to {patience:.0f} s until they are started again")
     while membership.frozen() <= gone.decision.generation:
         pending = membership.pending()
         if "drain" in pending and not leaving:
             leaving = True
-            say(f"asked to save and end: nothing can be saved before ranks {list(gone.missing)} are back")
+            say(f"the job is to save and end, but nothing can be saved before ranks {list(gone.missing)} are back")
         if "join" in pending and not asked:
             asked = True
             membership.request("join")

@@ -31,7 +31,7 @@ __all__ = ["SWITCH", "add_arguments", "chained", "config_from_args", "docs", "fi
 SWITCH = "--elastic"
 """Turns the elastic runtime on; without it nothing of Megatron's step is replaced."""
 
-_SWITCH_HELP = "Run the training step on the elastic engine: the job outlives the loss of ranks."
+_SWITCH_HELP = "Run training steps on the elastic engine: the job goes on when ranks fail, and when they return."
 
 
 def field_help(cls: type) -> dict[str, str]:

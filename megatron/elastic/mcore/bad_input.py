@@ -12,6 +12,7 @@ import functools
 import linecache
 import os
 import pickle
+import re
 import sys
 import zipfile
 from collections.abc import Iterator
@@ -94,7 +95,9 @@ def explain_assertion(error: AssertionError) -> str:
     if frame is None:
         return "a check on the flags failed"
     source = linecache.getline(frame.tb_frame.f_code.co_filename, frame.tb_lineno).strip()
-    return f"the check `{source.removeprefix('assert ').rstrip(', ')}` on the flags failed"
+    flags = dict.fromkeys("--" + name.replace("_", "-") for name in re.findall(r"\bargs\.(\w+)", source))
+    see = f": change {' or '.join(flags)}" if flags else ""
+    return f"Megatron's check `{source.removeprefix('assert ').rstrip(', ')}` of the flags failed{see}"
 
 
 @contextmanager
@@ -129,7 +132,7 @@ def unreadable_named(flag: str, folder: str) -> Iterator[None]:
             raise
         why = " ".join(f"{type(causes[0]).__name__} {causes[0]}".split())[:120]
         raise BadInput(
-            f"{flag} {folder}: the checkpoint cannot be read ({why}): it was cut or damaged; choose another step "
+            f"{flag} {folder}: the checkpoint cannot be read ({why}), it was cut or damaged: choose another step "
             "(--ckpt-step) or another folder"
         ) from error
 

@@ -82,7 +82,7 @@ class Endings:
             self._go_back(why, self._prelude.engine.record.version, FELL_BACK)
             raise
         except Released:
-            print(f"rank {self._prelude.links.fabric.rank} leaves as asked; the others go on", flush=True)
+            print(f"rank {self._prelude.links.fabric.rank} leaves as asked; the other ranks go on", flush=True)
             self._end(0)
 
     def leave(self, code: int, why: str) -> NoReturn:

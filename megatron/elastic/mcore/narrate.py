@@ -158,12 +158,12 @@ def narrate_recut(record: StepRecord, standing: Standing, recut: Recut) -> None:
     if not standing.lowest:
         return
     if recut.target.is_nominal:
-        why = "every rank is back: the pipelines of the launch again"
+        why = "all ranks are back, layers return to where they were at launch"
     elif recut.now_ns:
-        why = f"a step is expected to take {recut.then_ns / recut.now_ns:.2f} of what it takes now"
+        why = f"a step is expected to take {recut.then_ns / recut.now_ns:.0%} of its present time"
     else:
-        why = "some have no worker that computes them"
-    what = f"{recut.moved_units} layers (or ends) move to other workers"
+        why = "no rank is left to compute some of them"
+    what = f"{recut.moved_units} layers (embedding and head count) move to other ranks"
     print(f"step {record.version}: {what}; {why}", flush=True)
 
 
