@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.elastic.observe.events import read_events
 from tools import make_corpus
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -99,6 +100,22 @@ def test_a_second_call_keeps_data_and_the_undisturbed_run(first: Outcome, corpus
     assert again.status == 0, again.stderr[-4000:]
     assert not first.result["undisturbed_cached"] and again.result["undisturbed_cached"]
     assert again.result["loss_first"] == first.result["loss_first"]
+
+
+@pytest.mark.slow
+def test_a_second_rank_lost_two_steps_after_the_first_costs_no_step(corpus: Path) -> None:
+    """PP 2 x DP 4 with one mirror: rank 2 is lost in step 8 and soon back, rank 0 is lost in step 10.
+
+    All that both held must have been copied in between, though the generation changed and no step was long.
+    """
+    losses = "kill:rank=2,step=8,point=mid_forward;kill:rank=0,step=10,point=mid_forward"
+    script = f"{losses};delay:rank=1,step=8|9,seconds=1.2"
+    outcome = quickstart(corpus.parent / "pair", corpus, "--steps", "12", "--nproc-per-node", "8", "--inject", script)
+    assert outcome.status == 0, outcome.stderr[-4000:]
+    assert (outcome.result["steps"], outcome.result["kills"], outcome.result["lost_steps"]) == (12, 2, 0)
+    assert isinstance(outcome.result["max_rel_deviation"], float) and outcome.result["max_rel_deviation"] < 1e-5
+    told = [record.fields for record in read_events(str(outcome.result["events"])) if record.kind == "protection"]
+    assert {fields["steps"] for fields in told} == {1}, "all copies were there again with the very step of the loss"
 
 
 @pytest.mark.slow

@@ -26,14 +26,16 @@ Invariants
 - A damaged copy is replaced in place: its drop and its add are one.
 - No copy that the newest record names goes before a newer one does not name it.
 - A block being added is not reported, voted on, or stepped by its rank's own
-  ``apply`` until ``commit``; a base whose hash does not match never is.
+  ``apply`` until ``commit``, or until the generation ends and ``BlockReceiver.keep`` says that it is whole;
+  a base whose hash does not match never is.
 - The sender holds one base, or ``memory_bytes`` of bases that it was asked to copy ahead
   (``BlockSender.prepare``), and at most ``memory_bytes`` of unsent gradients, ahead or not: when
   steps outrun the link, the last blocks taken up are given up and sent again
   later, so a slow receiver never stalls the step. The receiver holds one message (a base,
   or one step's gradients), and the gradients that came ahead.
 - Messages of one transfer arrive in order; any loss ends the transfer with a
-  ``CommError``, and what was not committed is dropped. Nothing needs undoing.
+  ``CommError``. Copies that are verified and at the record's version then are kept, the others are dropped.
+  Nothing needs undoing.
 """
 
 from __future__ import annotations
