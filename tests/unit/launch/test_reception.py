@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.elastic.comm.fabric import Address
+from megatron.elastic.control.clock import JobClock
 from megatron.elastic.control.events import Decided, Entry, Event, Lost, Reported, Requested, Waiting
 from megatron.elastic.control.generations import Generations, Node
 from megatron.elastic.control.membership import Loss
@@ -106,7 +107,7 @@ def test_in_any_order_of_requests_and_reports_everybody_is_heard_once(order: lis
 
 def test_every_agent_answers_what_a_member_said_last_can_be_lost() -> None:
     desk = Desk()
-    answers = Answers("job", desk.state, dict, dict, pytest.fail)
+    answers = Answers("job", desk.state, JobClock(), dict, dict, pytest.fail)
     assert answers.handle({"do": "status"})["tolerance"] == {"generation": 0, "text": ""}
     for generation, text in ((1, "any 2 nodes"), (1, "any 1 node"), (0, "of a generation before")):
         desk.reception.said(worker(0), {"t": "tolerance", "g": generation, "text": text})
