@@ -54,6 +54,6 @@ def test_a_request_that_is_none_ends_its_connection_alone(appended: list[Event],
 
 
 def test_a_request_is_carried_out(appended: list[Event]) -> None:
-    assert ask(RUN_ID, 0, {"do": "drain", "ranks": [1]}) == {"accepted": "drain", "ranks": [1]}
+    assert ask(RUN_ID, 0, {"do": "drain", "ranks": [1]}) == {"accepted": "drain", "ranks": [1], "run_id": RUN_ID}
     assert appended == [Wanted("drain", (1,))]
     assert json.dumps(ask(RUN_ID, 0, {"do": "drain", "ranks": [7]})).count("no such ranks") == 1
