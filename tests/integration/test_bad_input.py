@@ -244,15 +244,15 @@ def test_a_tiny_shared_memory_mount_is_no_matter_for_links_and_one_line_for_load
     assert len(errors) == 1 and "/dev/shm" in errors[0] and "--num-workers 0" in errors[0], errors
 
 
-def checked(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+def checked(folder: Path, *flags: str, secret: str = "5e" * 16) -> subprocess.CompletedProcess[str]:
     """``--elastic-check`` of a job of four nodes, of which this is the second: no other is there."""
     return subprocess.run(
         [sys.executable, "-m", "megatron.elastic.launch", "--nproc-per-node", "2", "--nnodes", "4", "--node-rank", "1",
          "--master-addr", "127.0.0.1", str(ROOT / "pretrain_gpt.py"), *GOOD, "--mock-data", "--elastic",
          "--elastic-check", "--elastic-event-log", str(folder / "events"), "--save", str(folder / "saved"),
          "--save-interval", "5", "--ckpt-format", "torch_dist", *flags],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, cwd=folder, capture_output=True, text=True,
-        timeout=180, check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MEGATRON_ELASTIC_SECRET": secret},
+        cwd=folder, capture_output=True, text=True, timeout=180, check=False,
     )  # fmt: skip
 
 
@@ -266,12 +266,12 @@ def test_elastic_check_tells_what_is_substituted_trains_nothing_and_writes_nothi
 
 
 def test_elastic_check_tells_every_refusal_also_those_of_the_launchers_flags(tmp_path: Path) -> None:
-    done = checked(tmp_path, "--elastic-mirrors", "-1", "--elastic-spares", "-2", "--fp8-format", "hybrid")
+    done = checked(tmp_path, "--elastic-mirrors", "-1", "--elastic-spares", "-2", "--fp8-format", "hybrid", secret="")
     assert done.returncode == 1
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    words = ("--elastic-mirrors", "--elastic-spares", "--fp8-format", "--global-batch-size 2")
-    assert [sum(word in error for error in errors) for word in words] == [1] * 4, errors
-    assert len(errors) == 4 and "Traceback" not in done.stderr and not list(tmp_path.iterdir())
+    words = ("--elastic-mirrors", "--elastic-spares", "--fp8-format", "--global-batch-size 2", "--elastic-secret-file")
+    assert [sum(word in error for error in errors) for word in words] == [1] * 5, errors
+    assert len(errors) == 5 and "Traceback" not in done.stderr and not list(tmp_path.iterdir())
 
 
 NEWER = """

@@ -110,6 +110,8 @@ class Job:
     """Hex digits that every process of the job knows, and no other."""
     check: bool = False
     """The script was given ``--elastic-check``: one process of it tells what would be refused."""
+    refused: str = ""
+    """Why the launcher would refuse the job, to be told with the rest of such a check; empty when it would not."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -170,13 +172,21 @@ def _warn_of_unused(args: argparse.Namespace) -> None:
 
 def _job(args: argparse.Namespace, place: Placement, settings: ElasticConfig, environ: Mapping[str, str]) -> Job:
     kind, target = _target(args)
+    run_id, workers, signals = _run_id(args, place), _workers(args.nproc_per_node), _signals(args.signals_to_handle)
+    checks, refused, secret = _checks_only(args), "", ""
+    try:
+        secret = job_secret(settings.secret_file, environ, alone=place.nodes == 1 and place.etcd is None)
+    except ValueError as error:
+        if not checks:
+            raise
+        refused = str(error)
     elastic = args.adapt or "--elastic" in args.training_script_args
     return Job(
-        run_id=_run_id(args, place),
+        run_id=run_id,
         node=place.node,
         nodes=place.nodes,
         least=place.least,
-        workers=_workers(args.nproc_per_node),
+        workers=workers,
         master_addr=place.master_addr,
         master_port=place.master_port,
         local_addr=args.local_addr or socket.gethostname(),
@@ -190,19 +200,20 @@ def _job(args: argparse.Namespace, place: Placement, settings: ElasticConfig, en
         adapt=args.adapt,
         preload=_preload(args.preload, kind, target, args.adapt, elastic),
         role=args.role,
-        logs=_logs(args),
+        logs=None if checks else _logs(args),
         shown=_shown(args.local_ranks_filter),
         line_prefix=os.getenv("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"),
         virtual_local_rank=args.virtual_local_rank,
         max_restarts=args.max_restarts,
         shutdown_timeout=float(args.shutdown_timeout if args.shutdown_timeout is not None else 30),
         drain_timeout=float(args.shutdown_timeout if args.shutdown_timeout is not None else _DRAIN_SECONDS),
-        signals=_signals(args.signals_to_handle),
+        signals=signals,
         elastic=elastic,
         settings=settings,
-        tensor=1 if _checks_only(args) else tensor_parallel_size(args.training_script_args),
-        secret=job_secret(settings.secret_file, environ, alone=place.nodes == 1 and place.etcd is None),
-        check=_checks_only(args),
+        tensor=1 if checks else tensor_parallel_size(args.training_script_args),
+        secret=secret,
+        check=checks,
+        refused=refused,
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 
 from megatron.elastic.control import env
 from megatron.elastic.control.slot import Slot
@@ -18,7 +19,14 @@ __all__ = ["check"]
 
 
 def check(job: Job) -> int:
-    """Run the script as rank 0 of ``job`` would; returns its exit status."""
+    """Run the script as rank 0 of ``job`` would; returns its exit status, 1 where the launcher refuses the job."""
+    code = _run(job)
+    if job.refused:
+        print(f"error: {job.refused}", file=sys.stderr, flush=True)
+    return code or int(bool(job.refused))
+
+
+def _run(job: Job) -> int:
     nominal = job.least * job.workers - job.settings.spares
     environ = {
         "RANK": "0",
