@@ -38,8 +38,8 @@ def test_a_node_that_is_left_out_is_let_in_when_the_others_need_it(tmp_path: Pat
     with cluster(2, nodes=2, command=command) as job:
         assert [job.exit_code(node) for node in (0, 1)] == [0, 0], job.text()[-6000:]
         text = job.text()
-    said = re.findall(r"node 1 .*?(they are not started again|its lost ranks are started again: .*)", text)
-    assert said[0] == "they are not started again"
+    said = re.findall(r"node 1 .*?(its lost ranks are not started again|its lost ranks are started again: .*)", text)
+    assert said[0] == "its lost ranks are not started again"
     assert re.fullmatch(r"its lost ranks are started again: ranks \[2, 3\] are needed", said[1]), said
     result = JobResult(0, text, read_events(events))
     assert {record.fields["lost_rank"] for record in result.of("loss")} == {2, 3}
@@ -59,11 +59,11 @@ def test_its_time_over_a_node_is_let_in_and_the_next_loss_leaves_it_out_for_twic
     command = elastic_command(events, layout.ranks, layout.tensor, layout.pipeline, MANY, *flags, *faults)
     command = command[command.index(str(ROOT / "pretrain_gpt.py")) :]
     with cluster(2, nodes=2, command=command) as job:
-        job.wait_text(f"they are not started again for {SECONDS:.0f} s")
+        job.wait_text(f"its lost ranks are not started again for {SECONDS:.0f} s")
         ask = [sys.executable, "-m", "megatron.elastic.ctl", "status", "--run-id", job.run_id]
         status = json.loads(subprocess.run(ask, env=environment_of(), capture_output=True, check=True).stdout)
         job.wait_text("its lost ranks are started again: its time is over")
-        job.wait_text(f"they are not started again for {2 * SECONDS:.0f} s")
+        job.wait_text(f"its lost ranks are not started again for {2 * SECONDS:.0f} s")
         os.kill(job.agents[0].pid, signal.SIGTERM)
         assert [job.exit_code(node) for node in (0, 1)] == [3, 3], job.text()[-6000:]
         result = JobResult(3, job.text(), read_events(events))

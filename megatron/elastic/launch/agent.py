@@ -252,9 +252,10 @@ class Agent:
     def zygote_lost(self, was_ready: bool) -> None:
         """Its workers are lost with it; a new one takes over for the next."""
         if not was_ready:
-            self.append(Ended(1, "the parent of this node's workers ended while it preloaded: try --preload none"))
+            why = "the process that forks this node's workers failed to import their modules: try --preload none"
+            self.append(Ended(1, why))
             return
-        say("the parent of this node's workers is gone, and they with it; starting another")
+        say("the process that forks this node's workers ended, and its workers with it: it is started again")
         self._pool.start_zygote()
 
     # -- what the journal says --------------------------------------------------------
@@ -363,7 +364,7 @@ class Agent:
 
     def _given_up(self) -> None:
         if self._active:
-            say("the others have given this node up: its workers end, and it comes back with new ones")
+            say("the other nodes count this node as lost: its workers are ended and started again")
         self._active = False
         for worker in list(self._pool.workers.values()):
             self._pool.kill(worker, "node given up")
@@ -401,7 +402,7 @@ class Agent:
 
     def _store_lost(self, why: str) -> None:
         if self.exit_code is None:
-            say(f"{self.company.store.keeper} is gone ({why}): the job ends at its last checkpoint")
+            say(f"{self.company.store.keeper} cannot be reached ({why}): the job ends; its last checkpoint is kept")
             for worker in self._pool.workers.values():
                 if worker.elastic:
                     text = "the job's store is gone; this worker ends"

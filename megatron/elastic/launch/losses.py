@@ -46,11 +46,11 @@ def classify(
     ending = _ending(worker, status)
     if ending == "error" and not started:
         code = os.waitstatus_to_exitcode(status)
-        return Ended(code, f"rank {worker.rank} on {host} ended with {cause} before it took part: the job ends")
+        return Ended(code, f"rank {worker.rank} on {host} failed during start-up ({cause}): the job ends")
     if not elastic:
         code = os.waitstatus_to_exitcode(status)
         code = code if code > 0 else 128 - code
-        return Ended(code, f"rank {worker.rank} on {host} ended with {cause}: the job ends (it is not elastic)")
+        return Ended(code, f"rank {worker.rank} on {host} failed ({cause}): without --elastic the job ends")
     lines = tuple(worker.slot.last_words().splitlines()[-_LINES:]) or tuple(log_lines)
     step = worker.slot.look().activity.step
     return Lost((Loss(worker.rank, worker.incarnation, host, cause, lines, ending),), (step,), now)

@@ -128,7 +128,7 @@ class Successors:
         if state.standing != "lost" or loss.incarnation != state.incarnation:
             return
         if self._failures.stillborn(loss.rank, loss.incarnation):
-            why = "several incarnations in a row ended before they took part"
+            why = "several starts in a row failed before the rank had joined the job"
             # Without it there would be no start; later, the others go on.
             start = self._state.decided == 0
             self._append(Ended(_DETERMINISTIC, f"rank {loss.rank}: {why}") if start else Abandoned((loss.rank,), why))
@@ -150,7 +150,7 @@ class Successors:
         if self._state.preparing and not self._state.quiet:
             mine = [worker for rank, worker in self._by_rank.items() if self._state.ranks[rank].standing == "member"]
             if any(worker.doomed is None for worker in mine):
-                next_is = "everybody starts anew" if self._state.respawn else "the job ends"
+                next_is = "all ranks are started again" if self._state.respawn else "the job ends"
                 say(f"rank {lost} was lost before the first step: {next_is}")
             for worker in mine:
                 self._pool.kill(worker, f"rank {lost} was lost before the first step")
@@ -173,7 +173,7 @@ class Successors:
             if self._coordinates:
                 say(
                     f"node {node} ({self._state.nodes[node].host}) lost ranks more often than the others, "
-                    f"{len(record.losses)} times within an hour: they are not started again for "
+                    f"{len(record.losses)} times within an hour: its lost ranks are not started again for "
                     f"{record.until - record.losses[-1]:.0f} s (--elastic-quarantine-after; ctl admit starts them now)"
                 )
         for node in before - self._out:
