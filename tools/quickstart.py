@@ -172,7 +172,7 @@ def follow(process: subprocess.Popen[str], log: Path, steps: int, name: str) -> 
             if iteration is not None:
                 bar.set_postfix(loss=f"{iteration.loss:.4f}", refresh=False)
                 bar.update(iteration.step - bar.n)
-            elif line.lstrip().startswith(("lost ", "recovered ")):
+            elif line.lstrip().startswith(("[launch] lost ", "recovered ")):
                 tqdm.write("    " + line.rstrip(), file=sys.stderr)
 
 

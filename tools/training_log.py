@@ -38,7 +38,7 @@ __all__ = [
 _ITERATION = re.compile(r"(?:\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(?:\.\d+)?)\] )?\s*iteration\s+(\d+)/\s*(\d+)\s*\|(.*)")
 _COLUMNS = ("consumed samples", "elapsed time per iteration (ms)", "lm loss", "grad norm")
 _FIELD = re.compile(r"\s*([^:|]+):\s*([^|]+?)\s*(?:\||$)")
-_TOLD = ("lost ", "recovered ", "mirrors complete ", "injected ", "[launch] lost ")
+_TOLD = ("recovered ", "mirrors complete ", "injected ", "[launch] lost ")
 
 
 @dataclass(frozen=True)

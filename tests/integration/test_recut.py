@@ -5,6 +5,7 @@ Real jobs under the launcher, real SIGKILLs, dropout 0.1, compared step by step 
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,8 @@ def test_a_damaged_replica_is_cut_anew(tmp_path: Path, world: int, tensor: int, 
     result = killed(tmp_path / "killed", world, tensor, pipeline, rank, "--no-elastic-respawn")
     same_run(reference, result)
     assert "layers (embedding and head count) move to other ranks" in result.output
+    assert result.output.count(f"lost rank {rank} ") == 1, "a loss is told once, by the launcher"
+    assert re.search(rf"recovered at generation \d+ without .*{rank}\b", result.output), "its place with the recovery"
     before, after = cuts(result)[0], cuts(result)[-1]
     assert before != after
     units = max(end for replica in after for _, _, end in replica)

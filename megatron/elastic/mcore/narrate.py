@@ -32,7 +32,7 @@ from megatron.elastic.observe.events import (
     Step,
     Trace,
 )
-from megatron.elastic.observe.summary import loss_lines, protection_line, ranks_text, recovery_line
+from megatron.elastic.observe.summary import protection_line, ranks_text, recovery_line
 from megatron.elastic.observe.timeline import Timeline
 from megatron.elastic.plan import model
 from megatron.elastic.platform.frequency import Applied
@@ -92,8 +92,8 @@ def narrate(
         if any(loss.rank < standing.living[0] for loss in outcome.lost):
             events.write_held()  # whoever spoke before may have died before it could say that its last step was over
         events.write(_plan(step, standing))
-        lines = (*loss_lines(losses, parked), recovery_line(recovery, decision.generation), *batch_lines(standing.plan))
-        for line in lines:
+        recovered = recovery_line(recovery, decision.generation, losses, parked)
+        for line in (recovered, *batch_lines(standing.plan)):
             print(line, flush=True)
 
 

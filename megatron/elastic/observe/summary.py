@@ -1,8 +1,10 @@
-"""One readable line per loss and per recovery, in the field's words.
+"""One readable line per recovery, in the field's words.
 
-lost tensor-parallel group {4,5}: stage 1, replica 0, at step 57; rank 5 on node-b: signal SIGKILL; rank 4 parked
-recovered at generation 3: step 57 rolled forward, 0 steps lost, 0.184 s (freeze 0.021, edit 0.090, ...)
+recovered at generation 3 without tensor-parallel group {4,5} (stage 1, replica 0; rank 4 parked): step 57 rolled
+forward, 0 steps lost, 0.184 s (freeze 0.021, edit 0.090, ...)
 mirrors complete with step 58: 12 state blocks were short of one for 0.412 s (1 step)
+
+The launcher has told each loss by then: host, step, cause and last lines.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from collections.abc import Iterable, Sequence
 
 from megatron.elastic.observe.events import Protection, RankLost, Recovery
 
-__all__ = ["loss_lines", "protection_line", "ranks_text", "recovery_line"]
+__all__ = ["lost_text", "protection_line", "ranks_text", "recovery_line"]
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
@@ -28,56 +30,40 @@ def ranks_text(ranks: Iterable[int]) -> str:
     return "{" + ",".join(parts) + "}"
 
 
-def _where(loss: RankLost) -> str:
-    """``tensor-parallel group {4,5}: stage 1, replica 0`` or ``rank 4: stage 1, replica 0``."""
-    group = loss.tensor_parallel_group
-    name = f"tensor-parallel group {ranks_text(group)}" if len(group) > 1 else f"rank {loss.lost_rank}"
-    place = []
-    if loss.stage is not None:
-        place.append(f"stage {loss.stage}")
-    if loss.replica is not None:
-        place.append(f"replica {loss.replica}")
-    return f"{name}: {', '.join(place)}" if place else f"{name}: no part of a pipeline"
-
-
-def _end_of(loss: RankLost) -> str:
-    """``rank 5 on node-b: signal SIGKILL (last line: ...)``."""
-    text = f"rank {loss.lost_rank} on {loss.host}: {loss.cause}"
-    said = next((line.strip() for line in reversed(loss.last_lines) if line.strip()), "")
-    if said:
-        text += f" (last line: {said if len(said) <= 160 else said[:157] + '...'})"
-    return text
-
-
-def loss_lines(losses: Sequence[RankLost], parked: Iterable[int] = ()) -> tuple[str, ...]:
-    """One line per tensor-parallel group that lost ranks, in order of rank.
+def lost_text(losses: Sequence[RankLost], parked: Iterable[int] = ()) -> str:
+    """Tensor-parallel groups that lost ranks, in order of rank, and where each had its place.
 
     ``parked``: living ranks of those groups that compute nothing until they are used again.
     """
-    cells: dict[tuple[int, ...], list[RankLost]] = {}
+    groups: dict[tuple[int, ...], RankLost] = {}
     for loss in sorted(losses, key=lambda one: one.lost_rank):
-        cells.setdefault(loss.tensor_parallel_group or (loss.lost_rank,), []).append(loss)
+        groups.setdefault(loss.tensor_parallel_group or (loss.lost_rank,), loss)
     waiting = set(parked)
-    lines = []
-    for group, members in cells.items():
-        parts = [f"lost {_where(members[0])}, at step {members[0].step}"]
-        parts += [_end_of(loss) for loss in members]
-        idle = sorted(waiting & set(group))
-        if idle:
-            parts.append(f"rank {idle[0]} parked" if len(idle) == 1 else f"ranks {ranks_text(idle)} parked")
-        lines.append("; ".join(parts))
-    return tuple(lines)
+    return ", ".join(_group_text(group, loss, sorted(waiting & set(group))) for group, loss in groups.items())
 
 
-def recovery_line(recovery: Recovery, generation: int) -> str:
-    """One line: what became of the step, how many were lost, how long it took and where."""
+def _group_text(group: tuple[int, ...], loss: RankLost, idle: Sequence[int]) -> str:
+    """``tensor-parallel group {4,5} (stage 1, replica 0; rank 4 parked)`` or ``rank 4 (stage 1, replica 0)``."""
+    name = f"tensor-parallel group {ranks_text(group)}" if len(group) > 1 else f"rank {loss.lost_rank}"
+    place = [f"stage {loss.stage}"] if loss.stage is not None else []
+    place += [f"replica {loss.replica}"] if loss.replica is not None else []
+    parts = [", ".join(place) or "no part of a pipeline"]
+    if idle:
+        parts.append(f"rank {idle[0]} parked" if len(idle) == 1 else f"ranks {ranks_text(idle)} parked")
+    return f"{name} ({'; '.join(parts)})"
+
+
+def recovery_line(
+    recovery: Recovery, generation: int, losses: Sequence[RankLost] = (), parked: Iterable[int] = ()
+) -> str:
+    """One line: who is missing, what became of the step, how many were lost, how long it took and where."""
     total = sum(recovery.seconds.values())
     phases = ", ".join(f"{name} {seconds:.3f}" for name, seconds in recovery.seconds.items())
     steps = "1 step lost" if recovery.lost_steps == 1 else f"{recovery.lost_steps} steps lost"
     tail = f" ({phases})" if phases else ""
-    return (
-        f"recovered at generation {generation}: step {recovery.step} {recovery.outcome}, {steps}, {total:.3f} s{tail}"
-    )
+    without = f" without {lost_text(losses, parked)}" if losses else ""
+    what = f"step {recovery.step} {recovery.outcome}, {steps}, {total:.3f} s{tail}"
+    return f"recovered at generation {generation}{without}: {what}"
 
 
 def protection_line(protection: Protection) -> str:

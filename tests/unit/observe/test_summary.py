@@ -1,39 +1,37 @@
-"""Losses and recoveries as one line each, in the field's words."""
+"""Recoveries as one line each, in the field's words."""
 
 from __future__ import annotations
 
 from megatron.elastic.observe.events import Protection, RankLost, Recovery
-from megatron.elastic.observe.summary import loss_lines, protection_line, ranks_text, recovery_line
+from megatron.elastic.observe.summary import lost_text, protection_line, ranks_text, recovery_line
 
 
 def lost(rank, group=(), stage=1, replica=0, lines=()):
     return RankLost(rank, 0, "node-b", "signal SIGKILL", 57, lines, group, stage, replica)
 
 
-def test_a_lost_tensor_parallel_group_is_one_line():
-    (line,) = loss_lines([lost(5, (4, 5))], parked=(4, 9))
-    assert line == (
-        "lost tensor-parallel group {4,5}: stage 1, replica 0, at step 57; "
-        "rank 5 on node-b: signal SIGKILL; rank 4 parked"
+def test_a_lost_tensor_parallel_group_is_named_with_its_place_and_who_is_parked():
+    text = lost_text([lost(5, (4, 5))], parked=(4, 9))
+    assert text == "tensor-parallel group {4,5} (stage 1, replica 0; rank 4 parked)"
+
+
+def test_both_ranks_of_a_group_are_one_and_other_groups_follow():
+    text = lost_text([lost(9, (8, 9), replica=1), lost(5, (4, 5)), lost(4, (4, 5))])
+    assert text == (
+        "tensor-parallel group {4,5} (stage 1, replica 0), tensor-parallel group {8,9} (stage 1, replica 1)"
     )
 
 
-def test_both_ranks_of_a_group_share_a_line_and_other_groups_have_their_own():
-    lines = loss_lines([lost(9, (8, 9), replica=1), lost(5, (4, 5)), lost(4, (4, 5))])
-    assert len(lines) == 2
-    assert "rank 4 on node-b" in lines[0] and "rank 5 on node-b" in lines[0] and "parked" not in lines[0]
-    assert "replica 1" in lines[1]
+def test_without_tensor_parallelism_the_rank_itself_is_named_and_a_spare_belongs_to_no_pipeline():
+    assert lost_text([lost(3, (3,))]) == "rank 3 (stage 1, replica 0)"
+    assert lost_text([lost(3, stage=None, replica=None)]) == "rank 3 (no part of a pipeline)"
 
 
-def test_without_tensor_parallelism_the_rank_itself_is_named():
-    (line,) = loss_lines([lost(3, (3,), lines=("epoch 1", "RuntimeError: boom", "  "))])
-    assert line.startswith("lost rank 3: stage 1, replica 0, at step 57;")
-    assert line.endswith("(last line: RuntimeError: boom)") and "\n" not in line
-
-
-def test_a_spare_belongs_to_no_pipeline_and_long_last_lines_are_cut():
-    (line,) = loss_lines([lost(3, stage=None, replica=None, lines=("x" * 500,))])
-    assert "no part of a pipeline" in line and len(line) < 300
+def test_a_recovery_names_what_is_missing_and_leaves_the_loss_itself_to_the_launcher():
+    line = recovery_line(Recovery(57, "re-run", {}), 3, [lost(3, (3,), lines=("RuntimeError: boom",))])
+    assert line == (
+        "recovered at generation 3 without rank 3 (stage 1, replica 0): step 57 re-run, 0 steps lost, 0.000 s"
+    )
 
 
 def test_rank_sets_are_short():

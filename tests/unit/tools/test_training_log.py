@@ -59,10 +59,11 @@ def test_a_step_logged_twice_must_say_the_same() -> None:
 
 def test_an_excerpt_is_two_steps_and_what_follows_them() -> None:
     ordinary = LINE.format(loss="1.5")
-    told = [ordinary, "noise", ordinary, ordinary, "lost rank 3: stage 1", "warning: x", "recovered at generation 2: y"]
+    lost, recovered = "[launch] lost rank 3 on h", "recovered at generation 2: y"
+    told = [ordinary, "noise", ordinary, ordinary, lost, "warning: x", recovered]
     found = training_log.excerpt([*told, *[ordinary] * 20])
     assert len(found) == 12
-    assert found[2:4] == ["lost rank 3: stage 1", "recovered at generation 2: y"]
+    assert found[2:4] == [lost, recovered]
     assert all(
         line.startswith("iteration    7/  40 | ") and "lm loss:    1.5" in line for line in found[:2] + found[4:]
     )
