@@ -6,7 +6,9 @@
 A checkpoint is Megatron's ``torch_dist`` format: a directory that holds
 ``.metadata``, or one above it that holds ``latest_checkpointed_iteration.txt``.
 Whole tensors are hashed (dtype, shape, bytes), so neither how the tensors were sharded
-nor how many ranks wrote them matters. ``--objects`` adds what is no tensor (RNG
+nor how many ranks wrote them matters. Where the checkpoint has a manifest, its files are
+compared with it first, and a file that is not as it was written is an error; ``verified``
+in the last line is the number of files, or null without a manifest. ``--objects`` adds what is no tensor (RNG
 states, arguments, scheduler), which may differ between runs that computed the same.
 
 An event log (``--elastic-event-log``) is a directory with ``rank*.jsonl``: each
@@ -37,6 +39,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron.elastic.observe.events import Step, read_events
+from megatron.elastic.state.manifest import MANIFEST, Manifest, ManifestError, damage, read
 
 __all__ = [
     "FingerprintError",
@@ -127,9 +130,25 @@ def _load(state: dict[str, Any], directory: Path) -> None:
         dcp.load(state, storage_reader=dcp.FileSystemReader(directory), no_dist=True)
 
 
+def _manifest(directory: Path) -> Manifest | None:
+    try:
+        return read(directory)
+    except ManifestError as error:
+        raise FingerprintError(f"{directory / MANIFEST} cannot be relied on: {error}") from None
+
+
+def _compare_with_manifest(directory: Path) -> None:
+    """Raises :class:`FingerprintError` for files that are not as the manifest says; without one it says nothing."""
+    manifest = _manifest(directory)
+    found = [] if manifest is None else damage(directory, manifest.files)
+    if found:
+        raise FingerprintError(f"{directory}: {'; '.join(found)}")
+
+
 def checkpoint_fingerprint(path: Path, objects: bool = False) -> dict[str, str]:
     """Hash of every tensor of a ``torch_dist`` checkpoint by name (and, with ``objects``, of the rest)."""
     directory = _iteration_directory(path)
+    _compare_with_manifest(directory)
     if not (directory / ".metadata").is_file():
         raise FingerprintError(f"{directory} has no .metadata: not a complete torch_dist checkpoint")
     entries = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
@@ -199,7 +218,9 @@ def differences(first: Mapping[str, str], second: Mapping[str, str]) -> list[str
 def _report(path: Path, hashes: Mapping[str, str]) -> None:
     for name, value in hashes.items():
         print(f"{value}  {name}")
-    print(json.dumps({"path": str(path), "entries": len(hashes), "total": total(hashes)}))
+    manifest = _manifest(_iteration_directory(path))
+    verified = None if manifest is None else len(manifest.files)
+    print(json.dumps({"path": str(path), "entries": len(hashes), "verified": verified, "total": total(hashes)}))
 
 
 def _compare(first: Mapping[str, str], second: Mapping[str, str], show: int) -> int:

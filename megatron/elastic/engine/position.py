@@ -19,6 +19,7 @@ from megatron.elastic.engine.recovery import Recovery
 from megatron.elastic.engine.standing import Standing
 from megatron.elastic.engine.transaction import StepBody, Tools
 from megatron.elastic.observe.phases import PhaseTimer
+from megatron.elastic.state.certificate import Certificate
 from megatron.elastic.state.record import StepRecord
 
 __all__ = ["Position"]
@@ -48,6 +49,8 @@ class Position:
     """Generation that let this rank in, until it has voted."""
     heeded: int = -1
     """Newest version whose agreed requests were acted on, or are void."""
+    certificate: Certificate | None = None
+    """The newest that passed."""
     report_keys: tuple[str, ...] = ()
     """Names the loss functions report, as far as the ranks have told each other."""
     _keys_of: int = -1

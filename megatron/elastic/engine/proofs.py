@@ -46,6 +46,7 @@ class Proofs:
         at.listener.examined(at.standing, verdict)
         if verdict.findings:
             raise CertificateError(verdict.findings)
+        at.certificate = verdict.certificate
 
     def dispute(self, mine: Disputes) -> NoReturn:
         """Copies were not made as their owners' were: a bug. Raises ``CertificateError`` with everybody's."""

@@ -47,6 +47,7 @@ from megatron.elastic.mcore.preflight import check_validation
 from megatron.elastic.mcore.reporter import Reporter
 from megatron.elastic.mcore.settings import engine_settings, nominal_topology, sample_grid
 from megatron.elastic.mcore.stage import as_stage
+from megatron.elastic.mcore.verifying import verified
 
 __all__ = ["Prelude", "Reading"]
 
@@ -183,7 +184,11 @@ class Prelude:
         if args.load is not None or args.pretrained_checkpoint is not None:
             flag = "--load" if args.load is not None else "--pretrained-checkpoint"
             folder = args.load or args.pretrained_checkpoint
-            with without_holes(links.fabric, topology.slots), unreadable_named(flag, folder):
+            with (
+                verified(args, links.fabric, lambda line: print(line, flush=True)),
+                without_holes(links.fabric, topology.slots),
+                unreadable_named(flag, folder),
+            ):
                 args.iteration, args.num_floating_point_operations_so_far = load_checkpoint(
                     model, self._optimizer, scheduler, checkpointing_context=context
                 )

@@ -21,27 +21,33 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import json
 import os
 import secrets
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron.elastic.comm.errors import CommError
+from megatron.elastic.comm.fabric import Fabric
 from megatron.elastic.engine.engine import Engine
+from megatron.elastic.engine.exchange import gather_objects
 from megatron.elastic.engine.failures import ActionFailed
 from megatron.elastic.engine.saving import StateStream, Want
 from megatron.elastic.mcore.checkpoint import OptimizerCheckpoint, without_holes
 from megatron.elastic.mcore.checkpoint_content import Content, strategy_for
 from megatron.elastic.mcore.other_stages import duties
+from megatron.elastic.mcore.writing import write_file
+from megatron.elastic.state.manifest import MANIFEST, FileHash, Manifest, files_below, hash_of
+from megatron.elastic.state.record import StepRecord
 
 __all__ = ["BackgroundSave", "Folders", "Outcome"]
 
@@ -110,10 +116,15 @@ class Folders:
         """The name a checkpoint has once it is whole."""
         return path.removesuffix(self._partial(""))
 
-    def commit(self) -> None:
-        """Everything is written: give the folder its name, then replace the tracker. On the rank that tracks."""
+    def commit(self, manifest: Manifest) -> None:
+        """Everything is written: add the manifest, give the folder its name, then replace the tracker.
+
+        On the rank that tracks. ``manifest`` has the files of all writers. Raises ``OSError`` when one of them is
+        not in the folder, or not of its length.
+        """
         if self._final is None or self._tracker is None:
             return
+        _complete(Path(self._partial(self._final)), manifest)
         step = int("".join(filter(str.isdigit, os.path.basename(self._final))) or -1)
         self._reach("save_whole", step)
         self._fence()
@@ -144,6 +155,37 @@ class Folders:
                 elif name.startswith(_TRACKER) and name.endswith(_NEW):
                     with suppress(FileNotFoundError):
                         os.remove(os.path.join(save, name))
+
+
+def _complete(folder: Path, manifest: Manifest) -> None:
+    """Write ``manifest`` with what else is in ``folder``: indices and objects common to all, which are small."""
+    for name, file in manifest.files.items():
+        if not (folder / name).is_file() or (folder / name).stat().st_size != file.size:
+            raise OSError(f"{name} of {folder} is not what its writer says it wrote")
+    rest = {}
+    for name in files_below(folder):
+        if name not in manifest.files:
+            rest[name] = hash_of(folder / name)
+            _sync(folder / name)
+    text = replace(manifest, files={**manifest.files, **rest}).to_text()
+    (folder / MANIFEST).write_text(text, encoding="utf-8")
+    _sync(folder / MANIFEST)
+    _sync(folder)
+
+
+def _sync(path: Path) -> None:
+    """Bring a file, or the names in a folder, to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _all_files(fabric: Fabric, mine: Mapping[str, FileHash]) -> dict[str, FileHash]:
+    """What all ranks have written, by name. Collective."""
+    texts = gather_objects(fabric, json.dumps({name: (file.size, file.hash) for name, file in mine.items()}))
+    return {name: FileHash(*file) for text in texts.values() for name, file in json.loads(text).items()}
 
 
 def _put_in_place(partial: str, final: str) -> None:
@@ -188,13 +230,18 @@ class _Write:
     """One save under way on this rank."""
 
     generation: int
-    step: int
+    record: StepRecord
+    """Of the version that is saved."""
     request: Any
     """Megatron's; ``None`` on a rank that writes nothing."""
     stream: StateStream
     content: Content
     reach: Callable[[], None]
     """Fault injection."""
+    certificate: str
+    """Digest of the newest one when the save began."""
+    files: dict[str, FileHash] = field(default_factory=dict)
+    """What this rank has written, by name."""
     done: threading.Event = field(default_factory=threading.Event)
     error: BaseException | None = None
 
@@ -212,17 +259,14 @@ class _Write:
     def _write(self) -> None:
         if self.request is None or self.request.async_fn is None:
             return
-        transforms, use_msc = self.request.async_fn.args
+        transforms, _ = self.request.async_fn.args
         _, buckets, results = self.request.async_fn_args
         written = {}
         for index, bucket in enumerate(buckets):
             self.reach()
-            _, outcome = FileSystemWriterAsync.write_preloaded_data(
-                transforms, index, bucket, None, None, use_fsync=True, use_msc=use_msc
-            )
-            if isinstance(outcome, Exception):
-                raise _as_os_error(outcome, bucket[0])
-            written[index] = outcome
+            path, name, _ = bucket
+            with _writing(path):
+                written[index], self.files[name] = write_file(transforms, bucket)
         results.put(written)
 
 
@@ -279,10 +323,11 @@ class BackgroundSave:
         wants: dict[int, tuple[Want, ...]] = {rank: tables[rank] for rank in engine.standing.living}
         pool, placement = engine.tools.pool, engine.standing.placement
         stream = StateStream(fabric, pool, placement, engine.recovery.layouts, engine.record, wants)
-        reach, step = engine.tools.reach, engine.record.version
+        reach, record, certified = engine.tools.reach, engine.record, engine.position.certificate
         self._write = _Write(
-            engine.standing.generation, step, request, stream, content, lambda: reach("save_writing", step)
-        )
+            engine.standing.generation, record, request, stream, content, lambda: reach("save_writing", record.version),
+            certified.digest if certified is not None else "",
+        )  # fmt: skip
         threading.Thread(target=self._write.run, name="elastic-save", daemon=True).start()
 
     def _tag(self) -> str:
@@ -351,18 +396,23 @@ class BackgroundSave:
             return "again" if again else "none"
         assert write is not None
         write.done.wait()
-        engine.tools.reach("save_finish", write.step)
+        engine.tools.reach("save_finish", write.record.version)
         if isinstance(write.error, OSError | CommError):
             raise write.error
         if write.error is not None:
             raise RuntimeError("a checkpoint could not be written") from write.error
+        files = _all_files(engine.tools.fabric, write.files)
         if write.request is not None:
-            self._name(write.request)
+            self._name(write.request, self._manifest(write, files))
         # Nobody takes it for done before it has its name: with the rank that names it lost, it is begun again.
         dist.barrier(group=engine.tools.fabric.world)
         return "done"
 
-    def _name(self, request: Any) -> None:
+    def _manifest(self, write: _Write, files: Mapping[str, FileHash]) -> Manifest:
+        incarnation = self._engine.recovery.membership.incarnation
+        return Manifest(write.generation, incarnation, write.record.to_json(), write.certificate, files)
+
+    def _name(self, request: Any, manifest: Manifest) -> None:
         """Have Megatron write what describes the files, then make the folder a checkpoint."""
         engine = self._engine
         with without_holes(engine.tools.fabric, engine.recovery.nominal.slots):
@@ -370,7 +420,7 @@ class BackgroundSave:
                 with _writing(self._args.save):
                     finalize()
                 if dist.get_rank() == 0 and self._folders.is_written():
-                    self._folders.commit()
+                    self._folders.commit(manifest)
 
     def _give_up(self) -> None:
         """Remove what is left of a save that failed (it may be what fills the disk), once nobody writes there."""

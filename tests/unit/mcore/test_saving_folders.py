@@ -8,8 +8,15 @@ from pathlib import Path
 import pytest
 
 from megatron.elastic.mcore.saving import Folders
+from megatron.elastic.state.manifest import FileHash, Manifest, damage, read
+from megatron.elastic.state.record import StepRecord
 
 TAG = "g3.i0.00000001"
+
+
+def written(**files: FileHash) -> Manifest:
+    """What the writers say."""
+    return Manifest(3, 0, StepRecord(4).to_json(), "", files)
 
 
 class Cut(Exception):
@@ -49,7 +56,7 @@ def test_a_name_is_what_megatron_asks_for_outside_a_save() -> None:
 def test_megatron_reads_in_the_new_tracker_which_checkpoint_came_before(tmp_path: Path) -> None:
     folders = Folders(nothing, nothing)
     begun(folders, tmp_path, 2)
-    folders.commit()
+    folders.commit(written())
     with folders.naming(TAG):
         folders.named(str(tmp_path / "iter_0000004"))
         assert Path(folders.tracked(str(tmp_path / "latest_checkpointed_iteration.txt"))).read_text().strip() == "2"
@@ -61,7 +68,7 @@ def test_megatron_reads_in_the_new_tracker_which_checkpoint_came_before(tmp_path
 def test_at_every_cut_a_whole_checkpoint_is_tracked(tmp_path: Path, again: int, cut_at: str) -> None:
     folders = Folders(nothing, nothing)
     begun(folders, tmp_path, 2)
-    folders.commit()
+    folders.commit(written())
 
     def reach(point: str, step: int) -> None:
         assert step == again
@@ -73,7 +80,7 @@ def test_at_every_cut_a_whole_checkpoint_is_tracked(tmp_path: Path, again: int, 
     partial = begun(later, tmp_path, again)
     assert tracked(tmp_path) == "2"
     with contextlib.suppress(Cut):
-        later.commit()
+        later.commit(written())
     assert tracked(tmp_path) == (str(again) if cut_at in ("save_tracked", "never") or again == 2 else "2")
     later.sweep(str(tmp_path))
     assert not partial.exists() and tracked(tmp_path)
@@ -96,7 +103,7 @@ def test_the_lease_is_looked_at_directly_before_each_rename(tmp_path: Path) -> N
         folders.sweep(str(tmp_path))
         begun(folders, tmp_path, 4)
         with pytest.raises(Cut):
-            folders.commit()
+            folders.commit(written())
         assert (final.exists(), tracker.exists()) == (named, False) and passed[-1] == lost_at
 
 
@@ -111,7 +118,23 @@ def test_who_wakes_up_late_finds_no_file_to_rename_and_none_of_the_others_under_
     late = Folders(stopped, nothing)
     begun(late, tmp_path, 4)
     with pytest.raises(FileNotFoundError):
-        late.commit()
+        late.commit(written())
     assert not (tmp_path / "iter_0000004").exists() and not (tmp_path / "latest_checkpointed_iteration.txt").exists()
-    theirs.commit()
+    theirs.commit(written())
     assert tracked(tmp_path) == "4"
+
+
+def test_a_checkpoint_has_the_hash_of_every_file_and_no_name_when_one_is_not_as_its_writer_says(tmp_path: Path) -> None:
+    folders = Folders(nothing, nothing)
+    begun(folders, tmp_path, 4)
+    with pytest.raises(OSError, match=r"content of .* is not what its writer says"):
+        folders.commit(written(content=FileHash(2, "0" * 32)))
+    with pytest.raises(OSError, match="missing of"):
+        folders.commit(written(missing=FileHash(0, "0" * 32)))
+    assert not (tmp_path / "iter_0000004").exists()
+    folders.commit(written())
+    manifest = read(tmp_path / "iter_0000004")
+    assert manifest is not None and list(manifest.files) == ["content"]
+    assert damage(tmp_path / "iter_0000004", manifest.files) == []
+    (tmp_path / "iter_0000004" / "content").write_text("5")
+    assert damage(tmp_path / "iter_0000004", manifest.files) == ["content is not what was written"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,8 @@ import pytest
 import torch
 
 from megatron.elastic.observe.events import EventLog, Phases, Step
+from megatron.elastic.state.manifest import MANIFEST, Manifest, files_below, hash_of
+from megatron.elastic.state.record import StepRecord
 from tools.fingerprint import checkpoint_fingerprint, fingerprint, main, tensor_hash, total
 
 # Megatron's own writer, in a process of its own: it starts helpers that live as long as the process.
@@ -94,6 +97,23 @@ def test_the_newest_iteration_is_taken_and_equals_itself(checkpoints):
     assert fingerprint(one / "iter_0000005") == hashes and len(hashes) == 3
     assert total(hashes) != total(fingerprint(two))
     assert main([str(one), "--compare", str(one / "iter_0000005")]) == 0
+
+
+def test_a_file_that_is_not_as_the_manifest_says_is_an_error(checkpoints, tmp_path, capsys):
+    checkpoint = tmp_path / "iter_0000005"
+    shutil.copytree(checkpoints["one rank"] / "iter_0000005", checkpoint)
+    assert main([str(checkpoint)]) == 0
+    plain = json.loads(capsys.readouterr().out.splitlines()[-1])
+    files = {name: hash_of(checkpoint / name) for name in files_below(checkpoint)}
+    (checkpoint / MANIFEST).write_text(Manifest(1, 0, StepRecord(5).to_json(), "", files).to_text())
+    assert main([str(checkpoint)]) == 0
+    verified = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (plain["verified"], verified["verified"]) == (None, len(files)) and plain["total"] == verified["total"]
+    data = bytearray((checkpoint / "common.pt").read_bytes())
+    data[-1] ^= 1
+    (checkpoint / "common.pt").write_bytes(data)
+    assert main([str(checkpoint)]) == 2
+    assert "common.pt is not what was written" in capsys.readouterr().err
 
 
 def test_objects_are_hashed_on_request_only(checkpoints):
