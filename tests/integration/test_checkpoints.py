@@ -73,16 +73,22 @@ def rates(output: str) -> dict[int, str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", FORMATS)
-def test_a_rank_that_returns_after_a_load_has_the_schedule_of_the_checkpoint(tmp_path: Path, kind: str) -> None:
-    """Other arguments than the checkpoint's, which the flag overrules: as plain Megatron goes on, a loss or none."""
+@pytest.mark.parametrize(("kind", "victim"), zip(FORMATS, (0, 1), strict=True))
+def test_a_rank_that_returns_after_a_load_has_the_schedule_of_the_checkpoint(
+    tmp_path: Path, kind: str, victim: int
+) -> None:
+    """Other arguments than the checkpoint's, which the flag overrules: as plain Megatron goes on, a loss or none.
+
+    Rank 0 tells the others the rates, rank 1 prints them.
+    """
     flags, steps = (*QUIET, *FORMATS[kind]), 30
     written = elastic_job(tmp_path / "events", 2, 1, 1, steps, *flags, *WRITTEN_WITH, *saving(tmp_path / "saved"))
     assert written.code == 0, written.output[-4000:]
     later = (*flags, *RESUMED_WITH, "--load", str(tmp_path / "saved"))
     plain = {"name": "plain", "world": 1, "seconds": 200, "arguments": [*MODEL, *later, "--train-iters", str(steps)]}
     assert run_jobs(tmp_path, [plain]) == {"plain": [0]}, logs(tmp_path, "plain")[-3000:]
-    faults = f"kill:rank=1,step={SAVED_AT + 2},point=mid_forward;delay:missing=1,rank=0,count=0,seconds=2"
+    kill = f"kill:rank={victim},step={SAVED_AT + 2},point=mid_forward"
+    faults = f"{kill};delay:missing=1,rank={1 - victim},count=0,seconds=2"
     resumed = elastic_job(
         tmp_path / "later", 2, 1, 1, steps, *later, "--elastic-allow-inject", "--elastic-inject", faults
     )

@@ -173,9 +173,12 @@ class Commitment:
         named = self._mover.heading  # of a vote taken again: what its attempt was to name, without the ranks lost
         tally.plan = plan_digest(at.standing.plan_hash, named.digest, at.record.digest, str(address))
         with at.timer.phase("vote"):
+            rates = at.tools.settings.hyper.schedule.rates(at.record.scheduler_steps)
+            tally.rates = rates if at.tools.fabric.rank == at.standing.living[0] else ()
             layout = VoteLayout(
-                self._blocks, at.agree_on_keys(tally.report), ranges_of(at.standing.plan), self._pacing.clocked_cells()
-            )
+                self._blocks, at.agree_on_keys(tally.report), ranges_of(at.standing.plan), self._pacing.clocked_cells(),
+                groups=len(rates),
+            )  # fmt: skip
             at.tools.reach("before_vote", step)
             total = at.body.vote(layout, tally)
             if total.unannounced:  # the loss functions of some rank report something new
@@ -233,6 +236,7 @@ class Commitment:
             placement=self._mover.heading.digest,
             agreed=agreed_by(total, attempt.requests),
             speeds=self._pacing.pace.speeds(),
+            rates=total.rates,
         )
 
     # -- after it ------------------------------------------------------------------

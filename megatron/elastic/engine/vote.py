@@ -25,6 +25,7 @@ from megatron.elastic.engine.clocks import ClockState
 from megatron.elastic.engine.ledger import DIGEST_BITS, Ledger
 from megatron.elastic.plan.pace import Range
 from megatron.elastic.state.layout import BlockKey
+from megatron.elastic.state.record import Rate
 
 __all__ = ["Tally", "VoteLayout", "agreed_by", "leaving_of", "plan_digest", "wishes"]
 
@@ -109,6 +110,8 @@ class Tally:
     report: dict[str, tuple[float, float]] = field(default_factory=dict)
     unannounced: int = 0
     """Voters whose loss function reports a name that the layout has no slot for."""
+    rates: tuple[Rate, ...] = ()
+    """By parameter group, from the lowest living rank alone: two ranks' cosines may differ in the last bit."""
     rows: tuple[int, ...] = ()
     """Rows behind ``ledger.samples``, ascending; not part of the vector, reported if the vote is cut short."""
 
@@ -122,10 +125,16 @@ class VoteLayout:
     ranges: tuple[Range, ...] = ()
     clocked: tuple[int, ...] = ()
     """Cells whose clocks are voted on."""
+    groups: int = 0
+    """Parameter groups, each with a learning rate and a weight decay."""
 
     @property
     def size(self) -> int:
         """Length of the vector."""
+        return self._rates_at + 2 * self.groups
+
+    @property
+    def _rates_at(self) -> int:
         plain = _Slot.SIZE + len(self.blocks) + 2 * len(self.report_keys)
         return plain + 2 * len(self.ranges) + 4 * len(self.clocked)
 
@@ -161,6 +170,9 @@ class VoteLayout:
         start += 2 * len(self.ranges)
         for i, cell in enumerate(self.clocked):
             vector[start + 4 * i : start + 4 * i + 4] = torch.tensor(tally.clocks.get(cell, (0, 0, 0, 0)))
+        start = self._rates_at
+        for i, rate in enumerate(tally.rates):
+            vector[start + 2 * i], vector[start + 2 * i + 1] = rate.lr, rate.weight_decay
         return vector
 
     def unpack(self, vector: torch.Tensor) -> Tally:
@@ -168,7 +180,8 @@ class VoteLayout:
         values: list[float] = vector.tolist()
         start = _Slot.SIZE + len(self.blocks)
         times = start + 2 * len(self.report_keys)
-        clocks = [int(value) for value in values[times + 2 * len(self.ranges) :]]
+        clocks = [int(value) for value in values[times + 2 * len(self.ranges) : self._rates_at]]
+        rates = values[self._rates_at :]
         return Tally(
             norms=dict(zip(self.blocks, values[_Slot.SIZE : start], strict=True)),
             voters=int(values[_Slot.VOTERS]),
@@ -204,6 +217,7 @@ class VoteLayout:
             report={
                 key: (values[start + 2 * i], values[start + 2 * i + 1]) for i, key in enumerate(self.report_keys)
             },
+            rates=tuple(Rate(rates[2 * i], rates[2 * i + 1]) for i in range(self.groups)),
         )
 
 

@@ -226,13 +226,13 @@ class Prelude:
         record = replace(
             engine.record,
             version=args.iteration,
-            adam_step=0 if loaded is None else loaded.adam_step,
             scheduler_steps=scheduler.num_steps,
             consumed_samples=args.consumed_train_samples,
             loss_scale=float(scaler.get("scale", engine.record.loss_scale)),
             growth_tracker=int(scaler.get("growth_tracker", engine.record.growth_tracker)),
             hysteresis_tracker=int(scaler.get("hysteresis_tracker", engine.record.hysteresis_tracker)),
         )
+        record = record.at_adam_step(0 if loaded is None else loaded.adam_step, engine.tools.settings.hyper)
         engine.resume(record, None if loaded is None else loaded.units)
         engine.tools.reach("in_setup", 0)
 

@@ -14,6 +14,11 @@ neither learning rate schedule nor Adam's step, but does consume its samples.
 
 Sums over blocks and ranks use ``math.fsum`` (exactly rounded), so a vote taken
 again in another order gives the same record.
+
+Invariant: nothing in a record depends on a rank's own mathematical library, since two
+versions of one, or two kinds of processor, may differ in the last bit of a power or a
+cosine. Powers of the betas are products, which IEEE 754 defines to the bit; learning rates
+and weight decay come from one rank, in the vote.
 """
 
 from __future__ import annotations
@@ -39,7 +44,12 @@ __all__ = [
     "Vote",
     "advance",
     "multiplier_of",
+    "next_power",
+    "power_of",
 ]
+
+_NOTHING = 2.0**-64
+"""Less of a power changes nothing: 1 less 2 ** -54 is 1."""
 
 
 class GradientKey(NamedTuple):
@@ -123,6 +133,7 @@ class StepRecord:
     """Of the unscaled gradients, before clipping."""
     rates: tuple[Rate, ...] = ()
     bias_correction1: float = 1.0
+    """1 - ``beta_power1``."""
     bias_correction2: float = 1.0
     denominator: float = 1.0
     tokens: float = 0.0
@@ -145,6 +156,9 @@ class StepRecord:
     growth_tracker: int = 0
     hysteresis_tracker: int = 2
     adam_step: int = 0
+    beta_power1: float = 1.0
+    """``beta1 ** adam_step`` as :func:`next_power` makes it, a factor a step."""
+    beta_power2: float = 1.0
     scheduler_steps: int = 0
     """Megatron's OptimizerParamScheduler.num_steps: samples of steps that were not skipped."""
     consumed_samples: int = 0
@@ -153,10 +167,17 @@ class StepRecord:
     """(cell, parts per million) of the cells measured to be slower than their peers: what plans are made from."""
 
     @classmethod
-    def initial(cls, hyper: Hyper, version: int = 0, **carried: int) -> StepRecord:
-        """Record of a state no step has been taken from; ``carried`` sets counters after a checkpoint load."""
-        first = cls(version, loss_scale=_fp32(hyper.initial_loss_scale), hysteresis_tracker=hyper.hysteresis)
-        return replace(first, rates=hyper.schedule.rates(0), **carried)  # type: ignore[arg-type]
+    def initial(cls, hyper: Hyper, version: int = 0) -> StepRecord:
+        """Record of a state that no step has led to."""
+        return cls(version, loss_scale=_fp32(hyper.initial_loss_scale), hysteresis_tracker=hyper.hysteresis)
+
+    def at_adam_step(self, step: int, hyper: Hyper) -> StepRecord:
+        """The same with Adam ``step`` steps on, as after the load of a checkpoint.
+
+        The powers are those of a run that took all these steps, to the bit.
+        """
+        power1, power2 = power_of(hyper.beta1, step), power_of(hyper.beta2, step)
+        return replace(self, adam_step=step, beta_power1=power1, beta_power2=power2)
 
     def to_json(self) -> str:
         """Text; floats keep all their bits (Python writes the shortest that reads back equal)."""
@@ -205,6 +226,8 @@ class Vote:
     agreed: tuple[str, ...] = ()
     speeds: tuple[tuple[int, int], ...] = ()
     """Published speeds after this step's measurements."""
+    rates: tuple[Rate, ...] = ()
+    """By parameter group, of the one rank that looked them up."""
 
 
 def _fp32(value: float) -> float:
@@ -213,6 +236,22 @@ def _fp32(value: float) -> float:
         return float(struct.unpack("<f", struct.pack("<f", value))[0])
     except OverflowError:
         return math.copysign(math.inf, value)
+
+
+def next_power(power: float, beta: float) -> float:
+    """``power * beta``; 0 once 1 less the power is 1, before products become subnormal, which some processors flush."""
+    product = power * beta
+    return product if product >= _NOTHING else 0.0
+
+
+def power_of(beta: float, steps: int) -> float:
+    """``beta ** steps`` by ``steps`` products."""
+    power = 1.0
+    for _ in range(steps):
+        if power == 0.0 or beta == 1.0:
+            break
+        power = next_power(power, beta)
+    return power
 
 
 def multiplier_of(loss_scale: float, denominator: float) -> float:
@@ -227,12 +266,16 @@ def advance(previous: StepRecord, vote: Vote, hyper: Hyper) -> StepRecord:
     """The record of the next version. Pure; every rank computes the same from the same vote."""
     if vote.gradient.step != previous.version:
         raise ValueError(f"vote on gradients of step {vote.gradient.step} at version {previous.version}")
+    if not vote.rates:
+        raise ValueError(f"vote at version {previous.version} without learning rates")
     squares = vote.norm_sq.values() if isinstance(vote.norm_sq, Mapping) else vote.norm_sq
     unscale = multiplier_of(previous.loss_scale, vote.denominator)
     norm = _norm(list(squares)) * unscale
     coefficient = _clip_coefficient(norm, hyper.clip_grad)
     skipped = vote.found_nonfinite and hyper.scaler != "none"
-    adam_step = previous.adam_step + (not skipped)
+    power1, power2 = previous.beta_power1, previous.beta_power2
+    if not skipped:
+        power1, power2 = next_power(power1, hyper.beta1), next_power(power2, hyper.beta2)
     scale, growth, hysteresis = _next_scale(previous, vote.found_nonfinite, hyper)
     return StepRecord(
         version=previous.version + 1,
@@ -240,9 +283,9 @@ def advance(previous: StepRecord, vote: Vote, hyper: Hyper) -> StepRecord:
         grad_multiplier=unscale * coefficient,
         clip_coefficient=coefficient,
         grad_norm=norm,
-        rates=hyper.schedule.rates(previous.scheduler_steps),
-        bias_correction1=1.0 - hyper.beta1**adam_step,
-        bias_correction2=1.0 - hyper.beta2**adam_step,
+        rates=vote.rates,
+        bias_correction1=1.0 - power1,
+        bias_correction2=1.0 - power2,
         denominator=vote.denominator,
         tokens=vote.tokens,
         losses=dict(vote.losses),
@@ -254,7 +297,9 @@ def advance(previous: StepRecord, vote: Vote, hyper: Hyper) -> StepRecord:
         loss_scale=scale,
         growth_tracker=growth,
         hysteresis_tracker=hysteresis,
-        adam_step=adam_step,
+        adam_step=previous.adam_step + (not skipped),
+        beta_power1=power1,
+        beta_power2=power2,
         scheduler_steps=previous.scheduler_steps + (0 if skipped else vote.samples),
         consumed_samples=previous.consumed_samples + vote.samples,
         skipped_steps=previous.skipped_steps + skipped,

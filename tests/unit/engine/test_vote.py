@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from megatron.elastic.engine.ledger import Ledger
 from megatron.elastic.engine.vote import Tally, VoteLayout, plan_digest
+from megatron.elastic.state.record import Rate
 
 BLOCKS = tuple((unit, shard, index) for unit in range(3) for shard in range(2) for index in range(2))
 LAYOUT = VoteLayout(BLOCKS, ("aux loss", "lm loss"))
@@ -50,6 +51,14 @@ def test_one_voter_of_many_with_another_plan_is_noticed(plans: list[int], others
     vectors = [LAYOUT.pack(Tally(plan=plan)) for plan in plans]
     crowd = LAYOUT.pack(Tally(plan=plans[0])) * others
     assert LAYOUT.unpack(torch.stack([*vectors, crowd]).sum(0)).plan == sum(plans) + plans[0] * others
+
+
+@given(st.lists(st.builds(Rate, st.floats(0, 1), st.floats(0, 1)), min_size=1, max_size=5), st.integers(1, 50))
+def test_rates_are_to_the_bit_those_of_the_one_rank_that_tells_them(rates: list[Rate], others: int) -> None:
+    layout = VoteLayout(LAYOUT.blocks, ("lm loss",), ((0, 0, 3),), (0, 1), groups=len(rates))
+    votes = [Tally(rates=tuple(rates)), *(Tally(clocks={1: (1, 1, 5, 5)}) for _ in range(others))]
+    total = layout.unpack(torch.stack([layout.pack(vote) for vote in votes]).sum(0))
+    assert total.rates == tuple(rates) and total.clocks[1] == (others, others, 5 * others, 5 * others)
 
 
 @given(

@@ -24,7 +24,8 @@ from megatron.elastic.state.record import ConstantSchedule, GradientKey, Hyper, 
 RANKS, ROWS, SEED = (0, 1, 2), 12, 1234
 LAYOUT = UnitLayout.build(0, 0, [ParamSpec("w", 1500, (1500,), True), ParamSpec("b", 40, (40,), False, 0.0)], 1024)
 GROUP = UnitGroup(0, 0, LAYOUT.blocks, RANKS)
-HYPER = Hyper(ConstantSchedule((Rate(1e-2, 0.1),)), scaler="dynamic", initial_loss_scale=1024.0)
+RATES = (Rate(1e-2, 0.1),)
+HYPER = Hyper(ConstantSchedule(RATES), scaler="dynamic", initial_loss_scale=1024.0)
 
 
 class Job:
@@ -51,7 +52,7 @@ class Job:
     def step(self, step: int, skip_rank: int = -1) -> None:
         key = GradientKey(step, 1)
         flat = torch.randn(LAYOUT.numel, generator=torch.Generator().manual_seed(100 + step))
-        self.record = advance(self.record, Vote(key, [1.0], False, 1.0, 1.0, ROWS), HYPER)
+        self.record = advance(self.record, Vote(key, [1.0], False, 1.0, 1.0, ROWS, rates=RATES), HYPER)
         for rank, pool in self.pools.items():
             for block in pool:
                 span = LAYOUT.blocks[block[2]]

@@ -16,7 +16,8 @@ from megatron.elastic.state.record import ConstantSchedule, GradientKey, Hyper, 
 
 LAYOUT = UnitLayout.build(0, 0, [ParamSpec("w", 2000, (2000,), True)], 1024)
 KEYS = [block.key for block in LAYOUT.blocks]
-HYPER = Hyper(ConstantSchedule((Rate(1e-2, 0.1),)), scaler="dynamic", initial_loss_scale=8.0)
+RATES = (Rate(1e-2, 0.1),)
+HYPER = Hyper(ConstantSchedule(RATES), scaler="dynamic", initial_loss_scale=8.0)
 
 
 def fresh() -> tuple[StatePool, StepRecord]:
@@ -30,7 +31,7 @@ def step(pool: StatePool, record: StepRecord, found: bool = False) -> StepRecord
     key = GradientKey(record.version, 1)
     for name in pool:
         pool.retain(name, key, torch.randn(pool.block(name).numel))
-    after = advance(record, Vote(key, [1.0], found, 1.0, 1.0, 4), HYPER)
+    after = advance(record, Vote(key, [1.0], found, 1.0, 1.0, 4, rates=RATES), HYPER)
     pool.apply(after)
     return after
 

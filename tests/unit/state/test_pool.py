@@ -27,7 +27,8 @@ SPECS = [
     ParamSpec("norm", 100, (100,), False, 0.0, 2.0),
 ]
 LAYOUT = UnitLayout.build(0, 0, SPECS, 1024)
-HYPER = Hyper(ConstantSchedule((Rate(1e-2, 0.1),)), beta2=0.95)
+RATES = (Rate(1e-2, 0.1),)
+HYPER = Hyper(ConstantSchedule(RATES), beta2=0.95)
 KEYS = [block.key for block in LAYOUT.blocks]
 
 
@@ -54,7 +55,7 @@ def retain_all(pool: StatePool, key: GradientKey) -> None:
 
 def voted(pool: StatePool, record: StepRecord, key: GradientKey, found: bool = False) -> StepRecord:
     norms = {k: pool.norm_sq(k, key) for k in pool if pool.get(k).counts_in_norm}
-    return advance(record, Vote(key, norms, found, 4.0, 4.0, 8), pool.hyper)
+    return advance(record, Vote(key, norms, found, 4.0, 4.0, 8, rates=RATES), pool.hyper)
 
 
 def bits(pool: StatePool) -> list[torch.Tensor]:
@@ -167,7 +168,7 @@ def test_a_step_run_again_replaces_its_gradient_and_the_void_one_is_refused(new)
 
 
 def voted_like(record: StepRecord, key: GradientKey) -> StepRecord:
-    return advance(record, Vote(key, [1.0], False, 1.0, 1.0, 8), HYPER)
+    return advance(record, Vote(key, [1.0], False, 1.0, 1.0, 8, rates=RATES), HYPER)
 
 
 def test_discard_keeps_only_what_the_decision_named():

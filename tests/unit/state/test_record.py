@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import math
 import random
+from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,14 +23,18 @@ from megatron.elastic.state.record import (
     StepRecord,
     Vote,
     advance,
+    next_power,
+    power_of,
 )
 
-RATES = ConstantSchedule((Rate(1e-3, 0.1), Rate(5e-4, 0.0)))
+GROUPS = (Rate(1e-3, 0.1), Rate(5e-4, 0.0))
+RATES = ConstantSchedule(GROUPS)
 
 
 def vote(record: StepRecord, norm_sq=(1.0, 4.0), found=False, denominator=1.0, samples=8) -> Vote:
     key = GradientKey(record.version, 1)
-    return Vote(key, norm_sq, found, denominator, 100.0, samples, {"lm loss": (30.0, 10.0)}, "ledger", "plan")
+    losses = {"lm loss": (30.0, 10.0)}
+    return Vote(key, norm_sq, found, denominator, 100.0, samples, losses, "ledger", "plan", rates=GROUPS)
 
 
 def megatron_grad_scaler():
@@ -134,4 +140,53 @@ def test_records_of_a_step_without_a_norm_are_still_equal_to_themselves():
 def test_a_vote_on_another_step_is_refused():
     first = StepRecord.initial(Hyper(RATES))
     with pytest.raises(ValueError, match="step 5 at version 0"):
-        advance(first, Vote(GradientKey(5, 0), [], False, 1.0, 1.0, 1), Hyper(RATES))
+        advance(first, Vote(GradientKey(5, 0), [], False, 1.0, 1.0, 1, rates=GROUPS), Hyper(RATES))
+
+
+def test_rates_are_those_of_the_vote_and_a_vote_has_some():
+    """Whatever this rank's own library makes of the schedule."""
+    first, agreed = StepRecord.initial(Hyper(RATES)), (Rate(math.nextafter(1e-3, 1), 0.1), Rate(5e-4, 0.0))
+    assert advance(first, replace(vote(first), rates=agreed), Hyper(RATES)).rates == agreed
+    with pytest.raises(ValueError, match="without learning rates"):
+        advance(first, replace(vote(first), rates=()), Hyper(RATES))
+
+
+@settings(deadline=None)
+@given(st.sampled_from([0.9, 0.95, 0.99, 0.999, 0.9999]), st.integers(0, 3000))
+def test_a_power_is_the_product_a_run_makes_a_factor_a_step(beta, steps):
+    hyper = Hyper(RATES, beta1=beta)
+    record = StepRecord.initial(hyper)
+    for _ in range(min(steps, 200)):
+        record = advance(record, vote(record), hyper)
+    resumed = StepRecord.initial(hyper).at_adam_step(record.adam_step, hyper)
+    assert (resumed.adam_step, resumed.beta_power1) == (record.adam_step, record.beta_power1)
+    assert resumed.beta_power2 == record.beta_power2
+    assert advance(resumed, vote(resumed), hyper).bias_correction1 == 1.0 - next_power(record.beta_power1, beta)
+    exact = Fraction(beta) ** steps
+    if exact > 2.0**-64:
+        assert abs(Fraction(power_of(beta, steps)) / exact - 1) <= Fraction(steps, 2**52), "a rounding a step"
+    assert abs(1.0 - power_of(beta, steps) - float(1 - exact)) <= steps * 2.0**-52
+
+
+def test_powers_stay_out_of_the_range_that_some_processors_flush_to_zero():
+    for beta in (0.5, 0.9, 0.999):
+        steps = math.ceil(math.log(2.0**-70) / math.log(beta))
+        assert power_of(beta, steps) == 0.0 and power_of(beta, 10**9) == 0.0
+    assert power_of(1.0, 10**9) == 1.0 and power_of(0.0, 1) == 0.0
+
+
+def test_no_rank_asks_its_own_library_for_a_power():
+    """Two ranks whose powers of numbers differ in the last bit make the same record."""
+
+    class Off(float):
+        def __pow__(self, other, modulo=None):
+            return math.nextafter(float(self) ** other, 2.0)
+
+    def run(beta1, beta2):
+        hyper = Hyper(RATES, beta1=beta1, beta2=beta2, clip_grad=0.25)
+        record = StepRecord.initial(hyper).at_adam_step(11, hyper)
+        for _ in range(5):
+            record = advance(record, vote(record), hyper)
+        return record
+
+    assert run(Off(0.9), Off(0.999)) == run(0.9, 0.999)

@@ -12,7 +12,8 @@ from megatron.elastic.state.record import ConstantSchedule, GradientKey, Hyper, 
 
 LAYOUT = UnitLayout.build(0, 0, [ParamSpec("w", 500, (500,), True)], 1024)
 KEYS = [block.key for block in LAYOUT.blocks]
-HYPER = Hyper(ConstantSchedule((Rate(1e-2, 0.1),)))
+RATES = (Rate(1e-2, 0.1),)
+HYPER = Hyper(ConstantSchedule(RATES))
 A, B = KEYS[0], KEYS[1]
 OWNED = {0: A, 1: B}
 
@@ -33,7 +34,7 @@ def step_owned(pools: dict[int, StatePool], record: StepRecord) -> StepRecord:
     for rank, pool in pools.items():
         pool.retain(OWNED[rank], key, torch.randn(pool.block(OWNED[rank]).numel))
         assert pool.may_vote(key, [OWNED[rank]]) and not pool.may_vote(key)
-    after = advance(record, Vote(key, [1.0], False, 1.0, 1.0, 4), HYPER)
+    after = advance(record, Vote(key, [1.0], False, 1.0, 1.0, 4, rates=RATES), HYPER)
     for rank, pool in pools.items():
         pool.apply(after, [OWNED[rank]])
     return after

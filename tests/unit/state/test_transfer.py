@@ -23,7 +23,8 @@ from megatron.elastic.state.transfer import TransferError, commit, prune
 
 LAYOUT = UnitLayout.build(0, 0, [ParamSpec("w", 3000, (3000,), True), ParamSpec("b", 100, (100,), False, 0.0)], 2048)
 KEYS = [block.key for block in LAYOUT.blocks]
-HYPER = Hyper(ConstantSchedule((Rate(1e-2, 0.1),)), scaler="dynamic", initial_loss_scale=64.0)
+RATES = (Rate(1e-2, 0.1),)
+HYPER = Hyper(ConstantSchedule(RATES), scaler="dynamic", initial_loss_scale=64.0)
 PLENTY = 1 << 30
 
 
@@ -70,7 +71,7 @@ def source_pool(rank: int = 0) -> tuple[StatePool, StepRecord]:
 def train(pools: list[StatePool], record: StepRecord, found: bool = False) -> StepRecord:
     key = GradientKey(record.version, 1)
     flat = torch.randn(LAYOUT.numel, generator=torch.Generator().manual_seed(50 + record.version))
-    after = advance(record, Vote(key, [4.0], found, 1.0, 1.0, 8), HYPER)
+    after = advance(record, Vote(key, [4.0], found, 1.0, 1.0, 8, rates=RATES), HYPER)
     for pool in pools:
         for name in pool:
             block = pool.block(name)
@@ -156,7 +157,7 @@ def test_gradients_go_ahead_of_the_vote_on_them(end):
                 source.discard(None, record.version)
                 for name in KEYS:
                     source.retain(name, key, flat[source.block(name).start : source.block(name).stop])
-            record = advance(record, Vote(key, [4.0], end == "skipped", 1.0, 1.0, 8), HYPER)
+            record = advance(record, Vote(key, [4.0], end == "skipped", 1.0, 1.0, 8, rates=RATES), HYPER)
             source.apply(record)
         sender.finish(record.version)
     assert receiver.keep(record).keys() == set(KEYS)
@@ -215,7 +216,7 @@ def test_what_has_come_whole_is_kept_when_a_transfer_is_cut_short(behind: str):
                 source.retain(name, key, torch.ones(source.block(name).numel))
             if behind == "one step":
                 assert sender.pump() and receiver.take(), "the gradients went ahead of the vote"
-            record = advance(record, Vote(key, [4.0], False, 1.0, 1.0, 8), HYPER)
+            record = advance(record, Vote(key, [4.0], False, 1.0, 1.0, 8, rates=RATES), HYPER)
             source.apply(record)
         kept = receiver.keep(record)
         assert kept.keys() == (set() if behind == "one step without its gradient" else set(KEYS[:-1]))

@@ -22,7 +22,8 @@ from megatron.elastic.state.verify import (
 
 RANKS = (0, 1, 2)
 LAYOUT = UnitLayout.build(0, 0, [ParamSpec("w", 1500, (1500,), True)], 1024)
-HYPER = Hyper(ConstantSchedule((Rate(1e-2, 0.1),)))
+RATES = (Rate(1e-2, 0.1),)
+HYPER = Hyper(ConstantSchedule(RATES))
 
 
 class Job:
@@ -41,7 +42,7 @@ class Job:
 
     def step(self) -> None:
         key = GradientKey(self.record.version, 1)
-        self.record = advance(self.record, Vote(key, [1.0], False, 1.0, 1.0, 4), HYPER)
+        self.record = advance(self.record, Vote(key, [1.0], False, 1.0, 1.0, 4, rates=RATES), HYPER)
         flat = torch.randn(LAYOUT.numel, generator=torch.Generator().manual_seed(9 + key.step))
         for pool in self.pools.values():
             for name in pool:
