@@ -22,7 +22,7 @@ def test_launchers_of_one_machine_are_in_one_domain(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("")
     both = (["--nnodes", "2", "--node-rank", str(i), "--local-addr", f"pod-{i}", str(script)] for i in (0, 1))
-    pods = [parse(argv, {}) for argv in both]
+    pods = [parse(argv, {env.SECRET: "ab" * 16}) for argv in both]
     assert pods[0].local_addr != pods[1].local_addr and pods[0].domain == pods[1].domain
     given = parse([str(script), "--elastic", "--elastic-domain", "rack1/a"], {env.DOMAIN: "b"})
     assert given.domain == "rack1/a"
