@@ -7,7 +7,7 @@ to the control plane; only a decided generation makes a loss a fact.
 
 from __future__ import annotations
 
-__all__ = ["CommError", "CommTimeout", "GenerationChanged", "PeerLost"]
+__all__ = ["BadMessage", "CommError", "CommTimeout", "GenerationChanged", "PeerLost"]
 
 
 class CommError(RuntimeError):
@@ -34,6 +34,15 @@ class GenerationChanged(CommError):
     def __init__(self, generation: int) -> None:
         super().__init__(f"generation {generation} is being agreed")
         self.generation = generation
+
+
+class BadMessage(CommError):
+    """``rank`` sent what is no message of the type that was due."""
+
+    def __init__(self, rank: int, why: str) -> None:
+        super().__init__(f"rank {rank} sent {why}")
+        self.rank = rank
+        self.why = why
 
 
 class CommTimeout(CommError):

@@ -8,10 +8,9 @@ once, at the start (a joiner is handed them): afterwards layouts are constants.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
-import torch.distributed as dist
-
+from megatron.elastic.comm.fabric import Fabric
+from megatron.elastic.engine.exchange import gather_messages
 from megatron.elastic.engine.port import ModelPort
 from megatron.elastic.state.layout import ParamSpec, UnitLayout
 
@@ -25,16 +24,14 @@ def own_catalog(port: ModelPort, shard: int) -> Catalog:
     return {(unit, shard): tuple(item.spec for item in port.unit_parameters(unit)) for unit in port.held_units()}
 
 
-def exchange_catalog(port: ModelPort, shard: int, group: dist.ProcessGroup, size: int) -> Catalog:
-    """(unit, shard) → parameter specs, of the whole job. Collective over ``group`` (``size`` members).
+def exchange_catalog(port: ModelPort, shard: int, fabric: Fabric) -> Catalog:
+    """(unit, shard) → parameter specs, of the whole job. Collective over ``fabric.world``.
 
     Raises ``ValueError`` when two holders of a unit disagree about it.
     """
-    gathered: list[Any] = [None] * size
-    dist.all_gather_object(gathered, own_catalog(port, shard), group=group)
     catalog: Catalog = {}
-    for part in gathered:
-        for key, specs in (part or {}).items():
+    for part in gather_messages(fabric, Catalog, own_catalog(port, shard)).values():
+        for key, specs in part.items():
             if catalog.setdefault(key, specs) != specs:
                 raise ValueError(f"unit {key[0]}, tensor-parallel rank {key[1]}: ranks disagree about its parameters")
     return catalog

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron.elastic.engine.buffers import Arena
-from megatron.elastic.engine.exchange import gather_objects
+from megatron.elastic.engine.exchange import gather_messages
 from megatron.elastic.engine.seals import Disputes
 from megatron.elastic.engine.standing import Standing
 from megatron.elastic.engine.transaction import Tools
@@ -31,7 +31,7 @@ from megatron.elastic.state.layout import BlockKey, UnitLayout
 from megatron.elastic.state.placement import Transition as Change
 from megatron.elastic.state.placement import UnitGroup
 from megatron.elastic.state.record import StepRecord
-from megatron.elastic.state.verify import compare, fingerprints, repairs
+from megatron.elastic.state.verify import Fingerprint, compare, fingerprints, repairs
 
 __all__ = [
     "ALL_BYTES",
@@ -48,6 +48,9 @@ __all__ = [
 Transition = Literal["start", "load", "recovery", "join", "movement", "rolling"]
 LOOKED_AT_BYTES = 4 << 20
 """State of which contents are hashed while everybody waits for a rank that joined, or that was lost."""
+Keys = tuple[BlockKey, ...]
+Marks = tuple[dict[BlockKey, Fingerprint], dict[BlockKey, str]]
+"""Of one rank: of its copies, and of the parameters it computes with."""
 ALL_BYTES = 1 << 62
 """At a start or a load: nobody is kept from training yet."""
 
@@ -120,7 +123,8 @@ def examine(
 ) -> Verdict:
     """Exchange statements and certify them. Never raises for a finding: the verdict has it."""
     began, step = time.monotonic(), mine.record.version
-    statements = {rank: Statement.from_json(text) for rank, text in gather_objects(tools.fabric, mine.text).items()}
+    texts = gather_messages(tools.fabric, str, mine.text)
+    statements = {rank: Statement.from_json(text) for rank, text in texts.items()}
     due = {key: len(copies.mirrors) for key, copies in standing.placement.copies.items()}
     rows = standing.plan.grid.global_batch_size
     try:
@@ -136,7 +140,7 @@ def name_disputes(tools: Tools, standing: Standing, record: StepRecord, mine: Di
     """Which copies were not made as their owners' were: a bug, that ends the job. Collective."""
     findings = tuple(
         f"block {key} at rank {rank} was not made as its owner's (rank {standing.placement.owner(key)})"
-        for rank, keys in gather_objects(tools.fabric, mine.marks).items()
+        for rank, keys in gather_messages(tools.fabric, Keys, mine.marks).items()
         for key in keys
     )
     return Verdict("rolling", record.version, 0.0, None, findings)
@@ -151,9 +155,9 @@ def examine_memory(
     that owners gathered out. No changes: nobody can tell which copy is right.
     """
     began = time.monotonic()
-    suspects = sorted({key for keys in gather_objects(tools.fabric, mine.contents).values() for key in keys})
+    suspects = sorted({key for keys in gather_messages(tools.fabric, Keys, mine.contents).values() for key in keys})
     marks = fingerprints(tools.pool, suspects, tools.arena.dtype), parameter_hashes(tools.arena, suspects)
-    tables = gather_objects(tools.fabric, marks)
+    tables = gather_messages(tools.fabric, Marks, marks)
     found = compare(
         {rank: table for rank, (table, _) in tables.items()},
         standing.placement,

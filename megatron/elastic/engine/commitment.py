@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from megatron.elastic.engine.basis import Basis
-from megatron.elastic.engine.exchange import gather_objects
+from megatron.elastic.engine.exchange import gather_messages
 from megatron.elastic.engine.failures import NotFinite
 from megatron.elastic.engine.ledger import Expected, Ledger, LedgerError, differences
 from megatron.elastic.engine.mover import Mover
@@ -31,6 +31,9 @@ from megatron.elastic.plan.pace import ranges_of
 from megatron.elastic.state.record import GradientKey, Vote, advance
 
 __all__ = ["Commitment"]
+
+Contents = tuple[dict[int, int], dict[int, int]]
+"""Sample number → contents as read at the first unit, and at the loss."""
 
 
 @dataclass
@@ -50,7 +53,7 @@ class _Attempt:
     """What was pending when this rank voted."""
     disputes: Disputes = field(default_factory=Disputes)
     """Copies here that are not what their owners' are, as the shipping showed."""
-    contents: tuple[dict[int, int], dict[int, int]] = field(default_factory=lambda: ({}, {}))
+    contents: Contents = field(default_factory=lambda: ({}, {}))
     """Sample → digest of what this rank read of it, for the first unit and for the loss."""
 
 
@@ -218,7 +221,7 @@ class Commitment:
         )
         findings = ledger.findings(expected)
         if findings:
-            findings += differences(gather_objects(at.tools.fabric, attempt.contents))
+            findings += differences(gather_messages(at.tools.fabric, Contents, attempt.contents))
             raise LedgerError(f"step {attempt.step.step} is not committed: {'; '.join(findings)}")
 
     def _outcome(self, total: Tally, attempt: _Attempt) -> Vote:

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -65,7 +65,7 @@ class Engine:
         self,
         position: Position,
         pacing: Pacing,
-        host_state: Callable[[], Mapping[str, Any]] = dict,
+        host_state: Callable[[], str] = str,
         newcomer: bool = False,
     ) -> None:
         self.position = position

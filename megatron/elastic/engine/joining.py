@@ -13,11 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
-
-import torch.distributed as dist
+from functools import cached_property
 
 from megatron.elastic.comm.fabric import Fabric
+from megatron.elastic.comm.messages import receive, send
 from megatron.elastic.control.membership import Decision
 from megatron.elastic.engine.basis import Basis, History
 from megatron.elastic.engine.machine import Machine
@@ -41,14 +40,20 @@ class Welcome:
     """Who holds what, as promoted for the generation that admits it."""
     confirmed: Basis
     """What ``record`` names: where to start from should this generation end at once."""
-    record: StepRecord
+    record_text: str
+    """:attr:`record` as its text, which its digest is of: there 2 and 2.0 differ, in a message of types they do not."""
     place: Place
     """Where in the host's program it begins."""
     step_committed: bool
     """Whether the step it begins with is committed, and only its end is left."""
     report_keys: tuple[str, ...]
-    host: Mapping[str, Any]
-    """The host's own counters, opaque here."""
+    host: str
+    """The host's own counters, as a text that is opaque here."""
+
+    @cached_property
+    def record(self) -> StepRecord:
+        """The newest record."""
+        return StepRecord.from_json(self.record_text)
 
     def history(self) -> History:
         """What a member knows of placements."""
@@ -63,18 +68,14 @@ def newcomers(decision: Decision) -> tuple[int, ...]:
 def send_welcome(fabric: Fabric, decision: Decision, welcome: Callable[[], Welcome]) -> None:
     """Members' side: the lowest of them tells the newcomers; the others need not know what."""
     if fabric.rank == _speaker(decision):
-        message = [welcome()]
+        message = welcome()
         for rank in newcomers(decision):
-            dist.send_object_list(message, dst=rank, group=fabric.world)
+            send(fabric, rank, message)
 
 
 def receive_welcome(fabric: Fabric, decision: Decision) -> Welcome:
     """A newcomer's side."""
-    box: list[object] = [None]
-    dist.recv_object_list(box, src=_speaker(decision), group=fabric.world)
-    if not isinstance(box[0], Welcome):
-        raise RuntimeError("the members sent something else than a welcome")
-    return box[0]
+    return receive(fabric, _speaker(decision), Welcome)
 
 
 def _speaker(decision: Decision) -> int:

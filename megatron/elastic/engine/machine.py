@@ -13,12 +13,12 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron.elastic.comm.fabric import Fabric
+from megatron.elastic.engine.exchange import gather_messages
 from megatron.elastic.plan.model import Profile
 from megatron.elastic.platform.select import select
 
@@ -41,10 +41,8 @@ class Machine:
 
 def survey(fabric: Fabric) -> Machine:
     """Measure and agree. Collective over ``fabric.world``."""
-    table: list[Any] = [None] * fabric.slots
-    dist.all_gather_object(table, (_own_memory(), _own_link(fabric)), group=fabric.world)
-    found = [entry for entry in table if entry is not None]
-    return Machine(min(memory for memory, _ in found), min(link for _, link in found))
+    found = gather_messages(fabric, Machine, Machine(_own_memory(), _own_link(fabric))).values()
+    return Machine(min(one.memory_bytes for one in found), min(one.link_bytes_per_s for one in found))
 
 
 def _own_memory() -> int:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from megatron.elastic.engine.basis import Basis, History
-from megatron.elastic.engine.exchange import gather_objects
+from megatron.elastic.engine.exchange import gather_messages
 from megatron.elastic.engine.inject import Injector
 from megatron.elastic.engine.listener import Listener
 from megatron.elastic.engine.recovery import Recovery
@@ -75,7 +75,8 @@ class Position:
     def agree_on_keys(self, mine: Mapping[str, tuple[float, float]], anew: bool = False) -> tuple[str, ...]:
         """Names of what loss functions report, ascending. Collective once a generation, and where ``anew`` is asked."""
         if anew or self._keys_of != self.standing.generation:
-            found = {key for keys in gather_objects(self.tools.fabric, tuple(mine)).values() for key in keys}
+            told = gather_messages(self.tools.fabric, tuple[str, ...], tuple(mine))
+            found = {key for keys in told.values() for key in keys}
             self.report_keys = tuple(sorted(found | set(self.report_keys)))
             self._keys_of = self.standing.generation
         return self.report_keys

@@ -27,11 +27,15 @@ __all__ = ["Ended", "Fence", "Place", "Program", "Regroups"]
 T = TypeVar("T")
 
 
+Result = bool | int | float | str | dict[str, tuple[float, float]] | None
+"""What a fenced action may return: a newcomer is told it."""
+
+
 @dataclass(frozen=True)
 class Ended:
     """How a fenced action ended on every rank."""
 
-    result: Any = None
+    result: Result = None
     failure: str = ""
     """Why nobody did it; empty when all did."""
 

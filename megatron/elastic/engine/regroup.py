@@ -13,9 +13,8 @@ here that a vote has not agreed on.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch.distributed as dist
 
@@ -48,7 +47,7 @@ class Regroup:
         proofs: Proofs,
         pacing: Pacing,
         commitment: Commitment,
-        host_state: Callable[[], Mapping[str, Any]],
+        host_state: Callable[[], str],
     ) -> None:
         self._position = position
         self._program = program
@@ -200,7 +199,7 @@ class Regroup:
             machine=at.recovery.machine,
             basis=at.standing.basis,
             confirmed=at.history.of(at.record),
-            record=at.record,
+            record_text=at.record.to_json(),
             place=place,
             step_committed=place.inside and committed,
             report_keys=at.report_keys,

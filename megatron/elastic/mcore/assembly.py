@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import cast
 
 from megatron.elastic.config import ElasticConfig
 from megatron.elastic.control.membership import Activity, Decision
@@ -77,7 +77,7 @@ class Job:
     config: ElasticConfig
     settings: Settings
     on_settled: Callable[[Outcome, Standing, float], None]
-    host_state: Callable[[], Mapping[str, Any]]
+    host_state: Callable[[], str]
     on_notice: Callable[[str], None]
     choose: Choice | None = None
     """In place of the configured policy."""

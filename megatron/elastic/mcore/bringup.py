@@ -40,7 +40,7 @@ def found(links: Links, job: Job) -> Engine:
     """The engine at the start of a job, together with everybody. Its state is what the model's parameters say."""
     assert links.decision is not None, "a newcomer joins, it does not found"
     shard = job.nominal.shard(links.fabric.rank)
-    catalog = exchange_catalog(job.port, shard, links.fabric.world, links.fabric.slots)
+    catalog = exchange_catalog(job.port, shard, links.fabric)
     layouts = build_layouts(catalog, job.config.block_bytes)
     basis, record = beginning(job, job.launched, layouts, links.decision)
     arena = Arena(job.port, _of_shard(layouts, shard))

@@ -101,7 +101,7 @@ class Host:
             self._engine.recovery.membership.request("begin")
             self._counters.begin()
         else:
-            self._counters.take(self._prelude.admitted().host)
+            self._counters.take(self._prelude.admitted())
             self._came_later = True
 
     def _decide_exit(self, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,7 +23,6 @@ from megatron.training.checkpointing import load_checkpoint
 
 from megatron.elastic.config import ElasticConfig
 from megatron.elastic.engine.engine import Engine
-from megatron.elastic.engine.joining import Welcome
 from megatron.elastic.engine.recovery import Outcome
 from megatron.elastic.engine.source import SampleSource
 from megatron.elastic.engine.standing import Standing
@@ -195,21 +195,22 @@ class Prelude:
         self._resume(scheduler)
         return model, self._optimizer, scheduler
 
-    def admitted(self) -> Welcome:
-        """Wait until the members let this newcomer in; what they tell it. There is an engine afterwards."""
+    def admitted(self) -> Mapping[str, Any]:
+        """Wait until the members let this newcomer in; the host's counters there. There is an engine afterwards."""
         if self._job is None:
             raise RuntimeError("a newcomer is to be admitted before its model is set up")
         engine, welcome = join(self.links, self._job)
         self._attach(engine)
         self.reporter.hand_over(engine.is_reporter)
         assert self._schedule is not None
-        self._schedule.take(welcome.host["schedule"], engine.record.scheduler_steps)
-        return welcome
+        host: Mapping[str, Any] = json.loads(welcome.host)
+        self._schedule.take(host["schedule"], engine.record.scheduler_steps)
+        return host
 
-    def _told(self) -> Mapping[str, Any]:
+    def _told(self) -> str:
         """What a rank that joins has to be told of the host: it has loaded no checkpoint."""
         assert self._schedule is not None
-        return {**self._counters(), "schedule": self._schedule.told()}
+        return json.dumps({**self._counters(), "schedule": self._schedule.told()})
 
     def _attach(self, engine: Engine) -> None:
         """``engine`` is there: what saves and loads its state can be made."""

@@ -7,9 +7,9 @@ same code a moment later (``docs/log.md``), and a newcomer's part of an admissio
 from __future__ import annotations
 
 import gc
-import pickle
 from dataclasses import replace
 
+from megatron.elastic.comm.messages import decode, encode
 from megatron.elastic.control.membership import Decision
 from megatron.elastic.engine.assignment import Assignment
 from megatron.elastic.engine.buffers import Arena
@@ -45,8 +45,8 @@ def _be_admitted(links: Links, job: Job, own: Catalog, arena: Arena) -> None:
     layouts = build_layouts({key: own.get(key, like) for key in assignment.state_groups()}, job.config.block_bytes)
     decision = Decision(0, {peer: replace(here, rank=peer) for peer in living}, "join")
     basis, record = beginning(job, assignment, layouts, decision)
-    told = Welcome(own, Machine(1, 1), basis, basis, record, Place(0, True, 0, {}, None), False, (), {})
-    welcome: Welcome = pickle.loads(pickle.dumps(told))
+    told = Welcome(own, Machine(1, 1), basis, basis, record.to_json(), Place(0, True, 0, {}, None), False, (), "")
+    welcome: Welcome = decode(Welcome, encode(told), rank)
     alone = replace(links, injector=Injector((), rank), events=EventLog(None, rank))
     quiet = replace(job, config=replace(job.config, frequency="off", trace=False, exact=False))
     at = assemble(

@@ -39,7 +39,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron.elastic.comm.errors import CommError
 from megatron.elastic.comm.fabric import Fabric
 from megatron.elastic.engine.engine import Engine
-from megatron.elastic.engine.exchange import gather_objects
+from megatron.elastic.engine.exchange import gather_messages
 from megatron.elastic.engine.failures import ActionFailed
 from megatron.elastic.engine.saving import StateStream, Want
 from megatron.elastic.mcore.checkpoint import OptimizerCheckpoint, without_holes
@@ -184,7 +184,7 @@ def _sync(path: Path) -> None:
 
 def _all_files(fabric: Fabric, mine: Mapping[str, FileHash]) -> dict[str, FileHash]:
     """What all ranks have written, by name. Collective."""
-    texts = gather_objects(fabric, json.dumps({name: (file.size, file.hash) for name, file in mine.items()}))
+    texts = gather_messages(fabric, str, json.dumps({name: (file.size, file.hash) for name, file in mine.items()}))
     return {name: FileHash(*file) for text in texts.values() for name, file in json.loads(text).items()}
 
 
@@ -318,9 +318,7 @@ class BackgroundSave:
         if fabric.rank < engine.recovery.nominal.slots:
             self._plan(original, call, content, tag)
         request, self._request = self._request, None
-        tables: list[Any] = [None] * fabric.slots
-        dist.all_gather_object(tables, content.wants, group=fabric.world)
-        wants: dict[int, tuple[Want, ...]] = {rank: tables[rank] for rank in engine.standing.living}
+        wants = gather_messages(fabric, tuple[Want, ...], tuple(content.wants))
         pool, placement = engine.tools.pool, engine.standing.placement
         stream = StateStream(fabric, pool, placement, engine.recovery.layouts, engine.record, wants)
         reach, record, certified = engine.tools.reach, engine.record, engine.position.certificate

@@ -19,7 +19,7 @@ from typing import Any
 from megatron.training.checkpointing import checkpoint_exists, get_checkpoint_tracker_filename
 
 from megatron.elastic.comm.fabric import Fabric
-from megatron.elastic.engine.exchange import gather_objects
+from megatron.elastic.engine.exchange import gather_messages
 from megatron.elastic.mcore.bad_input import BadInput
 from megatron.elastic.state.manifest import ManifestError, damage, read, shares
 
@@ -53,7 +53,7 @@ def verified(args: Any, fabric: Fabric, say: Callable[[str], None]) -> Iterator[
     """
     step, first = args.ckpt_step, fabric.alive[0]
     speaks = fabric.rank == first
-    texts = gather_objects(fabric, json.dumps(astuple(_look(args)) if speaks else None))
+    texts = gather_messages(fabric, str, json.dumps(astuple(_look(args)) if speaks else None))
     found = _Found(*json.loads(texts[first]))
     if found.names or found.why:
         args.ckpt_step = _choose(found, step, fabric, say if speaks else _nothing) or step
@@ -127,7 +127,7 @@ def _examine(checkpoint: Path, fabric: Fabric) -> tuple[str, bool]:
             findings = [_what_is_there(checkpoint)]
     except ManifestError as error:
         findings = [f"its manifest cannot be relied on: {error}"]
-    said = {rank: json.loads(text) for rank, text in gather_objects(fabric, json.dumps([mark, findings])).items()}
+    said = {rank: json.loads(text) for rank, text in gather_messages(fabric, str, json.dumps([mark, findings])).items()}
     found = [finding for _, findings in said.values() for finding in findings]
     marks = {mark for mark, _ in said.values()}
     if not found and len(marks) > 1:

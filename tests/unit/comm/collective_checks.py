@@ -8,12 +8,16 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, cast
 
+import pytest
 import torch
 import torch._dynamo  # what functional collectives load when first used: here, once, and not in every forked rank
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
 
 from megatron.elastic.comm import CommError, CommTimeout, Fabric
+from megatron.elastic.comm.errors import BadMessage
+from megatron.elastic.comm.messages import receive, send
+from megatron.elastic.engine.exchange import gather_messages
 from tests.unit.comm.fabric_checks import FLOATS, INTEGERS, WORLD, Check, same, sum_of, values
 from tools.bench._common import Here
 
@@ -391,6 +395,18 @@ def objects(here: Here, fabric: Fabric) -> None:
         assert received == [{"a": 1}]
 
 
+def messages(here: Here, fabric: Fabric) -> None:
+    mine = ("short", "x" * (20_000 * here.rank))  # of all but one rank more than the first collective carries
+    assert gather_messages(fabric, tuple[str, ...], mine) == {r: ("short", "x" * (20_000 * r)) for r in WORLD}
+    if here.rank == 0:
+        send(fabric, 3, {(1, 2, 3): "said"})
+    if here.rank == 3:
+        heard: dict[tuple[int, int, int], str] = receive(fabric, 0, dict[tuple[int, int, int], str])
+        assert heard == {(1, 2, 3): "said"}
+    with pytest.raises(BadMessage, match="rank 2 sent not a tuple"):
+        gather_messages(fabric, tuple[str, ...], 7 if here.rank == 2 else ("fine",))
+
+
 def barriers(here: Here, fabric: Fabric) -> None:
     if here.rank == 3:
         time.sleep(0.2)
@@ -429,6 +445,7 @@ CHECKS: tuple[Check, ...] = (
     reduce_and_reduce_scatter,
     movement_of_every_type,
     gather_and_scatter,
+    messages,
     all_to_all_in_both_forms,
     awkward_shapes,
     empty_and_strided_everywhere,
