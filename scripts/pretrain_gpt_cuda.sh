@@ -5,6 +5,7 @@
 #       bash scripts/pretrain_gpt_cuda.sh CHECKPOINT_PATH TENSORBOARD_PATH TOKENIZER_MODEL DATA_PATH [FLAGS...]
 #
 # With ETCD_ENDPOINT and RUN_ID instead of MASTER_ADDR the launchers meet in etcd and any node may fail (scripts/nodes.sh).
+# Several nodes need MEGATRON_ELASTIC_SECRET, the same on all (openssl rand -hex 16), or MEGATRON_ELASTIC_SECRET_FILE.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

@@ -32,21 +32,27 @@ HELD = 200
 GUESSED = Credentials("00" * 16, "guessed")
 
 
-def listening_ports(pids: list[int]) -> list[int]:
-    """TCP ports at which any of ``pids`` listens."""
+def listening(pids: list[int]) -> set[tuple[str, int]]:
+    """(address as the kernel writes it, port) of TCP sockets at which any of ``pids`` listens."""
     sockets = set()
     for pid in pids:
         with suppress(OSError):
             for descriptor in Path(f"/proc/{pid}/fd").iterdir():
                 with suppress(OSError):
                     sockets.update(re.findall(r"socket:\[(\d+)\]", os.readlink(descriptor)))
-    ports = set()
+    found = set()
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
             words = line.split()
             if words[3] == "0A" and words[9] in sockets:
-                ports.add(int(words[1].rpartition(":")[2], 16))
-    return sorted(ports)
+                address, _, port = words[1].rpartition(":")
+                found.add((address, int(port, 16)))
+    return found
+
+
+def listening_ports(pids: list[int]) -> list[int]:
+    """TCP ports at which any of ``pids`` listens."""
+    return sorted({port for _, port in listening(pids)})
 
 
 class Neighbour:

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,9 @@ class Cluster:
         options: tuple[str, ...] = (),
         script_options: tuple[str, ...] = (),
         environ: dict[str, str] | None = None,
+        node_options: Mapping[int, tuple[str, ...]] | None = None,
     ) -> None:
+        self._node_options = node_options or {}
         self.workers, self.nodes = workers, nodes
         self.port = free_port()
         self.run_id = f"test-{os.getpid()}-{self.port}"
@@ -80,8 +82,9 @@ class Cluster:
     def start_agent(self, node: int) -> None:
         where = ["--nnodes", str(self.nodes), "--node-rank", str(node), "--master-port", str(self.port)]
         what = ["--nproc-per-node", str(self.workers), "--rdzv-id", self.run_id]
+        more = self._node_options.get(node, ())
         agent = subprocess.Popen(
-            [sys.executable, "-m", "megatron.elastic.launch", *where, *what, *self._options, *self._command],
+            [sys.executable, "-m", "megatron.elastic.launch", *where, *what, *self._options, *more, *self._command],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from megatron.elastic.control import env
 from megatron.elastic.control.etcd import Etcd, EtcdStore
 from megatron.elastic.control.store import StoreLost
 from tests.integration.etcd_server import EtcdServer, etcd_server
@@ -99,6 +102,28 @@ def test_an_endpoint_that_does_not_answer_is_passed_over_and_none_is_said(server
         EtcdStore.open(Etcd.parse("127.0.0.1:9", {}), "elastic/endpoints/")
 
 
+def test_an_etcd_that_asks_for_a_user_is_told_from_the_environment(tmp_path: Path) -> None:
+    named = {env.ETCD_USER: "root", env.ETCD_PASSWORD: "a password"}
+    with etcd_server(tmp_path) as own:
+        for path, body in (
+            ("user/add", {"name": "root", "password": "a password"}), ("user/grant", {"user": "root", "role": "root"}),
+            ("enable", {}),
+        ):  # fmt: skip
+            text = json.dumps(body).encode()
+            with urllib.request.urlopen(f"http://{own.endpoint}/v3/auth/{path}", text, timeout=20) as answer:
+                assert answer.status == 200
+        store = EtcdStore.open(Etcd.parse(own.endpoint, {}, named), "elastic/asked/")
+        assert store.create("a", b"1") == b"1"
+        store._client().session.headers["Authorization"] = "forgotten"
+        assert store.get("a") == b"1", "a token that etcd has forgotten is asked for anew"
+        with pytest.raises(StoreLost, match="authentication failed"):
+            EtcdStore.open(Etcd.parse(own.endpoint, {}, {**named, env.ETCD_PASSWORD: "wrong"}), "elastic/asked/")
+        with pytest.raises(StoreLost, match="user name is empty"):
+            EtcdStore.open(Etcd.parse(own.endpoint, {}), "elastic/asked/")
+        assert "a password" not in repr(store._etcd) + str(store._etcd)
+        store.close()
+
+
 def test_the_job_goes_on_without_its_first_agent_which_then_comes_back(server: EtcdServer) -> None:
     where = ("--rdzv-backend", "etcd", "--rdzv-endpoint", server.endpoint)
     with cluster(1, nodes=3, options=where, script_options=("--seconds", "6000")) as job:
@@ -129,4 +154,8 @@ def test_what_the_flags_must_say() -> None:
         Etcd.parse("nowhere", {})
     with pytest.raises(ValueError, match="protocol"):
         Etcd.parse("here:1", {"protocol": "ftp"})
+    with pytest.raises(ValueError, match="ca_cert=/nowhere: there is no such file"):
+        Etcd.parse("here:1", {"ca_cert": "/nowhere"})
+    with pytest.raises(ValueError, match=env.ETCD_PASSWORD):
+        Etcd.parse("here:1", {}, {env.ETCD_USER: "me"})
     assert Etcd.parse("a:1,[::1]:2", {}).endpoints == (("a", 1), ("::1", 2))

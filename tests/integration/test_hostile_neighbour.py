@@ -12,12 +12,14 @@ import subprocess
 import sys
 import uuid
 from contextlib import ExitStack
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from torch.distributed import TCPStore
 
 from tests.integration.elastic_job import ROOT, JobResult, RunningJob, elastic_command, environment_of
-from tests.integration.hostile_neighbour import Neighbour, listening_ports
+from tests.integration.hostile_neighbour import Neighbour, listening, listening_ports
 from tests.integration.launcher_cluster import descendants
 from tests.integration.ports import free_port
 from tests.integration.test_leaving import QUIET, RARELY
@@ -78,6 +80,22 @@ def check_undisturbed(folder: Path, seconds: float) -> None:
 
 def test_a_neighbour_without_the_secret_changes_nothing(tmp_path: Path) -> None:
     check_undisturbed(tmp_path, 6.0)
+
+
+def test_a_job_on_one_node_listens_on_the_loopback_address_alone(tmp_path: Path) -> None:
+    command = elastic_command(tmp_path / "events", 2, 1, 1, 100_000, *QUIET, *RARELY, "--save", str(tmp_path / "saved"))
+    with RunningJob(tmp_path / "events", command) as job:
+        job.wait_for(r"iteration +1/")
+        pids = [job.launcher.pid, *descendants(job.launcher.pid)]
+        bound = {address for address, _ in listening(pids)}
+        ports = [port for _, port in listening(pids)]
+        assert bound == {"0100007F"} and len(ports) >= 3, "127.0.0.1, as the kernel writes it: the store and two ranks"
+        for port in ports:
+            with pytest.raises((RuntimeError, OSError)), pytest.MonkeyPatch.context() as quiet:
+                quiet.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")
+                TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=1))
+        job.launcher.send_signal(signal.SIGTERM)
+        assert job.finish().code == 3
 
 
 @pytest.mark.slow

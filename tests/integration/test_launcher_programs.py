@@ -112,6 +112,21 @@ dist.destroy_process_group()
     assert [json.loads(line)["value"] for line in done.stdout.splitlines()] == [[3.0, 3.0, 3.0]] * 3
 
 
+def test_a_gloo_job_written_for_torchrun_runs_on_two_nodes(tmp_path: Path) -> None:
+    body = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+t = torch.ones(3) * dist.get_rank()
+dist.all_reduce(t)
+say("sum", value=t.tolist())
+dist.destroy_process_group()
+"""
+    with cluster(1, nodes=2, command=write(tmp_path, body)) as job:
+        assert [job.exit_code(node) for node in (0, 1)] == [0, 0], job.text()
+        job.wait(lambda: len(job.of("sum")) == 2, "both have said their sum")
+        assert [event["value"] for event in job.of("sum")] == [[1.0, 1.0, 1.0]] * 2
+
+
 def test_workers_have_random_streams_of_their_own(tmp_path: Path) -> None:
     body = "import random, numpy\nsay('r', a=random.random(), b=float(numpy.random.rand()))"
     done = run(["--nproc-per-node", "3", *write(tmp_path, body)])

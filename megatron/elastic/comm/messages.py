@@ -1,7 +1,7 @@
-"""What ranks say to each other beside tensors: values of declared types, as MessagePack; nothing is ever unpickled.
+"""Messages between ranks beside tensors: values of declared types, as MessagePack; nothing is ever unpickled.
 
-A type is a dataclass, or a container or union of plain ones; its annotations are what is accepted. Whatever else a peer
-sends raises :class:`BadMessage` with its rank, and runs no code of the peer's choosing.
+A type is a dataclass, or a container or union of plain ones; its annotations say what is accepted. Anything else
+that a peer sends raises :class:`BadMessage` with its rank, and runs no code of the peer's choosing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LONGEST = 1 << 30
 
 
 def encode(value: object) -> bytes:
-    """``value`` as bytes. Raises ``TypeError`` for what has no such form, ``OverflowError`` beyond 64-bit integers."""
+    """``value`` as bytes. Raises ``TypeError`` where it has no such form, ``OverflowError`` beyond 64-bit integers."""
     return msgspec.msgpack.encode(value)
 
 

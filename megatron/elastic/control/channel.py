@@ -12,7 +12,7 @@ frame's number and both. Each direction has a key of its own, made of both nonce
 frame that was forged, replayed, dropped or moved, within a connection or from another one, ends the connection with
 :class:`ProtocolError`.
 
-Nothing is encrypted: what travels is no secret, only unforgeable. No input or output is done here.
+Messages are authenticated, not encrypted. This module does no input or output.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ _NUMBER = struct.Struct(">Q")
 
 @dataclass(frozen=True)
 class Credentials:
-    """What the processes of one job share and no others have."""
+    """The secret and the run id: shared by all processes of one job, and known to no other."""
 
     secret: str = field(repr=False)
     """Hex digits."""
     run_id: str
 
     def key(self, purpose: str) -> bytes:
-        """A key for one purpose within this run: what is signed for one is worth nothing for another."""
+        """A key for one purpose within this run: a signature for one purpose does not verify for another."""
         return _digest(bytes.fromhex(self.secret), purpose.encode() + b"\0" + self.run_id.encode())
 
 
@@ -114,7 +114,7 @@ class Dialer:
         """Of the server, once its challenge was found good."""
 
     def answer(self, challenge: bytes) -> tuple[bytes, Session]:
-        """What to send back, and the session. Raises :class:`ProtocolError` for a listener without the key."""
+        """The answer and the session. Raises :class:`ProtocolError` for a listener without the key."""
         said, proof = self.hello + challenge[:-_PROOF_BYTES], challenge[-_PROOF_BYTES:]
         if len(challenge) != CHALLENGE_BYTES or not hmac.compare_digest(proof, _proof(self._key, b"listener", said)):
             raise ProtocolError("it does not know this job's secret and run id")
@@ -131,7 +131,7 @@ class Listener:
         self._said = b""
 
     def challenge(self, hello: bytes) -> bytes:
-        """What to send back. Raises :class:`ProtocolError` for what is no hello."""
+        """The challenge to send. Raises :class:`ProtocolError` for anything but a hello."""
         if len(hello) != HELLO_BYTES or not hello.startswith(_MAGIC):
             raise ProtocolError("not a hello")
         self._said = hello + os.urandom(_NONCE_BYTES) + self._instance

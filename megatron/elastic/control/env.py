@@ -12,6 +12,8 @@ __all__ = [
     "ADDRESS",
     "CONTROL_FD",
     "DOMAIN",
+    "ETCD_PASSWORD",
+    "ETCD_USER",
     "HOST",
     "INCARNATION",
     "NEWCOMER",
@@ -37,6 +39,12 @@ SECRET: Final = "MEGATRON_ELASTIC_SECRET"
 
 SECRET_FILE: Final = "MEGATRON_ELASTIC_SECRET_FILE"
 """A file with the secret, as ``--elastic-secret-file`` names one; read by the launcher alone."""
+
+ETCD_USER: Final = "MEGATRON_ELASTIC_ETCD_USER"
+"""As whom the launcher speaks to an etcd that asks; with :data:`ETCD_PASSWORD`."""
+
+ETCD_PASSWORD: Final = "MEGATRON_ELASTIC_ETCD_PASSWORD"
+"""Of :data:`ETCD_USER`. In the environment alone: a command line is seen by others."""
 
 STORE: Final = "MEGATRON_ELASTIC_STORE"
 """``HOST:PORT`` of the embedded store, for communicators that meet through it; empty with etcd."""

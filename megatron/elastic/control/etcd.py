@@ -4,7 +4,10 @@ Everything a job writes hangs on one lease that all its agents keep alive, so
 that nothing of it outlives its last agent and a later run under the same name
 starts clean. An agent that cannot reach a majority of etcd cannot append: on a
 partition only the side with etcd decides, and the workers of the other side end
-themselves when their agent's beat fails (:mod:`launch.node_leases`).
+themselves when their agent's beat fails (:mod:`launch.node_leases`). The agent itself
+goes on asking for as long as its patience lasts, so that it can take its place again.
+
+A user and a password, where etcd wants them, come from the environment alone: a command line is seen by others.
 
 Talks to etcd's JSON gateway through ``etcd3gw``, with one endpoint after the
 other until one answers.
@@ -13,14 +16,16 @@ other until one answers.
 from __future__ import annotations
 
 import base64
+import os
 import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
+from megatron.elastic.control import env
 from megatron.elastic.control.store import Store, StoreLost
 
 __all__ = ["Etcd", "EtcdStore"]
@@ -30,7 +35,9 @@ T = TypeVar("T")
 _REQUEST_SECONDS = 2.0
 """Bounds one request to one endpoint."""
 _PATIENCE_SECONDS = 5.0
-"""How long all endpoints are tried again before the store counts as lost: longer than an election of etcd's."""
+"""How long all endpoints are tried at the least before the store counts as lost: longer than an election of etcd's."""
+_UNAUTHENTICATED = ("invalid auth token", "auth token is not", "user name is empty", "revision of auth store is old")
+"""What etcd says of a token that it has forgotten, or that there was none."""
 _LOOK_SECONDS = 1.0
 """A wait asks again this often, whatever its watch says: a watch on an endpoint that died is silent for ever."""
 _OPERATIONS = 128
@@ -48,10 +55,16 @@ class Etcd:
     ca_cert: str | None = None
     cert: str | None = None
     key: str | None = None
+    user: str | None = None
+    password: str = field(default="", repr=False)
 
     @classmethod
-    def parse(cls, endpoints: str, options: Mapping[str, str]) -> Etcd:
-        """``"host:port[,host:port…]"`` and torchrun's names of options. Raises ValueError naming the flag."""
+    def parse(cls, endpoints: str, options: Mapping[str, str], environ: Mapping[str, str] | None = None) -> Etcd:
+        """``"host:port[,host:port…]"`` and torchrun's names of options. Raises ValueError naming the flag.
+
+        ``environ``: where the user and the password are.
+        """
+        environ = {} if environ is None else environ
         found = []
         for text in endpoints.split(","):
             host, _, port = text.strip().rpartition(":")
@@ -61,9 +74,15 @@ class Etcd:
         protocol = options.get("protocol", "http")
         if protocol not in ("http", "https"):
             raise ValueError(f"--rdzv-conf protocol is http or https, got {protocol!r}")
-        return cls(
-            tuple(found), protocol, options.get("ca_cert"), options.get("ssl_cert"), options.get("ssl_cert_key")
-        )
+        files = {name: options.get(name) for name in ("ca_cert", "ssl_cert", "ssl_cert_key")}
+        missing = [f"{name}={path}" for name, path in files.items() if path is not None and not os.path.isfile(path)]
+        if missing:
+            raise ValueError(f"--rdzv-conf {missing[0]}: there is no such file")
+        user, password = environ.get(env.ETCD_USER), environ.get(env.ETCD_PASSWORD, "")
+        if user and not password:
+            raise ValueError(f"{env.ETCD_USER} is set and {env.ETCD_PASSWORD} is not")
+        tls = files["ca_cert"], files["ssl_cert"], files["ssl_cert_key"]
+        return cls(tuple(found), protocol, *tls, user or None, password)
 
     def __str__(self) -> str:
         return "etcd at " + ",".join(f"{host}:{port}" for host, port in self.endpoints)
@@ -72,21 +91,29 @@ class Etcd:
 class EtcdStore(Store):
     """Keys of one job below ``prefix``."""
 
-    def __init__(self, etcd: Etcd, prefix: str, lease: int = 0, start: int = 0) -> None:
+    def __init__(
+        self, etcd: Etcd, prefix: str, lease: int = 0, start: int = 0, patience: float = _PATIENCE_SECONDS
+    ) -> None:
         self._etcd, self._prefix, self._lease_id = etcd, prefix, lease
+        self._patience = patience
         self._at = start
         self._clients: dict[int, Any] = {}
         self._closed = threading.Event()
 
     @classmethod
-    def open(cls, etcd: Etcd, prefix: str) -> EtcdStore:
-        """Reach etcd and share the job's lease, or grant it. Raises :class:`StoreLost`; ValueError without etcd3gw."""
+    def open(cls, etcd: Etcd, prefix: str, patience: float = _PATIENCE_SECONDS) -> EtcdStore:
+        """Reach etcd and share the job's lease, or grant it.
+
+        Once reached, it is lost when none of its endpoints answers for ``patience`` seconds. Raises
+        :class:`StoreLost`; ValueError without etcd3gw.
+        """
         try:
             import etcd3gw  # noqa: F401 - only jobs that keep their store in etcd need it
         except ImportError:
             raise ValueError("--rdzv-backend etcd needs the package etcd3gw: pip install etcd3gw") from None
         store = cls(etcd, prefix)
         store._lease_id = store._ask(store._share_lease)
+        store._patience = max(patience, _PATIENCE_SECONDS)
         threading.Thread(target=store._keep_alive, name="etcd-lease", daemon=True).start()
         return store
 
@@ -148,7 +175,7 @@ class EtcdStore(Store):
         self._ask(lambda client: client.delete(self._prefix + key))
 
     def clone(self) -> EtcdStore:
-        return EtcdStore(self._etcd, self._prefix, self._lease_id, self._at)
+        return EtcdStore(self._etcd, self._prefix, self._lease_id, self._at, self._patience)
 
     def close(self) -> None:
         """Keep the job's lease alive no longer."""
@@ -161,14 +188,16 @@ class EtcdStore(Store):
         from etcd3gw.exceptions import Etcd3Exception
         from requests import RequestException
 
-        end = time.monotonic() + _PATIENCE_SECONDS
+        end = time.monotonic() + self._patience
         while True:
             try:
                 return request(self._client())
             except (Etcd3Exception, RequestException, OSError, ValueError, KeyError) as error:
                 why = _words(error)
-                if time.monotonic() >= end or "lease not found" in why:
+                if time.monotonic() >= end or "lease not found" in why or "authentication failed" in why:
                     raise StoreLost(f"{self._etcd}: {why}") from None
+                if any(words in why for words in _UNAUTHENTICATED):
+                    self._clients.clear()
                 self._at = (self._at + 1) % len(self._etcd.endpoints)
                 time.sleep(0.05)
 
@@ -177,9 +206,15 @@ class EtcdStore(Store):
             from etcd3gw.client import Etcd3Client
 
             host, port = self._etcd.endpoints[self._at]
-            self._clients[self._at] = Etcd3Client(
+            client = Etcd3Client(
                 host, port, self._etcd.protocol, timeout=_REQUEST_SECONDS, session=_session(self._etcd)
             )
+            if self._etcd.user is not None:
+                named = {"name": self._etcd.user, "password": self._etcd.password}
+                client.session.headers["Authorization"] = client.post(client.get_url("/auth/authenticate"), json=named)[
+                    "token"
+                ]
+            self._clients[self._at] = client
         return self._clients[self._at]
 
     def _watch(self, key: str, seconds: float, client: Any) -> bytes | None:

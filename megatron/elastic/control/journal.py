@@ -7,8 +7,8 @@ That makes the order of a loss and a decision a fact (DESIGN §4), not a race:
 everything before.
 
 The entries are a chain: each one carries a hash of those before it (:class:`Mark`), so that an order can only be
-continued by those who have read it. An entry that is signed and yet continues something else means that entries were
-removed, replaced or put back: :class:`JournalForged` ends the reader, since what it believed and what is there differ.
+continued by an agent that has read it. An entry that is signed and yet continues something else means that entries were
+removed, replaced or put back: :class:`JournalForged` ends the reader, which has read another past than the store holds.
 
 What everybody has read may be dropped (:func:`trim`) once a :class:`Snapshot` of the state
 it led to is kept: whoever comes later starts from that. A reader that did not run while

@@ -14,7 +14,7 @@ Waiter = Callable[[bytes], None]
 
 
 class Keys:
-    """Values under keys, and who waits for which key to be set. For any number of threads; nothing here blocks."""
+    """Values under keys, and calls to be made when a key is set. For any number of threads; nothing here blocks."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -22,7 +22,7 @@ class Keys:
         self._waiting: dict[str, list[Waiter]] = {}
 
     def put(self, key: str, value: bytes) -> None:
-        """Set ``key``; those who wait for it are called, on this thread."""
+        """Set ``key``; calls that wait for it are made, on this thread."""
         with self._lock:
             self._values[key] = value
             waiting = self._waiting.pop(key, ())
@@ -34,7 +34,7 @@ class Keys:
         return self._values.get(key)
 
     def replace(self, key: str, old: bytes | None, new: bytes) -> bytes | None:
-        """Set ``key`` to ``new`` if it holds ``old`` (None: nothing); what it holds then."""
+        """Set ``key`` to ``new`` if it holds ``old`` (None: nothing); returns the value it holds then."""
         with self._lock:
             present = self._values.get(key)
             if present != old:

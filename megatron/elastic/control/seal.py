@@ -1,4 +1,4 @@
-"""Signatures of what stands in the store, under the job's secret.
+"""Signatures of the values in the store, under the job's secret.
 
 A value is worth something only under the key that it was signed for and in the run that it was signed in; once the
 agents have met, in this very launch of the run. So nothing that was recorded, of another key, another job, or an
@@ -20,7 +20,7 @@ __all__ = ["Seal"]
 
 @dataclass(frozen=True)
 class Seal:
-    """Signs and verifies texts of one run. ``launch``: what tells it from an earlier one of the same name."""
+    """Signs and verifies texts of one run. ``launch``: tells it from an earlier launch of the same name."""
 
     credentials: Credentials
     launch: str = ""
@@ -30,7 +30,7 @@ class Seal:
         object.__setattr__(self, "_key", self.credentials.key(f"values {self.launch}"))
 
     def of_launch(self, launch: str) -> Seal:
-        """For what is signed once the agents have met."""
+        """The same for values that are signed once the agents have met."""
         return Seal(self.credentials, launch)
 
     def sign(self, place: str, text: str) -> bytes:

@@ -29,7 +29,7 @@ class Store(ABC):
     @property
     @abstractmethod
     def keeper(self) -> str:
-        """Who keeps it, for messages."""
+        """Name of the process or service that keeps it, for messages."""
 
     @abstractmethod
     def put(self, key: str, value: bytes) -> None:

@@ -1,7 +1,7 @@
 """The embedded store as the other processes of the job reach it: one connection, one request at a time.
 
-A connection that breaks is made anew and the request asked again, which is safe for every one of them: what a request
-that was carried out once has set, it finds. It must be the same server that answers: another one, started later at the
+A connection that breaks is made anew and the request asked again, which is safe for every one of them: a request that
+was carried out already finds its own result. It must be the same server that answers: another one, started later at the
 same place, would have forgotten everything.
 """
 
@@ -36,8 +36,6 @@ __all__ = ["ReachedStore", "reach"]
 
 _RETRY_SECONDS = 0.1
 _HANDSHAKE_SECONDS = 5.0
-_AGAIN_SECONDS = 5.0
-"""How long a broken connection is tried to be made anew, where something listens."""
 _RECEIVED = 1 << 14
 
 
@@ -45,15 +43,18 @@ class NotTheStore(StoreLost):
     """Something listens there that is not this job's store."""
 
 
-def reach(host: str, port: int, credentials: Credentials, timeout: float, silence: float = 30.0) -> ReachedStore:
+def reach(
+    host: str, port: int, credentials: Credentials, timeout: float, silence: float = 30.0, patience: float = 5.0
+) -> ReachedStore:
     """The store at ``host:port``, which may not be served yet, within ``timeout`` seconds.
 
-    A server whose host is silent for ``silence`` seconds is lost. Raises :class:`StoreLost`.
+    A connection to a host that was silent for ``silence`` seconds is broken; a broken one is made anew for up to
+    ``patience`` seconds, unless the host says that nothing listens there any more. Raises :class:`StoreLost`.
     """
     end = time.monotonic() + timeout
     while True:
         try:
-            return ReachedStore(host, port, credentials, timeout, silence)
+            return ReachedStore(host, port, credentials, timeout, silence, patience)
         except NotTheStore:
             raise
         except OSError as error:
@@ -63,15 +64,16 @@ def reach(host: str, port: int, credentials: Credentials, timeout: float, silenc
 
 
 class ReachedStore(Store):
-    """See the module docstring. A request not answered within ``patience`` seconds raises :class:`StoreLost`."""
+    """See the module docstring. A request not answered within ``timeout`` seconds raises :class:`StoreLost`."""
 
     embedded = True
 
     def __init__(
-        self, host: str, port: int, credentials: Credentials, patience: float, silence: float, instance: bytes = b""
-    ) -> None:
+        self, host: str, port: int, credentials: Credentials, timeout: float, silence: float, patience: float,
+        instance: bytes = b"",
+    ) -> None:  # fmt: skip
         self.host, self.port = host, port
-        self._credentials, self._patience, self._silence = credentials, patience, silence
+        self._credentials, self._timeout, self._silence, self._patience = credentials, timeout, silence, patience
         self._instance = instance
         self._turn = threading.Lock()
         self._incoming = bytearray()
@@ -116,7 +118,7 @@ class ReachedStore(Store):
     def clone(self) -> ReachedStore:
         try:
             return ReachedStore(
-                self.host, self.port, self._credentials, self._patience, self._silence, self._instance
+                self.host, self.port, self._credentials, self._timeout, self._silence, self._patience, self._instance
             )
         except OSError as error:
             raise StoreLost(f"store at {self.host}:{self.port}: {error}") from None
@@ -132,25 +134,25 @@ class ReachedStore(Store):
             while True:
                 try:
                     return self._exchange(request, extra)
-                except (TimeoutError, BlockingIOError):
+                except BlockingIOError:  # connected, and stopped
                     raise StoreLost(f"store at {self.host}:{self.port} does not answer") from None
                 except (OSError, ProtocolError) as error:
                     # Broken on the way, or not the server's words: the same server is there, or it is lost.
                     now = time.monotonic()
-                    again_until = now + _AGAIN_SECONDS if again_until is None else again_until
+                    again_until = now + self._patience if again_until is None else again_until
                     if now >= again_until:
                         raise StoreLost(f"store at {self.host}:{self.port}: {error}") from None
                     self._reconnect(again_until)
 
     def _exchange(self, request: Request, extra: float) -> Reply:
         if extra:
-            _limit(self._channel, self._patience + extra)
+            _limit(self._channel, self._timeout + extra)
         self._channel.sendall(self._session.frame(encode(request)))
         while True:
             body = self._session.take(self._incoming)
             if body is not None:
                 if extra:
-                    _limit(self._channel, self._patience)
+                    _limit(self._channel, self._timeout)
                 return decode_reply(body)
             data = self._channel.recv(_RECEIVED)
             if not data:
@@ -163,7 +165,7 @@ class ReachedStore(Store):
             try:
                 self._channel, self._session = self._connect()
                 return
-            except (ConnectionRefusedError, NotTheStore) as error:  # nobody serves there any more, or somebody else
+            except (ConnectionRefusedError, NotTheStore) as error:  # the server is gone, or is another one
                 raise StoreLost(f"store at {self.host}:{self.port}: {error}") from None
             except OSError as error:
                 if time.monotonic() >= end:
@@ -191,7 +193,7 @@ class ReachedStore(Store):
             raise
         self._incoming.clear()
         channel.settimeout(None)
-        _limit(channel, self._patience)
+        _limit(channel, self._timeout)
         return channel, session
 
 

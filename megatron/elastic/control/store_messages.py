@@ -1,6 +1,6 @@
-"""What travels between the embedded store and its clients: one request, one reply.
+"""The messages between the embedded store and its clients: one request, one reply.
 
-Requests are MessagePack arrays with a number for their kind; what is not exactly one of them raises
+Requests are MessagePack arrays with a number for their kind; anything else raises
 :class:`ProtocolError`, and the receiver drops the connection.
 """
 

@@ -1,10 +1,10 @@
-"""The embedded store: served by the first agent, to those who know the job's secret.
+"""The embedded store: served by the first agent, to processes that know the job's secret.
 
 One thread serves all connections over epoll and never blocks. A connection is a *stranger* until the handshake of
 :mod:`channel` has proved that it belongs to the job. Strangers cannot keep the job waiting: their number and their time
 are limited, the oldest one of the most crowded address gives way to the next, and each turn of the loop serves the
 job's own connections first and takes only a few new ones. Nothing is allocated by an announced size: a stranger's
-messages have fixed sizes, and what a member of the job announces is kept only as far as it has arrived.
+messages have fixed sizes, and a frame of a member of the job takes only as much memory as has arrived of it.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class _Connection:
         self.greeted = False
         self.incoming, self.outgoing = bytearray(), bytearray()
         self.waiting: tuple[str, Waiter] | None = None
-        """The key it waits for, and what is registered there."""
+        """The key it waits for, and the call registered there."""
         self.asked = 0
         """Waits so far: tells the present one's end from an earlier one's."""
 
@@ -184,8 +184,10 @@ class StoreServer:
         for _ in range(_ACCEPTED_A_TURN):
             try:
                 channel, address = self._listener.accept()
-            except OSError:  # nobody is there any more, or no descriptor is left: those who came will leave
+            except BlockingIOError:
                 return
+            except OSError:  # it has gone, or no descriptor is left: some will be given back
+                break
             if len(self._strangers) >= _STRANGERS:
                 self._make_way()
             channel.setblocking(False)
@@ -286,7 +288,7 @@ class StoreServer:
         connection.waiting = None
         try:
             self._reply(connection, value)
-            self._serve(connection)  # what it sent meanwhile
+            self._serve(connection)  # requests it sent meanwhile
         except (OSError, ProtocolError):
             self._drop(connection)
 

@@ -39,6 +39,8 @@ class Timing:
     """The same as a multiple of the longest time the phase has taken so far."""
     hang_unknown: float
     """The same while a phase has never been seen to end."""
+    patience: float
+    """How long an agent that cannot reach the store tries again, before it gives the job up."""
     quarantine: float
     """How long a node that loses ranks again and again is left out the first time; doubled each further time."""
 
@@ -58,5 +60,6 @@ class Timing:
             hang=30 * unit,
             hang_factor=10.0,
             hang_unknown=600 * unit,
+            patience=60 * unit,
             quarantine=60 * unit,
         )

@@ -39,6 +39,14 @@ class TorchStore(dist.Store):
         self._store.delete(self._prefix + key)
         return there
 
+    def add(self, key: str, amount: int) -> int:
+        """Add to a number that begins at 0; returns it. Atomic."""
+        while True:
+            present = self._store.get(self._prefix + key)
+            found = int(present or 0) + amount
+            if self._store.replace(self._prefix + key, present, str(found).encode()):
+                return found
+
     def _waited(self, key: str, seconds: float) -> bytes:
         found = self._store.wait(self._prefix + key, seconds)
         if found is None:

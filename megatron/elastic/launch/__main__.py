@@ -16,19 +16,12 @@ __all__ = ["main"]
 
 def main(argv: list[str]) -> int:
     """Run one node's agent to the end of the job."""
-    quiet = "TORCH_CPP_LOG_LEVEL" not in os.environ
-    if quiet:
-        # Waiting for the journal's next entry times out and begins again. torch would warn each time, and look up names
-        # for it, which takes seconds when DNS is slow: nothing would be heard meanwhile.
-        os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
     from megatron.elastic.launch.agent import Agent
     from megatron.elastic.launch.arguments import BadInput, parse
     from megatron.elastic.launch.loop import Loop
     from megatron.elastic.launch.pool import Pool, PoolEvents
     from megatron.elastic.launch.rendezvous import meet
 
-    if quiet:
-        del os.environ["TORCH_CPP_LOG_LEVEL"]  # read by torch above; not meant for the workers
     loop = Loop()
     pool: Pool | None = None
     try:

@@ -12,6 +12,7 @@ hangs, and counts losses. Its successor needs nothing from it but the journal.
 from __future__ import annotations
 
 import signal
+import threading
 from contextlib import suppress
 from dataclasses import replace
 
@@ -454,9 +455,16 @@ class Agent:
         with suppress(ConnectionError):
             if self._leases is not None and self._holds_place and self.company.store.server:
                 self._leases.wait_for_goodbyes(self.company.store, _GOODBYE_SECONDS)
-            elif self._leases is not None and self._holds_place:
-                self.company.store.put(f"bye/{self.node}", b"bye")
+            elif self._leases is not None and self._holds_place and self.company.store.embedded:
+                # Apart: the way to the store may be cut.
+                goodbye = threading.Thread(target=self._say_goodbye, daemon=True)
+                goodbye.start()
+                goodbye.join(_GOODBYE_SECONDS)
         self.company.store.close()
+
+    def _say_goodbye(self) -> None:
+        with suppress(ConnectionError):
+            self.company.store.put(f"bye/{self.node}", b"bye")
 
 
 def _head_and_rest(text: str) -> tuple[str, list[str]]:

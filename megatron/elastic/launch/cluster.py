@@ -48,7 +48,7 @@ def derive(args: argparse.Namespace, environ: Mapping[str, str]) -> Placement:
     least, nodes = parse_min_max_nnodes(args.nnodes)
     if args.rdzv_backend not in ("static", "c10d", "etcd"):
         raise ValueError(f"--rdzv-backend {args.rdzv_backend} is not supported: use static, c10d or etcd")
-    etcd = Etcd.parse(args.rdzv_endpoint, options) if args.rdzv_backend == "etcd" else None
+    etcd = Etcd.parse(args.rdzv_endpoint, options, environ) if args.rdzv_backend == "etcd" else None
     node: int | None = int(args.node_rank)
     host, port = _endpoint(args)
     if etcd is not None:  # its endpoint tells the way to the others, not the place of the first agent

@@ -110,9 +110,9 @@ def _digest(card: bytes) -> str:
 
 
 def _agree_on_launch(store: Store, seal: Seal, cards: list[str], mine: str | None, job: Job) -> Seal:
-    """What signs from here on. ``mine``: this agent's card, which must be among those that the launch began with.
+    """The signatures to use from here on. ``mine``: this agent's card, which must be among those of the launch.
 
-    Raises :class:`BadInput` for what is left, or was put back, of an earlier launch under the same name.
+    Raises :class:`BadInput` where the store holds an earlier launch under the same name.
     """
     value = store.create("launch", seal.sign("launch", json.dumps({"cards": cards})))
     text = seal.open("launch", value)
@@ -213,9 +213,10 @@ def _add_node(nodes: dict[int, Node], number: int, text: str | None, job: Job) -
 
 
 def _open_store(job: Job) -> Store:
+    timing = Timing.derive(job.settings.detection_timeout)
     if job.etcd is not None:
         try:
-            return EtcdStore.open(job.etcd, f"elastic/{job.run_id}/")
+            return EtcdStore.open(job.etcd, f"elastic/{job.run_id}/", timing.patience)
         except (StoreLost, ValueError) as error:
             raise BadInput(f"--rdzv-endpoint: {error}") from None
     credentials = Credentials(job.secret, job.run_id)
@@ -228,10 +229,9 @@ def _open_store(job: Job) -> Store:
     if job.node is None and _is_local(host):
         with suppress(BadInput):  # another agent of this machine was first
             return _serve(host, job.master_port, credentials)
-    silence = Timing.derive(job.settings.detection_timeout).lease
     try:
         with waiting_for(f"the first agent (node 0) at {host}:{job.master_port}"):
-            return reach(host, job.master_port, credentials, job.rendezvous_timeout, silence)
+            return reach(host, job.master_port, credentials, job.rendezvous_timeout, timing.lease, timing.patience)
     except StoreLost as error:
         raise BadInput(
             f"no first agent at {host}:{job.master_port} within {job.rendezvous_timeout:.0f} s ({error}): check "

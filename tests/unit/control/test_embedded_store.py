@@ -8,10 +8,10 @@ import random
 import socket
 import struct
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -266,8 +266,10 @@ def test_a_member_comes_before_the_server(served: ServedStore) -> None:
     port = served.port
     served.close()
     late: list[ServedStore] = []
-    threading.Timer(0.3, lambda: late.append(serve("127.0.0.1", port, MINE))).start()
+    timer = threading.Timer(0.3, lambda: late.append(serve("127.0.0.1", port, MINE)))
+    timer.start()
     reach("127.0.0.1", port, MINE, 60).put("a", b"1")
+    timer.join()
     assert late[0].get("a") == b"1"
     late[0].close()
 
@@ -279,7 +281,9 @@ def test_as_torch_wants_it(served: ServedStore) -> None:
     assert two.get("a") == b"text" and two.check(["a"]) and served.get("here/a") == b"text"
     one.wait(["a"])
     assert two.delete_key("a") and not two.delete_key("a")
-    started = time.monotonic()
     with pytest.raises(TimeoutError):
         TorchStore(member(served), "here/", 0.05).get("a")
-    assert time.monotonic() > started
+    within = dist.PrefixStore("group", one)  # as communicators ask it
+    within.set("b", "1")
+    assert within.get("b") == b"1" == two.get("group/b")
+    assert within.add("count", 2) == 2 and within.add("count", -1) == 1
