@@ -49,6 +49,7 @@ void rooted(Operation& op, char* data, size_t count, DType type, ReduceOp reduct
 }  // namespace
 
 void all_reduce(const Call& call, const Part& data, DType type, ReduceOp reduction) {
+  expect_defined(type, reduction);
   Operation op(call.hub, call.group, call.generation, call.timeout);
   const size_t size = bytes_of(data);
   if (op.size() > 1 && size > kFlatBytes) {

@@ -24,6 +24,17 @@ Isa instruction_set() {
   return isa;
 }
 
+detail::ReduceFn kernel(DType type, ReduceOp op) {
+  switch (instruction_set()) {
+    case Isa::Avx512:
+      return detail::kernel_avx512(type, op);
+    case Isa::Avx2:
+      return detail::kernel_avx2(type, op);
+    default:
+      return detail::kernel_baseline(type, op);
+  }
+}
+
 }  // namespace
 
 const char* reduce_instruction_set() {
@@ -37,21 +48,14 @@ const char* reduce_instruction_set() {
   }
 }
 
+void expect_defined(DType type, ReduceOp op) {
+  if (kernel(type, op) == nullptr) throw CommError("this reduction is not defined for this element type");
+}
+
 void reduce(DType type, ReduceOp op, void* out, const void* const* sources, size_t n, size_t count) {
   if (n == 0 || count == 0) return;
-  detail::ReduceFn fn = nullptr;
-  switch (instruction_set()) {
-    case Isa::Avx512:
-      fn = detail::kernel_avx512(type, op);
-      break;
-    case Isa::Avx2:
-      fn = detail::kernel_avx2(type, op);
-      break;
-    default:
-      fn = detail::kernel_baseline(type, op);
-  }
-  if (fn == nullptr) throw CommError("this reduction is not defined for this element type");
-  fn(out, sources, n, count);
+  expect_defined(type, op);
+  kernel(type, op)(out, sources, n, count);
 }
 
 }  // namespace elastic::comm

@@ -13,8 +13,12 @@
 
 namespace elastic::comm {
 
+// Throws CommError for bit operators on floating point and averages of bool: before a collective begins, since one that
+// fails half-way breaks its group.
+void expect_defined(DType type, ReduceOp op);
+
 // out[i] = reduce over k of sources[k][i], i < count. `out` may be one of the sources.
-// Throws CommError for bit operators on floating point and averages of bool.
+// Throws as expect_defined() does.
 void reduce(DType type, ReduceOp op, void* out, const void* const* sources, size_t n, size_t count);
 
 // Name of the instruction set in use: "avx512", "avx2" or "baseline".

@@ -10,6 +10,7 @@
 namespace elastic::comm {
 
 void reduce_to(const Call& call, const Part& data, DType type, ReduceOp reduction, int root) {
+  expect_defined(type, reduction);
   Operation op(call.hub, call.group, call.generation, call.timeout);
   const auto parts = split_evenly(data, size_of(type), op.size());
   const Part& mine = parts[size_t(op.me())];
