@@ -24,12 +24,19 @@ bool use_plain_congestion_control(int socket) {
 }
 
 bool stays_on_host(int socket) {
-  sockaddr_in here{}, there{};
+  sockaddr_storage here{}, there{};
   socklen_t size = sizeof here;
   if (getsockname(socket, reinterpret_cast<sockaddr*>(&here), &size) != 0) return false;
   size = sizeof there;
   if (getpeername(socket, reinterpret_cast<sockaddr*>(&there), &size) != 0) return false;
-  return here.sin_addr.s_addr == there.sin_addr.s_addr || ntohl(there.sin_addr.s_addr) >> 24 == IN_LOOPBACKNET;
+  if (here.ss_family == AF_INET6) {
+    const auto& from = reinterpret_cast<const sockaddr_in6&>(here).sin6_addr;
+    const auto& to = reinterpret_cast<const sockaddr_in6&>(there).sin6_addr;
+    return std::memcmp(&from, &to, sizeof to) == 0;
+  }
+  const auto from = reinterpret_cast<const sockaddr_in&>(here).sin_addr.s_addr;
+  const auto to = reinterpret_cast<const sockaddr_in&>(there).sin_addr.s_addr;
+  return from == to || ntohl(to) >> 24 == IN_LOOPBACKNET;
 }
 
 }  // namespace elastic::comm

@@ -5,6 +5,13 @@
 // the sender's outbox, which the receiver reads in place and hands back with an
 // Ack. Frames of an older generation than the receiver's are discarded; frames
 // of a newer one wait in the link.
+//
+// The receiver keeps at most kEagerBytes of messages that it has not asked for.
+// A sender counts what it has sent against that; the receiver returns the cost
+// of a message (Credit) once a receive has taken it. A message that the credit
+// does not cover is offered: Offer takes its place in the order, and its bytes
+// follow when a receive has taken the offer (Take). Withdraw ends a message that
+// the sender gave up: the receive that had taken it waits for the next one.
 #pragma once
 
 #include <cstddef>
@@ -12,7 +19,7 @@
 
 namespace elastic::comm {
 
-enum class FrameKind : uint16_t { Data = 1, Reference = 2, Ack = 3, Abort = 4, Pad = 5 };
+enum class FrameKind : uint16_t { Data = 1, Reference, Ack, Abort, Pad, Offer, Take, Withdraw, Credit };
 
 // Which message: the group's identity, and either (sequence, phase) of a
 // collective (top bit set) or the tag of a point-to-point message.
@@ -35,7 +42,12 @@ inline uint64_t collective_tag(uint32_t sequence, uint32_t phase) {
   return kCollectiveBit | uint64_t(sequence) << kPhaseBits | phase;
 }
 
-constexpr uint32_t kFrameMagic = 0x45464d31;
+constexpr uint32_t kFrameMagic = 0x45464d32;
+
+constexpr size_t kEagerBytes = 4 << 20;  // not asked for, a link and direction
+constexpr size_t kMessageCost = 256;     // of that, what keeping a message takes besides its bytes
+constexpr size_t kMostOffers = 4096;     // of one sender, at once
+constexpr size_t kMostReferences = 64 << 10;
 
 struct alignas(64) FrameHeader {
   uint32_t magic = kFrameMagic;
@@ -43,11 +55,11 @@ struct alignas(64) FrameHeader {
   uint16_t flags = 0;
   uint64_t generation = 0;
   Key key;
-  uint64_t offset = 0;
+  uint64_t offset = 0;  // within the message; Reference: in the outbox
   uint64_t total = 0;
-  uint64_t length = 0;  // payload bytes; for Reference: bytes in the block; for Abort: the lost rank + 1
-  uint32_t block = 0;   // Reference, Ack
-  uint32_t reserved = 0;
+  uint64_t length = 0;   // payload bytes; Reference: bytes in the block; Abort: the lost rank + 1; Credit: bytes
+  uint32_t block = 0;    // Reference, Ack
+  uint32_t message = 0;  // Offer, Take, Withdraw, Data: the offer; 0: none was made
 };
 static_assert(sizeof(FrameHeader) == 64, "frames are cache-line sized");
 

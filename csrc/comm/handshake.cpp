@@ -16,7 +16,8 @@ namespace {
 constexpr uint32_t kMagic = 0x454c4b31;
 constexpr uint32_t kVersion = 1;
 constexpr size_t kDescriptors = 3;
-constexpr uint64_t kLargestRing = 1ull << 30;
+constexpr uint64_t kSmallestRing = 4 << 10;
+constexpr uint64_t kLargestRing = 16 << 20;  // what a dialer can make its listener allocate
 
 template <typename T>
 T parse(const std::string& bytes) {
@@ -235,6 +236,7 @@ Handshake::Progress Handshake::on_proof() {
   transcript_.append(in_, sizeof answer.ring_bytes, sizeof answer.proof);
   const bool shared = answer.ring_bytes != 0;
   if (shared && (!unix_socket_ || peer_parts_.descriptors.size() != kDescriptors || answer.ring_bytes > kLargestRing ||
+                 answer.ring_bytes < kSmallestRing || answer.ring_bytes < kSmallestRing ||
                  (answer.ring_bytes & (answer.ring_bytes - 1)) != 0)) {
     return fail(Refusal::Garbage);
   }

@@ -18,16 +18,6 @@ namespace {
 constexpr uint64_t kBellEvent = ~0ull;
 constexpr size_t kEvents = 64;  // taken from the kernel at once
 
-size_t power_of_two_below(size_t n) {
-  size_t p = 1;
-  while (p * 2 <= n) p *= 2;
-  return p;
-}
-
-size_t clamp_size(size_t low, size_t value, size_t high) {
-  return std::min(high, std::max(low, value));
-}
-
 // Text equal for processes that can hand each other descriptors over an abstract Unix socket.
 std::string machine_identity() {
   std::string boot;
@@ -70,11 +60,9 @@ Hub::Hub(HubConfig config)
   if (config_.rank < 0 || config_.rank >= config_.slots) throw CommError("rank outside the slots");
   secrets_ = {sha256(config_.run_id.data(), config_.run_id.size()), config_.secret};
   const size_t slots = size_t(config_.slots);
-  const size_t outbox = config_.outbox_bytes != 0 ? config_.outbox_bytes
-                                                  : clamp_size(1 << 20, (size_t(128) << 20) / slots, size_t(16) << 20);
-  ring_bytes_ = config_.ring_bytes != 0
-                    ? power_of_two_below(config_.ring_bytes)
-                    : power_of_two_below(clamp_size(64 << 10, (size_t(4) << 20) / slots, size_t(512) << 10));
+  const size_t outbox = config_.outbox_bytes != 0 ? config_.outbox_bytes : outbox_bytes_for(slots);
+  ring_bytes_ = config_.ring_bytes != 0 ? power_of_two_below(config_.ring_bytes) : ring_bytes_for(slots);
+  chunk_bytes_ = chunk_bytes_for(outbox, 1);
   bell_ = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
   edit_bell_ = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
   epoll_ = epoll_create1(EPOLL_CLOEXEC);
@@ -82,12 +70,11 @@ Hub::Hub(HubConfig config)
   event.events = EPOLLIN;
   event.data.u64 = kBellEvent;
   epoll_ctl(epoll_, EPOLL_CTL_ADD, bell_, &event);
-  chunk_bytes_ = clamp_size(16 << 10, power_of_two_below(outbox / (4 * slots)), 512 << 10);
   if (config_.shared_memory) {
     const size_t wanted = outbox + 2 * ring_bytes_ * slots;
     try {
       if (shared_memory_headroom() / 4 < wanted) throw CommError("too little memory left");
-      outbox_ = std::make_unique<Outbox>(chunk_bytes_, outbox / chunk_bytes_);
+      outbox_ = std::make_unique<Outbox>(config_.outbox_bytes != 0 ? outbox : kMostOutbox, outbox);
     } catch (const CommError& e) {
       notice_ = std::string("links within this host use TCP, not shared memory: ") + e.what();
     }
@@ -249,6 +236,7 @@ void Hub::block_returned(uint32_t block) {
 }
 
 void Hub::group_aborted(uint64_t id, int lost) {
+  if (lost < 0 || lost >= config_.slots) return;
   {
     std::lock_guard<std::mutex> lock(groups_mutex_);
     const auto it = groups_.find(id);
@@ -314,6 +302,14 @@ bool Hub::any_input() const {
                      [](const Link* l) { return l->has_input() || (l->dead() && !l->finished()); });
 }
 
+bool Hub::flush() {
+  bool moved = false;
+  for (Link* l : living_links_) {
+    if (l->needs_flush()) moved |= l->flush();
+  }
+  return moved;
+}
+
 bool Hub::pump() {
   bool moved = false;
   for (Link* l : living_links_) {
@@ -345,7 +341,7 @@ void Hub::collect_socket_events() {
   }
 }
 
-void Hub::check(const WaitScope& scope, unsigned spin) const {
+void Hub::check(const WaitScope& scope, unsigned round) const {
   const uint64_t frozen = this->frozen();
   if (frozen > scope.generation) throw GenerationChanged(frozen);
   if (scope.group != nullptr) {
@@ -353,7 +349,7 @@ void Hub::check(const WaitScope& scope, unsigned spin) const {
     const int lost = scope.group->lost.load(std::memory_order_acquire);
     if (lost >= 0) throw PeerLost(lost, "another member lost it", stands(lost));
   }
-  if (spin % 16 == 15 && Clock::now() >= scope.deadline) {
+  if (round % 16 == 15 && Clock::now() >= scope.deadline) {
     std::vector<int> ranks;
     if (scope.missing) scope.missing(&ranks);
     throw Timeout(scope.seconds, ranks);
@@ -373,9 +369,10 @@ void Hub::wait(const WaitScope& scope, const std::function<bool()>& done) {
   } registered{*this};
   const unsigned looks = spin_;
   const unsigned awake = looks + yields_;
+  unsigned round = 0;
   for (unsigned spin = scope.background ? awake : 0;; ++spin) {
     if (done()) return;
-    check(scope, spin);
+    check(scope, round++);  // the time is looked at whether or not other links have something
     if (pump()) {
       if (!scope.background) spin = 0;
       continue;
@@ -424,7 +421,8 @@ void Hub::sleep(const WaitScope& scope, const std::function<bool()>& done) {
     asleep_.store(true, std::memory_order_seq_cst);
     if (outbox_) outbox_->sleeping(true);
     std::atomic_thread_fence(std::memory_order_seq_cst);
-    if (!any_input() && !done() && frozen() <= scope.generation) poll_sockets(patience);
+    // Room for what is queued may have come before the peer could see that it has to say so.
+    if (!flush() && !any_input() && !done() && frozen() <= scope.generation) poll_sockets(patience);
     asleep_.store(false, std::memory_order_seq_cst);
     if (outbox_) outbox_->sleeping(false);
     pump();

@@ -9,6 +9,7 @@
 // takes in messages for all; others sleep on a condition variable.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -30,6 +31,7 @@
 #include "link.hpp"
 #include "listener.hpp"
 #include "outbox.hpp"
+#include "sizes.hpp"
 
 namespace elastic::comm {
 
@@ -41,10 +43,10 @@ struct HubConfig {
   uint64_t incarnation = 0;
   std::string run_id;
   std::string secret;
-  std::string bind = "127.0.0.1";   // IPv4 address to listen on and to be reached at
+  std::string bind = "127.0.0.1";   // IPv4 or IPv6 address to listen on and to be reached at
   bool shared_memory = true;
   double handshake_seconds = 3.0;
-  size_t outbox_bytes = 0;          // 0: by the number of slots
+  size_t outbox_bytes = 0;          // 0: by the living ranks on this host
   size_t ring_bytes = 0;
 };
 
@@ -121,8 +123,8 @@ class Hub final : public LinkHost {
   LinkPtr link_ptr(int rank) { return links_[size_t(rank)]; }
   bool stands(int rank) const { return links_[size_t(rank)] && !links_[size_t(rank)]->dead(); }
   bool is_alive(int rank) const { return alive_[size_t(rank)]; }
-  // Bytes of a pipeline chunk: the same in every process of the job.
-  size_t chunk_bytes() const { return chunk_bytes_; }
+  // Bytes of a pipeline chunk in a group of `members`: the same in each of them.
+  size_t chunk_bytes(int members) const { return std::min(chunk_bytes_, socket_chunk_bytes_for(size_t(members))); }
   Outbox* outbox() { return outbox_.get(); }
   // All living members say they can share memory on one machine: the same answer on each of them.
   bool shares_memory() const { return shares_memory_; }
@@ -142,9 +144,10 @@ class Hub final : public LinkHost {
   struct Dial;
   struct Claim;
   using Dials = std::map<int, std::shared_ptr<Dial>>;
-  void check(const WaitScope& scope, unsigned spin) const;
+  void check(const WaitScope& scope, unsigned round) const;
   void sleep(const WaitScope& scope, const std::function<bool()>& done);
   bool any_input() const;
+  bool flush();  // What is queued on any link; whether anything moved.
   bool poll_sockets(int milliseconds);
   void collect_socket_events();  // All of them that are there now.
   void kick();  // Makes the leader look again.
@@ -166,14 +169,17 @@ class Hub final : public LinkHost {
   void progress_loop();
   bool own_thread() const;
   void place_group(Group& group) const;
+  int on_this_host(const Members& members) const;
+  void size_rings(const Members& members);
+  void size_outbox(const Members& members, uint64_t generation);
   bool uses_sockets() const { return socket_links_ > 0; }
 
   HubConfig config_;
   Secrets secrets_;
   PeerPtr self_ = std::make_shared<Peer>();
   std::string notice_;
-  size_t ring_bytes_;
-  size_t chunk_bytes_;
+  size_t ring_bytes_;    // of links that are dialed now; under edit_mutex_
+  size_t chunk_bytes_;   // by the host with the most living ranks
   std::unique_ptr<Outbox> outbox_;
   std::unique_ptr<Listener> listener_;
   int epoll_ = -1;

@@ -6,7 +6,6 @@
 // one poll loop, which also sees arrivals and interrupts.
 #include "hub_dial.hpp"
 
-#include <arpa/inet.h>
 #include <fcntl.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
@@ -19,8 +18,10 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <optional>
 #include <utility>
 
+#include "address.hpp"
 #include "congestion.hpp"
 #include "hub.hpp"
 #include "link_shm.hpp"
@@ -33,7 +34,23 @@ bool refused_for_good(int error) {
   return error == ECONNREFUSED || error == ENOENT || error == ENETUNREACH;
 }
 
-constexpr auto kRetry = std::chrono::milliseconds(3);
+// Descriptors a peer has handed over, closed unless taken.
+class Received {
+ public:
+  explicit Received(std::vector<int> descriptors) : descriptors_(std::move(descriptors)) {}
+  ~Received() {
+    for (int fd : descriptors_) {
+      if (fd >= 0) ::close(fd);
+    }
+  }
+  Received(const Received&) = delete;
+  Received& operator=(const Received&) = delete;
+  size_t size() const { return descriptors_.size(); }
+  int take(size_t i) { return std::exchange(descriptors_[i], -1); }
+
+ private:
+  std::vector<int> descriptors_;
+};
 
 }  // namespace
 
@@ -108,25 +125,18 @@ LinkPtr Hub::make_link(Negotiation& n) {
   const Identity peer = n.handshake.peer();
   const Parts own = n.handshake.take_own_parts();
   Parts theirs = n.handshake.take_peer_parts();
-  const bool shared = own.ring_bytes != 0 && theirs.ring_bytes == own.ring_bytes && theirs.descriptors.size() == 3;
-  if (!shared) {
-    for (int fd : theirs.descriptors) ::close(fd);
-    return std::make_shared<TcpLink>(*this, peer.rank, peer.incarnation, n.handshake.take_socket());
-  }
+  Received received(std::move(theirs.descriptors));
+  const bool shared = own.ring_bytes != 0 && theirs.ring_bytes == own.ring_bytes && received.size() == 3;
+  if (!shared) return std::make_shared<TcpLink>(*this, peer.rank, peer.incarnation, n.handshake.take_socket());
   ShmParts parts;
   parts.capacity = size_t(own.ring_bytes);
   parts.own = std::move(*n.ring);
-  parts.peer_doorbell = theirs.descriptors[2];
-  try {
-    parts.peer = SharedMemory::open(theirs.descriptors[0], ring_segment_bytes(parts.capacity));
-    theirs.descriptors[0] = -1;
-    parts.outbox = SharedMemory::open(theirs.descriptors[1], Outbox::kDataOffset);
-    theirs.descriptors[1] = -1;
-    return std::make_shared<ShmLink>(*this, peer.rank, peer.incarnation, n.handshake.take_socket(), std::move(parts));
-  } catch (...) {
-    ::close(theirs.descriptors[2]);
-    throw;
-  }
+  parts.peer = SharedMemory::open(received.take(0), ring_segment_bytes(parts.capacity));
+  PeerOutbox outbox(SharedMemory::open(received.take(1), Outbox::kDataOffset));
+  // Nothing fails from here on: what is taken has an owner.
+  parts.peer_doorbell = received.take(2);
+  return std::make_shared<ShmLink>(*this, peer.rank, peer.incarnation, n.handshake.take_socket(), std::move(parts),
+                                   std::move(outbox));
 }
 
 void Hub::established(std::unique_ptr<Negotiation> n) {
@@ -163,7 +173,9 @@ std::shared_ptr<Hub::Dial> Hub::start_dial(const Peer& peer) {
 void Hub::redial(Dial& dial) {
   const Peer& peer = dial.peer;
   const bool local = outbox_ && !peer.unix_name.empty() && peer.machine == self_->machine;
-  const int fd = socket(local ? AF_UNIX : AF_INET, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+  std::optional<SocketAddress> address;
+  if (!local) address.emplace(peer.ip, peer.port);
+  const int fd = socket(local ? AF_UNIX : address->family(), SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
   if (fd < 0) throw CommError(std::string("socket: ") + std::strerror(errno));
   dial.connecting = fd;
   int rc;
@@ -177,17 +189,13 @@ void Hub::redial(Dial& dial) {
     const int one = 1;
     setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
     if (peer.machine == self_->machine) use_plain_congestion_control(fd);
-    sockaddr_in name{};
-    name.sin_family = AF_INET;
-    name.sin_port = htons(uint16_t(peer.port));
-    if (inet_pton(AF_INET, peer.ip.c_str(), &name.sin_addr) != 1) throw CommError("not an IPv4 address: " + peer.ip);
-    rc = ::connect(fd, reinterpret_cast<sockaddr*>(&name), sizeof name);
+    rc = ::connect(fd, address->get(), address->size());
   }
   if (rc != 0 && errno != EINPROGRESS) {
     if (refused_for_good(errno)) throw PeerLost(peer.rank, "connection refused");
     ::close(fd);
     dial.connecting = -1;
-    dial.again = Clock::now() + kRetry;  // EAGAIN: its backlog is full
+    dial.later();
   }
 }
 
@@ -201,7 +209,7 @@ bool Hub::step_dial(Dial& dial, std::map<int, Peer>& missing, std::map<int, Link
       if (refused_for_good(error)) throw PeerLost(dial.peer.rank, "connection refused");
       ::close(dial.connecting);
       dial.connecting = -1;
-      dial.again = Clock::now() + kRetry;
+      dial.later();
       return false;
     }
     auto ring = std::make_shared<SharedMemory>();
@@ -219,7 +227,7 @@ bool Hub::step_dial(Dial& dial, std::map<int, Peer>& missing, std::map<int, Link
     case Handshake::Progress::Failed:
       // Turned away or cut off; an arrival or a newer generation may explain it.
       dial.negotiation.reset();
-      dial.again = Clock::now() + kRetry;
+      dial.later();
       return false;
     default:
       (*opened)[dial.peer.rank] = make_link(*dial.negotiation);
@@ -298,7 +306,10 @@ void Hub::wait_for_dials(Dials& dials) {
   std::vector<pollfd> watched{{edit_bell_, POLLIN, 0}};
   int patience = 50;
   for (auto& [rank, dial] : dials) {
-    if (dial->fd() < 0 && !dial->over) patience = 1;
+    if (dial->fd() < 0 && !dial->over) {
+      const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(dial->again - Clock::now()).count();
+      patience = std::min(patience, std::max(1, int(left) + 1));
+    }
     const bool writes = dial->connecting >= 0 || (dial->negotiation && dial->negotiation->handshake.wants_write());
     watched.push_back({dial->fd(), short(POLLIN | (writes ? POLLOUT : 0)), 0});
   }
@@ -336,6 +347,7 @@ void Hub::advance_dials(std::map<int, Peer>& missing, bool ahead, Dials* dials, 
 
 int Hub::prepare(const Members& members, double timeout) {
   std::lock_guard<std::mutex> one_at_a_time(edit_mutex_);
+  size_rings(members);
   std::map<int, Peer> missing;
   {
     const Shared lock(topology_);

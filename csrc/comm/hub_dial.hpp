@@ -3,6 +3,7 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "hub.hpp"
@@ -15,6 +16,13 @@ struct Hub::Dial {
   std::unique_ptr<Negotiation> negotiation;
   int connecting = -1;         // socket not connected yet
   Clock::time_point again{};   // when to try next, while neither of the two
+  std::chrono::milliseconds pause{3};
+  // Turned away, or the other side's backlog is full. Twice as late each time, up to a limit.
+  void later() {
+    constexpr std::chrono::milliseconds kLongest{50};
+    again = Clock::now() + pause;
+    pause = std::min(2 * pause, kLongest);
+  }
   bool ready = false;
   int fd() const { return connecting >= 0 ? connecting : (negotiation ? negotiation->handshake.socket() : -1); }
   bool over = false;  // kept to the end of the edit: dialing_ says who is not to dial us

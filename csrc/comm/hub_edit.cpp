@@ -103,6 +103,7 @@ EditStats Hub::edit(uint64_t generation, const Members& members, double timeout)
   stats.drop = seconds_since(mark);
 
   mark = Clock::now();
+  size_rings(members);
   std::map<int, LinkPtr> opened;
   const auto keep = [&] {
     std::lock_guard<std::mutex> lock(parked_mutex_);
@@ -126,7 +127,7 @@ EditStats Hub::edit(uint64_t generation, const Members& members, double timeout)
 
   mark = Clock::now();
   check();
-  if (outbox_) outbox_->start(generation);
+  size_outbox(members, generation);
   generation_.store(generation, std::memory_order_release);
   socket_links_ = 0;
   int local = 1;
@@ -163,6 +164,37 @@ EditStats Hub::edit(uint64_t generation, const Members& members, double timeout)
   }
   stats.publish = seconds_since(mark);
   return stats;
+}
+
+// Those that can share memory with this process, which is one of them.
+int Hub::on_this_host(const Members& members) const {
+  return 1 + int(std::count_if(members.begin(), members.end(), [this](const PeerPtr& p) {
+           return p->rank != config_.rank && !p->unix_name.empty() && p->machine == self_->machine;
+         }));
+}
+
+void Hub::size_rings(const Members& members) {
+  if (config_.ring_bytes == 0) ring_bytes_ = ring_bytes_for(size_t(on_this_host(members)));
+}
+
+// Chunks go by the fullest host, which all members see alike; the outbox by this one. Its memory is allocated beside
+// the edit, and used as soon as it is there.
+void Hub::size_outbox(const Members& members, uint64_t generation) {
+  std::map<std::string, int> hosts;
+  int most = 1;
+  for (const PeerPtr& p : members) {
+    if (!p->unix_name.empty()) most = std::max(most, ++hosts[p->machine]);
+  }
+  const size_t whole = config_.outbox_bytes != 0 ? config_.outbox_bytes : outbox_bytes_for(size_t(most));
+  chunk_bytes_ = chunk_bytes_for(whole, size_t(most));
+  if (!outbox_) return;
+  outbox_->start(generation, chunk_bytes_);
+  const size_t wanted = outbox_bytes_for(size_t(on_this_host(members)));
+  const size_t more = wanted - std::min(wanted, outbox_->allocated());
+  if (config_.outbox_bytes != 0 || more == 0) return;
+  listener_->later(std::chrono::milliseconds(0), [this, wanted, more] {
+    if (shared_memory_headroom() / 4 > more) outbox_->grow(wanted);
+  });
 }
 
 void Hub::place_group(Group& g) const {

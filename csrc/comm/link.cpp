@@ -19,11 +19,6 @@ FrameHeader header_for(const Key& key, uint64_t generation, FrameKind kind) {
   return h;
 }
 
-std::exception_ptr wrong_size(size_t arrived, size_t expected) {
-  return std::make_exception_ptr(CommError("a message of " + std::to_string(arrived) + " bytes arrived where " +
-                                           std::to_string(expected) + " were expected"));
-}
-
 }  // namespace
 
 Link::Link(LinkHost& host, int rank_, uint64_t incarnation_) : rank(rank_), incarnation(incarnation_), host_(host) {}
@@ -42,6 +37,21 @@ void Link::finish(const std::shared_ptr<Message>& message, std::exception_ptr er
     ended_.push_back(std::move(message->ended));
   }
   host_.wake_local();
+}
+
+// A receive from any source whose message is lost waits for another one's; callers have seen to `recv` itself.
+void Link::release(const RecvPtr& recv) {
+  if (!recv->any || recv->source < 0) return;
+  recv->source = -1;
+  recv->any->taken.store(false);
+  if (!recv->any->released) return;
+  std::lock_guard<std::mutex> lock(ended_mutex_);
+  ended_.push_back(recv->any->released);
+}
+
+void Link::fail(const RecvPtr& recv, const std::exception_ptr& error) {
+  finish(recv, error);
+  release(recv);
 }
 
 void Link::look_after(Message& message) {
@@ -79,49 +89,70 @@ std::exception_ptr Link::lost() {
   return std::make_exception_ptr(PeerLost(rank, why_.empty() ? "connection lost" : why_));
 }
 
+void Link::malformed(const char* what) {
+  rejected_ = true;
+  mark_dead(std::string("malformed frame: ") + what);
+}
+
 // Under rx: everything that had arrived was taken in, nothing more can come.
 void Link::fail_if_dead_locked() {
   if (!dead() || failed_all_.exchange(true)) return;
   const auto error = lost();
+  // Messages that have arrived whole can still be received.
+  for (auto it = arrived_.begin(); it != arrived_.end();) {
+    auto& messages = it->second;
+    for (auto& m : messages) {
+      if (m->claimed) fail(m->claimed, error);
+    }
+    const auto cut_off = [](const ArrivedPtr& m) { return !m->complete(); };
+    messages.erase(std::remove_if(messages.begin(), messages.end(), cut_off), messages.end());
+    it = messages.empty() ? arrived_.erase(it) : std::next(it);
+  }
+  drop_receives(error);
+  std::lock_guard<std::mutex> lock(tx_);
+  drop_sends(error);
+}
+
+// Under rx. What has arrived stays.
+void Link::drop_receives(const std::exception_ptr& error) {
   for (auto& [key, recvs] : posted_) {
-    for (auto& recv : recvs) finish(recv, error);
+    for (auto& recv : recvs) fail(recv, error);
   }
   posted_.clear();
-  if (current_recv_) finish(current_recv_, error);
+  for (auto& [offer, recv] : granted_) fail(recv, error);
+  granted_.clear();
+  if (current_recv_) fail(current_recv_, error);
   current_recv_.reset();
-  if (current_arrived_ && current_arrived_->claimed) finish(current_arrived_->claimed, error);
   current_arrived_.reset();
+  filling_ = nullptr;
   redirect();
-  std::lock_guard<std::mutex> lock(tx_);
+}
+
+void Link::drop_sends(const std::exception_ptr& error) {
   detach();
   for (auto& send : queue_) finish(send, error);
+  for (auto& [offer, send] : offered_) finish(send, error);
+  for (auto& send : waiting_) finish(send, error);
   queue_.clear();
+  offered_.clear();
+  waiting_.clear();
   queued_.store(false, std::memory_order_release);
 }
 
 void Link::purge(const std::exception_ptr& error) {
   {
     std::lock_guard<std::mutex> lock(rx_);
-    for (auto& [key, recvs] : posted_) {
-      for (auto& recv : recvs) finish(recv, error);
-    }
-    posted_.clear();
     for (auto& [key, messages] : arrived_) {
       for (auto& message : messages) {
-        if (message->claimed) finish(message->claimed, error);
+        if (message->claimed) fail(message->claimed, error);
       }
     }
     arrived_.clear();
-    if (current_recv_) finish(current_recv_, error);
-    current_recv_.reset();
-    if (current_arrived_ && current_arrived_->claimed) finish(current_arrived_->claimed, error);
-    current_arrived_.reset();
-    redirect();
+    drop_receives(error);
+    unasked_ = bodiless_ = owed_ = 0;
     std::lock_guard<std::mutex> tx_lock(tx_);
-    detach();
-    for (auto& send : queue_) finish(send, error);
-    queue_.clear();
-    queued_.store(false, std::memory_order_release);
+    drop_sends(error);
+    credit_ = kEagerBytes;
     waiting_for_room(false);
   }
   run_ended();
@@ -181,6 +212,56 @@ bool Link::flush() {
   return moved;
 }
 
+// A frame without a payload, which costs the peer nothing to take in: ahead of `before`.
+SendPtr Link::queue_control(const FrameHeader& header, std::deque<SendPtr>::iterator before) {
+  auto s = std::make_shared<Send>();
+  s->header = header;
+  s->detached = true;
+  queue_.insert(before, s);
+  queued_.store(true, std::memory_order_release);
+  return s;
+}
+
+// Puts a message where it can flow: into the queue if the credit covers it, else into an offer.
+bool Link::admit(const SendPtr& s) {
+  const size_t cost = s->size + kMessageCost;
+  if (cost <= credit_) {
+    credit_ -= cost;
+    s->cost = cost;
+    queue_.push_back(s);
+    queued_.store(true, std::memory_order_release);
+    return true;
+  }
+  if (offered_.size() >= kMostOffers) return false;
+  do {
+    ++last_offer_;
+  } while (last_offer_ == 0 || offered_.count(last_offer_) != 0);
+  s->header.message = last_offer_;
+  offered_.emplace(last_offer_, s);
+  FrameHeader offer = header_for(s->header.key, s->header.generation, FrameKind::Offer);
+  offer.message = last_offer_;
+  offer.total = s->size;
+  queue_control(offer, queue_.end());
+  return true;
+}
+
+void Link::queue_message(const SendPtr& s) {
+  if (!waiting_.empty() || !admit(s)) waiting_.push_back(s);
+}
+
+void Link::admit_waiting() {
+  while (!waiting_.empty() && admit(waiting_.front())) waiting_.pop_front();
+}
+
+// A receive has taken the offer.
+void Link::taken(uint32_t offer) {
+  const auto it = offered_.find(offer);
+  if (it == offered_.end()) return;  // withdrawn meanwhile
+  queue_.push_back(std::move(it->second));
+  queued_.store(true, std::memory_order_release);
+  offered_.erase(it);
+}
+
 void Link::send(const SendPtr& s) {
   s->header.total = s->size;
   {
@@ -188,8 +269,7 @@ void Link::send(const SendPtr& s) {
     if (failed_all_.load(std::memory_order_acquire)) {
       finish(s, lost());
     } else {
-      queue_.push_back(s);
-      queued_.store(true, std::memory_order_release);
+      queue_message(s);
       flush_locked();
       look_after(*s);
     }
@@ -205,8 +285,10 @@ void Link::send_copied(const FrameHeader& header, const void* payload, size_t si
   };
   std::lock_guard<std::mutex> lock(tx_);
   if (failed_all_.load(std::memory_order_acquire)) return;
-  const bool begun =
-      queue_.empty() && size <= largest_payload() && push_frame(header, static_cast<const char*>(payload), size);
+  const size_t cost = size + kMessageCost;
+  const bool begun = queue_.empty() && waiting_.empty() && cost <= credit_ && size <= largest_payload() &&
+                     push_frame(header, static_cast<const char*>(payload), size);
+  if (begun) credit_ -= cost;
   if (begun && drained()) return;
   auto s = std::make_shared<Owned>();
   s->header = header;
@@ -214,14 +296,28 @@ void Link::send_copied(const FrameHeader& header, const void* payload, size_t si
   if (begun) {
     detach();
     s->started = true;  // the link has a copy by now: what is left of that is waited for, and nothing else
-  } else if (size > 0) {
-    s->size = size;
-    s->memory.reset(new char[size]);
-    std::memcpy(s->memory.get(), payload, size);
-    s->data = s->memory.get();
+    queue_.push_back(s);
+    queued_.store(true, std::memory_order_release);
+  } else {
+    if (size > 0) {
+      s->size = size;
+      s->memory.reset(new char[size]);
+      std::memcpy(s->memory.get(), payload, size);
+      s->data = s->memory.get();
+    }
+    queue_message(s);
   }
-  queue_.push_back(s);
-  queued_.store(true, std::memory_order_release);
+  flush_locked();
+  look_after(*s);
+}
+
+void Link::send_control(const FrameHeader& header) {
+  std::lock_guard<std::mutex> lock(tx_);
+  if (failed_all_.load(std::memory_order_acquire)) return;
+  const bool begun = queue_.empty() && push_frame(header, nullptr, 0);
+  if (begun && drained()) return;
+  const SendPtr s = queue_control(header, queue_.end());
+  s->started = begun;
   flush_locked();
   look_after(*s);
 }
@@ -234,11 +330,12 @@ void Link::send_small(const Key& key, const void* data, size_t size) {
   run_ended();
 }
 
-void Link::send_reference(const Key& key, uint32_t block, size_t size) {
+void Link::send_reference(const Key& key, uint32_t block, size_t offset, size_t size) {
   FrameHeader h = header_for(key, host_.generation(), FrameKind::Reference);
   h.block = block;
+  h.offset = offset;
   h.length = h.total = size;
-  send_copied(h, nullptr, 0);
+  send_control(h);
   run_ended();
 }
 
@@ -251,13 +348,13 @@ void Link::send_ack(uint32_t block) {
 void Link::acknowledge(uint32_t block) {
   FrameHeader h = header_for({}, host_.generation(), FrameKind::Ack);
   h.block = block;
-  send_copied(h, nullptr, 0);
+  send_control(h);
 }
 
 void Link::send_abort(uint64_t group, int lost) {
   FrameHeader h = header_for({group, 0}, host_.generation(), FrameKind::Abort);
   h.length = uint64_t(lost + 1);
-  send_copied(h, nullptr, 0);
+  send_control(h);
   run_ended();
   doorbell();
 }
@@ -265,239 +362,39 @@ void Link::send_abort(uint64_t group, int lost) {
 void Link::cancel(const SendPtr& s, const std::exception_ptr& error) {
   {
     std::lock_guard<std::mutex> lock(tx_);
-    const auto it = std::find(queue_.begin(), queue_.end(), s);
-    if (it != queue_.end()) {
-      if (it == queue_.begin()) detach();
-      finish(s, error);
-      queue_.erase(it);
-    }
+    if (s->pending()) withdraw(s);
+    finish(s, error);
   }
   run_ended();
+  doorbell();
 }
 
-// ---------------------------------------------------------------- receiving
-
-void Link::post(const RecvPtr& recv) {
-  {
-    std::lock_guard<std::mutex> lock(rx_);
-    const auto it = arrived_.find(recv->key);
-    if (it != arrived_.end()) {
-      // Messages of one key are taken in the order they came; one still arriving may be claimed once.
-      const auto free = std::find_if(it->second.begin(), it->second.end(), [](auto& m) { return !m->claimed; });
-      if (free != it->second.end()) {
-        if (recv->any && recv->any->taken.exchange(true)) {
-          finish(recv, std::make_exception_ptr(CommError("taken by another source")));
-        } else if ((*free)->complete()) {
-          const ArrivedPtr message = *free;
-          it->second.erase(free);
-          if (it->second.empty()) arrived_.erase(it);
-          hand_over(recv, *message);
-        } else {
-          (*free)->claimed = recv;
-          look_after(*recv);
-        }
-        goto out;
-      }
-    }
-    if (failed_all_.load(std::memory_order_acquire)) {
-      finish(recv, lost());
+// Where part of the message has left, or a receive may have taken its offer, the peer is told: in the message's place,
+// so that the next one begins behind it.
+void Link::withdraw(const SendPtr& s) {
+  FrameHeader header = header_for(s->header.key, s->header.generation, FrameKind::Withdraw);
+  header.message = s->header.message;
+  SendPtr told;
+  const auto at = std::find(queue_.begin(), queue_.end(), s);
+  const auto offered = offered_.find(s->header.message);
+  if (at != queue_.end()) {
+    if (s->started) {
+      detach();
     } else {
-      posted_[recv->key].push_back(recv);
-      look_after(*recv);
+      credit_ += s->cost;
     }
-  }
-out:
-  run_ended();
-}
-
-void Link::cancel(const RecvPtr& recv, const std::exception_ptr& error) {
-  {
-    std::lock_guard<std::mutex> lock(rx_);
-    const auto it = posted_.find(recv->key);
-    if (it != posted_.end()) {
-      auto& recvs = it->second;
-      recvs.erase(std::remove(recvs.begin(), recvs.end(), recv), recvs.end());
-      if (recvs.empty()) posted_.erase(it);
-    }
-    if (current_recv_ == recv) {
-      current_recv_.reset();
-      redirect();
-    }
-    const auto at = arrived_.find(recv->key);
-    if (at != arrived_.end()) {
-      for (auto& message : at->second) {
-        if (message->claimed == recv) message->claimed.reset();
-      }
-    }
-    finish(recv, error);
-  }
-  run_ended();
-}
-
-RecvPtr Link::take_posted(const Key& key) {
-  const auto it = posted_.find(key);
-  if (it == posted_.end()) return nullptr;
-  RecvPtr found;
-  while (!it->second.empty() && !found) {
-    RecvPtr recv = it->second.front();
-    it->second.pop_front();
-    if (recv->any && recv->any->taken.exchange(true)) {
-      finish(recv, std::make_exception_ptr(CommError("taken by another source")));
-    } else {
-      found = std::move(recv);
-    }
-  }
-  if (it->second.empty()) posted_.erase(it);
-  return found;
-}
-
-// Before this thread writes where another one's contribution to the same collective was read from: the peer sent the
-// result after that contribution had arrived, so the read is over. The order goes by way of the peer, through memory
-// mapped twice or a socket, where ThreadSanitizer does not follow it: under it, and only there, the lock that every
-// send holds while it reads says the same once more.
-void Link::order_after_sends() {
-#if defined(__SANITIZE_THREAD__)
-  std::lock_guard<std::mutex> lock(tx_);
-#endif
-}
-
-// A reference for `recv`: kept as a view, or copied and handed back.
-void Link::complete_view(const RecvPtr& recv, uint32_t block, size_t size) {
-  recv->source = rank;
-  const char* data = peer_block(block, size);
-  if (size != recv->size || data == nullptr) {
-    acknowledge(block);
-    finish(recv, wrong_size(size, recv->size));
-    return;
-  }
-  if (recv->view_allowed) {
-    recv->view = data;
-    recv->block = int(block);
+    const bool expected = s->started ? s->sent < s->size : s->header.message != 0;
+    const auto next = queue_.erase(at);
+    if (expected) told = queue_control(header, next);
+  } else if (offered != offered_.end() && offered->second == s) {
+    offered_.erase(offered);
+    told = queue_control(header, queue_.end());
   } else {
-    order_after_sends();
-    std::memcpy(recv->into, data, size);
-    recv->view = recv->into;
-    const bool valid = still(host_.generation());
-    acknowledge(block);
-    if (!valid) return finish(recv, std::make_exception_ptr(GenerationChanged(host_.generation() + 1)));
+    waiting_.erase(std::remove(waiting_.begin(), waiting_.end(), s), waiting_.end());
   }
-  finish(recv, nullptr);
-}
-
-void Link::hand_over(const RecvPtr& recv, Arrived& message) {
-  if (message.block >= 0) return complete_view(recv, uint32_t(message.block), message.total);
-  recv->source = rank;
-  if (message.total != recv->size) return finish(recv, wrong_size(message.total, recv->size));
-  if (recv->into != nullptr) {
-    if (message.total > 0) std::memcpy(recv->into, message.heap.get(), message.total);
-    recv->view = recv->into;
-  } else {
-    recv->heap = std::move(message.heap);
-    recv->view = recv->heap.get();
-  }
-  finish(recv, nullptr);
-}
-
-Link::Gate Link::gate(const FrameHeader& h) const {
-  return h.generation > host_.generation() ? Gate::Shut : Gate::Open;
-}
-
-char* Link::begin(const FrameHeader& h) {
-  if (h.kind != FrameKind::Data || h.generation < host_.generation()) return nullptr;
-  order_after_sends();
-  if (h.offset == 0) {
-    if (current_recv_) finish(current_recv_, std::make_exception_ptr(PeerLost(rank, "gave up sending a message")));
-    current_arrived_.reset();
-    current_key_ = h.key;
-    current_recv_ = take_posted(h.key);
-    if (current_recv_) {
-      current_recv_->source = rank;
-      if (current_recv_->size != h.total) {
-        finish(current_recv_, wrong_size(h.total, current_recv_->size));
-        current_recv_.reset();
-        return nullptr;
-      }
-      if (current_recv_->into == nullptr && h.total > 0) {
-        current_recv_->heap = host_.buffers().take(h.total);
-      }
-    } else {
-      current_arrived_ = std::make_shared<Arrived>();
-      current_arrived_->total = h.total;
-      if (h.total > 0) current_arrived_->heap = host_.buffers().take(h.total);
-      arrived_[h.key].push_back(current_arrived_);
-    }
-  }
-  if (!(h.key == current_key_)) return nullptr;
-  if (current_recv_) {
-    Recv& r = *current_recv_;
-    if (h.offset != r.got || h.offset + h.length > r.size) return nullptr;
-    return (r.into != nullptr ? r.into : r.heap.get()) + h.offset;
-  }
-  if (current_arrived_) {
-    Arrived& a = *current_arrived_;
-    if (h.offset != a.got || h.offset + h.length > a.total) return nullptr;
-    return a.heap.get() + h.offset;
-  }
-  return nullptr;
-}
-
-void Link::end(const FrameHeader& h) {
-  if (h.generation < host_.generation()) return;
-  switch (h.kind) {
-    case FrameKind::Ack:
-      return host_.block_returned(h.block);
-    case FrameKind::Abort:
-      return host_.group_aborted(h.key.group, int(h.length) - 1);
-    case FrameKind::Reference: {
-      if (RecvPtr recv = take_posted(h.key)) return complete_view(recv, h.block, h.total);
-      auto message = std::make_shared<Arrived>();
-      message->total = message->got = h.total;
-      message->block = int(h.block);
-      arrived_[h.key].push_back(std::move(message));
-      return;
-    }
-    default:
-      break;
-  }
-  if (!(h.key == current_key_)) return;
-  if (current_recv_) {
-    Recv& r = *current_recv_;
-    if (h.offset != r.got) return;
-    r.got += h.length;
-    if (r.got < r.size) return;
-    r.view = r.into != nullptr ? r.into : r.heap.get();
-    finish(current_recv_, nullptr);
-    current_recv_.reset();
-  } else if (current_arrived_) {
-    Arrived& a = *current_arrived_;
-    if (h.offset != a.got) return;
-    a.got += h.length;
-    if (a.got < a.total) return;
-    const ArrivedPtr message = std::move(current_arrived_);
-    current_arrived_.reset();
-    if (message->claimed) {
-      auto& queue = arrived_[h.key];
-      queue.erase(std::find(queue.begin(), queue.end(), message));
-      if (queue.empty()) arrived_.erase(h.key);
-      hand_over(message->claimed, *message);
-    }
-  }
-}
-
-bool Link::pump() {
-  if (finished()) return false;  // what may still come has no place to go
-  bool any = false;
-  {
-    std::unique_lock<std::mutex> lock(rx_, std::try_to_lock);
-    if (!lock.owns_lock()) return false;
-    any = pump_frames();
-    if (dead()) {
-      while (pump_frames()) any = true;
-      fail_if_dead_locked();
-    }
-  }
-  run_ended();
-  return any;
+  admit_waiting();
+  flush_locked();
+  if (told) look_after(*told);
 }
 
 }  // namespace elastic::comm

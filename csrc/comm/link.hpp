@@ -4,6 +4,10 @@
 // (link_shm, link_tcp). A link is used by many threads: `tx` serialises what is
 // sent, `rx` what arrives. Lock order: rx → tx → leaves (outbox, wake-up).
 //
+// What a peer sends is bounded here: bytes that no receive has asked for by
+// kEagerBytes, other messages by number (frame.hpp). A peer that breaks these
+// rules, or the format, breaks the link: what is pending ends with PeerLost.
+//
 // A broken link stays readable until what had arrived is consumed; then all that
 // is pending on it ends with PeerLost.
 #pragma once
@@ -60,14 +64,18 @@ class Link {
   void send(const SendPtr& send);
   // One small frame with nothing to wait for, pushed or queued with a copy of its payload.
   void send_small(const Key& key, const void* data, size_t size);
-  void send_reference(const Key& key, uint32_t block, size_t size);
+  // Block `block` of this process's outbox, which begins at `offset`.
+  void send_reference(const Key& key, uint32_t block, size_t offset, size_t size);
   void send_ack(uint32_t block);
   void send_abort(uint64_t group, int lost);
   void post(const RecvPtr& recv);
+  // The memory is the caller's again. A message that had begun to arrive there is dropped with it.
   void cancel(const RecvPtr& recv, const std::exception_ptr& error);
   void cancel(const SendPtr& send, const std::exception_ptr& error);
+  // For a receive from any source that another link has released: a message may have come meanwhile.
+  void look_again(const RecvPtr& recv);
 
-  bool pump();   // Takes in what has arrived; whether there was anything.
+  bool pump();   // Takes in what has arrived, up to some megabytes; whether there was anything.
   bool flush();  // Pushes what is queued; whether anything moved.
   // Broken, and everything that had arrived was taken in.
   bool finished() const { return failed_all_.load(std::memory_order_acquire); }
@@ -89,11 +97,14 @@ class Link {
   virtual void waiting_for_room(bool) {}
   // --- for transports; under the rx lock ---
   virtual bool pump_frames() = 0;                    // calls gate / begin / end for each frame
-  virtual const char* peer_block(uint32_t, size_t) const { return nullptr; }
+  virtual const char* peer_data(size_t, size_t) const { return nullptr; }  // in its outbox
   virtual void redirect() {}                         // the memory begin() returned is gone: discard the rest
+  static constexpr size_t kPumpBytes = 2 << 20;  // one call takes in no more: its caller has a time-out to look at
   Gate gate(const FrameHeader& header) const;
-  char* begin(const FrameHeader& header);            // where the payload goes; null: discard
+  char* begin(const FrameHeader& header);  // where the payload goes; null: discard
   void end(const FrameHeader& header);
+  void malformed(const char* what);  // Breaks the link; nothing more is taken in.
+  bool rejected() const { return rejected_; }
 
   LinkHost& host_;
 
@@ -103,36 +114,77 @@ class Link {
     size_t total = 0;
     size_t got = 0;
     int block = -1;
+    size_t offset = 0;   // of that block
+    uint32_t offer = 0;  // its bytes are still with the sender
     RecvPtr claimed;  // posted while the rest was still coming
-    bool complete() const { return block >= 0 || got == total; }
+    bool complete() const { return offer == 0 && got == total; }
   };
   using ArrivedPtr = std::shared_ptr<Arrived>;
 
+  // --- sending; under tx ---
+  void send_control(const FrameHeader& header);
   void send_copied(const FrameHeader& header, const void* payload, size_t size);
-  void acknowledge(uint32_t block);
-  RecvPtr take_posted(const Key& key);
-  void order_after_sends();
-  void hand_over(const RecvPtr& recv, Arrived& arrived);
-  void complete_view(const RecvPtr& recv, uint32_t block, size_t size);
-  void finish(const std::shared_ptr<Message>& message, std::exception_ptr error);
-  void look_after(Message& message);
-  void run_ended();
-  std::exception_ptr lost();
+  SendPtr queue_control(const FrameHeader& header, std::deque<SendPtr>::iterator before);
+  void withdraw(const SendPtr& send);
+  void queue_message(const SendPtr& send);
+  bool admit(const SendPtr& send);
+  void admit_waiting();
   bool push_message(Send& send, bool* moved);
   bool flush_locked();
+  void taken(uint32_t offer);
+  void drop_sends(const std::exception_ptr& error);
+
+  // --- receiving; under rx ---
+  void acknowledge(uint32_t block);
+  RecvPtr take_posted(const Key& key);
+  bool claim(const RecvPtr& recv);
+  void grant(const RecvPtr& recv, uint32_t offer, size_t total);
+  void give_back(const RecvPtr& recv);
+  void return_credit(size_t total);
+  void asked_for(size_t total);
+  void forget(const Key& key, const ArrivedPtr& message);
+  void complete(const RecvPtr& recv);
+  void keep(const Key& key, ArrivedPtr message);
+  void begin_message(const FrameHeader& header);
+  void end_data(const FrameHeader& header);
+  void withdrawn(const FrameHeader& header);
+  void order_after_sends();
+  void hand_over(const RecvPtr& recv, Arrived& arrived);
+  void complete_view(const RecvPtr& recv, uint32_t block, size_t offset, size_t size);
+  void misfit(const RecvPtr& recv, size_t size);
+  void drop_receives(const std::exception_ptr& error);
+
+  void finish(const std::shared_ptr<Message>& message, std::exception_ptr error);
+  void fail(const RecvPtr& recv, const std::exception_ptr& error);
+  void release(const RecvPtr& recv);
+  void look_after(Message& message);
+  void run_ended();
+  void ring_if_asked();
+  std::exception_ptr lost();
   void fail_if_dead_locked();
 
   std::mutex tx_;
-  std::deque<SendPtr> queue_;
+  std::deque<SendPtr> queue_;  // flows whatever the peer's receives are
   std::atomic<bool> queued_{false};
+  std::unordered_map<uint32_t, SendPtr> offered_;
+  std::deque<SendPtr> waiting_;  // neither credit nor room for an offer
+  size_t credit_ = kEagerBytes;
+  uint32_t last_offer_ = 0;
 
   std::mutex rx_;
   std::unordered_map<Key, std::deque<RecvPtr>, KeyHash> posted_;
   std::unordered_map<Key, std::deque<ArrivedPtr>, KeyHash> arrived_;
-  RecvPtr current_recv_;
+  std::unordered_map<uint32_t, RecvPtr> granted_;  // by offer: their bytes are asked for
+  RecvPtr current_recv_;  // of the message without an offer that is arriving
   ArrivedPtr current_arrived_;
   Key current_key_;
+  const Recv* filling_ = nullptr;  // whose memory the present frame goes to
+  size_t unasked_ = 0;  // cost of what is kept with its bytes
+  size_t bodiless_ = 0;  // messages kept without
+  size_t owed_ = 0;  // credit not returned yet
+  bool rejected_ = false;
 
+  std::atomic<bool> ring_{false};  // a frame was pushed under rx: the doorbell is due
   std::atomic<bool> dead_{false};
   std::atomic<bool> failed_all_{false};
   std::mutex why_mutex_;

@@ -8,13 +8,13 @@
 
 namespace elastic::comm {
 
-ShmLink::ShmLink(LinkHost& host, int rank, uint64_t incarnation, int socket, ShmParts parts)
+ShmLink::ShmLink(LinkHost& host, int rank, uint64_t incarnation, int socket, ShmParts parts, PeerOutbox outbox)
     : Link(host, rank, incarnation),
       socket_(socket),
       peer_doorbell_(parts.peer_doorbell),
       own_(std::move(parts.own)),
       peer_(std::move(parts.peer)),
-      outbox_(std::move(parts.outbox)),
+      outbox_(std::move(outbox)),
       writer_(own_.data(), peer_.data(), parts.capacity),
       reader_(own_.data(), peer_.data(), parts.capacity) {
   own_.close_fd();
@@ -62,23 +62,26 @@ void ShmLink::waiting_for_room(bool yes) {
 
 bool ShmLink::pump_frames() {
   bool any = false;
+  size_t taken = 0;
   const char* payload = nullptr;
   bool sane = true;
-  for (;;) {
+  while (taken < kPumpBytes) {
     const FrameHeader* h = reader_.front(&payload, &sane);
-    if (!sane) {
-      mark_dead("malformed frame");
-      return any;
-    }
+    if (!sane) malformed("not a frame");
+    if (!sane) return any;
     if (h == nullptr || gate(*h) == Gate::Shut) break;
-    if (char* target = begin(*h)) std::memcpy(target, payload, h->length);
-    end(*h);
+    char* target = begin(*h);
+    if (target != nullptr && h->length > 0) std::memcpy(target, payload, h->length);
+    if (!rejected()) end(*h);
+    if (rejected()) return any;
+    taken += sizeof(FrameHeader) + (h->kind == FrameKind::Data ? h->length : 0);
     reader_.pop();
     any = true;
   }
-  if (any && reader_.writer_wants_space()) {
+  if (any) {
+    // The room is seen before the question whether it is waited for is asked; the writer does it the other way round.
     std::atomic_thread_fence(std::memory_order_seq_cst);
-    doorbell();
+    if (reader_.writer_wants_space()) doorbell();
   }
   return any;
 }

@@ -12,14 +12,13 @@ namespace elastic::comm {
 struct ShmParts {
   SharedMemory own;       // this side's ring
   SharedMemory peer;      // the other's
-  SharedMemory outbox;    // the other's outbox
   int peer_doorbell = -1;
   size_t capacity = 0;    // bytes of data in each ring
 };
 
 class ShmLink final : public Link {
  public:
-  ShmLink(LinkHost& host, int rank, uint64_t incarnation, int socket, ShmParts parts);
+  ShmLink(LinkHost& host, int rank, uint64_t incarnation, int socket, ShmParts parts, PeerOutbox outbox);
   ~ShmLink() override;
 
   const char* transport() const override { return "shm"; }
@@ -39,7 +38,7 @@ class ShmLink final : public Link {
   size_t largest_payload() const override { return writer_.largest_payload(); }
   void waiting_for_room(bool yes) override;
   bool pump_frames() override;
-  const char* peer_block(uint32_t index, size_t size) const override { return outbox_.block(index, size); }
+  const char* peer_data(size_t offset, size_t size) const override { return outbox_.data(offset, size); }
 
  private:
   int socket_;

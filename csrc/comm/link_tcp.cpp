@@ -149,8 +149,12 @@ bool TcpLink::take_header(size_t* used) {
     }
   }
   want_in(true);
-  in_frame_ = true;
   target_ = begin(header_);
+  if (rejected()) {
+    read_ended("malformed frame");
+    return false;
+  }
+  in_frame_ = true;
   payload_left_ = header_.kind == FrameKind::Data ? header_.length : 0;
   return true;
 }
@@ -183,11 +187,20 @@ bool TcpLink::pump_frames() {
     payload_left_ -= buffered;
     used += buffered;
     while (payload_left_ > 0) {
+      const size_t before = payload_left_;
       if (ended_ || !read_payload()) return used > 0;
-      ++used;
+      used += std::max<size_t>(before - payload_left_, 1);
     }
     in_frame_ = false;
     end(header_);
+    if (rejected()) {
+      read_ended("malformed frame");
+      return true;
+    }
+    if (used >= kPumpBytes) {
+      ready_.store(true, std::memory_order_release);  // what is left comes with the next call
+      return true;
+    }
   }
 }
 

@@ -1,8 +1,6 @@
 #include "listener.hpp"
 
-#include <arpa/inet.h>
 #include <fcntl.h>
-#include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
@@ -16,6 +14,7 @@
 #include <cstring>
 #include <iterator>
 
+#include "address.hpp"
 #include "congestion.hpp"
 #include "errors.hpp"
 
@@ -38,21 +37,17 @@ void add(int epoll, int fd, uint32_t events, void* data) {
 }
 
 int listen_tcp(const std::string& address, int* port) {
-  const int fd = socket(AF_INET, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+  SocketAddress name(address, 0);
+  const int fd = socket(name.family(), SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
   if (fd < 0) raise("socket");
-  sockaddr_in name{};
-  name.sin_family = AF_INET;
-  if (inet_pton(AF_INET, address.c_str(), &name.sin_addr) != 1) {
+  socklen_t length = name.size();
+  if (bind(fd, name.get(), length) != 0 || listen(fd, kBacklog) != 0 || getsockname(fd, name.get(), &length) != 0) {
+    const int reason = errno;
     close(fd);
-    throw CommError("not an IPv4 address to bind: " + address);
-  }
-  socklen_t length = sizeof name;
-  if (bind(fd, reinterpret_cast<sockaddr*>(&name), length) != 0 || listen(fd, kBacklog) != 0 ||
-      getsockname(fd, reinterpret_cast<sockaddr*>(&name), &length) != 0) {
-    close(fd);
+    errno = reason;
     raise("listening on " + address);
   }
-  *port = ntohs(name.sin_port);
+  *port = name.port();
   return fd;
 }
 
@@ -140,7 +135,9 @@ void Listener::accept_all(int listening, bool unix_socket) {
 
 void Listener::drop(std::list<std::unique_ptr<Negotiation>>::iterator it, Refusal why) {
   refused_[size_t(why)].fetch_add(1, std::memory_order_relaxed);
-  pending_.erase(it);  // closes the socket, which leaves the epoll set with it
+  // Closing it would not take it out of the set where a forked process holds it too.
+  epoll_ctl(epoll_, EPOLL_CTL_DEL, (*it)->handshake.socket(), nullptr);
+  pending_.erase(it);
   half_way_.store(pending_.size(), std::memory_order_relaxed);
 }
 

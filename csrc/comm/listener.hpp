@@ -38,7 +38,7 @@ class Listener {
     std::function<std::unique_ptr<Negotiation>(int socket, bool unix_socket)> accept;
     std::function<void(std::unique_ptr<Negotiation>)> established;
   };
-  // Throws CommError when it cannot bind. `address`: IPv4 to bind; an empty Unix name means no Unix socket.
+  // Throws CommError when it cannot bind. `address`: IPv4 or IPv6 to bind; an empty Unix name means no Unix socket.
   Listener(const std::string& address, const std::string& unix_name, double handshake_seconds, Callbacks callbacks);
   ~Listener();
 

@@ -34,12 +34,15 @@ struct Send : Message {
   const char* data = nullptr;
   size_t size = 0;
   size_t sent = 0;
+  size_t cost = 0;  // of the receiver's room for messages that were not asked for
   bool started = false;
 };
 
-// One receive posted at several links: the first message takes it.
+// One receive posted at several links: the first message takes it. If that message is lost or withdrawn, another may.
 struct AnySource {
   std::atomic<bool> taken{false};
+  std::atomic<bool> done{false};
+  std::function<void()> released;  // called with no lock of a link held, when `taken` is false again
 };
 
 struct Recv : Message {
@@ -50,7 +53,8 @@ struct Recv : Message {
   std::shared_ptr<AnySource> any;
 
   size_t got = 0;
-  int source = -1;          // rank it came from
+  int source = -1;          // rank whose message took it
+  bool misfit = false;      // failed: the message that took it has another size
   const char* view = nullptr;
   int block = -1;           // outbox block behind `view`, to be released
   BufferPool::Buffer heap;

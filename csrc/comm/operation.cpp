@@ -90,7 +90,7 @@ void Operation::send(int to, uint32_t phase, const void* data, size_t size) {
 
 void Operation::share(int to, uint32_t phase, int index, size_t size) {
   Link& l = link(to);
-  l.send_reference(key(phase), uint32_t(index), size);
+  l.send_reference(key(phase), uint32_t(index), hub_.outbox()->offset(index), size);
   l.doorbell();
 }
 

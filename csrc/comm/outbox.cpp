@@ -1,16 +1,17 @@
 #include "outbox.hpp"
 
+#include <algorithm>
+
 #include "errors.hpp"
 
 namespace elastic::comm {
 
-Outbox::Outbox(size_t block_bytes, size_t block_count)
-    : block_bytes_(block_bytes),
-      memory_(SharedMemory::create("elastic-outbox", kDataOffset + block_bytes * block_count)),
-      readers_(block_count, 0) {
-  control()->block_bytes = uint32_t(block_bytes);
-  control()->block_count = uint32_t(block_count);
-  start(0);
+Outbox::Outbox(size_t capacity, size_t allocated)
+    : capacity_(capacity),
+      memory_(SharedMemory::create("elastic-outbox", kDataOffset + capacity, kDataOffset + allocated)),
+      allocated_(allocated),
+      block_bytes_(allocated) {
+  start(0, allocated);
 }
 
 int Outbox::acquire(int readers) {
@@ -28,26 +29,37 @@ void Outbox::release(uint32_t index) {
   if (--readers_[index] == 0) free_.push_back(int(index));
 }
 
-void Outbox::start(uint64_t generation) {
+void Outbox::start(uint64_t generation, size_t block_bytes) {
   std::lock_guard<std::mutex> lock(mutex_);
   control()->epoch.store(generation, std::memory_order_seq_cst);
   std::atomic_thread_fence(std::memory_order_seq_cst);
+  block_bytes_ = block_bytes;
   free_.clear();
-  for (size_t i = readers_.size(); i-- > 0;) {
-    readers_[i] = 0;
-    free_.push_back(int(i));
-  }
+  readers_.clear();
+  add_blocks();
 }
 
-PeerOutbox::PeerOutbox(SharedMemory memory) : memory_(std::move(memory)) {
-  block_bytes_ = control()->block_bytes;
-  block_count_ = control()->block_count;
-  if (Outbox::kDataOffset + block_bytes_ * block_count_ > memory_.size()) throw CommError("peer's outbox is malformed");
+void Outbox::grow(size_t bytes) {
+  std::lock_guard<std::mutex> one_at_a_time(growing_);
+  bytes = std::min(bytes, capacity_);
+  if (bytes <= allocated() || !memory_.allocate(kDataOffset + bytes)) return;
+  std::lock_guard<std::mutex> lock(mutex_);
+  allocated_ = bytes;
+  add_blocks();
 }
 
-const char* PeerOutbox::block(uint32_t index, size_t size) const {
-  if (index >= block_count_ || size > block_bytes_) return nullptr;
-  return memory_.data() + Outbox::kDataOffset + size_t(index) * block_bytes_;
+size_t Outbox::allocated() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return allocated_;
+}
+
+void Outbox::add_blocks() {
+  const size_t before = readers_.size();
+  readers_.resize(allocated_ / block_bytes_, 0);
+  // The lowest is taken first: the list is used from its end.
+  std::vector<int> added;
+  for (size_t i = readers_.size(); i-- > before;) added.push_back(int(i));
+  free_.insert(free_.begin(), added.begin(), added.end());
 }
 
 }  // namespace elastic::comm

@@ -1,5 +1,8 @@
 // A process's outbox: blocks its peers on the same host read in place.
 //
+// Each generation cuts it into blocks of its own size. The memory behind it may
+// grow at any time; what is not allocated yet is never handed out.
+//
 // A block is filled once and read by one or many peers, each of which hands it
 // back with an Ack. Every generation starts with all blocks free, so a reader
 // that lags in an older one may see a block change under it: after reading it
@@ -11,6 +14,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 #include "shared_memory.hpp"
@@ -20,41 +24,49 @@ namespace elastic::comm {
 struct OutboxControl {
   alignas(64) std::atomic<uint64_t> epoch;
   alignas(64) std::atomic<uint32_t> sleeping;  // the owner waits for its doorbell
-  alignas(64) uint32_t block_bytes;
-  uint32_t block_count;
 };
 
 class Outbox {
  public:
-  // Throws CommError when the machine has no room.
-  Outbox(size_t block_bytes, size_t block_count);
+  // Room for `capacity` bytes, `allocated` of them now. Throws CommError when the machine has none.
+  Outbox(size_t capacity, size_t allocated);
 
   // A block to be read by `readers` peers; -1 when none is free.
   int acquire(int readers);
-  char* block(int index) { return memory_.data() + kDataOffset + size_t(index) * block_bytes_; }
-  size_t block_bytes() const { return block_bytes_; }
-  void release(uint32_t index);      // One reader is done.
-  void start(uint64_t generation);   // Raises the epoch, frees all blocks.
+  size_t offset(int index) const { return size_t(index) * block_bytes_; }
+  char* block(int index) { return memory_.data() + kDataOffset + offset(index); }
+  void release(uint32_t index);  // One reader is done.
+  // Raises the epoch; all blocks are free and have `block_bytes`. With no operation of an older generation running.
+  void start(uint64_t generation, size_t block_bytes);
+  // Up to `bytes` in all, as the machine has room. From any thread.
+  void grow(size_t bytes);
+  size_t allocated() const;
   void sleeping(bool yes) { control()->sleeping.store(yes ? 1 : 0, std::memory_order_seq_cst); }
   int fd() const { return memory_.fd(); }
-  size_t bytes() const { return memory_.size(); }
 
   static constexpr size_t kDataOffset = 4096;
 
  private:
   OutboxControl* control() { return reinterpret_cast<OutboxControl*>(memory_.data()); }
-  size_t block_bytes_;
+  void add_blocks();  // under the mutex: those that memory has come for
+  const size_t capacity_;
   SharedMemory memory_;
-  std::mutex mutex_;
+  std::mutex growing_;
+  mutable std::mutex mutex_;
+  size_t allocated_;
+  size_t block_bytes_;
   std::vector<uint16_t> readers_;  // 0: free
   std::vector<int> free_;          // last in, first out: the block used last is still in the cache
 };
 
 class PeerOutbox {
  public:
-  explicit PeerOutbox(SharedMemory memory);
-  // Null when the reference points outside.
-  const char* block(uint32_t index, size_t size) const;
+  explicit PeerOutbox(SharedMemory memory) : memory_(std::move(memory)) {}
+  // Null when it lies outside.
+  const char* data(size_t offset, size_t size) const {
+    const size_t room = memory_.size() - Outbox::kDataOffset;
+    return offset <= room && size <= room - offset ? memory_.data() + Outbox::kDataOffset + offset : nullptr;
+  }
   // Call after reading a block: whether it was still that of `generation`.
   bool still(uint64_t generation) const {
     std::atomic_thread_fence(std::memory_order_acquire);
@@ -65,8 +77,6 @@ class PeerOutbox {
  private:
   const OutboxControl* control() const { return reinterpret_cast<const OutboxControl*>(memory_.data()); }
   SharedMemory memory_;
-  size_t block_bytes_;
-  size_t block_count_;
 };
 
 }  // namespace elastic::comm

@@ -29,8 +29,11 @@ Request::~Request() {
 
 bool Request::ended() const {
   if (!sends_.empty()) return !sends_.front().second->pending();
-  const auto taken = [](const auto& e) { return e.second->state.load() == MessageState::Done; };
-  if (std::any_of(recvs_.begin(), recvs_.end(), taken)) return true;
+  const auto decided = [](const auto& e) {
+    const MessageState state = e.second->state.load(std::memory_order_acquire);
+    return state == MessageState::Done || (state == MessageState::Failed && e.second->misfit);
+  };
+  if (std::any_of(recvs_.begin(), recvs_.end(), decided)) return true;
   // From any source: failed only when no source is left.
   return std::none_of(recvs_.begin(), recvs_.end(), [](const auto& e) { return e.second->pending(); });
 }
@@ -99,20 +102,24 @@ void Request::wait(double timeout) {
   }
   announce();
   if (!sends_.empty()) return sends_.front().second->rethrow();
-  std::exception_ptr error;
+  RecvPtr decisive;
   for (auto& [link, recv] : recvs_) {
-    if (recv->state.load(std::memory_order_acquire) == MessageState::Done) {
-      if (recvs_.size() > 1) {
-        const auto taken = std::make_exception_ptr(CommError("taken by another source"));
-        for (auto& [other, rest] : recvs_) {
-          if (rest->pending()) other->cancel(rest, taken);
-        }
-      }
-      return;
-    }
-    error = recv->error;
+    const MessageState state = recv->state.load(std::memory_order_acquire);
+    if (state == MessageState::Pending) continue;
+    if (!decisive || state == MessageState::Done || recv->misfit) decisive = recv;
+    if (state == MessageState::Done || recv->misfit) break;
   }
-  if (error) std::rethrow_exception(error);
+  const auto taken = std::make_exception_ptr(CommError("taken by another source"));
+  for (auto& [link, recv] : recvs_) {
+    if (recv->pending()) link->cancel(recv, taken);
+  }
+  if (decisive) decisive->rethrow();
+}
+
+void Request::look_again() {
+  for (auto& [link, recv] : recvs_) {
+    if (recv->pending()) link->look_again(recv);
+  }
 }
 
 int Request::source() const {
@@ -158,6 +165,9 @@ RequestPtr receive_from_any(const Call& call, uint64_t tag, void* into, size_t s
   const auto shared = call.hub.enter(call.generation);
   auto request = std::make_shared<Request>(call.hub, call.generation, keep != nullptr);
   const auto any = std::make_shared<AnySource>();
+  any->released = [weak = std::weak_ptr<Request>(request)] {
+    if (auto q = weak.lock()) q->look_again();
+  };
   for (int rank : call.group.living) {
     if (rank == call.hub.config().rank) continue;
     auto r = make_recv(call, tag, into, size);

@@ -31,6 +31,7 @@ class Request {
   bool ended() const;
   void withdraw(const std::exception_ptr& error);
   void announce();
+  void look_again();  // from any source, when one that had been taken is lost
 
   Hub& hub_;
   uint64_t generation_;

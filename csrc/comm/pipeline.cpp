@@ -93,7 +93,7 @@ class Pipeline {
       total += sizes_.back();
     }
     past_cache_ = total >= kPastCache;
-    chunk_ = op.hub().chunk_bytes();
+    chunk_ = op.hub().chunk_bytes(op.size());
     for (int j = 0; j < n_; ++j) {
       if (j == me_) continue;
       peers_.push_back(j);
@@ -253,7 +253,7 @@ void run_pipeline(Operation& op, const PipelineJob& job) {
 void exchange(Operation& op, const std::vector<Part>& send, const std::vector<Part>& receive) {
   const int n = op.size();
   const int me = op.me();
-  const size_t chunk = op.hub().chunk_bytes();
+  const size_t chunk = op.hub().chunk_bytes(n);
   size_t done = 0;
   for_pieces(send[size_t(me)], 0, bytes_of(send[size_t(me)]), [&](const char* p, size_t size) {
     copy_out(receive[size_t(me)], done, p, size);

@@ -89,15 +89,20 @@ void SharedMemory::close_fd() {
   fd_ = -1;
 }
 
-SharedMemory SharedMemory::create(const std::string& label, size_t size) {
+bool SharedMemory::allocate(size_t bytes) {
+  int rc;
+  do {
+    rc = posix_fallocate(fd_, 0, off_t(bytes));
+  } while (rc == EINTR);
+  errno = rc;
+  return rc == 0;
+}
+
+SharedMemory SharedMemory::create(const std::string& label, size_t size, size_t allocated) {
   SharedMemory m;
   m.fd_ = int(syscall(SYS_memfd_create, label.c_str(), MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (m.fd_ < 0) throw CommError(reason("memfd_create"));
-  int rc;
-  do {
-    rc = posix_fallocate(m.fd_, 0, off_t(size));
-  } while (rc == EINTR);
-  if (rc != 0) throw CommError(std::string("shared memory: ") + std::strerror(rc));
+  if (ftruncate(m.fd_, off_t(size)) != 0 || !m.allocate(allocated)) throw CommError(reason("shared memory"));
   void* base = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, m.fd_, 0);
   if (base == MAP_FAILED) throw CommError(reason("mmap"));
   m.base_ = base;

@@ -47,9 +47,9 @@ class EditStats:
 class Hub:
     """The communicator of one process; listening when constructed, a world of one until edited.
 
-    ``bind``: IPv4 address to listen on and be reached at. ``handshake_seconds``:
+    ``bind``: address (IPv4 or IPv6) to listen on and be reached at. ``handshake_seconds``:
     how long a connection may take to prove itself. ``outbox_bytes``, ``ring_bytes``:
-    sizes of shared memory (0: by ``slots``); the same in every process of a job.
+    sizes of shared memory (0: by the living ranks on the host); the same in every process of a job.
     Everything that waits releases the GIL and raises ``GenerationChanged``,
     ``PeerLost``, ``CommTimeout`` or ``CommError``.
     """

@@ -4,6 +4,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -14,8 +15,9 @@
 using namespace elastic::comm;
 
 struct Ranks {
-  explicit Ranks(int n, bool shared_memory, size_t outbox_bytes = 1 << 20, size_t ring_bytes = 64 << 10)
-      : shared(shared_memory), outbox(outbox_bytes), ring(ring_bytes) {
+  explicit Ranks(int n, bool shared_memory, size_t outbox_bytes = 1 << 20, size_t ring_bytes = 64 << 10,
+                 std::string address = "127.0.0.1")
+      : shared(shared_memory), outbox(outbox_bytes), ring(ring_bytes), bind(std::move(address)) {
     for (int r = 0; r < n; ++r) hubs.push_back(make(r, n, 0));
   }
 
@@ -24,6 +26,7 @@ struct Ranks {
     config.rank = rank;
     config.slots = slots;
     config.incarnation = incarnation;
+    config.bind = bind;
     config.run_id = "native tests";
     config.secret = "secret";
     config.shared_memory = shared;
@@ -82,5 +85,6 @@ struct Ranks {
   bool shared;
   size_t outbox;
   size_t ring;
+  std::string bind;
   std::vector<std::unique_ptr<Hub>> hubs;
 };

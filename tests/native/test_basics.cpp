@@ -13,6 +13,7 @@
 #include "../../csrc/comm/ring.hpp"
 #include "../../csrc/comm/sha256.hpp"
 #include "../../csrc/comm/shared_memory.hpp"
+#include "../../csrc/comm/sizes.hpp"
 #include "check.hpp"
 
 using namespace elastic::comm;
@@ -191,7 +192,8 @@ TEST(a_peer_cannot_write_to_or_shrink_a_segment) {
 }
 
 TEST(outbox_blocks_come_back_after_all_readers) {
-  Outbox outbox(4096, 2);
+  Outbox outbox(8192, 8192);
+  outbox.start(0, 4096);
   const int a = outbox.acquire(2);
   const int b = outbox.acquire(1);
   CHECK(a >= 0 && b >= 0 && outbox.acquire(1) < 0);
@@ -201,8 +203,41 @@ TEST(outbox_blocks_come_back_after_all_readers) {
   CHECK(outbox.acquire(1) == a);
   outbox.release(uint32_t(a));
   outbox.release(uint32_t(a));  // one too many is ignored
-  outbox.start(5);
+  outbox.start(5, 4096);
   CHECK(outbox.acquire(1) >= 0 && outbox.acquire(1) >= 0 && outbox.acquire(1) < 0);
+}
+
+TEST(an_outbox_grows_beside_its_use_and_is_cut_anew_by_a_generation) {
+  Outbox outbox(1 << 20, 16 << 10);
+  outbox.start(1, 8 << 10);
+  const int a = outbox.acquire(1);
+  const int b = outbox.acquire(1);
+  CHECK(a >= 0 && b >= 0 && outbox.acquire(1) < 0);
+  std::memset(outbox.block(b), 7, 8 << 10);
+  outbox.grow(32 << 10);
+  CHECK(outbox.allocated() == 32 << 10);
+  const int c = outbox.acquire(1), d = outbox.acquire(1);
+  CHECK(c >= 0 && d >= 0 && outbox.acquire(1) < 0 && outbox.offset(d) + (8 << 10) <= outbox.allocated());
+  CHECK(outbox.block(b)[(8 << 10) - 1] == 7);
+  outbox.release(uint32_t(b));
+  CHECK(outbox.acquire(1) == b);
+  outbox.grow(1 << 30);  // not beyond its capacity
+  CHECK(outbox.allocated() == 1 << 20);
+  outbox.start(2, 512 << 10);
+  const int first = outbox.acquire(1), second = outbox.acquire(1);
+  CHECK(first == 0 && outbox.offset(second) == 512 << 10 && outbox.acquire(1) < 0);
+}
+
+TEST(chunks_fit_twice_for_each_rank_of_a_host_into_its_outbox) {
+  for (size_t local = 1; local <= 512; ++local) {
+    const size_t outbox = outbox_bytes_for(local);
+    const size_t chunk = chunk_bytes_for(outbox, local);
+    CHECK(chunk >= kSmallestChunk && chunk <= kLargestChunk);
+    CHECK(2 * local * chunk <= outbox || chunk == kSmallestChunk);
+    CHECK(outbox * local <= size_t(128) << 20 || outbox == 1 << 20);
+    const size_t over_sockets = socket_chunk_bytes_for(local);
+    CHECK(over_sockets * local <= 4 << 20 || over_sockets == kSmallestChunk);
+  }
 }
 
 int main(int argc, char** argv) {

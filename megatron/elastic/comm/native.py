@@ -61,11 +61,12 @@ class NativeFabric(Fabric):
     """See the module docstring and :class:`~megatron.elastic.comm.fabric.Fabric`.
 
     ``secret`` is shared by the processes of the job and never travels; ``host``
-    is the name or IPv4 address this process listens on and is reached at;
-    ``transport`` chooses between ranks of one host: ``shm`` (raises ``CommError``
-    when there is no room), ``tcp``, or ``auto`` (shared memory, TCP with one line
-    in the log otherwise). ``timeout`` bounds every wait, in seconds. With
-    ``dense_world`` the default group counts the living, as sub-groups do.
+    is the name or the address (IPv4 or IPv6) this process listens on and is reached
+    at (of a name: an IPv4 address where it has one); ``transport`` chooses between
+    ranks of one host: ``shm`` (raises ``CommError`` when there is no room), ``tcp``, or
+    ``auto`` (shared memory, TCP with one line in the log otherwise). ``timeout`` bounds
+    every wait, in seconds. With ``dense_world`` the default group counts the living,
+    as sub-groups do.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class NativeFabric(Fabric):
             incarnation=incarnation,
             run_id=run_id,
             secret=secret,
-            bind=socket.gethostbyname(host),
+            bind=_numeric(host),
             shared_memory=transport != "tcp",
         )
         notice = self._hub.notice()
@@ -229,6 +230,15 @@ class NativeFabric(Fabric):
         self._groups.clear()
         self._world.on_reconfigure(None, None)
         self._hub.close()
+
+
+def _numeric(host: str) -> str:
+    """The address of ``host``. Raises ``CommError`` where it has none."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise CommError(f"no address of {host}: {error}") from error
+    return str(min(found, key=lambda one: one[0] != socket.AF_INET)[4][0])
 
 
 def _ours(group: dist.ProcessGroup) -> _comm.ElasticProcessGroup:
