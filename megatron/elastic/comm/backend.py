@@ -39,7 +39,7 @@ from megatron.elastic.platform.select import select
 
 __all__ = ["REPLACED", "Installation", "install", "make_fabric", "register_backend"]
 
-REPLACED = ("_new_group_with_tag", "_tensor_to_object", "broadcast_object_list")
+REPLACED = ("_new_group_with_tag", "_tensor_to_object", "broadcast_object_list", "batch_isend_irecv")
 """Names replaced in torch.distributed.distributed_c10d (the last also in torch.distributed)."""
 
 DEFAULT_ROLE = "group"
@@ -186,7 +186,18 @@ def _replace_functions(installation: Installation) -> None:
             src, group_src = _standing_in(fabric, group, src, group_src)
         originals["broadcast_object_list"](object_list, src, group, device, group_src, **kwargs)
 
-    ours = (new_group_with_tag, tensor_to_object, broadcast_object_list)
+    def batch_isend_irecv(p2p_op_list: list[dist.P2POp]) -> list[dist.Work]:
+        group = (p2p_op_list[0].group if p2p_op_list else None) or c10d._get_default_group()
+        if not getattr(group, "batches_messages", False):
+            return cast(list[dist.Work], originals["batch_isend_irecv"](p2p_op_list))
+        c10d._check_p2p_op_list(p2p_op_list)
+        with c10d._coalescing_manager(group, p2p_op_list[0].tensor.device, async_ops=True) as manager:
+            for each in p2p_op_list:
+                peer = {"group_dst" if each.op is dist.isend else "group_src": each.group_peer}
+                each.op(each.tensor, group=each.group, tag=each.tag, **peer)
+        return cast(list[dist.Work], manager.works)
+
+    ours = (new_group_with_tag, tensor_to_object, broadcast_object_list, batch_isend_irecv)
     for name, function in zip(REPLACED, ours, strict=True):
         setattr(c10d, name, function)
         if hasattr(dist, name):

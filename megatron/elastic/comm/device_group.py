@@ -8,6 +8,10 @@ does not take is staged through page-locked host memory, so every operation of
 
 Vendor operations are enqueued on the current stream, like those of torch's own
 backends: the work that is returned is done for the stream, not for the host.
+
+Sends and receives of one batch begin together: a library's send waits on the stream
+for its receive, which may stand behind a send of its own that waits as well. Other
+operations between the start and the end of a batch run at once.
 (Type checking of overrides is off, for the reason given in ``gloo_group.py``.)
 """
 
@@ -15,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol, cast
 
@@ -22,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.elastic import _comm
+from megatron.elastic.comm.batched_work import BatchedWork
 from megatron.elastic.comm.call_arguments import broadcast_in, op_in, options_in, tensor_list
 from megatron.elastic.comm.host_staging import through_host
 from megatron.elastic.comm.native import NativeGroup
@@ -74,14 +80,28 @@ class Enqueued(dist.Work):
         return future
 
 
+@dataclass(frozen=True, eq=False)
+class Message:
+    """A send or a receive of a batch; ``peer`` is a rank of the group."""
+
+    sends: bool
+    tensor: torch.Tensor
+    peer: int
+    tag: int
+
+
 class DeviceGroup(NativeGroup):
     """See the module docstring. Made by :class:`~megatron.elastic.comm.device.DeviceFabric` only."""
+
+    batches_messages = True
+    """``batch_isend_irecv`` hands over its list as one batch, which torch does for its own groups only."""
 
     def __init__(self, fabric: DeviceHost, hub: _comm.Hub, name: str, members: Sequence[int], *,
                  slot_space: bool) -> None:  # fmt: skip
         super().__init__(fabric, hub, name, members, slot_space=slot_space)
         self._devices = fabric
         self._slot_space = slot_space
+        self._batch: list[Message] | None = None
 
     # -- the choice -----------------------------------------------------------
 
@@ -233,14 +253,69 @@ class DeviceGroup(NativeGroup):
 
     def send(self, tensors: Any, dst: int, tag: int = 0) -> dist.Work:
         """Through the library only where it is matched by order: tag 0."""
-        vendor: VendorCall = lambda c, r, w: c.send(r[0], self._vendor_rank(c, dst))  # noqa: E731
-        host: HostCall = lambda r, w: super(DeviceGroup, self).send(r, dst, tag)  # noqa: E731
-        return self._run(tensor_list(tensors), [], None, vendor if tag == 0 else None, host)
+        return self._message(Message(True, tensor_list(tensors)[0], dst, tag))
 
     def recv(self, tensors: Any, src: int, tag: int = 0) -> dist.Work:
-        vendor: VendorCall = lambda c, r, w: c.recv(w[0], self._vendor_rank(c, src))  # noqa: E731
-        host: HostCall = lambda r, w: super(DeviceGroup, self).recv(w, src, tag)  # noqa: E731
-        return self._run([], tensor_list(tensors), None, vendor if tag == 0 else None, host)
+        return self._message(Message(False, tensor_list(tensors)[0], src, tag))
+
+    def _message(self, message: Message) -> dist.Work:
+        if self._batch is not None:
+            self._batch.append(message)
+            return Enqueued([message.tensor])  # the batch's own work is the one to wait for
+        if not self._on_device(message.tensor):
+            return self._over_host(message, message.tensor)
+        return self._exchange_messages([message])
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        """Sends and receives wait for :meth:`_end_coalescing`."""
+        self._batch = []
+
+    def _end_coalescing(self, device: torch.device) -> dist.Work:
+        batch, self._batch = self._batch or [], None
+        return self._exchange_messages(batch)
+
+    def _exchange_messages(self, batch: Sequence[Message]) -> dist.Work:
+        """All of them at once: none waits for one that comes later in the list."""
+        on_host = [message for message in batch if not self._on_device(message.tensor)]
+        direct = [message for message in batch if message not in on_host and self._by_library(message)]
+        staged = [message for message in batch if message not in on_host and message not in direct]
+        works = [self._over_host(message, message.tensor) for message in on_host]
+        if direct:
+            self._exchange_by_library(direct)
+        if staged:
+            self._exchange_staged(staged)
+        return BatchedWork(works) if works else Enqueued([message.tensor for message in batch])
+
+    def _exchange_by_library(self, batch: Sequence[Message]) -> None:
+        dense = [message.tensor.detach().contiguous() for message in batch]
+        with self._devices.using(self) as communicator, communicator.batch():
+            for message, tensor in zip(batch, dense, strict=True):
+                move = communicator.send if message.sends else communicator.recv
+                move(tensor, self._vendor_rank(communicator, message.peer))
+        for message, tensor in zip(batch, dense, strict=True):
+            if not message.sends and tensor.data_ptr() != message.tensor.data_ptr():
+                message.tensor.detach().copy_(tensor)
+
+    def _exchange_staged(self, batch: Sequence[Message]) -> None:
+        sent = [message for message in batch if message.sends]
+        received = [message for message in batch if not message.sends]
+
+        def act(read: Tensors, written: Tensors) -> None:
+            pairs = zip((*sent, *received), (*read, *written), strict=True)
+            for work in [self._over_host(message, tensor) for message, tensor in pairs]:
+                work.wait()
+
+        through_host([message.tensor for message in sent], [message.tensor for message in received], act)
+
+    def _by_library(self, message: Message) -> bool:
+        return message.tag == 0 and self.by_vendor(message.tensor)
+
+    def _on_device(self, tensor: torch.Tensor) -> bool:
+        return tensor.device.type == self._devices.device.type
+
+    def _over_host(self, message: Message, tensor: torch.Tensor) -> dist.Work:
+        move = super().send if message.sends else super().recv
+        return move([tensor], message.peer, message.tag)
 
     def gather(self, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> dist.Work:
         rows = list(outputs[0]) if outputs else []

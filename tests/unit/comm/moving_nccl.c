@@ -19,7 +19,7 @@ typedef struct { Head head; volatile uint64_t mail[MOST][MOST]; char areas[MOST]
 typedef struct { int size, rank; volatile int revoked; int grows; char name[100]; Shared* shared; } *ncclComm_t;
 
 static int made, depth;
-static struct { int kind, peer; const char* from; char* to; size_t bytes; ncclComm_t comm; } queue[256];
+static struct { int kind, peer, done; const char* from; char* to; size_t bytes, at; ncclComm_t comm; } queue[256];
 static int queued;
 
 static const char* folder(void) { return getenv("STANDIN_DIR") ? getenv("STANDIN_DIR") : "/tmp"; }
@@ -147,8 +147,28 @@ static int enqueue(int kind, int peer, const void* from, void* to, size_t count,
   if (dead(c)) return REMOTE;
   if (!depth) return letter(kind, peer, from, to, count * width(type), c);
   queue[queued].kind = kind; queue[queued].peer = peer; queue[queued].from = from; queue[queued].to = to;
+  queue[queued].done = 0; queue[queued].at = 0;
   queue[queued].bytes = count * width(type); queue[queued++].comm = c;
   return 0;
+}
+
+/* One letter of message i of the group, unless its box is not ready or an earlier message goes the same way. */
+static int advance(int i) {
+  ncclComm_t c = queue[i].comm;
+  const size_t most = sizeof c->shared->letters[0][0], left = queue[i].bytes - queue[i].at, n = left < most ? left : most;
+  const int kind = queue[i].kind, peer = queue[i].peer;
+  for (int j = 0; j < i; j++) {
+    if (!queue[j].done && queue[j].kind == kind && queue[j].peer == peer && queue[j].comm == c) return 0;
+  }
+  volatile uint64_t* full = kind ? &c->shared->mail[c->rank][peer] : &c->shared->mail[peer][c->rank];
+  if ((*full != 0) == kind) return 0;
+  if (kind) memcpy(c->shared->letters[c->rank][peer], queue[i].from + queue[i].at, n);
+  else memcpy(queue[i].to + queue[i].at, c->shared->letters[peer][c->rank], n);
+  __sync_synchronize();
+  *full = kind;
+  queue[i].at += n;
+  queue[i].done = queue[i].at == queue[i].bytes;
+  return 1;
 }
 
 int ncclSend(const void* f, size_t n, int type, int peer, ncclComm_t c, void* s) { return enqueue(1, peer, f, 0, n, type, c); }
@@ -157,10 +177,16 @@ int ncclGroupStart(void) { depth++; return 0; }
 int ncclGroupEnd(void) {
   int code = 0;
   if (--depth) return 0;
-  for (int kind = 1; kind >= 0; kind--) { /* sends have a letter box each: they never wait for the receives behind them */
-    for (int i = 0; i < queued && !code; i++) {
-      if (queue[i].kind == kind) code = letter(kind, queue[i].peer, queue[i].from, queue[i].to, queue[i].bytes, queue[i].comm);
+  for (int left = queued; left > 0 && !code;) { /* all side by side: none waits for one that comes later */
+    int moved = 0;
+    left = 0;
+    for (int i = 0; i < queued; i++) {
+      if (queue[i].done) continue;
+      if (dead(queue[i].comm)) code = REMOTE;
+      else moved |= advance(i);
+      left += !queue[i].done;
     }
+    if (!moved) usleep(20);
   }
   queued = 0;
   return code;

@@ -121,6 +121,38 @@ def everything(rank: int, living: tuple[int, ...], group: dist.ProcessGroup, fab
     dist.barrier(group=group)
 
 
+def exchange(rank: int, peer: int, group: dist.ProcessGroup, count: int, tag: int, how: str) -> None:
+    """Both members send, then receive, more than the library or a link takes without the receiver."""
+    out, got = torch.full((count,), float(rank)), torch.zeros(count, 2)[:, 0]
+    if how == "batch":
+        for work in dist.batch_isend_irecv(
+            [dist.P2POp(dist.isend, out, peer, group, tag), dist.P2POp(dist.irecv, got, peer, group, tag)]
+        ):
+            work.wait()
+    else:
+        with dist._coalescing_manager(group, out.device, async_ops=True) as manager:
+            dist.isend(out, peer, group, tag)
+            dist.irecv(got, peer, group, tag)
+        manager.wait()
+    same(got.contiguous(), torch.full((count,), float(peer)), (how, count, tag))
+
+
+def both_ways(here: Here, path: Path) -> None:
+    fabric = make(here, path)
+    edit(here, fabric, range(2), 1)
+    group = fabric.group("pp", range(2))
+    for how in ("batch", "manager"):
+        for tag in (0, 1):  # through the library, and staged over host links
+            for count in (3, 1_500_000):
+                exchange(here.rank, 1 - here.rank, group, count, tag, how)
+    fabric.close()
+
+
+def test_sends_and_receives_of_a_batch_begin_together(library: Callable[[str], Path]) -> None:
+    with Ranks(2, functools.partial(both_ways, path=library("full")), seconds=60) as ranks:
+        ranks.results(range(2))
+
+
 def through_edits(here: Here, path: Path, incarnation: int) -> list[str]:
     """All four; rank 1 is killed; three go on; it comes back."""
     fabric = make(here, path, incarnation)
