@@ -11,7 +11,8 @@ can be lost together (Cidon et al., "Copysets", ATC 2013).
 
 Among equals the nearest come first: on the ring of sibling domains, on both sides (neighbours are peers of each other,
 and a change of membership alters few peer sets), and within a domain from the rank that corresponds to the owner's on,
-so that the owners of a domain do not all choose the same ranks.
+so that the owners of a domain do not all choose the same ranks. Where that rank is lost, the one that corresponds in a
+further domain comes before the others of the same domain: what is left of a node does not mirror for its lost ranks.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ class Tree:
     """The failure domains of ``ranks`` in that order, and how near two of the ranks are."""
 
     def __init__(self, ranks: Sequence[int], rules: Rules) -> None:
+        self._reach = -(-max(rules.scatter_width, rules.mirrors) // max(2, rules.mirrors))
+        """How many ranks of a neighbouring domain an owner uses, if all are there."""
         self.paths: dict[int, Path] = {rank: (*rules.path(rank), rank) for rank in ranks}
         self._inside: dict[Path, dict[int, int]] = {}
         """Domain → what it consists of, numbered in order of the first rank."""
@@ -45,6 +48,18 @@ class Tree:
             for domain, children in self._inside.items()
         }
         """Domain → over how many rank numbers the widest of its parts extends."""
+        self._stride = self._gaps()
+
+    def _gaps(self) -> dict[Path, int]:
+        """Domain → the least distance between two ranks of one of its parts; 1 where no part has two."""
+        gaps, before = dict[Path, int](), dict[Path, int]()
+        for rank, path in sorted(self.paths.items()):
+            for level in range(len(path) - 1):
+                parent, part = path[:level], path[: level + 1]
+                if part in before:
+                    gaps[parent] = min(gaps.get(parent, rank), rank - before[part])
+                before[part] = rank
+        return {domain: gaps.get(domain, 1) for domain in self._inside}
 
     def widths(self) -> tuple[int, ...]:
         """Number of domains at each level, the outermost first."""
@@ -81,7 +96,9 @@ class Tree:
         parent = here[:level]
         siblings = self._inside[parent]
         ahead = (siblings[there[level]] - siblings[here[level]]) % len(siblings)
-        return level, min(ahead, len(siblings) - ahead), (rank - owner) % self._span[parent], ahead
+        turn = (rank - owner) % self._span[parent] // self._stride[parent]
+        # A domain that lost ranks is not used more for it: what corresponds to the owner in a further one comes first.
+        return level, int(turn >= self._reach), min(ahead, len(siblings) - ahead), turn, ahead
 
 
 def _both_sides(count: int) -> list[int]:

@@ -163,6 +163,15 @@ def test_ranks_of_like_nodes_mirror_alike(nodes, each, mirrors):
     assert max(mirrored.values()) - min(mirrored.values()) <= max(1, 0.02 * mean), mirrored
 
 
+@pytest.mark.parametrize("mirrors", [1, 2])
+@pytest.mark.parametrize("lost", [{13}, {12, 13}, {13, 14, 15}])
+def test_what_is_left_of_a_node_does_not_mirror_for_its_lost_ranks(mirrors: int, lost: set[int]) -> None:
+    domains = {rank: rank // 4 for rank in range(32) if rank not in lost}
+    placement = initial([unit_group(unit, 560, list(domains)) for unit in range(2)], Rules(mirrors, 4, domains))
+    mirrored = Counter(rank for copies in placement.copies.values() for rank in copies.mirrors)
+    assert max(mirrored.values()) <= 1.3 * sum(mirrored.values()) / len(domains)
+
+
 def test_a_copy_in_a_new_domain_replaces_one_that_shares_a_domain():
     """Both mirrors are on one node, as while no third lived; when one lives again, one of them moves, and no more."""
     domains = nodes_of(3, 2)
