@@ -28,10 +28,14 @@ SECONDS = 60 * DETECTION
 
 @pytest.mark.slow
 def test_a_node_that_is_left_out_is_let_in_when_the_others_need_it(tmp_path: Path) -> None:
-    """Both ranks of the last stage are on node 1. The first to die stays out; the second takes the stage along."""
+    """Both ranks of the last stage are on node 1. The first to die stays out; the second takes the stage along.
+
+    Layers may not move, else the others would take them over (test_lost_node.py).
+    """
     layout, events = LAYOUTS["pp2dp2"], tmp_path / "events"
     script = "kill:rank=3,step=2,point=mid_forward;kill:rank=2,step=7,point=mid_forward"
-    flags = (*DROPOUT, *RATES, *TWO, "--exit-interval", str(STEPS), "--elastic-quarantine-after", "1")
+    flags = (*DROPOUT, *RATES, *TWO, "--exit-interval", str(STEPS), "--elastic-quarantine-after", "1",
+             "--elastic-migrate-after", "-1")  # fmt: skip
     faults = ("--elastic-allow-inject", "--elastic-inject", script)
     command = elastic_command(events, layout.ranks, layout.tensor, layout.pipeline, MANY, *flags, *faults)
     command = command[command.index(str(ROOT / "pretrain_gpt.py")) :]

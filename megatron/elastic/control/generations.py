@@ -90,6 +90,8 @@ class Generations:
     cell: int = 1
     """Ranks of a tensor-parallel group: neighbours. Asked for only where there are extra ranks."""
     quarantine: Quarantine = field(default_factory=Quarantine)
+    expects_nodes: bool = False
+    """A lost node is expected to be replaced (--nnodes MIN:MAX), so its ranks are waited for."""
     frozen: int = 1
     decided: int = 0
     decision: Decision | None = None
@@ -168,6 +170,9 @@ class Generations:
             wanted.add("drain")
         elif self.drain:
             wanted.add("leave:" + ",".join(map(str, self.drain)))
+        promised = () if self.decision is None else self.decision.returning
+        if self.quiet and not {*promised} <= {*self.members, *self.returning()}:
+            wanted.add("reform")
         return tuple(sorted(wanted))
 
     def coordinator(self) -> int | None:
@@ -181,6 +186,16 @@ class Generations:
     def returns(self, rank: int) -> bool:
         """Whether ``rank``, if lost, is started again as things stand."""
         return self.ranks[rank].may_return and self.node_of(rank) not in self.quarantine.out()
+
+    def returning(self) -> tuple[int, ...]:
+        """Ranks that are no members, but are being started or will be, ascending."""
+        return tuple(rank for rank, state in self.ranks.items() if self._is_coming(rank, state))
+
+    def _is_coming(self, rank: int, state: RankState) -> bool:
+        if state.standing != "lost":
+            return state.standing in ("starting", "waiting")
+        replaced = self.expects_nodes and self.respawn and not self.nodes[self.node_of(rank)].alive
+        return self.returns(rank) or (replaced and state.incarnation >= 0)
 
     def over(self) -> bool:
         """The job is done, or nobody is left who could go on."""
@@ -397,6 +412,10 @@ class Generations:
         leaving = set(self.drain or ()) if self.reason == "drain" else set()
         entries = {rank: self.reports[rank] for rank in sorted(self.reports) if rank not in leaving}
         self.decided = self.frozen
+        for rank in entries:
+            self.ranks[rank].standing = "member"
+        for rank in leaving:
+            self.ranks[rank].standing, self.ranks[rank].may_return = "done", False
         self.decision = Decision(
             generation=self.frozen,
             members={rank: entry.address for rank, entry in entries.items()},
@@ -405,11 +424,8 @@ class Generations:
             joined=self.joiners,
             reports={rank: entry.report for rank, entry in entries.items() if rank not in self.joiners},
             left_out=tuple(sorted(self.quarantine.out())),
+            returning=self.returning(),
         )
-        for rank in entries:
-            self.ranks[rank].standing = "member"
-        for rank in leaving:
-            self.ranks[rank].standing, self.ranks[rank].may_return = "done", False
         if leaving:
             self.drain = None
             self._left |= leaving

@@ -67,6 +67,8 @@ class Decision:
     """What each member handed in (text); absent for a joiner."""
     left_out: tuple[int, ...] = ()
     """Nodes whose lost ranks are not started again for now (:mod:`megatron.elastic.control.quarantine`)."""
+    returning: tuple[int, ...] = ()
+    """Ranks that are no members, but are being started or will be. Nobody need wait for any other."""
 
 
 WAITING_FOR_RANKS = "waiting for ranks"
@@ -114,7 +116,11 @@ class Membership(Protocol):
         """Say what this worker does and for whom it waits. Cheap: a shared-memory write."""
 
     def pending(self) -> tuple[str, ...]:
-        """Requests to honour at the next boundary: 'join', 'drain', 'checkpoint', 'leave:4,5' (these ranks)."""
+        """Requests to honour at the next boundary: 'join', 'drain', 'checkpoint', 'leave:4,5' (these ranks).
+
+        'reform' concerns a member that waits for ranks: some that were to return will not, so it asks for a decision
+        that says which.
+        """
 
     def announce(self, text: str) -> None:
         """Have every agent know what can be lost now, in one line, for ``ctl status``."""

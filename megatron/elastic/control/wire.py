@@ -199,6 +199,7 @@ def decision_to_json(decision: Decision) -> Message:
         "joined": list(decision.joined),
         "reports": {str(rank): report for rank, report in decision.reports.items()},
         "left_out": list(decision.left_out),
+        "returning": list(decision.returning),
     }
 
 
@@ -217,4 +218,5 @@ def decision_from_json(value: Mapping[str, Any]) -> Decision:
         joined=tuple(as_rank(item) for item in take_list(value, "joined")),
         reports=dict(sorted(reports.items())),
         left_out=tuple(as_rank(node) for node in take_list(value, "left_out")),
+        returning=tuple(as_rank(rank) for rank in take_list(value, "returning")),
     )

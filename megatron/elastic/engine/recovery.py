@@ -132,7 +132,7 @@ class Recovery:
         voting = history.common(r.voting for r in reports.values())
         resolution, basis, gone = self._resolved(decision, reports, named, voting)
         assert resolution.record is not None, "only a lost state has no record"
-        assignment = self._taken_over(basis.assignment, decision.members)
+        assignment = self._taken_over(basis.assignment, decision)
         groups = unit_groups(assignment, self.layouts, decision.members)
         promotion = promote_only(basis.placement, reports.keys(), groups, gone)
         if promotion.lost:
@@ -204,11 +204,13 @@ class Recovery:
                  if rank in resolution.stale or rank in strangers]  # fmt: skip
         return resolution, replace(named, placement=placement), gone
 
-    def _taken_over(self, assignment: Assignment, living: Collection[int]) -> Assignment:
+    def _taken_over(self, assignment: Assignment, decision: Decision) -> Assignment:
         """``assignment`` with waiting cells in lost places; recut if a stage is lost and will not be back."""
+        living = decision.members
         seated = assignment.seated(living)
         movable = self.config.policy == "elaswave" and self.config.steps_before_migration >= 0
-        if self.config.respawn or not movable or not seated.uncovered(living):
+        comes_back = not seated.uncovered({*living, *decision.returning})
+        if not movable or not seated.uncovered(living) or comes_back:
             return seated
         try:
             recut = better_assignment(seated, living, self.profile, self.machine.memory_bytes)

@@ -6,6 +6,10 @@ compute. Members then keep what they hold and ask, at once and not at a boundary
 whoever is being started again to be let in. Each admission is a generation of its own;
 the first in which every unit has a whole tensor-parallel group goes on with the step.
 
+Ranks that are not started again are not waited for where others can take their layers
+over (``Recovery.agree``). When that becomes known later, a member that waits asks for
+another decision, which says so.
+
 Bounded by the time a phase may last that was never seen to end (``control.timing``),
 since a newcomer's start is such a phase. A request to drain does not end it: without
 these ranks there is nothing to save, with them the job drains at the next boundary;
@@ -53,16 +57,19 @@ def await_ranks(
     if not respawn:
         raise gone.final("lost ranks are not started again (--no-elastic-respawn)")
     patience = Timing.derive(detection_timeout).hang_unknown
-    end, asked, leaving = time.monotonic() + patience, False, False
-    say(f"{gone}: waiting up to {patience:.0f} s until they are started again")
+    end, asked, leaving = time.monotonic() + patience, set[str](), False
+    started = set(gone.missing) & set(gone.decision.returning)
+    hint = "" if started else " (none of them is at present: a new agent of their node, or ctl admit, would do it)"
+    say(f"{gone}: waiting up to {patience:.0f} s until they are started again{hint}")
     while membership.frozen() <= gone.decision.generation:
         pending = membership.pending()
         if "drain" in pending and not leaving:
             leaving = True
             say(f"the job is to save and end, but nothing can be saved before ranks {list(gone.missing)} are back")
-        if "join" in pending and not asked:
-            asked = True
-            membership.request("join")
+        for wish in ("join", "reform"):
+            if wish in pending and wish not in asked:
+                asked.add(wish)
+                membership.request(wish)
         if time.monotonic() > end:
             raise gone.final(f"they did not come back within {patience:.0f} s (--elastic-detection-timeout × 600)")
         membership.publish(Activity(step, WAITING_FOR_RANKS, gone.missing))

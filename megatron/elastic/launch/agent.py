@@ -78,7 +78,9 @@ class Agent:
         self.timing = Timing.derive(job.settings.detection_timeout)
         self.clock = JobClock()
         quarantine = Quarantine(job.settings.quarantine_after, self.timing.quarantine)
-        self.state = Generations(company.nodes, job.settings.respawn, company.nominal, job.tensor, quarantine)
+        self.state = Generations(
+            company.nodes, job.settings.respawn, company.nominal, job.tensor, quarantine, job.least < job.nodes
+        )
         self.exit_code: int | None = None
         self.by_rank: dict[int, Worker] = {}
         self._loop, self._pool = loop, pool

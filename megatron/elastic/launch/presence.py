@@ -3,7 +3,8 @@
 A closed connection says less than a lease does: a device on the way may have reset it. So
 it makes nobody lost. The agent that notices looks for a shorter time at the other's lease
 (``doubt``), until the connection is there again (``trust``): the caller connects anew, with
-growing pauses, for as long as it lives.
+growing pauses, for as long as it lives. That time may be shorter than its workers' fence:
+an agent that neither calls again nor renews was killed, and they with it (death signals).
 
 Who calls proves that it is an agent of this job and holds its node's place: it signs the
 number that the listener has just made up together with its node, epoch and token. So nothing

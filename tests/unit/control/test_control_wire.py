@@ -82,7 +82,7 @@ def test_a_damaged_event_is_refused_or_an_event_but_never_anything_else(event: e
 
 
 def test_a_decision_is_the_same_bytes_in_every_process() -> None:
-    one = Decision(4, {3: ADDRESS, 11: Address(11, 0, "h")}, "loss", (LOSS,), (3,), {11: "r"}, (1,))
+    one = Decision(4, {3: ADDRESS, 11: Address(11, 0, "h")}, "loss", (LOSS,), (3,), {11: "r"}, (1,), (5, 6))
     text = encode({"decision": decision_to_json(one)})
     again = decision_from_json(parse(text[4:])["decision"])
     assert again == one and list(again.members) == [3, 11]

@@ -229,6 +229,61 @@ def test_of_two_agents_that_ask_for_a_place_the_first_in_the_journal_has_it() ->
     assert (state.nodes[1].agent, state.nodes[1].epoch) == ("second", 2)
 
 
+def decided_without(state: Generations) -> tuple[int, ...]:
+    """Agree on the change under way; the ranks that need be waited for from then on."""
+    report_all(state)
+    state.apply(Decided(state.frozen, 0))
+    assert state.decision is not None
+    return state.decision.returning
+
+
+def test_a_decision_says_which_lost_ranks_come_back() -> None:
+    state = started(2, 2)
+    state.quarantine = Quarantine()
+    state.apply(loss(1))
+    assert decided_without(state) == (1,)
+    state.apply(NodeLost(1, 0, "node unreachable"))
+    assert decided_without(state) == (1,), "not those of a node whose agent is gone"
+    state.apply(NodeBack(1, 1, "h1"))
+    assert state.returning() == (1, 2, 3)
+    state.apply(Waiting((entry(1, 1),)))
+    state.apply(Requested("reform", (0,), state.decided))
+    assert decided_without(state) == (1, 2, 3), "whoever waits to be let in is coming, too"
+
+
+def test_nobody_waits_for_the_ranks_of_a_node_that_is_left_out() -> None:
+    state = started(2, 2)
+    state.apply(loss(1))
+    assert state.quarantine.out() == {0} and decided_without(state) == ()
+
+
+def test_no_lost_rank_comes_back_without_respawn() -> None:
+    state = started(3, respawn=False)
+    state.apply(loss(1))
+    assert decided_without(state) == ()
+
+
+def test_where_more_nodes_may_come_the_ranks_of_a_lost_one_are_waited_for() -> None:
+    state = started(2, 2)
+    state.quarantine, state.expects_nodes = Quarantine(), True
+    state.apply(NodeLost(1, 0, "node unreachable"))
+    assert decided_without(state) == (2, 3)
+
+
+@pytest.mark.parametrize(
+    "broken", [Abandoned((2,), "it ended several times before it took part"), NodeLost(1, 0, "node unreachable")]
+)
+def test_whoever_waits_for_a_rank_that_was_to_come_back_is_told_when_it_will_not(broken: Abandoned | NodeLost) -> None:
+    state = started(2, 1)
+    state.quarantine = Quarantine()
+    state.apply(loss(2))
+    assert decided_without(state) == (2,) and "reform" not in state.pending()
+    state.apply(broken)
+    assert state.quiet and "reform" in state.pending(), "nobody who does not wait is disturbed"
+    state.apply(Requested("reform", (0,), state.decided))
+    assert not state.quiet and decided_without(state) == () and "reform" not in state.pending()
+
+
 def test_purposeful_ends_are_no_losses_and_end_the_job() -> None:
     state = started(2)
     state.apply(Finished(0, 0, 0))
