@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from megatron.elastic.ctl import ask
+from megatron.elastic.launch.limits import files_needed
 from tests.integration.launcher_cluster import PATIENCE, ROOT, cluster, is_alive
 from tests.integration.ports import free_port
 
@@ -166,6 +168,28 @@ def test_bad_input_is_one_line_and_exit_code_1(arguments: list[str], word: str) 
     done = run(arguments)
     assert done.returncode == 1 and word in done.stderr
     assert done.stderr.count("\n") == 1 and done.stdout == ""
+
+
+@pytest.mark.parametrize(("soft", "hard"), [(48, 48), (48, 4096), (1024, 4096)])
+def test_open_files_are_raised_to_what_is_needed_or_refused_with_one_line(
+    tmp_path: Path, soft: int, hard: int
+) -> None:
+    body = "import resource; say('limit', files=list(resource.getrlimit(resource.RLIMIT_NOFILE)))"
+    command = ["--preload", "none", "--nproc-per-node", "4", *write(tmp_path, body)]
+    needed = files_needed(1, 4)
+    launch = shlex.join([sys.executable, "-m", "megatron.elastic.launch", *command])
+    limited = f"ulimit -Sn {soft} && ulimit -Hn {hard} && exec {launch}"
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        ["bash", "-c", limited], capture_output=True, text=True, timeout=PATIENCE, env=environ, cwd=ROOT
+    )
+    if hard < needed:
+        lines = done.stderr.splitlines()
+        assert done.returncode == 1 and len(lines) == 1, done.stderr
+        assert f"{needed} open files" in lines[0] and "48" in lines[0] and "ulimit -Hn" in lines[0]
+    else:
+        limits = [json.loads(line)["files"] for line in done.stdout.splitlines()]
+        assert limits == [[max(soft, needed), hard]] * 4 and done.returncode == 0, done.stderr
 
 
 def test_a_port_in_use_is_one_line(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ def main(argv: list[str]) -> int:
     """Run one node's agent to the end of the job."""
     from megatron.elastic.launch.agent import Agent
     from megatron.elastic.launch.arguments import BadInput, parse
+    from megatron.elastic.launch.limits import raise_file_limit
     from megatron.elastic.launch.loop import Loop
     from megatron.elastic.launch.pool import Pool, PoolEvents
     from megatron.elastic.launch.rendezvous import meet
@@ -26,6 +27,7 @@ def main(argv: list[str]) -> int:
     pool: Pool | None = None
     try:
         job = parse(argv)
+        raise_file_limit(job.nodes, job.workers)
         if job.check:
             from megatron.elastic.launch.check import check
 
