@@ -51,7 +51,7 @@ def _job(nominal: Nominal, rank: int, config: ElasticConfig) -> Job:
     for unit in port.units:
         port.parameters[unit].data.uniform_(-1, 1, generator=torch.Generator().manual_seed(unit))
     settings = Settings(0, Hyper(ConstantSchedule((Rate(0.0, 0.0),))))
-    return Job(port, nominal, config, settings, lambda *_: None, dict, pytest.fail)
+    return Job(port, nominal, config, settings, lambda *_: None, str, pytest.fail)
 
 
 def _rehearsed(here: Here) -> dict[str, Any]:
