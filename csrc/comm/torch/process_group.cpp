@@ -181,7 +181,8 @@ WorkPtr ElasticProcessGroup::endCoalescing(c10::DeviceType) {
   auto works = std::make_shared<std::vector<WorkPtr>>(std::move(coalesced_));
   coalesced_.clear();
   auto all = c10::make_intrusive<ElasticWork>(c10d::OpType::COALESCED, Tensors{});
-  group_->enqueue(hub_->workers(), [works, all] {
+  // Beside the group's queue: messages among them end when others send, which may take collectives that are queued.
+  hub_->workers().submit([works, all, hub = hub_] {
     std::exception_ptr error;
     for (auto& work : *works) {
       try {

@@ -130,6 +130,7 @@ class ElasticProcessGroup : public c10d::ProcessGroup {
   Call call(const View& view, std::chrono::milliseconds timeout);
   // Runs `body` now or queues it, by `async` and coalescing.
   WorkPtr launch(c10d::OpType op, bool async, Tensors outputs, std::function<void()> body);
+  WorkPtr message(WorkPtr work);
   std::vector<Part> parts_of_blocks(const View& view, const at::Tensor& flat, const Blocks& blocks) const;
 
   std::shared_ptr<Hub> hub_;

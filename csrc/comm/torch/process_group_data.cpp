@@ -248,13 +248,19 @@ WorkPtr ElasticProcessGroup::alltoall(Tensors& outputs, Tensors& inputs, const c
   });
 }
 
+// One that is part of a batch is waited for with it.
+WorkPtr ElasticProcessGroup::message(WorkPtr work) {
+  if (coalescing_) coalesced_.push_back(work);
+  return work;
+}
+
 WorkPtr ElasticProcessGroup::send(Tensors& tensors, int to, int tag) {
   const View v = view();
   const at::Tensor data = readable(single(tensors));
   auto request = send_to(call(v, c10d::kUnsetTimeout), v.global(to), uint64_t(uint32_t(tag)), data.data_ptr(),
                          bytes_of(data), std::make_shared<at::Tensor>(data));
-  return c10::make_intrusive<RequestWork>(c10d::OpType::SEND, std::move(request), Tensors{data}, timeout_.load(),
-                                          nullptr, [](int) { return -1; });
+  return message(c10::make_intrusive<RequestWork>(c10d::OpType::SEND, std::move(request), Tensors{data},
+                                                  timeout_.load(), nullptr, [](int) { return -1; }));
 }
 
 WorkPtr ElasticProcessGroup::recv(Tensors& tensors, int from, int tag) {
@@ -262,9 +268,9 @@ WorkPtr ElasticProcessGroup::recv(Tensors& tensors, int from, int tag) {
   const Written w = writable(single(tensors), false);
   auto request = receive_from(call(v, c10d::kUnsetTimeout), v.global(from), uint64_t(uint32_t(tag)), w.flat.data_ptr(),
                               bytes_of(w.flat), std::make_shared<at::Tensor>(w.flat));
-  return c10::make_intrusive<RequestWork>(
+  return message(c10::make_intrusive<RequestWork>(
       c10d::OpType::RECV, std::move(request), Tensors{w.flat}, timeout_.load(), [w] { w.store(); },
-      [v](int global) { return v.rank_of(global); });
+      [v](int global) { return v.rank_of(global); }));
 }
 
 WorkPtr ElasticProcessGroup::recvAnysource(Tensors& tensors, int tag) {
@@ -272,9 +278,9 @@ WorkPtr ElasticProcessGroup::recvAnysource(Tensors& tensors, int tag) {
   const Written w = writable(single(tensors), false);
   auto request = receive_from_any(call(v, c10d::kUnsetTimeout), uint64_t(uint32_t(tag)), w.flat.data_ptr(),
                                   bytes_of(w.flat), std::make_shared<at::Tensor>(w.flat));
-  return c10::make_intrusive<RequestWork>(
+  return message(c10::make_intrusive<RequestWork>(
       c10d::OpType::RECVANYSOURCE, std::move(request), Tensors{w.flat}, timeout_.load(), [w] { w.store(); },
-      [v](int global) { return v.rank_of(global); });
+      [v](int global) { return v.rank_of(global); }));
 }
 
 }  // namespace elastic::comm

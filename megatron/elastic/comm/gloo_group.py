@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from megatron.elastic.comm.batched_work import BatchedWork
 from megatron.elastic.comm.call_arguments import Op, broadcast_in, op_in, options_in, tensor_list
 from megatron.elastic.comm.errors import CommError, PeerLost
 from megatron.elastic.comm.gloo_tensors import Movable, Reducible
@@ -53,6 +54,7 @@ class GlooGroup(Driven, dist.ProcessGroup):
         self.members = members
         self.seating = seating
         self._host = self._fabric = host
+        self._batch: list[dist.Work] | None = None
 
     # -- identity -----------------------------------------------------------
 
@@ -316,10 +318,12 @@ class GlooGroup(Driven, dist.ProcessGroup):
         self.barrier().wait(timeout or timedelta(seconds=self._host.timeout))
 
     def _start_coalescing(self, device: torch.device) -> None:
-        """Nothing to batch on gloo: operations between start and end run at once."""
+        """Operations between start and end run at once; the batch's work waits for the messages among them."""
+        self._batch = []
 
     def _end_coalescing(self, device: torch.device) -> dist.Work:
-        return self._work([], self.seating, [], None)
+        batch, self._batch = self._batch or [], None
+        return BatchedWork(batch)
 
     # -- helpers ------------------------------------------------------------
 
@@ -362,7 +366,10 @@ class GlooGroup(Driven, dist.ProcessGroup):
         except RuntimeError as error:
             raise host.translate(error, peers, seating.generation, host.timeout) from error
         wait = host.waiters.await_message
-        return GlooWork(host, wait, works, peers, seating.generation, host.timeout, [item.tensor], finish, source)
+        work = GlooWork(host, wait, works, peers, seating.generation, host.timeout, [item.tensor], finish, source)
+        if self._batch is not None:
+            self._batch.append(work)
+        return work
 
     def _work(
         self, works: Sequence[dist.Work], seating: Seating, result: Tensors, finish: Callable[[], None] | None

@@ -244,6 +244,18 @@ def coalescing(here: Here, fabric: Fabric) -> None:
             dist.reduce_scatter_tensor(part, values(here.rank, 8, torch.float32, salt))
     for salt, part in enumerate(parts):
         same(part, sum_of(8, WORLD, salt)[2 * here.rank : 2 * here.rank + 2], "coalesced reduce_scatter")
+    messages(here, fabric)
+
+
+def messages(here: Here, fabric: Fabric) -> None:
+    """Sends and receives between the start and the end of a batch: its work ends when they have."""
+    count, after, before = 300_000, (here.rank + 1) % len(WORLD), (here.rank - 1) % len(WORLD)
+    got = torch.zeros(count)
+    with dist._coalescing_manager(fabric.world, torch.device("cpu"), async_ops=True) as manager:
+        dist.isend(values(here.rank, count, torch.float32), after)
+        dist.irecv(got, before)
+    manager.wait()
+    same(got, values(before, count, torch.float32), "coalesced messages")
 
 
 def coalesced_calls_of_c10d(here: Here, fabric: Fabric) -> None:
