@@ -244,10 +244,10 @@ def coalescing(here: Here, fabric: Fabric) -> None:
             dist.reduce_scatter_tensor(part, values(here.rank, 8, torch.float32, salt))
     for salt, part in enumerate(parts):
         same(part, sum_of(8, WORLD, salt)[2 * here.rank : 2 * here.rank + 2], "coalesced reduce_scatter")
-    messages(here, fabric)
+    coalesced_messages(here, fabric)
 
 
-def messages(here: Here, fabric: Fabric) -> None:
+def coalesced_messages(here: Here, fabric: Fabric) -> None:
     """Sends and receives between the start and the end of a batch: its work ends when they have."""
     count, after, before = 300_000, (here.rank + 1) % len(WORLD), (here.rank - 1) % len(WORLD)
     got = torch.zeros(count)
