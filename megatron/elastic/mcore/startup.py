@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.elastic.config import ElasticConfig
-from megatron.elastic.control import env
 from megatron.elastic.mcore import arguments, folders, norms, preflight, save_queue, substitutions, support, torch_adam
 from megatron.elastic.mcore.bad_input import Faults, port_in_use_named, translated
 from megatron.elastic.mcore.patches import (
@@ -207,7 +206,7 @@ class Startup:
             self._faults.raise_if_any()
         if getattr(args, "yaml_cfg", None) is not None:  # Megatron validates such settings in a place of its own
             self._faults.raise_if_any()
-        if args.elastic and not self._faults and env.RUN_ID in os.environ:  # else validation is the end
+        if args.elastic and not self._faults:  # else validation is the end
             if not self._elastic_rows:  # Megatron parses more than once (ft_integration)
                 host = importlib.import_module("megatron.elastic.mcore.host")
                 self._elastic_rows = tuple(host.patches(args, config))
