@@ -74,7 +74,7 @@ class Cluster:
         self._command = [*(command or REHEARSAL), *script_options]
         self._options = options
         secret = {env.SECRET: secrets.token_hex(16)}
-        self._environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **secret, **(environ or {})}
+        self.environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **secret, **(environ or {})}
         self._seen_pids: set[int] = set()
         for node in range(nodes):
             self.start_agent(node)
@@ -88,7 +88,7 @@ class Cluster:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env={"MEGATRON_ELASTIC_DOMAIN": f"node{node}", **self._environ},
+            env={"MEGATRON_ELASTIC_DOMAIN": f"node{node}", **self.environ},
             cwd=ROOT,
             start_new_session=True,
         )

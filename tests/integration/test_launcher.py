@@ -113,7 +113,7 @@ def test_the_end_of_the_store_holding_agent_ends_the_job_with_one_line() -> None
         job.wait_members([0, 1, 2, 3])
         job.agents[0].kill()
         assert job.exit_code(1) == 4
-        assert job.text().count("which holds the store, is gone") == 1
+        assert job.text().count("which holds the store, cannot be reached") == 1
         assert not job.survivors()
         assert "Traceback" not in job.text()
 

@@ -12,6 +12,7 @@ import time
 
 import pytest
 
+from megatron.elastic.control import env
 from tests.integration.launcher_cluster import PATIENCE, REHEARSAL, ROOT, Cluster, cluster
 from tests.integration.ports import free_port
 
@@ -72,8 +73,9 @@ def second_agent(job: Cluster, node: int, script_options: tuple[str, ...]) -> su
         *("--master-port", str(job.port), "--nproc-per-node", str(job.workers), "--rdzv-id", job.run_id),
         *(*REHEARSAL, *script_options),
     ]
-    environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    return subprocess.run(
+        command, cwd=ROOT, env=job.environ, capture_output=True, text=True, timeout=PATIENCE, check=False
+    )  # fmt: skip
 
 
 def test_a_second_agent_for_a_place_that_is_taken_gives_up_and_disturbs_nobody() -> None:
@@ -97,7 +99,7 @@ def test_an_agent_says_for_whom_it_waits_again_and_again(node: int, missing: str
         *(sys.executable, "-m", "megatron.elastic.launch", "--nnodes", "2", "--node-rank", str(node)),
         *("--master-port", str(port), "--rdzv-id", "alone", "--rdzv-conf", "join_timeout=10", *REHEARSAL),
     ]
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), env.SECRET: "5e" * 16}
     ended = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=PATIENCE)
     told = re.escape(f"[launch] waiting for {missing} at 127.0.0.1:{port} (")
     seconds = [int(text) for text in re.findall(told + r"(\d+) s\)", ended.stderr)]
