@@ -158,8 +158,11 @@ def test_a_broken_link_is_opened_anew_also_when_one_end_has_not_noticed(shared_m
 
 @pytest.mark.parametrize(
     "target",
-    ["short-address"]
-    + [pytest.param(name, marks=pytest.mark.slow) for name in ("short-thread", "run-plain", "run-thread", "run-address")],
+    [
+        "short-address",
+        *(pytest.param(f"run-{kind}", marks=pytest.mark.slow) for kind in ("plain", "thread", "address")),
+        pytest.param("short-thread", marks=pytest.mark.slow),
+    ],
 )
 def test_native_tests(target: str) -> None:
     """Built where they are not yet (``build/``), and run; a sanitizer that has anything to say fails them."""
