@@ -18,7 +18,6 @@ from megatron.elastic.engine.waiting import StageGone, await_ranks
 from megatron.elastic.mcore.assembly import Job, Layouts, assemble, beginning
 from megatron.elastic.mcore.links import Links
 from megatron.elastic.mcore.rehearsal import rehearse
-from megatron.elastic.mcore.tolerance import unmet
 from megatron.elastic.observe.events import Ready
 from megatron.elastic.state.layout import UnitLayout
 
@@ -47,9 +46,6 @@ def found(links: Links, job: Job) -> Engine:
     engine = assemble(links, job, links.decision, layouts, arena, basis, record, survey(links.fabric))
     engine.adopt_parameters()
     links.injector.settle()
-    if links.fabric.rank == min(links.decision.members):
-        for line in unmet(job.config, job.nominal):
-            print(line, flush=True)
     return engine
 
 

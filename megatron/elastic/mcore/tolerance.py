@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from megatron.elastic.config import ElasticConfig
-from megatron.elastic.engine.nominal import Nominal
 from megatron.elastic.engine.standing import Standing
 from megatron.elastic.observe import events
 from megatron.elastic.observe.summary import ranks_text
@@ -17,7 +15,7 @@ from megatron.elastic.state.domains import FailureDomains
 from megatron.elastic.state.placement import Placement
 from megatron.elastic.state.tolerance import Level, Tolerance, tolerance
 
-__all__ = ["Tolerances", "line", "unmet"]
+__all__ = ["Tolerances", "line"]
 
 
 class Tolerances:
@@ -85,21 +83,3 @@ def _event(found: Tolerance, domains: FailureDomains, step: int, text: str) -> e
     ranks, nodes, *wider = found.levels
     named = tuple(tuple(domains.names[node] for node in one) for one in nodes.fatal)
     return events.Tolerance(step, ranks.any, nodes.any, tuple(level.any for level in wider), named, found.short, text)
-
-
-def unmet(config: ElasticConfig, nominal: Nominal) -> tuple[str, ...]:
-    """One line for each wish of ``config`` that the ranks of the launch cannot meet, and what follows."""
-    ranks, lines = nominal.slots + nominal.extra, []
-    if ranks == 1:
-        lines.append("one rank: its state has no other copy; its loss takes the job back to the last checkpoint")
-    elif config.mirrors == 0:
-        lines.append("--elastic-mirrors 0: any loss takes the job back to the last checkpoint")
-    elif config.mirrors >= ranks:
-        lines.append(f"--elastic-mirrors {config.mirrors}: with {ranks} ranks a block has {ranks - 1} mirrors at most")
-    if ranks > 1 and nominal.data == 1 and not nominal.extra:
-        if config.respawn:
-            follows = "after any loss the others wait until the lost rank is started again"
-        else:
-            follows = "a loss ends the job unless other stages can take its layers over (--no-elastic-respawn)"
-        lines.append(f"data-parallel size 1: no other rank computes the same layers, so {follows}")
-    return tuple(lines)

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
-from megatron.elastic.config import ElasticConfig
-from megatron.elastic.engine.nominal import Nominal
-from megatron.elastic.mcore.tolerance import Tolerances, line, unmet
+from megatron.elastic.mcore.tolerance import Tolerances, line
 from megatron.elastic.observe.events import EventLog, Tolerance, read_events
-from megatron.elastic.plan.model import Grid
 from megatron.elastic.state.domains import FailureDomains
 from megatron.elastic.state.ownership import Copies, Placement
 from megatron.elastic.state.tolerance import tolerance
@@ -67,25 +61,3 @@ def test_it_is_told_when_it_changes_and_by_the_lowest_rank_alone(tmp_path: Path,
     events = [record.event for record in read_events(tmp_path)]
     assert [event.text for event in events if isinstance(event, Tolerance)] == heard
     assert events[0] == Tolerance(1, 1, 1, (), (("a", "b"), ("b", "c")), 0, heard[0])
-
-
-@pytest.mark.parametrize(
-    ("layout", "settings", "told"),
-    [
-        ((1, 1, 1), {}, "one rank"),
-        ((1, 1, 2), {"mirrors": 5}, "--elastic-mirrors 5: with 2 ranks a block has 1 mirrors at most"),
-        ((1, 2, 2), {"mirrors": 0}, "--elastic-mirrors 0"),
-        ((2, 2, 1), {}, "data-parallel size 1.*wait until the lost rank is started again"),
-        ((1, 4, 1), {"respawn": False}, "data-parallel size 1.*a loss ends the job unless.*--no-elastic-respawn"),
-        ((2, 2, 2), {"mirrors": 2}, None),
-    ],
-)
-def test_what_the_ranks_cannot_meet_is_said_at_the_start(
-    layout: tuple[int, int, int], settings: dict[str, Any], told: str | None
-) -> None:
-    tensor, pipeline, data = layout
-    nominal = Nominal(tensor, pipeline, data, tuple((i, i + 1) for i in range(pipeline)), Grid(8, 1, data))
-    lines = unmet(ElasticConfig(**settings), nominal)
-    assert len(lines) == (told is not None)
-    if told is not None:
-        assert re.search(told, lines[0]) and "\n" not in lines[0]
