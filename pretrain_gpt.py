@@ -37,8 +37,8 @@ from megatron.training import get_args, get_timers, get_tokenizer, print_rank_0
 from megatron.training.arguments import core_transformer_config_from_args
 from megatron.training.utils import get_blend_and_blend_per_split
 
-from megatron.elastic.mcore.compat import batch_on_this_rank, run
-from megatron.elastic.mcore.preflight import check_tokens, check_validation
+from megatron.elastic.mcore.args.preflight import check_tokens, check_validation
+from megatron.elastic.mcore.patching.compat import batch_on_this_rank, run
 
 Batch = tuple[torch.Tensor | None, ...]
 

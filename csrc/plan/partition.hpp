@@ -1,4 +1,4 @@
-// Cutting the model over the ordered cells of one pipeline (megatron/elastic/plan/partition.py says what is asked).
+// Cutting the model over the ordered cells of one pipeline (megatron/elastic/plan/search/partition.py says what is asked).
 #pragma once
 
 #include <cstdint>

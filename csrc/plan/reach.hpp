@@ -1,4 +1,4 @@
-// Which pipelines may meet a deadline, and on how few cells (megatron/elastic/plan/bound.py says what is counted).
+// Which pipelines may meet a deadline, and on how few cells (megatron/elastic/plan/search/bound.py says what is counted).
 #pragma once
 
 #include <cstdint>

@@ -12,8 +12,8 @@ Must come before any import of Megatron: Megatron binds names by value.
 
 from __future__ import annotations
 
-from megatron.elastic.mcore.bad_input import install_hook
-from megatron.elastic.mcore.import_hook import after_import
+from megatron.elastic.mcore.args.bad_input import install_hook
+from megatron.elastic.mcore.patching.import_hook import after_import
 from megatron.elastic.platform.select import select
 
 __all__: list[str] = []
@@ -25,7 +25,7 @@ def _adapt() -> None:
     platform.prepare()
 
     def begin() -> None:
-        from megatron.elastic.mcore.startup import Startup  # here: the script may never import Megatron
+        from megatron.elastic.mcore.patching.startup import Startup  # here: the script may never import Megatron
 
         Startup(platform).begin()
 

@@ -1,6 +1,6 @@
 """Everything a user can set, in one dataclass.
 
-Each field becomes one ``--elastic-*`` flag (``mcore/arguments.py`` derives the
+Each field becomes one ``--elastic-*`` flag (``mcore/args/arguments.py`` derives the
 flags, ``docs/flags.md`` is generated); the string under a field is its help
 text. Nothing outside ``mcore`` and ``launch`` sees argparse: the engine is
 handed an :class:`ElasticConfig`.

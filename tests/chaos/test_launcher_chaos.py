@@ -146,7 +146,7 @@ def test_a_worker_that_sends_garbage_to_its_agent_is_lost_and_nobody_else(tmp_pa
     program.write_text(
         """
 import os, sys, time
-from megatron.elastic.launch.rehearsal import main
+from megatron.elastic.launch.workers.rehearsal import main
 if os.environ["RANK"] == "1" and os.environ["MEGATRON_ELASTIC_INCARNATION"] == "0":
     import threading
     def later():

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from megatron.elastic.engine.engine import Engine
-from megatron.elastic.engine.position import Position
-from megatron.elastic.engine.proofs import Proofs
-from megatron.elastic.engine.transaction import StepBody
+from megatron.elastic.engine.transaction.certify import Proofs
+from megatron.elastic.engine.transaction.context import Position
+from megatron.elastic.engine.transaction.phases import StepBody
 from megatron.elastic.state.placement import Copies, Placement
 
 ROOT = Path(__file__).resolve().parents[2]

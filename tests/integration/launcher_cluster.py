@@ -25,7 +25,7 @@ from megatron.elastic.control import env
 from tests.integration.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
-REHEARSAL = ["-m", "megatron.elastic.launch.rehearsal", "--elastic"]
+REHEARSAL = ["-m", "megatron.elastic.launch.workers.rehearsal", "--elastic"]
 PATIENCE = 120.0
 Event = dict[str, Any]
 

@@ -13,7 +13,7 @@ import runpy
 from pathlib import Path
 
 from megatron.elastic.control import env
-from megatron.elastic.engine.source import DatasetSource, Numbered, StepAddress, _Loader
+from megatron.elastic.engine.compute.samples import DatasetSource, Numbered, StepAddress, _Loader
 from megatron.elastic.plan.model import Piece
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -26,7 +26,7 @@ class Off(float):
 def arm() -> None:
     """Once the adaptor is there."""
     scheduling: Any = importlib.import_module("megatron.core.optimizer_param_scheduler")
-    prelude: Any = importlib.import_module("megatron.elastic.mcore.prelude")
+    prelude: Any = importlib.import_module("megatron.elastic.mcore.loop.setup")
 
     class Other:
         """``math`` with other cosines, for the scheduler alone."""

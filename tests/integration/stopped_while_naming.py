@@ -46,7 +46,7 @@ def or_stop(commit: Callable[..., None], at: int) -> Callable[..., None]:
 
 if __name__ == "__main__":
     import megatron.elastic.adaptor  # noqa: F401
-    from megatron.elastic.mcore.saving import Folders
+    from megatron.elastic.mcore.checkpoint.background_save import Folders
 
     Folders.commit = or_stop(Folders.commit, 2)  # type: ignore[method-assign]
     runpy.run_path(str(ROOT / "pretrain_gpt.py"), run_name="__main__")

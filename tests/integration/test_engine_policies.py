@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.elastic.engine.ledger import sample_digest
+from megatron.elastic.engine.compute.ledger import sample_digest
 from tests.integration.elastic_job import JobResult, elastic_job, largest_deviation
 
 STEPS = 5

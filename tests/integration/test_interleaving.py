@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megatron.elastic.engine.ledger import sample_digest
+from megatron.elastic.engine.compute.ledger import sample_digest
 from tests.integration.elastic_job import MODEL, JobResult, elastic_job, largest_deviation
 from tests.integration.test_cpu_layouts import logs, losses, run_jobs
 from tests.integration.test_recut import cuts

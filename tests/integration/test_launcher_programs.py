@@ -212,7 +212,7 @@ def test_the_first_rank_is_left_to_say_what_is_wrong_though_another_ends_before_
     body = """
 if os.environ["RANK"] == "0":
     time.sleep(1)
-from megatron.elastic.mcore.bad_input import BadInput, install_hook
+from megatron.elastic.mcore.args.bad_input import BadInput, install_hook
 install_hook()
 raise BadInput("--flag: all ranks find this")
 """
@@ -251,7 +251,7 @@ def test_faults_of_a_communication_library_at_the_same_step_are_no_error_of_the_
     tmp_path: Path, end: str
 ) -> None:
     body = f"""
-from megatron.elastic.comm.vendor import VendorError, VendorHang, exit_into_respawn
+from megatron.elastic.comm.vendor.library import VendorError, VendorHang, exit_into_respawn
 while len(d.members) > 1:
     m.publish(Activity(5, "compute"))
     if m.rank == min(d.members):

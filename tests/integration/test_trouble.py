@@ -43,7 +43,7 @@ if __name__ == "__main__":
 """
 
 DISAGREEING = """
-    from megatron.elastic.engine.transport import BoundaryTransport
+    from megatron.elastic.engine.compute.point_to_point import BoundaryTransport
 
     send = BoundaryTransport.send
     if get_args().curr_iteration == 1:  # from the second step on the last stage sends back more than is expected

@@ -26,8 +26,8 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  #
 from megatron.core.transformer.torch_norm import WrappedTorchNorm  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
-from megatron.elastic.mcore.dropout import key_dropout  # noqa: E402
-from megatron.elastic.mcore.norms import make_wrapped_norm  # noqa: E402
+from megatron.elastic.mcore.model.dropout import key_dropout  # noqa: E402
+from megatron.elastic.mcore.model.norms import make_wrapped_norm  # noqa: E402
 
 WrappedTorchNorm.__new__ = make_wrapped_norm(WrappedTorchNorm.__new__)  # type: ignore[method-assign]
 

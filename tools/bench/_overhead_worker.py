@@ -20,9 +20,9 @@ import megatron.elastic.adaptor  # noqa: F401
 # isort: split
 
 from megatron.elastic.control.client import WorkerMembership
-from megatron.elastic.engine import transaction
 from megatron.elastic.engine.engine import Engine
-from megatron.elastic.engine.transaction import StepBody
+from megatron.elastic.engine.transaction import phases
+from megatron.elastic.engine.transaction.phases import StepBody
 from megatron.elastic.state.pool import StatePool
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -77,7 +77,7 @@ def main() -> None:
     StatePool._step = clocks.timed(_whose, StatePool._step)  # type: ignore[method-assign]
     WorkerMembership.publish = clocks.timed("publish", WorkerMembership.publish)  # type: ignore[method-assign]
     for name in ("seals", "disputes"):  # names that the step's body imported
-        setattr(transaction, name, clocks.timed("seals", vars(transaction)[name]))
+        setattr(phases, name, clocks.timed("seals", vars(phases)[name]))
     steps: list[float] = []
     processes: list[float] = []
     held: list[int] = []

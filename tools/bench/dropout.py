@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.elastic import _random
-from megatron.elastic.engine.dropout import BiasDropoutAdd, DropoutKey, SampleDropout, Site, dropout_scope
+from megatron.elastic.engine.compute.dropout import BiasDropoutAdd, DropoutKey, SampleDropout, Site, dropout_scope
 from tools.bench._common import median_of, print_result
 
 P = 0.1

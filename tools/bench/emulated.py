@@ -27,17 +27,17 @@ from typing import Any
 import torch
 
 from megatron.elastic.config import ElasticConfig
-from megatron.elastic.engine.assignment import Assignment
-from megatron.elastic.engine.nominal import Nominal
-from megatron.elastic.engine.port import LossOutput, UnitParameter
+from megatron.elastic.engine.compute.model_interface import LossOutput, UnitParameter
+from megatron.elastic.engine.compute.samples import StepAddress
+from megatron.elastic.engine.generation.assignment import Assignment
+from megatron.elastic.engine.generation.launch_topology import Nominal
 from megatron.elastic.engine.settings import Settings
-from megatron.elastic.engine.source import StepAddress
-from megatron.elastic.mcore.arguments import add_arguments, config_from_args
-from megatron.elastic.mcore.assembly import Job
-from megatron.elastic.mcore.bringup import found
-from megatron.elastic.mcore.links import open_links
+from megatron.elastic.mcore.args.arguments import add_arguments, config_from_args
 from megatron.elastic.plan.model import Piece, Plan, Profile, Topology, UnitCost
 from megatron.elastic.plan.topology import even_cuts
+from megatron.elastic.runtime.assembly import Job
+from megatron.elastic.runtime.connect import open_links
+from megatron.elastic.runtime.start import found
 from megatron.elastic.simulate.cases import Case, answer
 from megatron.elastic.simulate.scenarios import scenario_topology
 from megatron.elastic.state.layout import ParamSpec

@@ -21,10 +21,10 @@ from collections.abc import Callable
 from functools import partial
 from statistics import median
 
-from megatron.elastic.plan.graph import Shape, candidate_shapes
 from megatron.elastic.plan.model import Profile, Topology
 from megatron.elastic.plan.planner import instant_plan, plan_hash
-from megatron.elastic.plan.steady import DecisionOptions, decide, shape_hash, shape_plan
+from megatron.elastic.plan.search.graph import Shape, candidate_shapes
+from megatron.elastic.plan.search.steady import DecisionOptions, decide, shape_hash, shape_plan
 from megatron.elastic.plan.topology import regular_topology, without_cells
 from megatron.elastic.simulate.scenarios import layer_profile, scenario_list, scenario_topology
 from tools.bench._common import print_result

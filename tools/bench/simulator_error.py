@@ -15,7 +15,7 @@ from statistics import median
 
 from megatron.elastic.plan.model import Plan, Profile
 from megatron.elastic.plan.planner import instant_plan, nominal_plan
-from megatron.elastic.plan.steady import steady_plan
+from megatron.elastic.plan.search.steady import steady_plan
 from megatron.elastic.simulate.emulate import MachineTooBusy, emulate
 from megatron.elastic.simulate.scenarios import Scenario, layer_profile, scenario_topology
 from tools.bench._common import print_result

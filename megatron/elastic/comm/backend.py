@@ -31,7 +31,7 @@ from torch.distributed import distributed_c10d as c10d
 from megatron.elastic.comm import registry
 from megatron.elastic.comm.errors import CommError
 from megatron.elastic.comm.fabric import Fabric
-from megatron.elastic.comm.gloo import GlooFabric
+from megatron.elastic.comm.gloo.fabric import GlooFabric
 from megatron.elastic.comm.reconfigure import handle_of, members_of
 from megatron.elastic.config import ConfigError, ElasticConfig
 from megatron.elastic.platform.base import Platform
@@ -89,7 +89,7 @@ def make_fabric(
     found = (platform or select()).name
     if found == "cpu":
         return NativeFabric(rank, slots, incarnation, **native)
-    from megatron.elastic.comm.vendors import vendor_of  # opens the vendor's library
+    from megatron.elastic.comm.vendor.selection import vendor_of  # opens the vendor's library
 
     return vendor_of(found, store).fabric(rank, slots, incarnation, **native)
 

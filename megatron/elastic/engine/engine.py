@@ -2,7 +2,7 @@
 
 A call returns when its work is committed on every living rank. In between,
 ranks may be lost at any instant: whoever survives agrees on a generation
-(:mod:`regroup`), finishes or re-runs the step, and the caller notices nothing
+(:mod:`recover`), finishes or re-runs the step, and the caller notices nothing
 but the time it took. No committed step is undone, no process that is still
 healthy is restarted.
 
@@ -10,9 +10,9 @@ A step, from the inside:
 
     boundary      who comes, who goes, what moves                        :mod:`boundary`
     prepare       the samples of this step, the plan of this generation
-    compute, reduce, ship, vote                                          :mod:`commitment`, :mod:`transaction`
+    compute, reduce, ship, vote                                          :mod:`commit`, :mod:`phases`
     update, gather                                                       the same
-    recover       instead of any of it, whenever something is lost       :mod:`regroup`
+    recover       instead of any of it, whenever something is lost       :mod:`recover`
 
 All parts work on one :class:`Position`; each knows only those before it in this list:
 position, proofs, mover, pacing, commitment, regroup, boundary and fence, engine.
@@ -28,25 +28,25 @@ import torch
 import torch.distributed as dist
 
 from megatron.elastic.comm.errors import CommError
-from megatron.elastic.engine.boundary import Boundary
-from megatron.elastic.engine.commitment import Commitment
+from megatron.elastic.engine.compute.ledger import Expected, Ledger, LedgerError
+from megatron.elastic.engine.compute.model_interface import ForwardStep
+from megatron.elastic.engine.compute.samples import SampleSource, StepAddress
+from megatron.elastic.engine.compute.vote import Tally, VoteLayout
 from megatron.elastic.engine.failures import NotFinite
-from megatron.elastic.engine.joining import Welcome
-from megatron.elastic.engine.ledger import Expected, Ledger, LedgerError
-from megatron.elastic.engine.listener import Stepped
-from megatron.elastic.engine.mover import Mover
-from megatron.elastic.engine.pacing import Pacing
-from megatron.elastic.engine.port import ForwardStep
-from megatron.elastic.engine.position import Position
-from megatron.elastic.engine.program import Fence, Program
-from megatron.elastic.engine.proofs import Proofs
-from megatron.elastic.engine.recovery import Recovery
-from megatron.elastic.engine.regroup import Regroup
+from megatron.elastic.engine.generation.view import Standing
 from megatron.elastic.engine.settings import StepResult
-from megatron.elastic.engine.source import SampleSource, StepAddress
-from megatron.elastic.engine.standing import Standing
-from megatron.elastic.engine.transaction import StepInput, Tools
-from megatron.elastic.engine.vote import Tally, VoteLayout
+from megatron.elastic.engine.transaction.agreement import Recovery
+from megatron.elastic.engine.transaction.boundary import Boundary
+from megatron.elastic.engine.transaction.certify import Proofs
+from megatron.elastic.engine.transaction.commit import Commitment
+from megatron.elastic.engine.transaction.context import Position
+from megatron.elastic.engine.transaction.fence import Fence, Program
+from megatron.elastic.engine.transaction.join import Welcome
+from megatron.elastic.engine.transaction.listener import Stepped
+from megatron.elastic.engine.transaction.migrate import Mover
+from megatron.elastic.engine.transaction.phases import StepInput, Tools
+from megatron.elastic.engine.transaction.rebalance import Pacing
+from megatron.elastic.engine.transaction.recover import Regroup
 from megatron.elastic.state.record import StepRecord
 
 __all__ = ["Engine"]

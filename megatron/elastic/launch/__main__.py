@@ -16,12 +16,12 @@ __all__ = ["main"]
 
 def main(argv: list[str]) -> int:
     """Run one node's agent to the end of the job."""
-    from megatron.elastic.launch.agent import Agent
+    from megatron.elastic.launch.agent.agent import Agent
+    from megatron.elastic.launch.agent.loop import Loop
+    from megatron.elastic.launch.agent.rendezvous import meet
     from megatron.elastic.launch.arguments import BadInput, parse
     from megatron.elastic.launch.limits import raise_file_limit
-    from megatron.elastic.launch.loop import Loop
-    from megatron.elastic.launch.pool import Pool, PoolEvents
-    from megatron.elastic.launch.rendezvous import meet
+    from megatron.elastic.launch.workers.pool import Pool, PoolEvents
 
     loop = Loop()
     pool: Pool | None = None

@@ -23,10 +23,10 @@ from megatron.elastic.config import ConfigError, ElasticConfig
 from megatron.elastic.control.etcd import Etcd
 from megatron.elastic.launch.cluster import Placement, derive
 from megatron.elastic.launch.domain import domain_of
-from megatron.elastic.launch.preload import modules_for
 from megatron.elastic.launch.secret import job_secret
 from megatron.elastic.launch.settings import elastic_settings, tensor_parallel_size
-from megatron.elastic.launch.worker import Kind
+from megatron.elastic.launch.workers.preload import modules_for
+from megatron.elastic.launch.workers.worker import Kind
 
 __all__ = ["BadInput", "Job", "parse"]
 

@@ -13,7 +13,7 @@ import sys
 from megatron.elastic.control import env
 from megatron.elastic.control.slot import Slot
 from megatron.elastic.launch.arguments import Job
-from megatron.elastic.launch.worker import WorkerSpec, run_script
+from megatron.elastic.launch.workers.worker import WorkerSpec, run_script
 
 __all__ = ["check"]
 

@@ -18,8 +18,8 @@ from dataclasses import replace
 from megatron.elastic.plan.cost import PPM, plan_costs
 from megatron.elastic.plan.frequency import ClockFit, ClockRange, top_clock
 from megatron.elastic.plan.model import Plan, Profile
-from megatron.elastic.plan.schedule import components
-from megatron.elastic.plan.timing import execute
+from megatron.elastic.plan.schedule.table import components
+from megatron.elastic.plan.schedule.timing import execute
 
 __all__ = ["clocked_time", "with_clocks"]
 

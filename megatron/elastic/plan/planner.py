@@ -33,10 +33,10 @@ from megatron.elastic.plan.dataflow import (
     split_rows,
 )
 from megatron.elastic.plan.model import Action, Op, Plan, Profile, Segment, Topology, UnitCost
-from megatron.elastic.plan.orders import Ordered, Ordering, Work, compute_orders, memory_rows
-from megatron.elastic.plan.partition import Model, PipelineTime, Place, share_out
-from megatron.elastic.plan.schedule import EdgeIndex, Step, components, index_edges, tables_from_orders
-from megatron.elastic.plan.timing import walk
+from megatron.elastic.plan.schedule.orders import Ordered, Ordering, Work, compute_orders, memory_rows
+from megatron.elastic.plan.schedule.table import EdgeIndex, Step, components, index_edges, tables_from_orders
+from megatron.elastic.plan.schedule.timing import walk
+from megatron.elastic.plan.search.partition import Model, PipelineTime, Place, share_out
 from megatron.elastic.plan.topology import is_whole, living_replicas
 
 __all__ = [

@@ -20,9 +20,9 @@ from pathlib import Path
 from megatron.elastic.observe.trace import draw_spans, write_chrome_trace
 from megatron.elastic.plan.dataflow import PlanError
 from megatron.elastic.plan.planner import instant_plan, plan_hash
-from megatron.elastic.plan.steady import DecisionOptions, steady_plan
+from megatron.elastic.plan.schedule.validate import validate_plan
+from megatron.elastic.plan.search.steady import DecisionOptions, steady_plan
 from megatron.elastic.plan.topology import without_cells
-from megatron.elastic.plan.validate import validate_plan
 from megatron.elastic.simulate.charts import draw_goodput, draw_scenarios
 from megatron.elastic.simulate.engine import simulate_step
 from megatron.elastic.simulate.fleet import Fleet

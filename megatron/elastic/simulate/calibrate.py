@@ -25,7 +25,7 @@ import numpy as np
 
 from megatron.elastic.plan.cost import Costs, PieceCost
 from megatron.elastic.plan.model import Piece, Plan
-from megatron.elastic.plan.timing import execute
+from megatron.elastic.plan.schedule.timing import execute
 
 __all__ = ["OPS", "Between", "Calibration", "Job", "Line", "Stage", "StepTrace", "Unit", "Work", "calibrated"]
 

@@ -15,15 +15,15 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 
-from megatron.elastic.plan.choice import choice_named
 from megatron.elastic.plan.cost import plan_costs
 from megatron.elastic.plan.dataflow import PlanError
-from megatron.elastic.plan.graph import GraphOptions
 from megatron.elastic.plan.model import Plan, Profile, Topology
 from megatron.elastic.plan.planner import instant_plan, nominal_plan
-from megatron.elastic.plan.policy import ElasWave, Policy, ReCycle, damaged_replicas
-from megatron.elastic.plan.steady import DecisionOptions
-from megatron.elastic.plan.timing import plan_time
+from megatron.elastic.plan.policies.choice import choice_named
+from megatron.elastic.plan.policies.policy import ElasWave, Policy, ReCycle, damaged_replicas
+from megatron.elastic.plan.schedule.timing import plan_time
+from megatron.elastic.plan.search.graph import GraphOptions
+from megatron.elastic.plan.search.steady import DecisionOptions
 from megatron.elastic.simulate.scenarios import NEVER_PAYS, Scenario, layer_profile, lost_cells, scenario_topology
 
 __all__ = ["ANSWERS", "Case", "Predicted", "answer", "predict"]

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 from megatron.elastic.plan.cost import Costs, plan_costs
 from megatron.elastic.plan.model import Action, Op, Plan, Profile
-from megatron.elastic.plan.timing import duration, execute
+from megatron.elastic.plan.schedule.timing import duration, execute
 
 __all__ = ["Emulation", "MachineTooBusy", "emulate"]
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megatron.elastic.plan.model import Profile
-from megatron.elastic.plan.partition import Model, PipelineTime, Place, cut_pipeline, pipeline_time
+from megatron.elastic.plan.search.partition import Model, PipelineTime, Place, cut_pipeline, pipeline_time
 
 __all__ = ["Fleet", "least_deadline"]
 

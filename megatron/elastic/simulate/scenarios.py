@@ -19,13 +19,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
-from megatron.elastic.plan.bound import schedule_bound
 from megatron.elastic.plan.dataflow import PlanError
-from megatron.elastic.plan.graph import GraphOptions, pipeline_bound, work_bound
 from megatron.elastic.plan.model import Plan, Profile, Topology, UnitCost
-from megatron.elastic.plan.partition import Model
 from megatron.elastic.plan.planner import nominal_plan
-from megatron.elastic.plan.policy import (
+from megatron.elastic.plan.policies.policy import (
     CheckpointRestart,
     ElasWave,
     MindSpeed,
@@ -35,9 +32,12 @@ from megatron.elastic.plan.policy import (
     Spares,
     TorchFT,
 )
-from megatron.elastic.plan.stagger import regime
-from megatron.elastic.plan.steady import DecisionOptions
-from megatron.elastic.plan.timing import plan_time
+from megatron.elastic.plan.schedule.stagger import regime
+from megatron.elastic.plan.schedule.timing import plan_time
+from megatron.elastic.plan.search.bound import schedule_bound
+from megatron.elastic.plan.search.graph import GraphOptions, pipeline_bound, work_bound
+from megatron.elastic.plan.search.partition import Model
+from megatron.elastic.plan.search.steady import DecisionOptions
 from megatron.elastic.plan.topology import regular_topology, without_cells
 
 __all__ = [

@@ -16,8 +16,8 @@ from torch.distributed import _functional_collectives as functional
 
 from megatron.elastic.comm import CommError, CommTimeout, Fabric
 from megatron.elastic.comm.errors import BadMessage
+from megatron.elastic.comm.exchange import gather_messages
 from megatron.elastic.comm.messages import receive, send
-from megatron.elastic.engine.exchange import gather_messages
 from tests.unit.comm.fabric_checks import FLOATS, INTEGERS, WORLD, Check, same, sum_of, values
 from tools.bench._common import Here
 

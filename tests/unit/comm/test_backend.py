@@ -15,7 +15,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from megatron.elastic.comm import CommError, Fabric, install, make_fabric, register_backend
 from megatron.elastic.comm.backend import REPLACED
-from megatron.elastic.comm.gloo import GlooFabric
+from megatron.elastic.comm.gloo.fabric import GlooFabric
 from megatron.elastic.config import ConfigError, ElasticConfig
 from megatron.elastic.platform.cpu import CpuPlatform
 from tools.bench._common import Here, Ranks

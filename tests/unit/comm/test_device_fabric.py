@@ -19,12 +19,12 @@ import torch
 import torch.distributed as dist
 
 from megatron.elastic.comm import BlockRange, CommError, GenerationChanged, install
-from megatron.elastic.comm.nccl import NcclCommunicator, NcclLibrary
-from megatron.elastic.comm.vendor import RESPAWN_EXIT_CODE
+from megatron.elastic.comm.vendor.library import RESPAWN_EXIT_CODE
+from megatron.elastic.comm.vendor.nccl import NcclCommunicator, NcclLibrary
 from tests.unit.comm.fabric_checks import edit, same
 from tools.bench._common import Here, Ranks
 
-device = pytest.importorskip("megatron.elastic.comm.device")
+device = pytest.importorskip("megatron.elastic.comm.vendor.fabric")
 SOURCE = Path(__file__).with_name("moving_nccl.c")
 OPTIONS: dict[str, tuple[str, ...]] = {"full": (), "shrinks": ("REVOKE", "GROW"), "basic": ("REVOKE", "SHRINK", "GROW")}
 

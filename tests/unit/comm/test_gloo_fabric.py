@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from megatron.elastic.comm import Address, CommError, GenerationChanged, install
-from megatron.elastic.comm.gloo import GlooFabric
-from megatron.elastic.comm.sockets import created_listener
+from megatron.elastic.comm.gloo.fabric import GlooFabric
+from megatron.elastic.comm.gloo.sockets import created_listener
 from tools.bench._common import Here, Ranks
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.elastic.comm.gloo_wait import await_collective
+from megatron.elastic.comm.gloo.wait import await_collective
 
 SECONDS = timedelta(seconds=20)
 

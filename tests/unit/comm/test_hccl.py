@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from megatron.elastic.comm.hccl import BACKEND_NAMES, HcclCommunicator
-from megatron.elastic.comm.vendor import VendorHang
+from megatron.elastic.comm.vendor.hccl import BACKEND_NAMES, HcclCommunicator
+from megatron.elastic.comm.vendor.library import VendorHang
 
 
 class Backend:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from megatron.elastic.comm.gloo import GlooFabric
-from megatron.elastic.comm.host_staging import through_host
+from megatron.elastic.comm.gloo.fabric import GlooFabric
+from megatron.elastic.comm.vendor.host_staging import through_host
 from tests.unit.comm.fabric_checks import edit
 from tools.bench._common import Here, Ranks
 

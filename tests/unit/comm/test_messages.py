@@ -14,16 +14,16 @@ from hypothesis import strategies as st
 
 from megatron.elastic.comm.errors import BadMessage
 from megatron.elastic.comm.messages import decode, encode
-from megatron.elastic.engine.assignment import Assignment
-from megatron.elastic.engine.basis import Basis
-from megatron.elastic.engine.catalog import Catalog
-from megatron.elastic.engine.certificates import Keys, Marks
-from megatron.elastic.engine.commitment import Contents
-from megatron.elastic.engine.joining import Welcome
-from megatron.elastic.engine.machine import Machine
-from megatron.elastic.engine.nominal import Nominal
-from megatron.elastic.engine.program import Ended, Place
-from megatron.elastic.engine.saving import Want
+from megatron.elastic.engine.generation.assignment import Assignment
+from megatron.elastic.engine.generation.configuration import Basis
+from megatron.elastic.engine.generation.hardware import Machine
+from megatron.elastic.engine.generation.launch_topology import Nominal
+from megatron.elastic.engine.generation.state_catalog import Catalog
+from megatron.elastic.engine.transaction.certificates import Keys, Marks
+from megatron.elastic.engine.transaction.commit import Contents
+from megatron.elastic.engine.transaction.fence import Ended, Place
+from megatron.elastic.engine.transaction.join import Welcome
+from megatron.elastic.engine.transaction.save import Want
 from megatron.elastic.plan.model import Grid
 from megatron.elastic.state.layout import BlockKey, ParamSpec
 from megatron.elastic.state.placement import Copies, Placement

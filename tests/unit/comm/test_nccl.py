@@ -21,8 +21,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.elastic.comm.nccl import ELEMENTS, PROTOTYPES, REDUCTIONS, NcclCommunicator, NcclLibrary
-from megatron.elastic.comm.vendor import RESPAWN_EXIT_CODE, VendorError, VendorHang
+from megatron.elastic.comm.vendor.library import RESPAWN_EXIT_CODE, VendorError, VendorHang
+from megatron.elastic.comm.vendor.nccl import ELEMENTS, PROTOTYPES, REDUCTIONS, NcclCommunicator, NcclLibrary
 
 SOURCE = Path(__file__).with_name("standin_nccl.c")
 
@@ -140,7 +140,7 @@ def test_a_hanging_revoke_is_noticed_and_ends_the_process(build: Callable[..., P
     assert time.monotonic() - began < 30
     standin.reset()
     script = (
-        "from megatron.elastic.comm.vendor import *\nimport time\n"
+        "from megatron.elastic.comm.vendor.library import *\nimport time\n"
         "try: bounded(lambda: time.sleep(60), 0.1, 'abort')\nexcept VendorHang as hang: exit_into_respawn(hang)\n"
     )
     done = subprocess.run([sys.executable, "-c", script], timeout=120, capture_output=True)

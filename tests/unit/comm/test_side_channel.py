@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.elastic.comm import Fabric
-from megatron.elastic.comm.gloo import GlooFabric
+from megatron.elastic.comm.gloo.fabric import GlooFabric
 from megatron.elastic.comm.side_channel import PIECE_BYTES
 from tests.unit.comm.fabric_checks import same, values
 from tests.unit.comm.test_fabric_contract import KINDS, run

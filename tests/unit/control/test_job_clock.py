@@ -16,8 +16,8 @@ from megatron.elastic.control.generations import Generations, Node
 from megatron.elastic.control.quarantine import Quarantine
 from megatron.elastic.control.timing import Timing
 from megatron.elastic.control.wire import ProtocolError
-from megatron.elastic.launch.loop import Loop
-from megatron.elastic.launch.successors import Successors
+from megatron.elastic.launch.agent.loop import Loop
+from megatron.elastic.launch.agent.respawn import Successors
 
 SECONDS = st.floats(0.0, 1e6)
 

@@ -29,8 +29,8 @@ from megatron.elastic.control.quarantine import Quarantine
 from megatron.elastic.control.seal import Seal
 from megatron.elastic.control.snapshot import restore, to_plain
 from megatron.elastic.control.store import Store, StoreLost
-from megatron.elastic.launch import trimming
-from megatron.elastic.launch.trimming import Trimming
+from megatron.elastic.launch.agent import journal_trimming
+from megatron.elastic.launch.agent.journal_trimming import Trimming
 
 NODES, RANKS = 3, 2
 EVERY = 8
@@ -39,7 +39,7 @@ SEAL = Seal(Credentials("5e" * 16, "run"))
 
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trimming, "TRIM_ENTRIES", EVERY)
+    monkeypatch.setattr(journal_trimming, "TRIM_ENTRIES", EVERY)
 
 
 def job() -> Generations:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from megatron.elastic.engine.clocks import Clocks, ClockState
+from megatron.elastic.engine.compute.clocks import Clocks, ClockState
 from megatron.elastic.plan.model import Plan
 from megatron.elastic.plan.pace import Times, measured_profile, samples_of
 from megatron.elastic.plan.planner import instant_plan, uniform_profile
-from megatron.elastic.plan.timing import plan_time
+from megatron.elastic.plan.schedule.timing import plan_time
 from megatron.elastic.plan.topology import regular_topology
 from megatron.elastic.platform.frequency import Applied, NativeFrequency, NoFrequency
 

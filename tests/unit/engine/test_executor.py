@@ -11,15 +11,15 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
-from megatron.elastic.engine.executor import Executor, Work
-from megatron.elastic.engine.ledger import Expected
-from megatron.elastic.engine.port import LossOutput
-from megatron.elastic.engine.source import PieceBatch, StepAddress
-from megatron.elastic.engine.transport import BoundaryTransport
+from megatron.elastic.engine.compute.executor import Executor, Work
+from megatron.elastic.engine.compute.ledger import Expected
+from megatron.elastic.engine.compute.model_interface import LossOutput
+from megatron.elastic.engine.compute.point_to_point import BoundaryTransport
+from megatron.elastic.engine.compute.samples import PieceBatch, StepAddress
 from megatron.elastic.observe.timeline import Timeline
 from megatron.elastic.plan.model import Cell, Grid, Piece, Plan, Replica, Segment, Topology
 from megatron.elastic.plan.planner import instant_plan
-from megatron.elastic.plan.validate import validate_plan
+from megatron.elastic.plan.schedule.validate import validate_plan
 
 UNITS, LENGTH, WIDTH, ROWS = 4, 3, 5, 8
 

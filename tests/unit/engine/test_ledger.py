@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.elastic.engine.ledger import (
+from megatron.elastic.engine.compute.ledger import (
     Expected,
     Ledger,
     LedgerError,

@@ -7,8 +7,8 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.elastic.engine.assignment import Assignment
-from megatron.elastic.engine.nominal import Nominal
+from megatron.elastic.engine.generation.assignment import Assignment
+from megatron.elastic.engine.generation.launch_topology import Nominal
 from megatron.elastic.plan.model import Grid
 
 

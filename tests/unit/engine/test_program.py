@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.elastic.engine.failures import ActionFailed
-from megatron.elastic.engine.program import Program
+from megatron.elastic.engine.transaction.fence import Program
 
 STEPS = 4
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.elastic.engine.protection import Exposure, Protected
+from megatron.elastic.engine.transaction.protection import Exposure, Protected
 
 
 class Clock:

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.elastic.engine.assignment import Assignment
-from megatron.elastic.engine.nominal import Nominal
-from megatron.elastic.engine.recut import Recut, better_assignment, unmeasured_profile
+from megatron.elastic.engine.generation.assignment import Assignment
+from megatron.elastic.engine.generation.launch_topology import Nominal
+from megatron.elastic.engine.generation.repartition import Recut, better_assignment, unmeasured_profile
 from megatron.elastic.plan.dataflow import PlanError
 from megatron.elastic.plan.model import Grid
 from megatron.elastic.plan.planner import instant_plan
-from megatron.elastic.plan.steady import DecisionOptions
+from megatron.elastic.plan.search.steady import DecisionOptions
 from megatron.elastic.state.layout import ParamSpec, UnitLayout
 
 LAYERS, MEMORY = 8, 1 << 40

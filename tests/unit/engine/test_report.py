@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.elastic.engine.report import Report, phase_is_over
+from megatron.elastic.engine.generation.report import Report, phase_is_over
 from megatron.elastic.state.protocol import Holdings
 
 REPORT = st.builds(

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import Dataset
 
-from megatron.elastic.engine.source import DatasetSource, StepAddress
+from megatron.elastic.engine.compute.samples import DatasetSource, StepAddress
 from megatron.elastic.plan.model import Piece
 
 

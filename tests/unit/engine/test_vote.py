@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.elastic.engine.ledger import Ledger
-from megatron.elastic.engine.vote import Tally, VoteLayout, plan_digest
+from megatron.elastic.engine.compute.ledger import Ledger
+from megatron.elastic.engine.compute.vote import Tally, VoteLayout, plan_digest
 from megatron.elastic.state.record import Rate
 
 BLOCKS = tuple((unit, shard, index) for unit in range(3) for shard in range(2) for index in range(2))

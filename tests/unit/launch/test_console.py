@@ -15,9 +15,9 @@ from megatron.elastic.control.clock import JobClock
 from megatron.elastic.control.events import Event, Wanted
 from megatron.elastic.control.generations import Generations, Node
 from megatron.elastic.ctl import ask
-from megatron.elastic.launch.console import Console, console_name
-from megatron.elastic.launch.desk import Desk
-from megatron.elastic.launch.loop import Loop
+from megatron.elastic.launch.agent.admin import Desk
+from megatron.elastic.launch.agent.console import Console, console_name
+from megatron.elastic.launch.agent.loop import Loop
 
 RUN_ID = f"test-console-{os.getpid()}"
 

@@ -21,10 +21,10 @@ import pytest
 from megatron.elastic._process import LOCK_BYTES, Deathwatch, hold
 from megatron.elastic.control import env
 from megatron.elastic.control.slot import Slot
-from megatron.elastic.launch.loop import Loop
-from megatron.elastic.launch.pool import Pool, PoolEvents, Worker
-from megatron.elastic.launch.processes import describe_status, ending_status, process_state
-from megatron.elastic.launch.worker import WorkerSpec
+from megatron.elastic.launch.agent.loop import Loop
+from megatron.elastic.launch.workers.pool import Pool, PoolEvents, Worker
+from megatron.elastic.launch.workers.processes import describe_status, ending_status, process_state
+from megatron.elastic.launch.workers.worker import WorkerSpec
 
 HEAVY = 256 << 20
 """Bytes that the kernel has to take apart, page by page, before a process is gone."""

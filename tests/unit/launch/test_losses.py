@@ -9,14 +9,14 @@ from collections.abc import Iterator
 import pytest
 
 from megatron.elastic.comm.errors import CommTimeout, PeerLost
-from megatron.elastic.comm.vendor import RESPAWN_EXIT_CODE, VendorError, VendorHang
+from megatron.elastic.comm.vendor.library import RESPAWN_EXIT_CODE, VendorError, VendorHang
 from megatron.elastic.config import ConfigError
 from megatron.elastic.control.events import Ended, Lost
 from megatron.elastic.control.failures import BEGUN_ANEW, FELL_BACK
 from megatron.elastic.control.slot import ExitReason, Slot
-from megatron.elastic.launch.losses import classify, left_to_the_first
-from megatron.elastic.launch.pool import Worker
-from megatron.elastic.launch.worker import reason_of
+from megatron.elastic.launch.agent.losses import classify, left_to_the_first
+from megatron.elastic.launch.workers.pool import Worker
+from megatron.elastic.launch.workers.worker import reason_of
 
 LOOKS_LIKE_COMMUNICATION = "megatron.elastic.comm.errors.PeerLost: rank 1: connection lost"
 

@@ -16,8 +16,8 @@ from megatron.elastic.control.generations import Node
 from megatron.elastic.control.seal import Seal
 from megatron.elastic.control.store import Store, StoreLost
 from megatron.elastic.control.timing import Timing
-from megatron.elastic.launch.loop import Loop
-from megatron.elastic.launch.node_leases import NodeLeases, Silence
+from megatron.elastic.launch.agent.loop import Loop
+from megatron.elastic.launch.agent.node_leases import NodeLeases, Silence
 
 SEAL = Seal(Credentials("ab" * 16, "run"))
 FAST = Timing.derive(0.05)

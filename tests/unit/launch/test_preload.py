@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron.elastic.launch.preload import modules_for
+from megatron.elastic.launch.workers.preload import modules_for
 
 BASE = ("numpy", "torch", "torch.distributed", "megatron.elastic.control.client")
 
@@ -21,7 +21,7 @@ def test_only_top_level_imports_of_torch_numpy_and_megatron_in_the_scripts_order
 def test_the_adaptor_comes_first_and_only_when_asked_for(tmp_path: Path) -> None:
     script = tmp_path / "s.py"
     script.write_text("from megatron.training import pretrain\n")
-    adaptor, host = "megatron.elastic.adaptor", "megatron.elastic.mcore.host"
+    adaptor, host = "megatron.elastic.adaptor", "megatron.elastic.mcore.loop.training_loop"
     assert adaptor not in modules_for("script", str(script), False, True)
     assert modules_for("script", str(script), True, True) == (*BASE, adaptor, "megatron.training", host)
     script.write_text("import megatron.elastic.adaptor\nfrom megatron.training import pretrain\n")
@@ -29,7 +29,8 @@ def test_the_adaptor_comes_first_and_only_when_asked_for(tmp_path: Path) -> None
 
 
 def test_a_module_a_program_a_broken_script_and_none(tmp_path: Path) -> None:
-    assert "megatron.elastic.comm.errors" in modules_for("module", "megatron.elastic.launch.rehearsal", False, True)
+    program = "megatron.elastic.launch.workers.rehearsal"
+    assert "megatron.elastic.comm.errors" in modules_for("module", program, False, True)
     assert modules_for("program", "/bin/sh", False, False) == ()
     script = tmp_path / "s.py"
     script.write_text("def broken(:\n")

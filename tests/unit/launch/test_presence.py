@@ -16,8 +16,8 @@ from megatron.elastic.control.generations import Node
 from megatron.elastic.control.keys import Keys, LocalStore
 from megatron.elastic.control.seal import Seal
 from megatron.elastic.control.timing import Timing
-from megatron.elastic.launch.loop import Loop
-from megatron.elastic.launch.presence import Presence
+from megatron.elastic.launch.agent.loop import Loop
+from megatron.elastic.launch.agent.presence import Presence
 
 SEAL = Seal(Credentials("ab" * 16, "run"))
 TIMING = Timing.derive(5.0)

@@ -11,8 +11,8 @@ import threading
 import time
 from pathlib import Path
 
-from megatron.elastic.launch.loop import Loop
-from megatron.elastic.launch.processes import (
+from megatron.elastic.launch.agent.loop import Loop
+from megatron.elastic.launch.workers.processes import (
     MessageSocket,
     describe_status,
     exit_status,
@@ -50,7 +50,7 @@ def test_the_status_of_a_dead_process_is_readable_before_it_is_reaped() -> None:
 def test_a_death_signal_reaches_a_child_whose_parent_was_killed() -> None:
     program = (
         "import os, time\n"
-        "from megatron.elastic.launch.processes import die_with_parent\n"
+        "from megatron.elastic.launch.workers.processes import die_with_parent\n"
         "me = os.getpid()\n"
         "child = os.fork()\n"
         "if child == 0:\n    die_with_parent(me); print(os.getpid(), flush=True); time.sleep(600)\n"
@@ -65,7 +65,8 @@ def test_a_death_signal_reaches_a_child_whose_parent_was_killed() -> None:
 
 
 def test_asking_for_a_death_signal_too_late_ends_the_child_at_once() -> None:
-    program = "from megatron.elastic.launch.processes import die_with_parent; die_with_parent(1); print('alive')"
+    module = "megatron.elastic.launch.workers.processes"
+    program = f"from {module} import die_with_parent; die_with_parent(1); print('alive')"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=ENVIRON)
     assert done.returncode == 128 + signal.SIGKILL and done.stdout == ""
 
@@ -186,7 +187,7 @@ def test_a_signal_is_handled_on_the_loop() -> None:
 def test_a_process_counts_its_own_threads() -> None:
     program = (
         "import threading\n"
-        "from megatron.elastic.launch.processes import thread_count\n"
+        "from megatron.elastic.launch.workers.processes import thread_count\n"
         "before, done = thread_count(), threading.Event()\n"
         "threading.Thread(target=done.wait).start()\n"
         "print(thread_count() - before)\n"

@@ -15,9 +15,9 @@ from megatron.elastic.control.events import Decided, Entry, Event, Lost, Reporte
 from megatron.elastic.control.generations import Generations, Node
 from megatron.elastic.control.membership import Loss
 from megatron.elastic.control.wire import address_to_json
-from megatron.elastic.launch.desk import Desk as Answers
-from megatron.elastic.launch.pool import Worker
-from megatron.elastic.launch.reception import Reception
+from megatron.elastic.launch.agent.admin import Desk as Answers
+from megatron.elastic.launch.agent.worker_messages import Reception
+from megatron.elastic.launch.workers.pool import Worker
 
 RANKS = 3
 

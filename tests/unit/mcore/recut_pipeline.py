@@ -31,13 +31,13 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron.elastic.engine.buffers import Arena
-from megatron.elastic.engine.dropout import DropoutKey, dropout_scope
-from megatron.elastic.engine.port import LossOutput
-from megatron.elastic.mcore.dropout import key_dropout
-from megatron.elastic.mcore.model import GptPort
-from megatron.elastic.mcore.param_groups import GroupKeys
-from megatron.elastic.mcore.stage import GroupStandIn
+from megatron.elastic.engine.compute.buffers import Arena
+from megatron.elastic.engine.compute.dropout import DropoutKey, dropout_scope
+from megatron.elastic.engine.compute.model_interface import LossOutput
+from megatron.elastic.mcore.model.dropout import key_dropout
+from megatron.elastic.mcore.model.gpt import GptPort
+from megatron.elastic.mcore.model.param_groups import GroupKeys
+from megatron.elastic.mcore.parallel_state.stage import GroupStandIn
 from megatron.elastic.plan.model import Piece
 from megatron.elastic.state.layout import UnitLayout
 

@@ -24,8 +24,8 @@ from tests.unit.small_gpt import LENGTH, VOCABULARY, answers_of, gpt, gpt_config
 import torch
 from megatron.core.models.gpt import GPTModel
 
-from megatron.elastic.engine.dropout import DropoutKey, dropout_scope
-from megatron.elastic.mcore.split_backward import SplitLinears, WeightQueue
+from megatron.elastic.engine.compute.dropout import DropoutKey, dropout_scope
+from megatron.elastic.mcore.model.split_backward import SplitLinears, WeightQueue
 
 PIECES, ROWS, LATE = 4, 2, 2
 

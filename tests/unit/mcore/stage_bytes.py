@@ -23,11 +23,11 @@ from megatron.core import parallel_state, tensor_parallel
 from recut_pipeline import Case, Pipeline
 from torch.autograd.graph import saved_tensors_hooks
 
-from megatron.elastic.engine.dropout import DropoutKey, dropout_scope
-from megatron.elastic.engine.nominal import Nominal
-from megatron.elastic.engine.recut import unmeasured_profile
+from megatron.elastic.engine.compute.dropout import DropoutKey, dropout_scope
+from megatron.elastic.engine.generation.launch_topology import Nominal
+from megatron.elastic.engine.generation.repartition import unmeasured_profile
 from megatron.elastic.plan.model import Grid, Piece
-from megatron.elastic.plan.partition import Model
+from megatron.elastic.plan.search.partition import Model
 
 CUTS = ((0, 3, 6), (0, 5, 6))
 CASES: tuple[tuple[Case, dict[str, Any]], ...] = (

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from megatron.elastic.config import ConfigError, ElasticConfig
-from megatron.elastic.mcore import arguments
-from megatron.elastic.mcore.arguments import add_arguments, chained, config_from_args, docs, field_help
-from megatron.elastic.mcore.bad_input import BadInput, Faults
+from megatron.elastic.mcore.args import arguments
+from megatron.elastic.mcore.args.arguments import add_arguments, chained, config_from_args, docs, field_help
+from megatron.elastic.mcore.args.bad_input import BadInput, Faults
 
 ROOT = Path(__file__).resolve().parents[3]
 

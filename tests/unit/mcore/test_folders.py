@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from megatron.elastic.control import env
-from megatron.elastic.mcore.bad_input import BadInput
-from megatron.elastic.mcore.folders import check_folders, why_not_writable
+from megatron.elastic.mcore.args.bad_input import BadInput
+from megatron.elastic.mcore.args.folders import check_folders, why_not_writable
 
 
 def folders(**given: Any) -> Namespace:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.elastic.mcore.import_hook import after_import
+from megatron.elastic.mcore.patching.import_hook import after_import
 
 
 @pytest.fixture

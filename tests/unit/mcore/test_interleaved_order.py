@@ -9,12 +9,12 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches, get_schedule_table
 
-from megatron.elastic.engine.assignment import Assignment
-from megatron.elastic.engine.nominal import Nominal
-from megatron.elastic.mcore.stage import GroupStandIn
+from megatron.elastic.engine.generation.assignment import Assignment
+from megatron.elastic.engine.generation.launch_topology import Nominal
+from megatron.elastic.mcore.parallel_state.stage import GroupStandIn
 from megatron.elastic.plan.model import Grid, Op, Plan
 from megatron.elastic.plan.planner import instant_plan
-from megatron.elastic.plan.validate import validate_plan
+from megatron.elastic.plan.schedule.validate import validate_plan
 
 Pass = tuple[bool, int, int]
 """(backward, micro-batch of the replica, model chunk)."""

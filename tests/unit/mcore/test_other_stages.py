@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.elastic.engine.nominal import Nominal
-from megatron.elastic.mcore.other_stages import duties
+from megatron.elastic.engine.generation.launch_topology import Nominal
+from megatron.elastic.mcore.checkpoint.absent_stages import duties
 from megatron.elastic.plan.model import Grid
 
 

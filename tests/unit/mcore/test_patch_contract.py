@@ -1,7 +1,7 @@
 """Every patched name exists, with the shape on record, in every Megatron release the table covers.
 
 Releases are read as text: nothing of them is imported. The record
-(``megatron_signatures.json``) is written by ``python -m megatron.elastic.mcore.contract --record``;
+(``megatron_signatures.json``) is written by ``python -m megatron.elastic.mcore.patching.contract --record``;
 a difference means that a name moved, a signature changed, or a row was added.
 """
 
@@ -20,16 +20,16 @@ from typing import Any
 
 import pytest
 
-from megatron.elastic.mcore.contract import VERSIONS, Wheel, fetch, shapes, used_names
-from megatron.elastic.mcore.patches import TESTED, bound, in_range
+from megatron.elastic.mcore.patching.contract import VERSIONS, Wheel, fetch, shapes, used_names
+from megatron.elastic.mcore.patching.patches import TESTED, bound, in_range
 
 ROOT = Path(__file__).resolve().parents[3]
 RECORD = json.loads((Path(__file__).parent / "megatron_signatures.json").read_text())
 
 LIST_TABLE = """
 import json, inspect
-from megatron.elastic.mcore.table import whole_table
-from megatron.elastic.mcore.contract import VERSIONS, expected, used_names
+from megatron.elastic.mcore.patching.table import whole_table
+from megatron.elastic.mcore.patching.contract import VERSIONS, expected, used_names
 import textwrap
 table = whole_table()
 print(json.dumps({
@@ -67,7 +67,8 @@ def test_every_patched_name_is_there_with_the_shape_on_record(version: str) -> N
         for symbol, shape in found.items()
     }
     assert all(shape is not None for shape in seen.values()), [name for name, shape in seen.items() if shape is None]
-    assert seen == RECORD[version], "record anew with python -m megatron.elastic.mcore.contract --record, and look"
+    again = "record anew with python -m megatron.elastic.mcore.patching.contract --record, and look"
+    assert seen == RECORD[version], again
 
 
 @pytest.mark.parametrize("version", VERSIONS)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatron.elastic.mcore.patches import (
+from megatron.elastic.mcore.patching.patches import (
     Patch,
     PatchError,
     apply,

@@ -14,14 +14,14 @@ import pytest
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron.elastic.comm.errors import PeerLost
-from megatron.elastic.mcore.bad_input import (
+from megatron.elastic.mcore.args.bad_input import (
     BadInput,
     explain_assertion,
     translated,
     unreadable_named,
     unwritable_cache_named,
 )
-from megatron.elastic.mcore.preflight import check_data, check_index, check_sizes, data_prefixes
+from megatron.elastic.mcore.args.preflight import check_data, check_index, check_sizes, data_prefixes
 
 
 def sizes(**given: Any) -> Namespace:

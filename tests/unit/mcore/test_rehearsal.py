@@ -17,17 +17,17 @@ import torch
 from megatron.elastic.comm import install
 from megatron.elastic.comm.native import NativeFabric
 from megatron.elastic.config import ElasticConfig
-from megatron.elastic.engine.buffers import Arena
-from megatron.elastic.engine.catalog import build_layouts, own_catalog
-from megatron.elastic.engine.certificates import Verdict, examine
+from megatron.elastic.engine.compute.buffers import Arena
+from megatron.elastic.engine.generation.launch_topology import Nominal
+from megatron.elastic.engine.generation.state_catalog import build_layouts, own_catalog
 from megatron.elastic.engine.inject import Injector
-from megatron.elastic.engine.nominal import Nominal
 from megatron.elastic.engine.settings import Settings
-from megatron.elastic.mcore.assembly import Job
-from megatron.elastic.mcore.links import Links
-from megatron.elastic.mcore.rehearsal import rehearse
+from megatron.elastic.engine.transaction.certificates import Verdict, examine
 from megatron.elastic.observe.events import EventLog, read_events
 from megatron.elastic.plan.model import Grid, Profile, UnitCost
+from megatron.elastic.runtime.assembly import Job
+from megatron.elastic.runtime.connect import Links
+from megatron.elastic.runtime.warm_up import rehearse
 from megatron.elastic.state.record import ConstantSchedule, Hyper, Rate
 from tools.bench._common import Here, Ranks
 from tools.bench.emulated import EmulatedPort
@@ -69,7 +69,7 @@ def _rehearsed(here: Here) -> dict[str, Any]:
     arena = Arena(job.port, {unit: layout for (unit, _), layout in layouts.items()})
     before, storage = arena.parameters.clone(), arena.parameters.data_ptr()
     verdicts = list[Verdict]()
-    with mock.patch("megatron.elastic.mcore.rehearsal.examine", lambda *given: verdicts.append(examine(*given))):
+    with mock.patch("megatron.elastic.runtime.warm_up.examine", lambda *given: verdicts.append(examine(*given))):
         rehearse(links, job, catalog, arena)
         loaded = set(sys.modules)
         rehearse(links, job, catalog, arena)

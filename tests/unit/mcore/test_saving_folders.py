@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.elastic.mcore.saving import Folders
+from megatron.elastic.mcore.checkpoint.background_save import Folders
 from megatron.elastic.state.manifest import FileHash, Manifest, damage, read
 from megatron.elastic.state.record import StepRecord
 

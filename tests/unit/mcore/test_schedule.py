@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from megatron.core.optimizer.optimizer_config import AdamOptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from megatron.elastic.mcore.optimizer import EngineOptimizer, MegatronSchedule
-from megatron.elastic.mcore.param_groups import GroupKeys, adopt, settings_of
+from megatron.elastic.mcore.model.optimizer import EngineOptimizer, MegatronSchedule
+from megatron.elastic.mcore.model.param_groups import GroupKeys, adopt, settings_of
 
 
 def made(peak: float, style: str, warm_up: int, decay: int, decay_style: str = "linear") -> MegatronSchedule:

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.elastic.mcore.split_backward import SplitLinears
-from megatron.elastic.mcore.split_te import QueueStore, split_te_linears
+from megatron.elastic.mcore.model.split_backward import SplitLinears
+from megatron.elastic.mcore.model.split_te import QueueStore, split_te_linears
 
 SEED = 5
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from megatron.core import parallel_state
 
-from megatron.elastic.mcore.stage import GroupStandIn, whole_tensor_group
+from megatron.elastic.mcore.parallel_state.stage import GroupStandIn, whole_tensor_group
 
 
 @pytest.fixture

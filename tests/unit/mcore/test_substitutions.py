@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.elastic.mcore.bad_input import BadInput
-from megatron.elastic.mcore.substitutions import ELASTIC_ROWS, ROWS, Machine, Row, refuse, substitute, table
+from megatron.elastic.mcore.args.bad_input import BadInput
+from megatron.elastic.mcore.args.substitutions import ELASTIC_ROWS, ROWS, Machine, Row, refuse, substitute, table
 
 
 class Backend(Enum):

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from megatron.elastic.config import ElasticConfig
-from megatron.elastic.mcore import flag_table, support
-from megatron.elastic.mcore.bad_input import BadInput
-from megatron.elastic.mcore.support import FEATURES, check, classify, docs
+from megatron.elastic.mcore.args import flag_table, support
+from megatron.elastic.mcore.args.bad_input import BadInput
+from megatron.elastic.mcore.args.support import FEATURES, check, classify, docs
 
 ROOT = Path(__file__).resolve().parents[3]
 

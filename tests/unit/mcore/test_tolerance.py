@@ -6,8 +6,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from megatron.elastic.mcore.tolerance import Tolerances, line
 from megatron.elastic.observe.events import EventLog, Tolerance, read_events
+from megatron.elastic.runtime.tolerance import Tolerances, line
 from megatron.elastic.state.domains import FailureDomains
 from megatron.elastic.state.ownership import Copies, Placement
 from megatron.elastic.state.tolerance import tolerance

@@ -10,17 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.elastic.plan.bound import Reach, schedule_bound
 from megatron.elastic.plan.dataflow import PlanError
-from megatron.elastic.plan.graph import Pipeline, Shape, pipeline_bound, work_bound
 from megatron.elastic.plan.model import Profile, Segment, Topology, UnitCost
-from megatron.elastic.plan.partition import Model
 from megatron.elastic.plan.planner import nominal_plan
-from megatron.elastic.plan.steady import DecisionOptions, decide, shape_plan
-from megatron.elastic.plan.timing import plan_time
+from megatron.elastic.plan.schedule.timing import plan_time
+from megatron.elastic.plan.schedule.validate import InvalidPlan, validate_plan
+from megatron.elastic.plan.search.bound import Reach, schedule_bound
+from megatron.elastic.plan.search.graph import Pipeline, Shape, pipeline_bound, work_bound
+from megatron.elastic.plan.search.partition import Model
+from megatron.elastic.plan.search.steady import DecisionOptions, decide, shape_plan
+from megatron.elastic.plan.search.tuning import bound_shapes, few_microbatches
 from megatron.elastic.plan.topology import regular_topology, without_cells
-from megatron.elastic.plan.tuning import bound_shapes, few_microbatches
-from megatron.elastic.plan.validate import InvalidPlan, validate_plan
 from megatron.elastic.simulate.scenarios import FULL, Scenario, layer_profile, scenario_topology
 
 

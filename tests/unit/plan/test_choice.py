@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.elastic.plan.choice import CHOICES, choice_named
 from megatron.elastic.plan.dataflow import PlanError
 from megatron.elastic.plan.model import Op, Plan
 from megatron.elastic.plan.planner import nominal_plan, plan_hash, uniform_profile
-from megatron.elastic.plan.policy import damaged_replicas
-from megatron.elastic.plan.timing import plan_time
+from megatron.elastic.plan.policies.choice import CHOICES, choice_named
+from megatron.elastic.plan.policies.policy import damaged_replicas
+from megatron.elastic.plan.schedule.timing import plan_time
+from megatron.elastic.plan.schedule.validate import InvalidPlan, validate_plan
 from megatron.elastic.plan.topology import regular_topology, with_speeds, without_cells
-from megatron.elastic.plan.validate import InvalidPlan, validate_plan
 
 UNITS = 8
 PROFILE = uniform_profile(UNITS)

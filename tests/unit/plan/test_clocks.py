@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from megatron.elastic.plan.clocks import clocked_time, with_clocks
 from megatron.elastic.plan.frequency import ClockFit, ClockRange, balance_clocks, fit_clock
-from megatron.elastic.plan.graph import GraphOptions
 from megatron.elastic.plan.model import Plan, Profile, UnitCost
-from megatron.elastic.plan.steady import DecisionOptions, steady_plan
-from megatron.elastic.plan.timing import plan_time
+from megatron.elastic.plan.schedule.timing import plan_time
+from megatron.elastic.plan.search.graph import GraphOptions
+from megatron.elastic.plan.search.steady import DecisionOptions, steady_plan
 from megatron.elastic.plan.topology import regular_topology, without_cells
 
 FINE = ClockRange(tuple(range(800_000, 1_600_001, 10_000)), 1_400_000)

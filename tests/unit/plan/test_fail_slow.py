@@ -10,10 +10,10 @@ import pytest
 from megatron.elastic.plan.model import Profile, UnitCost
 from megatron.elastic.plan.planner import instant_plan, nominal_plan
 from megatron.elastic.plan.profile import PieceSample, SpeedOptions, SpeedTracker, fit_profile
-from megatron.elastic.plan.steady import steady_plan
-from megatron.elastic.plan.timing import plan_time
+from megatron.elastic.plan.schedule.timing import plan_time
+from megatron.elastic.plan.schedule.validate import validate_plan
+from megatron.elastic.plan.search.steady import steady_plan
 from megatron.elastic.plan.topology import regular_topology, with_speeds, without_cells
-from megatron.elastic.plan.validate import validate_plan
 
 
 def steps(tracker: SpeedTracker, count: int, slowdown: dict[int, float], noise: random.Random | None = None) -> int:

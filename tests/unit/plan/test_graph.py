@@ -11,9 +11,12 @@ from hypothesis import strategies as st
 
 from megatron.elastic.plan.cost import held_bytes
 from megatron.elastic.plan.dataflow import PlanError
-from megatron.elastic.plan.graph import GraphOptions, Shape, candidate_shapes, pipeline_bound
 from megatron.elastic.plan.model import Cell, Grid, Plan, Profile, Replica, Segment, Topology, UnitCost
-from megatron.elastic.plan.partition import (
+from megatron.elastic.plan.planner import instant_plan
+from megatron.elastic.plan.schedule.timing import plan_time
+from megatron.elastic.plan.schedule.validate import memory_peaks, validate_plan
+from megatron.elastic.plan.search.graph import GraphOptions, Shape, candidate_shapes, pipeline_bound
+from megatron.elastic.plan.search.partition import (
     Model,
     PipelineTime,
     Place,
@@ -22,11 +25,15 @@ from megatron.elastic.plan.partition import (
     pipeline_time,
     share_out,
 )
-from megatron.elastic.plan.planner import instant_plan
-from megatron.elastic.plan.steady import DecisionOptions, decide, migration_ns, shape_plan, steady_plan, transition
-from megatron.elastic.plan.timing import plan_time
+from megatron.elastic.plan.search.steady import (
+    DecisionOptions,
+    decide,
+    migration_ns,
+    shape_plan,
+    steady_plan,
+    transition,
+)
 from megatron.elastic.plan.topology import regular_topology, with_speeds, without_cells
-from megatron.elastic.plan.validate import memory_peaks, validate_plan
 
 LAYER = UnitCost(1000, 2000, 1000, 100, 600, 30, 0)
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from megatron.elastic.plan.dataflow import PlanError, apportion, deal, row_groups
 from megatron.elastic.plan.model import Op, Plan, Replica, Segment, Topology
 from megatron.elastic.plan.planner import instant_plan, nominal_plan, plan_hash
+from megatron.elastic.plan.schedule.validate import InvalidPlan, held_rows_peak, validate_plan
 from megatron.elastic.plan.topology import regular_topology, without_cells, without_ranks
-from megatron.elastic.plan.validate import InvalidPlan, held_rows_peak, validate_plan
 
 
 def regular(dp: int, pp: int, layers: int, mbs: int = 1, waves: int = 4) -> Topology:

@@ -6,10 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.elastic.plan.graph import GraphOptions
 from megatron.elastic.plan.model import Profile, Topology, UnitCost
-from megatron.elastic.plan.partition import Model
-from megatron.elastic.plan.policy import (
+from megatron.elastic.plan.policies.policy import (
     POLICIES,
     CheckpointRestart,
     ElasWave,
@@ -19,9 +17,11 @@ from megatron.elastic.plan.policy import (
     Spares,
     TorchFT,
 )
-from megatron.elastic.plan.steady import DecisionOptions
+from megatron.elastic.plan.schedule.validate import validate_plan
+from megatron.elastic.plan.search.graph import GraphOptions
+from megatron.elastic.plan.search.partition import Model
+from megatron.elastic.plan.search.steady import DecisionOptions
 from megatron.elastic.plan.topology import regular_topology, without_cells
-from megatron.elastic.plan.validate import validate_plan
 
 PROFILE = Profile((UnitCost(1000, 2000, 1000, 100, 600, 30, 0),) * 32, latency_ns=0)
 BEFORE = 32 / (23 * 12_000)

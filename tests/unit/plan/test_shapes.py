@@ -7,12 +7,12 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.elastic.plan.graph import Pipeline, Shape
 from megatron.elastic.plan.model import Profile, Segment, Topology, UnitCost
-from megatron.elastic.plan.partition import Model
 from megatron.elastic.plan.planner import draft_instant
-from megatron.elastic.plan.shapes import ShapeTimer, shape_plan
-from megatron.elastic.plan.timing import plan_time
+from megatron.elastic.plan.schedule.timing import plan_time
+from megatron.elastic.plan.search.graph import Pipeline, Shape
+from megatron.elastic.plan.search.partition import Model
+from megatron.elastic.plan.search.shapes import ShapeTimer, shape_plan
 from megatron.elastic.plan.topology import regular_topology, with_speeds, without_cells
 
 

@@ -11,12 +11,12 @@ from megatron.elastic.plan.cost import Costs, plan_costs
 from megatron.elastic.plan.dataflow import PlanError
 from megatron.elastic.plan.model import Op, Plan, Profile, UnitCost
 from megatron.elastic.plan.planner import instant_plan
-from megatron.elastic.plan.policy import ReCycle
-from megatron.elastic.plan.schedule import index_edges
-from megatron.elastic.plan.stagger import regime, unit_peers
-from megatron.elastic.plan.timing import duration, execute
+from megatron.elastic.plan.policies.policy import ReCycle
+from megatron.elastic.plan.schedule.stagger import regime, unit_peers
+from megatron.elastic.plan.schedule.table import index_edges
+from megatron.elastic.plan.schedule.timing import duration, execute
+from megatron.elastic.plan.schedule.validate import validate_plan
 from megatron.elastic.plan.topology import regular_topology, without_cells
-from megatron.elastic.plan.validate import validate_plan
 
 SENDS = {Op.RECV_FORWARD: Op.SEND_FORWARD, Op.RECV_BACKWARD: Op.SEND_BACKWARD}
 Tied = tuple[tuple[int, int], ...]

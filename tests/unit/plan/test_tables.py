@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 
 from megatron.elastic.plan.cost import plan_costs
-from megatron.elastic.plan.listing import Scheduler
 from megatron.elastic.plan.model import Cell, Grid, Op, Plan, Profile, Replica, Segment, Topology, UnitCost
 from megatron.elastic.plan.planner import instant_plan, nominal_plan
-from megatron.elastic.plan.schedule import index_edges, interleaved, one_f_one_b, tables_from_orders
-from megatron.elastic.plan.timing import plan_time
+from megatron.elastic.plan.schedule.listing import Scheduler
+from megatron.elastic.plan.schedule.table import index_edges, interleaved, one_f_one_b, tables_from_orders
+from megatron.elastic.plan.schedule.timing import plan_time
+from megatron.elastic.plan.schedule.validate import held_rows_peak, validate_plan
 from megatron.elastic.plan.topology import regular_topology, without_cells
-from megatron.elastic.plan.validate import held_rows_peak, validate_plan
 
 
 def even_profile(units: int, latency_ns: int = 0) -> Profile:

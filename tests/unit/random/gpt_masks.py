@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron.elastic.engine.dropout import DropoutKey, dropout_scope
+from megatron.elastic.engine.compute.dropout import DropoutKey, dropout_scope
 
 SAMPLES, DROPOUT = 8, 0.3
 

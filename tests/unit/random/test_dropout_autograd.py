@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from megatron.elastic.engine.dropout import (
+from megatron.elastic.engine.compute.dropout import (
     BiasDropoutAdd,
     DropoutKey,
     SampleDropout,

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron.elastic import _random
-from megatron.elastic.engine.dropout import (
+from megatron.elastic.engine.compute.dropout import (
     DropoutKey,
     SampleDropout,
     Site,
@@ -18,7 +18,7 @@ from megatron.elastic.engine.dropout import (
     dropout_scope,
     sample_dropout,
 )
-from megatron.elastic.engine.philox import keep_mask, philox
+from megatron.elastic.engine.compute.philox import keep_mask, philox
 
 P = 0.25
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
@@ -113,7 +113,7 @@ def test_every_instruction_set_and_the_tensor_form_give_the_same_bits(sizes, inn
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_device_without_a_kernel_of_ours_gives_the_same_bits(dtype, monkeypatch):
-    monkeypatch.setattr("megatron.elastic.engine.dropout._triton_kernel", lambda: None)
+    monkeypatch.setattr("megatron.elastic.engine.compute.dropout._triton_kernel", lambda: None)
     key = DropoutKey(-3, 5, (7, 1 << 40, 9))
     mask = _Mask(key, P, unit=2, site=1, sample_dim=1, extent=(9, 130), offset=(4, 65))
     x, residual = torch.randn(5, 3, 65).to(dtype), torch.randn(5, 3, 65).to(dtype)

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.elastic.engine.dropout import DropoutKey, dropout_scope, sample_dropout
-from megatron.elastic.engine.philox import philox
+from megatron.elastic.engine.compute.dropout import DropoutKey, dropout_scope, sample_dropout
+from megatron.elastic.engine.compute.philox import philox
 
 SIGMAS = 5.0  # two-sided normal tail 5.7e-7
 

@@ -25,8 +25,8 @@ def run(script: str, folder: Path, interpret: bool, *arguments: str) -> str:
 
 COMPARE = """
 import random, sys, torch
-from megatron.elastic.engine.dropout import DropoutKey, dropout_scope, sample_dropout
-from megatron.elastic.engine.dropout_triton import DTYPES, launch, row_layout
+from megatron.elastic.engine.compute.dropout import DropoutKey, dropout_scope, sample_dropout
+from megatron.elastic.engine.compute.dropout_triton import DTYPES, launch, row_layout
 dice = random.Random(int(sys.argv[1]))
 cases = 0
 for sizes in ((1, 3, 130), (5, 2, 64), (2, 2, 5000), (3, 1, 7)):
@@ -63,7 +63,7 @@ COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from megatron.elastic.engine.dropout_triton import _kernel
+from megatron.elastic.engine.compute.dropout_triton import _kernel
 for dtype in ("fp32", "bf16", "fp16"):
     for add in (False, True):
         for integer in ("i32", "i64"):
@@ -94,7 +94,7 @@ def test_it_compiles_for_a_gpu_that_is_not_here(tmp_path):
     ],
 )
 def test_megatron_sites_are_rows(sizes, sample_dim, extent, offset):
-    from megatron.elastic.engine.dropout_triton import row_layout
+    from megatron.elastic.engine.compute.dropout_triton import row_layout
 
     layout = row_layout(sizes, sample_dim, extent, offset)
     assert layout is not None
@@ -102,7 +102,7 @@ def test_megatron_sites_are_rows(sizes, sample_dim, extent, offset):
 
 
 def test_layouts_that_are_no_rows_are_left_to_tensor_operations():
-    from megatron.elastic.engine.dropout_triton import row_layout
+    from megatron.elastic.engine.compute.dropout_triton import row_layout
 
     assert row_layout((2, 4, 8, 8), 0, (4, 16, 8), (0, 8, 0)) is None
     assert row_layout((8, 4, 2, 16), 2, (8, 8, 16), (0, 4, 0)) is None

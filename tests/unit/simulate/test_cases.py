@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.elastic.engine.assignment import Assignment
-from megatron.elastic.engine.nominal import Nominal
+from megatron.elastic.engine.generation.assignment import Assignment
+from megatron.elastic.engine.generation.launch_topology import Nominal
 from megatron.elastic.plan.dataflow import PlanError
 from megatron.elastic.plan.planner import nominal_plan
-from megatron.elastic.plan.validate import validate_plan
+from megatron.elastic.plan.schedule.validate import validate_plan
 from megatron.elastic.simulate.cases import ANSWERS, Case, answer, predict
 from megatron.elastic.simulate.clocks import clock_ablation
 from megatron.elastic.simulate.scenarios import Row, Scenario, lost_cells, run_scenario, scenario_topology

@@ -8,7 +8,7 @@ import pytest
 
 from megatron.elastic.plan.model import Op
 from megatron.elastic.plan.planner import instant_plan
-from megatron.elastic.plan.steady import steady_plan
+from megatron.elastic.plan.search.steady import steady_plan
 from megatron.elastic.plan.topology import regular_topology, without_cells
 from megatron.elastic.simulate.emulate import MachineTooBusy, emulate
 from megatron.elastic.simulate.scenarios import layer_profile

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron.elastic.observe.trace import Span, chrome_trace, draw_spans
 from megatron.elastic.plan.planner import instant_plan
-from megatron.elastic.plan.timing import plan_time
+from megatron.elastic.plan.schedule.timing import plan_time
 from megatron.elastic.plan.topology import regular_topology, without_cells
 from megatron.elastic.simulate.__main__ import main
 from megatron.elastic.simulate.pictures import plan_spans, track_names

@@ -11,7 +11,7 @@ import pytest
 
 from megatron.elastic.plan.model import Profile, UnitCost
 from megatron.elastic.plan.planner import nominal_plan
-from megatron.elastic.plan.timing import plan_time
+from megatron.elastic.plan.schedule.timing import plan_time
 from megatron.elastic.plan.topology import regular_topology
 from megatron.elastic.simulate.__main__ import main
 from megatron.elastic.simulate.engine import StepCosts, simulate_step

@@ -76,7 +76,7 @@ def record(
 def megatron_parser() -> argparse.ArgumentParser:
     from megatron.training.arguments import add_megatron_arguments
 
-    from megatron.elastic.mcore.arguments import add_arguments
+    from megatron.elastic.mcore.args.arguments import add_arguments
 
     parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)
     return add_arguments(add_megatron_arguments(parser))

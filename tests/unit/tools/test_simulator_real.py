@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from megatron.elastic.plan.model import Piece
-from megatron.elastic.plan.timing import execute
+from megatron.elastic.plan.schedule.timing import execute
 from megatron.elastic.simulate.calibrate import OPS, Between, Job, Line, Stage, StepTrace, Unit, Work, calibrated
 from tools.bench.simulator_real import LAYOUTS, Layout, Row, Seen, compare
 

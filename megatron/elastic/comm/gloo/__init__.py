@@ -1,0 +1,1 @@
+"""The baseline (``--elastic-comm gloo``): every group is rebuilt over gloo at every edit."""

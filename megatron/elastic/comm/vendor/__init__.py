@@ -1,0 +1,1 @@
+"""Device tensors through a vendor's collective library (NCCL, HCCL); all others over host links."""

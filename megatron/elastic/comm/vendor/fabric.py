@@ -1,0 +1,289 @@
+"""A fabric for device tensors: bulk data through the vendor's library, everything else over host links.
+
+Membership, errors, waits and mirrors stay those of the native fabric. Each group
+gets a communicator of the vendor's library when it first moves a device tensor;
+:mod:`~megatron.elastic.comm.vendor.group` chooses between the two per call.
+
+A generation changes vendor communicators lazily and each by itself: the first
+device operation of a group in a new generation begins with a host all-gather of
+what every member holds (nothing, or a communicator of a known making, whole or
+revoked), from which all compute the same change: keep, shrink, grow, or rebuild.
+Groups that are whole and have the same members are kept, untouched.
+
+Interruption: a kernel waiting for a dead peer ends only when its communicator is
+revoked (or aborted, where the library cannot). That happens in a helper thread
+with a time limit; a library that hangs there ends the process into a respawn.
+
+No GPU and no NPU has run this file. It is tested with real processes over a
+stand-in of NCCL's C API that moves real bytes (``tests/unit/comm/moving_nccl.c``).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+
+from megatron.elastic.comm import registry
+from megatron.elastic.comm.errors import CommError, GenerationChanged
+from megatron.elastic.comm.fabric import Address, BlockRange, EditReport
+from megatron.elastic.comm.native import NativeFabric
+from megatron.elastic.comm.vendor.group import DeviceGroup
+from megatron.elastic.comm.vendor.host_staging import through_host
+from megatron.elastic.comm.vendor.library import Edit, VendorCommunicator, VendorError, VendorHang, exit_into_respawn
+
+__all__ = ["DeviceFabric"]
+
+NOTHING, WHOLE, REVOKED = 0, 1, 2
+MAKING_BYTES = 16
+
+
+@dataclass
+class Held:
+    """One group's communicator."""
+
+    communicator: VendorCommunicator
+    making: bytes = bytes(MAKING_BYTES)
+    """Names the communicator: the same on all its members, and on nobody else."""
+    settled: int = 0
+    """Generation in which its members were last agreed."""
+    busy: int = 0
+    """Threads inside an operation of it."""
+    last: Any = None
+    """Event behind the operation enqueued last (none on the CPU, where calls block)."""
+
+    def in_flight(self) -> bool:
+        return self.busy > 0 or (self.last is not None and not self.last.query())
+
+    def state(self) -> int:
+        if not self.communicator.order:
+            return NOTHING
+        return REVOKED if self.communicator.revoked else WHOLE
+
+
+class DeviceFabric(NativeFabric):
+    """See the module docstring and :class:`~megatron.elastic.comm.fabric.Fabric`.
+
+    ``vendor(rank)`` makes an unconnected communicator; ``device`` is where this
+    rank's bulk tensors live, ``device_name`` tells devices of the job apart: members
+    of a group that share one go over host links.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        slots: int,
+        incarnation: int,
+        *,
+        vendor: Callable[[int], VendorCommunicator],
+        device: torch.device,
+        device_name: str,
+        **native: Any,
+    ) -> None:
+        self.device = device
+        self._vendor = vendor
+        self._device_name = device_name
+        self._asked = vendor(rank)
+        """Never connected: only asked what the library takes."""
+        self._devices: dict[int, str] = {}
+        self._held: dict[DeviceGroup, Held] = {}
+        self._settling = threading.RLock()
+        self.edits: list[tuple[str, Edit | str]] = []
+        """What became of communicators, newest last: (group, change)."""
+        super().__init__(rank, slots, incarnation, **native)
+
+    def _make(self, role: str, members: tuple[int, ...], *, slot_space: bool) -> DeviceGroup:
+        name = registry.group_name(role, members)
+        return DeviceGroup(self, self._hub, name, members, slot_space=slot_space)
+
+    # -- membership ---------------------------------------------------------
+
+    def address(self) -> Address:
+        own = super().address()
+        return Address(own.rank, own.incarnation, own.host, {**own.endpoint, "device": self._device_name})
+
+    def edit(self, generation: int, members: Mapping[int, Address], timeout: float) -> EditReport:
+        report = super().edit(generation, members, timeout)
+        self._devices = {rank: str(address.endpoint.get("device", "")) for rank, address in members.items()}
+        return report
+
+    def interrupt(self, generation: int) -> None:
+        super().interrupt(generation)
+        stuck = [held for held in list(self._held.values()) if held.in_flight()]
+        if stuck:
+            threading.Thread(target=self._revoke, args=(stuck,), name="elastic-revoke", daemon=True).start()
+
+    def _revoke(self, stuck: Sequence[Held]) -> None:
+        for held in stuck:
+            try:
+                held.communicator.revoke()
+            except VendorHang as hang:
+                exit_into_respawn(hang)
+            except VendorError:
+                held.communicator.order = ()  # of no use to anybody: made anew
+
+    def waiting_for(self) -> tuple[int, ...]:
+        busy = [held.communicator.order for held in list(self._held.values()) if held.busy]
+        others = {rank for order in busy for rank in order if rank != self.rank}
+        return tuple(sorted({*super().waiting_for(), *others}))
+
+    # -- communicators --------------------------------------------------------
+
+    def takes(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType | None) -> bool:
+        """Whether the library moves (and reduces) such a tensor."""
+        return self._asked.takes(tensor, op)
+
+    def shares_device(self, living: Sequence[int]) -> bool:
+        """Whether two of ``living`` are on one device, which vendor libraries refuse."""
+        names = [self._devices.get(rank, "") for rank in living]
+        return len(set(names)) < len(names)
+
+    @contextmanager
+    def using(self, group: DeviceGroup) -> Iterator[VendorCommunicator]:
+        """The group's communicator of this generation, for one operation of all its living members.
+
+        Raises ``GenerationChanged`` when interrupted, before or in the middle; ``CommError``
+        when the library refuses. A library that hangs ends the process.
+        """
+        generation = self.generation
+        with self._settling:
+            held = self._held.get(group)
+            if held is None:
+                held = self._held[group] = Held(self._vendor(self.rank))
+            self._check(generation)
+            try:
+                if held.settled != generation:
+                    self._settle(group, held)
+                held.busy += 1
+            except VendorHang as hang:
+                exit_into_respawn(hang)
+            except VendorError as error:
+                held.communicator.order = ()
+                raise self._meaning(error, generation) from error
+        try:
+            self._check(generation)  # after busy: either the interruption sees us or we see it
+            yield held.communicator
+            held.last = self._mark()
+        except VendorError as error:
+            raise self._meaning(error, generation) from error
+        finally:
+            held.busy -= 1
+
+    def _mark(self) -> Any:
+        if self.device.type == "cpu":
+            return None
+        event = torch.Event(self.device)
+        event.record(torch.accelerator.current_stream(self.device))
+        return event
+
+    def _check(self, generation: int) -> None:
+        frozen = self._hub.frozen()
+        if frozen > generation:
+            raise GenerationChanged(frozen)
+
+    def _meaning(self, error: VendorError, generation: int) -> CommError:
+        """What a refusal means: a revoked communicator refuses everything."""
+        frozen = self._hub.frozen()
+        return GenerationChanged(frozen) if frozen > generation else error
+
+    def _settle(self, group: DeviceGroup, held: Held) -> None:
+        """Agree over host links what all hold, and change it to the living members."""
+        living, own = group.living(), held.communicator
+        table = group.host_table(bytes([held.state()]) + held.making)
+        states = {rank: (row[0], row[1:]) for rank, row in zip(living, table, strict=True)}
+        holders = [rank for rank in living if states[rank][0] != NOTHING]
+        leader = holders[0] if holders else living[0]
+        order = json.loads(group.host_bytes(json.dumps(own.order).encode() if self.rank == leader else None, leader))
+        survivors = [rank for rank in order if rank in living and states[rank] in _of_making(states[leader][1])]
+        lost = [rank for rank in order if rank not in living]
+        joined = sorted(set(living) - set(order))
+        strayed = any(rank in order and rank not in survivors for rank in living)
+        revoked = any(states[rank][0] == REVOKED for rank in survivors) and not lost
+        change = self._change(group, held, survivors, lost, joined, damaged=strayed or revoked)
+        if change != "kept":
+            text = json.dumps([registry.group_name("", own.order), self.generation]).encode()
+            held.making = hashlib.blake2s(group.group_name.encode() + text, digest_size=MAKING_BYTES).digest()
+        held.settled = self.generation
+        self.edits.append((group.group_name, change))
+
+    def _change(
+        self, group: DeviceGroup, held: Held, survivors: list[int], lost: list[int], joined: list[int], damaged: bool
+    ) -> Edit | str:
+        own, living = held.communicator, group.living()
+        source = survivors[0] if survivors else living[0]
+
+        def share(value: bytes | None) -> bytes:
+            return group.host_bytes(value, source)
+
+        if not survivors:
+            own.start(sorted(living), share(own.new_identity() if self.rank == source else None))
+            return "started"
+        if self.rank in survivors:
+            return own.edit(sorted(living), share, damaged)
+        identity = share(None)
+        own.close()
+        if own.rebuilds(bool(lost), bool(joined), damaged):
+            own.start(sorted(living), identity)
+        else:
+            own.join([*survivors, *joined], identity)
+        return "joined"
+
+    # -- groups and blocks ------------------------------------------------------
+
+    def release(self, role_prefix: str) -> None:
+        for (role, _), group in list(self._groups.items()):
+            held = self._held.pop(cast(DeviceGroup, group), None) if role.startswith(role_prefix) else None
+            if held is not None:
+                self._close(held)
+        super().release(role_prefix)
+
+    def reduce_scatter_blocks(self, group: dist.ProcessGroup, flat: torch.Tensor, blocks: Sequence[BlockRange]) -> None:
+        """By one vendor reduction a block; the library sums in an order of its own."""
+        if not _ours(group).by_vendor(flat, op=dist.ReduceOp.SUM):
+            staged = super().reduce_scatter_blocks
+            through_host([], [flat], lambda _, host: staged(group, host[0], blocks))
+            return
+        with self.using(_ours(group)) as communicator, communicator.batch():
+            for block in blocks:
+                root = communicator.order.index(block.owner)
+                communicator.reduce(flat[block.start : block.stop], root, dist.ReduceOp.SUM)
+
+    def all_gather_blocks(self, group: dist.ProcessGroup, flat: torch.Tensor, blocks: Sequence[BlockRange]) -> None:
+        if not _ours(group).by_vendor(flat):
+            staged = super().all_gather_blocks
+            through_host([], [flat], lambda _, host: staged(group, host[0], blocks))
+            return
+        with self.using(_ours(group)) as communicator, communicator.batch():
+            for block in blocks:
+                communicator.broadcast(flat[block.start : block.stop], communicator.order.index(block.owner))
+
+    def close(self) -> None:
+        held, self._held = list(self._held.values()), {}
+        for one in held:
+            self._close(one)
+        super().close()
+
+    def _close(self, held: Held) -> None:
+        try:
+            held.communicator.close()
+        except VendorHang as hang:
+            exit_into_respawn(hang)
+        except VendorError:
+            return  # it is broken already: nothing is left to free
+
+
+def _of_making(making: bytes) -> tuple[tuple[int, bytes], tuple[int, bytes]]:
+    return (WHOLE, making), (REVOKED, making)
+
+
+def _ours(group: dist.ProcessGroup) -> DeviceGroup:
+    if not isinstance(group, DeviceGroup):
+        raise CommError(f"block lists need a group of this fabric, not {type(group).__name__}")
+    return group

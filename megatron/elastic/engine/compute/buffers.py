@@ -1,0 +1,177 @@
+"""Flat parameter and gradient storage of the units this process holds.
+
+Each unit has one flat parameter tensor (model type) and one flat fp32 gradient
+tensor in the element order of its :class:`UnitLayout`; neighbouring units lie
+side by side in one arena, so that units with the same holders are reduced and
+gathered by one call. Parameters become views of the arena: writing a block of
+the flat tensor writes the model.
+
+Invariant: ``arena.gradients`` is the only place gradients accumulate, in fp32,
+unscaled by anything but the loss scale; ``param.grad`` is ``None`` between
+backward passes of non-fp32 parameters.
+
+Units come and go between steps (:meth:`Arena.hold`): the arena is laid out anew,
+parameters of units that stay are copied, so for a moment both layouts exist.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megatron.elastic.engine.compute.model_interface import ModelPort, UnitParameter
+from megatron.elastic.state.layout import UnitLayout
+
+__all__ = ["Arena", "UnitSlice"]
+
+
+@dataclass(frozen=True)
+class UnitSlice:
+    """Where a unit lies in the arena: elements ``[start, start + layout.numel)``."""
+
+    unit: int
+    start: int
+    layout: UnitLayout
+
+    @property
+    def stop(self) -> int:
+        """One past the unit's last element in the arena."""
+        return self.start + self.layout.numel
+
+
+class Arena:
+    """Storage for all held units; see the module docstring.
+
+    Raises ``ValueError`` when the parameters are of more than one type.
+    """
+
+    def __init__(self, port: ModelPort, layouts: Mapping[int, UnitLayout]) -> None:
+        """``layouts``: of every unit this process may ever hold."""
+        self._port = port
+        self._layouts = layouts
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._views: dict[int, list[torch.Tensor]] = {}
+        self._view_of: dict[torch.nn.Parameter, torch.Tensor] = {}
+        self.slices: dict[int, UnitSlice] = {}
+        self.spare: tuple[torch.Tensor, torch.Tensor] | None = None
+        """Storage made ready for other units (parameters, gradients; zeros)."""
+        self.dtype, self.device = torch.float32, torch.device("cpu")
+        self.parameters = self.gradients = torch.empty(0)
+        self._lay()
+
+    def prepare(self, units: Collection[int]) -> None:
+        """Have storage and modules for exactly ``units`` ready for :meth:`hold`. On any thread, beside a step.
+
+        On a CPU most of a change's time is the kernel's, which hands out pages at the first touch.
+        """
+        if self.device.type == "cpu" and tuple(sorted(units)) != tuple(self.slices):
+            self._port.prepare(units)
+            length = sum(self._layouts[unit].numel for unit in units)
+            made = torch.empty(length, dtype=self.dtype), torch.empty(length, dtype=torch.float32)
+            self.spare = made[0].zero_(), made[1].zero_()
+
+    def hold(self, units: Collection[int]) -> bool:
+        """Hold exactly ``units``. Returns whether anything changed: parameters of new units are then undefined."""
+        if tuple(sorted(units)) == tuple(self.slices):
+            return False
+        self.release()
+        before = frozenset(self.slices)
+        for unit in self.slices:
+            for item in self._port.unit_parameters(unit):
+                item.parameter.grad = None
+        self._views, self._view_of, self.gradients = {}, {}, self.gradients.new_empty(0)
+        self._port.hold(units)
+        self._lay(before)
+        return True
+
+    def _lay(self, known: Collection[int] | None = None) -> None:
+        """Storage for what the port holds; only units ``known`` (left out: all) have values to keep."""
+        self.slices, start = {}, 0
+        for unit in self._port.held_units():
+            self.slices[unit] = UnitSlice(unit, start, self._layouts[unit])
+            start += self._layouts[unit].numel
+        members = {unit: tuple(self._port.unit_parameters(unit)) for unit in self.slices}
+        self.dtype, self.device = _common_type(members) or (self.dtype, self.device)
+        spare, self.spare = self.spare, None
+        if spare is None or spare[0].numel() != start or spare[0].dtype != self.dtype:
+            spare = (
+                torch.zeros(start, dtype=self.dtype, device=self.device),
+                torch.zeros(start, dtype=torch.float32, device=self.device),
+            )
+        self.parameters, self.gradients = spare
+        self._views = {
+            unit: [self._adopt(unit, item, known is None or unit in known) for item in items]
+            for unit, items in members.items()
+        }
+        self._view_of = {
+            item.parameter: view
+            for unit, items in members.items()
+            for item, view in zip(items, self._views[unit], strict=True)
+        }
+
+    def _adopt(self, unit: int, item: UnitParameter, keep: bool) -> torch.Tensor:
+        """Move one parameter's storage into the arena, its value too (``keep``); returns its fp32 gradient view."""
+        where = self.slices[unit]
+        start = where.start + where.layout.slot(item.spec.name).start
+        stop = start + item.spec.numel
+        value = self.parameters[start:stop].view(item.spec.shape)
+        gradient = self.gradients[start:stop].view(item.spec.shape)
+        with torch.no_grad():
+            if keep and item.parameter.numel():  # else it was given up earlier
+                value.copy_(item.parameter)
+            item.parameter.data = value
+        if self.dtype == torch.float32:
+            item.parameter.grad = gradient
+        else:
+            self._hooks.append(item.parameter.register_post_accumulate_grad_hook(_accumulate_into(gradient)))
+        return gradient
+
+    def zero_gradients(self) -> None:
+        """Before a step; re-attaches fp32 views that someone's ``zero_grad`` dropped."""
+        self.gradients.zero_()
+        if self.dtype == torch.float32:
+            for unit, views in self._views.items():
+                for item, view in zip(self._port.unit_parameters(unit), views, strict=True):
+                    item.parameter.grad = view
+
+    def accumulate(self, parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
+        """Add a gradient that was formed outside of autograd, exactly as autograd's own is added."""
+        self._view_of[parameter].add_(gradient)
+
+    def gradient_views(self) -> Mapping[int, Sequence[torch.Tensor]]:
+        """fp32 gradient of each parameter, shaped like it, per unit."""
+        return self._views
+
+    def unit_parameters(self, unit: int) -> torch.Tensor:
+        """Flat parameters of a unit: 1-D, model type, a view."""
+        where = self.slices[unit]
+        return self.parameters[where.start : where.stop]
+
+    def unit_gradients(self, unit: int) -> torch.Tensor:
+        """Flat fp32 gradients of a unit: 1-D, a view."""
+        where = self.slices[unit]
+        return self.gradients[where.start : where.stop]
+
+    def release(self) -> None:
+        """Detach from the model (hooks removed; parameters keep their storage)."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+
+def _common_type(members: Mapping[int, Sequence[UnitParameter]]) -> tuple[torch.dtype, torch.device] | None:
+    kinds = {(item.parameter.dtype, item.parameter.device) for items in members.values() for item in items}
+    if len(kinds) > 1:
+        raise ValueError(f"parameters of one rank must share a type and a device, found {sorted(map(str, kinds))}")
+    return kinds.pop() if kinds else None
+
+
+def _accumulate_into(gradient: torch.Tensor):  # type: ignore[no-untyped-def]
+    def hook(parameter: torch.nn.Parameter) -> None:
+        if parameter.grad is not None:
+            gradient.add_(parameter.grad)
+            parameter.grad = None
+
+    return hook

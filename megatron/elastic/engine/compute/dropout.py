@@ -1,0 +1,343 @@
+"""Dropout whose masks belong to samples, not to ranks.
+
+The mask of an element is a function of (seed, step, global sample number, unit,
+site) and the element's coordinate in the whole activation, formed by a
+counter-based generator (Philox4x32-10; ``csrc/random``). No state advances.
+
+Invariant: whoever computes a sample, in whatever piece, on whatever stage, with
+whatever tensor- or sequence-parallel slice, first time or in a recomputation,
+drops the same elements. (DESIGN section 7, RNG axis; ElasWave, arXiv 2510.00606,
+"computation consistency".)
+
+The engine says which samples a piece holds by entering :func:`dropout_scope`
+around its forward *and* its backward, where recomputation runs the forward again.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from megatron.elastic import _random
+from megatron.elastic.engine.compute.philox import keep_mask
+
+__all__ = [
+    "BiasDropoutAdd",
+    "DropoutKey",
+    "SampleDropout",
+    "Site",
+    "Split",
+    "current_key",
+    "dropout_scope",
+    "sample_dropout",
+]
+
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
+_U64 = (1 << 64) - 1
+_SCOPE = "megatron.elastic.engine.compute.dropout.key"
+
+
+class Site(IntEnum):
+    """Where in a unit dropout stands; part of the key, so numbers never change meaning."""
+
+    EMBEDDING = 0
+    ATTENTION_PROBS = 1
+    ATTENTION_OUTPUT = 2
+    CROSS_ATTENTION_PROBS = 3
+    CROSS_ATTENTION_OUTPUT = 4
+    MLP_OUTPUT = 5
+
+
+@dataclass(frozen=True)
+class DropoutKey:
+    """Which step and which samples a piece computes.
+
+    ``samples`` are the global sample numbers of the piece's rows, in batch order.
+    """
+
+    seed: int
+    step: int
+    samples: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Split:
+    """An even slice of dimension ``dim``: part ``index`` of ``count`` (a tensor-parallel rank and size)."""
+
+    dim: int
+    index: int
+    count: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.index < self.count:
+            raise ValueError(f"part {self.index} of {self.count}")
+
+
+@contextmanager
+def dropout_scope(key: DropoutKey) -> Iterator[None]:
+    """Dropout inside uses ``key``; scopes nest. Local to the thread and to the backward passes it starts.
+
+    Kept in torch's thread-local state rather than a ``ContextVar``: autograd hands that
+    state to its device threads, where recomputation runs the forward again.
+    """
+    before = current_key()
+    torch._C._stash_obj_in_tls(_SCOPE, key)
+    try:
+        yield
+    finally:
+        torch._C._stash_obj_in_tls(_SCOPE, before)
+
+
+def current_key() -> DropoutKey | None:
+    """The innermost scope's key, or None outside any."""
+    if not torch._C._is_key_in_tls(_SCOPE):
+        return None
+    key: DropoutKey | None = torch._C._get_obj_in_tls(_SCOPE)
+    return key
+
+
+@cache
+def _odds(p: float) -> tuple[int, float]:
+    """(an element goes when its 32-bit word is below this: p to within 2^-33; what kept ones are multiplied by)."""
+    return min(round(p * 2**32), 2**32 - 1), 1.0 / (1.0 - p)
+
+
+class _Mask(NamedTuple):
+    """Everything that determines one mask: 100 bytes kept for backward instead of a tensor."""
+
+    key: DropoutKey
+    p: float
+    unit: int
+    site: int
+    sample_dim: int
+    extent: tuple[int, ...]
+    offset: tuple[int, ...]
+
+    def apply(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        """``dropout(x)`` (+ residual), new and contiguous; rounds as separate operators would."""
+        x = x.contiguous()
+        residual = None if residual is None else residual.contiguous()
+        if not x.is_cpu or x.dtype not in _DTYPES:
+            return self._on_device(x, residual)
+        out = torch.empty_like(x)
+        key, p, unit, site, sample_dim, extent, offset = self
+        added = 0 if residual is None else residual.data_ptr()
+        _random.dropout(  # by position: half the cost of a small call is its arguments
+            out.data_ptr(), x.data_ptr(), added, x.nbytes, _DTYPES[x.dtype], x.shape, sample_dim, extent, offset,
+            key.seed & _U64, key.step, unit, site, key.samples, *_odds(p),
+        )  # fmt: skip
+        return out
+
+    def _on_device(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        """One Triton kernel where it can say the layout, else tensor operations; the same bits."""
+        key, where = self.key, (self.sample_dim, self.extent, self.offset)
+        drop_below, scale = _odds(self.p)
+        drawn: dict[str, Any] = {
+            "seed": key.seed & _U64,
+            "step": key.step,
+            "unit": self.unit,
+            "site": self.site,
+            "samples": key.samples,
+            "drop_below": drop_below,
+        }
+        kernel = _triton_kernel()
+        if kernel is not None and x.dtype in kernel.DTYPES:
+            layout = kernel.row_layout(x.shape, *where)
+            if layout is not None:
+                out: Tensor = kernel.launch(x, residual, layout, scale=scale, **drawn)
+                return out
+        sample_dim, extent, offset = where
+        keep = keep_mask(
+            sizes=tuple(x.shape), sample_dim=sample_dim, extent=extent, offset=offset, device=x.device, **drawn
+        )
+        dropped = torch.where(keep, x * scale, torch.zeros((), dtype=x.dtype, device=x.device))
+        return dropped if residual is None else residual + dropped
+
+
+@cache
+def _triton_kernel() -> Any | None:
+    """The kernel's module; None, said once, where there is no Triton."""
+    try:
+        from megatron.elastic.engine.compute import dropout_triton
+    except ImportError as error:
+        warnings.warn(f"sample-keyed dropout runs as separate operations (slower, same masks): {error}", stacklevel=2)
+        return None
+    return dropout_triton
+
+
+class _Dropout(torch.autograd.Function):
+    """Linear in x: backward is the same mask on the gradient, formed again rather than kept.
+
+    (Kept masks were measured as well: ``tools/bench/dropout.py``.)
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, residual: Tensor | None, mask: _Mask) -> Tensor:
+        ctx.mask = mask
+        return mask.apply(x, residual)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        (grad,) = grads
+        wants_x, wants_residual, _ = ctx.needs_input_grad
+        grad_x: Tensor | None = None
+        if wants_x and torch.is_grad_enabled():  # a graph of the backward pass is wanted
+            grad_x = _Dropout.apply(grad, None, ctx.mask)  # type: ignore[no-untyped-call]
+        elif wants_x:
+            grad_x = ctx.mask.apply(grad, None)
+        return grad_x, grad if wants_residual else None, None
+
+
+def sample_dropout(
+    x: Tensor,
+    p: float,
+    *,
+    unit: int,
+    site: int,
+    sample_dim: int,
+    extent: tuple[int, ...],
+    offset: tuple[int, ...],
+    residual: Tensor | None = None,
+) -> Tensor:
+    """``dropout(x, p)``, or ``residual + dropout(x, p)`` in one pass.
+
+    ``extent`` holds the global sizes of all dimensions of ``x`` but ``sample_dim``, in
+    order, and ``offset`` where this rank's slice begins in each. Kept elements are scaled
+    by 1/(1-p); a dropped one is 0 whatever it held. Always active (no training flag):
+    see :class:`SampleDropout`. ``residual`` has x's shape and dtype.
+
+    Raises ``RuntimeError`` outside :func:`dropout_scope`, ``ValueError`` when the key's
+    samples do not fit ``x`` or the slice does not fit its extent.
+    """
+    if not 0.0 <= p <= 1.0:
+        raise ValueError(f"dropout probability must be in [0, 1], not {p}")
+    if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
+        raise ValueError(f"residual is {residual.dtype}{list(residual.shape)}, x is {x.dtype}{list(x.shape)}")
+    _check(x, sample_dim, extent, offset)
+    return _drop(x, residual, p, unit, int(site), sample_dim, extent, offset)
+
+
+def _drop(
+    x: Tensor,
+    residual: Tensor | None,
+    p: float,
+    unit: int,
+    site: int,
+    sample_dim: int,
+    extent: tuple[int, ...],
+    offset: tuple[int, ...],
+) -> Tensor:
+    """:func:`sample_dropout` of a slice known to lie inside its extent."""
+    if p == 0.0:
+        return x if residual is None else residual + x
+    if p == 1.0:
+        return x * 0.0 if residual is None else residual + x * 0.0
+    key = current_key()
+    if key is None:
+        raise RuntimeError("sample-keyed dropout ran outside dropout_scope: no step and samples to draw its mask for")
+    if x.shape[sample_dim] != len(key.samples):
+        raise ValueError(
+            f"dropout got {x.shape[sample_dim]} rows along dimension {sample_dim}; the scope names "
+            f"{len(key.samples)} samples"
+        )
+    mask = _Mask(key, p, unit, site, sample_dim, extent, offset)
+    if not torch.is_grad_enabled():
+        return mask.apply(x, residual)
+    out: Tensor = _Dropout.apply(x, residual, mask)  # type: ignore[no-untyped-call]
+    return out
+
+
+def _check(x: Tensor, sample_dim: int, extent: tuple[int, ...], offset: tuple[int, ...]) -> None:
+    local = tuple(size for dim, size in enumerate(x.shape) if dim != sample_dim)
+    if len(extent) != len(local) or len(offset) != len(local):
+        raise ValueError(f"extent {extent} and offset {offset} must name {len(local)} dimensions")
+    for size, start, whole in zip(local, offset, extent, strict=True):
+        if start < 0 or start + size > whole:
+            raise ValueError(f"slice {offset} + {local} lies outside extent {extent}")
+
+
+def _place(x: Tensor, sample_dim: int, split: Split | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(extent, offset) of a tensor that is whole but for ``split``."""
+    extent, offset = [], []
+    for dim, size in enumerate(x.shape):
+        if dim == sample_dim:
+            continue
+        divided = split is not None and dim == split.dim
+        extent.append(size * split.count if divided and split is not None else size)
+        offset.append(size * split.index if divided and split is not None else 0)
+    return tuple(extent), tuple(offset)
+
+
+class SampleDropout(nn.Module):
+    """In the place of ``nn.Dropout``; identity in eval mode and at p = 0.
+
+    ``unit`` is the unit's number in the whole model (it stays when stages move),
+    ``sample_dim`` the batch dimension of the input, ``split`` the dimension that tensor
+    or sequence parallelism slices. At Megatron's sites: attention probabilities
+    [b, np, sq, sk]: sample_dim 0, split dim 1 (heads); hidden states and embeddings
+    [s, b, h]: sample_dim 1, split dim 0 under sequence parallelism.
+    """
+
+    def __init__(self, p: float, *, unit: int, site: Site, sample_dim: int, split: Split | None = None) -> None:
+        super().__init__()
+        if not 0.0 <= p <= 1.0:
+            raise ValueError(f"dropout probability must be in [0, 1], not {p}")
+        if split is not None and split.dim == sample_dim:
+            raise ValueError("samples are told apart by number: the sample dimension cannot be split")
+        self.p = p
+        self.unit = unit
+        self.site = site
+        self.sample_dim = sample_dim
+        self.split = None if split is None or split.count == 1 else split
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Same shape and dtype as ``x``."""
+        if not self.training or self.p == 0.0:
+            return x
+        extent, offset = _place(x, self.sample_dim, self.split)
+        return _drop(x, None, self.p, self.unit, self.site, self.sample_dim, extent, offset)
+
+    def extra_repr(self) -> str:
+        return f"p={self.p}, unit={self.unit}, site={self.site.name}, split={self.split}"
+
+
+@dataclass(frozen=True)
+class BiasDropoutAdd:
+    """In the place of a layer's ``get_bias_dropout_add``: ``bda(training, fused)(x_with_bias, residual, p)``.
+
+    Not a module, so that it adds nothing to the layer's state. Tensors are [s, b, h].
+    """
+
+    unit: int
+    site: Site
+    split: Split | None = None
+    sample_dim: int = 1
+
+    def __call__(
+        self, training: bool, fused: bool = False
+    ) -> Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]:
+        """``fused`` is accepted and means nothing: dropout and addition are one pass anyhow."""
+
+        def bias_dropout_add(x_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, prob: float) -> Tensor:
+            x, bias = x_with_bias
+            if x.dtype != residual.dtype:  # fp32 residual stream
+                x = x.to(residual.dtype)
+                bias = None if bias is None else bias.to(residual.dtype)
+            if bias is not None:
+                x = x + bias
+            if not training or prob == 0.0:
+                return residual + x
+            extent, offset = _place(x, self.sample_dim, self.split)
+            if x.shape != residual.shape:
+                raise ValueError(f"residual is {list(residual.shape)}, x is {list(x.shape)}")
+            return _drop(x, residual, prob, self.unit, self.site, self.sample_dim, extent, offset)
+
+        return bias_dropout_add

@@ -1,0 +1,364 @@
+"""Runs one cell's line of a schedule table.
+
+The table is data (``plan/schedule/table.py``): the executor knows no pipeline
+schedule. It performs actions strictly in order; receives are posted when their
+action comes up and waited for by the action that consumes them; sends are
+asynchronous. Between two pieces of one cell the tensor stays where it is. Whatever
+order the table prescribes, a piece's backward runs in the process that ran its
+forward. Where the table splits a backward, its input
+part leaves the weight gradients to the model's queue and its weight part runs
+them; activations live until then, as ``plan/schedule/validate.py`` counts them.
+
+Loss weights are those of the nominal sample grid (DESIGN §7): with per-token
+loss the plain sum, divided by the step's token count after the vote; otherwise
+each nominal micro-batch's own mean over their number on a nominal replica, the
+replicas averaged after the vote.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from megatron.elastic.config import ConfigError
+from megatron.elastic.engine.compute.ledger import Ledger, LedgerError
+from megatron.elastic.engine.compute.model_interface import (
+    ROW_DIM,
+    DeferredWeights,
+    ForwardStep,
+    LossOutput,
+    ModelPort,
+    place_of,
+)
+from megatron.elastic.engine.compute.point_to_point import BoundaryTransport, Receipt
+from megatron.elastic.engine.compute.samples import PieceBatch, StepAddress
+from megatron.elastic.observe.timeline import Timeline
+from megatron.elastic.plan.model import Action, Cell, Edge, Op, Piece, Plan
+
+__all__ = ["Executor", "PassResult", "Timed", "Work"]
+
+_GRADIENT_OPS = frozenset({Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT})
+_BACKWARD_OPS = frozenset({Op.BACKWARD, Op.SEND_BACKWARD, Op.RECV_BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT})
+
+
+@dataclass(frozen=True)
+class Work:
+    """One pass over the batch: what to run it on and how to weigh its losses."""
+
+    step: int
+    address: StepAddress
+    forward_step: ForwardStep
+    batches: Callable[[Piece], PieceBatch]
+    scope: Callable[[Piece], AbstractContextManager[None]]
+    """Entered around forward and backward of a piece: dropout keys."""
+    reach: Callable[[str], None]
+    """Told of named points (fault injection)."""
+    drag: Callable[[int], None]
+    """Told of every computation's nanoseconds; returns when a slowed rank would have been done with it."""
+    timeline: Timeline
+    folded: Callable[[], None]
+    """Told whenever a backward has left one piece's gradients (exact mode takes them up)."""
+    loss_scale: float = 1.0
+    per_token: bool = False
+    microbatches: float = 1.0
+    """Nominal micro-batches of the step a nominal replica, those that nobody computes left out."""
+    training: bool = True
+
+
+@dataclass
+class PassResult:
+    """What this cell's last segments saw: sums of what the loss function reported."""
+
+    tokens: float = 0.0
+    report: dict[str, tuple[float, float]] = field(default_factory=dict)
+    rows: list[int] = field(default_factory=list)
+    """Rows of the global batch whose loss was computed here."""
+    ledger: Ledger = field(default_factory=Ledger)
+    """Samples that all this was really computed from."""
+    contents: tuple[dict[int, int], dict[int, int]] = field(default_factory=lambda: ({}, {}))
+    """Sample → digest of its contents, as read at the first unit and at the loss: they explain a refused vote."""
+    actions: list[Timed] = field(default_factory=list)
+    """Computations in the order they ran."""
+
+    def times(self, pieces: Mapping[int, Piece]) -> dict[tuple[int, int], tuple[int, int]]:
+        """(first unit, end unit) → nanoseconds of (forwards, backwards)."""
+        sums: dict[tuple[int, int], tuple[int, int]] = {}
+        for action in self.actions:
+            piece, spent = pieces[action.piece], action.end_ns - action.start_ns
+            forward, backward = sums.get((piece.first, piece.end), (0, 0))
+            both = (forward + spent, backward) if action.op is Op.FORWARD else (forward, backward + spent)
+            sums[piece.first, piece.end] = both
+        return sums
+
+
+class Timed(NamedTuple):
+    """When a computation ran, by this process's monotonic clock; waiting for its inputs is not in it."""
+
+    op: Op
+    piece: int
+    start_ns: int
+    end_ns: int
+
+
+@dataclass
+class _Running:
+    """A piece between its forward and its backward."""
+
+    source: torch.Tensor | None
+    output: torch.Tensor
+
+
+class Executor:
+    """Executes ``plan``'s table for ``cell`` at tensor-parallel ``position``.
+
+    ``accumulate(parameter, gradient)`` takes weight gradients formed outside of autograd.
+    """
+
+    def __init__(
+        self,
+        port: ModelPort,
+        transport: BoundaryTransport,
+        plan: Plan,
+        cell: Cell,
+        position: int,
+        accumulate: Callable[[torch.nn.Parameter, torch.Tensor], None],
+        device: torch.device = torch.device("cpu"),  # noqa: B008 - immutable
+    ) -> None:
+        self._port = port
+        self._transport = transport
+        self._plan = plan
+        self._cell = cell
+        self._position = position
+        self._accumulate = accumulate
+        self._device = device
+        self._split = frozenset(a.piece for a in plan.table(cell.id) if a.op is Op.BACKWARD_INPUT)
+        self._pieces = {piece.id: piece for piece in plan.pieces}
+        self._cells = {c.id: c for c in plan.cells}
+        self._into: dict[int, list[int]] = {}
+        self._out_of: dict[int, list[int]] = {}
+        for index, edge in enumerate(plan.edges):
+            self._into.setdefault(edge.target, []).append(index)
+            self._out_of.setdefault(edge.source, []).append(index)
+        self._reset()
+
+    def _reset(self) -> None:
+        self._running: dict[int, _Running] = {}
+        self._deferred: dict[int, DeferredWeights] = {}
+        self._receipts: dict[tuple[int, bool], Receipt] = {}
+        self._local: dict[tuple[int, bool], torch.Tensor] = {}
+
+    @property
+    def pieces(self) -> Mapping[int, Piece]:
+        """Every piece of the plan by number."""
+        return self._pieces
+
+    def data_pieces(self) -> tuple[Piece, ...]:
+        """Pieces of this cell that read the data set, in order of their forwards."""
+        order = [a.piece for a in self._plan.table(self._cell.id) if a.op is Op.FORWARD]
+        ends = {0, self._port.compute_units}
+        return tuple(p for p in (self._pieces[i] for i in order) if {p.first, p.end} & ends)
+
+    def run(self, work: Work) -> PassResult:
+        """Execute every action; gradients accumulate in the arena. Raises the communicator's typed errors."""
+        result = PassResult()
+        self._reset()
+        try:
+            for action in self._plan.table(self._cell.id):
+                if work.training or action.op not in _BACKWARD_OPS:
+                    self._perform(action, work, result)
+                if action.op in _GRADIENT_OPS:
+                    work.folded()
+            if self._deferred:
+                raise RuntimeError(f"the schedule forms no weight gradients for pieces {sorted(self._deferred)}")
+            if work.training and self._running:
+                raise RuntimeError(f"the schedule has no backward for pieces {sorted(self._running)}")
+            self._transport.flush()
+        finally:
+            self._reset()
+            self._transport.abandon()
+        return result
+
+    def _perform(self, action: Action, work: Work, result: PassResult) -> None:
+        piece = self._pieces[action.piece]
+        match action.op:
+            case Op.RECV_FORWARD | Op.RECV_BACKWARD:
+                self._post(action.edge, work.step, backward=action.op is Op.RECV_BACKWARD)
+            case Op.FORWARD:
+                work.reach("mid_forward")
+                self._forward(action, piece, work, result)
+            case Op.BACKWARD:
+                work.reach("mid_backward")
+                self._backward(action, piece, work, result)
+                result.ledger.accumulated(piece, work.address.samples(piece))
+            case Op.BACKWARD_INPUT:
+                work.reach("mid_backward")
+                with self._port.deferring(piece) as self._deferred[piece.id]:
+                    self._backward(action, piece, work, result)
+            case Op.BACKWARD_WEIGHT:
+                with _timed(action, piece, work, result):
+                    self._deferred.pop(piece.id).run(self._accumulate)
+                result.ledger.accumulated(piece, work.address.samples(piece))
+            case Op.SEND_FORWARD:
+                edge = self._plan.edges[action.edge]
+                running = self._running[piece.id]
+                self._emit(running.output, edge.source_at, action.edge, edge.target, work.step, backward=False)
+                if not work.training and action.edge == self._sent(piece)[-1]:
+                    del self._running[piece.id]
+            case Op.SEND_BACKWARD:
+                edge = self._plan.edges[action.edge]
+                gradient = self._local[(-1 - piece.id, True)]
+                self._emit(gradient, edge.target_at, action.edge, edge.source, work.step, backward=True)
+
+    def _forward(self, action: Action, piece: Piece, work: Work, result: PassResult) -> None:
+        source = self._assemble(piece, backward=False) if piece.first > 0 else None
+        if source is not None and work.training:
+            source.requires_grad_(True)
+        grad_mode = nullcontext() if work.training else torch.no_grad()
+        splittable = self._port.deferring(piece) if work.training and piece.id in self._split else nullcontext()
+        batch = work.batches(piece)
+        with work.scope(piece), grad_mode, splittable, _timed(action, piece, work, result):
+            place = place_of(piece.first, piece.end, self._port.compute_units)
+            output = self._port.forward(work.forward_step, piece, place, source, batch)
+        self._enter(piece, batch, work, result)
+        if isinstance(output, LossOutput):
+            _record(output, piece, result)
+            output = _weighted(output, piece, self._plan, work, result)
+            if not work.training:
+                return
+        self._hand_over(piece, output.detach(), backward=False)
+        if work.training or self._sent(piece):
+            self._running[piece.id] = _Running(source, output)
+
+    def _enter(self, piece: Piece, batch: PieceBatch, work: Work, result: PassResult) -> None:
+        """Compare what a piece was computed from with the plan, and keep it for the vote."""
+        if self._position > 0:  # the first rank of a cell reads the data set and sends it to the others
+            return
+        units, reading = self._port.compute_units, batch.reading
+        try:
+            result.ledger.read(piece, work.address.samples(piece), reading, units)
+        except LedgerError as error:
+            raise LedgerError(f"step {work.step}, rank {self._cell.ranks[0]}: {error}") from None
+        for seen, here in zip(result.contents, (piece.first == 0, piece.end == units), strict=True):
+            if here and reading is not None:
+                seen.update(zip(reading.samples, reading.contents, strict=True))
+
+    def _backward(self, action: Action, piece: Piece, work: Work, result: PassResult) -> None:
+        running = self._running.pop(piece.id)
+        gradient = self._assemble(piece, backward=True) if piece.end < self._port.compute_units else None
+        with work.scope(piece), _timed(action, piece, work, result):
+            torch.autograd.backward(running.output, grad_tensors=gradient)
+        if running.source is not None:
+            assert running.source.grad is not None
+            self._hand_over(piece, running.source.grad, backward=True)
+            self._local[(-1 - piece.id, True)] = running.source.grad
+
+    def _hand_over(self, piece: Piece, tensor: torch.Tensor, *, backward: bool) -> None:
+        """What ``piece`` made, to those of its neighbours that this cell computes: tables have no transfer for it."""
+        for index in (self._into if backward else self._out_of).get(piece.id, ()):
+            edge = self._plan.edges[index]
+            if self._peer(edge, backward=not backward) == self._cell.id:
+                self._local[(index, backward)] = _rows(tensor, edge.target_at if backward else edge.source_at)
+
+    def _peer(self, edge: Edge, *, backward: bool) -> int:
+        """The cell that ``edge`` brings something from."""
+        return self._pieces[edge.target if backward else edge.source].cell
+
+    def _sent(self, piece: Piece) -> list[int]:
+        """Edges over which the output of ``piece`` leaves this cell, in the order of its table."""
+        edges = self._plan.edges
+        return [i for i in self._out_of.get(piece.id, ()) if self._pieces[edges[i].target].cell != self._cell.id]
+
+    def _assemble(self, piece: Piece, *, backward: bool) -> torch.Tensor:
+        """Rows from every edge of ``piece`` as one ``[s, rows, h]`` tensor."""
+        edges = (self._out_of if backward else self._into).get(piece.id, [])
+        if len(edges) == 1 and _positions(self._plan.edges[edges[0]], backward) == tuple(range(len(piece.rows))):
+            return self._take(edges[0], backward)
+        shape, dtype = self._port.boundary(len(piece.rows))
+        whole: torch.Tensor | None = None
+        for index in edges:
+            part = self._take(index, backward)
+            if whole is None:
+                whole = torch.empty(shape, dtype=dtype, device=part.device)
+            at = torch.tensor(_positions(self._plan.edges[index], backward), device=part.device)
+            whole.index_copy_(ROW_DIM, at, part)
+        assert whole is not None, f"piece {piece.id} has no edge to read from"
+        return whole
+
+    def _take(self, edge: int, backward: bool) -> torch.Tensor:
+        if (edge, backward) in self._local:
+            return self._local.pop((edge, backward))
+        return self._receipts.pop((edge, backward)).wait()
+
+    def _post(self, index: int, step: int, *, backward: bool) -> None:
+        edge = self._plan.edges[index]
+        peer = self._peer(edge, backward=backward)
+        shape, dtype = self._port.boundary(len(edge.rows))
+        buffer = torch.empty(shape, dtype=dtype, device=self._device)
+        rank = self._cells[peer].ranks[self._position]
+        self._receipts[(index, backward)] = self._transport.receive(buffer, rank, step, index, backward)
+
+    def _emit(
+        self, tensor: torch.Tensor, at: Sequence[int], index: int, other: int, step: int, *, backward: bool
+    ) -> None:
+        peer = self._cells[self._pieces[other].cell]
+        self._transport.send(_rows(tensor, at), peer.ranks[self._position], step, index, backward)
+
+
+@contextmanager
+def _timed(action: Action, piece: Piece, work: Work, result: PassResult) -> Iterator[None]:
+    start = time.monotonic_ns()
+    yield
+    work.drag(time.monotonic_ns() - start)
+    end = time.monotonic_ns()
+    result.actions.append(Timed(action.op, action.piece, start, end))
+    work.timeline.computed(action.op.value, piece.id, piece.first, piece.end, start, end)
+
+
+def _rows(tensor: torch.Tensor, at: Sequence[int]) -> torch.Tensor:
+    """Rows ``at`` of ``[s, rows, h]``; the tensor itself where that is all of them."""
+    if tuple(at) == tuple(range(tensor.shape[ROW_DIM])):
+        return tensor
+    return tensor.index_select(ROW_DIM, torch.tensor(tuple(at), device=tensor.device))
+
+
+def _positions(edge: Edge, backward: bool) -> tuple[int, ...]:
+    return edge.source_at if backward else edge.target_at
+
+
+def _record(output: LossOutput, piece: Piece, result: PassResult) -> None:
+    result.rows.extend(piece.rows)
+    if output.tokens is not None:
+        result.tokens += float(output.tokens)
+    for key, value in output.report.items():
+        flat = value.detach().reshape(-1).double()
+        if flat.numel() not in (1, 2):
+            raise ValueError(f"the loss function reports {key!r} with {flat.numel()} values; 1 or 2 are expected")
+        total, count = (float(flat[0]), float(flat[1])) if flat.numel() == 2 else (float(flat[0]), 1.0)
+        before = result.report.get(key, (0.0, 0.0))
+        result.report[key] = (before[0] + total, before[1] + count)
+
+
+def _weighted(output: LossOutput, piece: Piece, plan: Plan, work: Work, result: PassResult) -> torch.Tensor:
+    """The scalar whose gradient is this piece's share of the step's, times the loss scale."""
+    if work.per_token:
+        if output.tokens is None:
+            raise ConfigError(
+                "--calculate-per-token-loss needs a loss function that returns (sum, tokens, report), and this one "
+                "returns a mean: leave the flag out, or return the sum over tokens and their number"
+            )
+        loss = output.loss
+    else:
+        if len(piece.rows) != plan.grid.micro_batch_size:
+            raise ConfigError(
+                "a micro-batch was split between ranks, and the loss function returns only its mean: add "
+                "--calculate-per-token-loss and return (sum over tokens, number of tokens, report)"
+            )
+        loss = output.loss if output.tokens is None else output.loss / torch.clamp(output.tokens, min=1)
+        loss = loss / work.microbatches
+        result.ledger.weights += 1.0 / work.microbatches
+    return loss * work.loss_scale if work.loss_scale != 1.0 else loss

@@ -1,0 +1,243 @@
+"""Samples by address, so that any rank can read any sample of any step.
+
+The nominal grid consumes sample ``first + row`` at row ``row`` of a step that
+starts at ``first`` consumed samples. Which rank reads it is the plan's choice,
+made anew at each generation; a source therefore never advances by being read,
+and reading twice gives the same bytes.
+
+Prefetching is torch's ``DataLoader`` over an endless batch sampler that follows
+the present plan. A batch carries its sample numbers through the loader, so that what
+a piece was computed from is known and not assumed (:mod:`ledger`). A change of plan, a
+dead loader worker, or a step that was not read to its end starts the loader anew.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data._utils import signal_handling
+
+from megatron.elastic.engine.compute.ledger import Reading, content_digests
+from megatron.elastic.plan.model import Piece
+
+__all__ = ["DatasetSource", "PieceBatch", "SampleSource", "StepAddress"]
+
+_PR_SET_PDEATHSIG = 1
+Numbered = tuple[tuple[int, ...], Any]
+"""Global sample numbers, and the batch that was made of those samples."""
+
+
+@dataclass(frozen=True)
+class StepAddress:
+    """``first``: samples consumed before the step; ``size``: rows in it."""
+
+    first: int
+    size: int
+
+    def samples(self, piece: Piece) -> tuple[int, ...]:
+        """Global numbers of the samples of ``piece``, in row order."""
+        return tuple(self.first + row for row in piece.rows)
+
+
+class PieceBatch(Iterator[Any]):
+    """The batch of one piece, as Megatron's ``data_iterator``: it yields once, and is fetched when asked for."""
+
+    def __init__(self, fetch: Callable[[], Numbered] | None = None, reading: Reading | None = None) -> None:
+        self._fetch = fetch
+        self.reading = reading
+        """What was handed out; ``None`` as long as nothing was."""
+
+    @classmethod
+    def as_planned(cls, samples: tuple[int, ...]) -> PieceBatch:
+        """For a model that makes its own inputs: no data, and the planned samples as their number says."""
+        return cls(reading=Reading(samples, (0,) * len(samples)))
+
+    def __next__(self) -> Any:
+        if self._fetch is None:
+            raise StopIteration
+        fetch, self._fetch = self._fetch, None
+        samples, batch = fetch()
+        self.reading = Reading(samples, content_digests(batch, len(samples)))
+        return batch
+
+
+class SampleSource(Protocol):
+    """Where a step's samples come from."""
+
+    def plan(self, pieces: Sequence[Piece]) -> None:
+        """The pieces this rank reads each step, in reading order, until told otherwise."""
+
+    def begin(self, address: StepAddress) -> Callable[[Piece], PieceBatch]:
+        """Reader of one step: ``reader(piece)`` yields that piece's collated batch once."""
+
+
+class DatasetSource:
+    """A map-style data set behind :class:`SampleSource`.
+
+    ``order(sample)`` gives the data set index of a global sample number. Raises
+    ``IndexError`` (from the data set or ``order``) past the end of the data, when a batch is asked for.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        order: Callable[[int], int],
+        workers: int = 0,
+        collate: Callable[[list[Any]], Any] = default_collate,
+    ) -> None:
+        self._dataset = dataset
+        self._order = order
+        self._workers = workers
+        self._collate = collate
+        self._pieces: tuple[Piece, ...] = ()
+        self._loader: _Loader | None = None
+
+    def plan(self, pieces: Sequence[Piece]) -> None:
+        """See :class:`SampleSource`; prefetched batches of an older plan are dropped."""
+        if tuple(pieces) != self._pieces:
+            self._pieces = tuple(pieces)
+            self.close()
+
+    def begin(self, address: StepAddress) -> Callable[[Piece], PieceBatch]:
+        """See :class:`SampleSource`."""
+        if self._workers == 0 or not self._pieces:
+            return lambda piece: PieceBatch(lambda: self._read(address, piece))
+        if self._loader is None or self._loader.position != (address, 0):
+            self._loader = _Loader(self._dataset, self._order, self._pieces, address, self._workers, self._collate)
+        return lambda piece: PieceBatch(lambda: self._prefetched(address, piece))
+
+    def close(self) -> None:
+        """Stop loader workers, if any."""
+        self._loader = None
+
+    def _read(self, address: StepAddress, piece: Piece) -> Numbered:
+        samples = address.samples(piece)
+        return samples, self._collate([self._dataset[self._order(sample)] for sample in samples])
+
+    def _prefetched(self, address: StepAddress, piece: Piece) -> Numbered:
+        """The loader's next batch where that is the piece's; otherwise the samples are read here."""
+        if self._loader is not None and self._loader.offers(address, piece):
+            try:
+                return self._loader.take()
+            except (RuntimeError, StopIteration, EOFError, OSError):
+                # A loader worker died, perhaps before its batch was fetched from its shared memory. Workers are
+                # started anew with the next step.
+                pass
+        self.close()
+        return self._read(address, piece)
+
+
+class _Loader:
+    """Loader workers that read a plan's pieces, step after step.
+
+    Invariant: ``position`` is (step, index of the piece) of the batch that :meth:`take` returns next. It moves when a
+    batch is taken, not when a step begins: a step may be cut short anywhere.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        order: Callable[[int], int],
+        pieces: tuple[Piece, ...],
+        address: StepAddress,
+        workers: int,
+        collate: Callable[[list[Any]], Any],
+    ) -> None:
+        self.position = (address, 0)
+        self._pieces = pieces
+        self._batches = _quiet(
+            iter(
+                DataLoader(
+                    _Numbered(dataset),
+                    batch_sampler=_Following(order, pieces, address),
+                    num_workers=workers,
+                    collate_fn=_NumberedCollate(collate),
+                    worker_init_fn=_die_with(os.getpid()),
+                )
+            )
+        )
+
+    def offers(self, address: StepAddress, piece: Piece) -> bool:
+        """Whether the next batch is that of ``piece`` in the step at ``address``."""
+        there, index = self.position
+        return there == address and self._pieces[index] == piece
+
+    def take(self) -> Numbered:
+        """The next batch with its sample numbers. Raises what a dead loader worker leads to."""
+        numbered: Numbered = next(self._batches)
+        address, index = self.position
+        following = index + 1 < len(self._pieces)
+        self.position = (address, index + 1) if following else (_after(address), 0)
+        return numbered
+
+
+class _Numbered(Dataset[Any]):
+    """A data set asked for (sample number, index) that answers with (sample number, item)."""
+
+    def __init__(self, dataset: Dataset[Any]) -> None:
+        self._dataset = dataset
+
+    def __getitem__(self, at: tuple[int, int]) -> tuple[int, Any]:
+        sample, index = at
+        return sample, self._dataset[index]
+
+
+class _NumberedCollate:
+    """Collates the items, and keeps their numbers beside them."""
+
+    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
+        self._collate = collate
+
+    def __call__(self, numbered: list[tuple[int, Any]]) -> Numbered:
+        return tuple(sample for sample, _ in numbered), self._collate([item for _, item in numbered])
+
+
+class _Following:
+    """Endless batches of (sample number, data set index): the pieces of one plan, step after step."""
+
+    def __init__(self, order: Callable[[int], int], pieces: tuple[Piece, ...], address: StepAddress) -> None:
+        self._order = order
+        self._pieces = pieces
+        self._address = address
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        address = self._address
+        while True:
+            for piece in self._pieces:
+                try:
+                    yield [(sample, self._order(sample)) for sample in address.samples(piece)]
+                except IndexError:
+                    return
+            address = _after(address)
+
+
+def _after(address: StepAddress) -> StepAddress:
+    return StepAddress(address.first + address.size, address.size)
+
+
+def _quiet(loader: Any) -> Iterator[Any]:
+    """Keep torch's SIGCHLD handler from raising about these workers wherever the rank happens to be.
+
+    Their death is then noticed where it matters, by the reader that waits for one.
+    """
+    if loader._worker_pids_set:
+        signal_handling._remove_worker_pids(id(loader))
+        loader._worker_pids_set = False
+    return loader  # type: ignore[no-any-return]
+
+
+def _die_with(parent: int) -> Callable[[int], None]:
+    """Loader workers end with the rank that started them, also when it is killed."""
+
+    def init(_: int) -> None:
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:
+            os._exit(1)
+
+    return init

@@ -1,0 +1,268 @@
+"""The one all-reduce by which a step commits.
+
+Every living rank adds a float64 vector: one slot a state block for the squared
+gradient norm (its owner's), and a few counters. When it has arrived everywhere
+the step is decided: the ``StepRecord`` is a pure function of the record
+before and of this vector, the same on every rank.
+
+A slot has one contributor or holds integers below 2^53, so the sum does not
+depend on who contributed or in which order; loss sums are the exception, they
+are added over cells in member order. A digest is too long for one slot: it is cut
+into limbs of 21 bits, each summed in a slot of its own, so that sums over 2^32
+contributors are exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+import torch
+import xxhash
+
+from megatron.elastic.engine.compute.clocks import ClockState
+from megatron.elastic.engine.compute.ledger import DIGEST_BITS, Ledger
+from megatron.elastic.plan.pace import Range
+from megatron.elastic.state.layout import BlockKey
+from megatron.elastic.state.record import Rate
+
+__all__ = ["Tally", "VoteLayout", "agreed_by", "leaving_of", "plan_digest", "wishes"]
+
+_LIMB_BITS = 21
+_LIMBS = DIGEST_BITS // _LIMB_BITS
+
+
+class _Slot(IntEnum):
+    VOTERS = 0
+    TOKENS = 1
+    OVERFLOWS = 2
+    ZEROS = 3
+    SAMPLES = 4
+    WEIGHTS = 5
+    JOINS = 6
+    DRAINS = 7
+    READY = 8
+    DISPUTES = 9
+    SUSPECTS = 10
+    SAVES = 11
+    WRITTEN = 12
+    STEADY = 13
+    UNANNOUNCED = 14
+    # Digests, of _LIMBS slots each.
+    NUMBERS = 15
+    LOSSES = 18
+    INPUTS = 21
+    GRADIENTS = 24
+    PLAN = 27
+    LEAVES = 30
+    SIZE = 33
+
+
+def _limbs(value: int) -> list[float]:
+    """``value`` (not negative) cut into limbs, lowest first; the last one holds what is left."""
+    mask = (1 << _LIMB_BITS) - 1
+    low = [float(value >> (_LIMB_BITS * i) & mask) for i in range(_LIMBS - 1)]
+    return [*low, float(value >> (_LIMB_BITS * (_LIMBS - 1)))]
+
+
+def _joined(values: Sequence[float], slot: _Slot) -> int:
+    """The integer whose summed limbs begin at ``slot``."""
+    return sum(int(values[slot + i]) << (_LIMB_BITS * i) for i in range(_LIMBS))
+
+
+@dataclass
+class Tally:
+    """What one rank adds, and, summed, what all ranks agree on."""
+
+    norms: dict[BlockKey, float] = field(default_factory=dict)
+    """Sum of squares of the raw reduced gradient, of the blocks this rank owns (those that count)."""
+    voters: int = 1
+    tokens: float = 0.0
+    overflows: int = 0
+    zeros: int = 0
+    ledger: Ledger = field(default_factory=Ledger)
+    """Samples that the gradients here were computed from."""
+    plan: int = 0
+    """Sum of digests of what each voter takes for the plan."""
+    joins: int = 0
+    """Voters that know of a newcomer waiting to be admitted."""
+    drains: int = 0
+    """Voters that were asked to save and leave."""
+    ready: int = 0
+    """Voters whose part in the movement under way is all but done."""
+    disputes: int = 0
+    """Copies that were not made as their owner's were."""
+    suspects: int = 0
+    """Copies made like their owner's that differ from it."""
+    leaves: int = 0
+    """Sum of digests of the ranks that are to leave, as each voter knows them; 0: none."""
+    saves: int = 0
+    """Voters for which a checkpoint is due: one was asked for, or the last was cut short."""
+    written: int = 0
+    """Voters whose share of the checkpoint under way is written."""
+    steady: int = 0
+    """Voters whose measured times say something about their devices."""
+    times: dict[Range, tuple[int, int]] = field(default_factory=dict)
+    """Nanoseconds of (forwards, backwards) by cell and unit range, from the first rank of each cell."""
+    clocks: dict[int, ClockState] = field(default_factory=dict)
+    """By cell: what its devices' clocks can be and are, summed over its ranks."""
+    report: dict[str, tuple[float, float]] = field(default_factory=dict)
+    unannounced: int = 0
+    """Voters whose loss function reports a name that the layout has no slot for."""
+    rates: tuple[Rate, ...] = ()
+    """By parameter group, from the lowest living rank alone: two ranks' cosines may differ in the last bit."""
+    rows: tuple[int, ...] = ()
+    """Rows behind ``ledger.samples``, ascending; not part of the vector, reported if the vote is cut short."""
+
+
+@dataclass(frozen=True)
+class VoteLayout:
+    """Where what stands in the vector; the same on every rank of a generation."""
+
+    blocks: tuple[BlockKey, ...]
+    report_keys: tuple[str, ...]
+    ranges: tuple[Range, ...] = ()
+    clocked: tuple[int, ...] = ()
+    """Cells whose clocks are voted on."""
+    groups: int = 0
+    """Parameter groups, each with a learning rate and a weight decay."""
+
+    @property
+    def size(self) -> int:
+        """Length of the vector."""
+        return self._rates_at + 2 * self.groups
+
+    @property
+    def _rates_at(self) -> int:
+        plain = _Slot.SIZE + len(self.blocks) + 2 * len(self.report_keys)
+        return plain + 2 * len(self.ranges) + 4 * len(self.clocked)
+
+    def pack(self, tally: Tally) -> torch.Tensor:
+        """``tally`` as a float64 vector. Report keys that the layout lacks are left out, and counted."""
+        vector = torch.zeros(self.size, dtype=torch.float64)
+        counters = {
+            _Slot.VOTERS: tally.voters, _Slot.TOKENS: tally.tokens, _Slot.OVERFLOWS: tally.overflows,
+            _Slot.ZEROS: tally.zeros, _Slot.SAMPLES: tally.ledger.samples, _Slot.WEIGHTS: tally.ledger.weights,
+            _Slot.JOINS: tally.joins, _Slot.DRAINS: tally.drains, _Slot.READY: tally.ready,
+            _Slot.DISPUTES: tally.disputes, _Slot.SUSPECTS: tally.suspects, _Slot.SAVES: tally.saves,
+            _Slot.WRITTEN: tally.written, _Slot.STEADY: tally.steady,
+            _Slot.UNANNOUNCED: tally.unannounced or bool(tally.report.keys() - set(self.report_keys)),
+        }  # fmt: skip
+        digests = {
+            _Slot.NUMBERS: tally.ledger.numbers, _Slot.LOSSES: tally.ledger.losses, _Slot.INPUTS: tally.ledger.inputs,
+            _Slot.GRADIENTS: tally.ledger.gradients, _Slot.PLAN: tally.plan, _Slot.LEAVES: tally.leaves,
+        }  # fmt: skip
+        head = [float(counters[slot]) for slot in sorted(counters)]
+        head += [limb for slot in sorted(digests) for limb in _limbs(digests[slot])]
+        vector[: _Slot.SIZE] = torch.tensor(head, dtype=torch.float64)
+        at = {key: _Slot.SIZE + i for i, key in enumerate(self.blocks)}
+        for key, norm in tally.norms.items():
+            vector[at[key]] = norm
+        start = _Slot.SIZE + len(self.blocks)
+        where = {key: start + 2 * i for i, key in enumerate(self.report_keys)}
+        for name, (total, count) in tally.report.items():
+            if name in where:
+                vector[where[name]], vector[where[name] + 1] = total, count
+        start += 2 * len(self.report_keys)
+        for i, key in enumerate(self.ranges):
+            vector[start + 2 * i], vector[start + 2 * i + 1] = tally.times.get(key, (0, 0))
+        start += 2 * len(self.ranges)
+        for i, cell in enumerate(self.clocked):
+            vector[start + 4 * i : start + 4 * i + 4] = torch.tensor(tally.clocks.get(cell, (0, 0, 0, 0)))
+        start = self._rates_at
+        for i, rate in enumerate(tally.rates):
+            vector[start + 2 * i], vector[start + 2 * i + 1] = rate.lr, rate.weight_decay
+        return vector
+
+    def unpack(self, vector: torch.Tensor) -> Tally:
+        """The summed vector as a tally of the whole step."""
+        values: list[float] = vector.tolist()
+        start = _Slot.SIZE + len(self.blocks)
+        times = start + 2 * len(self.report_keys)
+        clocks = [int(value) for value in values[times + 2 * len(self.ranges) : self._rates_at]]
+        rates = values[self._rates_at :]
+        return Tally(
+            norms=dict(zip(self.blocks, values[_Slot.SIZE : start], strict=True)),
+            voters=int(values[_Slot.VOTERS]),
+            tokens=values[_Slot.TOKENS],
+            overflows=int(values[_Slot.OVERFLOWS]),
+            zeros=int(values[_Slot.ZEROS]),
+            ledger=Ledger(
+                samples=int(values[_Slot.SAMPLES]),
+                numbers=_joined(values, _Slot.NUMBERS),
+                losses=_joined(values, _Slot.LOSSES),
+                inputs=_joined(values, _Slot.INPUTS),
+                gradients=_joined(values, _Slot.GRADIENTS),
+                weights=values[_Slot.WEIGHTS],
+            ),
+            plan=_joined(values, _Slot.PLAN),
+            joins=int(values[_Slot.JOINS]),
+            drains=int(values[_Slot.DRAINS]),
+            ready=int(values[_Slot.READY]),
+            disputes=int(values[_Slot.DISPUTES]),
+            suspects=int(values[_Slot.SUSPECTS]),
+            leaves=_joined(values, _Slot.LEAVES),
+            saves=int(values[_Slot.SAVES]),
+            written=int(values[_Slot.WRITTEN]),
+            steady=int(values[_Slot.STEADY]),
+            unannounced=int(values[_Slot.UNANNOUNCED]),
+            times={
+                key: (int(values[times + 2 * i]), int(values[times + 2 * i + 1])) for i, key in enumerate(self.ranges)
+            },
+            clocks={
+                cell: (clocks[4 * i], clocks[4 * i + 1], clocks[4 * i + 2], clocks[4 * i + 3])
+                for i, cell in enumerate(self.clocked)
+            },
+            report={
+                key: (values[start + 2 * i], values[start + 2 * i + 1]) for i, key in enumerate(self.report_keys)
+            },
+            rates=tuple(Rate(rates[2 * i], rates[2 * i + 1]) for i in range(self.groups)),
+        )
+
+
+_LEAVE = "leave:"
+
+
+def leaving_of(requests: Iterable[str]) -> tuple[int, ...]:
+    """Ranks that ``requests`` (pending ones, or a record's agreed ones) ask to leave, ascending."""
+    for request in requests:
+        if request.startswith(_LEAVE):
+            return tuple(int(rank) for rank in request.removeprefix(_LEAVE).split(","))
+    return ()
+
+
+def wishes(tally: Tally, requests: tuple[str, ...]) -> None:
+    """Put what was asked of this rank from outside into its vote."""
+    tally.joins, tally.drains = "join" in requests, "drain" in requests
+    leaving = leaving_of(requests)
+    tally.leaves = _digest_of_ranks(leaving) if leaving else 0
+
+
+def agreed_by(total: Tally, requests: tuple[str, ...]) -> tuple[str, ...]:
+    """What follows from the sum, the same on every rank; ``requests``: what this one put in.
+
+    A request from outside counts when every voter knew of it (of the very same ranks,
+    for those that are to leave); a checkpoint is due when it is for anybody.
+    """
+    everybody = {"join": total.joins, "drain": total.drains, "written": total.written}
+    agreed = [name for name, count in everybody.items() if count == total.voters]
+    if total.saves:
+        agreed.append("save")
+    leaving = leaving_of(requests)
+    if leaving and total.leaves == _digest_of_ranks(leaving) * total.voters:
+        agreed.append(_LEAVE + ",".join(map(str, leaving)))
+    return tuple(agreed)
+
+
+def _digest_of_ranks(ranks: Iterable[int]) -> int:
+    return 1 + _text_digest(",".join(map(str, ranks)))  # 0: no rank leaves
+
+
+def plan_digest(*agreed: str) -> int:
+    """What every voter must take for the same (plan, state, record, samples), short enough for a vote."""
+    return _text_digest("|".join(agreed))
+
+
+def _text_digest(text: str) -> int:
+    return xxhash.xxh3_64_intdigest(text.encode()) >> (64 - DIGEST_BITS)

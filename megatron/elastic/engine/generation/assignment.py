@@ -1,0 +1,146 @@
+"""Which units each cell holds, now.
+
+At launch that is Megatron's own cut; afterwards it changes only together with
+the placement of state, at a step boundary, on all ranks at once. Everything
+that depends on who holds what follows from it: the topology the planner sees,
+unit groups, and what a rank keeps in its arena.
+
+Cells keep the number they were given at launch. A cell that is listed and not
+alive has lost its segments; a cell that is alive and not listed waits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from megatron.elastic.engine.generation.launch_topology import Nominal
+from megatron.elastic.plan.model import Cell, Replica, Segment, Topology
+
+__all__ = ["Assignment"]
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """Pipelines over the cells of ``nominal``; together they may leave cells out."""
+
+    nominal: Nominal
+    replicas: tuple[Replica, ...]
+
+    @classmethod
+    def at_launch(cls, nominal: Nominal) -> Assignment:
+        """Megatron's own cut."""
+        replicas = tuple(
+            Replica(
+                tuple(
+                    Segment(nominal.cell(replica, chunk % nominal.pipeline).id, first, end)
+                    for chunk, (first, end) in enumerate(nominal.chunks)
+                )
+            )
+            for replica in range(nominal.data)
+        )
+        return cls(nominal, replicas)
+
+    @property
+    def is_nominal(self) -> bool:
+        """Whether every cell holds what it held at launch."""
+        return self == Assignment.at_launch(self.nominal)
+
+    @cached_property
+    def cells(self) -> Mapping[int, Cell]:
+        """Every cell there is room for, by number."""
+        return {cell.id: cell for cell in self.nominal.cells}
+
+    @cached_property
+    def _units(self) -> Mapping[int, tuple[int, ...]]:
+        """Cell → units it holds, ascending, the tied unit included."""
+        held: dict[int, set[int]] = {}
+        ends = {0, self.nominal.compute_units - 1}
+        for replica in self.replicas:
+            for segment in replica.segments:
+                units = held.setdefault(segment.cell, set())
+                units.update(range(segment.first, segment.end))
+                if self.nominal.tied_unit is not None and units & ends:
+                    units.add(self.nominal.tied_unit)
+        return {cell: tuple(sorted(units)) for cell, units in held.items()}
+
+    def units_of(self, rank: int) -> tuple[int, ...]:
+        """Units whose parameters ``rank`` holds, ascending."""
+        return self._units.get(self.nominal.cell_of(rank).id, ())
+
+    def gained(self, before: Assignment) -> dict[int, frozenset[int]]:
+        """Rank → units whose parameters it has yet to be given, that it had not under ``before``; others left out.
+
+        A weight shared by the ends of the model is the embedding's where that is, else the output layer's: whoever
+        gains or loses the embedding has another one from then on.
+        """
+        found = dict[int, frozenset[int]]()
+        for rank in (rank for cell in self.cells.values() for rank in cell.ranks):
+            now, then = frozenset(self.units_of(rank)), frozenset(before.units_of(rank))
+            moved = {self.nominal.tied_unit} if (0 in now) != (0 in then) else set()
+            units = (now - then) | (now & moved)
+            if units:
+                found[rank] = units
+        return found
+
+    def state_groups(self) -> dict[tuple[int, int], tuple[int, ...]]:
+        """(unit, shard) → ranks that hold it, living or not, those nearer the start of their pipeline first."""
+        groups: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        for replica in self.replicas:
+            for segment in replica.segments:
+                for unit in self._units[segment.cell]:
+                    for shard, rank in enumerate(self.cells[segment.cell].ranks):
+                        groups.setdefault((unit, shard), []).append((segment.first, rank))
+        return {
+            key: tuple(dict.fromkeys(rank for _, rank in sorted(holders, key=lambda holder: holder[0])))
+            for key, holders in sorted(groups.items())
+        }
+
+    def topology(self, living: Collection[int]) -> Topology:
+        """What is there when only ``living`` ranks are: whole cells compute, the rest are parked."""
+        whole = tuple(self.cells[number] for number in self.whole(living))
+        computing = {rank for cell in whole for rank in cell.ranks}
+        parked = tuple(rank for rank in sorted(living) if rank not in computing)
+        nominal = self.nominal
+        tied = () if nominal.tied_unit is None else ((0, nominal.compute_units - 1),)
+        return Topology(nominal.grid, nominal.compute_units, whole, self.replicas, tied, parked)
+
+    def whole(self, living: Collection[int]) -> tuple[int, ...]:
+        """Cells of which every rank is in ``living``, ascending."""
+        return tuple(number for number, cell in self.cells.items() if all(rank in living for rank in cell.ranks))
+
+    @property
+    def cut(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """Unit ranges of each pipeline, whoever computes them."""
+        return tuple(tuple((s.first, s.end) for s in replica.segments) for replica in self.replicas)
+
+    def broken(self, living: Collection[int]) -> tuple[int, ...]:
+        """Cells with units that are not whole, ascending."""
+        whole = frozenset(self.whole(living))
+        return tuple(cell for cell in sorted(self._units) if cell not in whole)
+
+    def waiting(self, living: Collection[int]) -> tuple[int, ...]:
+        """Whole cells that hold no unit, ascending."""
+        return tuple(cell for cell in self.whole(living) if cell not in self._units)
+
+    def seated(self, living: Collection[int]) -> Assignment:
+        """The same cut, with waiting cells in the places of those that are not whole, as far as there are any."""
+        taken = dict(zip(self.broken(living), self.waiting(living), strict=False))
+        if not taken:
+            return self
+        return Assignment(self.nominal, tuple(
+            Replica(tuple(replace(s, cell=taken.get(s.cell, s.cell)) for s in replica.segments))
+            for replica in self.replicas
+        ))  # fmt: skip
+
+    def uncovered(self, living: Collection[int]) -> tuple[int, ...]:
+        """Units that no whole living cell holds, ascending."""
+        held = {unit for cell in self.topology(living).cells for unit in self._units.get(cell.id, ())}
+        return tuple(unit for unit in range(self.nominal.compute_units) if unit not in held)
+
+    def digest(self) -> str:
+        """Hash to compare between processes."""
+        spans = [[(s.cell, s.first, s.end) for s in replica.segments] for replica in self.replicas]
+        return hashlib.sha256(repr(spans).encode()).hexdigest()[:32]

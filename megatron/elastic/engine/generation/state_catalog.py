@@ -1,0 +1,47 @@
+"""What state the job consists of, known to every rank.
+
+Each rank lays out its own units from its parameters; mirrors may lie on other
+stages, so every rank also needs the layouts of the others. They are exchanged
+once, at the start (a joiner is handed them): afterwards layouts are constants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from megatron.elastic.comm.exchange import gather_messages
+from megatron.elastic.comm.fabric import Fabric
+from megatron.elastic.engine.compute.model_interface import ModelPort
+from megatron.elastic.state.layout import ParamSpec, UnitLayout
+
+__all__ = ["Catalog", "build_layouts", "exchange_catalog", "own_catalog"]
+
+Catalog = dict[tuple[int, int], tuple[ParamSpec, ...]]
+
+
+def own_catalog(port: ModelPort, shard: int) -> Catalog:
+    """(unit, shard) → parameter specs, of the units held here."""
+    return {(unit, shard): tuple(item.spec for item in port.unit_parameters(unit)) for unit in port.held_units()}
+
+
+def exchange_catalog(port: ModelPort, shard: int, fabric: Fabric) -> Catalog:
+    """(unit, shard) → parameter specs, of the whole job. Collective over ``fabric.world``.
+
+    Raises ``ValueError`` when two holders of a unit disagree about it.
+    """
+    catalog: Catalog = {}
+    for part in gather_messages(fabric, Catalog, own_catalog(port, shard)).values():
+        for key, specs in part.items():
+            if catalog.setdefault(key, specs) != specs:
+                raise ValueError(f"unit {key[0]}, tensor-parallel rank {key[1]}: ranks disagree about its parameters")
+    return catalog
+
+
+def build_layouts(catalog: Mapping[tuple[int, int], tuple[ParamSpec, ...]], block_bytes: int) -> dict[
+    tuple[int, int], UnitLayout
+]:
+    """The layout of every (unit, shard)."""
+    return {
+        (unit, shard): UnitLayout.build(unit, shard, specs, block_bytes)
+        for (unit, shard), specs in sorted(catalog.items())
+    }

@@ -1,0 +1,209 @@
+"""What one rank stands on for the length of a generation.
+
+Derived, by pure functions, from a decision, the assignment of units to cells and
+the placement of state: the plan, this rank's cell, which slices of the arena are reduced over which group and who owns
+each block, and who ships gradients to whom. Replaced as a whole at the next
+generation; nothing in it is edited.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+import torch.distributed as dist
+
+from megatron.elastic.comm.fabric import BlockRange, Fabric
+from megatron.elastic.engine.compute.buffers import Arena
+from megatron.elastic.engine.generation.assignment import Assignment
+from megatron.elastic.engine.generation.configuration import Basis
+from megatron.elastic.plan.model import Cell, Plan
+from megatron.elastic.plan.planner import plan_hash
+from megatron.elastic.plan.profile import PPM
+from megatron.elastic.state.layout import BlockKey, StateBlock, UnitLayout
+from megatron.elastic.state.placement import Placement, UnitGroup
+
+__all__ = ["Routes", "Span", "Standing", "block_index", "replanned", "restand", "routes", "stand", "unit_groups"]
+
+UnitShard = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Span:
+    """Neighbouring units of the arena with the same holders: one collective call.
+
+    Elements ``[start, stop)`` of the arena; ``blocks`` are relative to ``start``.
+    """
+
+    group: dist.ProcessGroup
+    members: tuple[int, ...]
+    start: int
+    stop: int
+    blocks: tuple[BlockRange, ...]
+
+
+@dataclass(frozen=True)
+class Routes:
+    """Which blocks this rank sends to whom, and is sent by whom."""
+
+    outgoing: Mapping[int, tuple[StateBlock, ...]]
+    """Rank → blocks owned here."""
+    incoming: Mapping[int, tuple[StateBlock, ...]]
+    """Owner → blocks."""
+
+
+@dataclass(frozen=True)
+class Standing:
+    """See the module docstring."""
+
+    generation: int
+    living: tuple[int, ...]
+    plan: Plan
+    plan_hash: str
+    cell: Cell | None
+    """This rank's cell, ``None`` when the rank is parked."""
+    position: int
+    spans: tuple[Span, ...]
+    basis: Basis
+    owned: tuple[StateBlock, ...]
+    mirrored: tuple[StateBlock, ...]
+    routes: Routes
+    """From owners to mirrors."""
+
+    @property
+    def placement(self) -> Placement:
+        """Who holds which copies."""
+        return self.basis.placement
+
+    @property
+    def assignment(self) -> Assignment:
+        """Which units each cell holds."""
+        return self.basis.assignment
+
+    @property
+    def lowest(self) -> bool:
+        """Whether this rank is the lowest living one, which tells what all know alike."""
+        return self.position == 0
+
+    def speeds(self) -> tuple[tuple[int, int], ...]:
+        """(cell, parts per million) of the cells the plan takes to be slower than their peers."""
+        return tuple((cell.id, cell.speed_ppm) for cell in self.plan.cells if cell.speed_ppm != PPM)
+
+
+def replanned(standing: Standing, plan: Plan) -> Standing:
+    """The same standing under another plan of the same cells."""
+    mine = None if standing.cell is None else standing.cell.id
+    cell = next((cell for cell in plan.cells if cell.id == mine), None)
+    return replace(standing, plan=plan, plan_hash=plan_hash(plan), cell=cell)
+
+
+def stand(
+    rank: int,
+    generation: int,
+    living: Iterable[int],
+    basis: Basis,
+    layouts: Mapping[UnitShard, UnitLayout],
+    arena: Arena,
+    fabric: Fabric,
+    plan: Plan,
+) -> Standing:
+    """``arena`` holds what the basis gives this rank; ``plan`` is the policy's answer to who is living."""
+    alive = tuple(sorted(living))
+    cell = next((c for c in plan.cells if rank in c.ranks), None)
+    bare = Standing(
+        generation=generation,
+        living=alive,
+        plan=plan,
+        plan_hash=plan_hash(plan),
+        cell=cell,
+        position=basis.assignment.nominal.shard(rank),
+        spans=_spans(rank, alive, basis, arena, fabric),
+        basis=basis,
+        owned=(),
+        mirrored=(),
+        routes=Routes({}, {}),
+    )
+    return _placed(bare, rank, layouts)
+
+
+def restand(
+    standing: Standing,
+    rank: int,
+    basis: Basis,
+    layouts: Mapping[UnitShard, UnitLayout],
+    arena: Arena,
+    fabric: Fabric,
+) -> Standing:
+    """The same generation, assignment and plan on another placement."""
+    spans = _spans(rank, standing.living, basis, arena, fabric)
+    return _placed(replace(standing, spans=spans, basis=basis), rank, layouts)
+
+
+def routes(rank: int, owners: Placement, holders: Placement, layouts: Mapping[UnitShard, UnitLayout]) -> Routes:
+    """From the owners of one placement to the copies of ``holders``: the same, or one that is about to hold."""
+    outgoing: list[tuple[int, StateBlock]] = []
+    incoming: list[tuple[int, StateBlock]] = []
+    for key, copies in holders.copies.items():
+        owner, block = owners.owner(key), layouts[key[:2]].blocks[key[2]]
+        if owner == rank:
+            outgoing.extend((peer, block) for peer in copies.ranks if peer != rank)
+        elif rank in copies.ranks:
+            incoming.append((owner, block))
+    return Routes(_by_peer(outgoing), _by_peer(incoming))
+
+
+def _placed(standing: Standing, rank: int, layouts: Mapping[UnitShard, UnitLayout]) -> Standing:
+    """``standing`` with everything that follows from its placement."""
+    placement = standing.placement
+    blocks = {block.key: block for layout in layouts.values() for block in layout.blocks}
+    return replace(
+        standing,
+        owned=tuple(blocks[key] for key in placement.owned_by(rank)),
+        mirrored=tuple(blocks[key] for key in placement.mirrored_by(rank)),
+        routes=routes(rank, placement, placement, layouts),
+    )
+
+
+def _by_peer(pairs: Iterable[tuple[int, StateBlock]]) -> dict[int, tuple[StateBlock, ...]]:
+    table: dict[int, list[StateBlock]] = {}
+    for peer, block in pairs:
+        table.setdefault(peer, []).append(block)
+    return {peer: tuple(sorted(table[peer])) for peer in sorted(table)}
+
+
+def _spans(rank: int, living: tuple[int, ...], basis: Basis, arena: Arena, fabric: Fabric) -> tuple[Span, ...]:
+    assignment, placement = basis.assignment, basis.placement
+    shard = assignment.nominal.shard(rank)
+    groups = assignment.state_groups()
+    alive = frozenset(living)
+    units = sorted(arena.slices)
+    spans = []
+    for members, run in groupby(units, key=lambda unit: tuple(r for r in groups[unit, shard] if r in alive)):
+        slices = [arena.slices[unit] for unit in run]
+        start = slices[0].start
+        ranges = tuple(
+            BlockRange(piece.start + block.start - start, piece.start + block.stop - start, placement.owner(block.key))
+            for piece in slices
+            for block in piece.layout.blocks
+        )
+        spans.append(Span(fabric.group("state", members), members, start, slices[-1].stop, ranges))
+    return tuple(spans)
+
+
+def block_index(layouts: Mapping[UnitShard, UnitLayout]) -> tuple[BlockKey, ...]:
+    """Every block of the job, ascending: the order of the vote's norm slots."""
+    return tuple(sorted(block.key for layout in layouts.values() for block in layout.blocks))
+
+
+def unit_groups(
+    assignment: Assignment, layouts: Mapping[UnitShard, UnitLayout], living: Collection[int]
+) -> tuple[UnitGroup, ...]:
+    """Living holders of every (unit, shard) that has any."""
+    alive = frozenset(living)
+    groups = []
+    for (unit, shard), members in assignment.state_groups().items():
+        holders = tuple(rank for rank in members if rank in alive)
+        if holders:
+            groups.append(UnitGroup(unit, shard, layouts[unit, shard].blocks, holders))
+    return tuple(groups)

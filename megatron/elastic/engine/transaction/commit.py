@@ -1,0 +1,285 @@
+"""A step as a transaction, from one attempt at it to the state it leads to (DESIGN §3).
+
+    commit   compute, reduce and ship, then vote: with the vote's sum every rank makes the same
+             record, and the step can no longer be undone
+    finish   update every copy held here, then gather parameters; safe to repeat
+
+What an attempt has gathered is kept until the step is over: if everybody who had the
+vote's sum is lost, :meth:`Commitment.vote_again` takes it over the retained gradients.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from megatron.elastic.comm.exchange import gather_messages
+from megatron.elastic.engine.compute.block_checksums import Disputes
+from megatron.elastic.engine.compute.ledger import Expected, Ledger, LedgerError, differences
+from megatron.elastic.engine.compute.vote import Tally, VoteLayout, agreed_by, plan_digest, wishes
+from megatron.elastic.engine.failures import NotFinite
+from megatron.elastic.engine.generation.configuration import Basis
+from megatron.elastic.engine.generation.view import block_index
+from megatron.elastic.engine.settings import StepResult
+from megatron.elastic.engine.transaction.certify import Proofs
+from megatron.elastic.engine.transaction.context import Position
+from megatron.elastic.engine.transaction.migrate import Mover
+from megatron.elastic.engine.transaction.phases import StepInput
+from megatron.elastic.engine.transaction.rebalance import Pacing
+from megatron.elastic.plan.pace import ranges_of
+from megatron.elastic.state.record import GradientKey, Vote, advance
+
+__all__ = ["Commitment"]
+
+Contents = tuple[dict[int, int], dict[int, int]]
+"""Sample number → contents as read at the first unit, and at the loss."""
+
+
+@dataclass
+class _Attempt:
+    """What one attempt at a step has gathered so far."""
+
+    step: StepInput
+    key: GradientKey
+    """Of its gradients."""
+    skipped: tuple[int, ...]
+    """Rows that the plan of this attempt leaves out."""
+    named: Basis
+    """What its vote is to name, whose copies its gradients are shipped to."""
+    tally: Tally | None = None
+    """Set once every gradient is reduced and shipped: from then on the vote can be taken again."""
+    requests: tuple[str, ...] = ()
+    """What was pending when this rank voted."""
+    disputes: Disputes = field(default_factory=Disputes)
+    """Copies here that are not what their owners' are, as the shipping showed."""
+    contents: Contents = field(default_factory=lambda: ({}, {}))
+    """Sample → digest of what this rank read of it, for the first unit and for the loss."""
+
+
+def _never() -> bool:
+    return False
+
+
+class Commitment:
+    """The step of one rank. ``Commitment`` and the host agree on saves through two questions, asked at each vote."""
+
+    def __init__(self, position: Position, mover: Mover, proofs: Proofs, pacing: Pacing) -> None:
+        self._position = position
+        self._mover = mover
+        self._proofs = proofs
+        self._pacing = pacing
+        self._blocks = block_index(position.recovery.layouts)
+        self.save_due: Callable[[], bool] = _never
+        """Whether this rank knows of a checkpoint to be written at the next boundary: an agreement between all."""
+        self.share_written: Callable[[], bool] = _never
+        """Whether this rank's share of the checkpoint under way is written."""
+        self.computed = 0
+        """Samples computed in the newest step: fewer than consumed where the policy lets the batch shrink."""
+        self.followed = -1
+        """Version that all mirrors are known to have (``state`` mode)."""
+        self._attempt: _Attempt | None = None
+        self._key: GradientKey | None = None
+        """Of the newest gradients computed here."""
+        self._zeros = 0
+
+    # -- the present attempt -------------------------------------------------------
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a step is being computed or finished."""
+        return self._attempt is not None
+
+    @property
+    def present_step(self) -> int:
+        """The step under way, or the newest committed one between steps."""
+        return self._position.record.version if self._attempt is None else self._attempt.step.step
+
+    def known_rows(self) -> dict[GradientKey, list[tuple[int, int]]]:
+        """Ranges of rows whose loss this rank could tell in a vote taken again, by gradient."""
+        attempt = self._attempt
+        if attempt is None or attempt.tally is None:
+            return {}
+        known = (*attempt.tally.rows, *attempt.skipped)  # of a row left out there is nothing to know
+        return {attempt.key: [(row, row + 1) for row in known]}
+
+    @property
+    def voting(self) -> Basis:
+        """What the vote under way is to name, or was when its gradients were shipped."""
+        return self._position.standing.basis if self._attempt is None else self._attempt.named
+
+    def void(self) -> None:
+        """The attempt's gradients were discarded: no vote can be taken over them."""
+        if self._attempt is not None:
+            self._attempt.tally = None
+
+    def close(self) -> None:
+        """The step is over on every rank."""
+        self._attempt = None
+
+    # -- up to the vote ------------------------------------------------------------
+
+    def commit(self, work: StepInput) -> None:
+        """Compute, reduce, ship, vote. On return the position's record is that of ``work.step``."""
+        at, body, step = self._position, self._position.body, work.step
+        reach, timer = at.tools.reach, at.timer
+        self._key = key = self._next_key(step)
+        attempt = self._attempt = _Attempt(work, key, at.standing.plan.skipped, self._mover.heading)
+        self.computed = at.standing.plan.rows
+        reach("after_prepare", step)
+        self._mover.link_is_free()
+        began = time.monotonic()
+        with timer.phase("compute"):
+            result = body.train(work, at.record.loss_scale)
+        computing = time.monotonic() - began
+        self._mover.link_is_taken()
+        reach("before_reduce", step)
+        with timer.phase("reduce"):
+            body.reduce(key)
+        reach("after_reduce", step)
+        with timer.phase("ship"):
+            self._mover.agree(computing)
+            attempt.named = self._mover.heading
+            self._mover.arrive()
+            body.ship(key, attempt.named.placement)
+        reach("after_ship", step)
+        attempt.tally, attempt.disputes = body.tally(result, key), body.disputes
+        attempt.contents = result.contents
+        attempt.requests = at.recovery.membership.pending()
+        wishes(attempt.tally, attempt.requests)
+        attempt.tally.saves, attempt.tally.written = self.save_due(), self.share_written()
+        attempt.tally.ready = self._mover.ready(computing)
+        self._pacing.add_to(attempt.tally)
+        self._vote(attempt, attempt.tally)
+
+    def _next_key(self, step: int) -> GradientKey:
+        """Of the gradients of a new attempt: every rank has seen the votes on the attempts before it refused."""
+        key, before = GradientKey(step - 1, self._position.standing.generation), self._key
+        if before is None or (before.step, before.generation) != (key.step, key.generation):
+            return key
+        return key._replace(attempt=before.attempt + 1)
+
+    def vote_again(self, key: GradientKey) -> None:
+        """Over the gradients of an earlier generation, retained under ``key``, which are complete."""
+        attempt = self._attempt
+        if attempt is None or attempt.tally is None:
+            raise RuntimeError("a vote is to be taken again that this rank was not ready for")
+        attempt.key = key
+        attempt.tally.steady, attempt.tally.times, attempt.tally.clocks = 0, {}, {}  # measured under another plan
+        attempt.tally.ready = 0  # what moved then has ended with its generation
+        self._position.body.weigh(attempt.tally, key)
+        self._vote(attempt, attempt.tally)
+
+    def _vote(self, attempt: _Attempt, tally: Tally) -> None:
+        """The commit point: with the vote's sum every rank computes the same record."""
+        at, step, address = self._position, attempt.step.step, attempt.step.address
+        named = self._mover.heading  # of a vote taken again: what its attempt was to name, without the ranks lost
+        tally.plan = plan_digest(at.standing.plan_hash, named.digest, at.record.digest, str(address))
+        with at.timer.phase("vote"):
+            rates = at.tools.settings.hyper.schedule.rates(at.record.scheduler_steps)
+            tally.rates = rates if at.tools.fabric.rank == at.standing.living[0] else ()
+            layout = VoteLayout(
+                self._blocks, at.agree_on_keys(tally.report), ranges_of(at.standing.plan), self._pacing.clocked_cells(),
+                groups=len(rates),
+            )  # fmt: skip
+            at.tools.reach("before_vote", step)
+            total = at.body.vote(layout, tally)
+            if total.unannounced:  # the loss functions of some rank report something new
+                total = at.body.vote(replace(layout, report_keys=at.agree_on_keys(tally.report, anew=True)), tally)
+        self._refuse(total, attempt)
+        self._pacing.observe(total)
+        at.record = advance(at.record, self._outcome(total, attempt), at.tools.settings.hyper)
+        at.admitted = 0
+        self._zeros = total.zeros
+        at.tools.pool.remember(at.record)
+        self._mover.voted(total.ready == total.voters)
+        self._mover.confirm()
+        if total.suspects:
+            self._mover.forget(keep=False)
+            self._proofs.mend_memory(attempt.disputes)
+            self._mover.exposed(time.monotonic())
+        at.tools.reach("after_vote", step)
+
+    def _refuse(self, total: Tally, attempt: _Attempt) -> None:
+        """Raises for a sum that must not become a record; the same on every rank."""
+        step = attempt.step.step
+        if total.disputes:
+            self._proofs.dispute(attempt.disputes)
+        self._check_ledger(total.ledger, attempt)
+        if total.overflows and self._position.tools.settings.check_finite:
+            raise NotFinite(f"step {step}: a gradient is not finite (--no-check-for-nan-in-loss-and-grad lets it pass)")
+
+    def _check_ledger(self, ledger: Ledger, attempt: _Attempt) -> None:
+        """Compare what all ranks computed with the plan of the attempt. Raises ``LedgerError``."""
+        at, address, skipped = self._position, attempt.step.address, frozenset(attempt.skipped)
+        per_token = at.tools.settings.per_token_loss
+        expected = Expected(
+            samples=[address.first + row for row in range(address.size) if row not in skipped],
+            units=at.tools.port.compute_units,
+            weights=0.0 if per_token else at.standing.plan.grid.data_parallel_size,
+            complete=attempt.key.generation == at.standing.generation,
+        )
+        findings = ledger.findings(expected)
+        if findings:
+            findings += differences(gather_messages(at.tools.fabric, Contents, attempt.contents))
+            raise LedgerError(f"step {attempt.step.step} is not committed: {'; '.join(findings)}")
+
+    def _outcome(self, total: Tally, attempt: _Attempt) -> Vote:
+        standing, settings = self._position.standing, self._position.tools.settings
+        return Vote(
+            gradient=attempt.key,
+            norm_sq=total.norms,
+            found_nonfinite=total.overflows > 0,
+            denominator=total.tokens if settings.per_token_loss else standing.plan.grid.data_parallel_size,
+            tokens=total.tokens,
+            samples=attempt.step.address.size,
+            losses=total.report,
+            ledger_hash=total.ledger.digest,
+            plan_hash=standing.plan_hash,
+            placement=self._mover.heading.digest,
+            agreed=agreed_by(total, attempt.requests),
+            speeds=self._pacing.pace.speeds(),
+            rates=total.rates,
+        )
+
+    # -- after it ------------------------------------------------------------------
+
+    def update(self) -> None:
+        """Every copy held here to the record's version. Safe to repeat."""
+        at = self._position
+        pool, step = at.tools.pool, at.record.version
+        with at.timer.phase("update"):
+            keys = [block.key for block in at.standing.owned] if pool.snapshot == "state" else tuple(pool)
+            pool.apply(at.record, keys[: len(keys) // 2])
+            at.tools.reach("mid_update", step)
+            pool.apply(at.record, keys)
+        at.tools.reach("after_update", step)
+        if pool.snapshot == "state" and self.followed < step:
+            with at.timer.phase("ship"):
+                at.body.follow(at.record)
+            self.followed = step
+
+    def finish(self, catching_up: bool = False) -> None:
+        """From a committed record to parameters: update, then gather. Safe to repeat.
+
+        ``catching_up``: a skipped step is gathered as well, since a gather before it may have been cut short.
+        """
+        self.update()
+        self._mover.updated()
+        at = self._position
+        step = at.record.version
+        if at.parameters < step:
+            if not at.record.skipped or catching_up or at.parameters < step - 1:
+                with at.timer.phase("gather"):
+                    at.body.gather(step, self._mover.came)
+            at.parameters = step
+        at.tools.reach("after_gather", step)
+        self._mover.link_is_free()
+        self._mover.prove()
+
+    def result(self) -> StepResult:
+        """The newest step as the host's loop wants it."""
+        record, settings = self._position.record, self._position.tools.settings
+        losses = {key: total / count if count else 0.0 for key, (total, count) in record.losses.items()}
+        zeros = self._zeros if settings.count_zeros else None
+        return StepResult(losses, record.skipped, record.grad_norm, zeros, record.loss_scale)

@@ -1,0 +1,399 @@
+"""One step from samples to vote, and from vote to parameters (DESIGN §3).
+
+    compute  forward/backward by the schedule table; unscaled gradients per unit
+    reduce   reduce-scatter per unit group by block owner
+    ship     owners send reduced blocks to the copies that the vote is to name: their mirrors, as a rule
+    vote     one all-reduce; with it the step is committed
+    update   owners step their blocks, mirrors replay
+    gather   parameters from masters
+
+Everything up to the vote may be thrown away and run again; everything after it
+is finished by whoever survives. A rank joins the vote when its reduces are done
+and the gradients it mirrors have arrived, so a committed step is complete on
+every copy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from megatron.elastic.comm.fabric import BlockRange, Fabric
+from megatron.elastic.engine.compute.block_checksums import SEAL_SLOTS, Disputes, disputes, seals
+from megatron.elastic.engine.compute.buffers import Arena
+from megatron.elastic.engine.compute.dropout import DropoutKey, dropout_scope
+from megatron.elastic.engine.compute.exact_gradients import ExactGradients, OutOfRange, resolutions
+from megatron.elastic.engine.compute.executor import Executor, PassResult, Work
+from megatron.elastic.engine.compute.ledger import Ledger
+from megatron.elastic.engine.compute.model_interface import ForwardStep, ModelPort
+from megatron.elastic.engine.compute.point_to_point import BoundaryTransport, started
+from megatron.elastic.engine.compute.samples import PieceBatch, SampleSource, StepAddress
+from megatron.elastic.engine.compute.vote import Tally, VoteLayout
+from megatron.elastic.engine.generation.view import Routes, Span, Standing, routes
+from megatron.elastic.engine.settings import Settings
+from megatron.elastic.observe.timeline import Timeline
+from megatron.elastic.plan.model import Piece
+from megatron.elastic.plan.pace import Range
+from megatron.elastic.state.layout import StateBlock, UnitLayout
+from megatron.elastic.state.placement import Placement
+from megatron.elastic.state.pool import StatePool
+from megatron.elastic.state.record import GradientKey, StepRecord
+
+__all__ = ["StepBody", "StepInput", "Tools"]
+
+_SHIP_TAG = 1 << 30
+
+
+@dataclass(frozen=True)
+class Tools:
+    """What every phase works with, for the life of the process."""
+
+    port: ModelPort
+    arena: Arena
+    pool: StatePool
+    layouts: Mapping[tuple[int, int], UnitLayout]
+    fabric: Fabric
+    settings: Settings
+    reach: Callable[[str, int], None]
+    """Fault injection: (point, step)."""
+    publish: Callable[[str, tuple[int, ...]], None]
+    """Activity for hang detection: (phase, waiting for)."""
+    drag: Callable[[int, int], None]
+    """Fault injection: (step, nanoseconds just computed); a slowed rank sleeps in proportion."""
+    timeline: Timeline = field(default_factory=Timeline)
+    """What this process did when, if anybody wants to know."""
+    steady_clock: bool = True
+    """Whether this process has its processor to itself, so that the time a piece takes says something about it."""
+    exact: ExactGradients | None = None
+    """Where gradients are summed in exact mode."""
+
+
+@dataclass(frozen=True)
+class StepInput:
+    """What a step computes: ``step`` is the version it produces."""
+
+    step: int
+    address: StepAddress
+    forward_step: ForwardStep
+    source: SampleSource | None
+
+
+class StepBody:
+    """The phases of steps within one generation."""
+
+    def __init__(self, tools: Tools, standing: Standing, verify_interval: int = 0) -> None:
+        self._tools = tools
+        self._verify_interval = verify_interval
+        self._standing = standing
+        self.disputes = Disputes()
+        self._transport = BoundaryTransport(
+            tools.fabric.group("pipeline", range(tools.fabric.slots)), lambda peer: tools.publish("pipeline", (peer,))
+        )
+        self._executor = (
+            None
+            if standing.cell is None
+            else Executor(
+                tools.port,
+                self._transport,
+                standing.plan,
+                standing.cell,
+                standing.position,
+                tools.arena.accumulate,
+                tools.arena.device,
+            )
+        )
+
+    # -- compute ---------------------------------------------------------------
+
+    def train(self, step: StepInput, loss_scale: float) -> PassResult:
+        """:meth:`compute` once, or in exact mode until all ranks' gradients are in range. Raises ``OutOfRange``."""
+        exact = self._tools.exact
+        if exact is None:
+            return self.compute(step, loss_scale)
+        for places in resolutions(loss_scale):
+            exact.begin(places)
+            result = self.compute(step, loss_scale)
+            if exact.agreed(self._tools.fabric.world):
+                return result
+        raise OutOfRange(f"step {step.step}: gradients are out of the range of --elastic-exact")
+
+    def compute(self, step: StepInput, loss_scale: float, *, training: bool = True) -> PassResult:
+        """Forward (and backward) of this rank's pieces; a parked rank computes nothing."""
+        tools = self._tools
+        if training:
+            tools.arena.zero_gradients()
+        if self._executor is None:
+            return PassResult()
+        batches = self._batches(step, self._executor.data_pieces())
+        tools.publish("compute", ())
+        grid = self._standing.plan.grid
+        work = Work(
+            step=step.step,
+            address=step.address,
+            forward_step=step.forward_step,
+            batches=batches,
+            scope=lambda piece: self._scope(step, piece),
+            reach=(lambda point: tools.reach(point, step.step)) if training else _nowhere,
+            drag=lambda spent: tools.drag(step.step, spent),
+            timeline=tools.timeline,
+            loss_scale=loss_scale,
+            per_token=tools.settings.per_token_loss,
+            # Of one nominal replica, as Megatron counts them: replicas are averaged with the vote's denominator, so
+            # that a loss scale overflows where it does there.
+            microbatches=self._standing.plan.rows / (grid.micro_batch_size * grid.data_parallel_size),
+            training=training,
+            folded=tools.exact.fold if tools.exact is not None and training else _nothing,
+        )
+        result = self._executor.run(work)
+        if training:
+            gradients = tools.arena.gradient_views() if tools.exact is None else tools.exact.views()
+            tools.port.finish_gradients(gradients)
+        return result
+
+    def _batches(self, step: StepInput, pieces: Sequence[Piece]) -> Callable[[Piece], PieceBatch]:
+        """Where this rank's pieces get their samples; only the first rank of a cell reads the data set."""
+        if step.source is None:
+            return lambda piece: PieceBatch.as_planned(step.address.samples(piece))
+        if not self._tools.port.reads_data():
+            return lambda piece: PieceBatch()
+        step.source.plan(pieces)
+        return step.source.begin(step.address)
+
+    def _scope(self, step: StepInput, piece: Piece) -> AbstractContextManager[None]:
+        return dropout_scope(DropoutKey(self._tools.settings.seed, step.step, step.address.samples(piece)))
+
+    # -- reduce and ship -------------------------------------------------------
+
+    def reduce(self, key: GradientKey) -> None:
+        """Owners receive the sum over their unit group and retain it under ``key``."""
+        tools = self._tools
+        for span in self._standing.spans:
+            if span is self._standing.spans[-1]:
+                tools.reach("mid_reduce", key.step + 1)
+            tools.publish("reduce", span.members)
+            if tools.exact is not None:
+                tools.exact.reduce(span.start, span.stop, partial(self._reduce_scatter, span))
+            else:
+                self._reduce_scatter(span, tools.arena.gradients[span.start : span.stop])
+        for block in self._standing.owned:
+            gradient = tools.arena.unit_gradients(block.unit)[block.start : block.stop]
+            tools.pool.retain(block.key, key, gradient)
+
+    def _reduce_scatter(self, span: Span, values: torch.Tensor) -> None:
+        if len(span.members) > 1:
+            self._tools.fabric.reduce_scatter_blocks(span.group, values, span.blocks)
+
+    def ship(self, gradient_key: GradientKey, named: Placement) -> None:
+        """Reduced blocks from owners to the copies that the vote is to name, each with a seal.
+
+        ``disputes`` has what does not match. In ``state`` mode only to ranks that are to be owners: mirrors
+        :meth:`follow`. Contents are not compared where copies are about to go: with an owner that leaves
+        nobody could tell afterwards which one was right.
+        """
+        tools, way = self._tools, self._standing.routes
+        pool, self.disputes, interval = tools.pool, Disputes(), self._verify_interval
+        if named is not self._standing.placement:
+            holders, interval = named if pool.snapshot == "gradient" else named.owners_only(), 0
+            way = routes(tools.fabric.rank, self._standing.placement, holders, tools.layouts)
+        elif pool.snapshot == "state":
+            return
+
+        def pack(blocks: tuple[StateBlock, ...]) -> torch.Tensor:
+            parts = [tools.arena.unit_gradients(block.unit)[block.start : block.stop] for block in blocks]
+            return torch.cat([*parts, seals(pool, [block.key for block in blocks], gradient_key, interval)])
+
+        def unpack(blocks: tuple[StateBlock, ...], parts: tuple[torch.Tensor, ...], sealed: torch.Tensor) -> None:
+            for block, gradient in zip(blocks, parts, strict=True):
+                pool.retain(block.key, gradient_key, gradient)
+            self.disputes.add(disputes(pool, [block.key for block in blocks], gradient_key, interval, sealed))
+
+        self._exchange(way, pack, unpack, 1, SEAL_SLOTS, _SHIP_TAG + ((gradient_key.step + 1) & 0xFF))
+
+    def follow(self, record: StepRecord) -> None:
+        """``state`` mode: stepped blocks from owners to mirrors, with their lineage.
+
+        Returns when every mirror has them, everywhere: nobody may begin the next step
+        while somebody could still have to go back behind this one.
+        """
+        pool = self._tools.pool
+
+        def pack(blocks: tuple[StateBlock, ...]) -> torch.Tensor:
+            copies = [pool.get(block.key) for block in blocks]
+            lineages = bytearray.fromhex("".join(copy.lineage for copy in copies))
+            states = [copy.state.view(-1) for copy in copies]
+            return torch.cat([*states, torch.frombuffer(lineages, dtype=torch.float32)])
+
+        def unpack(blocks: tuple[StateBlock, ...], parts: tuple[torch.Tensor, ...], lineages: torch.Tensor) -> None:
+            text = lineages.contiguous().view(torch.uint8).numpy().tobytes().hex()
+            for number, (block, state) in enumerate(zip(blocks, parts, strict=True)):
+                pool.adopt(block.key, state.view(3, -1), record, text[32 * number : 32 * (number + 1)])
+
+        self._exchange(self._standing.routes, pack, unpack, 3, SEAL_SLOTS, _SHIP_TAG + 0x200 + (record.version & 0xFF))
+        dist.barrier(group=self._tools.fabric.world)
+
+    def share(self, version: int) -> None:
+        """Whole state (master and moments) from owners to mirrors, as after a start or a load."""
+        pool = self._tools.pool
+
+        def unpack(blocks: tuple[StateBlock, ...], parts: tuple[torch.Tensor, ...], _: torch.Tensor) -> None:
+            for block, state in zip(blocks, parts, strict=True):
+                _put(pool, block, state, version)
+
+        self._exchange(
+            self._standing.routes,
+            lambda blocks: torch.cat([pool.get(block.key).state.reshape(-1) for block in blocks]),
+            unpack, 3, 0, _SHIP_TAG + 0x100,
+        )  # fmt: skip
+
+    def _exchange(
+        self,
+        way: Routes,
+        pack: Callable[[tuple[StateBlock, ...]], torch.Tensor],
+        unpack: Callable[[tuple[StateBlock, ...], tuple[torch.Tensor, ...], torch.Tensor], None],
+        width: int,
+        extra: int,
+        tag: int,
+    ) -> None:
+        """One message from every owner to each rank it has blocks for: ``width`` fp32 an element, ``extra`` a block
+        behind."""
+        tools = self._tools
+        group = tools.fabric.group("mirror", range(tools.fabric.slots))
+        arriving: list[tuple[dist.Work, torch.Tensor, tuple[StateBlock, ...], int]] = []
+        for owner, blocks in way.incoming.items():
+            buffer = torch.empty(sum(width * block.numel + extra for block in blocks), dtype=torch.float32)
+            arriving.append((started(dist.irecv(buffer, src=owner, group=group, tag=tag)), buffer, blocks, owner))
+        leaving: list[tuple[dist.Work, torch.Tensor]] = []
+        for mirror, blocks in way.outgoing.items():
+            packed = pack(blocks)
+            leaving.append((started(dist.isend(packed, dst=mirror, group=group, tag=tag)), packed))
+        for work, buffer, blocks, owner in arriving:
+            tools.publish("mirror", (owner,))
+            work.wait()
+            *parts, rest = buffer.split([*(width * block.numel for block in blocks), extra * len(blocks)])
+            unpack(blocks, tuple(parts), rest)
+        for work, _ in leaving:
+            work.wait()
+
+    # -- vote ------------------------------------------------------------------
+
+    def tally(self, result: PassResult, key: GradientKey) -> Tally:
+        """What this rank's computing adds to the vote on the gradients of ``key``."""
+        tools, standing = self._tools, self._standing
+        counted = standing.position == 0
+        tally = Tally(
+            tokens=result.tokens if counted else 0.0,
+            zeros=self._zeros() if tools.settings.count_zeros else 0,
+            ledger=result.ledger if counted else Ledger(),
+            report=result.report if counted else {},
+            rows=tuple(sorted(result.rows)) if counted else (),
+            disputes=len(self.disputes.marks),
+            suspects=len(self.disputes.contents),
+            steady=int(tools.steady_clock),
+            times=self._times(result) if counted else {},
+        )
+        self.weigh(tally, key)
+        return tally
+
+    def _times(self, result: PassResult) -> dict[Range, tuple[int, int]]:
+        if self._executor is None or self._standing.cell is None:
+            return {}
+        cell = self._standing.cell.id
+        return {(cell, *span): spent for span, spent in result.times(self._executor.pieces).items()}
+
+    def weigh(self, tally: Tally, key: GradientKey) -> None:
+        """(Re)compute what follows from the gradients owned in this generation: norms, overflow."""
+        pool, layouts = self._tools.pool, self._tools.layouts
+        squares = {block: pool.norm_sq(block.key, key) for block in self._standing.owned}
+        tally.norms = {
+            block.key: square
+            for block, square in squares.items()
+            if layouts[block.unit, block.shard].counts_in_norm(block)
+        }
+        tally.overflows = sum(not math.isfinite(square) for square in squares.values())
+
+    def vote(self, layout: VoteLayout, tally: Tally) -> Tally:
+        """The sum over all living ranks. Raises ``RuntimeError`` when plans disagree."""
+        tools = self._tools
+        tools.publish("vote", self._standing.living)
+        vector = layout.pack(tally)
+        dist.all_reduce(vector, group=tools.fabric.world)
+        total = layout.unpack(vector)
+        if total.voters != len(self._standing.living):
+            raise RuntimeError(f"{total.voters} of {len(self._standing.living)} ranks voted")
+        if total.plan != tally.plan * total.voters:
+            raise RuntimeError(
+                "ranks disagree about the plan of this generation, about which ranks hold which state, "
+                "about the record of the step before, or about the samples of this one"
+            )
+        return total
+
+    def _zeros(self) -> int:
+        """Zero gradient elements of the blocks this rank owns (padding excluded)."""
+        count = 0
+        for block in self._standing.owned:
+            layout = self._tools.layouts[block.unit, block.shard]
+            if not layout.counts_in_norm(block):
+                continue
+            gradient = self._tools.arena.unit_gradients(block.unit)
+            for slot in layout.params_in(block):
+                part = gradient[max(slot.start, block.start) : min(slot.stop, block.stop)]
+                count += int(part.numel() - torch.count_nonzero(part).item())
+        return count
+
+    # -- after the vote --------------------------------------------------------
+
+    def gather(self, step: int, came: Collection[int] = ()) -> None:
+        """Parameters of every held unit from the masters of their owners.
+
+        Units that ``came`` to somebody with this step (the same on all ranks) from everybody's own copies, where
+        all who hold the unit have some of every block: they are of this very version.
+        """
+        tools, standing = self._tools, self._standing
+        mirrored = (block for block in standing.mirrored if block.unit in came and block.unit in tools.arena.slices)
+        for block in (*standing.owned, *(block for block in mirrored if block.shard == standing.position)):
+            target = tools.arena.unit_parameters(block.unit)[block.start : block.stop]
+            target.copy_(tools.pool.get(block.key).master)
+        for span in standing.spans:
+            if span is standing.spans[-1]:
+                tools.reach("mid_gather", step)
+            if len(span.members) == 1:
+                continue
+            tools.publish("gather", span.members)
+            for start, stop, blocks in self._gathered(span, came):
+                tools.fabric.all_gather_blocks(span.group, tools.arena.parameters[start:stop], blocks)
+
+    def _gathered(self, span: Span, came: Collection[int]) -> Iterator[tuple[int, int, Sequence[BlockRange]]]:
+        """Elements ``[start, stop)`` of the arena, and the blocks in there relative to ``start``."""
+        pieces = [p for p in self._tools.arena.slices.values() if span.start <= p.start < span.stop]
+        if not any(piece.unit in came for piece in pieces):
+            yield span.start, span.stop, span.blocks
+            return
+        for piece in pieces:
+            if piece.unit not in came or not self._have_copies(span.members, piece.layout):
+                first, last = piece.start - span.start, piece.stop - span.start
+                inside = [block for block in span.blocks if first <= block.start < last]
+                ranges = [BlockRange(b.start - first, b.stop - first, b.owner) for b in inside]
+                yield piece.start, piece.stop, ranges
+
+    def _have_copies(self, ranks: Collection[int], layout: UnitLayout) -> bool:
+        copies = self._standing.placement.copies
+        return all(set(ranks) <= set(copies[block.key].ranks) for block in layout.blocks)
+
+
+def _nowhere(point: str) -> None:
+    return None
+
+
+def _nothing() -> None:
+    return None
+
+
+def _put(pool: StatePool, block: StateBlock, state: torch.Tensor, version: int) -> None:
+    master, exp_avg, exp_avg_sq = state.view(3, block.numel)
+    pool.put(block.key, master, version, exp_avg, exp_avg_sq)

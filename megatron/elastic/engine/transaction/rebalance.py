@@ -1,0 +1,87 @@
+"""What votes say about the speed of devices, and what follows from it at the next boundary (DESIGN §7).
+
+Every rank takes in the same sums and changes its plan at the same boundary, alone: the
+next vote compares the plans. A new generation keeps the speeds that the record carries
+and forgets the measurements behind them, which not everybody has.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from megatron.elastic.engine.compute.clocks import Clocks
+from megatron.elastic.engine.compute.vote import Tally
+from megatron.elastic.engine.generation.view import replanned
+from megatron.elastic.engine.transaction.context import Position
+from megatron.elastic.plan.model import Profile
+from megatron.elastic.plan.pace import Pace, measured_profile
+
+__all__ = ["Pacing"]
+
+
+@dataclass
+class Pacing:
+    """Speeds, costs and clocks of the cells of one generation."""
+
+    position: Position
+    pace: Pace = field(default_factory=Pace)
+    """Measured speeds of the cells, from the votes of this generation."""
+    clocks: Clocks | None = None
+    """The frequency axis; None where it is off."""
+    measured: Profile | None = None
+    """Costs of units as the votes of this generation have them; ``None`` while measuring is off or not steady."""
+    _clocked: tuple[tuple[int, int], ...] | None = None
+    """(cell, kHz) to go on with from the next boundary."""
+    _changed: bool = False
+    """Published speeds changed: plan again at the next boundary."""
+
+    def clocked_cells(self) -> tuple[int, ...]:
+        """Cells that have a slot for their clock in the vote."""
+        return () if self.clocks is None else tuple(cell.id for cell in self.position.standing.plan.cells)
+
+    def add_to(self, tally: Tally) -> None:
+        """This rank's clock."""
+        cell = self.position.standing.cell
+        if self.clocks is not None and cell is not None:
+            tally.clocks = {cell.id: self.clocks.state()}
+
+    def observe(self, total: Tally) -> None:
+        """Take in a vote's sum. What follows from it begins at the next boundary, on every rank alike."""
+        plan, times, profile = self.position.standing.plan, total.times, self.position.recovery.profile
+        if self.clocks is not None:
+            chosen = self.clocks.observe(plan, times, total.clocks, profile)
+            self._clocked = None if chosen is None else chosen.frequencies_khz
+            times = self.clocks.at_nominal(times)
+        if total.steady == total.voters:
+            self.measured = measured_profile(plan, times, profile)
+            self._changed = self.pace.observe(plan, times) or self._changed
+
+    def at_boundary(self) -> None:
+        """Plan again if speeds changed, and set this rank's clock."""
+        at, clocked = self.position, self._clocked
+        if self._changed:
+            self._replan()
+        elif clocked is not None:
+            at.standing = replanned(at.standing, replace(at.standing.plan, frequencies_khz=clocked))
+        if self.clocks is not None:
+            self.clocks.apply(at.standing.plan, at.standing.cell)
+        self._clocked = None
+
+    def _replan(self) -> None:
+        at, before, self._changed = self.position, self.position.standing, False
+        with at.timer.phase("plan"):
+            at.standing = at.recovery.replan(before, at.record)
+        at.listener.paced(at.record, before, at.standing)
+
+    def renew(self) -> None:
+        """A generation begins."""
+        at = self.position
+        self._changed, self._clocked, self.measured = False, None, None
+        if self.clocks is not None:
+            self.clocks.forget()
+        self.pace.resume(at.standing.speeds(), at.record.version)
+
+    def close(self) -> None:
+        """This rank leaves: put its clock back. Idempotent."""
+        if self.clocks is not None:
+            self.clocks.restore()

@@ -1,0 +1,474 @@
+"""One node's agent: joins the journal's truth with the workers' processes.
+
+Everything it hears from its workers becomes an event in the journal, and
+everything it does to them follows from the state after an entry of the journal
+(:class:`Generations`), so all agents act alike. It never waits: not for a worker,
+not for the store.
+
+The lowest living agent coordinates: it alone tries DECIDE, judges suspicions and
+hangs, and counts losses. Its successor needs nothing from it but the journal.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from contextlib import suppress
+from dataclasses import replace
+
+from megatron.elastic.control.clock import JobClock
+from megatron.elastic.control.events import (
+    Abandoned,
+    Condemned,
+    Decided,
+    Ended,
+    Event,
+    Lost,
+    NodeBack,
+    NodeLost,
+    Readmitted,
+    Suspected,
+    Wanted,
+)
+from megatron.elastic.control.failures import Failures, exit_status
+from megatron.elastic.control.generations import Generations
+from megatron.elastic.control.journal import BEGIN
+from megatron.elastic.control.membership import WAITING_FOR_RANKS, Loss
+from megatron.elastic.control.quarantine import Quarantine
+from megatron.elastic.control.store import StoreLost
+from megatron.elastic.control.timing import Timing
+from megatron.elastic.control.wire import (
+    Message,
+)
+from megatron.elastic.launch.agent.admin import Desk
+from megatron.elastic.launch.agent.console import Console
+from megatron.elastic.launch.agent.hang_arbiter import Judge
+from megatron.elastic.launch.agent.journal_io import Couriers
+from megatron.elastic.launch.agent.journal_trimming import Trimming
+from megatron.elastic.launch.agent.loop import Loop
+from megatron.elastic.launch.agent.losses import classify, left_to_the_first
+from megatron.elastic.launch.agent.node_leases import NodeLeases, Table
+from megatron.elastic.launch.agent.notify_workers import brief
+from megatron.elastic.launch.agent.presence import Presence
+from megatron.elastic.launch.agent.rendezvous import Company
+from megatron.elastic.launch.agent.respawn import Successors
+from megatron.elastic.launch.agent.watch import Watch
+from megatron.elastic.launch.agent.worker_messages import Reception
+from megatron.elastic.launch.arguments import Job
+from megatron.elastic.launch.messages import say
+from megatron.elastic.launch.workers.logs import WorkerLogs
+from megatron.elastic.launch.workers.pool import Pool, Worker
+from megatron.elastic.launch.workers.processes import kill_group, process_state
+from megatron.elastic.launch.workers.spawn import Nursery
+
+__all__ = ["Agent"]
+
+_DRAINED, _STATE_LOST = 3, 4
+_GOODBYE_SECONDS = 5.0
+_FIRST_RANK_SECONDS = 3.0
+"""How long the first rank has to say what is wrong with the input: all find the same, and it alone says it."""
+
+
+class Agent:
+    """See the module docstring. ``pool`` may be preloading already."""
+
+    def __init__(self, job: Job, loop: Loop, pool: Pool, company: Company) -> None:
+        self.job, self.company = job, company
+        self.node = company.node
+        self.timing = Timing.derive(job.settings.detection_timeout)
+        self.clock = JobClock()
+        quarantine = Quarantine(job.settings.quarantine_after, self.timing.quarantine)
+        self.state = Generations(
+            company.nodes, job.settings.respawn, company.nominal, job.tensor, quarantine, job.least < job.nodes
+        )
+        self.exit_code: int | None = None
+        self.by_rank: dict[int, Worker] = {}
+        self._loop, self._pool = loop, pool
+        self._mine = company.nodes[self.node]
+        self._logs = WorkerLogs(job, self._mine.ranks)
+        nursery = self._nursery = Nursery(job, company, pool, self._logs)
+        self._couriers = Couriers(loop, company.store, company.seal, self._deliver, self._store_lost, self._left_behind)
+        self.append = self._couriers.append
+        self._watch = Watch(self.timing, lambda worker: self._pool.kill(worker, "stopped"))
+        self._leases = self._make_leases() if len(company.nodes) > 1 else None
+        self._presence = self._make_presence(self._leases) if self._leases is not None else None
+        self._judge = Judge(self.state, self.timing, loop, self.clock, self.append)
+        desk = Desk(job.run_id, self.state, self.clock, self.table, self._pids, self.append)
+        self._console = Console(loop, job.run_id, self.node, desk.handle)
+        self._failures = Failures(job.settings.max_losses_per_hour)
+        self._successors = Successors(
+            self.node,
+            self.state,
+            self._failures,
+            self.by_rank,
+            loop,
+            self.timing,
+            self.clock,
+            pool,
+            nursery,
+            self.append,
+        )
+        self._reception = Reception(self.state, self._mine.ranks, self.append, self._greet, self._leaving)
+        seen = {} if self._leases is None else self._leases.seen
+        self._trimming = Trimming(company.store, company.seal, self.node, self.state, self._failures, seen)
+        self._active = not company.returning
+        self._next_position = 0
+        self._tried_position = -1
+        self._signals = 0
+        self._back_asked = 0
+        """Life for which this node has asked for its place."""
+
+    def _make_leases(self) -> NodeLeases:
+        there = self.company
+        return NodeLeases(
+            self._loop,
+            there.store,
+            there.seal,
+            self.timing,
+            self.node,
+            there.agent,
+            there.nodes,
+            extend=self._extend_leases,
+            lost=self._node_lost,
+            heard=self.clock.hear,
+        )
+
+    def _make_presence(self, leases: NodeLeases) -> Presence:
+        there = self.company
+        return Presence(
+            self._loop,
+            there.store,
+            there.seal,
+            self.timing,
+            self.node,
+            there.agent,
+            there.nodes,
+            doubt=leases.doubt,
+            trust=leases.trust,
+        )
+
+    # -- life -------------------------------------------------------------------
+
+    def run(self) -> int:
+        """Start the workers, serve until the job is over, return its exit code."""
+        for name in self.job.signals:
+            self._loop.on_signal(signal.Signals[name], self._signalled)
+        self._catch_up()
+        self._trimming.start()
+        self._loop.every(self.timing.look, self._look)
+        self._loop.every(self.timing.beat, self._beat)
+        if self._active:
+            self._show_up()
+            for rank in self._mine.ranks:
+                self._successors.start(rank, 0)
+        else:
+            self._loop.after(2 * self.timing.lease, self._give_up_return)
+            self._return(None)
+        self._loop.run()
+        self._leave()
+        return self.exit_code if self.exit_code is not None else _STATE_LOST
+
+    def _look(self) -> None:
+        workers = self._pool.workers.values()
+        self._watch.look(w for w in workers if not w.ended and (w.elastic or self.job.elastic))
+
+    def _beat(self) -> None:
+        self._pool.rouse()
+        self._pool.reap_strangers()
+        table = self.table()
+        if self._leases is not None and self._active:
+            self._leases.beat(table, self._next_position, self.clock.now())
+            for other in self._leases.tables.values():
+                table.update(other)
+        if self.state.coordinator() == self.node and self._active:
+            self._judge.consider(table)
+            self._successors.consider_quarantine(table)
+
+    def table(self) -> Table:
+        """What this node's workers do, and since when nothing changed there."""
+        rows = {}
+        for worker in self.by_rank.values():
+            idle = self._watch.idle(worker)
+            # Reports of a node go together: who has handed in its own waits for the others', and does nothing wrong.
+            if idle is not None and self._reception.reported(worker.rank):
+                idle = replace(idle, seconds=0.0)
+            if idle is not None:
+                rows[worker.rank] = (worker.incarnation, idle)
+        return rows
+
+    def _pids(self) -> dict[int, int]:
+        return {rank: worker.pid for rank, worker in self.by_rank.items()}
+
+    @property
+    def _holds_place(self) -> bool:
+        """Whether this agent, and not another one, is this node's for all others."""
+        return self._mine.agent == self.company.agent
+
+    def _show_up(self) -> None:
+        """From here on this agent counts: the place is its own."""
+        if self._leases is not None and self._presence is not None:
+            self._leases.start()
+            self._presence.start(self.company.master_addr, self.company.address)
+
+    def _node_lost(self, node: int, epoch: int, why: str) -> None:
+        if self.state.lives(node, epoch) and self._active:
+            self.append(NodeLost(node, epoch, why, self.clock.now()))
+
+    def _extend_leases(self, until_ns: int) -> None:
+        for worker in self._pool.workers.values():
+            worker.slot.extend_lease(until_ns)
+
+    # -- what workers do ------------------------------------------------------------
+
+    def said(self, worker: Worker, message: Message) -> None:
+        """A message of a worker. Raises :class:`ProtocolError` for anything malformed."""
+        self._reception.said(worker, message)
+
+    def _leaving(self, worker: Worker) -> None:
+        """It may still hang on its way out, and everybody with it."""
+        self._loop.after(self.job.shutdown_timeout, lambda: self._end_finished(worker))
+
+    def _end_finished(self, worker: Worker) -> None:
+        if self.by_rank.get(worker.rank) is worker:
+            self._pool.kill(worker, "hung after its end")
+
+    def ended(self, worker: Worker, status: int) -> None:
+        """A worker's program has ended; its process may still be on its way out."""
+        if self.by_rank.get(worker.rank) is worker:
+            del self.by_rank[worker.rank]
+        if self.exit_code is None:
+            lines = self._logs.last_lines(worker.local_rank)
+            elastic = worker.elastic or self.job.elastic
+            begun = self.state.decided > 0 and not self.state.preparing
+            event = classify(worker, status, self._mine.host, begun, elastic, lines, self.clock.now())
+            unsaid = left_to_the_first(worker)
+            if isinstance(event, Ended) and unsaid:
+                late = replace(event, why=f"{event.why}\nerror: {unsaid}")
+                self._loop.after(_FIRST_RANK_SECONDS, lambda: self._end_unless_over(late))
+            else:
+                self.append(event)
+
+    def _end_unless_over(self, event: Ended) -> None:
+        if self.exit_code is None:
+            self.append(event)
+
+    def zygote_lost(self, was_ready: bool) -> None:
+        """Its workers are lost with it; a new one takes over for the next."""
+        if not was_ready:
+            why = "the process that forks this node's workers failed to import their modules: try --preload none"
+            self.append(Ended(1, why))
+            return
+        say("the process that forks this node's workers ended, and its workers with it: it is started again")
+        self._pool.start_zygote()
+
+    # -- what the journal says --------------------------------------------------------
+
+    def _deliver(self, position: int, event: Event | None) -> None:
+        self._next_position = position + 1
+        if event is None or self.exit_code is not None:
+            return
+        frozen, decided = self.state.frozen, self.state.decided
+        if isinstance(event, NodeLost) and not self.state.lives(event.node, event.epoch):
+            return
+        if isinstance(event, Lost | NodeLost):
+            self.clock.hear(event.at)
+        self.state.apply(event)
+        if self.state.frozen != frozen:
+            self._reception.begin()
+            if self.state.fresh:
+                self._successors.end_newcomers()
+        if self._active:
+            self._react(event)
+        elif not self._mine.alive or isinstance(event, NodeBack):
+            self._return(event)
+        self._successors.follow_quarantine(event)
+        for worker in list(self.by_rank.values()):
+            self._brief(worker)
+        if self.state.decided != decided and self.state.decision is not None:
+            self._successors.admitted(self.state.decision)
+        self._reception.report_if_complete()
+        self._decide_if_ready()
+        if self.state.over():
+            self._finish()
+        elif self._active:
+            self._trimming.read(self._couriers.mark)
+
+    def _react(self, event: Event) -> None:
+        match event:
+            case Lost():
+                self._successors.mourn(event)
+            case NodeLost(node=node) if node == self.node:
+                self._given_up()
+                self._return(event)
+            case NodeLost(node=node) if self.state.coordinator() == self.node:
+                host, ranks = self.state.nodes[node].host, list(self.state.nodes[node].ranks)
+                say(f"lost node {node} ({host}) with ranks {ranks}: {event.why}")
+                self._successors.start_anew_unless_begun(ranks[0])
+                if self.state.decided == 0 and ranks[0] < self.state.nominal:
+                    self.append(Ended(_STATE_LOST, f"node {node} was lost before the job had started: it ends"))
+            case NodeBack() if self._leases is not None:
+                self._leases.trust(event.node)
+            case Suspected():
+                self._look_into(event)
+            case Condemned() if event.rank in self.by_rank:
+                if self.by_rank[event.rank].incarnation == event.incarnation:
+                    self._pool.kill(self.by_rank[event.rank], event.why)
+            case Abandoned() if set(event.ranks) & set(self._mine.ranks):
+                say(f"ranks {list(event.ranks)} are not started again: {event.why}")
+            case Readmitted():
+                self._successors.start_lost()
+
+    def _look_into(self, event: Suspected) -> None:
+        """Death is the usual cause of a broken link, and stops the next: ask the kernel before anybody is blamed."""
+        state = self.state.ranks.get(event.rank)
+        if state is None or state.incarnation != event.incarnation or event.generation != self.state.decided:
+            return
+        if event.rank in self._mine.ranks:
+            worker = self.by_rank.get(event.rank)
+            if worker is None and state.standing == "done" and not state.announced:
+                loss = Loss(event.rank, event.incarnation, self._mine.host, "exit code 0", ending="left")
+                self.append(Lost((loss,), (-1,), self.clock.now()))
+            elif worker is not None and process_state(worker.pid) == "T":
+                self._pool.kill(worker, "stopped")
+        if self.state.coordinator() == self.node:
+            self._judge.hear(event)
+
+    def _greet(self, worker: Worker) -> None:
+        self._pool.attend(worker)
+        self._brief(worker)
+
+    def _brief(self, worker: Worker) -> None:
+        brief(self.state, worker, self._pool.tell)
+
+    def _decide_if_ready(self) -> None:
+        state = self.state
+        if state.ready() and state.coordinator() == self.node and self._tried_position != self._next_position:
+            self._tried_position = self._next_position
+            self._couriers.append_at(self._next_position, Decided(state.frozen, self.node))
+
+    # -- coming back ------------------------------------------------------------------------
+
+    def _catch_up(self) -> None:
+        """Start from the newest snapshot of the journal, or from its begin."""
+        mark = BEGIN
+        try:
+            mark = self._trimming.resume()
+        except StoreLost as error:
+            self._store_lost(str(error))
+        self._next_position, self._tried_position = mark.position, -1
+        self._couriers.start(mark)
+
+    def _left_behind(self) -> None:
+        """The others gave this node up while its agent did not run, so long ago that the journal does not tell."""
+        self._given_up()
+        self._catch_up()
+        self._return(None)
+        self._loop.after(2 * self.timing.lease, self._give_up_return)
+
+    def _given_up(self) -> None:
+        if self._active:
+            say("the other nodes count this node as lost: its workers are ended and started again")
+        self._active = False
+        for worker in list(self._pool.workers.values()):
+            self._pool.kill(worker, "node given up")
+
+    def _return(self, event: Event | None) -> None:
+        """Take this node's place once the others know that former workers of it, if any, are gone."""
+        if not self._mine.alive:
+            if self._back_asked <= self._mine.epoch:
+                self._back_asked = self._mine.epoch + 1
+                self.append(NodeBack(self.node, self._back_asked, self.company.host, self.company.agent))
+        elif isinstance(event, NodeBack) and event.node == self.node:
+            if not self._holds_place:  # another one was first; the journal may go on with its loss
+                self._loop.after(2 * self.timing.lease, self._give_up_return)
+                return
+            self._active = True
+            self._show_up()
+            for rank in self._mine.ranks:
+                self._successors.start(rank, self.state.ranks[rank].incarnation + 1)
+
+    def _give_up_return(self) -> None:
+        if not self._active and self.exit_code is None:
+            say(f"--node-rank {self.node} is already taken by another agent of job {self.job.run_id!r}")
+            self._stop(1)
+
+    # -- the end --------------------------------------------------------------------------
+
+    def _finish(self) -> None:
+        self._successors.close()
+        ended = self.state.ended
+        named = None if ended is None else (ended.code, ended.why)
+        self.exit_code, why = exit_status(named, self.state.codes(), self._failures.verdict, self.state.stopping)
+        if why and self.state.coordinator() in (self.node, None):
+            say(*_head_and_rest(why))
+        self._loop.stop()
+
+    def _store_lost(self, why: str) -> None:
+        if self.exit_code is None:
+            say(f"{self.company.store.keeper} cannot be reached ({why}): the job ends; its last checkpoint is kept")
+            for worker in self._pool.workers.values():
+                if worker.elastic:
+                    text = "the job's store is gone; this worker ends"
+                    self._pool.tell(worker, {"t": "end", "code": _STATE_LOST, "why": text})
+            self._leases = None
+            self._stop(_STATE_LOST)
+
+    def _stop(self, code: int) -> None:
+        if self.exit_code is None:
+            self.exit_code = code
+            self._successors.close()
+            self._loop.stop()
+
+    def _signalled(self, number: int) -> None:
+        self._signals += 1
+        name = signal.Signals(number).name
+        elastic = self.job.elastic or any(worker.elastic for worker in self.by_rank.values())
+        if self._signals > 1:
+            self.append(Ended(128 + number, f"{name} again: the job ends at once"))
+            self._loop.after(1.0, lambda: self._stop(128 + number))
+        elif elastic:
+            say(f"{name}: asking the workers to save and end (again: at once)")
+            self.append(Wanted("drain"))
+            self._loop.after(self.job.drain_timeout, lambda: self.append(self._late(number)))
+        else:
+            for worker in self._pool.workers.values():
+                if worker.pid:
+                    kill_group(worker.pid, number)
+            end = Ended(128 + number, f"{name}: the job ends")
+            self._loop.after(self.job.shutdown_timeout, lambda: self.append(end))
+
+    def _late(self, number: int) -> Ended:
+        """The end of a job that did not drain in time. Before its first step there was nothing to save."""
+        late = f"{signal.Signals(number).name}: not drained within {self.job.drain_timeout:.0f} s"
+        doing = [idle for _, idle in self.table().values()]
+        missing = sorted({rank for idle in doing if idle.phase == WAITING_FOR_RANKS for rank in idle.waiting_for})
+        if missing:
+            late += f", in which ranks {missing} did not come back, without whom nothing can be saved"
+        if any(idle.step >= 0 for idle in doing):
+            return Ended(128 + number, f"{late}: the job ends")
+        return Ended(_DRAINED, f"{late}, before the first step: the job ends, there is nothing to save")
+
+    def _leave(self) -> None:
+        """Everything of this node ends; the first agent stays until the others have read the journal's end."""
+        self._console.close()
+        self._pool.close()
+        self._logs.close()
+        self._nursery.sweep(self._holds_place)
+        with suppress(ConnectionError):
+            if self._leases is not None and self._holds_place and self.company.store.server:
+                self._leases.wait_for_goodbyes(self.company.store, _GOODBYE_SECONDS)
+            elif self._leases is not None and self._holds_place and self.company.store.embedded:
+                # Apart: the way to the store may be cut.
+                goodbye = threading.Thread(target=self._say_goodbye, daemon=True)
+                goodbye.start()
+                goodbye.join(_GOODBYE_SECONDS)
+        self.company.store.close()
+
+    def _say_goodbye(self) -> None:
+        with suppress(ConnectionError):
+            self.company.store.put(f"bye/{self.node}", b"bye")
+
+
+def _head_and_rest(text: str) -> tuple[str, list[str]]:
+    head, *rest = text.split("\n")
+    return head, rest

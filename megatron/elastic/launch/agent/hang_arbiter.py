@@ -1,0 +1,110 @@
+"""The coordinator's judgement: whom suspicions and hangs condemn.
+
+Holds no facts of its own: rules are in :mod:`megatron.elastic.control.suspicion`,
+facts in the journal's state and the idle table. It appends verdicts; the agent of
+the condemned rank carries them out.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+
+from megatron.elastic.control.clock import JobClock
+from megatron.elastic.control.events import Condemned, Ended, Event, Lost, Reformed, Suspected
+from megatron.elastic.control.generations import Generations
+from megatron.elastic.control.membership import Loss
+from megatron.elastic.control.suspicion import Accusation, Idle, Suspicions, Verdict, hang_verdict
+from megatron.elastic.control.timing import Timing
+from megatron.elastic.launch.agent.loop import Loop
+
+__all__ = ["Judge"]
+
+_DETERMINISTIC = 5
+
+
+class Judge:
+    """Used on the coordinating agent only."""
+
+    def __init__(
+        self, state: Generations, timing: Timing, loop: Loop, clock: JobClock, append: Callable[[Event], None]
+    ) -> None:
+        self._state, self._timing, self._loop, self._clock, self._append = state, timing, loop, clock, append
+        self._suspicions = Suspicions()
+        self._judged = 0
+        """Newest generation in which somebody was condemned for a hang or a deadlock was broken up."""
+        self._circle_at: int | None = None
+        self._frozen, self._frozen_since = 0, 0.0
+
+    # -- accusations ------------------------------------------------------------
+
+    def hear(self, event: Suspected) -> None:
+        """An accusation; judged after a grace in which a death, its usual cause, becomes known."""
+        if self._state.quiet and self._suspicions.add(event.generation, Accusation(event.by, event.rank, event.why)):
+            self._loop.after(self._timing.grace, lambda: self._decide_on(event.generation))
+
+    def _decide_on(self, generation: int) -> None:
+        state = self._state
+        if state.frozen != generation or state.ended is not None:
+            return
+        verdict = self._suspicions.verdict({rank: state.ranks[rank].incarnation for rank in state.members})
+        if verdict is not None and verdict.kind == "reform":
+            self._append(Reformed(generation, verdict.why))
+        elif verdict is not None:
+            self._condemn(verdict)
+
+    def _condemn(self, verdict: Verdict) -> None:
+        rank_state = self._state.ranks[verdict.rank]
+        if rank_state.standing == "done":
+            # It left without a word, and is missed.
+            host = self._state.nodes[self._state.node_of(verdict.rank)].host
+            loss = Loss(verdict.rank, rank_state.incarnation, host, "exit code 0", ending="left")
+            self._append(Lost((loss,), (-1,), self._clock.now()))
+        else:
+            self._append(Condemned(verdict.rank, rank_state.incarnation, verdict.why))
+
+    # -- hangs ----------------------------------------------------------------------
+
+    def consider(self, table: Mapping[int, tuple[int, Idle]]) -> None:
+        """Look at what everybody does; called now and then."""
+        state = self._state
+        if state.fresh or state.ended is not None:
+            return
+        members = {
+            rank: table[rank][1]
+            for rank in state.members
+            if rank in table and table[rank][0] == state.ranks[rank].incarnation
+        }
+        if not state.quiet:
+            self._consider_recovery(members)
+        elif len(members) == len(state.members) and self._judged < state.decided:
+            self._consider_step(members)
+
+    def _consider_step(self, members: Mapping[int, Idle]) -> None:
+        verdict = hang_verdict(members)
+        if verdict is not None:
+            self._judged = self._state.decided
+            self._condemn(verdict)
+        elif all(idle.seconds > 2 * idle.limit for idle in members.values()):
+            self._judged = self._state.decided
+            step = max(idle.step for idle in members.values())
+            if self._circle_at == step:
+                why = f"step {step}: nobody makes progress and nobody can be blamed, for the second time"
+                self._append(Ended(_DETERMINISTIC, why))
+            else:
+                self._circle_at = step
+                self._append(Reformed(self._state.decided, "nobody makes progress and nobody can be blamed"))
+
+    def _consider_recovery(self, members: Mapping[int, Idle]) -> None:
+        """A member that neither reports for a frozen generation nor makes progress is hung."""
+        state, now = self._state, time.monotonic()
+        if self._frozen != state.frozen:
+            self._frozen, self._frozen_since = state.frozen, now
+        if now - self._frozen_since < self._timing.hang:
+            return
+        for rank in state.missing():
+            idle = members.get(rank)
+            if idle is not None and idle.seconds > self._timing.hang:
+                self._frozen_since = now
+                why = f"hung in {idle.phase!r}: no report for generation {state.frozen}"
+                self._append(Condemned(rank, state.ranks[rank].incarnation, why))

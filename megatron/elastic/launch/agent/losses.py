@@ -1,0 +1,79 @@
+"""What becomes of a worker that ended: a purposeful end, a loss, or the end of the job.
+
+Also the one readable summary a loss gets in the launcher's output.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+
+from megatron.elastic.comm.vendor.library import RESPAWN_EXIT_CODE
+from megatron.elastic.control.events import Ended, Event, Finished, Lost
+from megatron.elastic.control.failures import BEGUN_ANEW, FELL_BACK
+from megatron.elastic.control.membership import Ending, Loss
+from megatron.elastic.control.slot import ExitReason
+from megatron.elastic.launch.messages import say
+from megatron.elastic.launch.workers.pool import Worker
+from megatron.elastic.launch.workers.processes import describe_status
+
+__all__ = ["classify", "left_to_the_first", "summarize"]
+
+_LINES = 20
+_ENDINGS: Mapping[int, Ending] = {
+    FELL_BACK: "fall back",
+    BEGUN_ANEW: "begin anew",
+    RESPAWN_EXIT_CODE: "communication",
+}
+"""Exit codes by which a worker says why it ends."""
+
+
+def classify(
+    worker: Worker, status: int, host: str, started: bool, elastic: bool, log_lines: Sequence[str], now: float
+) -> Event:
+    """The event that tells the others how ``worker`` ended. ``now``: seconds of the job.
+
+    ``started``: members are past their set-up; an error before that would come back.
+    ``elastic``: the job is meant to survive losses; without it, the first failure ends
+    the job, as torchrun has it.
+    """
+    announced = worker.slot.finished()
+    if announced is not None:
+        return Finished(worker.rank, worker.incarnation, announced)
+    if status == 0:
+        return Finished(worker.rank, worker.incarnation, 0, announced=False)
+    cause = worker.doomed or describe_status(status)
+    ending = _ending(worker, status)
+    if ending == "error" and not started:
+        code = os.waitstatus_to_exitcode(status)
+        return Ended(code, f"rank {worker.rank} on {host} failed during start-up ({cause}): the job ends")
+    if not elastic:
+        code = os.waitstatus_to_exitcode(status)
+        code = code if code > 0 else 128 - code
+        return Ended(code, f"rank {worker.rank} on {host} failed ({cause}): without --elastic the job ends")
+    lines = tuple(worker.slot.last_words().splitlines()[-_LINES:]) or tuple(log_lines)
+    step = worker.slot.look().activity.step
+    return Lost((Loss(worker.rank, worker.incarnation, host, cause, lines, ending),), (step,), now)
+
+
+def _ending(worker: Worker, status: int) -> Ending:
+    if os.WIFSIGNALED(status) or worker.doomed is not None:
+        return "killed"
+    if worker.slot.exit_reason() is ExitReason.COMMUNICATION:
+        return "communication"
+    return _ENDINGS.get(os.waitstatus_to_exitcode(status), "error")
+
+
+def left_to_the_first(worker: Worker) -> str:
+    """Bad input that ended ``worker``, in the program's words: all ranks find it alike and the first alone says it."""
+    words = worker.slot.last_words().splitlines()
+    if worker.rank == 0 or not words or worker.slot.exit_reason() is not ExitReason.INPUT:
+        return ""
+    return words[-1].partition(": ")[2]
+
+
+def summarize(loss: Loss, step: int) -> None:
+    """Print host, rank, cause and last log lines of a loss."""
+    where = f" at step {step}" if step >= 0 else ""
+    life = f" (incarnation {loss.incarnation})" if loss.incarnation else ""
+    say(f"lost rank {loss.rank}{life} on {loss.host}{where}: {loss.cause}", loss.last_lines)

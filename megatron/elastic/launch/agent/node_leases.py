@@ -1,0 +1,267 @@
+"""Leases of agents in the store: each agent renews its own and reads the others'.
+
+- *Renewing.* A lease carries the table of what the agent's workers do. As soon as the
+  store acknowledges a renewal, the workers may act for ``timing.fence`` longer; reading
+  the others' leases is another thread's work and delays nothing. The renewal begins on
+  the agent's loop: an agent that does not run does not renew.
+- *Watching.* One request reads all leases. A node is lost when its lease did not change
+  for ``timing.lease``, or for ``timing.broken`` while the connection to its agent is
+  broken (:mod:`presence`). The proof is the store's, not the observer's pace: only the
+  time between two reads that found the same lease counts (:class:`Silence`), and the
+  lease is read once more before the loss is told.
+
+A lease counts for the agent that holds the node's place only: it names the agent's token,
+and its number grows, so that neither a second agent nor a repeated old value passes for
+a sign of life.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+
+from megatron.elastic.control.clock import boot_ns, boot_seconds
+from megatron.elastic.control.generations import Node
+from megatron.elastic.control.journal import Seal
+from megatron.elastic.control.store import Store, StoreLost
+from megatron.elastic.control.suspicion import Idle
+from megatron.elastic.control.timing import Timing
+from megatron.elastic.control.wire import ProtocolError, as_object, as_rank, parse, take_int, take_list, take_str
+from megatron.elastic.launch.agent.loop import Loop
+
+__all__ = ["NodeLeases", "Silence", "Table"]
+
+Table = dict[int, tuple[int, Idle]]
+"""Rank → (incarnation, what it does and for how long)."""
+
+Holder = tuple[int, str]
+"""The life of a node (epoch) and the token of the agent that holds its place."""
+
+
+@dataclass
+class _Seen:
+    holder: Holder
+    number: int
+    """Of the newest renewal that was read."""
+    until: float
+    """Up to this time the lease is known not to have changed."""
+    silent: float = 0.0
+
+
+class Silence:
+    """For how long leases verifiably did not change in the store. Times are seconds of one clock.
+
+    Between the end of a read and the beginning of a later one that finds the same lease, it
+    was not renewed, however long either read took. Of the time between two reads at most
+    ``cap`` seconds count: an observer that did not run for longer (its machine was suspended,
+    its job stopped) proves nothing by its absence.
+    """
+
+    def __init__(self, cap: float) -> None:
+        self._cap = cap
+        self._seen: dict[int, _Seen] = {}
+
+    def note(self, node: int, holder: Holder, number: int | None, began: float, ended: float) -> float:
+        """Seconds for which the lease of ``holder`` did not change, after a read from ``began`` to ``ended``.
+
+        ``number``: of the renewal that was found; None where there was none of this holder.
+        """
+        seen = self._seen.get(node)
+        if seen is None or seen.holder != holder:
+            self._seen[node] = _Seen(holder, -1 if number is None else number, ended)
+            return 0.0
+        if number is not None and number > seen.number:
+            seen.number, seen.until, seen.silent = number, ended, 0.0
+        else:
+            seen.silent += max(0.0, min(began - seen.until, self._cap))
+            seen.until = max(seen.until, began)
+        return seen.silent
+
+
+@dataclass(frozen=True)
+class _Lease:
+    """A renewal as it is read."""
+
+    number: int
+    holder: Holder
+    now: float
+    read: int
+    table: Table | None
+    """None: cannot be read, though the agent that wrote it lives."""
+
+
+@dataclass(frozen=True)
+class _Look:
+    """What to look for: who holds which place, and since when the connection to which agents is broken."""
+
+    holders: Mapping[int, Holder]
+    broken: Mapping[int, float]
+
+
+class NodeLeases:
+    """See the module docstring. Callbacks run on the loop's thread.
+
+    ``token``: this agent's; ``extend(until)``: the workers may act until then (ns, boot-time clock);
+    ``lost(node, epoch, why)``; ``heard(now)``: seconds of the job by another agent's clock.
+    """
+
+    def __init__(
+        self,
+        loop: Loop,
+        store: Store,
+        seal: Seal,
+        timing: Timing,
+        node: int,
+        token: str,
+        nodes: Mapping[int, Node],
+        extend: Callable[[int], None],
+        lost: Callable[[int, int, str], None],
+        heard: Callable[[float], None],
+    ) -> None:
+        self._loop, self._store, self._seal, self._timing = loop, store, seal, timing
+        self._node, self._token, self._nodes = node, token, nodes
+        self._extend, self._lost, self._heard = extend, lost, heard
+        self._beats: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
+        self._looks: queue.SimpleQueue[_Look] = queue.SimpleQueue()
+        self._silence = Silence(timing.grace + 2 * timing.beat)
+        self._broken: dict[int, float] = {}
+        self._count = 0
+        self._started = False
+        self.tables: dict[int, Table] = {}
+        self.seen: dict[int, int] = {}
+        """Node → entries of the journal that its agent has read, as of its newest renewal."""
+
+    def start(self) -> None:
+        """Begin, once this agent holds its place. Later calls change nothing."""
+        if not self._started:
+            self._started = True
+            threading.Thread(target=self._renew, name="lease", daemon=True).start()
+            threading.Thread(target=self._watch, name="lease-watch", daemon=True).start()
+
+    def beat(self, table: Table, read: int, now: float) -> None:
+        """Renew and look (from the loop, every ``timing.beat`` seconds).
+
+        ``read``: entries of the journal; ``now``: seconds of the job.
+        """
+        self._count += 1
+        rows = {str(rank): {"incarnation": inc, **asdict(idle)} for rank, (inc, idle) in table.items()}
+        epoch = self._nodes[self._node].epoch
+        who = {"epoch": epoch, "agent": self._token}
+        body = {"beat": self._count, **who, "now": now, "read": read, "table": rows}
+        if self._beats.empty():
+            self._beats.put((boot_ns(), json.dumps(body)))
+        if self._looks.empty():
+            others = {n: (node.epoch, node.agent) for n, node in self._nodes.items() if node.alive and n != self._node}
+            self._looks.put(_Look(others, dict(self._broken)))
+
+    def doubt(self, node: int) -> None:
+        """The connection to the agent of ``node`` broke: if it does not renew its lease either, it is lost sooner."""
+        self._broken.setdefault(node, boot_seconds())
+
+    def trust(self, node: int) -> None:
+        """The connection stands again, or ``node`` has a new agent."""
+        self._broken.pop(node, None)
+
+    # -- the threads --------------------------------------------------------------
+
+    def _renew(self) -> None:
+        try:
+            store, place = self._store.clone(), f"lease/{self._node}"
+            while True:
+                began, body = self._beats.get()
+                store.put(place, self._seal.sign(place, body))
+                until = began + int(self._timing.fence * 1e9)
+                self._loop.post(lambda u=until: self._extend(u))  # type: ignore[misc]
+        except StoreLost:
+            pass  # the journal's follower tells the loop
+
+    def _watch(self) -> None:
+        try:
+            store = self._store.clone()
+            while True:
+                self._look(store, self._looks.get())
+        except StoreLost:
+            pass
+
+    def _look(self, store: Store, look: _Look) -> None:
+        began = boot_seconds()
+        values = store.get_many([f"lease/{node}" for node in look.holders])
+        ended = boot_seconds()
+        found: dict[int, _Lease] = {}
+        for node, holder in look.holders.items():
+            lease = self._opened(node, holder, values.get(f"lease/{node}"))
+            if lease is not None:
+                found[node] = lease
+            silent = self._silence.note(node, holder, None if lease is None else lease.number, began, ended)
+            if self._allowed(look, node, began) < silent:
+                self._tell_lost(store, node, holder, lease)
+        self._loop.post(lambda: self._take(found))
+
+    def _allowed(self, look: _Look, node: int, now: float) -> float:
+        """Seconds without a renewal that do not make ``node`` lost."""
+        broken = node in look.broken and now - look.broken[node] > self._timing.broken
+        return self._timing.broken if broken else self._timing.lease
+
+    def _tell_lost(self, store: Store, node: int, holder: Holder, known: _Lease | None) -> None:
+        """Tell the loop, if the lease is still the same at this moment."""
+        began = boot_seconds()
+        fresh = self._opened(node, holder, store.get(f"lease/{node}"))
+        if fresh is not None and (known is None or fresh.number > known.number):
+            self._silence.note(node, holder, fresh.number, began, boot_seconds())
+            return
+
+        def told() -> None:
+            # A loop that was kept from running takes the next look's word instead.
+            if boot_seconds() - began <= self._timing.grace + 2 * self._timing.beat:
+                why = "node unreachable" + (" (its agent ended)" if node in self._broken else "")
+                self._lost(node, holder[0], why)
+
+        self._loop.post(told)
+
+    def _opened(self, node: int, holder: Holder, value: bytes | None) -> _Lease | None:
+        """The lease in ``value`` if it is one of ``holder``."""
+        text = self._seal.open(f"lease/{node}", value) if value is not None else None
+        try:
+            beat = parse(text or "")
+            if (take_int(beat, "epoch"), take_str(beat, "agent")) != holder:
+                return None
+            now = beat.get("now")
+            if not isinstance(now, float) or not math.isfinite(now):
+                return None
+            return _Lease(take_int(beat, "beat"), holder, now, take_int(beat, "read"), _table(beat.get("table")))
+        except ProtocolError:
+            return None
+
+    def _take(self, found: Mapping[int, _Lease]) -> None:
+        for node, lease in found.items():
+            self.seen[node] = lease.read
+            self._heard(lease.now)
+            if lease.table is not None:
+                self.tables[node] = lease.table
+
+    # -- the end ------------------------------------------------------------------
+
+    def wait_for_goodbyes(self, store: Store, seconds: float) -> None:
+        """The first agent leaves last: the others still read the journal's end from its store."""
+        end = time.monotonic() + seconds
+        for number, node in self._nodes.items():
+            if number != self._node and node.alive:
+                store.wait(f"bye/{number}", max(0.01, end - time.monotonic()))
+
+
+def _table(rows: object) -> Table | None:
+    table: Table = {}
+    try:
+        for rank, row in as_object(rows).items():
+            waiting = tuple(as_rank(item) for item in take_list(row, "waiting_for"))
+            seconds, limit = float(row["seconds"]), float(row["limit"])
+            idle = Idle(take_int(row, "step"), take_str(row, "phase"), waiting, seconds, limit)
+            table[as_rank(rank)] = (take_int(row, "incarnation"), idle)
+    except (ProtocolError, AttributeError, KeyError, TypeError, ValueError):
+        return None
+    return table

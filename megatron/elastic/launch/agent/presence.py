@@ -1,0 +1,219 @@
+"""A connection from each agent to the first one, which the kernel closes when an agent is killed.
+
+A closed connection says less than a lease does: a device on the way may have reset it. So
+it makes nobody lost. The agent that notices looks for a shorter time at the other's lease
+(``doubt``), until the connection is there again (``trust``): the caller connects anew, with
+growing pauses, for as long as it lives. That time may be shorter than its workers' fence:
+an agent that neither calls again nor renews was killed, and they with it (death signals).
+
+Who calls proves that it is an agent of this job and holds its node's place: it signs the
+number that the listener has just made up together with its node, epoch and token. So nothing
+that was recorded opens a connection. Strangers may wait ``timing.lease`` for nothing; when
+too many do, the oldest gives way to the next, so that agents still get in.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from megatron.elastic.control.generations import Node
+from megatron.elastic.control.journal import Seal
+from megatron.elastic.control.store import Store, StoreLost
+from megatron.elastic.control.timing import Timing
+from megatron.elastic.control.wire import ProtocolError, parse, take_int, take_str
+from megatron.elastic.launch.agent.loop import Loop
+
+__all__ = ["Presence"]
+
+_LINE_LIMIT = 4096
+_STRANGERS = 64
+_PLACE, _HELLO = "presence", "presence/hello"
+_ACCEPTED = b"accepted\n"
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 5.0
+
+
+@dataclass
+class _Caller:
+    socket: socket.socket
+    nonce: str
+    buffer: bytearray = field(default_factory=bytearray)
+    agent: tuple[int, int] | None = None
+    """(node, epoch), once it has proved them."""
+
+
+class Presence:
+    """See the module docstring. Callbacks run on the loop's thread."""
+
+    def __init__(
+        self,
+        loop: Loop,
+        store: Store,
+        seal: Seal,
+        timing: Timing,
+        node: int,
+        token: str,
+        nodes: Mapping[int, Node],
+        doubt: Callable[[int], None],
+        trust: Callable[[int], None],
+    ) -> None:
+        self._loop, self._store, self._seal, self._timing = loop, store, seal, timing
+        self._node, self._token, self._nodes = node, token, nodes
+        self._doubt, self._trust = doubt, trust
+        self._listener: socket.socket | None = None
+        self._callers: dict[int, _Caller] = {}
+        self._newest: dict[int, int] = {}
+        """Node → descriptor of the newest connection of its agent."""
+        self._call: socket.socket | None = None
+        self._calling = False
+
+    def start(self, host: str, address: str) -> None:
+        """Listen or call, once this agent holds its place; again after it has taken its place anew.
+
+        ``host``: of the first agent where it serves the store; ``address``: where this node is reached.
+        """
+        if self._node == 0:
+            if self._listener is None:
+                self._listener = self._listen(host)
+            place = json.dumps({"host": address, "port": self._listener.getsockname()[1]})
+            threading.Thread(target=self._announce, args=(place,), name="presence", daemon=True).start()
+        elif not self._calling:
+            self._calling = True
+            threading.Thread(target=self._keep_calling, args=(host,), name="presence", daemon=True).start()
+        elif self._call is not None:
+            _shut(self._call)  # it was introduced in another life; the thread calls again
+
+    # -- the first agent ------------------------------------------------------------
+
+    def _listen(self, host: str) -> socket.socket:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.create_server(("::" if family == socket.AF_INET6 else "", 0), family=family)
+        listener.setblocking(False)
+        self._loop.watch(listener.fileno(), self._accept)
+        return listener
+
+    def _announce(self, place: str) -> None:
+        with suppress(StoreLost):  # the journal's follower tells the loop
+            self._store.clone().put(_PLACE, self._seal.sign(_PLACE, place))
+
+    def _accept(self, _: int) -> None:
+        assert self._listener is not None
+        try:
+            connection, _address = self._listener.accept()
+        except OSError:
+            return
+        strangers = [fd for fd, caller in self._callers.items() if caller.agent is None]
+        if len(strangers) >= _STRANGERS:
+            self._drop(strangers[0])
+        caller = _Caller(connection, secrets.token_hex(16))
+        connection.setblocking(False)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        fd = connection.fileno()
+        self._callers[fd] = caller
+        self._loop.watch(fd, lambda _mask: self._hear(fd, caller))
+        self._loop.after(self._timing.lease, lambda: self._drop_stranger(fd, caller))
+        try:
+            connection.send(caller.nonce.encode() + b"\n", socket.MSG_NOSIGNAL)
+        except OSError:
+            self._drop(fd)
+
+    def _hear(self, fd: int, caller: _Caller) -> None:
+        try:
+            data = caller.socket.recv(_LINE_LIMIT)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        caller.buffer += data
+        if not data or len(caller.buffer) > _LINE_LIMIT or caller.agent is not None:
+            self._drop(fd)  # an agent that has introduced itself says nothing more
+        elif caller.buffer.endswith(b"\n"):
+            self._introduce(fd, caller, bytes(caller.buffer[:-1]))
+
+    def _introduce(self, fd: int, caller: _Caller, line: bytes) -> None:
+        try:
+            hello = parse(self._seal.open(_HELLO, line) or "")
+            node = self._nodes.get(take_int(hello, "node"))
+            epoch, token = take_int(hello, "epoch"), take_str(hello, "agent")
+            if take_str(hello, "nonce") != caller.nonce or node is None or (epoch, token) != (node.epoch, node.agent):
+                raise ProtocolError("an answer to another question, or an agent that holds no place")
+        except ProtocolError:
+            self._drop(fd)
+            return
+        number = take_int(hello, "node")
+        caller.agent = number, epoch
+        self._newest[number] = fd
+        self._trust(number)
+        try:
+            caller.socket.send(_ACCEPTED, socket.MSG_NOSIGNAL)
+        except OSError:
+            self._drop(fd)
+
+    def _drop_stranger(self, fd: int, caller: _Caller) -> None:
+        if caller.agent is None and self._callers.get(fd) is caller:
+            self._drop(fd)
+
+    def _drop(self, fd: int) -> None:
+        caller = self._callers.pop(fd)
+        self._loop.forget(fd)
+        caller.socket.close()
+        if caller.agent is None:
+            return
+        number, epoch = caller.agent
+        if self._newest.get(number) == fd:
+            del self._newest[number]
+            if self._nodes[number].alive and self._nodes[number].epoch == epoch:
+                self._doubt(number)
+
+    # -- the others -----------------------------------------------------------------
+
+    def _keep_calling(self, host: str) -> None:
+        """Hold a connection to the first agent for life; another one whenever it breaks."""
+        pause = _FIRST_PAUSE
+        with suppress(StoreLost):
+            store = self._store.clone()
+            while True:
+                if self._hold(store, host):
+                    pause = _FIRST_PAUSE
+                time.sleep(pause)
+                pause = min(2 * pause, _LONGEST_PAUSE)
+
+    def _hold(self, store: Store, host: str) -> bool:
+        """Connect, introduce this agent and wait for the end of the connection; whether it was accepted."""
+        value = store.wait(_PLACE, self._timing.lease)
+        text = self._seal.open(_PLACE, value) if value is not None else None
+        try:
+            place = parse(text or "")
+            there = host if store.embedded else take_str(place, "host")
+            with socket.create_connection((there, take_int(place, "port")), timeout=self._timing.lease) as call:
+                self._call = call
+                with call.makefile("rb") as reader:
+                    nonce = reader.readline(_LINE_LIMIT).decode("ascii").rstrip("\n")
+                    epoch = self._nodes[self._node].epoch
+                    hello = {"node": self._node, "epoch": epoch, "agent": self._token, "nonce": nonce}
+                    call.sendall(self._seal.sign(_HELLO, json.dumps(hello)) + b"\n")
+                    if reader.readline(_LINE_LIMIT) != _ACCEPTED:
+                        return False
+                self._loop.post(lambda: self._trust(0))
+                poll = select.poll()
+                poll.register(call, select.POLLIN)
+                poll.poll()  # readable only at its end
+        except (OSError, ValueError):
+            return False
+        finally:
+            self._call = None
+        if not store.embedded:  # else the end of the store says it, to the journal's follower
+            self._loop.post(lambda: self._doubt(0))
+        return True
+
+
+def _shut(call: socket.socket) -> None:
+    with suppress(OSError):  # it has ended by itself
+        call.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,280 @@
+"""How the agents of one job find each other, before there is a journal.
+
+The first agent serves the store, or etcd does; every agent leaves a card there
+(host, address, number of workers) and reads all cards. Ranks follow node order. From then on
+signatures name this very launch: the cards it began with, each of which holds a number made up by its agent.
+
+A job on one node is served on the loopback address alone. Programs that know nothing of this launcher find torch's own
+store where torchrun has it; nothing of the launcher's is in there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+import json
+import secrets
+import socket
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+
+from torch.distributed import TCPStore
+
+from megatron.elastic.control import env
+from megatron.elastic.control.channel import Credentials
+from megatron.elastic.control.etcd import EtcdStore
+from megatron.elastic.control.generations import Node
+from megatron.elastic.control.journal import Seal
+from megatron.elastic.control.store import Store, StoreLost
+from megatron.elastic.control.store_client import ReachedStore, reach
+from megatron.elastic.control.store_server import ServedStore, serve
+from megatron.elastic.control.timing import Timing
+from megatron.elastic.control.wire import ProtocolError, parse, take_int, take_list, take_str
+from megatron.elastic.launch.agent.progress import waiting_for
+from megatron.elastic.launch.arguments import BadInput, Job
+
+__all__ = ["Company", "meet"]
+
+_LOOK_SECONDS = 0.05
+_LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class Company:
+    """The store and who takes part; ``node`` is this agent."""
+
+    node: int
+    store: Store
+    store_place: str
+    """HOST:PORT of the embedded store; empty with etcd."""
+    program_store: TCPStore | None
+    """torch's own, for programs written for torchrun, where this agent serves one."""
+    seal: Seal
+    """Of this launch."""
+    nodes: dict[int, Node]
+    """All there may ever be; those beyond the launch are absent at first (``alive``), for every agent alike."""
+    nominal: int
+    """Ranks of the launch, W. Those beyond are spares, or come with further nodes."""
+    host: str
+    """This node's name."""
+    returning: bool
+    """The job runs without this place so far, or an earlier agent had it: that must be known as lost first."""
+    master_addr: str
+    master_port: int
+    """Where programs written for torchrun meet."""
+    address: str
+    """Where other nodes reach this one."""
+    agent: str
+    """This agent's token. The place is its own only while the node's (:class:`Node`) is the same."""
+
+
+def meet(job: Job) -> Company:
+    """Serve or reach the store and wait for every node. Raises :class:`BadInput` when that fails."""
+    store = _open_store(job)
+    seal = Seal(Credentials(job.secret, job.run_id))
+    program = _serve_programs(job, store)
+    address = _address(job)
+    served = program if program is not None else store if isinstance(store, ServedStore) else None
+    agent, port = secrets.token_hex(8), job.master_port if served is None else served.port
+    node, mine = _take_place(store, seal, job, address, port, agent)
+    nodes: dict[int, Node] = {}
+    first, cards = (job.master_addr, job.master_port), []
+    end = time.monotonic() + job.rendezvous_timeout
+    for number in range(job.least):
+        with waiting_for(f"node {number} of {job.least} {_meeting_point(store, job)}"):
+            found = _wait(store, f"card/{number}", end)
+        if found is None:
+            raise BadInput(
+                f"node {number} of {job.nodes} did not come within {job.rendezvous_timeout:.0f} s: "
+                "check --nnodes, --node-rank and --master-addr there, or raise --rdzv-conf join_timeout=SECONDS"
+            )
+        there = _add_node(nodes, number, seal.open(f"card/{number}", found), job)
+        cards.append(_digest(found))
+        if number == 0:
+            first = there if job.etcd is not None else (job.master_addr, there[1])
+    for number in range(job.least, job.nodes):
+        _add_absent(nodes, number, job)
+    nominal = sum(len(nodes[number].ranks) for number in range(job.least)) - job.settings.spares
+    if nominal < 1:
+        raise BadInput(f"--elastic-spares {job.settings.spares} leaves no rank to train: start more (--nproc-per-node)")
+    returning = mine is None or node >= job.least
+    seal = _agree_on_launch(store, seal, cards, None if returning or mine is None else _digest(mine), job)
+    place = f"{store.host}:{store.port}" if isinstance(store, (ReachedStore, ServedStore)) else ""
+    here = _host(job, node)
+    return Company(node, store, place, program, seal, nodes, nominal, here, returning, *first, address, agent)
+
+
+def _digest(card: bytes) -> str:
+    return hashlib.sha256(card).hexdigest()
+
+
+def _agree_on_launch(store: Store, seal: Seal, cards: list[str], mine: str | None, job: Job) -> Seal:
+    """The signatures to use from here on. ``mine``: this agent's card, which must be among those of the launch.
+
+    Raises :class:`BadInput` where the store holds an earlier launch under the same name.
+    """
+    value = store.create("launch", seal.sign("launch", json.dumps({"cards": cards})))
+    text = seal.open("launch", value)
+    if text is None or (mine is not None and mine not in take_list(parse(text), "cards")):
+        raise BadInput(f"{store.keeper} holds another launch of job {job.run_id!r}: choose another --rdzv-id")
+    return seal.of_launch(_digest(value))
+
+
+def _serve_programs(job: Job, store: Store) -> TCPStore | None:
+    """torch's store, as torchrun would serve it, for a program that is not elastic; on one node for this node alone."""
+    if job.elastic or not isinstance(store, ServedStore):
+        return None
+    port = job.master_port if job.nodes == 1 else 0
+    try:
+        listener = socket.create_server((_LOOPBACK if job.nodes == 1 else "", port), backlog=128)
+    except OSError as error:
+        raise BadInput(f"cannot serve at port {port} ({error.strerror}): choose another --master-port") from None
+    found = int(listener.getsockname()[1])
+    return TCPStore(
+        _LOOPBACK, found, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+
+
+def _meeting_point(store: Store, job: Job) -> str:
+    return f"through {store.keeper}" if job.etcd is not None else f"at {job.master_addr}:{job.master_port}"
+
+
+def _host(job: Job, node: int) -> str:
+    """This node's name; two agents on one machine have two."""
+    return job.local_addr if job.nodes == 1 else f"{job.local_addr}/{node}"
+
+
+def _add_absent(nodes: dict[int, Node], number: int, job: Job) -> None:
+    """Enter a node that may come later, with as many workers as the first has."""
+    first, workers = sum(len(node.ranks) for node in nodes.values()), len(nodes[0].ranks)
+    if workers != job.workers and job.node == number:
+        raise BadInput(f"--nproc-per-node {job.workers}: a node beyond the first {job.least} of --nnodes {job.least}:"
+                       f"{job.nodes} must have as many workers as node 0, {workers}")
+    nodes[number] = Node(f"node {number}", tuple(range(first, first + workers)), alive=False)
+
+
+def _wait(store: Store, key: str, end: float) -> bytes | None:
+    """Ask until ``end`` (monotonic) or ``key`` is there; between two looks Python sees signals."""
+    while True:
+        found = store.get(key)
+        if found is not None or time.monotonic() >= end:
+            return found
+        time.sleep(_LOOK_SECONDS)
+
+
+def _take_place(
+    store: Store, seal: Seal, job: Job, address: str, port: int, agent: str
+) -> tuple[int, bytes | None]:
+    """This agent's node number and its card; None for one that takes over from an earlier agent of that number."""
+    for node in _candidates(store, job):
+        card = json.dumps(
+            {
+                "host": _host(job, node),
+                "address": address,
+                "port": port,
+                "workers": job.workers,
+                "nodes": job.nodes,
+                "agent": agent,
+            }
+        )
+        place = f"card/{node}"
+        mine = seal.sign(place, card)
+        if store.create(place, mine) == mine:
+            return node, mine
+    if job.node is None:
+        raise BadInput(f"all {job.nodes} places of job {job.run_id!r} are taken: raise --nnodes, or give --node-rank")
+    # Either an agent restarted in the place of a dead one, or a second one by mistake: the journal tells.
+    return job.node, None
+
+
+def _candidates(store: Store, job: Job) -> list[int]:
+    """Places this agent may take, in order of preference."""
+    if job.node is not None:
+        return [job.node]
+    return [0] if store.server else list(range(1, job.nodes))
+
+
+def _add_node(nodes: dict[int, Node], number: int, text: str | None, job: Job) -> tuple[str, int]:
+    """Enter a node by its card; returns its address and the port given to it."""
+    first = sum(len(node.ranks) for node in nodes.values())
+    try:
+        if text is None:
+            raise ProtocolError("signed with another secret")
+        card = parse(text)
+        workers, theirs = take_int(card, "workers"), take_int(card, "nodes")
+        if theirs != job.nodes or workers < 1:
+            raise BadInput(f"node {number} was started with --nnodes {theirs}, this one with {job.nodes}")
+        ranks = tuple(range(first, first + workers))
+        nodes[number] = Node(take_str(card, "host"), ranks, agent=take_str(card, "agent"))
+        return take_str(card, "address"), take_int(card, "port")
+    except ProtocolError as error:
+        raise BadInput(f"node {number}: {error}; {env.SECRET} must be the same on every node") from None
+
+
+def _open_store(job: Job) -> Store:
+    timing = Timing.derive(job.settings.detection_timeout)
+    if job.etcd is not None:
+        try:
+            return EtcdStore.open(job.etcd, f"elastic/{job.run_id}/", timing.patience)
+        except (StoreLost, ValueError) as error:
+            raise BadInput(f"--rdzv-endpoint: {error}") from None
+    credentials = Credentials(job.secret, job.run_id)
+    if job.nodes == 1:
+        # The port that was asked for is the program's, where there is one that may want it.
+        return _serve(_LOOPBACK, job.master_port if job.elastic else 0, credentials)
+    host = job.master_addr
+    if job.node == 0:
+        return _serve(host, job.master_port, credentials)
+    if job.node is None and _is_local(host):
+        with suppress(BadInput):  # another agent of this machine was first
+            return _serve(host, job.master_port, credentials)
+    try:
+        with waiting_for(f"the first agent (node 0) at {host}:{job.master_port}"):
+            return reach(host, job.master_port, credentials, job.rendezvous_timeout, timing.lease, timing.patience)
+    except StoreLost as error:
+        raise BadInput(
+            f"no first agent at {host}:{job.master_port} within {job.rendezvous_timeout:.0f} s ({error}): check "
+            f"--master-addr, --master-port (or --rdzv-endpoint), --rdzv-id and {env.SECRET}"
+        ) from None
+
+
+def _serve(host: str, port: int, credentials: Credentials) -> ServedStore:
+    """On the loopback address where that is how the others are told to come, else on all: names may mean either."""
+    try:
+        return serve(host if _is_loopback(host) else "", port, credentials)
+    except StoreLost as error:
+        raise BadInput(f"cannot serve the store at port {port} ({error}): choose another --master-port") from None
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _address(job: Job) -> str:
+    """This node's address on the way to the first one; --local-addr wins where it can be resolved."""
+    if job.nodes == 1:
+        return "127.0.0.1"
+    try:
+        if job.local_addr_given:
+            return str(socket.getaddrinfo(job.local_addr, 0, type=socket.SOCK_STREAM)[0][4][0])
+        family, kind, _, _, there = socket.getaddrinfo(job.master_addr, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(there)  # sends nothing: it only asks the routing table
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise BadInput(f"cannot tell this node's address ({error}): give it with --local-addr") from None
+
+
+def _is_local(host: str) -> bool:
+    """Only an address of this machine can be bound."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.bind(address)
+        return True
+    except OSError:
+        return False

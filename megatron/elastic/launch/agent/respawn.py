@@ -1,0 +1,196 @@
+"""Which lost ranks of a node are started again, and when; which losses end the job instead.
+
+Soon, mostly: when nothing is left of the process before, and those of its node have got
+over the loss. A program's start takes whole cores, which whoever has a step to make up
+for needs first. Newcomers that end before they take part come again after growing pauses
+and are given up then; before the first step everybody starts anew; lost ranks of a node
+that is left out (:mod:`megatron.elastic.control.quarantine`) stay out until its time is
+over, or until the others can do nothing without them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+
+from megatron.elastic.control.clock import JobClock
+from megatron.elastic.control.events import Abandoned, Ended, Event, Lifted, Lost
+from megatron.elastic.control.failures import Failures
+from megatron.elastic.control.generations import Generations
+from megatron.elastic.control.membership import WAITING_FOR_RANKS, Activity, Decision, Loss
+from megatron.elastic.control.suspicion import Idle
+from megatron.elastic.control.timing import Timing
+from megatron.elastic.launch.agent.loop import Loop
+from megatron.elastic.launch.agent.losses import summarize
+from megatron.elastic.launch.messages import say
+from megatron.elastic.launch.workers.pool import Pool, Worker
+from megatron.elastic.launch.workers.spawn import Nursery
+
+__all__ = ["Successors"]
+
+_DETERMINISTIC = 5
+_FALL_BACK_SECONDS = 2.0
+_PAUSE_SECONDS = 0.02
+"""Between two looks at whether a successor may start."""
+
+
+class Successors:
+    """One agent's part. ``by_rank``: the workers that live here; ``failures``: counted alike by every agent."""
+
+    def __init__(
+        self,
+        node: int,
+        state: Generations,
+        failures: Failures,
+        by_rank: dict[int, Worker],
+        loop: Loop,
+        timing: Timing,
+        clock: JobClock,
+        pool: Pool,
+        nursery: Nursery,
+        append: Callable[[Event], None],
+    ) -> None:
+        self._node, self._state, self._failures, self._by_rank = node, state, failures, by_rank
+        self._loop, self._timing, self._clock = loop, timing, clock
+        self._pool, self._nursery, self._append = pool, nursery, append
+        self._ranks = state.nodes[node].ranks
+        self._out: frozenset[int] = frozenset()
+        self._cut_short: dict[int, tuple[int, float]] = {}
+        """By lost rank: the newest step that somebody here was in, and until when its end is waited for."""
+        self._closed = False
+
+    @property
+    def _coordinates(self) -> bool:
+        return self._state.coordinator() == self._node
+
+    # -- starting -----------------------------------------------------------------------
+
+    def start(self, rank: int, incarnation: int) -> None:
+        """Start that life of ``rank``, unless it is not to be, or not to be any more."""
+        state = self._state.ranks[rank]
+        if self._state.preparing:  # those who are left are about to end: it starts with them, not as a newcomer
+            self._loop.after(self._timing.look, lambda: self.start(rank, incarnation))
+            return
+        wanted = self._state.returns(rank) or incarnation == 0
+        late = state.standing == "lost" and incarnation <= state.incarnation
+        if not wanted or late or self._closed or rank in self._by_rank:
+            return
+        if self._pool.keeps(rank) or self._in_the_way(rank):
+            self._loop.after(_PAUSE_SECONDS, lambda: self.start(rank, incarnation))
+            return
+        self._cut_short.pop(rank, None)
+        newcomer = rank >= self._state.nominal or not self._state.fresh
+        self._by_rank[rank] = self._nursery.start(rank, incarnation, newcomer)
+
+    def _in_the_way(self, rank: int) -> bool:
+        """Whether members here are still in the step that the loss of ``rank`` cut short."""
+        step, until = self._cut_short.get(rank, (0, 0.0))
+        if time.monotonic() >= until:
+            return False
+        doing = self._doing()
+        return any(each.phase != WAITING_FOR_RANKS for each in doing) and all(each.step <= step for each in doing)
+
+    def _doing(self) -> list[Activity]:
+        """What members do that live here."""
+        state = self._state.ranks
+        return [w.slot.look().activity for r, w in self._by_rank.items() if state[r].standing == "member"]
+
+    def start_lost(self) -> None:
+        """Start every rank of this node that is lost, and may come again."""
+        for rank in self._ranks:
+            if self._state.ranks[rank].standing == "lost":
+                self.start(rank, self._state.ranks[rank].incarnation + 1)
+
+    def close(self) -> None:
+        """Nobody is started any more."""
+        self._closed = True
+
+    # -- losses -------------------------------------------------------------------------
+
+    def mourn(self, event: Lost) -> None:
+        """Every agent keeps the same count, so that any of them can take over as coordinator."""
+        for index, loss in enumerate(event.losses):
+            step = event.steps[index] if index < len(event.steps) else -1
+            if loss.rank in self._ranks:
+                summarize(loss, step)
+            own = loss.ending == "error"
+            verdict = self._failures.record(loss.rank, loss.incarnation, step, own, event.at)
+            if loss.ending == "fall back":
+                verdict = verdict or self._failures.fell_back(loss.rank, loss.incarnation, step)
+            if verdict is not None and self._coordinates:
+                self._append(Ended(_DETERMINISTIC, "\n".join((verdict, *loss.last_lines))))
+            if loss.rank in self._ranks:
+                self._replace(loss, _FALL_BACK_SECONDS if loss.ending in ("fall back", "begin anew") else 0.0)
+        self.start_anew_unless_begun(event.losses[0].rank)
+
+    def _replace(self, loss: Loss, pause: float) -> None:
+        state = self._state.ranks[loss.rank]
+        if state.standing != "lost" or loss.incarnation != state.incarnation:
+            return
+        if self._failures.stillborn(loss.rank, loss.incarnation):
+            why = "several starts in a row failed before the rank had joined the job"
+            # Without it there would be no start; later, the others go on.
+            start = self._state.decided == 0
+            self._append(Ended(_DETERMINISTIC, f"rank {loss.rank}: {why}") if start else Abandoned((loss.rank,), why))
+        elif state.may_return:
+            incarnation = loss.incarnation + 1
+            step = max((0, *(each.step for each in self._doing())))
+            self._cut_short[loss.rank] = step, time.monotonic() + self._timing.resumed
+            # Who falls back is to find a job that starts anew: all others are on their way out, too.
+            self._loop.after(self._failures.cool_down(loss.rank) + pause, lambda: self.start(loss.rank, incarnation))
+
+    def end_newcomers(self) -> None:
+        """Nobody is left whom those who wait could join: they begin anew with everybody."""
+        for rank in self._state.reports:
+            if rank in self._by_rank:
+                self._pool.kill(self._by_rank[rank], "the job it was to join starts anew")
+
+    def start_anew_unless_begun(self, lost: int) -> None:
+        """Before the first step nobody holds anything, and whoever is left cannot begin without the lost one."""
+        if self._state.preparing and not self._state.quiet:
+            mine = [worker for rank, worker in self._by_rank.items() if self._state.ranks[rank].standing == "member"]
+            if any(worker.doomed is None for worker in mine):
+                next_is = "all ranks are started again" if self._state.respawn else "the job ends"
+                say(f"rank {lost} was lost before the first step: {next_is}")
+            for worker in mine:
+                self._pool.kill(worker, f"rank {lost} was lost before the first step")
+
+    def admitted(self, decision: Decision) -> None:
+        """These incarnations are members now."""
+        for rank, address in decision.members.items():
+            self._failures.admitted(rank, address.incarnation)
+        verdict = self._failures.started_anew() if decision.reason == "start" and decision.generation > 1 else None
+        if verdict is not None and self._coordinates:
+            self._append(Ended(_DETERMINISTIC, verdict))
+
+    # -- nodes that are left out ----------------------------------------------------------
+
+    def follow_quarantine(self, event: Event) -> None:
+        """After each entry of the journal: say whom it put out or let in; start this node's ranks if it was out."""
+        before, self._out = self._out, self._state.quarantine.out()
+        for node in self._out - before:
+            record = self._state.quarantine.nodes[node]
+            if self._coordinates:
+                say(
+                    f"node {node} ({self._state.nodes[node].host}) lost ranks more often than the others, "
+                    f"{len(record.losses)} times within an hour: its lost ranks are not started again for "
+                    f"{record.until - record.losses[-1]:.0f} s (--elastic-quarantine-after; ctl admit starts them now)"
+                )
+        for node in before - self._out:
+            why = event.why if isinstance(event, Lifted) else "asked for" if self._state.members else "nobody is left"
+            if self._coordinates:
+                say(f"node {node} ({self._state.nodes[node].host}): its lost ranks are started again: {why}")
+        if self._node in before - self._out:
+            self.start_lost()
+
+    def consider_quarantine(self, table: Mapping[int, tuple[int, Idle]]) -> None:
+        """On the coordinator, now and then: lift what is over, and what the job waits for. ``table``: who does what."""
+        state, quarantine = self._state, self._state.quarantine
+        idle = [each for rank, (_, each) in table.items() if state.ranks[rank].standing == "member"]
+        missed = {rank for each in idle if each.phase == WAITING_FOR_RANKS for rank in each.waiting_for}
+        due = quarantine.due(self._clock.now())
+        for node in sorted(quarantine.out()):
+            needed = missed & set(state.nodes[node].ranks)
+            if node in due or needed:
+                why = f"ranks {sorted(needed)} are needed" if needed else "its time is over"
+                self._append(Lifted(node, quarantine.nodes[node].level, why))

@@ -1,0 +1,94 @@
+"""One agent's eyes: who is stopped, who makes progress, how long phases take.
+
+Looks at the kernel's process states and at the workers' shared-memory slots,
+never sends a message. It executes nobody itself; it reports a stopped process to
+its owner and hands out the table of idle times from which the wait-for graph is
+judged (:mod:`megatron.elastic.control.suspicion`).
+
+When the agent itself was kept from running, nothing seen before counts: a
+suspended machine or job must not wake up to executions.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from megatron.elastic.control.membership import Activity
+from megatron.elastic.control.suspicion import Idle
+from megatron.elastic.control.timing import Timing
+from megatron.elastic.launch.workers.pool import Worker
+from megatron.elastic.launch.workers.processes import process_state
+
+__all__ = ["Watch"]
+
+
+@dataclass
+class _Seen:
+    progress: int
+    activity: Activity
+    changed: float
+    stopped_since: float | None = None
+
+
+class Watch:
+    """Call :meth:`look` every ``timing.look`` seconds."""
+
+    def __init__(self, timing: Timing, stopped: Callable[[Worker], None]) -> None:
+        self._timing = timing
+        self._stopped = stopped
+        self._seen: dict[int, _Seen] = {}
+        """By worker number."""
+        self._longest: dict[str, float] = {}
+        """Longest duration of each phase, seconds, among all workers of this node."""
+        self._last_look = time.monotonic()
+
+    def look(self, workers: Iterable[Worker]) -> None:
+        """Note what changed since the last look, with ``workers`` those that can be lost without ending the job."""
+        now = time.monotonic()
+        if now - self._last_look > max(self._timing.stopped, 4 * self._timing.look):
+            self._start_over(now)
+        self._last_look = now
+        current = {worker.number: worker for worker in workers if worker.pid}
+        for number in self._seen.keys() - current.keys():
+            del self._seen[number]
+        for worker in current.values():
+            self._look_at(worker, now)
+
+    def idle(self, worker: Worker) -> Idle | None:
+        """What ``worker`` says it does and for how long; None before it was first seen."""
+        seen = self._seen.get(worker.number)
+        if seen is None:
+            return None
+        activity, seconds = seen.activity, time.monotonic() - seen.changed
+        return Idle(activity.step, activity.phase, activity.waiting_for, seconds, self._limit(activity.phase))
+
+    def _limit(self, phase: str) -> float:
+        longest = self._longest.get(phase)
+        if longest is None:
+            return self._timing.hang_unknown
+        return max(self._timing.hang, self._timing.hang_factor * longest)
+
+    def _look_at(self, worker: Worker, now: float) -> None:
+        glimpse = worker.slot.look()
+        seen = self._seen.get(worker.number)
+        if seen is None:
+            self._seen[worker.number] = seen = _Seen(glimpse.progress, glimpse.activity, now)
+        elif glimpse.progress != seen.progress:
+            seen.progress, seen.activity, seen.changed = glimpse.progress, glimpse.activity, now
+        phase, usual = glimpse.activity.phase, glimpse.usual_ns / 1e9
+        # What took longer than it may was a hang, and must not teach that hangs are normal.
+        if 0.0 < usual <= self._limit(phase):
+            self._longest[phase] = max(self._longest.get(phase, 0.0), usual)
+        # 'T' is a stop signal; 't', a debugger at work, is left alone.
+        if process_state(worker.pid) != "T":
+            seen.stopped_since = None
+        elif seen.stopped_since is None:
+            seen.stopped_since = now
+        elif now - seen.stopped_since >= self._timing.stopped:
+            self._stopped(worker)
+
+    def _start_over(self, now: float) -> None:
+        for seen in self._seen.values():
+            seen.changed, seen.stopped_since = now, None

@@ -1,0 +1,320 @@
+"""The workers of one node: their zygote, their sockets, their slots, their ends.
+
+The pool knows processes and bytes, nothing of generations. It reports what
+happens through callbacks, a worker's end among them. A worker has
+
+*ended* when the kernel has begun to take the worker apart: the lock that its
+training thread holds for life was let go (:class:`Deathwatch`), and with the SIGKILL
+that follows no thread of it runs a line of the program again;
+
+*gone* when nothing of it is left, its memory and devices free: the pidfd says so, or
+the zygote when that was quicker in reaping. On busy cores that is a hundred times as
+long after the death. Who held no lock has ended when it is gone.
+
+The status is read from the kernel's process table, or comes from the zygote.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from megatron.elastic._process import Deathwatch
+from megatron.elastic.control.slot import Slot
+from megatron.elastic.control.wire import FrameReader, Message, ProtocolError, encode
+from megatron.elastic.launch.agent.loop import Loop
+from megatron.elastic.launch.messages import say
+from megatron.elastic.launch.workers.processes import (
+    MessageSocket,
+    ending_status,
+    exit_status,
+    kill_group,
+    process_state,
+)
+from megatron.elastic.launch.workers.worker import WorkerSpec
+
+__all__ = ["Pool", "PoolEvents", "Worker"]
+
+_OUTBOX_LIMIT = 1 << 29
+_NOT_STARTED = 127 << 8
+"""Wait status of a worker that could not be forked: exit code 127, as a shell has it."""
+
+
+@dataclass
+class Worker:
+    """One incarnation of a rank on this node."""
+
+    number: int
+    rank: int
+    local_rank: int
+    incarnation: int
+    channel: socket.socket
+    slot: Slot
+    pid: int = 0
+    pidfd: int = -1
+    elastic: bool = False
+    """It has opened its membership."""
+    doomed: str | None = None
+    """Why this agent killed it."""
+    sent_frozen: int = 0
+    sent_decided: int = 0
+    sent_pending: tuple[str, ...] = ()
+    sent_members: int = 0
+    """Generation whose members it was told while it waited."""
+    reader: FrameReader = field(default_factory=FrameReader)
+    outbox: bytearray = field(default_factory=bytearray)
+    ended: bool = False
+    """Its owner knows of its end; nothing it may still have said counts."""
+
+
+@dataclass(frozen=True)
+class PoolEvents:
+    """What the pool tells its owner."""
+
+    said: Callable[[Worker, Message], None]
+    ended: Callable[[Worker, int], None]
+    """With the wait status; once for each worker."""
+    zygote_lost: Callable[[bool], None]
+    """With whether it had finished preloading."""
+
+
+class Pool:
+    """Starts and watches workers through one zygote."""
+
+    def __init__(self, loop: Loop, preload: tuple[str, ...], events: PoolEvents) -> None:
+        self._loop = loop
+        self._preload = preload
+        self._events = events
+        self.workers: dict[int, Worker] = {}
+        self.zygote: subprocess.Popen[bytes] | None = None
+        self._socket: MessageSocket | None = None
+        self._closing = False
+        self._ready = False
+        self._deathwatch = Deathwatch()
+        loop.watch(self._deathwatch.fileno(), self._dying)
+
+    # -- the zygote ---------------------------------------------------------
+
+    def start_zygote(self) -> None:
+        """Begin preloading; returns at once."""
+        mine, theirs = MessageSocket.pair()
+        agent = os.getpid()
+        self._ready = False
+        # Asking the driver whether there is a GPU must not start it: it would not survive the fork.
+        environ = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", **os.environ}
+        command = [sys.executable, "-m", "megatron.elastic.launch.workers.zygote"]
+        self.zygote = subprocess.Popen(
+            [*command, str(theirs.fileno()), str(agent), ",".join(self._preload)],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            env=environ,
+            start_new_session=True,
+        )
+        theirs.close()
+        self._socket = mine
+        self._loop.watch(mine.fileno(), self._from_zygote)
+
+    def _from_zygote(self, _: int) -> None:
+        assert self._socket is not None
+        received = self._socket.receive()
+        if received is None:
+            self._zygote_gone()
+            return
+        message, fds = received
+        if "forked" in message:
+            self._born(self.workers[message["forked"]], message["pid"], fds[0])
+        elif "exited" in message:
+            worker = self.workers.get(message["exited"])
+            if worker is not None:
+                self._end(worker, message["status"])
+        elif "ready" in message:
+            self._ready = True
+            for note in message["notes"]:
+                say(note)
+
+    def _zygote_gone(self) -> None:
+        assert self._socket is not None
+        self._loop.forget(self._socket.fileno())
+        self._socket.close()
+        self._socket = None
+        for worker in list(self.workers.values()):
+            # Its death signal is on the way to them; nobody will reap and relay.
+            if worker.pid:
+                kill_group(worker.pid)
+            self._end(worker, 9)
+        if self.zygote is not None:
+            self.zygote.wait()
+        if not self._closing:
+            self._events.zygote_lost(self._ready)
+
+    def reap_strangers(self) -> None:
+        """As the first process of a container the agent inherits orphans, and must reap them."""
+        while os.getpid() == 1:
+            try:
+                ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except ChildProcessError:
+                return
+            if ended is None or (self.zygote is not None and ended.si_pid == self.zygote.pid):
+                return
+            os.waitpid(ended.si_pid, os.WNOHANG)
+
+    def rouse(self) -> None:
+        """A stopped zygote could not start or reap workers; it has done nothing to be killed for, so it goes on."""
+        if self.zygote is not None and process_state(self.zygote.pid) == "T":
+            self.zygote.send_signal(signal.SIGCONT)
+
+    # -- workers --------------------------------------------------------------
+
+    def fork(self, spec: WorkerSpec, worker: Worker, slot_fd: int, theirs: socket.socket, out: int, err: int) -> None:
+        """Have the zygote start ``worker`` as ``spec``. Takes over the four descriptors."""
+        self.workers[worker.number] = worker
+        try:
+            if self._socket is None:
+                raise ConnectionError("no zygote")
+            self._socket.send(spec.to_message(), [theirs.fileno(), slot_fd, out, err])
+        except OSError:
+            # No zygote, or more arguments than one message holds: this worker is not going to be.
+            self._loop.post(lambda: self._end(worker, _NOT_STARTED))
+        finally:
+            theirs.close()
+            for fd in (slot_fd, out, err):
+                os.close(fd)
+
+    def _born(self, worker: Worker, pid: int, pidfd: int) -> None:
+        worker.pid, worker.pidfd = pid, pidfd
+        self._loop.watch(pidfd, lambda _: self._died(worker))
+        self._loop.watch(worker.channel.fileno(), lambda mask: self._traffic(worker, mask))
+        if worker.doomed is not None:
+            kill_group(pid)
+
+    def keeps(self, rank: int) -> bool:
+        """Whether some life of ``rank`` is not gone yet."""
+        return any(worker.rank == rank for worker in self.workers.values())
+
+    def attend(self, worker: Worker) -> None:
+        """It says that it holds its slot's lock: hear of its death from there."""
+        self._deathwatch.watch(worker.number, worker.slot.lock())
+
+    def _dying(self, _: int) -> None:
+        for number in self._deathwatch.take():
+            worker = self.workers.get(number)
+            if worker is None or worker.ended:
+                continue
+            try:
+                # If it was only its training thread that ended, the rest has to follow before anybody hears of it.
+                signal.pidfd_send_signal(worker.pidfd, signal.SIGKILL)
+                status = ending_status(worker.pid)
+                signal.pidfd_send_signal(worker.pidfd, 0)  # still not reaped: the status was its own
+            except ProcessLookupError:
+                continue  # it is gone already, and the pidfd or the zygote says so
+            if status is not None:
+                self._report(worker, status)
+
+    def _died(self, worker: Worker) -> None:
+        status = exit_status(worker.pid)
+        self._loop.forget(worker.pidfd)
+        if status is not None:
+            self._end(worker, status)
+        # Otherwise the zygote has reaped it already, and its message is on the way.
+
+    def _end(self, worker: Worker, status: int) -> None:
+        if worker.number not in self.workers:
+            return
+        if not worker.ended:
+            self._report(worker, status)
+        del self.workers[worker.number]
+        if worker.pid:
+            self._loop.forget(worker.pidfd)
+            os.close(worker.pidfd)
+        worker.channel.close()
+        self._deathwatch.forget(worker.number)
+        worker.slot.close()
+
+    def _report(self, worker: Worker, status: int) -> None:
+        if worker.pid:
+            self._read(worker)
+            self._loop.forget(worker.channel.fileno())
+        worker.ended = True
+        self._events.ended(worker, status)
+
+    def kill(self, worker: Worker, why: str) -> None:
+        """SIGKILL the worker and its process group; works on stopped processes."""
+        worker.doomed = worker.doomed or why
+        if worker.pid:
+            kill_group(worker.pid)
+
+    # -- bytes ----------------------------------------------------------------
+
+    def _traffic(self, worker: Worker, mask: int) -> None:
+        if mask & select.EPOLLOUT:
+            self._flush(worker)
+        if mask & (select.EPOLLIN | select.EPOLLHUP | select.EPOLLERR) and not self._read(worker):
+            # It closed its end (exec, exit): its end as a process is the pidfd's business.
+            self._loop.forget(worker.channel.fileno())
+
+    def _read(self, worker: Worker) -> bool:
+        """Everything there is to read; False at the end of the stream."""
+        while True:
+            try:
+                data = worker.channel.recv(1 << 20, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return True
+            except OSError:
+                return False
+            if not data:
+                return False
+            try:
+                for message in worker.reader.feed(data):
+                    self._events.said(worker, message)
+            except ProtocolError as error:
+                self.kill(worker, f"garbage on its control socket ({error})")
+                return False
+
+    def tell(self, worker: Worker, message: Message) -> None:
+        """Send without ever waiting for the worker: a stopped one does not read."""
+        if worker.ended:
+            return
+        worker.outbox += encode(message)
+        if len(worker.outbox) > _OUTBOX_LIMIT:
+            self.kill(worker, "does not read its control socket")
+        self._flush(worker)
+
+    def _flush(self, worker: Worker) -> None:
+        try:
+            while worker.outbox:
+                sent = worker.channel.send(worker.outbox[: 1 << 20], socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+                del worker.outbox[:sent]
+        except BlockingIOError:
+            pass
+        except OSError:
+            worker.outbox.clear()
+        if worker.pid:
+            self._loop.adjust(worker.channel.fileno(), writing=bool(worker.outbox))
+
+    # -- the end ----------------------------------------------------------------
+
+    def close(self) -> None:
+        """Kill whatever runs and wait for the zygote; nothing is left afterwards."""
+        self._closing = True
+        for worker in list(self.workers.values()):
+            self.kill(worker, "the job is over")
+        if self._socket is not None:
+            self._loop.forget(self._socket.fileno())
+            self._socket.close()
+            self._socket = None
+        if self.zygote is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.zygote.wait(5)
+            if self.zygote.poll() is None:
+                self.zygote.kill()
+                self.zygote.wait()
+        for number in self.workers:
+            self._deathwatch.forget(number)
+        self.workers.clear()

@@ -1,0 +1,108 @@
+"""How a worker of this node comes to life: its descriptors, its environment, its segments, its scratch folder."""
+
+from __future__ import annotations
+
+import os
+import socket
+import tempfile
+
+from megatron.elastic.control import env
+from megatron.elastic.control.slot import Slot
+from megatron.elastic.launch.agent.rendezvous import Company
+from megatron.elastic.launch.arguments import Job
+from megatron.elastic.launch.workers.logs import WorkerLogs
+from megatron.elastic.launch.workers.pool import Pool, Worker
+from megatron.elastic.launch.workers.processes import sweep_scratches, sweep_segments
+from megatron.elastic.launch.workers.worker import WorkerSpec
+
+__all__ = ["Nursery"]
+
+
+class Nursery:
+    """Starts workers through ``pool`` with torchrun's environment and ours."""
+
+    def __init__(self, job: Job, company: Company, pool: Pool, logs: WorkerLogs) -> None:
+        self._job, self._company, self._pool, self._logs = job, company, pool, logs
+        self._node = company.nodes[company.node]
+        self._slots = sum(len(node.ranks) for node in company.nodes.values())
+        self._count = 0
+        tag = company.seal.sign("segments", job.run_id)[:12].decode()
+        self._prefix = f"mel-{tag}-{company.node}-"
+        self._scratch: str | None = None
+
+    def start(self, rank: int, incarnation: int, newcomer: bool) -> Worker:
+        """Have the zygote fork ``rank`` in its ``incarnation``; returns before it runs.
+
+        ``newcomer``: the job runs already, so the worker will have to be admitted.
+        """
+        self._count += 1
+        job = self._job
+        mine, theirs = socket.socketpair()
+        slot_fd, slot = Slot.create(f"elastic-slot-{rank}")
+        worker = Worker(self._count, rank, rank - self._node.ranks[0], incarnation, mine, slot)
+        environ = self._environ(worker) | {env.NEWCOMER: str(int(newcomer)), env.SCRATCH: self._scratch_of(worker)}
+        spec = WorkerSpec(self._count, job.kind, job.target, job.arguments, environ, job.adapt)
+        out, err = self._logs.open(worker.local_rank)
+        self._pool.fork(spec, worker, slot_fd, theirs, out, err)
+        return worker
+
+    def _environ(self, worker: Worker) -> dict[str, str]:
+        job, world = self._job, str(self._company.nominal)
+        environ = {
+            "RANK": str(worker.rank),
+            "GROUP_RANK": str(self._company.node),
+            "ROLE_RANK": str(worker.rank),
+            "ROLE_NAME": job.role,
+            "LOCAL_WORLD_SIZE": str(len(self._node.ranks)),
+            "WORLD_SIZE": world,
+            "GROUP_WORLD_SIZE": str(len(self._company.nodes)),
+            "ROLE_WORLD_SIZE": world,
+            "MASTER_ADDR": self._company.master_addr,
+            "MASTER_PORT": str(self._company.master_port),
+            # torch prefixes the default group's keys in the agent's store with it.
+            "TORCHELASTIC_RESTART_COUNT": str(worker.incarnation),
+            "TORCHELASTIC_MAX_RESTARTS": str(job.max_restarts),
+            "TORCHELASTIC_RUN_ID": job.run_id,
+            "TORCHELASTIC_USE_AGENT_STORE": str(self._company.store.embedded and not job.elastic),
+            "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(job.signals),
+            "TORCHELASTIC_ERROR_FILE": self._logs.error_files.get(worker.local_rank, ""),
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.getenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+            env.SECRET: job.secret,
+            env.STORE: self._company.store_place,
+            env.RUN_ID: job.run_id,
+            env.SLOTS: str(self._slots),
+            env.INCARNATION: str(worker.incarnation),
+            env.HOST: self._node.host,
+            env.DOMAIN: job.domain,
+            env.ADDRESS: self._company.address,
+            env.NODE: str(self._company.node),
+            env.SEGMENT_PREFIX: self._prefix,
+        }
+        environ.update(self._local_rank(worker.local_rank))
+        return environ
+
+    def _local_rank(self, local_rank: int) -> dict[str, str]:
+        if not self._job.virtual_local_rank:
+            return {"LOCAL_RANK": str(local_rank)}
+        visible = os.getenv("CUDA_VISIBLE_DEVICES")
+        device = visible.split(",")[local_rank] if visible else str(local_rank)
+        return {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": device}
+
+    def _scratch_of(self, worker: Worker) -> str:
+        """Where the worker shall make its own, below one of this node; empty when none can be made."""
+        if self._scratch is None:
+            try:
+                self._scratch = tempfile.mkdtemp(prefix="mel-")
+            except OSError:
+                return ""  # multiprocessing will say so, if anybody needs it
+        return os.path.join(self._scratch, str(worker.number))
+
+    def sweep(self, all_of_node: bool) -> None:
+        """Remove what this agent's workers left in their scratch folders, and this node's in /dev/shm.
+
+        ``all_of_node``: False where another agent holds the node's place and its workers may use what is there.
+        """
+        if all_of_node:
+            sweep_segments(self._prefix)
+        if self._scratch is not None:
+            sweep_scratches(self._scratch)

@@ -1,0 +1,246 @@
+"""From a fresh fork to the user's program.
+
+The forked process cuts its ties with the zygote (session, signals, descriptors),
+takes on the environment torchrun would have given it, and runs the script as
+``__main__`` the way ``python script.py`` does. An exception that ends the script
+is printed, and also left in the worker's slot, so that the launcher can tell a
+bug that will come back from a machine that died.
+"""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import contextlib
+import multiprocessing
+import os
+import runpy
+import signal
+import sys
+import threading
+import traceback
+import types
+from dataclasses import dataclass, field
+from string import Template
+from typing import Any, Literal, NoReturn
+
+from megatron.elastic.comm.errors import CommError
+from megatron.elastic.control import env
+from megatron.elastic.control.slot import ExitReason, Slot
+from megatron.elastic.launch.workers.processes import chain_children, die_with_parent, note_process
+
+__all__ = ["WorkerSpec", "become", "reason_of", "run_script"]
+
+Kind = Literal["script", "module", "program"]
+
+
+@dataclass
+class WorkerSpec:
+    """What to run, and as whom. ``fds``: control socket, slot, standard output, standard error."""
+
+    number: int
+    """The agent's name for this incarnation, unique in the agent's life."""
+    kind: Kind
+    target: str
+    arguments: tuple[str, ...]
+    environ: dict[str, str]
+    """Added to the zygote's own environment."""
+    adapt: bool = False
+    """Import ``megatron.elastic.adaptor`` before the script."""
+    fds: list[int] = field(default_factory=list)
+    parent: int = 0
+    exec_python: bool = False
+
+    def to_message(self) -> dict[str, Any]:
+        """JSON form; the descriptors travel beside it."""
+        return {
+            "number": self.number,
+            "kind": self.kind,
+            "target": self.target,
+            "arguments": list(self.arguments),
+            "environ": self.environ,
+            "adapt": self.adapt,
+        }
+
+    @classmethod
+    def from_message(cls, message: dict[str, Any], fds: list[int]) -> WorkerSpec:
+        """Inverse of :meth:`to_message`."""
+        message["arguments"] = tuple(message["arguments"])
+        return cls(**message, fds=fds)
+
+    def close_fds(self) -> None:
+        """Close the parent's copies."""
+        for fd in self.fds:
+            os.close(fd)
+        self.fds = []
+
+
+def become(spec: WorkerSpec) -> NoReturn:
+    """Turn this forked process into the worker, and end it with the exit code of the user's program."""
+    die_with_parent(spec.parent)
+    os.setsid()
+    _reset_signals()
+    control, slot = _take_descriptors(spec)
+    os.environ.update(spec.environ)
+    os.environ[env.CONTROL_FD], os.environ[env.SLOT_FD] = str(control), str(slot)
+    if spec.kind == "program":
+        _exec(spec.target, [spec.target, *spec.arguments], control, slot)
+    if spec.exec_python:
+        # A death signal survives exec; fork hooks do not, and are set up again there.
+        runner = [sys.executable, "-u", "-m", "megatron.elastic.launch.workers.worker", spec.kind, str(int(spec.adapt))]
+        _exec(sys.executable, [*runner, spec.target, *spec.arguments], control, slot)
+    _leave(run_script(spec, slot))
+
+
+def _take_descriptors(spec: WorkerSpec) -> tuple[int, int]:
+    control, slot, out, err = spec.fds
+    null = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((null, 0), (out, 1), (err, 2)):
+        os.dup2(source, target)
+        os.close(source)
+    return control, slot
+
+
+def _reset_signals() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _exec(path: str, argv: list[str], *keep: int) -> None:
+    for fd in keep:
+        os.set_inheritable(fd, True)
+    try:
+        os.execvp(path, argv)
+    except OSError as error:
+        print(f"cannot run {path}: {error.strerror}", file=sys.stderr, flush=True)
+        os._exit(127 if isinstance(error, FileNotFoundError) else 126)
+
+
+def run_script(spec: WorkerSpec, slot_fd: int) -> int:
+    """Run the user's program in this process; returns its exit code. The last words of an error go to the slot."""
+    chain_children()
+    _refresh_interpreter()
+    _take_scratch()
+    code = 0
+    try:
+        if spec.adapt:
+            import importlib
+
+            importlib.import_module("megatron.elastic.adaptor")
+        _run_main(spec)
+    except SystemExit as end:
+        code = _exit_code(end)
+    except BaseException as error:
+        error.__traceback__ = _users_part(error.__traceback__)
+        Slot(slot_fd).say_last_words("".join(traceback.format_exception(error)), reason_of(error))
+        sys.stdout.flush()
+        if isinstance(error, CommError):
+            # Somebody else's end before there was a state to go on from; the launcher says whose.
+            print(f"rank {os.environ.get('RANK', '?')}: {error}", file=sys.stderr, flush=True)
+            return 1
+        # The program's own hook, where it has set one, as the interpreter would.
+        sys.excepthook(type(error), error, error.__traceback__)
+        sys.stderr.flush()
+        code = 1
+    return code
+
+
+def reason_of(error: BaseException) -> ExitReason:
+    """The kind of ``error`` that ends a program. One that was raised from a communication error is one, too."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, CommError):
+            return ExitReason.COMMUNICATION
+        cause = cause.__cause__
+    # Errors that this package names are about what it was given; the program's own are of any other type.
+    return ExitReason.INPUT if type(error).__module__.startswith("megatron.elastic.") else ExitReason.ERROR
+
+
+def _users_part(trace: types.TracebackType | None) -> types.TracebackType | None:
+    """A traceback without the frames through which the launcher ran the program."""
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__ and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace
+
+
+def _leave(code: int) -> NoReturn:
+    """End as a child of multiprocessing does: what is to run at exit runs, the interpreter is not taken apart.
+
+    Background threads may be inside native code, which it would end by unwinding them: ``terminate called without an
+    active exception``, now and then, at the end of a job that was done.
+    """
+    try:
+        threading._shutdown()  # type: ignore[attr-defined]  # joins what is no daemon
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)
+
+
+def _exit_code(end: SystemExit) -> int:
+    if end.code is None:
+        return 0
+    if isinstance(end.code, int):
+        return end.code
+    print(end.code, file=sys.stderr, flush=True)
+    return 1
+
+
+def _refresh_interpreter() -> None:
+    """What a process forked from a long-lived one must not share with its siblings."""
+    for stream in (sys.stdout, sys.stderr):
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:
+            # A line is one write, so that lines of ranks that share a pipe stay whole, also under PYTHONUNBUFFERED.
+            reconfigure(line_buffering=True, write_through=False)
+    numpy_random = sys.modules.get("numpy.random")
+    if numpy_random is not None:
+        # Python reseeds `random` in a forked child; numpy would repeat one stream on every rank.
+        numpy_random.seed()
+
+
+def _take_scratch() -> None:
+    """Have multiprocessing put its sockets and semaphores where the launcher removes them.
+
+    It makes a folder for the sockets when it first needs one (in a data-loader worker: to send tensors), and
+    removes all as its process ends in an orderly way, which one that is killed does not.
+    """
+    scratch, prefix = os.environ.get(env.SCRATCH), os.environ.get(env.SEGMENT_PREFIX)
+    settings: dict[str, Any] = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+    if prefix:
+        settings["semprefix"] = f"/{prefix}"
+    if scratch:
+        with contextlib.suppress(OSError):
+            os.mkdir(scratch, 0o700)
+            settings["tempdir"] = scratch
+            note_process(scratch)
+            os.register_at_fork(after_in_child=lambda: note_process(scratch))
+
+
+def _run_main(spec: WorkerSpec) -> None:
+    local_rank = os.environ.get("LOCAL_RANK", "0")
+    # torchrun's one macro.
+    sys.argv = [spec.target, *(Template(text).safe_substitute(local_rank=local_rank) for text in spec.arguments)]
+    if spec.kind == "module":
+        sys.path[0] = os.getcwd()
+        runpy.run_module(spec.target, run_name="__main__", alter_sys=True)
+        return
+    sys.path[0] = os.path.dirname(os.path.realpath(spec.target))
+    with open(spec.target, "rb") as file:
+        code = compile(file.read(), spec.target, "exec")
+    main = types.ModuleType("__main__")
+    # A module of its own, so that the script can be pickled from and imported again by spawned children.
+    main.__dict__.update(__file__=spec.target, __builtins__=builtins, __cached__=None)
+    sys.modules["__main__"] = main
+    exec(code, main.__dict__)
+
+
+def main(argv: list[str]) -> NoReturn:
+    """Second half of a worker started by exec: ``KIND ADAPT TARGET ARGUMENTS…``."""
+    spec = WorkerSpec(0, argv[1], argv[3], tuple(argv[4:]), {}, argv[2] == "1")  # type: ignore[arg-type]
+    _leave(run_script(spec, int(os.environ[env.SLOT_FD])))
+
+
+if __name__ == "__main__":
+    main(sys.argv)

@@ -1,0 +1,159 @@
+"""The zygote: a process that has imported torch and forks workers from itself.
+
+Importing torch and Megatron takes seconds; a fork of a process that already has
+takes milliseconds. So each agent keeps one such parent. It holds to three rules:
+
+- It computes nothing and starts no thread: a fork copies only the forking thread,
+  and a lock held by another would stay locked for ever in the child. If a preloaded
+  module starts one all the same, the zygote says which and starts workers by
+  fork + exec, without the preloaded modules.
+- It is the workers' parent: it reaps them and relays how they ended. The agent
+  sees a death by itself through the pidfd that the zygote hands over.
+- When its agent goes, it takes every worker's process group with it, and what they left in memory and on disk.
+
+``python -m megatron.elastic.launch.workers.zygote FD AGENT_PID MODULE[,MODULE…]``
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import select
+import signal
+import sys
+from typing import Any
+
+from megatron.elastic.control import env
+from megatron.elastic.launch.workers.processes import (
+    MessageSocket,
+    accelerator_is_open,
+    die_with_parent,
+    kill_group,
+    sweep_scratch,
+    sweep_scratches,
+    sweep_segments,
+    thread_count,
+)
+from megatron.elastic.launch.workers.worker import WorkerSpec, become
+
+__all__ = ["Zygote", "main"]
+
+
+class Zygote:
+    """Serves fork requests of one agent until that agent is gone."""
+
+    def __init__(self, agent: MessageSocket) -> None:
+        self._agent = agent
+        self._workers: dict[int, tuple[int, int, str]] = {}
+        """pidfd → (worker number, pid, scratch folder)."""
+        self._may_fork = True
+        self._segments = self._scratch = ""
+
+    def preload(self, modules: list[str]) -> None:
+        """Import ``modules`` and tell the agent what came of it."""
+        notes = []
+        for name in modules:
+            before = thread_count()
+            try:
+                importlib.import_module(name)
+            except Exception as error:
+                notes.append(f"could not preload {name}: {type(error).__name__}: {error}")
+            if thread_count() > before:
+                notes.append(f"preloading {name} started {thread_count() - before} thread(s)")
+        if accelerator_is_open():
+            notes.append("a preloaded module has started the accelerator's driver, which does not survive a fork")
+        if thread_count() > 1 or accelerator_is_open():
+            self._may_fork = False
+            notes.append("workers are started by exec instead of fork, which takes seconds")
+        # Keeps the collector from writing to (and so copying) pages shared with the workers.
+        gc.collect()
+        gc.freeze()
+        self._tell({"ready": True, "notes": notes}, [])
+
+    def serve(self) -> WorkerSpec | None:
+        """Fork on request and reap. Returns a spec in a forked worker, None in the zygote once the agent is gone."""
+        poll = select.poll()
+        poll.register(self._agent, select.POLLIN)
+        while True:
+            for fd, _ in poll.poll():
+                if fd in self._workers:
+                    poll.unregister(fd)
+                    self._reap(fd)
+                    continue
+                received = self._agent.receive()
+                if received is None:
+                    self._end()
+                    return None
+                spec = WorkerSpec.from_message(*received)
+                forked = self._fork(spec)
+                if forked is None:
+                    return spec
+                poll.register(forked, select.POLLIN)
+
+    def _fork(self, spec: WorkerSpec) -> int | None:
+        spec.parent = os.getpid()
+        spec.exec_python = not self._may_fork
+        pid = os.fork()
+        if pid == 0:
+            self._agent.close()
+            for fd in self._workers:
+                os.close(fd)
+            return None
+        pidfd = os.pidfd_open(pid)
+        self._segments, scratch = spec.environ.get(env.SEGMENT_PREFIX, ""), spec.environ.get(env.SCRATCH, "")
+        self._scratch = os.path.dirname(scratch)
+        self._workers[pidfd] = (spec.number, pid, scratch)
+        spec.close_fds()
+        self._tell({"forked": spec.number, "pid": pid}, [pidfd])
+        return pidfd
+
+    def _reap(self, pidfd: int) -> None:
+        number, pid, scratch = self._workers.pop(pidfd)
+        # What the worker left in its process group (data-loader workers) goes with it. Before it is
+        # reaped, while its process id cannot be anybody else's.
+        kill_group(pid)
+        _, status = os.waitpid(pid, 0)
+        os.close(pidfd)
+        self._tell({"exited": number, "status": status}, [])
+        sweep_scratch(scratch, pid)
+
+    def _tell(self, message: dict[str, Any], fds: list[int]) -> None:
+        try:
+            self._agent.send(message, fds)
+        except OSError:
+            self._end()
+            os._exit(1)
+
+    def _end(self) -> None:
+        for _, pid, _ in self._workers.values():
+            kill_group(pid)
+        for _, pid, scratch in self._workers.values():
+            os.waitpid(pid, 0)
+            sweep_scratch(scratch, pid)
+        if self._segments:
+            sweep_segments(self._segments)
+        sweep_scratches(self._scratch)  # also of workers of an earlier zygote, or reaped just now
+
+
+def main(argv: list[str]) -> int:
+    """Body of the zygote process; in a forked worker it goes on as the user's program."""
+    import socket
+
+    agent_pid = int(argv[2])
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # The end of the agent is the end of its socket, and has to be passed on to all that workers started. What
+    # could keep the zygote from seeing it is being stopped: hence this signal.
+    die_with_parent(agent_pid, signal.SIGCONT)
+    zygote = Zygote(MessageSocket(socket.socket(fileno=int(argv[1]))))
+    zygote.preload([name for name in argv[3].split(",") if name])
+    spec = zygote.serve()
+    if spec is None:
+        return 0
+    del zygote
+    become(spec)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

@@ -1,0 +1,182 @@
+"""``--elastic`` and one ``--elastic-*`` flag for every field of :class:`ElasticConfig`.
+
+The flags are derived from the dataclass: name, type and default from the field,
+help from the string under it. They are added to Megatron's own parser; there is
+no second one. ``docs/flags.md`` is generated from the same source:
+
+    python -m megatron.elastic.mcore.args.arguments --write-docs docs/flags.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import difflib
+import functools
+import inspect
+import re
+import sys
+import textwrap
+from argparse import Namespace
+from collections.abc import Callable, Mapping
+from dataclasses import Field, fields
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from megatron.elastic.config import ElasticConfig, flag_name, plain_type
+from megatron.elastic.mcore.args.bad_input import BadInput, Faults
+
+__all__ = ["SWITCH", "add_arguments", "chained", "config_from_args", "docs", "field_help"]
+
+SWITCH = "--elastic"
+"""Turns the elastic runtime on; without it nothing of Megatron's step is replaced."""
+
+_SWITCH_HELP = "Run training steps on the elastic engine: the job goes on when ranks fail, and when they return."
+
+
+def field_help(cls: type) -> dict[str, str]:
+    """Field name → the string literal under it, on one line."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
+    assert isinstance(body, ast.ClassDef)
+    texts: dict[str, str] = {}
+    for statement, following in zip(body.body, body.body[1:], strict=False):
+        if (
+            isinstance(statement, ast.AnnAssign)
+            and isinstance(statement.target, ast.Name)
+            and isinstance(following, ast.Expr)
+            and isinstance(following.value, ast.Constant)
+        ):
+            texts[statement.target.id] = " ".join(str(following.value.value).split())
+    return texts
+
+
+def _options(field: Field[Any], annotation: Any, text: str) -> dict[str, Any]:
+    """Arguments of ``add_argument`` for one field."""
+    kind = plain_type(annotation)
+    help_text = text.replace("%", "%%")
+    options: dict[str, Any] = {"dest": "elastic_" + field.name, "default": field.default, "help": help_text}
+    if kind is bool:
+        return {**options, "action": argparse.BooleanOptionalAction if field.default else "store_true"}
+    if get_origin(kind) is Literal:
+        return {**options, "choices": list(get_args(kind))}
+    return {**options, "type": kind, "metavar": kind.__name__.upper()}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the group to ``parser``, once; returns it (Megatron's ``extra_args_provider`` convention)."""
+    if any(SWITCH in action.option_strings for action in parser._actions):
+        return parser
+    group = parser.add_argument_group(title="elastic")
+    group.add_argument(SWITCH, action="store_true", help=_SWITCH_HELP)
+    hints, texts = get_type_hints(ElasticConfig), field_help(ElasticConfig)
+    for field in fields(ElasticConfig):
+        group.add_argument(flag_name(field.name), **_options(field, hints[field.name], texts[field.name]))
+    return parser
+
+
+ArgsProvider = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
+
+
+def chained(provider: ArgsProvider | None, faults: Faults) -> ArgsProvider:
+    """The script's own ``extra_args_provider``, then ours; the parser's errors become :class:`BadInput`.
+
+    Flags that no parser knows are noted in ``faults``, and parsing goes on; other errors are raised. Megatron's
+    parser prints its whole usage (over 700 flags) before an error, and exits with 2.
+    """
+
+    def provide(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        whole = add_arguments(provider(parser) if provider is not None else parser)
+        whole.error = functools.partial(  # type: ignore[assignment, method-assign]
+            _one_line, whole, faults
+        )
+        return whole
+
+    return provide
+
+
+def _one_line(parser: argparse.ArgumentParser, faults: Faults, message: str) -> None:
+    text = " ".join(message.split())
+    unknown = re.match(r"unrecognized arguments: (.*)", text)
+    if unknown is None:
+        raise BadInput(text)
+    known = [option for action in parser._actions for option in action.option_strings]
+    words = unknown.group(1).split()
+    for flag in dict.fromkeys(word.partition("=")[0] for word in words if word.startswith("--")):
+        near = difflib.get_close_matches(flag, known, n=1, cutoff=0.7)
+        faults.add(f"unrecognized argument {flag} " + (
+            f"(did you mean {near[0]}?)" if near else "(no flag of this Megatron is like it): leave it out"
+        ))
+    if not any(word.startswith("--") for word in words):
+        faults.add(f"{text}: each belongs to no flag; leave it out, or quote values with spaces")
+
+
+def config_from_args(args: Namespace | Mapping[str, Any]) -> ElasticConfig:
+    """The settings in parsed arguments. Raises ``ConfigError`` with one line that names the flag.
+
+    Fields that ``args`` lacks (a YAML configuration) keep their defaults; an unknown
+    ``elastic_*`` setting is refused, as a misspelt one would be silently ignored.
+    """
+    given = dict(args) if isinstance(args, Mapping) else vars(args)
+    names = ElasticConfig.field_names()
+    unknown = sorted(
+        key for key in given if key.startswith("elastic_") and key.removeprefix("elastic_") not in names
+    )
+    if unknown:
+        raise BadInput(f"no such setting: {', '.join(flag_name(key.removeprefix('elastic_')) for key in unknown)}")
+    return ElasticConfig(**{name: given["elastic_" + name] for name in names if "elastic_" + name in given})
+
+
+# ---------------------------------------------------------------- documentation
+
+
+def _shown_default(default: Any) -> str:
+    if isinstance(default, bool):
+        return "on" if default else "off"
+    return "none" if default is None else f"`{default}`"
+
+
+def _shown_type(annotation: Any) -> str:
+    kind = plain_type(annotation)
+    if kind is bool:
+        return "switch"
+    return " \\| ".join(get_args(kind)) if get_origin(kind) is Literal else str(kind.__name__)
+
+
+def docs() -> str:
+    """The flag reference, Markdown."""
+    hints, texts = get_type_hints(ElasticConfig), field_help(ElasticConfig)
+    lines = [
+        "# Flags",
+        "",
+        "Megatron-LM's own flags keep their meaning; these are added. Generated from",
+        "`megatron/elastic/config.py` by `python -m megatron.elastic.mcore.args.arguments --write-docs docs/flags.md`.",
+        "",
+        "| flag | value | default | |",
+        "|---|---|---|---|",
+        f"| `{SWITCH}` | switch | off | {_SWITCH_HELP} |",
+    ]
+    for field in fields(ElasticConfig):
+        flag = f"`{flag_name(field.name)}`"
+        if field.default is True:
+            flag += f", `--no-{flag_name(field.name)[2:]}`"
+        kind, default = _shown_type(hints[field.name]), _shown_default(field.default)
+        text = texts[field.name].replace("|", "\\|")
+        lines.append(f"| {flag} | {kind} | {default} | {text} |")
+    return "\n".join(lines) + "\n"
+
+
+def main(arguments: list[str]) -> int:
+    """``--write-docs PATH`` writes the reference; without it, it is printed."""
+    parser = argparse.ArgumentParser(prog="python -m megatron.elastic.mcore.args.arguments", description=__doc__)
+    parser.add_argument("--write-docs", type=Path, metavar="PATH", help="write the flag reference here")
+    path = parser.parse_args(arguments).write_docs
+    if path is None:
+        print(docs(), end="")
+    else:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(docs(), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,84 @@
+"""Megatron's arguments in the engine's words."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+from megatron.elastic.config import ConfigError
+from megatron.elastic.engine.generation.launch_topology import Nominal
+from megatron.elastic.engine.settings import Settings
+from megatron.elastic.mcore.parallel_state.stage import as_stage
+from megatron.elastic.plan.model import Grid
+from megatron.elastic.state.record import Hyper, Schedule
+
+__all__ = ["engine_settings", "nominal_topology", "sample_grid"]
+
+
+def sample_grid(args: Any) -> Grid:
+    """The nominal grid of a training step."""
+    return Grid(args.global_batch_size, args.micro_batch_size, args.data_parallel_size)
+
+
+def nominal_topology(args: Any, config: Any, tied: bool, slots: int) -> Nominal:
+    """Sizes and cuts at launch, for every model chunk, from arguments alone (no communication).
+
+    ``slots``: ranks there can be, those of the launch included. Raises :class:`ConfigError` for a chunk of nothing.
+    """
+    stages, depth = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size
+    last = stages * (depth or 1) - 1
+    chunks = []
+    for number in range(last + 1):
+        stage, chunk = number % stages, None if depth is None else number // stages
+        # A pipeline layout makes Megatron ignore the pp_rank argument, so the stage is set globally too.
+        with as_stage(stage, stages, depth):
+            first = get_transformer_layer_offset(config, chunk, pp_rank=stage)
+            count = get_num_layers_to_build(config, chunk, pp_rank=stage)
+        chunks.append((first + (number > 0), args.num_layers + 2 if number == last else first + count + 1))
+    empty = [number for number, (first, end) in enumerate(chunks) if first == end]
+    if empty:
+        raise ConfigError(f"--pipeline-model-parallel-layout leaves stages {empty} without a layer: give each one")
+    return Nominal(
+        tensor=args.tensor_model_parallel_size,
+        pipeline=stages,
+        data=args.data_parallel_size,
+        chunks=tuple(chunks),
+        grid=sample_grid(args),
+        tied_unit=args.num_layers + 2 if tied else None,
+        extra=(slots - args.world_size) // args.tensor_model_parallel_size * args.tensor_model_parallel_size,
+    )
+
+
+def engine_settings(args: Any, schedule: Schedule) -> Settings:
+    """Numerics of the run."""
+    scaler: Literal["none", "constant", "dynamic"] = "none"
+    if args.loss_scale:
+        scaler = "constant"
+    elif args.fp16:
+        scaler = "dynamic"
+    hyper = Hyper(
+        schedule=schedule,
+        clip_grad=float(args.clip_grad),
+        optimizer=args.optimizer,
+        decoupled_weight_decay=bool(getattr(args, "decoupled_weight_decay", True)),
+        beta1=args.adam_beta1,
+        beta2=args.adam_beta2,
+        eps=args.adam_eps,
+        sgd_momentum=args.sgd_momentum,
+        scaler=scaler,
+        initial_loss_scale={"none": 1.0, "constant": args.loss_scale, "dynamic": args.initial_loss_scale}[scaler],
+        min_loss_scale=float(args.min_loss_scale),
+        growth_interval=int(args.loss_scale_window),
+        hysteresis=int(args.hysteresis),
+    )
+    return Settings(
+        seed=args.seed,
+        hyper=hyper,
+        per_token_loss=bool(args.calculate_per_token_loss),
+        count_zeros=bool(args.log_num_zeros_in_grad),
+        check_finite=bool(args.check_for_nan_in_loss_and_grad) and not args.fp16,
+        communication_timeout=60.0 * float(args.distributed_timeout_minutes),
+        steps=int(args.train_iters) if args.train_iters else None,
+    )

@@ -1,0 +1,273 @@
+"""Megatron flags that this machine cannot honour, and what is used instead.
+
+Megatron's defaults are a GPU's: Transformer Engine, NCCL, flash attention, fused
+kernels. Where what a flag needs is missing, another implementation of the same
+mathematics takes its place, and the table printed at start says so. A flag whose
+absence would change the result is not substituted but refused (``support``).
+
+Invariants
+- Applied to parsed arguments before Megatron validates them, so Megatron itself
+  derives everything from what is really used.
+- Nothing is substituted without a line in the table; ``--elastic-strict-flags``
+  makes any line of :data:`ROWS` an error that spells the flags to give.
+
+:data:`ELASTIC_ROWS` is a second table, for ``--elastic``: flags that only tune how
+Megatron's own gradient buffers, optimizer and streams use the hardware. The engine
+has its own; results are the same.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import textwrap
+from argparse import Namespace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.elastic.mcore.args.bad_input import BadInput
+
+__all__ = ["ELASTIC_ROWS", "ROWS", "Machine", "Row", "Substituted", "refuse", "substitute", "table"]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What is here: the platform's name and the packages a flag may need."""
+
+    platform: str
+    packages: frozenset[str] = frozenset()
+
+    @classmethod
+    def detect(cls, platform: str) -> Machine:
+        """Look for the packages that rows ask for, without importing them."""
+        names = {package for row in ROWS for package in row.needs if package not in _DEVICES}
+        found = frozenset(name for name in names if importlib.util.find_spec(name) is not None)
+        # Transformer Engine and Apex load CUDA kernels: without CUDA, being installed is of no use.
+        return cls(platform, found if platform == "cuda" else found - _CUDA_ONLY)
+
+    def has(self, need: str) -> bool:
+        return self.platform == need if need in _DEVICES else need in self.packages
+
+
+_DEVICES = frozenset({"cuda"})
+_TE = "transformer_engine"
+_GRADIENT_KERNEL = "fused_weight_gradient_mlp_cuda"
+_SOFTMAX_KERNELS = "scaled_upper_triang_masked_softmax_cuda"
+_NVRX = "nvidia_resiliency_ext"
+_CUDA_ONLY = frozenset({_TE, "apex", "flash_attn", _GRADIENT_KERNEL, _SOFTMAX_KERNELS})
+
+
+@dataclass(frozen=True)
+class Row:
+    """``attribute`` of the arguments becomes ``used`` where any of ``needs`` is missing and ``asked`` says it matters.
+
+    ``spelled``: how a user asks for ``used`` on the command line.
+    """
+
+    attribute: str
+    flag: str
+    needs: tuple[str, ...]
+    asked: Callable[[Any], bool]
+    used: Any
+    spelled: str
+    reason: str
+
+
+def _on(value: Any) -> bool:
+    return bool(value)
+
+
+def _off(value: Any) -> bool:
+    return not value
+
+
+def _is(*names: str) -> Callable[[Any], bool]:
+    """Whether a value, or the name of an enum member, is one of ``names``."""
+    return lambda value: value is not None and getattr(value, "name", value) in names
+
+
+def _switch(attribute: str, flag: str, needs: tuple[str, ...], spelled: str, reason: str) -> Row:
+    """A boolean that is turned off."""
+    return Row(attribute, flag, needs, _on, False, spelled, reason)
+
+
+_LEAVE_OUT = "leave it out"
+
+ROWS: tuple[Row, ...] = (
+    Row("transformer_impl", "--transformer-impl", (_TE,), _is("transformer_engine"), "local",
+        "--transformer-impl local", "Transformer Engine is not here: megatron.core's own layers, same mathematics"),
+    Row("distributed_backend", "--distributed-backend", ("cuda",), _is("nccl"), "gloo",
+        "--distributed-backend gloo", "NCCL needs GPUs"),
+    Row("pipeline_model_parallel_comm_backend", "--pipeline-model-parallel-comm-backend", ("cuda",),
+        _is("nccl", "ucc"), None, _LEAVE_OUT, "NCCL and UCC need GPUs: the pipeline uses the common backend"),
+    Row("attention_backend", "--attention-backend", (_TE,), _is("flash", "fused"), "unfused",
+        "--attention-backend unfused", "flash and fused attention are Transformer Engine's kernels"),
+    _switch("use_flash_attn", "--use-flash-attn", ("flash_attn",), _LEAVE_OUT, "flash-attn needs a GPU"),
+    Row("use_cpu_initialization", "--use-cpu-initialization", ("cuda",), _off, True, "--use-cpu-initialization",
+        "weights live on the CPU; initialised whole, then cut: the same at every tensor-parallel size"),
+    _switch("gradient_accumulation_fusion", "--no-gradient-accumulation-fusion", (_GRADIENT_KERNEL,),
+            "--no-gradient-accumulation-fusion", "Apex's fused weight-gradient kernel is not here"),
+    Row("no_persist_layer_norm", "--no-persist-layer-norm", ("apex",), _off, True, "--no-persist-layer-norm",
+        "Apex's persistent layer-norm kernel is not here"),
+    _switch("bias_gelu_fusion", "--no-bias-gelu-fusion", ("cuda",), "--no-bias-gelu-fusion", "compiled for GPUs"),
+    _switch("bias_swiglu_fusion", "--no-bias-swiglu-fusion", ("cuda",), "--no-bias-swiglu-fusion",
+            "compiled for GPUs"),
+    _switch("bias_dropout_fusion", "--no-bias-dropout-fusion", ("cuda",), "--no-bias-dropout-fusion",
+            "compiled for GPUs"),
+    _switch("masked_softmax_fusion", "--no-masked-softmax-fusion", (_SOFTMAX_KERNELS,), "--no-masked-softmax-fusion",
+            "Apex's fused softmax kernels are not here"),
+    _switch("apply_rope_fusion", "--no-rope-fusion", (_TE,), "--no-rope-fusion",
+            "Transformer Engine's fused rotary kernel is not here"),
+    Row("cross_entropy_fusion_impl", "--cross-entropy-fusion-impl", (_TE,), _is("te"), "native",
+        "--cross-entropy-fusion-impl native", "Transformer Engine's cross-entropy kernel is not here"),
+    _switch("fused_residual_rmsnorm", "--fused-residual-rmsnorm", (_TE,), _LEAVE_OUT,
+            "Transformer Engine's kernel is not here"),
+    _switch("use_te_activation_func", "--use-te-activation-func", (_TE,), _LEAVE_OUT,
+            "Transformer Engine's kernel is not here"),
+    _switch("mla_down_proj_fusion", "--mla-down-proj-fusion", (_TE,), _LEAVE_OUT,
+            "Transformer Engine's kernel is not here"),
+    _switch("te_rng_tracker", "--te-rng-tracker", (_TE,), _LEAVE_OUT, "Transformer Engine's generator is not here"),
+    _switch("moe_grouped_gemm", "--moe-grouped-gemm", (_TE,), _LEAVE_OUT,
+            "experts run one after the other: same mathematics"),
+    _switch("moe_permute_fusion", "--moe-permute-fusion", (_TE,), _LEAVE_OUT,
+            "Transformer Engine's kernel is not here"),
+    _switch("moe_router_fusion", "--moe-router-fusion", (_TE,), _LEAVE_OUT, "Transformer Engine's kernel is not here"),
+    _switch("tp_comm_overlap", "--tp-comm-overlap", (_TE,), _LEAVE_OUT,
+            "Transformer Engine's overlap of matrix products and tensor-parallel communication needs GPUs"),
+    Row("cuda_graph_impl", "--cuda-graph-impl", ("cuda",), _is("local", "transformer_engine"), "none",
+        "--cuda-graph-impl none", "CUDA graphs need a GPU"),
+    Row("cuda_graph_scope", "--cuda-graph-scope", ("cuda",), _on, [], _LEAVE_OUT, "CUDA graphs need a GPU"),
+    _switch("enable_cuda_graph", "--enable-cuda-graph", ("cuda",), _LEAVE_OUT, "CUDA graphs need a GPU"),
+    _switch("external_cuda_graph", "--external-cuda-graph", ("cuda",), _LEAVE_OUT, "CUDA graphs need a GPU"),
+    _switch("optimizer_cuda_graph", "--optimizer-cuda-graph", ("cuda",), _LEAVE_OUT, "CUDA graphs need a GPU"),
+    _switch("optimizer_cpu_offload", "--optimizer-cpu-offload", ("cuda",), _LEAVE_OUT,
+            "optimizer state is in host memory already"),
+    _switch("overlap_cpu_optimizer_d2h_h2d", "--overlap-cpu-optimizer-d2h-h2d", ("cuda",), _LEAVE_OUT,
+            "nothing is copied between device and host"),
+    Row("cpu_offloading_num_layers", "--cpu-offloading-num-layers", ("cuda",), _on, 0, _LEAVE_OUT,
+        "activations are in host memory already"),
+    _switch("fine_grained_activation_offloading", "--fine-grained-activation-offloading", ("cuda",), _LEAVE_OUT,
+            "activations are in host memory already"),
+    _switch("nccl_ub", "--use-nccl-ub", ("cuda",), _LEAVE_OUT, "NCCL user buffers need GPUs"),
+    _switch("use_sharp", "--use-sharp", ("cuda",), _LEAVE_OUT, "SHARP reductions are NCCL's"),
+    Row("nccl_communicator_config_path", "--nccl-communicator-config-path", ("cuda",), _on, None, _LEAVE_OUT,
+        "there is no NCCL communicator to configure"),
+    _switch("use_ring_exchange_p2p", "--use-ring-exchange-p2p", ("cuda",), _LEAVE_OUT,
+            "needs a special build of torch.distributed"),
+    _switch("record_memory_history", "--record-memory-history", ("cuda",), _LEAVE_OUT,
+            "records the CUDA allocator's history"),
+    _switch("log_energy", "--log-energy", ("cuda",), _LEAVE_OUT, "read from NVIDIA's management library"),
+    Row("async_strategy", "--async-strategy", (_NVRX,), _is("nvrx"), "mcore", "--async-strategy mcore",
+        "nvidia-resiliency-ext is not installed: megatron.core writes asynchronous checkpoints itself"),
+)
+
+_STEP = "megatron's own step"
+"""A need that is never met: rows that have it apply whenever their table is used."""
+
+_BUFFERS = "tunes Megatron's gradient buffers; the engine has its own"
+_OVERLAP = "overlaps Megatron's own collectives; the engine has its own schedule"
+
+
+def _unused(attribute: str, flag: str, reason: str) -> Row:
+    return _switch(attribute, flag, (_STEP,), _LEAVE_OUT, reason)
+
+
+ELASTIC_ROWS: tuple[Row, ...] = (
+    _unused("overlap_grad_reduce", "--overlap-grad-reduce", _OVERLAP),
+    _unused("overlap_param_gather_with_optimizer_step", "--overlap-param-gather-with-optimizer-step", _OVERLAP),
+    _unused("overlap_param_gather", "--overlap-param-gather", _OVERLAP),
+    _unused("delay_wgrad_compute", "--delay-wgrad-compute", _OVERLAP),
+    _unused("defer_embedding_wgrad_compute", "--defer-embedding-wgrad-compute", _OVERLAP),
+    _unused("overlap_p2p_comm_warmup_flush", "--overlap-p2p-communication-warmup-flush", _OVERLAP),
+    Row("microbatch_group_size_per_vp_stage", "--microbatch-group-size-per-virtual-pipeline-stage", (_STEP,),
+        lambda value: value is not None, None, _LEAVE_OUT,
+        "orders Megatron's interleaved schedule; the engine's has Megatron's default, groups of the pipeline's size"),
+    _switch("gradient_accumulation_fusion", "--no-gradient-accumulation-fusion", (_STEP,),
+            "--no-gradient-accumulation-fusion", "adds into Megatron's gradient buffers; the engine has its own"),
+    _unused("ddp_average_in_collective", "--ddp-average-in-collective", _BUFFERS),
+    _unused("ddp_pad_buckets_for_high_nccl_busbw", "--ddp-pad-buckets-for-high-nccl-busbw", _BUFFERS),
+    Row("ddp_bucket_size", "--ddp-bucket-size", (_STEP,), _on, None, _LEAVE_OUT, _BUFFERS),
+    Row("ddp_num_buckets", "--ddp-num-buckets", (_STEP,), _on, None, _LEAVE_OUT, _BUFFERS),
+    _unused("nccl_ub", "--use-nccl-ub", _BUFFERS),
+    _unused("create_all_gather_group", "--create-all-gather-group", _BUFFERS),
+    Row("num_distributed_optimizer_instances", "--num-distributed-optimizer-instances", (_STEP,),
+        lambda value: value is not None and value > 1, 1, _LEAVE_OUT,
+        "copies of optimizer state are kept instead (--elastic-mirrors)"),
+    _unused("optimizer_cpu_offload", "--optimizer-cpu-offload",
+            "the elastic engine decides where optimizer steps are computed"),
+    _unused("overlap_cpu_optimizer_d2h_h2d", "--overlap-cpu-optimizer-d2h-h2d",
+            "the elastic engine decides where optimizer steps are computed"),
+    Row("check_weight_hash_across_dp_replicas_interval", "--check-weight-hash-across-dp-replicas-interval", (_STEP,),
+        _on, None, _LEAVE_OUT, "owners and copies are compared instead (--elastic-verify-interval)"),
+    _unused("async_save", "--async-save", "checkpoints are written while training goes on in any case"),
+    _unused("use_persistent_ckpt_worker", "--use-persistent-ckpt-worker",
+            "a thread of the rank writes its share of a checkpoint"),
+    _unused("exit_signal_handler", "--exit-signal-handler",
+            "SIGTERM to the launcher or to any worker drains the job at the next step boundary in any case"),
+    Row("rerun_mode", "--rerun-mode", (_STEP,), _is("validate_results", "report_stats"), "disabled",
+        "--rerun-mode disabled", "repeats Megatron's own step, which --elastic replaces"),
+    _unused("log_straggler", "--log-straggler",
+            "times Megatron's own step, which --elastic replaces; ranks are measured in any case"),
+    _unused("log_energy", "--log-energy",
+            "sums over all ranks, which a loss would stop; the event log has each rank's power"),
+)
+"""Accepted with ``--elastic`` and one line each: hardware tuning, or replaced by the engine's own."""
+
+
+@dataclass(frozen=True)
+class Substituted:
+    """One line of the table printed at start."""
+
+    row: Row
+    asked: Any
+
+
+def substitute(args: Namespace, machine: Machine, rows: Iterable[Row] = ROWS) -> tuple[Substituted, ...]:
+    """Set what this machine can honour in ``args``; returns what was changed, in table order."""
+    changed = []
+    for row in rows:
+        missing = any(not machine.has(need) for need in row.needs)
+        if not missing or not hasattr(args, row.attribute):
+            continue
+        asked = getattr(args, row.attribute)
+        if row.asked(asked):
+            setattr(args, row.attribute, _like(asked, row.used))
+            changed.append(Substituted(row, asked))
+    return tuple(changed)
+
+
+def _like(asked: Any, used: Any) -> Any:
+    """``used`` as a member of the same enumeration, where ``asked`` is one."""
+    members = getattr(type(asked), "__members__", None)
+    return members[used] if members is not None and isinstance(used, str) else used
+
+
+def refuse(changed: Iterable[Substituted]) -> None:
+    """Raise :class:`BadInput` that spells the flags which make every substitution unnecessary."""
+    lines = list(changed)
+    if not lines:
+        return
+    give = " ".join(line.row.spelled for line in lines if line.row.spelled != _LEAVE_OUT)
+    drop = " ".join(line.row.flag for line in lines if line.row.spelled == _LEAVE_OUT)
+    fix = "; ".join(text for text in (give and f"give {give}", drop and f"leave out {drop}") if text)
+    raise BadInput(f"--elastic-strict-flags: {len(lines)} flags would be substituted on this machine; {fix}")
+
+
+def _shown(value: Any) -> str:
+    return str(getattr(value, "name", value)) if value not in (None, [], ()) else "-"
+
+
+def table(changed: Iterable[Substituted], title: str) -> str:
+    """The lines as text under ``title``, empty when nothing was changed."""
+    lines = [
+        (line.row.flag, _shown(line.asked), _shown(line.row.used), line.row.reason) for line in changed
+    ]
+    if not lines:
+        return ""
+    head = ("flag", "asked", "used", "why")
+    widths = [max(len(line[column]) for line in [head, *lines]) for column in range(3)]
+    rendered = [title + ":"]
+    for line in [head, *lines]:
+        cells = "  ".join(cell.ljust(width) for cell, width in zip(line[:3], widths, strict=True))
+        rendered.append(f"  {cells}  {textwrap.shorten(line[3], 100)}")
+    return "\n".join(rendered)

@@ -1,0 +1,343 @@
+"""The support matrix, checked at start: works, works without ``--elastic``, or refused.
+
+A feature that would run and give another result, or break later, is refused before
+anything is built, by one line that names the flag and the fix; several refusals are told at once. Flags that only tune
+hardware are accepted (``substitutions.ELASTIC_ROWS``). A flag that no table knows is
+named in one warning: nothing is ignored in silence. ``docs/support.md`` is written
+from the same tables:
+
+    python -m megatron.elastic.mcore.args.support --write-docs docs/support.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from megatron.elastic.config import ElasticConfig
+from megatron.elastic.control import env
+from megatron.elastic.mcore.args import flag_table, substitutions
+from megatron.elastic.mcore.args.bad_input import BadInput
+
+__all__ = ["FEATURES", "Feature", "Verdict", "check", "check_launcher", "classify", "docs", "thin_copies"]
+
+Verdict = Literal["works", "refused", "substituted"]
+
+
+@dataclass(frozen=True)
+class Feature:
+    """One row: how it is asked for, and what becomes of it on a CPU without ``--elastic`` and with it anywhere."""
+
+    name: str
+    flags: tuple[str, ...]
+    used: Callable[[Namespace], bool]
+    cpu: Verdict
+    elastic: Verdict
+    fix: str
+    """Why it is refused and what to do instead; for what works, a remark."""
+
+
+def _any(*attributes: str) -> Callable[[Namespace], bool]:
+    """Whether any of these arguments is set."""
+    return lambda args: any(bool(getattr(args, name, None)) for name in attributes)
+
+
+def _other_than(attribute: str, *values: Any) -> Callable[[Namespace], bool]:
+    """Whether an argument that this Megatron has is none of ``values``."""
+    return lambda args: getattr(args, attribute, values[0]) not in values
+
+
+_GPU = "run it on a GPU"
+_PLAIN = "run without --elastic"
+
+FEATURES: tuple[Feature, ...] = (
+    Feature("tensor, pipeline and data parallelism",
+            ("--tensor-model-parallel-size", "--pipeline-model-parallel-size"),
+            lambda args: True, "works", "works",
+            "after a loss stages may be uneven; the tensor-parallel size never changes"),
+    Feature("sequence parallelism", ("--sequence-parallel",), _any("sequence_parallel"), "works", "works", ""),
+    Feature("distributed optimizer", ("--use-distributed-optimizer",), _any("use_distributed_optimizer"), "works",
+            "works", "with --elastic the optimizer is always sharded, with mirrors"),
+    Feature("activation recompute", ("--recompute-granularity", "--recompute-activations", "--recompute-method",
+                                     "--recompute-num-layers"),
+            _any("recompute_granularity", "recompute_activations"), "works", "works", ""),
+    Feature("bf16", ("--bf16",), _any("bf16"), "works", "works", ""),
+    Feature("fp16 with loss scaling", ("--fp16",), _any("fp16"), "works", "works",
+            "on a CPU about ten times slower than fp32: use --bf16 there"),
+    Feature("virtual pipeline stages", ("--num-layers-per-virtual-pipeline-stage",
+                                        "--num-virtual-stages-per-pipeline-rank"),
+            _any("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"), "works", "works",
+            "with --elastic Megatron's interleaved order until a loss, and again when all are back"),
+    Feature("context parallelism", ("--context-parallel-size", "--hierarchical-context-parallel-sizes",
+                                    "--hybrid-context-parallel", "--cp-comm-type"),
+            lambda args: (args.context_parallel_size or 1) > 1 or bool(getattr(args, "hybrid_context_parallel", False)),
+            "refused", "refused", f"its attention needs Transformer Engine: {_GPU}, {_PLAIN}"),
+    Feature("mixture of experts, expert parallelism",
+            ("--num-experts", "--expert-model-parallel-size", "--expert-tensor-parallel-size", *flag_table.MOE),
+            lambda args: bool(args.num_experts) or (args.expert_model_parallel_size or 1) > 1, "works", "refused",
+            f"the elastic engine does not divide and copy the state of experts: {_PLAIN}"),
+    Feature("multi-token prediction", ("--mtp-num-layers", "--mtp-loss-scaling-factor"), _any("mtp_num_layers"),
+            "works", "refused", f"its layers share weights with the embedding across stages: {_PLAIN}"),
+    Feature("multi-latent attention", ("--multi-latent-attention", *flag_table.MLA), _any("multi_latent_attention"),
+            "refused", "refused", f"its attention needs Transformer Engine and is not tested with --elastic: {_PLAIN}"),
+    Feature("linear and sparse attention variants", ("--experimental-attention-variant", *flag_table.LINEAR_ATTENTION),
+            _any("experimental_attention_variant"), "refused", "refused",
+            f"needs GPU kernels: {_GPU}, {_PLAIN}"),
+    Feature("hybrid (state-space) models", ("--hybrid-layer-pattern", "--hybrid-override-pattern"),
+            _any("hybrid_layer_pattern", "hybrid_override_pattern"), "refused", "refused",
+            f"needs GPU kernels: {_GPU}, {_PLAIN}, with a script for such models"),
+    Feature("layers of different shapes", ("--heterogeneous-layers-config-path",),
+            _any("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json"), "works", "refused",
+            f"plans assume that all layers cost the same: {_PLAIN}"),
+    Feature("torch FSDP2", ("--use-torch-fsdp2",), _any("use_torch_fsdp2"), "refused", "refused",
+            "it shards parameters in its own way: use --use-distributed-optimizer"),
+    Feature("Megatron FSDP", ("--use-megatron-fsdp", "--data-parallel-sharding-strategy"),
+            _any("use_megatron_fsdp"), "refused", "refused",
+            "it shards parameters in its own way: use --use-distributed-optimizer"),
+    Feature("FP8", ("--fp8-format", "--fp8-recipe", "--fp8-param-gather", "--fp8-amax-history-len",
+                    "--fp8-amax-compute-algo"),
+            _any("fp8", "fp8_param_gather"), "refused", "refused",
+            f"needs Transformer Engine on a GPU, and scaling factors of past steps: use --bf16, or {_PLAIN}"),
+    Feature("FP4", ("--fp4-format", "--fp4-param-gather"), _any("fp4", "fp4_param_gather"), "refused", "refused",
+            f"needs Transformer Engine on a GPU: use --bf16, or {_PLAIN}"),
+    Feature("CUDA graphs", ("--cuda-graph-impl", "--enable-cuda-graph", "--external-cuda-graph"),
+            lambda args: _any("enable_cuda_graph", "external_cuda_graph")(args)
+            or _other_than("cuda_graph_impl", "none", None)(args), "substituted", "refused",
+            f"a captured graph cannot follow when shapes and groups change: leave it out, or {_PLAIN}"),
+    Feature("batch-size ramp-up", ("--rampup-batch-size", "--step-batch-size-schedule"),
+            _any("rampup_batch_size", "step_batch_size_schedule"), "works", "refused",
+            f"every step has the same number of samples with --elastic: leave it out, or {_PLAIN}"),
+    Feature("other optimizers than Adam and SGD", ("--optimizer",), _other_than("optimizer", "adam", "sgd"), "works",
+            "refused",
+            f"copies of optimizer state repeat the steps of Adam or SGD only: use --optimizer adam, or {_PLAIN}"),
+    Feature("low-precision optimizer state", ("--use-precision-aware-optimizer", "--main-params-dtype",
+                                              "--main-grads-dtype", "--exp-avg-dtype", "--exp-avg-sq-dtype"),
+            _any("use_precision_aware_optimizer"), "refused", "refused",
+            "needs Transformer Engine's optimizer: leave it out (state is fp32)"),
+    Feature("gradients reduced in bf16", ("--grad-reduce-in-bf16",), _any("grad_reduce_in_bf16"), "works", "refused",
+            "gradients are reduced in fp32 with --elastic: leave it out"),
+    Feature("checkpoint formats other than torch_dist", ("--ckpt-format",), _other_than("ckpt_format", "torch_dist"),
+            "works", "refused", "use --ckpt-format torch_dist"),
+    Feature("node-local checkpoints", ("--non-persistent-ckpt-type",),
+            lambda args: getattr(args, "non_persistent_ckpt_type", None) == "local", "works", "refused",
+            "copies in memory replace them (--elastic-mirrors): leave it out"),
+    Feature("other data orders", ("--dataloader-type",),
+            lambda args: getattr(args, "dataloader_type", None) in ("external", "batch"), "works", "refused",
+            "any rank must be able to read any sample by its number: use --dataloader-type single or cyclic"),
+    Feature("skipped iterations", ("--iterations-to-skip", "--result-rejected-tracker-filename"),
+            _any("iterations_to_skip", "result_rejected_tracker_filename"), "works", "refused",
+            f"with --elastic no step is left out: {_PLAIN}"),
+    Feature("several or full validation sets", ("--full-validation", "--multiple-validation-sets"),
+            _any("full_validation", "multiple_validation_sets"), "works", "refused",
+            f"evaluation takes --eval-iters global batches of one set: leave it out, or {_PLAIN}"),
+    Feature("other rank orders", ("--use-tp-pp-dp-mapping",), _any("use_tp_pp_dp_mapping"), "works", "refused",
+            "with --elastic ranks are ordered tensor, data, pipeline: leave it out"),
+    Feature("replicas that start unequal", ("--data-parallel-random-init",), _any("data_parallel_random_init"),
+            "works", "refused", "all replicas of a layer must start equal: leave it out"),
+    Feature("saved activations spread over ranks", ("--distribute-saved-activations",),
+            _any("distribute_saved_activations"), "works", "refused",
+            f"not tested with --elastic: leave it out, or {_PLAIN}"),
+    Feature("another fault-tolerance layer", ("--inprocess-restart", "--enable-ft-package", "--adlr-autoresume"),
+            _any("inprocess_restart", "enable_ft_package", "adlr_autoresume"), "works", "refused",
+            "two layers would both restart ranks: leave it out"),
+    Feature("run-time comparison of layer norms, with --qk-layernorm", ("--test-mode",),
+            lambda args: bool(getattr(args, "test_mode", False) and getattr(args, "qk_layernorm", False)), "works",
+            "refused", "each layer gathers over the data-parallel group, whose ranks compute different numbers of "
+            "micro-batches after a loss: leave it out (copies are compared every --elastic-verify-interval steps)"),
+    Feature("injected errors of Megatron's own", ("--error-injection-rate",), _any("error_injection_rate"), "works",
+            "refused", "use --elastic-inject"),
+    Feature("fine-tuning and reinforcement learning", ("--sft", "--perform-rl-step"), _any("sft", "perform_rl_step"),
+            "works", "refused", f"sequences of varying length: {_PLAIN}"),
+    Feature("settings from a YAML file", ("--yaml-cfg",), _any("yaml_cfg"), "works", "refused",
+            "give the settings as flags"),
+)
+"""In the order the documentation shows them."""
+
+
+def _given(flags: Sequence[str], command_line: Sequence[str]) -> str:
+    """The one of ``flags`` that was given, else the first."""
+    present = {word.split("=")[0] for word in command_line}
+    return next((flag for flag in flags if flag in present), flags[0])
+
+
+def check(
+    args: Namespace, config: ElasticConfig, platform: str, command_line: Sequence[str] | None = None
+) -> tuple[str, ...]:
+    """Raise :class:`BadInput` for all that is refused; returns warnings about flags that no table knows.
+
+    ``args``: parsed, not yet validated. ``command_line``: defaults to this process's.
+    """
+    words = sys.argv[1:] if command_line is None else command_line
+    faults = tuple(_refusals(args, config, platform, words))
+    if faults:
+        raise BadInput(*faults)
+    return _unknown(words) if args.elastic else ()
+
+
+def _refusals(args: Namespace, config: ElasticConfig, platform: str, words: Sequence[str]) -> Iterator[str]:
+    for feature in FEATURES:
+        if not feature.used(args):
+            continue
+        flag = _given(feature.flags, words)
+        if args.elastic and feature.elastic == "refused":
+            yield f"{flag} ({feature.name}) is not supported with --elastic: {feature.fix}"
+        elif platform == "cpu" and feature.cpu == "refused":
+            yield f"{flag} ({feature.name}) needs a GPU: leave it out here"
+    if args.elastic:
+        yield from _exact_faults(args, config, platform)
+        yield from _spare_faults(args, config)
+
+
+def _exact_faults(args: Namespace, config: ElasticConfig, platform: str) -> Iterator[str]:
+    if not config.exact:
+        return
+    if platform != "cpu":
+        yield "--elastic-exact sums gradients in host memory so far: run it on a CPU, or leave it out"
+    if (args.micro_batch_size or 1) > 1 and not args.calculate_per_token_loss:
+        yield ("--elastic-exact computes sample by sample, and the mean over a micro-batch of "
+               f"{args.micro_batch_size} belongs to no sample: add --calculate-per-token-loss, or --micro-batch-size 1")
+    if config.policy == "torchft":
+        yield ("--elastic-exact with --elastic-policy torchft, which leaves samples out after a loss: "
+               "take torchft-batch, or another policy")
+
+
+def _spare_faults(args: Namespace, config: ElasticConfig) -> Iterator[str]:
+    tensor = args.tensor_model_parallel_size
+    if config.spares % tensor:
+        yield (f"--elastic-spares {config.spares} is not a multiple of --tensor-model-parallel-size {tensor}: "
+               "spares take the place of whole tensor-parallel groups")
+
+
+def check_launcher(environ: Mapping[str, str], argv: Sequence[str]) -> None:
+    """Raise :class:`BadInput` where ``--elastic`` was started by something else than its launcher.
+
+    The text has the command to type, from what torchrun or a shell set in ``environ``.
+    """
+    if env.RUN_ID in environ:
+        return
+    local, world = environ.get("LOCAL_WORLD_SIZE", "1"), environ.get("WORLD_SIZE", "1")
+    nodes = int(world) // max(1, int(local))
+    where = f"--nproc-per-node {local}"
+    if nodes > 1:
+        first, port = environ.get("MASTER_ADDR", "HOST"), environ.get("MASTER_PORT", "PORT")
+        where += f" --nnodes {nodes} --node-rank {environ.get('GROUP_RANK', 'N')}"
+        where += f" --master-addr {first} --master-port {port}"
+    raise BadInput(
+        "--elastic needs the elastic launcher, which takes torchrun's arguments: start the job with "
+        f"`python -m megatron.elastic.launch {where} {argv[0]} ...`, or leave out --elastic"
+    )
+
+
+def thin_copies(args: Namespace, config: ElasticConfig) -> tuple[str, ...]:
+    """Warnings about a layout whose first loss stops training, as far as flags tell. The sizes fit each other."""
+    ranks = args.world_size + config.spares
+    cell = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
+    back = "training goes back to the checkpoint in --load, or ends with status 4 without one"
+    found = []
+    if ranks == 1:
+        found.append(f"one rank has nowhere to keep a copy of its state: when it is lost, {back}; start more ranks "
+                     "(--nproc-per-node, --nnodes)")
+    elif config.mirrors == 0:
+        found.append(f"--elastic-mirrors 0 keeps no copy of the optimizer state: when any rank is lost, {back}; give "
+                     "--elastic-mirrors 1 or more")
+    elif config.mirrors > ranks - 1:
+        found.append(f"--elastic-mirrors {config.mirrors} asks for more copies than {ranks} ranks can hold: they hold "
+                     f"{ranks - 1} besides the owner's; give --elastic-mirrors {ranks - 1}, or start more ranks")
+    if args.world_size == cell > 1 and not config.spares:
+        gone = "all others wait until it is started again" if config.respawn else "its stage has no rank to compute it"
+        found.append(f"{cell} ranks are one data-parallel replica (--tensor-model-parallel-size × "
+                     f"--pipeline-model-parallel-size = {cell}): when one is lost, {gone}; start {2 * cell} ranks or "
+                     "more, or spares (--elastic-spares)")
+    return tuple(found)
+
+
+def _unknown(words: Sequence[str]) -> tuple[str, ...]:
+    """One warning that names the given flags of which no table says anything."""
+    flags = dict.fromkeys(word.split("=")[0] for word in words if word.startswith("--"))
+    strange = [flag for flag in flags if not flag.startswith(("--elastic", "--no-elastic")) and classify(flag) is None]
+    if not strange:
+        return ()
+    return (f"not in the support matrix, passed to Megatron as they are, not verified with --elastic: "
+            f"{', '.join(strange)}",)
+
+
+# ---------------------------------------------------------------- flags
+
+
+def classify(flag: str) -> tuple[str, str] | None:
+    """What becomes of a Megatron flag: (on a CPU without ``--elastic``, with ``--elastic``).
+
+    Each is 'honoured', 'substituted', 'no effect' (accepted with one line) or
+    'refused'. ``None``: no table knows the flag.
+    """
+    feature = next((row for row in FEATURES if flag in row.flags), None)
+    substituted = any(row.flag == flag for row in substitutions.ROWS)
+    tuning = any(row.flag == flag for row in substitutions.ELASTIC_ROWS)
+    if feature is None and not substituted and not tuning and flag not in flag_table.HONOURED:
+        return None
+    cpu = "substituted" if substituted else "honoured"
+    elastic = "no effect" if tuning else "honoured"
+    if feature is not None:
+        cpu = {"works": cpu, "refused": "refused", "substituted": "substituted"}[feature.cpu]
+        elastic = "refused" if feature.elastic == "refused" else elastic
+    return cpu, elastic
+
+
+# ---------------------------------------------------------------- documentation
+
+
+def _escaped(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    return lines + ["| " + " | ".join(_escaped(cell) for cell in row) + " |" for row in rows]
+
+
+def docs() -> str:
+    """The support page, Markdown."""
+    lines = [
+        "# What is supported", "",
+        "Checked at start: what is refused ends the run with one line each and exit status 1; `--elastic-check` checks",
+        "without a run. Written by",
+        "`python -m megatron.elastic.mcore.args.support --write-docs docs/support.md`.", "",
+        "## Features", "",
+        *_table(("feature", "flags", "CPU", "with --elastic", ""), (
+            (row.name, " ".join(f"`{flag}`" for flag in row.flags[:4]), row.cpu, row.elastic, row.fix)
+            for row in FEATURES)), "",
+        "## Substituted where what they need is missing", "",
+        "Printed as a table at start; `--elastic-strict-flags` refuses them instead.", "",
+        *_table(("flag", "needs", "used instead", "why"), (
+            (f"`{row.flag}`", ", ".join(row.needs), str(row.used), row.reason) for row in substitutions.ROWS)), "",
+        "## Without effect under --elastic", "",
+        "Accepted with one line each: they tune hardware, or the engine has its own.", "",
+        *_table(("flag", "why"), ((f"`{row.flag}`", row.reason) for row in substitutions.ELASTIC_ROWS)), "",
+        "## The most used flags", "",
+        "The flags most frequent in Megatron-LM's GPT configurations and example scripts, in that order.", "",
+        *_table(("flag", "CPU", "with --elastic"), (
+            (f"`{flag}`", *(classify(flag) or ("?", "?"))) for flag in flag_table.MOST_USED)),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """``--write-docs PATH`` writes the page; without it, it is printed."""
+    parser = argparse.ArgumentParser(prog="python -m megatron.elastic.mcore.args.support", description=__doc__)
+    parser.add_argument("--write-docs", type=Path, metavar="PATH", help="write the support page here")
+    path = parser.parse_args(arguments).write_docs
+    if path is None:
+        print(docs(), end="")
+    else:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(docs(), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""Megatron's checkpoints: written in the background, in its own format, with a manifest that load verifies."""

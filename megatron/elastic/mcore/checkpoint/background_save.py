@@ -1,0 +1,437 @@
+"""Megatron's own checkpoints, written while training goes on.
+
+``save_checkpoint`` stays Megatron's. It runs as for ``--async-save``: the sharded
+state dict is planned (the only part others wait for) and comes back as a request.
+What it plans over are empty tensors (:mod:`content`); a thread fills them
+from the state blocks of that version and writes the files. When every rank's vote
+says that its share is written, all finish the request together at that boundary.
+
+Never half a checkpoint: files are written into ``iter_NNNNNNN.TAG.partial``, which is
+renamed when all are complete; then the tracker file is replaced in one piece. A new
+generation voids the write, and it is begun again at the next boundary.
+
+Fencing: a rank that was stopped in the middle of a save may wake up when the others have
+gone on and saved again. TAG, the generation and incarnation that save and a number drawn
+for it, is another one in every save, so a rank only ever writes and renames files of its own
+save; the next save removes these before it begins; and the lease of the rank's node is
+looked at directly before each of the two renames (:meth:`Membership.fence`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import json
+import os
+import secrets
+import shutil
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megatron.elastic.comm.errors import CommError
+from megatron.elastic.comm.exchange import gather_messages
+from megatron.elastic.comm.fabric import Fabric
+from megatron.elastic.engine.engine import Engine
+from megatron.elastic.engine.failures import ActionFailed
+from megatron.elastic.engine.transaction.save import StateStream, Want
+from megatron.elastic.mcore.checkpoint.absent_stages import duties
+from megatron.elastic.mcore.checkpoint.content import Content, strategy_for
+from megatron.elastic.mcore.checkpoint.state_dict import OptimizerCheckpoint, without_holes
+from megatron.elastic.mcore.checkpoint.writing import write_file
+from megatron.elastic.state.manifest import MANIFEST, FileHash, Manifest, files_below, hash_of
+from megatron.elastic.state.record import StepRecord
+
+__all__ = ["BackgroundSave", "Folders", "Outcome"]
+
+Outcome = Literal["done", "again", "none"]
+"""Of finishing a save: it is a checkpoint; it was cut short and has to be begun again; there was none."""
+
+_PARTIAL = ".partial"
+_NEW = ".new"
+_TRACKER = "latest_checkpointed_iteration"
+_NOT_YET = "\n"
+"""Ends a tracker that Megatron may read and has not written, though it may name the very same iteration."""
+_ROOM_BYTES = 1 << 20
+"""Less free space than this is a full disk."""
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+_NICENESS = 10
+"""Of the writing thread: steps come first."""
+
+
+class Folders:
+    """Where a save under way goes, and how it becomes a checkpoint: one rename, one replaced file.
+
+    ``reach``: fault injection, (point, step). ``fence`` does not return when this rank may write nothing any more.
+    """
+
+    def __init__(self, reach: Callable[[str, int], None], fence: Callable[[], None]) -> None:
+        self._reach = reach
+        self._fence = fence
+        self._tag = ""
+        self._final: str | None = None
+        self._tracker: str | None = None
+        self._open = False
+
+    @contextmanager
+    def naming(self, tag: str) -> Iterator[None]:
+        """Inside, what Megatron asks for are the names of what is not finished yet. ``tag``: of this save alone."""
+        self._tag, self._open, self._final, self._tracker = tag, True, None, None
+        try:
+            yield
+        finally:
+            self._open = False
+
+    def named(self, final: str) -> str:
+        """What to call a checkpoint that Megatron calls ``final``."""
+        if not self._open:
+            return final
+        self._final = final
+        return self._partial(final)
+
+    def _partial(self, final: str) -> str:
+        return f"{final}.{self._tag}{_PARTIAL}"
+
+    def _new(self, tracker: str) -> str:
+        return f"{tracker}.{self._tag}{_NEW}"
+
+    def tracked(self, tracker: str) -> str:
+        """What to call its tracker file. Megatron reads there, too, which checkpoint came before."""
+        if not self._open:
+            return tracker
+        self._tracker = tracker
+        if os.path.exists(tracker):
+            with open(tracker, encoding="utf-8") as before, open(self._new(tracker), "w", encoding="utf-8") as new:
+                new.write(before.read().strip() + _NOT_YET)
+        return self._new(tracker)
+
+    def final_name(self, path: str) -> str:
+        """The name a checkpoint has once it is whole."""
+        return path.removesuffix(self._partial(""))
+
+    def commit(self, manifest: Manifest) -> None:
+        """Everything is written: add the manifest, give the folder its name, then replace the tracker.
+
+        On the rank that tracks. ``manifest`` has the files of all writers. Raises ``OSError`` when one of them is
+        not in the folder, or not of its length.
+        """
+        if self._final is None or self._tracker is None:
+            return
+        _complete(Path(self._partial(self._final)), manifest)
+        step = int("".join(filter(str.isdigit, os.path.basename(self._final))) or -1)
+        self._reach("save_whole", step)
+        self._fence()
+        _put_in_place(self._partial(self._final), self._final)
+        self._reach("save_named", step)
+        with open(self._new(self._tracker), "rb") as file:
+            os.fsync(file.fileno())
+        self._fence()
+        os.replace(self._new(self._tracker), self._tracker)
+        self._final = None
+        self._reach("save_tracked", step)
+
+    def is_written(self) -> bool:
+        """Whether Megatron has written the tracker of the save under way."""
+        if self._final is None or self._tracker is None or not os.path.exists(self._new(self._tracker)):
+            return False
+        number = os.path.basename(self._final).removeprefix("iter_")
+        with open(self._new(self._tracker), encoding="utf-8") as file:
+            return number.isdigit() and file.read() == str(int(number))
+
+    def sweep(self, save: str) -> None:
+        """Remove what earlier saves left unfinished. On one rank, while none is under way."""
+        if os.path.isdir(save):
+            for name in os.listdir(save):
+                self._fence()
+                if name.endswith((_PARTIAL, _PARTIAL + ".old")):
+                    shutil.rmtree(os.path.join(save, name), ignore_errors=True)
+                elif name.startswith(_TRACKER) and name.endswith(_NEW):
+                    with suppress(FileNotFoundError):
+                        os.remove(os.path.join(save, name))
+
+
+def _complete(folder: Path, manifest: Manifest) -> None:
+    """Write ``manifest`` with what else is in ``folder``: indices and objects common to all, which are small."""
+    for name, file in manifest.files.items():
+        if not (folder / name).is_file() or (folder / name).stat().st_size != file.size:
+            raise OSError(f"{name} of {folder} is not what its writer says it wrote")
+    rest = {}
+    for name in files_below(folder):
+        if name not in manifest.files:
+            rest[name] = hash_of(folder / name)
+            _sync(folder / name)
+    text = replace(manifest, files={**manifest.files, **rest}).to_text()
+    (folder / MANIFEST).write_text(text, encoding="utf-8")
+    _sync(folder / MANIFEST)
+    _sync(folder)
+
+
+def _sync(path: Path) -> None:
+    """Bring a file, or the names in a folder, to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _all_files(fabric: Fabric, mine: Mapping[str, FileHash]) -> dict[str, FileHash]:
+    """What all ranks have written, by name. Collective."""
+    texts = gather_messages(fabric, str, json.dumps({name: (file.size, file.hash) for name, file in mine.items()}))
+    return {name: FileHash(*file) for text in texts.values() for name, file in json.loads(text).items()}
+
+
+def _put_in_place(partial: str, final: str) -> None:
+    """Rename; with an older checkpoint of that name it changes places, so that at every moment there is one."""
+    if not os.path.isdir(final):
+        os.rename(partial, final)
+        return
+    here, libc = ctypes.c_int(_AT_FDCWD), ctypes.CDLL(None, use_errno=True)
+    if libc.renameat2(here, os.fsencode(partial), here, os.fsencode(final), _RENAME_EXCHANGE) == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+        return
+    # A file system that cannot exchange two names: for a moment there is none.
+    os.rename(final, partial + ".old")
+    os.rename(partial, final)
+    shutil.rmtree(partial + ".old", ignore_errors=True)
+
+
+@contextmanager
+def _writing(folder: str) -> Iterator[None]:
+    """Whatever goes wrong inside, links between ranks apart, is a checkpoint that cannot be written: ``OSError``."""
+    try:
+        yield
+    except (CommError, OSError):
+        raise
+    except (Exception, CheckpointException) as error:
+        raise _as_os_error(error, folder) from error
+
+
+def _as_os_error(error: BaseException, path: str) -> OSError:
+    """torch tells a full disk as a RuntimeError without the cause."""
+    if isinstance(error, OSError):
+        return error
+    text = " ".join(str(error).split())[:200]
+    with suppress(OSError):
+        if shutil.disk_usage(os.path.dirname(path) or ".").free < _ROOM_BYTES:
+            text = f"{os.strerror(errno.ENOSPC)} ({text})"
+    return OSError(text or type(error).__name__)
+
+
+@dataclass
+class _Write:
+    """One save under way on this rank."""
+
+    generation: int
+    record: StepRecord
+    """Of the version that is saved."""
+    request: Any
+    """Megatron's; ``None`` on a rank that writes nothing."""
+    stream: StateStream
+    content: Content
+    reach: Callable[[], None]
+    """Fault injection."""
+    certificate: str
+    """Digest of the newest one when the save began."""
+    files: dict[str, FileHash] = field(default_factory=dict)
+    """What this rank has written, by name."""
+    done: threading.Event = field(default_factory=threading.Event)
+    error: BaseException | None = None
+
+    def run(self) -> None:
+        """The thread: collect, write."""
+        try:
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+            self.stream.run(self.content.deliver)
+            self._write()
+        except BaseException as error:  # told to the training thread, which knows what it means
+            self.error = error
+        finally:
+            self.done.set()
+
+    def _write(self) -> None:
+        if self.request is None or self.request.async_fn is None:
+            return
+        transforms, _ = self.request.async_fn.args
+        _, buckets, results = self.request.async_fn_args
+        written = {}
+        for index, bucket in enumerate(buckets):
+            self.reach()
+            path, name, _ = bucket
+            with _writing(path):
+                written[index], self.files[name] = write_file(transforms, bucket)
+        results.put(written)
+
+
+class BackgroundSave:
+    """The checkpoints of one rank. ``call`` of :meth:`begin` is Megatron's ``save_checkpoint`` with its arguments."""
+
+    def __init__(self, engine: Engine, optimizer: OptimizerCheckpoint, args: Any, folders: Folders) -> None:
+        self._engine = engine
+        self._optimizer = optimizer
+        self._args = args
+        self._folders = folders
+        self._write: _Write | None = None
+        self._request: Any = None
+        self._again = False
+
+    # -- what the vote asks ----------------------------------------------------------
+
+    def cut_short(self) -> bool:
+        """Whether the save under way is void and has to be begun again."""
+        return self._again or (self._write is not None and self._write.generation != self._engine.standing.generation)
+
+    def written(self) -> bool:
+        """Whether this rank's share is written (or has failed: :meth:`finish` tells)."""
+        return self._write is not None and not self.cut_short() and self._write.done.is_set()
+
+    # -- a save --------------------------------------------------------------------------
+
+    def schedule(self, request: Any) -> None:
+        """Megatron hands over what it would have a process of its own write."""
+        self._request = request
+
+    def begin(self, original: Callable[..., Any], call: Mapping[str, Any]) -> None:
+        """Plan together, then write on. Raises ``ActionFailed`` where the folder cannot be made."""
+        self._again = True
+        try:
+            self._engine.fenced(lambda: self._begin(original, call), together=True)
+        except ActionFailed:
+            self._give_up()
+            raise
+        finally:
+            self._again, self._optimizer.content = False, None
+
+    def _begin(self, original: Callable[..., Any], call: Mapping[str, Any]) -> None:
+        engine, fabric = self._engine, self._engine.tools.fabric
+        self.abandon("it is begun again")
+        engine.tools.reach("in_save", engine.record.version)
+        content = self._optimizer.content = Content()
+        tag = self._tag()
+        if fabric.rank < engine.recovery.nominal.slots:
+            self._plan(original, call, content, tag)
+        request, self._request = self._request, None
+        wants = gather_messages(fabric, tuple[Want, ...], tuple(content.wants))
+        pool, placement = engine.tools.pool, engine.standing.placement
+        stream = StateStream(fabric, pool, placement, engine.recovery.layouts, engine.record, wants)
+        reach, record, certified = engine.tools.reach, engine.record, engine.position.certificate
+        self._write = _Write(
+            engine.standing.generation, record, request, stream, content, lambda: reach("save_writing", record.version),
+            certified.digest if certified is not None else "",
+        )  # fmt: skip
+        threading.Thread(target=self._write.run, name="elastic-save", daemon=True).start()
+
+    def _tag(self) -> str:
+        """What tells the files of this save from those of any other; the same on every rank. Collective.
+
+        Generation, incarnation of the rank that will name the checkpoint, and a number that it draws: a job that is
+        started again counts both from the start.
+        """
+        fabric = self._engine.tools.fabric
+        leads, drawn = fabric.rank == fabric.alive[0], torch.zeros(2, dtype=torch.int64)
+        if leads:
+            drawn = torch.tensor([self._engine.recovery.membership.incarnation, secrets.randbits(32)])
+        dist.all_reduce(drawn, group=fabric.world)
+        incarnation, number = drawn.tolist()
+        return f"g{self._engine.standing.generation}.i{incarnation}.{number:08x}"
+
+    def _plan(self, original: Callable[..., Any], call: Mapping[str, Any], content: Content, tag: str) -> None:
+        """Have Megatron plan the save among the ranks of the launch; others only bring state to those who write.
+
+        Raises ``OSError`` where nobody is left who could write for some stage.
+        """
+        engine, fabric = self._engine, self._engine.tools.fabric
+        nominal = engine.recovery.nominal
+        stages = duties(nominal, engine.standing.living).get(fabric.rank, ())
+        context = dict(call["checkpointing_context"] or {})
+        shapes = self._optimizer.as_launched(stages)
+        with without_holes(fabric, nominal.slots), self._folders.naming(tag), self._asynchronous(), shapes:
+            if dist.get_rank() == 0:
+                self._folders.sweep(self._args.save)
+            context["save_strategy"] = strategy_for(self._args, content)
+            with _writing(self._args.save):
+                original(**{**call, "checkpointing_context": context})
+
+    @contextmanager
+    def _asynchronous(self) -> Iterator[None]:
+        """Megatron plans the save and leaves the writing to somebody else."""
+        args = self._args
+        before = args.async_save, args.async_strategy
+        args.async_save, args.async_strategy = True, "mcore"
+        try:
+            yield
+        finally:
+            args.async_save, args.async_strategy = before
+
+    def finish(self) -> Outcome:
+        """Make what is under way a checkpoint, waiting for the slowest writer. The same outcome on every rank.
+
+        Raises ``ActionFailed`` when it could not be written; training can go on.
+        """
+        try:
+            outcome = self._engine.fenced(self._finish, together=True)
+        except ActionFailed:
+            self._give_up()
+            raise
+        if outcome == "done":
+            self._write = None
+        return outcome
+
+    def _finish(self) -> Outcome:
+        write, engine = self._write, self._engine
+        # A rank that came since the save was begun knows nothing of it.
+        votes = torch.tensor([self.cut_short(), write is not None and not self.cut_short()], dtype=torch.int64)
+        dist.all_reduce(votes, group=engine.tools.fabric.world)
+        again, valid = votes.tolist()
+        if again or not valid:
+            return "again" if again else "none"
+        assert write is not None
+        write.done.wait()
+        engine.tools.reach("save_finish", write.record.version)
+        if isinstance(write.error, OSError | CommError):
+            raise write.error
+        if write.error is not None:
+            raise RuntimeError("a checkpoint could not be written") from write.error
+        files = _all_files(engine.tools.fabric, write.files)
+        if write.request is not None:
+            self._name(write.request, self._manifest(write, files))
+        # Nobody takes it for done before it has its name: with the rank that names it lost, it is begun again.
+        dist.barrier(group=engine.tools.fabric.world)
+        return "done"
+
+    def _manifest(self, write: _Write, files: Mapping[str, FileHash]) -> Manifest:
+        incarnation = self._engine.recovery.membership.incarnation
+        return Manifest(write.generation, incarnation, write.record.to_json(), write.certificate, files)
+
+    def _name(self, request: Any, manifest: Manifest) -> None:
+        """Have Megatron write what describes the files, then make the folder a checkpoint."""
+        engine = self._engine
+        with without_holes(engine.tools.fabric, engine.recovery.nominal.slots):
+            for finalize in request.finalize_fns:
+                with _writing(self._args.save):
+                    finalize()
+                if dist.get_rank() == 0 and self._folders.is_written():
+                    self._folders.commit(manifest)
+
+    def _give_up(self) -> None:
+        """Remove what is left of a save that failed (it may be what fills the disk), once nobody writes there."""
+        fabric = self._engine.tools.fabric
+        self.abandon("it could not be written")
+        self._engine.fenced(lambda: dist.barrier(group=fabric.world))
+        if fabric.alive[0] == fabric.rank:
+            self._folders.sweep(self._args.save)
+
+    def abandon(self, why: str) -> None:
+        """Let go of a save under way, if any."""
+        write, self._write = self._write, None
+        if write is not None:
+            write.stream.abandon(why)
+            # Until its thread has let go of the partial folder, no other may write there.
+            write.done.wait()

@@ -1,0 +1,28 @@
+"""A place of the launch, as checkpoints know it: the model Megatron built there, and its parameters by unit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from megatron.elastic.engine.compute.model_interface import UnitParameter
+from megatron.elastic.mcore.model.gpt import GptPort
+
+__all__ = ["Launched", "Place"]
+
+Launched = Mapping[int, Sequence[UnitParameter]]
+"""Unit → parameters of a rank's place at launch. That is what it writes, whatever it computes meanwhile."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """One stage of the launch on one rank."""
+
+    port: GptPort
+    launched: Launched
+
+    def ordered(self) -> list[UnitParameter]:
+        """Trainable parameters in the order of Megatron's groups."""
+        items = [item for parameters in self.launched.values() for item in parameters]
+        rank = {id(p): i for i, p in enumerate(self.port.chunks.parameters())}
+        return sorted(items, key=lambda item: (item.spec.group, rank[id(item.parameter)]))

@@ -1,0 +1,249 @@
+"""Megatron's saves at the boundaries of the elastic loop: begun, finished, begun again, asked for from outside.
+
+When a save is begun and finished is agreed in the step's record, so that every rank
+does it at the same boundary. A checkpoint that cannot be written costs a line, not
+the training; only the job's last one, if it is missing, shows in the exit status.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from megatron.training import get_args, training
+from megatron.training.checkpointing import get_checkpoint_tracker_filename
+
+from megatron.elastic.config import ElasticConfig
+from megatron.elastic.engine.engine import Engine
+from megatron.elastic.engine.failures import ActionFailed
+from megatron.elastic.mcore.checkpoint.absent_stages import OtherStages
+from megatron.elastic.mcore.checkpoint.background_save import BackgroundSave, Folders
+from megatron.elastic.mcore.checkpoint.launch_stage import Place
+from megatron.elastic.mcore.checkpoint.state_dict import OptimizerCheckpoint
+from megatron.elastic.mcore.patching.patches import Row, bound
+
+__all__ = ["BAD_INPUT", "DETERMINISTIC", "DRAINED", "STATE_LOST", "Checkpoints", "step_to_go_back_to"]
+
+BAD_INPUT, DRAINED, STATE_LOST, DETERMINISTIC = 1, 3, 4, 5
+"""Exit codes (DESIGN §4)."""
+
+T = TypeVar("T")
+
+
+def step_to_go_back_to(args: Any) -> int | None:
+    """The step whose checkpoint a job that is started again finds in the folder of ``--load``; None without one."""
+    if not args.load:
+        return None
+    try:
+        named = Path(get_checkpoint_tracker_filename(args.load)).read_text().strip()
+    except OSError:
+        return None
+    if named == "release":
+        return 0  # it counts no steps
+    return int(named) if named.isdecimal() else None
+
+
+class Checkpoints:
+    """``engine`` raises before there is one; ``say``: one line, from whoever speaks for the job."""
+
+    def __init__(self, config: ElasticConfig, engine: Callable[[], Engine], say: Callable[[str], None]) -> None:
+        self._config = config
+        self._engine = engine
+        self._say = say
+        self._folders = Folders(
+            lambda point, step: engine().tools.reach(point, step), lambda: engine().recovery.membership.fence()
+        )
+        self._saves: BackgroundSave | None = None
+        self._boundary: Mapping[str, Any] = {}
+        """Megatron's arguments at the newest boundary, to save with."""
+        self._noted = False
+        """The pending request for a checkpoint is honoured already."""
+        self.unsaved = ""
+        """Why the newest checkpoint could not be written; empty when it was."""
+
+    def rows(self) -> tuple[Row, ...]:
+        """(symbol, reason, replacement) for the patch table."""
+        return (
+            (
+                "megatron.training.training.save_checkpoint",
+                "written while training goes on; begun again after a loss",
+                self._save,
+            ),
+            (
+                "megatron.training.checkpointing.schedule_async_save",
+                "what Megatron would have a process of its own write",
+                self._schedule,
+            ),
+            (
+                "megatron.training.training.maybe_finalize_async_save",
+                "a checkpoint is finished at an agreed boundary",
+                self._finalize,
+            ),
+            (
+                "megatron.training.checkpointing.get_checkpoint_name",
+                "a checkpoint has a partial name until it is whole",
+                self._checkpoint_name,
+            ),
+            (
+                "megatron.training.checkpointing.get_checkpoint_tracker_filename",
+                "the tracker file is replaced in one piece, after the checkpoint has its name",
+                self._tracker_name,
+            ),
+            (
+                "megatron.training.wandb_utils.on_save_checkpoint_success",
+                "it is told the partial name",
+                self._told_wandb,
+            ),
+        )
+
+    def attach(self, own: Place, others: OtherStages) -> OptimizerCheckpoint:
+        """There is an engine now: returns what translates its state."""
+        engine = self._engine()
+        config, _ = training.get_megatron_optimizer_config(get_args())
+        checkpoint = OptimizerCheckpoint(engine, own, config, others)
+        self._saves = BackgroundSave(engine, checkpoint, get_args(), self._folders)
+        engine.agree_on_saves(self._save_due, self._saves.written)
+        return checkpoint
+
+    # -- at a boundary -----------------------------------------------------------------
+
+    def at_boundary(self, call: Mapping[str, Any]) -> None:
+        """Do what all have agreed on; ``call``: arguments of Megatron's ``checkpoint_and_decide_exit``."""
+        self._boundary = call
+        agreed = self._engine().record.agreed
+        if "written" in agreed:
+            self._complete()
+        if "save" in agreed and not self._regular():
+            self._save_as_asked()
+
+    def drain(self, iteration: int) -> tuple[int, str]:
+        """Save, unless this boundary's regular save is under way, and finish: exit code and last line."""
+        save = get_args().save
+        if save and not self._regular():
+            self._save_here()
+        self._complete_all()
+        if self.unsaved:
+            return STATE_LOST, f"drained at iteration {iteration}, which is not saved: {self.unsaved}"
+        where = f"saved to {save}" if save else "nothing saved: there is no --save"
+        return DRAINED, f"drained at iteration {iteration}, {where}"
+
+    def guarded(self, action: Callable[[], T]) -> T | None:
+        """``action``, or ``None`` after one line when it failed on some rank."""
+        result: T | None = None
+        with self._saving():
+            result = action()
+        return result
+
+    def _regular(self) -> bool:
+        """Whether Megatron itself saves at this boundary."""
+        args = get_args()
+        return bool(args.save and args.save_interval) and self._boundary["iteration"] % args.save_interval == 0
+
+    @property
+    def saves(self) -> BackgroundSave:
+        """Raises ``RuntimeError`` before there is an engine."""
+        if self._saves is None:
+            raise RuntimeError("a checkpoint is saved before the elastic engine is there")
+        return self._saves
+
+    def _save_due(self) -> bool:
+        """Whether a checkpoint has to be begun at the next boundary: asked for from outside, or cut short."""
+        asked = "checkpoint" in self._engine().recovery.membership.pending()
+        self._noted = self._noted and asked
+        return self.saves.cut_short() or (asked and not self._noted)
+
+    def _save_as_asked(self) -> None:
+        if "checkpoint" in self._engine().recovery.membership.pending():
+            self._noted = True
+            self._engine().recovery.membership.request("checkpoint")
+        if get_args().save:
+            self._save_here()
+        else:
+            self._say("a checkpoint was asked for, but there is no --save to write it to")
+
+    def _save_here(self) -> None:
+        """Megatron's own way to save, at the newest boundary."""
+        call = self._boundary
+        training.save_checkpoint_and_time(
+            call["iteration"],
+            call["model"],
+            call["optimizer"],
+            call["opt_param_scheduler"],
+            call["num_floating_point_operations_so_far"],
+            call["checkpointing_context"],
+            train_data_iterator=call["train_data_iterator"],
+        )
+
+    def _save(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def replacement(*args: Any, **kwargs: Any) -> None:
+            call = bound(original, args, kwargs)
+            self._complete()
+            with self._saving():
+                self.saves.begin(original, call)
+            if not self._config.background_save:
+                self._complete_all()
+
+        return replacement
+
+    @contextmanager
+    def _saving(self) -> Iterator[None]:
+        """A checkpoint that cannot be written costs a line, not the training (issue 1435 of Megatron-LM)."""
+        try:
+            yield
+        except ActionFailed as error:
+            self.unsaved = str(error)
+            where = f"a checkpoint could not be written to {get_args().save}"
+            self._say(f"{where}: {error}; training goes on, the checkpoint before it is untouched (--save)")
+
+    def _complete(self) -> str:
+        """Finish the save under way, if any and if it is still worth anything."""
+        outcome = "none"
+        with self._saving():
+            outcome = self.saves.finish()
+        self.unsaved = "" if outcome == "done" else self.unsaved
+        return outcome
+
+    def _complete_all(self) -> None:
+        """Finish it in any case, beginning it again if it was cut short."""
+        while self._complete() == "again":
+            self._save_here()
+
+    def _schedule(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def replacement(async_request: Any) -> None:
+            self.saves.schedule(async_request)
+
+        return replacement
+
+    def _finalize(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def replacement(blocking: bool = False, terminate: bool = False) -> None:
+            if blocking and self._saves is not None:
+                self._complete_all()
+
+        return replacement
+
+    def _checkpoint_name(self, original: Callable[..., str]) -> Callable[..., str]:
+        @functools.wraps(original)
+        def replacement(*args: Any, **kwargs: Any) -> str:
+            return self._folders.named(original(*args, **kwargs))
+
+        return replacement
+
+    def _tracker_name(self, original: Callable[..., str]) -> Callable[..., str]:
+        @functools.wraps(original)
+        def replacement(checkpoints_path: str) -> str:
+            return self._folders.tracked(original(checkpoints_path))
+
+        return replacement
+
+    def _told_wandb(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def replacement(checkpoint_path: str, *args: Any, **kwargs: Any) -> Any:
+            return original(self._folders.final_name(checkpoint_path), *args, **kwargs)
+
+        return replacement

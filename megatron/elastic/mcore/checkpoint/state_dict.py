@@ -1,0 +1,283 @@
+"""The engine's optimizer state in Megatron's own checkpoint format and keys.
+
+Formats are Megatron's by construction: for saving and loading, the optimizer
+that plain Megatron would have built for these arguments is put together over
+the same parameters, filled from (or read into) the state blocks, and asked for
+its sharded state dict. A checkpoint written here is therefore resumed by plain
+Megatron, and the other way round, at any layout torch_dist can reshard to.
+
+With ``--use-distributed-optimizer`` the fully reshardable form is written, whose
+tensors have the same keys; the form tied to one data-parallel size is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from megatron.core import optimizer as core_optimizer
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.dict_utils import extract_matching_values
+from megatron.core.dist_checkpointing.mapping import ShardedBase
+from megatron.core.dist_checkpointing.optimizer import (
+    get_param_id_to_sharded_param_map,
+    make_sharded_optimizer_tensor,
+)
+from megatron.core.optimizer.optimizer import param_group_identifier_keys
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.training import checkpointing
+from torch.distributed import distributed_c10d as c10d
+
+from megatron.elastic.comm.fabric import Fabric
+from megatron.elastic.config import ConfigError
+from megatron.elastic.engine.engine import Engine
+from megatron.elastic.engine.transaction.save import Want
+from megatron.elastic.mcore.checkpoint.absent_stages import OtherStages
+from megatron.elastic.mcore.checkpoint.content import Content
+from megatron.elastic.mcore.checkpoint.launch_stage import Place
+from megatron.elastic.mcore.model.param_groups import settings_of
+from megatron.elastic.mcore.parallel_state.stage import GroupStandIn
+from megatron.elastic.state.layout import ParamSlot
+from megatron.elastic.state.record import StepRecord
+
+__all__ = ["LoadedState", "OptimizerCheckpoint", "without_holes"]
+
+_RESHARDABLE = "fully_reshardable"
+
+
+@dataclass(frozen=True)
+class LoadedState:
+    """Optimizer state read from a checkpoint: ``units[u]`` is fp32 ``[3, numel]`` (master, exp_avg, exp_avg_sq)."""
+
+    units: Mapping[int, torch.Tensor]
+    adam_step: int
+    scaler: Mapping[str, Any]
+    groups: Sequence[Mapping[str, Any]]
+    """What the checkpoint says of the schedule of each parameter group, in the order of ours."""
+
+
+class OptimizerCheckpoint:
+    """Translates between state blocks and Megatron's optimizer classes."""
+
+    def __init__(self, engine: Engine, own: Place, config: OptimizerConfig, others: OtherStages) -> None:
+        self._engine = engine
+        self._own = own
+        self._others = others
+        self._duties: dict[int, Place] = {}
+        self._built: dict[int, Place] = {}
+        self._config = replace(config, use_distributed_optimizer=False)
+        self._reading: Any = None
+        self.content: Content | None = None
+        """Of the save being planned."""
+
+    def save(self, model_state: Any, groups: Sequence[Mapping[str, Any]], metadata: Mapping[str, Any]) -> Any:
+        """Sharded state dict to plan a save over; its tensors are registered in :attr:`content`, and empty."""
+        state = self._saved(self._own, model_state, groups, metadata)
+        for stage, place in self._duties.items():
+            state[f"stage {stage}"] = self._saved_for(stage, place, groups, metadata)
+        return state
+
+    @contextmanager
+    def as_launched(self, stages: Collection[int] = ()) -> Iterator[None]:
+        """Inside, models have the shapes of the launch, for Megatron to plan over; ``stages`` are written here, too."""
+        for stage in stages:
+            if stage not in self._built:
+                self._built[stage] = self._others.place(stage)
+        self._duties = {stage: self._built[stage] for stage in stages}
+        with ExitStack() as stack:
+            stack.callback(self._duties.clear)
+            for place in (self._own, *self._duties.values()):
+                stack.enter_context(place.port.as_launched())
+            yield
+
+    def _saved(
+        self, place: Place, model_state: Any, groups: Sequence[Mapping[str, Any]], metadata: Mapping[str, Any]
+    ) -> Any:
+        shadow = self._shadow(place, groups)
+        self._lay_out(place, shadow, self._engine.record)
+        return self._state_dict(place, shadow, model_state, metadata, loading=False)
+
+    def _saved_for(
+        self, stage: int, place: Place, groups: Sequence[Mapping[str, Any]], metadata: Mapping[str, Any]
+    ) -> Any:
+        """What a rank of ``stage`` would write: tensors and objects that say themselves where they belong."""
+        alone = {**metadata, "dp_cp_group": GroupStandIn(0, 1)}
+        chunks: Any = place.port.chunks
+        with self._others.standing_at(stage):
+            model = {f"model{at}": chunk.sharded_state_dict(metadata=alone) for at, chunk in enumerate(chunks)}
+            whole = {
+                **model,
+                "optimizer": self._saved(place, model, groups, alone),
+                "rng_state": checkpointing.get_rng_state("torch_dist", None, None),
+            }
+        return extract_matching_values(whole, lambda value: isinstance(value, ShardedBase))[0]
+
+    def begin_load(self, model_state: Any, groups: Sequence[Mapping[str, Any]], metadata: Mapping[str, Any]) -> Any:
+        """Sharded state dict to read a checkpoint into; :meth:`finish_load` takes what was read."""
+        self._reading = self._shadow(self._own, groups)
+        return self._state_dict(self._own, self._reading, model_state, metadata, loading=True)
+
+    def finish_load(self, state_dict: Any) -> LoadedState:
+        """What was read, by unit."""
+        shadow, self._reading = self._reading, None
+        if state_dict.get("param_state_sharding_type") == _RESHARDABLE:
+            step = _group_step(state_dict["optimizer"]["param_groups"])
+            groups = state_dict["optimizer"]["param_groups"]
+            tensors = [state_dict["param_state"][i] for i in range(len(state_dict["param_state"]))]
+            mains = [entry["param"] for entry in tensors]
+        else:
+            shadow.load_state_dict(state_dict)
+            groups, mains = shadow.optimizer.param_groups, _main_parameters(shadow)
+            tensors = [shadow.optimizer.state[main] for main in mains]
+            step = int(tensors[0]["step"]) if tensors and "step" in tensors[0] else _group_step(
+                shadow.optimizer.param_groups
+            )
+        units = self._engine.empty_state()
+        for (unit, slot), main, state in zip(self._slots(self._own), mains, tensors, strict=True):
+            rows = units[unit][:, slot.start : slot.stop]
+            for row, value in zip(rows, (main, state["exp_avg"], state["exp_avg_sq"]), strict=True):
+                row.copy_(value.detach().reshape(-1))
+        named = {_identity(group): settings_of(group) for group in groups}
+        settings = [named.get(_identity(group), {}) for group in shadow.optimizer.param_groups]
+        return LoadedState(units, step, dict(state_dict.get("grad_scaler") or {}), settings)
+
+    # -- Megatron's optimizer over our parameters ---------------------------------------
+
+    def _slots(self, place: Place) -> Iterator[tuple[int, ParamSlot]]:
+        """(unit, place in its flat state) of each of ``place.ordered()``."""
+        layouts, shard = self._engine.recovery.layouts, self._shard
+        home = {
+            id(item.parameter): (unit, layouts[unit, shard].slot(item.spec.name))
+            for unit, parameters in place.launched.items()
+            for item in parameters
+        }
+        return iter([home[id(item.parameter)] for item in place.ordered()])
+
+    @property
+    def _shard(self) -> int:
+        return self._engine.recovery.nominal.shard(self._engine.tools.fabric.rank)
+
+    def _shadow(self, place: Place, groups: Sequence[Mapping[str, Any]]) -> Any:
+        """Megatron's optimizer for these arguments; its own copies of parameters are fp32."""
+        ordered = place.ordered()
+        filled = [
+            {**group, "params": [item.parameter for item in ordered if item.spec.group == index]}
+            for index, group in enumerate(groups)
+        ]
+        return core_optimizer._get_megatron_optimizer_based_on_param_groups(
+            config=self._config,
+            model_chunks=[],
+            param_groups=filled,
+            per_model_buffers=None,
+            model_parallel_group=parallel_state.get_model_parallel_group(),
+        )
+
+    def _lay_out(self, place: Place, shadow: Any, record: StepRecord) -> None:
+        """Give the shadow a state of the right shapes, and tell the content which tensor shows what."""
+        assert self.content is not None, "a save is planned by BackgroundSave"
+        step = torch.tensor(float(record.adam_step))
+        shard = self._shard
+        for main, item, (unit, slot) in zip(_main_parameters(shadow), place.ordered(), self._slots(place), strict=True):
+            master, first, second = (Want(unit, shard, slot.start, slot.stop, row) for row in range(3))
+            exp_avg, exp_avg_sq = (torch.empty(main.shape, dtype=torch.float32) for _ in range(2))
+            shadow.optimizer.state[main] = {"step": step.clone(), "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+            self.content.register(exp_avg, first)
+            self.content.register(exp_avg_sq, second)
+            self.content.register(item.parameter.data, master)
+            if main.data_ptr() != item.parameter.data_ptr():
+                self.content.register(main.data, master)
+        scaler = getattr(shadow, "grad_scaler", None)
+        if scaler is not None and self._engine.tools.settings.hyper.scaler == "dynamic":
+            scaler._scale.fill_(record.loss_scale)
+            scaler._growth_tracker = record.growth_tracker
+            scaler._hysteresis_tracker = record.hysteresis_tracker
+
+    def _state_dict(
+        self, place: Place, shadow: Any, model_state: Any, metadata: Mapping[str, Any], loading: bool
+    ) -> Any:
+        kind = metadata.get("distrib_optim_sharding_type")
+        if kind is None:
+            return shadow.sharded_state_dict(model_state, is_loading=loading, metadata=dict(metadata))
+        if kind != _RESHARDABLE:
+            raise ConfigError(
+                f"--use-distributed-optimizer would write {kind} checkpoints, which only fit one data-parallel size: "
+                "add --dist-ckpt-optim-fully-reshardable"
+            )
+        return self._reshardable(place, shadow, model_state, loading)
+
+    def _reshardable(self, place: Place, shadow: Any, model_state: Any, loading: bool) -> dict[str, Any]:
+        """What ``DistributedOptimizer`` writes in its fully reshardable form."""
+        if loading:
+            shadow.init_state_fn(shadow.optimizer, self._config)
+        mains, step = _main_parameters(shadow), self._engine.record.adam_step
+        sharded = get_param_id_to_sharded_param_map(model_state, [item.parameter for item in place.ordered()])
+        states = [shadow.optimizer.state[main] for main in mains]
+        param_state = {
+            i: {
+                key: make_sharded_optimizer_tensor(sharded[i], value, prefix=f"optimizer.state.{key}")
+                for key, value in (
+                    # The model's own fp32 parameters are masters too; a copy keeps loading apart from them.
+                    ("param", main.detach().clone() if loading else main.detach()),
+                    ("exp_avg", state["exp_avg"]),
+                    ("exp_avg_sq", state["exp_avg_sq"]),
+                )
+            }
+            for i, (main, state) in enumerate(zip(mains, states, strict=True))
+        }
+        groups = [{k: v for k, v in g.items() if k != "params"} | {"step": step} for g in shadow.optimizer.param_groups]
+        result: dict[str, Any] = {
+            "optimizer": {"param_groups": groups},
+            "param_state": param_state,
+            "param_state_sharding_type": _RESHARDABLE,
+        }
+        if getattr(shadow, "grad_scaler", None) is not None:
+            result["grad_scaler"] = shadow.grad_scaler.state_dict()
+        return result
+
+
+def _main_parameters(shadow: Any) -> list[torch.Tensor]:
+    return [p for group in shadow.optimizer.param_groups for p in group["params"]]
+
+
+def _identity(group: Mapping[str, Any]) -> tuple[Any, ...]:
+    """By which Megatron finds a parameter group of a checkpoint again."""
+    return tuple(group.get(name) for name in param_group_identifier_keys)
+
+
+def _group_step(groups: Sequence[Mapping[str, Any]]) -> int:
+    steps = {int(group["step"]) for group in groups if group.get("step") is not None}
+    if len(steps) > 1:
+        raise ConfigError(f"--load: the checkpoint's optimizer steps differ between parameter groups: {sorted(steps)}")
+    return steps.pop() if steps else 0
+
+
+@contextmanager
+def without_holes(fabric: Fabric, nominal: int) -> Iterator[None]:
+    """Inside, the default group is the living of the first ``nominal`` ranks, numbered from 0, and so is the
+    data-parallel rank.
+
+    Megatron's checkpoint code divides work by world size, has rank 0 write
+    metadata and data-parallel rank 0 write what its peers hold too; it knows no
+    empty slots.
+    """
+    living = [rank for rank in fabric.alive if rank < nominal]
+    if len(living) == fabric.slots:
+        yield
+        return
+    dense = fabric.group("checkpoint", living)
+    table = c10d._world.pg_group_ranks
+    numbered = table[dense]
+    # As a default group's, its ranks are global ranks: what get_rank() says is what a root is named by.
+    table[dense] = {rank: rank for rank in range(len(living))}
+    c10d._update_default_pg(dense)
+    nominal = parallel_state.get_data_parallel_rank()
+    parallel_state.set_data_parallel_rank(parallel_state.get_data_parallel_group(with_context_parallel=True).rank())
+    try:
+        yield
+    finally:
+        parallel_state.set_data_parallel_rank(nominal)
+        c10d._update_default_pg(fabric.world)
+        table[dense] = numbered

@@ -1,0 +1,141 @@
+"""A checkpoint is compared with its manifest before it is loaded; one that differs gives way to an older one.
+
+Every rank reads its share of the files, so all of it is read once whatever the number of
+ranks, and all come to the same choice: findings are exchanged. What plain Megatron has
+written has no manifest; it is loaded, and one line says that nothing could be verified.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megatron.training.checkpointing import checkpoint_exists, get_checkpoint_tracker_filename
+
+from megatron.elastic.comm.exchange import gather_messages
+from megatron.elastic.comm.fabric import Fabric
+from megatron.elastic.mcore.args.bad_input import BadInput
+from megatron.elastic.state.manifest import ManifestError, damage, read, shares
+
+__all__ = ["verified"]
+
+_UNVERIFIED = "-"
+"""In place of a manifest's hash: there is none."""
+_FINDINGS = 16
+"""Of one rank that the others are told."""
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What the first rank found in the folder."""
+
+    flag: str = ""
+    """The flag that names it, with its value."""
+    folder: str = ""
+    names: tuple[str, ...] = ()
+    """Checkpoints: the one that Megatron would load first, then those of earlier steps, newest first."""
+    why: str = ""
+    """Why there can be none; empty also where nothing is to be loaded."""
+
+
+@contextmanager
+def verified(args: Any, fabric: Fabric, say: Callable[[str], None]) -> Iterator[None]:
+    """Inside, Megatron's loader takes the newest checkpoint that verifies, from the one the tracker names on back.
+
+    With --ckpt-step it is that one or none. Collective. ``say`` prints a line; called on one rank. Raises
+    :class:`BadInput` when there are checkpoints and none verifies.
+    """
+    step, first = args.ckpt_step, fabric.alive[0]
+    speaks = fabric.rank == first
+    texts = gather_messages(fabric, str, json.dumps(astuple(_look(args)) if speaks else None))
+    found = _Found(*json.loads(texts[first]))
+    if found.names or found.why:
+        args.ckpt_step = _choose(found, step, fabric, say if speaks else _nothing) or step
+    try:
+        yield
+    finally:
+        args.ckpt_step = step
+
+
+def _nothing(line: str) -> None:
+    return None
+
+
+def _choose(found: _Found, step: int | None, fabric: Fabric, say: Callable[[str], None]) -> int | None:
+    """The step to load in place of the one that Megatron would; None to leave it to Megatron."""
+    why = found.why
+    for number, name in enumerate(found.names):
+        began = time.monotonic()
+        finding, unverified = _examine(Path(found.folder) / name, fabric)
+        if not finding:
+            seconds = time.monotonic() - began
+            without = "has no manifest (plain Megatron wrote it, or an older version): nothing could be verified"
+            say(f"{found.flag}: {name} {without if unverified else f'is verified ({seconds:.2f} s)'}")
+            return _step(name) if number else None
+        if not step:
+            say(f"{found.flag}: {name} is skipped: {finding}")
+        why = why or f"{name}: {finding}"
+    advice = "choose another step (--ckpt-step) or another folder"
+    raise BadInput(f"{found.flag}: no checkpoint there can be loaded ({why}): {advice}")
+
+
+def _look(args: Any) -> _Found:
+    """As Megatron finds its way to a checkpoint."""
+    flag, folder, step = "--load", args.load, args.ckpt_step
+    if args.pretrained_checkpoint is not None and not checkpoint_exists(folder):
+        flag, folder = "--pretrained-checkpoint", args.pretrained_checkpoint
+    if folder is None:
+        return _Found()
+    found = _Found(f"{flag} {folder}", folder)
+    if step:
+        return replace(found, names=(f"iter_{step:07d}",))
+    tracker = Path(get_checkpoint_tracker_filename(folder))
+    try:
+        named = tracker.read_text(encoding="utf-8", errors="replace").strip()
+        names = [path.name for path in Path(folder).iterdir() if re.fullmatch(r"iter_\d{7,}", path.name)]
+    except FileNotFoundError:
+        return _Found()
+    except OSError as error:
+        return replace(found, why=f"{error.filename} cannot be read: {error.strerror}")
+    if named == "release":
+        return replace(found, names=(named,))
+    if not named.isdecimal():
+        return replace(found, why=f"{tracker.name} holds {named[:40]!r}, not the number of a step")
+    older = sorted((name for name in names if 0 < _step(name) < int(named)), key=_step, reverse=True)
+    return replace(found, names=(f"iter_{int(named):07d}", *older))
+
+
+def _step(name: str) -> int:
+    return int(name.removeprefix("iter_"))
+
+
+def _examine(checkpoint: Path, fabric: Fabric) -> tuple[str, bool]:
+    """What is wrong with a checkpoint (empty: nothing), and whether nothing could be verified; equal on every rank."""
+    mark, findings = _UNVERIFIED, []
+    try:
+        manifest = read(checkpoint)
+        if manifest is not None:
+            mine = shares(manifest.files, len(fabric.alive))[fabric.alive.index(fabric.rank)]
+            mark, findings = manifest.digest, damage(checkpoint, mine)[:_FINDINGS]
+        elif not (checkpoint / "metadata.json").is_file():
+            findings = [_what_is_there(checkpoint)]
+    except ManifestError as error:
+        findings = [f"its manifest cannot be relied on: {error}"]
+    said = {rank: json.loads(text) for rank, text in gather_messages(fabric, str, json.dumps([mark, findings])).items()}
+    found = [finding for _, findings in said.values() for finding in findings]
+    marks = {mark for mark, _ in said.values()}
+    if not found and len(marks) > 1:
+        found = ["ranks do not see the same files"]
+    found = sorted(set(found))
+    more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+    return (found[0] + more if found else ""), marks == {_UNVERIFIED}
+
+
+def _what_is_there(checkpoint: Path) -> str:
+    return "it is no checkpoint: there is no metadata.json" if checkpoint.is_dir() else "it is not there"

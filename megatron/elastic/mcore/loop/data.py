@@ -1,0 +1,80 @@
+"""Megatron's data sets, addressed by sample.
+
+Megatron's samplers say which samples a data-parallel rank reads as it iterates.
+Turned round: which data set index is global sample ``n``? For ``single`` it is
+``n`` itself; for ``cyclic`` a permutation of each epoch. Both are pure functions
+of the nominal grid, so that any rank can read any sample at any time, and a run
+that lost ranks reads exactly what an undisturbed one does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from megatron.elastic.engine.compute.samples import DatasetSource
+from megatron.elastic.plan.model import Grid
+
+__all__ = ["cyclic_order", "sample_order", "sequential_order", "source_for"]
+
+
+def source_for(dataset: Any, args: Any, grid: Grid) -> DatasetSource | None:
+    """A sample-addressed source over one of Megatron's data sets, or ``None`` where this rank reads none."""
+    if dataset is None:
+        return None
+    return DatasetSource(dataset, sample_order(dataset, args, grid), workers=args.num_workers)
+
+
+def sample_order(dataset: Any, args: Any, grid: Grid) -> Callable[[int], int]:
+    """Global sample number → data set index, as ``--dataloader-type`` has it."""
+    if args.dataloader_type == "single":
+        return sequential_order(len(dataset))
+    if args.dataloader_type == "cyclic":
+        return cyclic_order(len(dataset), grid, args.data_sharding)
+    raise ValueError(f"--dataloader-type {args.dataloader_type} cannot be read by sample: use single or cyclic")
+
+
+def sequential_order(total: int) -> Callable[[int], int]:
+    """Sample ``n`` is index ``n``; raises ``IndexError`` past the end."""
+
+    def order(sample: int) -> int:
+        if sample >= total:
+            raise IndexError(f"sample {sample} of {total}: the data set is exhausted, lower --train-iters")
+        return sample
+
+    return order
+
+
+def cyclic_order(total: int, grid: Grid, sharded: bool) -> Callable[[int], int]:
+    """The order of Megatron's random sampler: a new permutation each epoch.
+
+    ``sharded`` (``--no-data-sharding`` off): each data-parallel rank shuffles its
+    own contiguous bucket; otherwise one permutation is dealt out rank by rank.
+    """
+    wave = grid.micro_batch_size * grid.data_parallel_size
+    active = total - total % wave
+    if active <= 0:
+        raise ValueError(f"a data set of {total} samples is smaller than one wave of {wave} (micro-batch × DP)")
+    bucket = (total // wave) * grid.micro_batch_size
+
+    @lru_cache(maxsize=2)
+    def permutation(epoch: int) -> list[int]:
+        generator = torch.Generator()
+        generator.manual_seed(epoch)
+        size = bucket if sharded else (total // grid.micro_batch_size) * grid.micro_batch_size
+        indices: list[int] = torch.randperm(size, generator=generator).tolist()
+        return indices
+
+    def order(sample: int) -> int:
+        epoch, position = divmod(sample, active)
+        turn, within = divmod(position, wave)
+        rank, row = divmod(within, grid.micro_batch_size)
+        nth = turn * grid.micro_batch_size + row
+        if sharded:
+            return rank * bucket + permutation(epoch)[nth]
+        return permutation(epoch)[rank + nth * grid.data_parallel_size]
+
+    return order

@@ -1,0 +1,89 @@
+"""Megatron's loop keeps the sizes of the launch, and waits for nobody who may be dead.
+
+Its sizes, ranks and the names it files random states under stay nominal whatever becomes
+of the groups; barriers that only align clocks are left out.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from datetime import datetime
+from typing import Any
+
+from megatron.core import parallel_state
+from megatron.training import training
+
+from megatron.elastic.mcore.parallel_state.stage import GroupStandIn
+from megatron.elastic.mcore.patching.patches import Row, bound
+
+__all__ = ["pin_sizes", "rows"]
+
+
+def rows() -> tuple[Row, ...]:
+    """(symbol, reason, replacement) for the patch table."""
+    timer, aligns = "megatron.core.timers.Timer.", "a barrier that only aligns clocks would wait for the dead"
+    return (
+        (
+            "megatron.training.checkpointing.get_rng_state",
+            "random states are filed by nominal stage, also when groups have lost members",
+            _nominal_rng_state,
+        ),
+        ("megatron.training.training.print_datetime", aligns, _without_barrier),
+        (timer + "start", aligns + "; a repeated phase may start twice", _starts_once),
+        (timer + "stop", aligns + "; a repeated phase may stop twice", _stops_once),
+    )
+
+
+def pin_sizes() -> None:
+    """Megatron's sizes and ranks stay those of the launch, whatever becomes of the groups."""
+    parallel_state.set_tensor_model_parallel_rank(parallel_state.get_tensor_model_parallel_rank())
+    parallel_state.set_tensor_model_parallel_world_size(parallel_state.get_tensor_model_parallel_world_size())
+    parallel_state.set_pipeline_model_parallel_rank(parallel_state.get_pipeline_model_parallel_rank())
+    parallel_state.set_pipeline_model_parallel_world_size(parallel_state.get_pipeline_model_parallel_world_size())
+    parallel_state.set_data_parallel_rank(parallel_state.get_data_parallel_rank())
+    parallel_state._MPU_DATA_PARALLEL_WORLD_SIZE = parallel_state.get_data_parallel_world_size()
+
+
+def _nominal_rng_state(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        call, state = bound(original, args, kwargs), parallel_state
+        nominal = {
+            "tp_group": GroupStandIn(
+                state.get_tensor_model_parallel_rank(), state.get_tensor_model_parallel_world_size()
+            ),
+            "pp_group": GroupStandIn(
+                state.get_pipeline_model_parallel_rank(), state.get_pipeline_model_parallel_world_size()
+            ),
+        }
+        return original(**{**call, **{name: group for name, group in nominal.items() if name in call}})
+
+    return replacement
+
+
+def _without_barrier(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def replacement(string: str, override_timestamp: float | None = None) -> None:
+        moment = datetime.now() if override_timestamp is None else datetime.fromtimestamp(override_timestamp)
+        training.print_rank_0(f"[{string}] datetime: {moment:%Y-%m-%d %H:%M:%S.%f} ")
+
+    return replacement
+
+
+def _starts_once(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def start(self: Any, barrier: bool = False) -> None:
+        if not self._started:
+            original(self, barrier=False)
+
+    return start
+
+
+def _stops_once(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def stop(self: Any, barrier: bool = False) -> None:
+        if self._started:
+            original(self, barrier=False)
+
+    return stop

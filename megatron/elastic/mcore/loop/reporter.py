@@ -1,0 +1,103 @@
+"""Who writes the job's TensorBoard and Weights & Biases logs: the rank that reports, whoever that is now.
+
+Megatron opens its writers on its last rank, once. When that rank is lost the highest
+living one opens its own, and gives them up when the last rank is back: for TensorBoard a
+further event file in the same folder, for W&B the same run resumed (``wandb.init`` with
+``WANDB_RUN_ID`` and ``WANDB_RESUME=allow``, which wandb reads from the environment). A rank
+that is started again opens no run before it is let in. TensorBoard's lines are flushed, so
+what a lost rank had logged is there; wandb's own process sends what it was given.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from megatron.training import get_args, global_vars
+
+from megatron.elastic.control import env
+from megatron.elastic.mcore.patching.patches import Row
+
+__all__ = ["Reporter"]
+
+
+class Reporter:
+    """This process's writers."""
+
+    def __init__(self) -> None:
+        self._waits = os.environ.get(env.NEWCOMER) == "1"
+        """Somebody else reports until this rank is let in."""
+
+    def rows(self) -> tuple[Row, ...]:
+        """(symbol, reason, replacement) for the patch table."""
+        return (
+            (
+                "megatron.training.global_vars._set_wandb_writer",
+                "one W&B run for the whole job, whichever rank reports",
+                self._of_one_run,
+            ),
+        )
+
+    def hand_over(self, reports: bool) -> None:
+        """Open this rank's writers when it has come to report, close them when another does."""
+        args, self._waits = get_args(), False
+        board, run = global_vars.get_tensorboard_writer(), global_vars.get_wandb_writer()
+        if reports:
+            with _as_last_rank(args):
+                if board is None:
+                    global_vars._set_tensorboard_writer(args)
+                if run is None:
+                    _resume_run(args)
+            return
+        if board is not None:
+            board.close()
+            global_vars._GLOBAL_TENSORBOARD_WRITER = None
+        if run is not None:
+            run.finish()
+            global_vars._GLOBAL_WANDB_WRITER = None
+
+    def flush(self) -> None:
+        """What is logged so far is in TensorBoard's file."""
+        writer = global_vars.get_tensorboard_writer()
+        if writer is not None:
+            writer.flush()
+
+    def _of_one_run(self, original: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(original)
+        def replacement(*args: Any, **kwargs: Any) -> None:
+            if self._waits:
+                return
+            os.environ.setdefault("WANDB_RUN_ID", _run_id())
+            os.environ.setdefault("WANDB_RESUME", "allow")
+            original(*args, **kwargs)
+
+        return replacement
+
+
+@contextmanager
+def _as_last_rank(args: Any) -> Iterator[None]:
+    """Megatron opens writers where ``args.rank`` is the last."""
+    rank, args.rank = args.rank, args.world_size - 1
+    try:
+        yield
+    finally:
+        args.rank = rank
+
+
+def _resume_run(args: Any) -> None:
+    """A log that cannot be opened here costs a line, not the training."""
+    try:
+        global_vars._set_wandb_writer(args)
+    except Exception as error:  # wandb's own errors have no common base in all its versions
+        why = " ".join(str(error).split()) or type(error).__name__
+        print(f"--wandb-project: rank {os.environ['RANK']} now reports and cannot log to W&B: {why}", flush=True)
+
+
+def _run_id() -> str:
+    """The same in every process of one job, and another in the next job of that name."""
+    words = f"{os.environ[env.RUN_ID]}|{os.environ[env.SECRET]}"
+    return hashlib.sha256(words.encode()).hexdigest()[:16]

@@ -1,0 +1,287 @@
+"""What Megatron's ``pretrain()`` builds before its loop begins, built for the engine.
+
+    initialize   links, membership, then Megatron's own groups over them
+    set up       the model without DDP; the engine with everybody, or, for a rank that comes
+                 later, once the members let it in (:meth:`Prelude.admitted`)
+    load         Megatron's checkpoint, or the initial parameters
+    data         samples addressed by number, so that any rank can read any of them
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.rerun_state_machine import RerunMode, get_rerun_state_machine
+from megatron.training import get_args, training
+from megatron.training.checkpointing import load_checkpoint
+
+from megatron.elastic.config import ElasticConfig
+from megatron.elastic.engine.compute.samples import SampleSource
+from megatron.elastic.engine.engine import Engine
+from megatron.elastic.engine.generation.view import Standing
+from megatron.elastic.engine.transaction.agreement import Outcome
+from megatron.elastic.mcore.args.bad_input import unreadable_named, unwritable_cache_named
+from megatron.elastic.mcore.args.preflight import check_validation
+from megatron.elastic.mcore.args.settings import engine_settings, nominal_topology, sample_grid
+from megatron.elastic.mcore.checkpoint.absent_stages import OtherStages
+from megatron.elastic.mcore.checkpoint.launch_stage import Launched, Place
+from megatron.elastic.mcore.checkpoint.save_points import Checkpoints
+from megatron.elastic.mcore.checkpoint.state_dict import without_holes
+from megatron.elastic.mcore.checkpoint.verifying import verified
+from megatron.elastic.mcore.loop import launch_sizes
+from megatron.elastic.mcore.loop.data import source_for
+from megatron.elastic.mcore.loop.reporter import Reporter
+from megatron.elastic.mcore.model.dropout import key_dropout
+from megatron.elastic.mcore.model.gpt import GptPort, unwrapped
+from megatron.elastic.mcore.model.optimizer import EngineOptimizer, MegatronSchedule
+from megatron.elastic.mcore.model.param_groups import GroupKeys
+from megatron.elastic.mcore.parallel_state.extra_ranks import as_of_the_launch, is_extra
+from megatron.elastic.mcore.parallel_state.stage import as_stage
+from megatron.elastic.mcore.patching.patches import Row, bound
+from megatron.elastic.runtime.assembly import Job
+from megatron.elastic.runtime.connect import Links, open_links
+from megatron.elastic.runtime.start import found, join
+from megatron.elastic.runtime.telemetry import narrate
+
+__all__ = ["Prelude", "Reading"]
+
+
+@dataclass
+class Reading:
+    """A validation or test set and how far evaluation has read it (what Megatron's iterator remembers).
+
+    The validation set's position is Megatron's own argument, which a newcomer is told.
+    """
+
+    source: SampleSource | None
+    validation: bool
+    consumed: int = 0
+
+    def position(self) -> int:
+        """Samples read so far."""
+        return int(get_args().consumed_valid_samples) if self.validation else self.consumed
+
+
+class Prelude:
+    """One process's way to its engine. ``counters``: the host's, as the present step began, for whoever joins."""
+
+    def __init__(self, config: ElasticConfig, counters: Callable[[], Mapping[str, Any]]) -> None:
+        self._config = config
+        self._counters = counters
+        self.reporter = Reporter()
+        self.checkpoints = Checkpoints(config, lambda: self.engine, self.notice)
+        self._links: Links | None = None
+        self._job: Job | None = None
+        self._engine: Engine | None = None
+        self._optimizer: EngineOptimizer | None = None
+        self._schedule: MegatronSchedule | None = None
+        self._place: Place | None = None
+        self._others: OtherStages | None = None
+        self._data: tuple[SampleSource | None, Reading, Reading] | None = None
+
+    @property
+    def built(self) -> bool:
+        """Whether there is an engine: not before the model is set up, nor before a newcomer is let in."""
+        return self._engine is not None
+
+    @property
+    def engine(self) -> Engine:
+        """The engine; raises ``RuntimeError`` before there is one."""
+        if self._engine is None:
+            raise RuntimeError("the elastic engine is used before the model is set up")
+        return self._engine
+
+    @property
+    def connected(self) -> bool:
+        """Whether this process has joined the control plane."""
+        return self._links is not None
+
+    @property
+    def links(self) -> Links:
+        """This process's connection to the others; raises ``RuntimeError`` before Megatron is initialized."""
+        if self._links is None:
+            raise RuntimeError("the elastic runtime is used before Megatron is initialized")
+        return self._links
+
+    def rows(self) -> tuple[Row, ...]:
+        """(symbol, reason, replacement) for the patch table."""
+        loop = "megatron.training.training."
+        return (
+            (
+                "megatron.training.initialize._initialize_distributed",
+                "links, groups and membership are the elastic runtime's; Megatron then finds a default group",
+                self._initialize_distributed,
+            ),
+            (
+                loop + "setup_model_and_optimizer",
+                "the model is not wrapped in DDP: gradients, optimizer and their groups are the engine's",
+                self._setup_model_and_optimizer,
+            ),
+            (
+                loop + "build_train_valid_test_data_iterators",
+                "samples are addressed by number, so that any rank can read any sample of any step",
+                self._build_data_iterators,
+            ),
+        )
+
+    # -- initialize ------------------------------------------------------------------
+
+    def _initialize_distributed(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            settings = get_args()
+            settings.rerun_mode = "disabled"
+            self._links = open_links(self._config, 60.0 * settings.distributed_timeout_minutes)
+            with as_of_the_launch(self._links.fabric, settings):
+                result = original(*args, **kwargs)
+            launch_sizes.pin_sizes()
+            return result
+
+        return replacement
+
+    # -- set up ----------------------------------------------------------------------
+
+    def _setup_model_and_optimizer(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            call = bound(original, args, kwargs)
+            return self._build(call["model_provider_func"], call["model_type"], call.get("checkpointing_context"))
+
+        return replacement
+
+    def _build(self, provider: Any, model_type: Any, context: Any) -> tuple[Any, Any, Any]:
+        args, links = get_args(), self.links
+        get_rerun_state_machine().set_mode(RerunMode.DISABLED)
+        model = training.get_model(provider, model_type, wrap_with_ddp=False)
+        optimizer_config, overrides = training.get_megatron_optimizer_config(args)
+        groups = GroupKeys(optimizer_config, overrides)
+        for chunk in model:
+            key_dropout(unwrapped(chunk), parallel_state.get_tensor_model_parallel_rank())
+        port = GptPort(model, args, groups, parallel_state.get_tensor_model_parallel_rank() == 0)
+        launched: Launched = {}
+        if not is_extra(links.fabric, args):  # else it writes nothing
+            launched = {unit: tuple(port.unit_parameters(unit)) for unit in port.held_units()}
+        self._place = Place(port, launched)
+        self._others = OtherStages(lambda: training.get_model(provider, model_type, wrap_with_ddp=False), groups)
+        self._optimizer = EngineOptimizer(groups, lambda: self.engine.record.loss_scale)
+        scheduler = training.get_optimizer_param_scheduler(self._optimizer)
+        self._schedule = MegatronSchedule(scheduler)
+        config = unwrapped(model[0]).config
+        topology = nominal_topology(args, config, port.tied_unit is not None, links.fabric.slots)
+        settings = engine_settings(args, self._schedule)
+        self._job = Job(port, topology, self._config, settings, self._settled, self._told, self.notice)
+        args.iteration = args.num_floating_point_operations_so_far = 0
+        if links.decision is None:  # a newcomer: the engine comes with admission, before the loop begins
+            return model, self._optimizer, scheduler
+        links.injector.reach("in_setup", 0)
+        self._attach(found(links, self._job))
+        if args.load is not None or args.pretrained_checkpoint is not None:
+            flag = "--load" if args.load is not None else "--pretrained-checkpoint"
+            folder = args.load or args.pretrained_checkpoint
+            with (
+                verified(args, links.fabric, lambda line: print(line, flush=True)),
+                without_holes(links.fabric, topology.slots),
+                unreadable_named(flag, folder),
+            ):
+                args.iteration, args.num_floating_point_operations_so_far = load_checkpoint(
+                    model, self._optimizer, scheduler, checkpointing_context=context
+                )
+        self._resume(scheduler)
+        return model, self._optimizer, scheduler
+
+    def admitted(self) -> Mapping[str, Any]:
+        """Wait until the members let this newcomer in; the host's counters there. There is an engine afterwards."""
+        if self._job is None:
+            raise RuntimeError("a newcomer is to be admitted before its model is set up")
+        engine, welcome = join(self.links, self._job)
+        self._attach(engine)
+        self.reporter.hand_over(engine.is_reporter)
+        assert self._schedule is not None
+        host: Mapping[str, Any] = json.loads(welcome.host)
+        self._schedule.take(host["schedule"], engine.record.scheduler_steps)
+        return host
+
+    def _told(self) -> str:
+        """What a rank that joins has to be told of the host: it has loaded no checkpoint."""
+        assert self._schedule is not None
+        return json.dumps({**self._counters(), "schedule": self._schedule.told()})
+
+    def _attach(self, engine: Engine) -> None:
+        """``engine`` is there: what saves and loads its state can be made."""
+        assert self._optimizer is not None and self._place is not None and self._others is not None
+        self._engine = engine
+        self._optimizer.checkpoint = self.checkpoints.attach(self._place, self._others)
+
+    def _resume(self, scheduler: Any) -> None:
+        """Start from what was loaded, or from the initial parameters."""
+        args, engine = get_args(), self.engine
+        assert self._optimizer is not None
+        loaded, self._optimizer.loaded = self._optimizer.loaded, None
+        scaler = {} if loaded is None else loaded.scaler
+        record = replace(
+            engine.record,
+            version=args.iteration,
+            scheduler_steps=scheduler.num_steps,
+            consumed_samples=args.consumed_train_samples,
+            loss_scale=float(scaler.get("scale", engine.record.loss_scale)),
+            growth_tracker=int(scaler.get("growth_tracker", engine.record.growth_tracker)),
+            hysteresis_tracker=int(scaler.get("hysteresis_tracker", engine.record.hysteresis_tracker)),
+        )
+        record = record.at_adam_step(0 if loaded is None else loaded.adam_step, engine.tools.settings.hyper)
+        engine.resume(record, None if loaded is None else loaded.units)
+        engine.tools.reach("in_setup", 0)
+
+    # -- data ------------------------------------------------------------------------
+
+    def _build_data_iterators(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            if self._data is None:  # Megatron asks for each model chunk: any of them may come to read any sample
+                self._data = self._sources(bound(original, args, kwargs)["build_train_valid_test_datasets_provider"])
+            return self._data
+
+        return replacement
+
+    def _sources(self, provider: Any) -> tuple[SampleSource | None, Reading, Reading]:
+        args = get_args()
+        if args.iteration > 0 and args.consumed_train_samples == 0:
+            args.consumed_train_samples = args.iteration * args.global_batch_size
+        if self._engine is not None:
+            self._engine.tools.reach("in_setup", 0)
+        reads = getattr(provider, "is_distributed", False) or parallel_state.get_tensor_model_parallel_rank() == 0
+        # Any rank may come to compute an end of a pipeline, and only these have data sets built: all are such here.
+        with as_stage(0, 1), unwritable_cache_named(args.data_cache_path):
+            datasets = training.build_train_valid_test_datasets(provider) if reads else (None, None, None)
+        check_validation(args, *datasets[:2])
+        flags = torch.tensor(
+            [int(args.train_iters > 0), int(args.eval_iters > 0), int(args.eval_iters > 0 and datasets[2] is not None)]
+        )
+        torch.distributed.broadcast(flags, 0)
+        args.do_train, args.do_valid, args.do_test = (bool(flag) for flag in flags.tolist())
+        grid = sample_grid(args)
+        train, valid, test = (source_for(dataset, args, grid) for dataset in datasets)
+        return train, Reading(valid, True), Reading(test, False)
+
+    # -- what the engine has to say --------------------------------------------------
+
+    def _settled(self, outcome: Outcome, standing: Standing, seconds: float) -> None:
+        engine, links = self.engine, self.links
+        self.reporter.hand_over(engine.is_reporter)
+        # A newcomer knows nothing of the recovery that let it in.
+        speaks = min(set(standing.living) - set(outcome.newcomers)) == links.fabric.rank
+        topology, step = engine.recovery.nominal, engine.present_step
+        narrate(links.events, topology, outcome, standing, step, engine.in_step, seconds, speaks)
+
+    def notice(self, why: str) -> None:
+        """Print one line that all ranks know of, on one of them, also in a generation that has yet to come about."""
+        if self._engine is None or self._engine.behind:
+            return
+        living = self._engine.recovery.members or self._engine.standing.living
+        if living[0] == self.links.fabric.rank:
+            print(why, flush=True)

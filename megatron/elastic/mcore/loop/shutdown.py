@@ -1,0 +1,144 @@
+"""How one process of the job ends, other than by the last iteration: exit codes and one line each (DESIGN §4).
+
+What ends a job does so on every rank alike, wherever in Megatron's program it is noticed: in its
+loop, in the evaluations after it, or while the last checkpoint is written.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NoReturn
+
+from megatron.training import get_args
+
+from megatron.elastic.config import ConfigError
+from megatron.elastic.control.failures import BEGUN_ANEW, FELL_BACK
+from megatron.elastic.control.membership import Released
+from megatron.elastic.engine.failures import CommunicationFault, NotFinite, SilentCorruption
+from megatron.elastic.engine.transaction.agreement import StateLost
+from megatron.elastic.mcore.checkpoint.save_points import BAD_INPUT, DETERMINISTIC, STATE_LOST, step_to_go_back_to
+from megatron.elastic.mcore.loop.setup import Prelude
+from megatron.elastic.mcore.patching.patches import Row
+from megatron.elastic.observe.events import Recovery
+from megatron.elastic.plan.dataflow import PlanError
+from megatron.elastic.runtime.start import JobGone
+from megatron.elastic.state.certificate import CertificateError
+
+__all__ = ["Endings"]
+
+
+class Endings:
+    """What the engine cannot go on from, turned into the end of this process or of the job.
+
+    ``respawn``: processes that end are started again, so that all together can go back to a checkpoint.
+    """
+
+    def __init__(self, prelude: Prelude, respawn: bool) -> None:
+        self._prelude = prelude
+        self._respawn = respawn
+
+    def named(self, row: Row) -> Row:
+        """A row of the patch table whose replacement ends the job by name where the engine cannot go on."""
+        return _inside(self._caught, row)
+
+    def proven(self, row: Row) -> Row:
+        """The same for what comes before the first step, where only a failed certificate is the engine's to name."""
+        return _inside(self._certified, row)
+
+    @contextmanager
+    def _certified(self) -> Iterator[None]:
+        try:
+            yield
+        except CertificateError as error:  # the same on every rank, and again if repeated
+            self.leave(DETERMINISTIC, str(error))
+
+    @contextmanager
+    def _caught(self) -> Iterator[None]:
+        try:
+            yield
+        except StateLost as error:
+            self._go_back(str(error), error.version, BEGUN_ANEW)
+            # Survivors alone can tell: who was let in with this loss would wait for them.
+            self._give_up(STATE_LOST, f"{error}; resume from the last checkpoint (--load)")
+        except PlanError as error:
+            self._give_up(STATE_LOST, str(error))
+        except JobGone as gone:
+            if gone.begins_anew or self._step_to_go_back_to() is not None:
+                self._begin_anew(BEGUN_ANEW)
+            self._end(STATE_LOST)  # whoever held the state has ended, and said why
+        except (CertificateError, SilentCorruption) as error:  # the same on every rank, and again if repeated
+            self.leave(DETERMINISTIC, str(error))
+        except CommunicationFault as error:
+            self._give_up(DETERMINISTIC, str(error))
+        except ConfigError as error:
+            # Found while computing, perhaps on some ranks only: it would come back on every rank that is started.
+            self._give_up(BAD_INPUT, f"error: {error}")
+        except NotFinite as error:
+            why = f"{error}, also when computed again"
+            self._go_back(why, self._prelude.engine.record.version, FELL_BACK)
+            raise
+        except Released:
+            print(f"rank {self._prelude.links.fabric.rank} leaves as asked; the other ranks go on", flush=True)
+            self._end(0)
+
+    def leave(self, code: int, why: str) -> NoReturn:
+        """End this rank on purpose, with one line from whoever speaks."""
+        self._prelude.notice(why)
+        self._end(code)
+
+    def _give_up(self, code: int, why: str) -> NoReturn:
+        """End this rank and with it the job, whatever the others know; the launcher's last line says why."""
+        if self._prelude.built:
+            self._prelude.engine.close()
+        self._prelude.links.membership.give_up(code, why)
+        raise SystemExit(code)
+
+    def _end(self, code: int) -> NoReturn:
+        if self._prelude.built:
+            self._prelude.engine.close()
+        self._prelude.links.membership.finish(code)
+        raise SystemExit(code)
+
+    def _step_to_go_back_to(self) -> int | None:
+        return step_to_go_back_to(get_args()) if self._respawn else None
+
+    def _go_back(self, why: str, version: int, code: int) -> None:
+        """With all others, be started again from the last checkpoint; returns where that cannot be.
+
+        ``version``: the newest step that was committed.
+        """
+        step = self._step_to_go_back_to()
+        if step is None:
+            return
+        back = Recovery(step=step + 1, outcome="checkpoint", seconds={}, lost_steps=max(0, version - step))
+        lost = "no step is lost" if back.lost_steps == 0 else f"steps {step + 1} to {version} are computed again"
+        self._prelude.notice(f"{why}: the job goes back to its last checkpoint, of step {step} (--load); {lost}")
+        self._prelude.links.events.write(back)
+        self._begin_anew(code)
+
+    def _begin_anew(self, code: int) -> NoReturn:
+        """End this process for its agent to start it again, as all others do."""
+        if self._prelude.built:
+            self._prelude.engine.close()
+        sys.stdout.flush()
+        os._exit(code)
+
+
+def _inside(context: Callable[[], AbstractContextManager[None]], row: Row) -> Row:
+    symbol, reason, make = row
+
+    def made(original: Callable[..., Any]) -> Callable[..., Any]:
+        inner = make(original)
+
+        @functools.wraps(inner)
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            with context():
+                return inner(*args, **kwargs)
+
+        return replacement
+
+    return symbol, reason, made

@@ -1,0 +1,241 @@
+"""Megatron-LM's training loop as the host of the engine.
+
+The step and its fenced siblings go to the engine, and whoever is the highest living rank
+prints what Megatron's last rank would. The loop itself, its arguments and its log lines
+stay Megatron's; what is built before it begins is :mod:`setup`'s.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.training import get_args
+
+from megatron.elastic.config import ElasticConfig
+from megatron.elastic.engine.compute.samples import StepAddress
+from megatron.elastic.engine.engine import Engine
+from megatron.elastic.mcore.checkpoint.save_points import STATE_LOST
+from megatron.elastic.mcore.loop import launch_sizes
+from megatron.elastic.mcore.loop.counters import Counters
+from megatron.elastic.mcore.loop.setup import Prelude, Reading
+from megatron.elastic.mcore.loop.shutdown import Endings
+from megatron.elastic.mcore.patching.patches import Patch, Row, bound, return_names
+
+__all__ = ["Host", "patches"]
+
+
+def patches(args: Any, config: ElasticConfig) -> tuple[Patch, ...]:
+    """The elastic rows of the patch table for this process."""
+    return Host(config).patches()
+
+
+class Host:
+    """One process's side of the bargain between Megatron's loop and the engine."""
+
+    def __init__(self, config: ElasticConfig) -> None:
+        self._counters = Counters()
+        self._prelude = Prelude(config, self._counters.told)
+        self._checkpoints = self._prelude.checkpoints
+        self._endings = Endings(self._prelude, config.respawn)
+        self._came_later = False
+        self._begun = False
+
+    @property
+    def _engine(self) -> Engine:
+        return self._prelude.engine
+
+    def patches(self) -> tuple[Patch, ...]:
+        """The elastic rows of the patch table, bound to this host."""
+        before = map(self._endings.proven, self._prelude.rows())
+        ending = map(self._endings.named, (*self._rows(), *self._checkpoints.rows()))  # also in what follows the loop
+        rows = (*before, *ending, *launch_sizes.rows(), *self._prelude.reporter.rows())
+        return tuple(Patch(symbol, reason, make) for symbol, reason, make in rows)
+
+    def _rows(self) -> tuple[Row, ...]:
+        loop = "megatron.training.training."
+        repeated = "a collective outside the step: repeated after a loss"
+        return (
+            (loop + "train", "a newcomer is admitted before the loop reads where it stands", self._train),
+            (loop + "train_step", "a step is a transaction that survives the loss of ranks", self._train_step),
+            (loop + "evaluate", "evaluation is repeated as a phase when ranks are lost in it", self._evaluate),
+            (loop + "training_log", repeated, self._training_log),
+            ("megatron.core.timers.Timers.log", repeated, self._log_timers),
+            (
+                "megatron.training.utils.calc_params_l2_norm",
+                "the norm of the masters, wherever they lie now; repeated after a loss",
+                self._parameter_norm,
+            ),
+            (loop + "checkpoint_and_decide_exit", "a drained job saves and leaves at a boundary", self._decide_exit),
+            (
+                "megatron.training.utils.is_last_rank",
+                "the highest living rank reports when the last one is gone",
+                self._is_last_rank,
+            ),
+            (
+                "megatron.training.ft_integration.shutdown",
+                "Megatron's last act: leaving now is not a loss",
+                self._shutdown,
+            ),
+        )
+
+    # -- the loop --------------------------------------------------------------------
+
+    def _train(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            self._begin()
+            return original(*args, **kwargs)
+
+        return replacement
+
+    def _begin(self) -> None:
+        """From here on the engine holds a state that outlives a loss; a newcomer is admitted. Idempotent."""
+        if self._begun:
+            return
+        self._begun = True
+        if self._prelude.built:
+            self._engine.recovery.membership.request("begin")
+            self._counters.begin()
+        else:
+            self._counters.take(self._prelude.admitted())
+            self._came_later = True
+
+    def _decide_exit(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            call, settings = bound(original, args, kwargs), get_args()
+            self._counters.boundary(call["num_floating_point_operations_so_far"])
+            self._checkpoints.at_boundary(call)
+            # Only a time limit has a collective of its own; saving is fenced by itself.
+            if settings.exit_duration_in_mins:
+                leaves = self._checkpoints.guarded(lambda: self._engine.fenced(lambda: original(**call), together=True))
+            else:
+                leaves = original(**call)
+            if self._engine.draining and not leaves:
+                self._endings.leave(*self._checkpoints.drain(call["iteration"]))
+            return leaves
+
+        return replacement
+
+    def _train_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        names = return_names(original)
+
+        @functools.wraps(original)
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            call = bound(original, args, kwargs)
+            settings = get_args()
+            self._counters.step()
+            address = StepAddress(settings.consumed_train_samples, settings.global_batch_size)
+            result = self._engine.step(call["forward_step_func"], _of_chunks(call["data_iterator"]), address)
+            scheduler = call["opt_param_scheduler"]
+            scheduler.num_steps = self._engine.record.scheduler_steps
+            scheduler.step(increment=0)
+            losses = {key: torch.tensor(value) for key, value in result.losses.items()}
+            values = {
+                "{}": losses,  # what Megatron returns where there is no last stage; here every rank knows the losses
+                "skipped_iter": int(result.skipped),
+                "should_checkpoint": False,
+                "should_exit": False,
+                "exit_code": 0,
+                "grad_norm": None if result.skipped else result.grad_norm,
+                "num_zeros_in_grad": result.zeros,
+                "log_max_attention_logit": 0,
+            }
+            return tuple(values[name] for name in names)
+
+        return replacement
+
+    def _evaluate(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            call = bound(original, args, kwargs)
+            self._begin()
+            settings = get_args()
+            iterations = call.get("eval_iters") or settings.eval_iters
+            size = settings.global_batch_size
+            reading: Reading = _of_chunks(call["data_iterator"])
+            first = reading.position()
+            addresses = [StepAddress(first + number * size, size) for number in range(iterations)]
+            sums = self._engine.evaluate(call["forward_step_func"], reading.source, addresses)
+            reading.consumed += iterations * size
+            settings.consumed_valid_samples += iterations * size
+            return {key: torch.tensor(total / count) for key, (total, count) in sums.items()}, None, False
+
+        return replacement
+
+    def _training_log(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            call = bound(original, args, kwargs)
+            if self._came_later and "is_first_iteration" in call:
+                # Megatron carries a process's first step into its second line; a newcomer's is not the job's first.
+                call["is_first_iteration"] = False
+            if call["iteration"] % get_args().log_interval and not call.get("is_first_iteration"):
+                return original(**call)
+            totals = call["total_loss_dict"]
+            before = copy.deepcopy(totals)
+
+            def body() -> Any:
+                totals.clear()
+                totals.update(copy.deepcopy(before))
+                return original(**call)
+
+            result = self._engine.fenced(body)
+            self._prelude.reporter.flush()
+            return result
+
+        return replacement
+
+    def _log_timers(self, original: Callable[..., None]) -> Callable[..., None]:
+        """Every rank's times are gathered, also outside the log line: at the end of a save."""
+
+        @functools.wraps(original)
+        def replacement(*args: Any, **kwargs: Any) -> None:
+            if self._begun:
+                self._engine.fenced(lambda: original(*args, **kwargs))
+            else:
+                original(*args, **kwargs)
+
+        return replacement
+
+    def _parameter_norm(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def replacement(*args: Any, **kwargs: Any) -> float:
+            return self._engine.parameter_norm()
+
+        return replacement
+
+    def _is_last_rank(self, original: Callable[..., bool]) -> Callable[..., bool]:
+        @functools.wraps(original)
+        def replacement() -> bool:
+            if not self._prelude.built:
+                return original()
+            # Whoever reported before has told already what a newcomer only runs through.
+            return self._engine.is_reporter and not self._engine.behind
+
+        return replacement
+
+    def _shutdown(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            if self._prelude.built:
+                self._engine.close()
+            if self._prelude.connected:
+                if self._checkpoints.unsaved:
+                    remedy = f"make room in --save {get_args().save}, or give another folder"
+                    why = f"the last checkpoint is not saved: {self._checkpoints.unsaved}; {remedy}"
+                    self._endings.leave(STATE_LOST, why)
+                self._prelude.links.membership.finish(0)
+            return result
+
+        return replacement
+
+
+def _of_chunks(found: Any) -> Any:
+    """What Megatron's loop has one of for each model chunk where there are several: here all are the same."""
+    return found[0] if isinstance(found, list) else found

@@ -1,0 +1,1 @@
+"""Megatron's model and optimizer: units, split backward, sample-keyed dropout, parameter groups."""

@@ -1,0 +1,63 @@
+"""Puts sample-keyed dropout in the place of every dropout of a Megatron GPT.
+
+Sites: embedding, attention probabilities (local core attention), the
+bias-dropout-add after attention and after the MLP. A fused attention kernel
+draws its own masks inside and cannot be keyed by sample; :func:`key_dropout`
+names such modules so that the caller can refuse or say so.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+from megatron.elastic.engine.compute.dropout import BiasDropoutAdd, SampleDropout, Site, Split
+
+__all__ = ["key_dropout", "key_module"]
+
+
+def key_dropout(model: Any, tensor_parallel_rank: int) -> tuple[str, ...]:
+    """Replace dropout throughout ``model`` (an unwrapped GPTModel), in place.
+
+    Returns the names of modules whose dropout lies inside a vendor kernel and
+    stays keyed by rank and history.
+    """
+    modules = [getattr(model, "embedding", None), *model.decoder.layers]
+    found = (key_module(model, module, tensor_parallel_rank) for module in modules if module is not None)
+    return tuple(name for names in found for name in names)
+
+
+def key_module(model: Any, module: Any, tensor_parallel_rank: int) -> list[str]:
+    """:func:`key_dropout` for one embedding or layer of ``model`` (others have no dropout)."""
+    config = model.config
+    shards = config.tensor_model_parallel_size
+    sequence = Split(dim=0, index=tensor_parallel_rank, count=shards) if config.sequence_parallel else None
+    if hasattr(module, "embedding_dropout"):
+        module.embedding_dropout = SampleDropout(
+            config.hidden_dropout, unit=0, site=Site.EMBEDDING, sample_dim=1, split=sequence
+        )
+        return []
+    if hasattr(module, "layer_number"):
+        return _key_layer(module, Split(dim=1, index=tensor_parallel_rank, count=shards), sequence)
+    return []
+
+
+def _key_layer(layer: Any, heads: Split, sequence: Split | None) -> list[str]:
+    unit = int(layer.layer_number)
+    layer.self_attn_bda = BiasDropoutAdd(unit=unit, site=Site.ATTENTION_OUTPUT, split=sequence)
+    layer.mlp_bda = BiasDropoutAdd(unit=unit, site=Site.MLP_OUTPUT, split=sequence)
+    core = getattr(layer.self_attention, "core_attention", None)
+    if isinstance(core, DotProductAttention):
+        core.attention_dropout = SampleDropout(
+            _probability(core.attention_dropout), unit=unit, site=Site.ATTENTION_PROBS, sample_dim=0, split=heads
+        )
+        return []
+    if core is None or layer.config.attention_dropout == 0.0:
+        return []
+    return [f"layer {unit}: {type(core).__name__}"]
+
+
+def _probability(module: torch.nn.Module) -> float:
+    return float(getattr(module, "p", 0.0))

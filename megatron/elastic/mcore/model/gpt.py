@@ -1,0 +1,263 @@
+"""Megatron's GPTModel behind the engine's :class:`ModelPort`.
+
+The model is built by Megatron for the nominal place of this rank; which units it
+holds later is the engine's choice (:meth:`GptPort.hold`). Units: 0 the
+embedding, 1 … L the transformer layers, L+1 final norm and head; where word
+embeddings are tied to the output layer they form one further, state-only unit
+L+2, held by every cell that holds either end.
+
+Traps this file closes (DESIGN §1–2): ``args.micro_batch_size`` is scoped to the
+piece around each ``forward_step_func``, and so is Megatron's idea of which
+pipeline stage of how many is running (also in ``args``, which says what a stage
+reads of a batch), and that it is a stage's only chunk, interleaved or not; all
+return to their nominal values afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.utils import get_attr_wrapped_model, get_model_config
+
+from megatron.elastic.engine.compute.model_interface import ForwardStep, LossOutput, UnitParameter
+from megatron.elastic.mcore.model.activations import held_bytes
+from megatron.elastic.mcore.model.dropout import key_module
+from megatron.elastic.mcore.model.param_groups import GroupKeys
+from megatron.elastic.mcore.model.split_backward import SplitLinears, WeightQueue
+from megatron.elastic.mcore.model.split_te import split_te_linears
+from megatron.elastic.mcore.model.units import Anatomy, unwrapped
+from megatron.elastic.mcore.model.use_sites import own_use
+from megatron.elastic.mcore.parallel_state.stage import as_stage, whole_tensor_group
+from megatron.elastic.plan.model import Piece
+from megatron.elastic.state.layout import ParamSpec
+
+__all__ = ["GptPort", "unwrapped"]
+
+_TIED_NAME = "word_embeddings.weight"
+
+
+class GptPort:
+    """The units of Megatron's GPT that are here; ``chunks`` as Megatron's ``get_model`` returns them (without DDP)."""
+
+    def __init__(self, chunks: Sequence[torch.nn.Module], args: Any, groups: GroupKeys, reads_data: bool) -> None:
+        self._chunks = torch.nn.ModuleList(chunks)
+        self._args = args
+        self._config = get_model_config(chunks[0])
+        self._groups = groups
+        self._reads_data = reads_data
+        self._tensor_rank = parallel_state.get_tensor_model_parallel_rank()
+        self._linears = SplitLinears()
+        self._anatomy = Anatomy(chunks, self._prepare)
+        self.compute_units = self._anatomy.units
+        self._specs: dict[int, tuple[ParamSpec, ...]] = {}
+        self._units = self._sort_parameters()
+        self._split(self._chunks)
+        self._contribute: Callable[[int, str, torch.Tensor], None] | None = None
+
+    @property
+    def chunks(self) -> torch.nn.ModuleList:
+        """The modules that Megatron's loop knows: the units of this rank's place at launch."""
+        return self._chunks
+
+    @property
+    def tied_unit(self) -> int | None:
+        """The state-only unit of tied embeddings, if the model ties them."""
+        return self.compute_units if self._anatomy.tied else None
+
+    def _prepare(self, inner: Any, module: torch.nn.Module) -> None:
+        key_module(inner, module, self._tensor_rank)
+        self._split(module)
+
+    def _split(self, module: torch.nn.Module) -> None:
+        self._linears.install(module)
+        split_te_linears(module, self._linears)
+
+    def prepare(self, units: Collection[int]) -> None:
+        """See :class:`ModelPort`."""
+        self._anatomy.prepare(units)
+
+    def hold(self, units: Collection[int]) -> None:
+        """See :class:`ModelPort`."""
+        self._anatomy.hold([unit for unit in units if unit < self.compute_units])
+        self._units = self._sort_parameters()
+        if self.held_units() != tuple(sorted(units)):
+            raise ValueError(f"units {sorted(units)} cannot be held together: these are {self.held_units()}")
+
+    @contextmanager
+    def as_launched(self) -> Iterator[None]:
+        """Inside, :attr:`chunks` have parameters of Megatron's shapes, also for units given up and in a group that is
+        not whole: checkpoints name them.
+        """
+        with self._anatomy.as_launched(), whole_tensor_group(self._chunks):
+            yield
+
+    def held_units(self) -> tuple[int, ...]:
+        """See :class:`ModelPort`."""
+        return tuple(sorted(self._units))
+
+    def unit_parameters(self, unit: int) -> Sequence[UnitParameter]:
+        """See :class:`ModelPort`."""
+        return self._units[unit]
+
+    def reads_data(self) -> bool:
+        """See :class:`ModelPort`."""
+        return self._reads_data
+
+    def train(self, mode: bool) -> None:
+        """See :class:`ModelPort`."""
+        self._anatomy.train(mode)
+
+    def boundary(self, rows: int) -> tuple[torch.Size, torch.dtype]:
+        """``[s, rows, h]``; the sequence is this rank's slice under sequence parallelism."""
+        length = self._args.seq_length
+        if self._config.sequence_parallel:
+            length //= self._config.tensor_model_parallel_size
+        dtype = torch.float32 if self._config.fp32_residual_connection else self._config.params_dtype
+        return torch.Size((length, rows, self._config.hidden_size)), dtype
+
+    def activation_bytes(self, unit: int) -> int:
+        """See :class:`ModelPort`."""
+        vocabulary = unwrapped(self._chunks[0]).vocab_size
+        return held_bytes(self._chunks, self._config, self._args.seq_length, vocabulary, unit, self.compute_units - 1)
+
+    def forward(
+        self,
+        step: ForwardStep,
+        piece: Piece,
+        place: tuple[int, int],
+        source: torch.Tensor | None,
+        batches: Iterator[Any],
+    ) -> torch.Tensor | LossOutput:
+        """See :class:`ModelPort`. Raises ``ValueError`` when the output has not the piece's rows."""
+        with self._running(piece, place):
+            segment = self._anatomy.segment(piece.first, piece.end)
+            get_attr_wrapped_model(segment, "set_input_tensor")([source])
+            with self._separate_output(unwrapped(segment), piece):
+                output, loss_function = step(batches, segment)
+            if piece.end < self.compute_units:
+                expected, _ = self.boundary(len(piece.rows))
+                if output.shape != expected:
+                    raise ValueError(f"the model returned {tuple(output.shape)} for a boundary of {tuple(expected)}")
+                return output
+            return _loss_output(loss_function(output))
+
+    def deferring(self, piece: Piece) -> AbstractContextManager[WeightQueue]:
+        """See :class:`ModelPort`. Tied embeddings are not deferred where a piece passes both ends."""
+        both_ends = self.tied_unit is not None and (piece.first, piece.end) == (0, self.compute_units)
+        tied = [item.parameter for item in self._units[self.compute_units]] if both_ends else []
+        return self._linears.deferring(tied)
+
+    def separate_uses(self, contribute: Callable[[int, str, torch.Tensor], None]) -> None:
+        """See :class:`ModelPort`. The use of tied embeddings that is handed over is the output layer's."""
+        self._contribute = contribute
+
+    @contextmanager
+    def _separate_output(self, model: Any, piece: Piece) -> Iterator[None]:
+        """The output layer's use of tied embeddings as a use of its own, while a piece's forward is running."""
+        contribute, unit = self._contribute, self.tied_unit
+        if contribute is None or unit is None or piece.end < self.compute_units:
+            yield
+            return
+        weight = self._anatomy.tied_parameter()
+        assert weight is not None
+        model.shared_embedding_or_output_weight = lambda: own_use(
+            weight, lambda gradient: contribute(unit, _TIED_NAME, gradient)
+        )
+        try:
+            yield
+        finally:
+            del model.shared_embedding_or_output_weight
+
+    def finish_gradients(self, grads: Mapping[int, Sequence[torch.Tensor]]) -> None:
+        """Sum (or average) over the tensor-parallel group what each rank holds only a part of."""
+        group = parallel_state.get_tensor_model_parallel_group()
+        if self._config.tensor_model_parallel_size == 1:
+            return
+        summed: list[torch.Tensor] = []
+        averaged: list[torch.Tensor] = []
+        for unit, views in grads.items():
+            for item, view in zip(self._units[unit], views, strict=True):
+                if getattr(item.parameter, "average_gradients_across_tp_domain", False):
+                    averaged.append(view)
+                elif self._partial(item):
+                    summed.append(view)
+        for tensors, divisor in ((summed, 1), (averaged, self._config.tensor_model_parallel_size)):
+            if tensors:
+                flat = torch.cat([t.reshape(-1) for t in tensors])
+                dist.all_reduce(flat, group=group)
+                if divisor > 1:
+                    flat = torch.div(flat, divisor, rounding_mode=None if flat.is_floating_point() else "floor")
+                for view, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+                    view.copy_(part.view(view.shape))
+
+    def _partial(self, item: UnitParameter) -> bool:
+        normalises_qk = self._config.qk_layernorm and any(
+            name in item.spec.name for name in ("q_layernorm", "k_layernorm")
+        )
+        return bool(
+            (self._config.sequence_parallel and getattr(item.parameter, "sequence_parallel", False)) or normalises_qk
+        )
+
+    def _sort_parameters(self) -> dict[int, tuple[UnitParameter, ...]]:
+        """Parameters of what is held; a unit's layout is fixed when it is first seen with its values."""
+        units: dict[int, list[tuple[str, torch.nn.Parameter]]] = {
+            unit: list(self._anatomy.named_parameters(unit)) for unit in self._anatomy.held()
+        }
+        shared = self._anatomy.tied_parameter() if self.tied_unit is not None else None
+        if shared is not None and self.tied_unit is not None:
+            units[self.tied_unit] = [("embedding.word_embeddings.weight", shared)]
+        found: dict[int, tuple[UnitParameter, ...]] = {}
+        for unit, named in units.items():
+            if unit not in self._specs:
+                self._specs[unit] = tuple(self._spec(unit, name, parameter) for name, parameter in named)
+            found[unit] = tuple(
+                UnitParameter(spec, parameter) for spec, (_, parameter) in zip(self._specs[unit], named, strict=True)
+            )
+        return found
+
+    def _spec(self, unit: int, name: str, parameter: torch.nn.Parameter) -> ParamSpec:
+        key = self._groups.key(name, parameter)
+        return ParamSpec(
+            name=self._local_name(unit, name),
+            numel=parameter.numel(),
+            shape=tuple(parameter.shape),
+            sharded=bool(getattr(parameter, "tensor_model_parallel", False)),
+            weight_decay_multiplier=key.wd_mult,
+            group=key.index,
+        )
+
+    def _local_name(self, unit: int, name: str) -> str:
+        """A parameter's name within its unit, equal on every holder."""
+        if unit == self.tied_unit:
+            return _TIED_NAME
+        return name.removeprefix(f"decoder.layers.{unit - 1}.") if 0 < unit < self.compute_units - 1 else name
+
+    @contextmanager
+    def _running(self, piece: Piece, place: tuple[int, int]) -> Iterator[None]:
+        """Megatron's global idea of stage and micro-batch size, for the time of one piece."""
+        running = {
+            "micro_batch_size": len(piece.rows),
+            "pipeline_model_parallel_size": place[1],
+            "virtual_pipeline_model_parallel_size": None,
+        }
+        nominal = {name: getattr(self._args, name) for name in running}
+        vars(self._args).update(running)
+        try:
+            with as_stage(*place):
+                yield
+        finally:
+            vars(self._args).update(nominal)
+
+
+def _loss_output(result: Any) -> LossOutput:
+    """Megatron's two conventions: (loss, report) is a mean, (sum, tokens, report) a sum."""
+    if len(result) == 3:
+        return LossOutput(result[0], result[1], result[2])
+    if len(result) == 2:
+        return LossOutput(result[0], None, result[1])
+    raise ValueError("the loss function must return (loss, report) or (loss sum, tokens, report)")

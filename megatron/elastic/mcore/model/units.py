@@ -1,0 +1,325 @@
+"""Takes Megatron's GPTModel apart into units, builds units it lacks, and puts any run of units together.
+
+Idea: the chunks that Megatron built (one, or with an interleaved schedule several)
+stay as they are; a unit that this process gains is one more module, built from the
+same layer specification, and a *segment* is a shallow copy of a chunk that shares
+those modules but lists only the units it runs, as the only chunk of its stage.
+Copies have lists of their own, so that pieces of different segments may lie between
+forward and backward at the same time, also when activations are recomputed in backward.
+
+Invariant: parameters keep Megatron's names, tensor-parallel attributes and
+types, whoever built them; a unit given up frees its memory (the modules of the
+launch stay, empty, since Megatron's loop refers to them).
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from megatron.core.utils import get_pg_rank
+
+from megatron.elastic.engine.compute.model_interface import place_of
+from megatron.elastic.mcore.parallel_state.stage import GroupStandIn
+
+__all__ = ["Anatomy", "unwrapped"]
+
+Modules = dict[str, Any]
+"""Modules of one unit by their path in the model: ``embedding``, ``decoder.layers.<n>``, ``output_layer``, …"""
+
+
+class Anatomy:
+    """The units of one process; ``prepare`` is told of every unit that is built (dropout sites and the like)."""
+
+    def __init__(self, chunks: Sequence[torch.nn.Module], prepare: Callable[[Any, torch.nn.Module], object]) -> None:
+        self._chunks = torch.nn.ModuleList(chunks)
+        self._first = chunks[0]
+        """Has what is alike in all: configuration, layer specification, groups, wrappers."""
+        self._inner = unwrapped(self._first)
+        self._prepare = prepare
+        self.units = int(self._inner.config.num_layers) + 2
+        self._born: dict[int, Modules] = {}
+        for chunk in chunks:
+            self._born |= _units_of(unwrapped(chunk), self.units)
+        self._held: dict[int, Modules] = dict(self._born)
+        self._ready: dict[int, Modules] = {}
+        """Layers built ahead of :meth:`hold`."""
+        self._building = threading.Lock()
+        self._shapes = [(parameter, parameter.shape) for parameter in self._chunks.parameters()]
+        self._segments: dict[tuple[int, int], torch.nn.Module] = {}
+        self._training = True
+
+    @property
+    def tied(self) -> bool:
+        """Whether the output layer uses the word embeddings' weight."""
+        return bool(getattr(self._inner, "share_embeddings_and_output_weights", False))
+
+    def held(self) -> tuple[int, ...]:
+        """Compute units whose modules are here, ascending."""
+        return tuple(sorted(self._held))
+
+    def named_parameters(self, unit: int) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Trainable parameters of a held unit with Megatron's names (layers counted from 0 over the whole model).
+
+        A tied weight is not among them, see :meth:`tied_parameter`.
+        """
+        for path, module in self._held[unit].items():
+            for name, parameter in module.named_parameters():
+                whole = f"{path}.{name}"
+                if parameter.requires_grad and not (self.tied and whole in _TIED_NAMES):
+                    yield whole, parameter
+
+    def tied_parameter(self) -> torch.nn.Parameter | None:
+        """The one weight that embedding and output layer share here; ``None`` when neither is held."""
+        if 0 in self._held:
+            return self._held[0]["embedding"].word_embeddings.weight  # type: ignore[no-any-return]
+        if self.units - 1 in self._held:
+            return self._held[self.units - 1]["output_layer"].weight  # type: ignore[no-any-return]
+        return None
+
+    def prepare(self, units: Collection[int]) -> None:
+        """Build the layers that :meth:`hold` will find missing; on any thread, while others run.
+
+        The ends of the model are not built ahead: they draw random numbers that only the training thread may put back.
+        """
+        for unit in sorted(units):
+            with self._building:
+                if 0 < unit < self.units - 1 and not {unit} & {*self._born, *self._held, *self._ready}:
+                    self._ready[unit] = self._built(unit)
+
+    def hold(self, units: Collection[int]) -> None:
+        """Build what is missing of ``units`` and free everything else. Values of new parameters are undefined."""
+        self._segments.clear()
+        wanted = frozenset(units)
+        with self._building, torch.random.fork_rng(devices=[]):
+            known = {**self._ready, **self._born, **self._held}
+            self._held = {
+                unit: known[unit] if unit in known and not self._headless(known[unit], wanted) else self._built(unit)
+                for unit in sorted(wanted)
+            }
+            self._ready = {}
+        for modules in self._held.values():
+            for module in modules.values():
+                module.train(self._training)
+        alive = {id(parameter) for unit in self._held for _, parameter in self.named_parameters(unit)}
+        alive.add(id(self.tied_parameter()))
+        for modules in (*self._born.values(), *self._held.values()):
+            for module in modules.values():
+                for parameter in module.parameters():
+                    if parameter.requires_grad and id(parameter) not in alive:
+                        parameter.data, parameter.grad = parameter.data.new_empty(0), None
+
+    def _headless(self, modules: Modules, wanted: frozenset[int]) -> bool:
+        """Whether the unit is a head built beside the embedding, without a weight of its own, and now needs one."""
+        head = modules.get("output_layer")
+        return head is not None and head.weight is None and 0 not in wanted
+
+    @contextmanager
+    def as_launched(self) -> Iterator[None]:
+        """Inside, every parameter of the chunks has its shape, whether it is held or not (values undefined if not)."""
+        empty = [
+            (parameter, shape)
+            for parameter, shape in self._shapes
+            if parameter.numel() == 0 and shape.numel() > 0
+        ]
+        for parameter, shape in empty:
+            parameter.data = parameter.data.new_empty(shape)
+        try:
+            yield
+        finally:
+            for parameter, _ in empty:
+                parameter.data = parameter.data.new_empty(0)
+
+    def train(self, mode: bool) -> None:
+        """Switch dropout and the like on or off, everywhere."""
+        self._training = mode
+        self._chunks.train(mode)
+        for segment in self._segments.values():
+            segment.train(mode)
+
+    def segment(self, first: int, end: int) -> torch.nn.Module:
+        """What ``forward_step_func`` is handed to run units ``[first, end)``. Raises ``KeyError`` for one not held."""
+        if (first, end) not in self._segments:
+            segment = self._assembled(first, end)
+            segment.train(self._training)
+            self._segments[first, end] = segment
+        return self._segments[first, end]
+
+    # -- assembling ----------------------------------------------------------------
+
+    def _assembled(self, first: int, end: int) -> torch.nn.Module:
+        starts, ends = first == 0, end == self.units
+        parts = {path: module for unit in range(first, end) for path, module in self._held[unit].items()}
+        layers = [module for path, module in parts.items() if path.startswith("decoder.layers.")]
+        decoder = _copy_with(
+            self._inner.decoder,
+            layers=torch.nn.ModuleList(layers),
+            final_layernorm=parts.get("decoder.final_layernorm"),
+        )
+        decoder.pre_process, decoder.post_process, decoder.input_tensor = starts, ends, None
+        decoder.num_layers_per_pipeline_rank = len(layers)
+        output = parts.get("output_layer")
+        if output is not None and self.tied:
+            output = _copy_with(output)
+            output._parameters["weight"] = self.tied_parameter()
+        model = _copy_with(
+            self._inner, embedding=parts.get("embedding"), decoder=decoder, output_layer=output
+        )
+        model.pre_process, model.post_process = starts, ends
+        model.vp_stage = model.vp_size = None
+        for attribute in ("embedding_activation_buffer", "grad_output_buffer"):
+            if not hasattr(model, attribute):
+                setattr(model, attribute, None)
+        return self._wrapped(model, first, end)
+
+    def _wrapped(self, model: Any, first: int, end: int) -> torch.nn.Module:
+        """Units ``[first, end)`` inside what Megatron wrapped its own chunks in (16 bits are converted at the ends).
+
+        The wrapper is told where they stand: it would ask the pipeline group, which may have lost members.
+        """
+        wrappers, at = [], self._first
+        while hasattr(at, "module"):
+            wrappers.append(at)
+            at = at.module  # type: ignore[assignment]
+        for wrapper in reversed(wrappers):
+            model = _copy_with(wrapper, module=model)
+            model.vp_stage = model.vp_size = None
+            if getattr(model, "pg_collection", None) is not None:
+                model.pg_collection = copy.copy(model.pg_collection)
+                model.pg_collection.pp = GroupStandIn(*place_of(first, end, self.units))
+        return model  # type: ignore[no-any-return]
+
+    # -- building ------------------------------------------------------------------
+
+    def _built(self, unit: int) -> Modules:
+        """New modules for ``unit``, on the device and in the type of the chunks; values undefined."""
+        with _without_values(self._inner.config):
+            if unit == 0:
+                modules = {"embedding": self._embedding()}
+            elif unit == self.units - 1:
+                modules = {"decoder.final_layernorm": self._final_norm(), "output_layer": self._output_layer()}
+            else:
+                modules = {f"decoder.layers.{unit - 1}": self._layer(unit)}
+        for module in modules.values():
+            for parameter in module.parameters():
+                tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+            module.cuda(torch.cuda.current_device())
+            if getattr(self._first, "bf16", False):
+                module.bfloat16()
+            elif getattr(self._first, "fp16", False):
+                module.half()
+            module.train(self._training)
+            self._prepare(self._inner, module)
+        return modules
+
+    def _layer(self, unit: int) -> torch.nn.Module:
+        decoder = self._inner.decoder
+        specs = [spec for chunk in self._chunks for spec in unwrapped(chunk).decoder.submodules.layer_specs or ()]
+        spec = specs[0] if specs else self._inner.transformer_layer_spec
+        if any(other != spec for other in specs):
+            raise RuntimeError("layers of different kinds cannot change place between pipeline stages")
+        offset = get_transformer_layer_offset(decoder.config, decoder.vp_stage, get_pg_rank(decoder.pg_collection.pp))
+        layer = build_module(
+            spec,
+            config=decoder.config,
+            layer_number=unit - offset,
+            pg_collection=decoder.pg_collection,
+            vp_stage=decoder.vp_stage,
+        )
+        if layer.layer_number != unit:
+            raise RuntimeError(f"Megatron numbered a layer {layer.layer_number} that is layer {unit}")
+        return layer  # type: ignore[no-any-return]
+
+    def _embedding(self) -> torch.nn.Module:
+        inner = self._inner
+        embedding = LanguageModelEmbedding(
+            config=inner.config,
+            vocab_size=inner.vocab_size,
+            max_sequence_length=inner.max_sequence_length,
+            position_embedding_type=inner.position_embedding_type,
+            tp_group=inner.pg_collection.tp,
+        )
+        embedding.word_embeddings.weight.is_embedding_or_output_parameter = True
+        return embedding  # type: ignore[no-any-return]
+
+    def _final_norm(self) -> torch.nn.Module:
+        norm = self._inner.decoder.submodules.layer_norm
+        make = partial(build_module, norm) if isinstance(norm, ModuleSpec) else norm
+        config = self._inner.config
+        return make(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)  # type: ignore[no-any-return]
+
+    def _output_layer(self) -> torch.nn.Module:
+        inner, config = self._inner, self._inner.config
+        layer = tensor_parallel.ColumnParallelLinear(
+            config.hidden_size,
+            inner.vocab_size,
+            config=config,
+            init_method=config.init_method,
+            bias=False,
+            skip_bias_add=False,
+            gather_output=not inner.parallel_output,
+            skip_weight_param_allocation=False,
+            tp_group=inner.pg_collection.tp,
+        )
+        layer.weight.is_embedding_or_output_parameter = True
+        return layer  # type: ignore[no-any-return]
+
+
+_TIED_NAMES = ("embedding.word_embeddings.weight", "output_layer.weight")
+
+
+def unwrapped(module: torch.nn.Module) -> Any:
+    """The GPTModel inside ``Float16Module`` and the like."""
+    inner: Any = module
+    while hasattr(inner, "module"):
+        inner = inner.module
+    return inner
+
+
+def _units_of(model: Any, count: int) -> dict[int, Modules]:
+    """Modules of the units Megatron built on this process."""
+    units: dict[int, Modules] = {}
+    if model.pre_process:
+        units[0] = {"embedding": model.embedding}
+    for layer in model.decoder.layers:
+        number = int(layer.layer_number)
+        units[number] = {f"decoder.layers.{number - 1}": layer}
+    if model.post_process:
+        units[count - 1] = {"output_layer": model.output_layer}
+        if model.decoder.final_layernorm is not None:
+            units[count - 1] = {"decoder.final_layernorm": model.decoder.final_layernorm, **units[count - 1]}
+    return units
+
+
+def _copy_with(original: Any, /, **children: torch.nn.Module | None) -> Any:
+    """A shallow copy of ``original`` with its own tables of children and parameters; ``children`` are replaced."""
+    new = copy.copy(original)
+    new._modules, new._parameters = dict(original._modules), dict(original._parameters)
+    for name, child in children.items():
+        new.__dict__.pop(name, None)
+        if child is None:
+            new._modules.pop(name, None)
+            new.__dict__[name] = None
+        else:
+            new._modules[name] = child
+    return new
+
+
+@contextmanager
+def _without_values(config: Any) -> Iterator[None]:
+    """Inside, modules are built without initial values."""
+    before = config.perform_initialization
+    config.perform_initialization = False
+    try:
+        yield
+    finally:
+        config.perform_initialization = before

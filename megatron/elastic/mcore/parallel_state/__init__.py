@@ -1,0 +1,1 @@
+"""Megatron's ``parallel_state`` for a stage or a rank other than the one at launch."""

@@ -1,0 +1,261 @@
+"""The one table of everything replaced in megatron.training and megatron.core.
+
+A :class:`Patch` names a symbol, says why, for which versions, and makes the
+replacement from the original. Replacement is by object identity in every loaded
+module, so that ``from megatron.training.training import train_step`` made
+earlier, by anyone's script, is caught as well.
+
+Invariants
+- Applying twice is applying once; :meth:`PatchSet.undo` restores every place.
+- A symbol that is absent where its row's version range says it must be there is
+  an error, never skipped in silence.
+- Replacements see arguments by name (:func:`bound`), so a longer signature in
+  another version passes through (``train_step`` has 6 to 10 arguments, and
+  returns 7 or 8 values: :func:`return_names`).
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib
+import inspect
+import re
+import sys
+import textwrap
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+from megatron.elastic.mcore.args.bad_input import BadInput
+
+__all__ = ["TESTED", "Patch", "PatchError", "PatchSet", "Row", "apply", "bound", "check_release", "describe",
+           "in_range", "installed_version", "return_names"]
+
+TESTED = ">=0.17,<0.20"
+"""Releases of megatron-core whose signatures the tests hold the patch table against (pyproject.toml has the same)."""
+
+
+Row = tuple[str, str, Callable[..., Any]]
+"""(symbol, reason, original → replacement): a row of the table before versions and group are added."""
+
+
+class PatchError(RuntimeError):
+    """A symbol of the table is not where this version of Megatron should have it."""
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One replaced symbol.
+
+    ``symbol``: dotted path of a function, class or method. ``make``: original →
+    replacement. ``versions``: comma-separated comparisons on megatron-core's
+    version, e.g. ``">=0.17,<0.20"``; outside them the row does not apply.
+    ``group``: 'platform' (always, on this platform) or 'elastic' (with ``--elastic``).
+    """
+
+    symbol: str
+    reason: str
+    make: Callable[[Any], Any]
+    versions: str = TESTED
+    group: str = "elastic"
+
+
+@dataclass
+class _Place:
+    """One attribute or dictionary entry that was overwritten."""
+
+    owner: Any
+    name: str
+    original: Any
+
+
+@dataclass
+class PatchSet:
+    """Patches in force, in order of application, with every place they touched."""
+
+    applied: list[Patch] = field(default_factory=list)
+    _places: list[_Place] = field(default_factory=list)
+
+    def undo(self) -> None:
+        """Put every original back, last first. Idempotent."""
+        while self._places:
+            place = self._places.pop()
+            setattr(place.owner, place.name, place.original)
+        self.applied.clear()
+
+    def add(self, patches: Iterable[Patch]) -> None:
+        """Apply rows in order, except those whose group has replaced their symbol already.
+
+        Module-level names are looked for in one pass over all loaded modules, at the end.
+        """
+        found: dict[int, tuple[Any, Any]] = {}
+        for patch in patches:
+            if any((patch.symbol, patch.group) == (other.symbol, other.group) for other in self.applied):
+                continue
+            owner, name = _locate(patch.symbol)
+            present = getattr(owner, name)
+            _, original = found.get(id(present), (present, present))
+            replacement = patch.make(original)
+            if isinstance(owner, ModuleType):
+                found[id(present)] = (present, replacement)
+            else:
+                raw = inspect.getattr_static(owner, name)
+                self._set(owner, name, raw, _as_declared(raw, replacement))
+            self.applied.append(patch)
+        self._replace_everywhere(found)
+
+    def _replace_everywhere(self, found: Mapping[int, tuple[Any, Any]]) -> None:
+        """Overwrite, by identity, in the namespace of every loaded module. ``found``: id → (original, replacement)."""
+        loaded: list[Any] = list(sys.modules.values()) if found else []
+        for module in loaded:
+            if not isinstance(module, ModuleType):
+                continue
+            for name, value in list(vars(module).items()):
+                if id(value) in found:
+                    self._set(module, name, *found[id(value)])
+
+    def _set(self, owner: Any, name: str, original: Any, replacement: Any) -> None:
+        self._places.append(_Place(owner, name, original))
+        setattr(owner, name, replacement)
+
+
+def _as_declared(raw: Any, replacement: Any) -> Any:
+    """A method keeps its kind: static and class methods stay so."""
+    if isinstance(raw, staticmethod):
+        return staticmethod(replacement)
+    if isinstance(raw, classmethod):
+        return classmethod(replacement.__func__ if inspect.ismethod(replacement) else replacement)
+    return replacement
+
+
+def _locate(symbol: str) -> tuple[Any, str]:
+    """(owner, attribute) of a dotted path: the longest importable module, then attributes."""
+    parts = symbol.split(".")
+    for cut in range(len(parts) - 1, 0, -1):
+        name = ".".join(parts[:cut])
+        try:
+            owner: Any = importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name is not None and name.startswith(error.name):
+                continue
+            raise
+        for attribute in parts[cut:-1]:
+            owner = getattr(owner, attribute, None)
+        if owner is None or not hasattr(owner, parts[-1]):
+            break
+        return owner, parts[-1]
+    raise PatchError(
+        f"megatron-core {installed_version()}: {symbol} is not there, though the patch table expects it; "
+        "run with a version the support matrix lists"
+    )
+
+
+def apply(patches: Iterable[Patch], version: str | None = None, into: PatchSet | None = None) -> PatchSet:
+    """Apply every row whose version range holds; returns the set (``into``, when given).
+
+    Raises :class:`PatchError` when an expected symbol is missing; what was applied
+    before it is undone then.
+    """
+    version = version or installed_version()
+    patch_set = into if into is not None else PatchSet()
+    try:
+        patch_set.add(patch for patch in patches if in_range(version, patch.versions))
+    except PatchError:
+        patch_set.undo()
+        raise
+    return patch_set
+
+
+def describe(patches: Sequence[Patch], version: str | None = None) -> str:
+    """The table as text: one row a symbol."""
+    version = version or installed_version()
+    lines = [f"replaced in Megatron (megatron-core {version}):"]
+    for patch in patches:
+        state = patch.group if in_range(version, patch.versions) else "not this version"
+        lines.append(f"  {patch.symbol}  [{state}; {patch.versions}]")
+        lines += textwrap.wrap(patch.reason, 110, initial_indent="      ", subsequent_indent="      ")
+    return "\n".join(lines)
+
+
+# ---------------------------------------------------------------- versions
+
+
+def installed_version() -> str:
+    """Version of the megatron.core in use, e.g. ``"0.17.1"``."""
+    package_info = importlib.import_module("megatron.core.package_info")
+    return str(package_info.__version__)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """``"0.17.1rc2"`` → (0, 17, 1): release numbers only."""
+    found = re.match(r"\d+(\.\d+)*", version.strip())
+    if found is None:
+        raise ValueError(f"not a version: {version!r}")
+    numbers = tuple(int(part) for part in found.group().split("."))
+    return numbers + (0,) * (3 - len(numbers))
+
+
+def check_release(version: str) -> None:
+    """Raise :class:`BadInput` for a megatron-core outside :data:`TESTED`, where no row of the table would apply."""
+    if not in_range(version, TESTED):
+        raise BadInput(
+            f"megatron-core {version} is installed; this release is tested with {TESTED}: "
+            f"pip install 'megatron-core{TESTED}'"
+        )
+
+
+_COMPARE: Mapping[str, Callable[[tuple[int, ...], tuple[int, ...]], bool]] = {
+    ">=": lambda a, b: a >= b,
+    "<=": lambda a, b: a <= b,
+    "==": lambda a, b: a == b,
+    ">": lambda a, b: a > b,
+    "<": lambda a, b: a < b,
+}
+
+
+def in_range(version: str, versions: str) -> bool:
+    """Whether ``version`` meets every comparison of ``versions``."""
+    for clause in versions.split(","):
+        operator = next(sign for sign in _COMPARE if clause.strip().startswith(sign))
+        if not _COMPARE[operator](_numbers(version), _numbers(clause.strip()[len(operator):])):
+            return False
+    return True
+
+
+# ---------------------------------------------------------------- adapting by signature
+
+
+def bound(original: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of a call by parameter name, defaults filled in, as ``original`` would see them."""
+    call = inspect.signature(original).bind(*args, **kwargs)
+    call.apply_defaults()
+    return dict(call.arguments)
+
+
+@functools.cache
+def return_names(original: Callable[..., Any]) -> tuple[str, ...]:
+    """Source text of the values in ``original``'s last ``return``, in order.
+
+    ``return a, b`` → ``("a", "b")``; a single value gives one name. It tells a
+    replacement how many values this version's caller unpacks, and which.
+    """
+    function = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(original)))).body[0]
+    returns = [node for node in _own_nodes(function) if isinstance(node, ast.Return) and node.value is not None]
+    if not returns:
+        return ()
+    value = max(returns, key=lambda node: node.lineno).value
+    values = value.elts if isinstance(value, ast.Tuple) else [value]
+    return tuple(ast.unparse(item) for item in values if item is not None)
+
+
+def _own_nodes(function: ast.AST) -> Iterable[ast.AST]:
+    """Nodes of a function's body, those of nested functions left out."""
+    pending = list(ast.iter_child_nodes(function))
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef):
+            continue
+        yield node
+        pending.extend(ast.iter_child_nodes(node))

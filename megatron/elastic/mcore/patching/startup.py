@@ -1,0 +1,262 @@
+"""What the adaptor replaces at start: arguments on every platform, a little more where there is no GPU.
+
+The rows of ``group="platform"``. With ``--elastic`` the rows of ``host`` follow,
+applied the moment arguments are parsed: before Megatron initialises, after every
+module that binds a name by value is loaded.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import io
+import os
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, redirect_stdout
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron.elastic.config import ElasticConfig
+from megatron.elastic.mcore.args import arguments, folders, preflight, substitutions, support
+from megatron.elastic.mcore.args.bad_input import Faults, port_in_use_named, translated
+from megatron.elastic.mcore.checkpoint import save_queue
+from megatron.elastic.mcore.model import norms, torch_adam
+from megatron.elastic.mcore.patching.patches import (
+    Patch,
+    PatchSet,
+    apply,
+    bound,
+    check_release,
+    describe,
+    installed_version,
+)
+from megatron.elastic.platform.base import Platform
+
+__all__ = ["Startup"]
+
+
+
+@dataclass
+class Startup:
+    """The patches of one process, in force from the moment ``megatron.training`` is loaded."""
+
+    platform: Platform
+    in_force: PatchSet = field(default_factory=PatchSet)
+    _elastic_rows: tuple[Patch, ...] = ()
+    _faults: Faults = field(default_factory=Faults)
+    """Bad input found up to the end of validation, where all of it is reported."""
+
+    def begin(self) -> None:
+        """Apply the platform's rows. Idempotent. Raises :class:`BadInput` for a release that was never tested."""
+        check_release(installed_version())
+        apply(self.rows(), into=self.in_force)
+
+    def rows(self) -> Sequence[Patch]:
+        """The platform's rows, in the order they are applied."""
+        return (*self._argument_rows, *(self._cpu_rows if self.platform.name == "cpu" else ()))
+
+    @functools.cached_property
+    def _argument_rows(self) -> tuple[Patch, ...]:
+        return (
+            Patch("megatron.training.arguments.parse_args",
+                  "adds the --elastic flags to Megatron's parser; a bad flag is one line, not a page of usage",
+                  self._make_parse, group="platform"),
+            Patch("megatron.training.argument_utils.ArgumentGroupFactory._get_field_docstrings",
+                  "parses Megatron's sources for the help text of every flag, at each of two parses: only for --help",
+                  _make_help_texts, group="platform"),
+            Patch("megatron.training.arguments.validate_args",
+                  "support matrix, substitutions and data checks before Megatron's own checks",
+                  self._make_validate, group="platform"),
+            Patch("megatron.training.initialize.initialize_megatron",
+                  "parses arguments first, so that --elastic can replace it; without a GPU passes allow_no_cuda",
+                  self._make_initialize, group="platform"),
+            Patch("megatron.core.datasets.utils.compile_helpers",
+                  "runs make where the package has no makefile: skipped when the compiled helper is there",
+                  _make_compile_helpers, group="platform"),
+        )
+
+    @functools.cached_property
+    def _cpu_rows(self) -> tuple[Patch, ...]:
+        config_reason = (
+            "deallocate_pipeline_outputs off: gloo's asynchronous send still reads what Megatron frees after posting it"
+        )
+        return (
+            Patch("megatron.training.arguments.core_transformer_config_from_args", config_reason,
+                  _make_config, group="platform"),
+            Patch("megatron.core.transformer.torch_norm.WrappedTorchNorm.__new__",
+                  "torch's norms under sequence parallelism and with --apply-layernorm-1p (no Apex on a CPU)",
+                  norms.make_wrapped_norm, group="platform"),
+            Patch("megatron.core.transformer.moe.moe_utils.maybe_move_tensor_to_cpu",
+                  "turns split sizes into a list only when they lie on a GPU; all-to-all wants the list everywhere",
+                  _make_split_sizes, group="platform"),
+            Patch("megatron.core.dist_checkpointing.strategies.filesystem_async.get_write_results_queue",
+                  "starts a process that imports everything anew at the first save, and outlives a killed rank",
+                  save_queue.make_results_queue, group="platform"),
+            Patch("megatron.core.optimizer.distrib_optimizer.DistributedOptimizer.state_dict",
+                  "torch's Adam has no step count before its first step: loading a checkpoint asserts on it",
+                  torch_adam.make_state_dict, group="platform"),
+            Patch("megatron.core.optimizer.distrib_optimizer.DistributedOptimizer.load_state_dict",
+                  "torch's Adam counts steps per parameter: loading makes all share one tensor, counted many times",
+                  torch_adam.make_load_state_dict, group="platform"),
+            Patch("megatron.core.optimizer.distrib_optimizer.DistributedOptimizer._set_main_param_and_optimizer_states",
+                  "torch's Adam counts steps per parameter: reshardable checkpoints carry the count once",
+                  torch_adam.make_set_states, group="platform"),
+        )
+
+    # ------------------------------------------------------------ replacements
+
+    def _make_parse(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def parse_args(*args: Any, **kwargs: Any) -> Any:
+            call = bound(original, args, kwargs)
+            call["extra_args_provider"] = arguments.chained(call["extra_args_provider"], self._faults)
+            parsed = original(**call)
+            if not hasattr(parsed, "elastic"):
+                parsed.elastic = False  # a YAML configuration that does not speak of it
+            self._parsed(parsed)
+            return parsed
+
+        return parse_args
+
+    def _make_validate(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def validate_args(*args: Any, **kwargs: Any) -> Any:
+            call = bound(original, args, kwargs)
+            parsed, faults = call["args"], self._faults
+            result, config = parsed, ElasticConfig()
+            with faults.collecting():
+                config = arguments.config_from_args(parsed)
+            self._check_flags(parsed, config)
+            if not faults:  # else most of what Megatron finds is a consequence
+                with (
+                    faults.collecting(), translated(), preflight.launch_environment(self.platform.name, parsed),
+                    redirect_stdout(io.StringIO()) if config.check else nullcontext(),  # it prints every argument
+                ):  # fmt: skip
+                    result = original(**call)
+            for check in (preflight.check_data, preflight.check_shared_memory):
+                with faults.collecting():
+                    check(parsed)
+            with faults.collecting():
+                folders.check_folders(parsed)
+            faults.raise_if_any()
+            if config.check:
+                _say("--elastic-check: nothing is refused, the job would start; nothing was trained or written", parsed)
+                raise SystemExit(0)
+            return result
+
+        return validate_args
+
+    def _check_flags(self, args: Namespace, config: ElasticConfig) -> None:
+        """What the flags alone tell: refusals are noted, warnings and both tables printed."""
+        with self._faults.collecting():
+            if args.elastic:
+                support.check_launcher(os.environ, sys.argv)
+        with self._faults.collecting():
+            for warning in support.check(args, config, self.platform.name):
+                _say(f"warning: {warning}", args)
+        self._substitute(args, config.strict_flags)
+        with self._faults.collecting():
+            preflight.check_sources(args)
+        with self._faults.collecting():
+            preflight.check_sizes(args)
+            for warning in support.thin_copies(args, config) if args.elastic else ():
+                _say(f"warning: {warning}", args)
+
+    def _substitute(self, args: Namespace, strict: bool) -> None:
+        """Set what can be honoured here, and print both tables."""
+        name = self.platform.name
+        machine = substitutions.Machine.detect(name)
+        changed = substitutions.substitute(args, machine)
+        if strict:
+            with self._faults.collecting():
+                substitutions.refuse(changed)
+        _say(substitutions.table(changed, f"Megatron flags substituted on {name}"), args)
+        if args.elastic:
+            unused = substitutions.substitute(args, machine, substitutions.ELASTIC_ROWS)
+            _say(substitutions.table(unused, "Megatron flags without effect under --elastic"), args)
+
+    def _make_initialize(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def initialize_megatron(*args: Any, **kwargs: Any) -> Any:
+            call = bound(original, args, kwargs)
+            call["allow_no_cuda"] = call["allow_no_cuda"] or self.platform.name == "cpu"
+            if call.get("parsed_args", self) is not None:
+                with port_in_use_named():
+                    return original(**call)
+            home = sys.modules["megatron.training.initialize"]
+            ignore_unknown = bool(call.get("ignore_unknown_args"))
+            call["parsed_args"] = home.parse_args(call.get("extra_args_provider"), ignore_unknown)
+            # Parsing may have put --elastic's replacement in place: it is the one to run.
+            present = home.initialize_megatron
+            with port_in_use_named():
+                return original(**call) if present is initialize_megatron else present(**call)
+
+        return initialize_megatron
+
+    def _parsed(self, args: Namespace) -> None:
+        """Arguments are known: put ``--elastic``'s rows in force, print the table if asked."""
+        rows = list(self.rows())
+        config = ElasticConfig()
+        with self._faults.collecting():
+            config = arguments.config_from_args(args)
+        if getattr(args, "use_checkpoint_args", False):  # Megatron reads the checkpoint before it validates
+            with self._faults.collecting():
+                folders.check_folders(args)
+            self._faults.raise_if_any()
+        if getattr(args, "yaml_cfg", None) is not None:  # Megatron validates such settings in a place of its own
+            self._faults.raise_if_any()
+        if args.elastic and not self._faults:  # else validation is the end
+            if not self._elastic_rows:  # Megatron parses more than once (ft_integration)
+                host = importlib.import_module("megatron.elastic.mcore.loop.training_loop")
+                self._elastic_rows = tuple(host.patches(args, config))
+            apply(self._elastic_rows, into=self.in_force)
+            rows += self._elastic_rows
+        if config.print_patches:
+            _say(describe(rows), args)
+
+
+def _say(text: str, args: Namespace) -> None:
+    if text and args.rank == 0:
+        print(text, flush=True)
+
+
+def _make_help_texts(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def _get_field_docstrings(*args: Any, **kwargs: Any) -> Any:
+        asked = any(word in ("-h", "--help") for word in sys.argv[1:])
+        return original(*args, **kwargs) if asked else {}
+
+    return _get_field_docstrings
+
+
+def _make_compile_helpers(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def compile_helpers() -> None:
+        if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is None:
+            original()
+
+    return compile_helpers
+
+
+def _make_config(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def core_transformer_config_from_args(*args: Any, **kwargs: Any) -> Any:
+        config = original(*args, **kwargs)
+        config.deallocate_pipeline_outputs = False
+        config.batch_p2p_sync = False
+        return config
+
+    return core_transformer_config_from_args
+
+
+def _make_split_sizes(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def maybe_move_tensor_to_cpu(*args: Any, **kwargs: Any) -> Any:
+        call = bound(original, args, kwargs)
+        moved = original(**call)
+        return moved.numpy() if call.get("as_numpy") and hasattr(moved, "numpy") else moved
+
+    return maybe_move_tensor_to_cpu

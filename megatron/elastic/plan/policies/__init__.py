@@ -1,0 +1,1 @@
+"""Policies: what each system runs when cells are lost, at once and after migration."""

@@ -1,0 +1,1 @@
+"""Schedule tables as data: generators, list scheduling, timing and validation."""

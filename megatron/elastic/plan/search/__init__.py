@@ -1,0 +1,1 @@
+"""The graph axis: shapes of pipelines, their bounds, and the search for the best one."""

@@ -1,0 +1,257 @@
+"""An engine from its parts: links, a model, and what a generation decided.
+
+The same for whoever begins together and whoever comes later (:mod:`start`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import cast
+
+from megatron.elastic.config import ElasticConfig
+from megatron.elastic.control.membership import Activity, Decision
+from megatron.elastic.engine.compute.buffers import Arena
+from megatron.elastic.engine.compute.clocks import Clocks
+from megatron.elastic.engine.compute.exact_gradients import ExactGradients, one_sample_pieces
+from megatron.elastic.engine.compute.model_interface import ModelPort
+from megatron.elastic.engine.engine import Engine
+from megatron.elastic.engine.generation.assignment import Assignment
+from megatron.elastic.engine.generation.configuration import Basis, History
+from megatron.elastic.engine.generation.hardware import Machine
+from megatron.elastic.engine.generation.launch_topology import Nominal
+from megatron.elastic.engine.generation.repartition import Recut, unmeasured_profile
+from megatron.elastic.engine.generation.view import Standing, unit_groups
+from megatron.elastic.engine.settings import Settings
+from megatron.elastic.engine.transaction.agreement import Outcome, Recovery, failure_domains, placement_rules
+from megatron.elastic.engine.transaction.certificates import Verdict
+from megatron.elastic.engine.transaction.context import Position
+from megatron.elastic.engine.transaction.listener import Listener, Stepped
+from megatron.elastic.engine.transaction.migration import Moved
+from megatron.elastic.engine.transaction.phases import Tools
+from megatron.elastic.engine.transaction.protection import Protected
+from megatron.elastic.engine.transaction.rebalance import Pacing
+from megatron.elastic.observe.events import EventLog
+from megatron.elastic.observe.phases import PhaseTimer
+from megatron.elastic.observe.timeline import Timeline
+from megatron.elastic.plan.model import Profile
+from megatron.elastic.plan.pace import Pace
+from megatron.elastic.plan.policies.choice import Choice, choice_named
+from megatron.elastic.plan.profile import SpeedOptions
+from megatron.elastic.platform.frequency import Kind, frequency_of, open_frequency
+from megatron.elastic.platform.select import select
+from megatron.elastic.runtime.connect import Links
+from megatron.elastic.runtime.telemetry import (
+    narrate_clock,
+    narrate_movement,
+    narrate_pace,
+    narrate_protection,
+    narrate_recut,
+    narrate_step,
+    narrate_verdict,
+)
+from megatron.elastic.runtime.tolerance import Tolerances
+from megatron.elastic.state.layout import UnitLayout
+from megatron.elastic.state.ownership import initial
+from megatron.elastic.state.pool import StatePool
+from megatron.elastic.state.record import StepRecord
+
+__all__ = ["Job", "Layouts", "assemble", "beginning"]
+
+_EVIDENCE_NS = 500_000_000
+"""Computing time that must show a rank slow before plans follow: the moods of a machine pass."""
+
+_BAND_PPM = 150_000
+"""Smaller differences of speed change no plan."""
+
+Layouts = Mapping[tuple[int, int], UnitLayout]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What an engine is built from besides links: the model and what is constant over the run."""
+
+    port: ModelPort
+    nominal: Nominal
+    config: ElasticConfig
+    settings: Settings
+    on_settled: Callable[[Outcome, Standing, float], None]
+    host_state: Callable[[], str]
+    on_notice: Callable[[str], None]
+    choose: Choice | None = None
+    """In place of the configured policy."""
+    profile: Profile | None = None
+    """Costs of units where they are known beforehand; else all alike."""
+    assignment: Assignment | None = None
+    """Who holds what at launch, where it is not Megatron's cut."""
+
+    @property
+    def launched(self) -> Assignment:
+        """Who holds what at launch."""
+        return self.assignment or Assignment.at_launch(self.nominal)
+
+
+def beginning(job: Job, assignment: Assignment, layouts: Layouts, decision: Decision) -> tuple[Basis, StepRecord]:
+    """Who holds what when the members of ``decision`` found the job, and the record that names it."""
+    config = job.config
+    rules = placement_rules(config, failure_domains(decision))
+    basis = Basis(initial(unit_groups(assignment, layouts, decision.members), rules), assignment)
+    return basis, replace(StepRecord.initial(job.settings.hyper), placement=basis.digest)
+
+
+def assemble(
+    links: Links,
+    job: Job,
+    decision: Decision,
+    layouts: Layouts,
+    arena: Arena,
+    basis: Basis,
+    record: StepRecord,
+    machine: Machine,
+) -> Engine:
+    """The engine of this rank in the generation of ``decision``, at ``record``, where copies lie as ``basis`` says.
+
+    It holds no state yet. Raises :class:`StageGone` when nobody is left to compute some unit.
+    """
+    fabric, rank = links.fabric, links.fabric.rank
+    timeline = Timeline(job.config.trace)
+    timer = PhaseTimer(timeline.moved if timeline.enabled else None)
+    links.injector.enter([at.incarnation for at in decision.members.values()], job.nominal.slots)
+    per_token, split = job.settings.per_token_loss, job.config.schedule == "zero-bubble"
+    choose = job.choose or choice_named(job.config.policy, split, per_token)
+    exact = None
+    if job.config.exact:
+        exact, choose = ExactGradients(arena, job.nominal.grid.global_batch_size), one_sample_pieces(choose)
+        job.port.separate_uses(exact.contribute)
+    tools = Tools(
+        port=job.port,
+        arena=arena,
+        pool=StatePool(rank, layouts, job.settings.hyper, job.config.snapshot),
+        layouts=layouts,
+        fabric=fabric,
+        settings=job.settings,
+        reach=links.injector.reach,
+        publish=lambda phase, waiting: links.membership.publish(Activity(timer.current.step, phase, waiting)),
+        drag=links.injector.drag,
+        timeline=timeline,
+        steady_clock=_has_steady_clock(job.config),
+        exact=exact,
+    )
+    recovery = Recovery(
+        membership=links.membership,
+        fabric=fabric,
+        nominal=job.nominal,
+        config=job.config,
+        layouts=layouts,
+        arena=arena,
+        injector=links.injector,
+        timeout=job.settings.communication_timeout,
+        choose=choose,
+        profile=_profile(job, layouts, arena, machine) if job.profile is None else job.profile,
+        machine=machine,
+    )
+    tolerances = Tolerances(
+        rank,
+        job.config.mirrors,
+        lambda: recovery.domains,
+        links.events,
+        announce=lambda text: links.membership.announce(text),
+        store=_first_serves_all(),
+    )
+    position = Position(
+        tools=tools,
+        recovery=recovery,
+        record=record,
+        standing=recovery.stand(decision, basis, record),
+        history=History(basis),
+        injector=links.injector,
+        timer=timer,
+        listener=_Narrator(links.events, timeline, job, tolerances),
+    )
+    pace = Pace(SpeedOptions(evidence_ns=_EVIDENCE_NS, band_ppm=_BAND_PPM))
+    pacing = Pacing(position, pace, _clocks(links, job.config, timer))
+    engine = Engine(position, pacing, job.host_state, newcomer=links.decision is None)
+    links.injector.flip = engine.flip_bit
+    return engine
+
+
+def _profile(job: Job, layouts: Layouts, arena: Arena, machine: Machine) -> Profile:
+    """Costs before anything is measured."""
+    shape, dtype = job.port.boundary(1)
+    copies, gradient = 1 + job.config.mirrors, job.config.snapshot == "gradient"
+    costs = unmeasured_profile(
+        job.nominal, layouts, shape[0], shape.numel() * dtype.itemsize, arena.dtype.itemsize,
+        job.port.activation_bytes, state_bytes=16 * copies if gradient else 4 + 24 * copies,
+    )  # fmt: skip
+    return replace(costs, link_bytes_per_s=machine.link_bytes_per_s, state_in_memory=select().name == "cpu")
+
+
+def _first_serves_all() -> bool:
+    """Whether other nodes depend on the first one, whose launcher serves the store."""
+    nodes = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
+    return nodes > 1 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _has_steady_clock(config: ElasticConfig) -> bool:
+    """Whether times measured here may change plans: ranks that share a core measure each other."""
+    if config.fail_slow == "auto" and select().name == "cpu":
+        return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= len(os.sched_getaffinity(0))
+    return config.fail_slow != "off"
+
+
+def _clocks(links: Links, config: ElasticConfig, timer: PhaseTimer) -> Clocks | None:
+    """The frequency axis, if asked for; the first rank of a node says what is controlled, or why nothing is."""
+    if config.frequency == "off":
+        return None
+    local = os.environ.get("LOCAL_RANK", "0")
+    if config.frequency == "auto":
+        control = frequency_of(select().name, int(local))
+    else:
+        kind, device, path = [*config.frequency.replace("{local_rank}", local).split(":", 2), "", ""][:3]
+        control = open_frequency(cast(Kind, kind), device, path)
+    if local == "0":
+        print(f"--elastic-frequency: {control.why()}", flush=True)
+    return Clocks(
+        control,
+        say=lambda line: print(f"rank {links.fabric.rank}: {line}", flush=True),
+        note=lambda applied, power: narrate_clock(links.events, timer.current.step + 1, applied, power),
+    )
+
+
+@dataclass(frozen=True)
+class _Narrator(Listener):
+    """Writes what the engine did into the event log, and hands on what the host prints."""
+
+    events: EventLog
+    timeline: Timeline
+    job: Job
+    tolerances: Tolerances
+
+    def stepped(self, record: StepRecord, standing: Standing, step: Stepped) -> None:
+        narrate_step(self.events, self.timeline, record, standing, step)
+        self.tolerances.look(standing, record.version)
+
+    def settled(self, outcome: Outcome, standing: Standing, seconds: float) -> None:
+        self.job.on_settled(outcome, standing, seconds)
+        assert outcome.resolution.record is not None, "only a lost state has no record"
+        self.tolerances.look(standing, outcome.resolution.record.version)
+
+    def noticed(self, why: str) -> None:
+        self.job.on_notice(why)
+
+    def paced(self, record: StepRecord, before: Standing, standing: Standing) -> None:
+        narrate_pace(self.events, record, before, standing)
+
+    def recut(self, record: StepRecord, standing: Standing, recut: Recut) -> None:
+        narrate_recut(record, standing, recut)
+
+    def moved(self, record: StepRecord, standing: Standing, moved: Moved) -> None:
+        narrate_movement(self.events, record, standing, moved)
+        self.tolerances.look(standing, record.version)
+
+    def protected(self, record: StepRecord, standing: Standing, protected: Protected) -> None:
+        narrate_protection(self.events, record, protected)
+
+    def examined(self, standing: Standing, verdict: Verdict) -> None:
+        narrate_verdict(self.events, standing, verdict)

@@ -1,0 +1,275 @@
+"""What a recovery looks like from outside: readable lines, and events.
+
+Every rank writes its own events; the lowest living rank prints the summary, in
+the field's words.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from megatron.elastic.control.membership import Loss
+from megatron.elastic.engine.generation.launch_topology import Nominal
+from megatron.elastic.engine.generation.repartition import Recut
+from megatron.elastic.engine.generation.view import Standing
+from megatron.elastic.engine.transaction.agreement import Outcome
+from megatron.elastic.engine.transaction.certificates import Verdict
+from megatron.elastic.engine.transaction.listener import Stepped
+from megatron.elastic.engine.transaction.migration import Moved
+from megatron.elastic.engine.transaction.protection import Protected
+from megatron.elastic.observe.events import (
+    Certificate,
+    Clock,
+    EventLog,
+    Generation,
+    Movement,
+    Phases,
+    Plan,
+    Protection,
+    RankLost,
+    Recovery,
+    SlowRank,
+    Step,
+    Trace,
+)
+from megatron.elastic.observe.summary import protection_line, ranks_text, recovery_line
+from megatron.elastic.observe.timeline import Timeline
+from megatron.elastic.plan import model
+from megatron.elastic.platform.frequency import Applied
+from megatron.elastic.state.record import StepRecord
+
+__all__ = [
+    "narrate",
+    "narrate_clock",
+    "narrate_movement",
+    "narrate_pace",
+    "narrate_protection",
+    "narrate_recut",
+    "narrate_step",
+    "narrate_verdict",
+]
+
+_OUTCOMES = {"roll_forward": "rolled forward", "revote": "voted again", "rerun": "re-run"}
+
+
+def narrate(
+    events: EventLog, nominal: Nominal, outcome: Outcome, standing: Standing, step: int, in_step: bool,
+    seconds: float, speaks: bool
+) -> None:
+    """Record one finished recovery that took ``seconds`` in ``step`` (the newest committed one between steps).
+
+    ``in_step``: a step was under way, so it was finished or computed again.
+    """
+    decision = outcome.decision
+    events.generation = decision.generation
+    losses = [_rank_lost(loss, nominal, step) for loss in outcome.lost]
+    parked = standing.plan.parked
+    events.write(
+        Generation(
+            number=decision.generation,
+            reason=decision.reason,
+            members=standing.living,
+            lost=tuple(loss.rank for loss in outcome.lost),
+            joined=outcome.newcomers,
+            parked=parked,
+            left_out=decision.left_out,
+        )
+    )
+    for loss in losses:
+        events.write(loss)
+    spent = {**outcome.seconds, "settle": max(0.0, seconds - sum(outcome.seconds.values()))}
+    what = _outcome(outcome, in_step)
+    recovery = Recovery(
+        step=step,
+        outcome=what,
+        seconds=spent,
+        lost_steps=outcome.lost_steps,
+        links_opened=outcome.edit.links_opened,
+        links_ahead=outcome.edit.links_ahead,
+    )
+    events.write(recovery)
+    if speaks:
+        if any(loss.rank < standing.living[0] for loss in outcome.lost):
+            events.write_held()  # whoever spoke before may have died before it could say that its last step was over
+        events.write(_plan(step, standing))
+        recovered = recovery_line(recovery, decision.generation, losses, parked)
+        for line in (recovered, *batch_lines(standing.plan)):
+            print(line, flush=True)
+
+
+def batch_lines(plan: model.Plan) -> tuple[str, ...]:
+    """One line when the policy lets the batch shrink: it is another batch from then on."""
+    if not plan.skipped:
+        return ()
+    whole = plan.grid.global_batch_size
+    return (f"policy {plan.labels[0]}: the batch shrinks to {plan.rows} of {whole} samples; the others are left out",)
+
+
+def rows_of(plan: model.Plan) -> dict[int, int]:
+    """Cell → rows of the global batch it computes, ascending."""
+    rows: dict[int, set[int]] = {}
+    for piece in plan.pieces:
+        rows.setdefault(piece.cell, set()).update(piece.rows)
+    return {cell: len(rows[cell]) for cell in sorted(rows)}
+
+
+def _plan(step: int, standing: Standing) -> Plan:
+    plan = standing.plan
+    return Plan(
+        step=step,
+        plan_hash=standing.plan_hash,
+        stages=tuple((n, s.cell, s.first, s.end) for n, replica in enumerate(plan.replicas) for s in replica.segments),
+        rows={str(cell): rows for cell, rows in rows_of(plan).items()},
+        labels=plan.labels,
+    )
+
+
+def narrate_step(
+    events: EventLog, timeline: Timeline, record: StepRecord, standing: Standing, stepped: Stepped
+) -> None:
+    """Record one committed step: times on every rank, what everybody knows on the lowest living one."""
+    if not events.enabled:
+        return
+    events.write(Phases(record.version, dict(stepped.phases), stepped.state_bytes))
+    if timeline.enabled:
+        spans, work = timeline.take()
+        events.write(Trace(step=record.version, phases=spans, work=work))
+    step = Step(
+        step=record.version,
+        samples=(stepped.address.first, stepped.address.first + stepped.address.size),
+        seconds=stepped.seconds,
+        losses={key: total / count for key, (total, count) in record.losses.items() if count},
+        grad_norm=record.grad_norm,
+        learning_rate=record.rates[0].lr,
+        loss_scale=record.loss_scale,
+        skipped=record.skipped,
+        attempts=max(1, stepped.attempts),
+        ledger=record.ledger_hash,
+        computed=stepped.computed,
+    )
+    if standing.lowest:
+        events.write(step)
+    else:
+        events.hold(step)
+
+
+def narrate_recut(record: StepRecord, standing: Standing, recut: Recut) -> None:
+    """Say that layers begin to change place, and why."""
+    if not standing.lowest:
+        return
+    if recut.target.is_nominal:
+        why = "all ranks are back, layers return to where they were at launch"
+    elif recut.now_ns:
+        why = f"a step is expected to take {recut.then_ns / recut.now_ns:.0%} of its present time"
+    else:
+        why = "no rank is left to compute some of them"
+    what = f"{recut.moved_units} layers (embedding and head count) move to other ranks"
+    print(f"step {record.version}: {what}; {why}", flush=True)
+
+
+def narrate_movement(events: EventLog, record: StepRecord, standing: Standing, moved: Moved) -> None:
+    """Record copies of state that have changed place, and the plan from there on."""
+    if standing.lowest:
+        events.write(_plan(record.version, standing))
+    kinds = Counter(change.kind for change in moved.movement.changes)
+    events.write(
+        Movement(
+            step=record.version,
+            added=kinds["add"],
+            promoted=kinds["promote"],
+            dropped=kinds["drop"],
+            bytes_received=moved.bytes_received,
+            background_seconds=moved.background,
+            stall_seconds=moved.stall,
+            seconds=dict(moved.seconds),
+            urgent=moved.movement.urgent,
+        )
+    )
+
+
+def narrate_protection(events: EventLog, record: StepRecord, protected: Protected) -> None:
+    """Record, and say once, that every block has its mirrors again."""
+    told = Protection(record.version, protected.seconds, protected.steps, protected.blocks)
+    events.write(told)
+    if protected.speaks:
+        print(protection_line(told), flush=True)
+
+
+def narrate_verdict(events: EventLog, standing: Standing, verdict: Verdict) -> None:
+    """Record how a certificate ended; what it found is also printed, by the lowest living rank."""
+    passed = verdict.certificate
+    events.write(
+        Certificate(
+            step=verdict.step,
+            transition=verdict.transition,
+            passed=not verdict.findings,
+            blocks=0 if passed is None else passed.blocks,
+            mirrors=0 if passed is None else passed.copies - passed.blocks,
+            seconds=verdict.seconds,
+            contents=0 if passed is None else passed.contents_compared,
+            digest="" if passed is None else passed.digest,
+            failures=verdict.findings,
+        )
+    )
+    if standing.lowest:
+        for finding in verdict.findings:
+            print(f"step {verdict.step}, certificate ({verdict.transition}): {finding}", flush=True)
+
+
+def narrate_pace(events: EventLog, record: StepRecord, before: Standing, standing: Standing) -> None:
+    """Record that measured speeds changed the plan; the lowest living rank says who is slow and what that means."""
+    if not standing.lowest:
+        return
+    step = record.version
+    was = {cell.id: cell.speed_ppm for cell in before.plan.cells}
+    now = dict(record.speeds)
+    rows_before, rows_now = rows_of(before.plan), rows_of(standing.plan)
+    for cell in standing.plan.cells:
+        speed = now.get(cell.id, 1_000_000)
+        if speed == was[cell.id]:
+            continue
+        for rank in cell.ranks:
+            events.write(SlowRank(step=step, slow_rank=rank, speed_ppm=speed))
+        name = f"rank {cell.ranks[0]}" if len(cell.ranks) == 1 else f"tensor-parallel group {ranks_text(cell.ranks)}"
+        print(
+            f"step {step}: {name} runs at {speed / 10_000:.0f}% of its peers' speed; "
+            f"samples a step: {rows_now.get(cell.id, 0)} (before: {rows_before.get(cell.id, 0)})",
+            flush=True,
+        )
+    if standing.plan_hash != before.plan_hash:
+        events.write(_plan(step + 1, standing))
+
+
+def narrate_clock(events: EventLog, step: int, applied: Applied, power_mw: int | None) -> None:
+    """Record a clock that was set."""
+    events.write(
+        Clock(step, applied.asked_khz, applied.set_khz, applied.observed_khz, applied.verified, power_mw)
+    )
+
+
+def _outcome(outcome: Outcome, in_step: bool) -> str:
+    if outcome.newcomers:  # some perhaps let in by a decision before, whose generation did not come about
+        joined = "joined by " + ", ".join(map(str, outcome.newcomers))
+        if not outcome.lost or not in_step:
+            return joined
+        return f"{joined}, {'finished' if outcome.step_committed else _OUTCOMES[outcome.resolution.kind]}"
+    if outcome.decision.reason == "drain":
+        return "some ranks left as asked"
+    if not in_step:
+        return "between steps"
+    return "finished" if outcome.step_committed else _OUTCOMES[outcome.resolution.kind]
+
+
+def _rank_lost(loss: Loss, nominal: Nominal, step: int) -> RankLost:
+    place = nominal.place(loss.rank)
+    return RankLost(
+        lost_rank=loss.rank,
+        lost_incarnation=loss.incarnation,
+        host=loss.host,
+        cause=loss.cause,
+        step=step,
+        last_lines=loss.last_lines,
+        tensor_parallel_group=nominal.cell_of(loss.rank).ranks,
+        stage=None if place is None else place[2],
+        replica=None if place is None else place[1],
+    )

@@ -1,0 +1,85 @@
+"""What the job can lose now, told whenever it changes: in the log, as an event, and to every agent (``ctl status``).
+
+The lowest living rank tells it. It looks after every committed step, recovery and movement, and works it out only where
+another placement or other domains are in force than when it looked last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from megatron.elastic.engine.generation.view import Standing
+from megatron.elastic.observe import events
+from megatron.elastic.observe.summary import ranks_text
+from megatron.elastic.state.domains import FailureDomains
+from megatron.elastic.state.placement import Placement
+from megatron.elastic.state.tolerance import Level, Tolerance, tolerance
+
+__all__ = ["Tolerances", "line"]
+
+
+class Tolerances:
+    """``domains``: of the present generation; ``announce``: tells the agents; ``store``: the first agent serves it."""
+
+    def __init__(
+        self, rank: int, mirrors: int, domains: Callable[[], FailureDomains], log: events.EventLog,
+        announce: Callable[[str], None], store: bool,
+    ) -> None:  # fmt: skip
+        self._rank, self._mirrors, self._domains = rank, mirrors, domains
+        self._log, self._announce, self._store = log, announce, store
+        self._seen: tuple[Placement, FailureDomains] | None = None
+        self._told = ""
+
+    def look(self, standing: Standing, step: int) -> None:
+        """``standing`` is in force after ``step``."""
+        present = standing.placement, self._domains()
+        if standing.living[0] != self._rank or self._is_seen(*present):
+            return
+        self._seen = present
+        found = tolerance(*present, self._mirrors)
+        text = line(found, present[1], self._store)
+        if text != self._told:
+            self._told = text
+            print(text, flush=True)
+            self._announce(text)
+            self._log.write(_event(found, present[1], step, text))
+
+
+    def _is_seen(self, placement: Placement, domains: FailureDomains) -> bool:
+        return self._seen is not None and self._seen[0] is placement and self._seen[1] is domains
+
+
+def line(found: Tolerance, domains: FailureDomains, store: bool) -> str:
+    """One line. ``store``: the loss of the first node ends the job whatever its state."""
+    ranks, nodes, *wider = found.levels
+    kinds = [(ranks, "rank"), (nodes, "node"), *((level, _around_nodes(up)) for up, level in enumerate(wider, 1))]
+    able = [f"any {level.any} {kind}{'s' * (level.any > 1)}" for level, kind in kinds if level.any]
+    text = f"state now survives the loss of {' or of '.join(able)}; not of " if able else "state now is lost with "
+    text += _fatal(*(kinds[1] if nodes.count > 1 else kinds[0]), domains)
+    if nodes.count == 1 < ranks.count:
+        text += "; all ranks are on one node"
+    if found.short:
+        text += f"; {found.short} of {found.blocks} blocks lack copies for now"
+    return text + ("; the loss of node 0 ends the job: its launcher serves the store" if store else "")
+
+
+def _around_nodes(level: int) -> str:
+    return "rack" if level == 1 else f"domain {level} levels above nodes"
+
+
+def _fatal(level: Level, kind: str, domains: FailureDomains) -> str:
+    """``nodes a and b (8 of 28 pairs)``."""
+    first = level.fatal[0]
+    if kind == "node":
+        names = [domains.names[node] for node in first]
+        text = f"node{'s' * (len(names) > 1)} {' and '.join(names)}"
+    else:
+        text = f"rank{'s' * (len(first) > 1)} {ranks_text(first)}"
+    unit = {1: f"{kind}s", 2: "pairs"}.get(len(first), f"sets of {len(first)}")
+    return f"{text}{' together' * (len(first) > 1)} ({len(level.fatal)} of {level.possible} {unit})"
+
+
+def _event(found: Tolerance, domains: FailureDomains, step: int, text: str) -> events.Tolerance:
+    ranks, nodes, *wider = found.levels
+    named = tuple(tuple(domains.names[node] for node in one) for one in nodes.fatal)
+    return events.Tolerance(step, ranks.any, nodes.any, tuple(level.any for level in wider), named, found.short, text)
