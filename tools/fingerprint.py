@@ -38,7 +38,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from megatron.elastic.observe.events import Step, read_events
+from megatron.elastic.observe.events import StepEvent, read_events
 from megatron.elastic.state.manifest import MANIFEST, Manifest, ManifestError, damage, read
 
 __all__ = [
@@ -175,7 +175,7 @@ def events_fingerprint(path: Path) -> dict[str, str]:
     facts: dict[int, dict[str, Any]] = {}
     for record in read_events(path):
         event = record.event
-        if not isinstance(event, Step):
+        if not isinstance(event, StepEvent):
             continue
         known = facts.setdefault(event.step, {})
         said: dict[str, Any] = {"samples": event.samples, "skipped": event.skipped, "ledger": event.ledger or None}

@@ -18,12 +18,12 @@ from statistics import median
 from typing import Any
 
 from megatron.elastic.simulate.__main__ import damage_table
-from megatron.elastic.simulate.scenarios import Row
+from megatron.elastic.simulate.scenarios import ScenarioRow
 
 
 def sections_of_table(figures: Mapping[str, Any]) -> dict[str, str]:
     """Sections that ``simulate_table.py`` fills."""
-    rows = [Row.from_flat(row) for row in figures["rows"]]
+    rows = [ScenarioRow.from_flat(row) for row in figures["rows"]]
     ablation = [(name, f"{value:.3f}") for name, value in figures["ablation"].items()]
     gains = [
         (f"clocks {name}", f"{gain['throughput']:.3f} of all axes, {gain['energy']:.3f} of the energy of a step")
@@ -41,7 +41,7 @@ def sections_of_table(figures: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
-def summary(rows: Sequence[Row]) -> str:
+def summary(rows: Sequence[ScenarioRow]) -> str:
     """What the damage table says, in sentences."""
     shares = {row.scenario: row.elaswave / row.bound for row in rows}
     below = sorted(((share, s) for s, share in shares.items() if share < 0.95), key=lambda found: found[0])
@@ -72,7 +72,7 @@ def summary(rows: Sequence[Row]) -> str:
     return "\n".join([*lines, barrier(rows), parting(rows)])
 
 
-def where(rows: Sequence[Row], peer: str, paper: float) -> str:
+def where(rows: Sequence[ScenarioRow], peer: str, paper: float) -> str:
     """In which layouts elaswave reaches ``paper`` times ``peer``, and in how many of their scenarios it goes on."""
     reached: dict[tuple[int, int], list[bool]] = {}
     for row in rows:
@@ -84,7 +84,7 @@ def where(rows: Sequence[Row], peer: str, paper: float) -> str:
     )
 
 
-def barrier(rows: Sequence[Row]) -> str:
+def barrier(rows: Sequence[ScenarioRow]) -> str:
     """What a barrier between steps costs ReCycle's tables and elaswave's, and where the first pass the second."""
     gains = [row.peers["recycle"] / row.peers["recycle-barrier"] for row in rows if row.peers["recycle"]]
     costs = [row.elaswave_staggered / row.elaswave for row in rows if row.elaswave]
@@ -101,7 +101,7 @@ def barrier(rows: Sequence[Row]) -> str:
     return f"{found}, by {most - 1:.1%} at most, each with {fewest:.0%} or more of the cells lost."
 
 
-def parting(rows: Sequence[Row]) -> str:
+def parting(rows: Sequence[ScenarioRow]) -> str:
     """How few replicas have to be for policies to part."""
     ratios = {
         row.scenario.dp: row.elaswave / row.peers["recycle"]

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from megatron.elastic.observe.events import RankLost, Record, Recovery, read_events
+from megatron.elastic.observe.events import EventRecord, RankLostEvent, RecoveryEvent, read_events
 
 __all__ = [
     "Iteration",
@@ -106,22 +106,22 @@ def iterations_of(lines: Iterable[str]) -> dict[int, Iteration]:
     return found
 
 
-def losses_of_ranks(records: Sequence[Record]) -> list[Loss]:
+def losses_of_ranks(records: Sequence[EventRecord]) -> list[Loss]:
     """Lost incarnations in order of time, each once however many survivors logged it."""
     found: dict[tuple[int, int], Loss] = {}
     for record in sorted(records, key=lambda one: one.wall):
         event = record.event
-        if isinstance(event, RankLost):
+        if isinstance(event, RankLostEvent):
             key = (event.lost_rank, event.lost_incarnation)
             found.setdefault(key, Loss(*key, event.cause, record.wall))
     return list(found.values())
 
 
-def lost_steps(records: Sequence[Record]) -> int:
+def lost_steps(records: Sequence[EventRecord]) -> int:
     """Committed steps that recoveries had to give up, as the recoveries themselves report."""
     by_generation: dict[int, int] = {}
     for record in records:
-        if isinstance(record.event, Recovery):
+        if isinstance(record.event, RecoveryEvent):
             earlier = by_generation.get(record.generation, 0)
             by_generation[record.generation] = max(earlier, record.event.lost_steps)
     return sum(by_generation.values())
@@ -159,7 +159,7 @@ def deviation(one: Mapping[int, Iteration], other: Mapping[int, Iteration]) -> f
     return max((abs(one[step].loss - other[step].loss) / abs(other[step].loss) for step in one), default=0.0)
 
 
-def read_run(folder: Path) -> tuple[dict[int, Iteration], list[Record]]:
+def read_run(folder: Path) -> tuple[dict[int, Iteration], list[EventRecord]]:
     """(iterations by step, events) of a run that wrote ``log.txt`` and ``events/`` into ``folder``."""
     with open(folder / "log.txt", encoding="utf-8", errors="replace") as lines:
         iterations = iterations_of(lines)

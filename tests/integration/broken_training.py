@@ -2,7 +2,7 @@
 
 Each bug does to the state of a running rank what the mistake it is named after would
 have left behind, at the instant of the transition ``BROKEN_TRANSITION`` ('recovery',
-'movement', 'load'); everything else is the real job.
+'migration', 'load'); everything else is the real job.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from typing import Any
 import torch
 
 from megatron.elastic.engine.engine import Engine
-from megatron.elastic.engine.transaction.certify import Proofs
-from megatron.elastic.engine.transaction.context import Position
+from megatron.elastic.engine.transaction.certify import Certifier
+from megatron.elastic.engine.transaction.context import Context
 from megatron.elastic.engine.transaction.phases import StepBody
 from megatron.elastic.state.placement import Copies, Placement
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def _shared(position: Position) -> list[Any]:
+def _shared(context: Context) -> list[Any]:
     """Copies here of blocks that another rank holds as well, owned ones first."""
-    copies = position.standing.placement.copies
-    ours = [*position.standing.owned, *position.standing.mirrored]
-    return [position.tools.pool.get(block.key) for block in ours if len(copies[block.key].ranks) > 1]
+    copies = context.view.placement.copies
+    ours = [*context.view.owned, *context.view.mirrored]
+    return [context.tools.pool.get(block.key) for block in ours if len(copies[block.key].ranks) > 1]
 
 
-def stale_moments(position: Position) -> None:
-    for copy in _shared(position):
+def stale_moments(context: Context) -> None:
+    for copy in _shared(context):
         copy.exp_avg.mul_(0.5)
 
 
-def swapped_blocks(position: Position) -> None:
+def swapped_blocks(context: Context) -> None:
     by_size: dict[int, Any] = {}
-    for copy in _shared(position):
+    for copy in _shared(context):
         other = by_size.setdefault(copy.block.numel, copy)
         if other is not copy:
             copy.state, other.state = other.state, copy.state
@@ -48,60 +48,60 @@ def swapped_blocks(position: Position) -> None:
     raise AssertionError("no two blocks of one size")
 
 
-def two_owners(position: Position) -> None:
-    me = position.tools.fabric.rank
-    mirrored = next(block for block in position.standing.mirrored)
-    copies = dict(position.standing.placement.copies)
+def two_owners(context: Context) -> None:
+    me = context.tools.fabric.rank
+    mirrored = next(block for block in context.view.mirrored)
+    copies = dict(context.view.placement.copies)
     held = copies[mirrored.key]
     copies[mirrored.key] = Copies(me, tuple(rank for rank in held.ranks if rank != me))
-    position.standing = replace(position.standing, basis=replace(position.standing.basis, placement=Placement(copies)))
+    context.view = replace(context.view, configuration=replace(context.view.configuration, placement=Placement(copies)))
 
 
-def no_owner(position: Position) -> None:
-    position.tools.pool.drop(position.standing.owned[0].key)
+def no_owner(context: Context) -> None:
+    context.tools.pool.drop(context.view.owned[0].key)
 
 
-def missing_sample(position: Position) -> None:
-    _rows(position, lambda rows: rows[1:])
+def missing_sample(context: Context) -> None:
+    _rows(context, lambda rows: rows[1:])
 
 
-def doubled_sample(position: Position) -> None:
-    rows = position.standing.plan.grid.global_batch_size
-    _rows(position, lambda mine: (*mine, next(row for row in range(rows) if row not in mine)))
+def doubled_sample(context: Context) -> None:
+    rows = context.view.plan.grid.global_batch_size
+    _rows(context, lambda mine: (*mine, next(row for row in range(rows) if row not in mine)))
 
 
-def _rows(position: Position, change: Callable[[tuple[int, ...]], tuple[int, ...]]) -> None:
-    plan, cell = position.standing.plan, position.standing.cell
+def _rows(context: Context, change: Callable[[tuple[int, ...]], tuple[int, ...]]) -> None:
+    plan, cell = context.view.plan, context.view.cell
     assert cell is not None
     mine = next(piece for piece in plan.pieces if piece.cell == cell.id and piece.first == 0)
     pieces = tuple(replace(piece, rows=change(piece.rows)) if piece is mine else piece for piece in plan.pieces)
-    position.standing = replace(position.standing, plan=replace(plan, pieces=pieces))
+    context.view = replace(context.view, plan=replace(plan, pieces=pieces))
 
 
-def stale_learning_rate(position: Position) -> None:
-    rates = tuple(replace(rate, lr=rate.lr * 1.5) for rate in position.record.rates)
-    position.record = replace(position.record, rates=rates)
+def stale_learning_rate(context: Context) -> None:
+    rates = tuple(replace(rate, lr=rate.lr * 1.5) for rate in context.record.rates)
+    context.record = replace(context.record, rates=rates)
 
 
-def stale_step_counter(position: Position) -> None:
-    position.record = replace(position.record, adam_step=position.record.adam_step - 1)
+def stale_step_counter(context: Context) -> None:
+    context.record = replace(context.record, adam_step=context.record.adam_step - 1)
 
 
-def other_loss_scale(position: Position) -> None:
-    position.record = replace(position.record, loss_scale=position.record.loss_scale * 2)
+def other_loss_scale(context: Context) -> None:
+    context.record = replace(context.record, loss_scale=context.record.loss_scale * 2)
 
 
-def parameters_unlike_masters(position: Position) -> None:
-    position.tools.arena.parameters.add_(1e-3)
+def parameters_unlike_masters(context: Context) -> None:
+    context.tools.arena.parameters.add_(1e-3)
 
 
-def reused_random_numbers(position: Position) -> None:
+def reused_random_numbers(context: Context) -> None:
     """The seed of another rank: its masks would be drawn again."""
-    settings = position.tools.settings
-    position.tools = replace(position.tools, settings=replace(settings, seed=settings.seed + 1))
+    settings = context.tools.settings
+    context.tools = replace(context.tools, settings=replace(settings, seed=settings.seed + 1))
 
 
-BUGS: dict[str, Callable[[Position], None]] = {
+BUGS: dict[str, Callable[[Context], None]] = {
     bug.__name__: bug
     for bug in (
         stale_moments, swapped_blocks, two_owners, no_owner, missing_sample, doubled_sample, stale_learning_rate,
@@ -137,15 +137,15 @@ def arm() -> None:
     if name == SKIPPED_GATHER:
         _skip_gather()
         return
-    original, struck = Proofs.certify, list[str]()
+    original, struck = Certifier.certify, list[str]()
 
-    def certify(self: Proofs, transition: Any, moved: Any) -> None:
+    def certify(self: Certifier, transition: Any, moved: Any) -> None:
         if transition == when and not struck:
             struck.append(name)
-            BUGS[name](self.position)
+            BUGS[name](self.context)
         original(self, transition, moved)
 
-    Proofs.certify = certify  # type: ignore[method-assign]
+    Certifier.certify = certify  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

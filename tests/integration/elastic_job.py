@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron.elastic.control import env
-from megatron.elastic.observe.events import Record, read_events
+from megatron.elastic.observe.events import EventRecord, read_events
 
 ROOT = Path(__file__).resolve().parents[2]
 SECRET = secrets.token_hex(16)
@@ -36,7 +36,7 @@ class JobResult:
 
     code: int
     output: str
-    events: list[Record] = field(default_factory=list)
+    events: list[EventRecord] = field(default_factory=list)
 
     @property
     def losses(self) -> dict[int, float]:
@@ -60,7 +60,7 @@ class JobResult:
         """Iteration → gradient norm as printed."""
         return {int(i): float(v) for i, v in re.findall(r"iteration\s+(\d+)/.*?grad norm: (\S+)", self.output)}
 
-    def of(self, kind: str) -> list[Record]:
+    def of(self, kind: str) -> list[EventRecord]:
         """Events of one kind."""
         return [record for record in self.events if record.kind == kind]
 

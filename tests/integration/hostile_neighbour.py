@@ -23,7 +23,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from megatron.elastic.control.channel import Credentials, Dialer
-from megatron.elastic.control.seal import Seal
+from megatron.elastic.control.signer import Signer
 from megatron.elastic.control.store_server import PURPOSE
 
 HOST = "127.0.0.1"
@@ -92,7 +92,7 @@ class Neighbour:
     def say_hello_as_an_agent(self) -> None:
         with self._connect() as channel:
             hello = json.dumps({"node": 1, "epoch": 0, "agent": "guessed", "nonce": "0"})
-            channel.sendall(Seal(GUESSED).sign("presence/hello", hello) + b"\n")
+            channel.sendall(Signer(GUESSED).sign("presence/hello", hello) + b"\n")
             channel.recv(4096)
 
     def speak_the_protocol_of_torchs_store(self) -> None:

@@ -68,11 +68,11 @@ RETURNS: Mapping[str, str] = {
     "same_step": "point=mid_backward,seconds=0.6",
     "vote": "point=before_vote,seconds=3",
     "boundary": "point=between_steps,seconds=3",
-    "movement": "point=in_movement_begin,seconds=3",
+    "migration": "point=in_migration_begin,seconds=3",
 }
 """When a lost rank is back → where members linger as long as it is missing.
 
-``soon``: some steps later; a little idling leaves the processor to the rank that starts. ``movement``: copies that its
+``soon``: some steps later; a little idling leaves the processor to the rank that starts. ``migration``: copies that its
 loss left missing are under way among the survivors. That a second rank is lost before the first is back is what the
 points of ``recovery`` do.
 """
@@ -88,7 +88,7 @@ NAMING = ("save_whole", "save_named", "save_tracked")
 """Points that only the first rank comes to while nobody is missing."""
 
 GROUPS: Mapping[str, tuple[str, ...]] = {
-    "recovery": tuple(point for point in KILL_POINTS if point.startswith(("in_join", "in_recovery", "in_movement"))),
+    "recovery": tuple(point for point in KILL_POINTS if point.startswith(("in_join", "in_recovery", "in_migration"))),
     "steps": (*STEP_POINTS, "between_steps"),
     "phases": tuple(point for point in KILL_POINTS if point.startswith(("in_evaluate", "in_save", "save_"))),
 }
@@ -163,7 +163,7 @@ class Case:
 def cases_of(layout: Layout, point: str) -> list[Case]:
     """Every rank that comes to ``point`` killed there.
 
-    Points of recovery, admission and movement need a loss of another rank first.
+    Points of recovery, admission and migration need a loss of another rank first.
     """
     cases = []
     for rank in range(1 if point in NAMING else layout.ranks):
@@ -171,7 +171,7 @@ def cases_of(layout: Layout, point: str) -> list[Case]:
         name = f"{point} of rank {rank}"
         if point == "in_join":
             cases.append(Case(name, ((rank, "losses", 0, "mid_backward"), (rank, "rejoin", 1, point))))
-        elif point.startswith("in_movement"):
+        elif point.startswith("in_migration"):
             cases.append(Case(name, ((other, "losses", 0, "before_reduce"), (rank, "rejoin", 1, point))))
         elif point.startswith("in_recovery"):
             cases.append(Case(name, ((other, "losses", 0, "before_reduce"), (rank, "losses", 0, point))))

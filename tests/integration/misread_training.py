@@ -13,7 +13,7 @@ import runpy
 from pathlib import Path
 
 from megatron.elastic.control import env
-from megatron.elastic.engine.compute.samples import DatasetSource, Numbered, StepAddress, _Loader
+from megatron.elastic.engine.compute.samples import DatasetSource, Numbered, StepAddress, _PieceLoader
 from megatron.elastic.plan.model import Piece
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,13 +24,13 @@ AT = 5
 def stale_batch() -> None:
     """Hand out batch ``AT - 1`` in the place of batch ``AT``."""
     taken: list[Numbered] = []
-    original = _Loader.take
+    original = _PieceLoader.take
 
-    def take(self: _Loader) -> Numbered:
+    def take(self: _PieceLoader) -> Numbered:
         taken.append(original(self))
         return taken[-2] if len(taken) == AT + 1 else taken[-1]
 
-    _Loader.take = take  # type: ignore[method-assign]
+    _PieceLoader.take = take  # type: ignore[method-assign]
 
 
 def other_labels() -> None:

@@ -84,10 +84,10 @@ def test_transitions_of_a_sound_job_pass(tmp_path: Path) -> None:
     assert result.code == 0, result.output[-4000:]
     passed = result.of("certificate")
     assert all(record.fields["passed"] for record in passed)
-    assert {record.fields["transition"] for record in passed} >= {"start", "recovery", "join", "movement"}
+    assert {record.fields["transition"] for record in passed} >= {"start", "recovery", "join", "migration"}
     for record in passed:
         assert record.fields["blocks"] > 0
-    moved = [record for record in passed if record.fields["transition"] == "movement"]
+    moved = [record for record in passed if record.fields["transition"] == "migration"]
     assert all(record.fields["contents"] > 0 for record in moved), "contents of what moved are compared"
     by_transition = {(record.generation, record.fields["transition"], record.fields["step"]) for record in passed}
     for key in by_transition:

@@ -17,7 +17,7 @@ from tests.integration.elastic_job import JobResult, elastic_job, largest_deviat
 DROPOUT = ("--hidden-dropout", "0.1", "--attention-dropout", "0.1")
 STEPS = 24
 """So many that what moves after the second loss is there before the job ends, on a busy machine too."""
-POINTS = ("in_movement_begin", "in_movement_finish", "in_movement_switch")
+POINTS = ("in_migration_begin", "in_migration_finish", "in_migration_switch")
 FIRST = "kill:rank=1,step=2,point=mid_forward"
 
 
@@ -42,7 +42,7 @@ def disturbed(
 def check_two_losses(
     folder: Path, undisturbed: JobResult, point: str, rank: int, comm: str = "elastic", mirrors: int = 2
 ) -> None:
-    """Rank 1 is lost in step 2; ``rank`` at ``point`` of the movement that restores the lost copies."""
+    """Rank 1 is lost in step 2; ``rank`` at ``point`` of the migration that restores the lost copies."""
     script = f"{FIRST};kill:rank={rank},point={point}"
     result = disturbed(folder, script, "--no-elastic-respawn", comm=comm, mirrors=mirrors)
     assert {record.fields["lost_rank"] for record in result.of("loss")} == {1, rank}
@@ -59,7 +59,7 @@ def test_state_moves_while_steps_go_on_and_again_when_a_rank_returns(tmp_path: P
     result = disturbed(tmp_path, FIRST, steps=steps)
     assert set(result.committed) == set(range(1, steps + 1))
     assert largest_deviation(undisturbed.committed, result.committed) < 1e-5
-    moved = result.of("movement")
+    moved = result.of("migration")
     assert {record.generation for record in moved} >= {2, 3}, "copies were made after the loss and after the return"
     urgent = [record for record in moved if record.fields["urgent"]]
     assert {record.fields["step"] for record in urgent} == {2}, "those that the loss left missing with the very step"
@@ -79,7 +79,7 @@ def test_state_moves_while_steps_go_on_and_again_when_a_rank_returns(tmp_path: P
 def test_a_loss_with_the_vote_that_names_the_new_copies_costs_no_step(tmp_path: Path, undisturbed: JobResult) -> None:
     """With one mirror: all that rank 1 and rank 2 both held is now in copies of which perhaps only rank 2 has learned
     that they are named. Then the vote is taken again."""
-    check_two_losses(tmp_path, undisturbed, "in_movement_switch", 2, mirrors=1)
+    check_two_losses(tmp_path, undisturbed, "in_migration_switch", 2, mirrors=1)
 
 
 @pytest.mark.parametrize(
@@ -106,14 +106,14 @@ def test_with_one_mirror_a_second_loss_in_the_step_after_the_first_costs_no_step
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 3])
 def test_nor_does_that_of_any_other_rank(tmp_path: Path, undisturbed: JobResult, rank: int) -> None:
-    check_two_losses(tmp_path, undisturbed, "in_movement_switch", rank, mirrors=1)
+    check_two_losses(tmp_path, undisturbed, "in_migration_switch", rank, mirrors=1)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("comm", ["elastic", "gloo"])
 @pytest.mark.parametrize("rank", [0, 2, 3])
 @pytest.mark.parametrize("point", POINTS)
-def test_a_loss_of_any_rank_at_any_point_of_a_movement(
+def test_a_loss_of_any_rank_at_any_point_of_a_migration(
     tmp_path: Path, undisturbed: JobResult, point: str, rank: int, comm: str
 ) -> None:
     check_two_losses(tmp_path, undisturbed, point, rank, comm)

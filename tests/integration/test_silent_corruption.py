@@ -34,7 +34,7 @@ def check_repaired(reference: Path, folder: Path, world: int, fault: str, rank: 
     assert len(found) == 1, found
     assert f"{tensor} corrupted at rank {rank}" in found.pop()
     assert not result.of("loss"), "no process ends for it"
-    assert any(record.fields["added"] for record in result.of("movement")), "the copy is made anew"
+    assert any(record.fields["added"] for record in result.of("migration")), "the copy is made anew"
     assert set(result.committed) == set(range(1, STEPS + 1))
     assert largest_deviation(sound.committed, result.committed) < 1e-5
 

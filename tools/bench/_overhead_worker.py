@@ -88,7 +88,7 @@ def main() -> None:
             clocks.spent.clear()
             clocks.calls.clear()
         OWNED.clear()
-        OWNED.update(block.key for block in self.standing.owned)
+        OWNED.update(block.key for block in self.view.owned)
         wall, process = time.monotonic(), time.process_time()
         result = clocks.timed("rest", step)(self, *args, **kwargs)
         steps.append(time.monotonic() - wall)

@@ -3,7 +3,7 @@
     python -m megatron.elastic.launch … tools/bench/emulated.py --elastic … --case JSON --second S --steps N --out DIR
 
 Launcher, control plane, communicator, engine, state and plans are the runtime's
-own; the model behind the engine's port is a row of units of a few parameters
+own; the engine's model is a row of units of a few parameters
 whose forward and backward *wait* for as long as the cost profile says. Waits are
 timed: each rank writes how long it asked for and how long it got (*dilation*).
 
@@ -30,12 +30,12 @@ from megatron.elastic.config import ElasticConfig
 from megatron.elastic.engine.compute.model_interface import LossOutput, UnitParameter
 from megatron.elastic.engine.compute.samples import StepAddress
 from megatron.elastic.engine.generation.assignment import Assignment
-from megatron.elastic.engine.generation.launch_topology import Nominal
+from megatron.elastic.engine.generation.launch_topology import LaunchTopology
 from megatron.elastic.engine.settings import Settings
 from megatron.elastic.mcore.args.arguments import add_arguments, config_from_args
 from megatron.elastic.plan.model import Piece, Plan, Profile, Topology, UnitCost
 from megatron.elastic.plan.topology import even_cuts
-from megatron.elastic.runtime.assembly import Job
+from megatron.elastic.runtime.assembly import EngineParts
 from megatron.elastic.runtime.connect import open_links
 from megatron.elastic.runtime.start import found
 from megatron.elastic.simulate.cases import Case, answer
@@ -82,44 +82,44 @@ class Waits:
 
 @dataclass
 class Deferred:
-    """Weight gradients of a piece whose backward is split (``engine.port.DeferredWeights``)."""
+    """Weight gradients of a piece whose backward is split (``DeferredWeights``)."""
 
-    port: EmulatedPort
+    model: EmulatedModel
     piece: Piece
     share: torch.Tensor | None = None
 
     def run(self, accumulate: Callable[[torch.nn.Parameter, torch.Tensor], None]) -> None:
         """Wait for the weight part, then hand the gradients over."""
         assert self.share is not None, "input gradients come first"
-        self.port.waits.wait(self.port.seconds(self.piece, _weight))
+        self.model.waits.wait(self.model.seconds(self.piece, _weight))
         for unit in range(self.piece.first, self.piece.end):
-            accumulate(self.port.parameters[unit], self.share)
+            accumulate(self.model.parameters[unit], self.share)
 
 
 class _Timed(torch.autograd.Function):
     """Rows pass with a mark of each unit; forward and backward wait."""
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, port: EmulatedPort, piece: Piece, *parameters: Any) -> torch.Tensor:
-        ctx.port, ctx.piece, ctx.count = port, piece, len(parameters)
-        port.waits.wait(port.seconds(piece, _forward))
+    def forward(ctx: Any, rows: torch.Tensor, model: EmulatedModel, piece: Piece, *parameters: Any) -> torch.Tensor:
+        ctx.model, ctx.piece, ctx.count = model, piece, len(parameters)
+        model.waits.wait(model.seconds(piece, _forward))
         mark: torch.Tensor = sum((parameter.mean() for parameter in parameters), start=torch.zeros(()))
         return rows + mark
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        share, later = (gradients[0].sum() / WIDTH).expand(WIDTH), ctx.port.deferred
+        share, later = (gradients[0].sum() / WIDTH).expand(WIDTH), ctx.model.deferred
         if later is not None:
-            ctx.port.waits.wait(ctx.port.seconds(ctx.piece, _input))
+            ctx.model.waits.wait(ctx.model.seconds(ctx.piece, _input))
             later.share = share
             return gradients[0], None, None, *(None for _ in range(ctx.count))
-        ctx.port.waits.wait(ctx.port.seconds(ctx.piece, _backward))
+        ctx.model.waits.wait(ctx.model.seconds(ctx.piece, _backward))
         return gradients[0], None, None, *(share for _ in range(ctx.count))
 
 
 @dataclass
-class EmulatedPort:
-    """Units that wait (``engine.port.ModelPort``)."""
+class EmulatedModel:
+    """Units that wait (``ModelInterface``)."""
 
     profile: Profile
     second: float
@@ -198,43 +198,45 @@ class Everywhere(Assignment):
 
     def units_of(self, rank: int) -> tuple[int, ...]:
         """All."""
-        return tuple(range(self.nominal.compute_units))
+        return tuple(range(self.launch_topology.compute_units))
 
     def state_groups(self) -> dict[tuple[int, int], tuple[int, ...]]:
         """One group of all ranks a unit."""
-        return {(unit, 0): tuple(range(self.nominal.slots)) for unit in range(self.nominal.compute_units)}
+        return {
+            (unit, 0): tuple(range(self.launch_topology.slots)) for unit in range(self.launch_topology.compute_units)
+        }
 
 
-def emulated_job(case: Case, second: float, config: ElasticConfig) -> tuple[Job, EmulatedPort]:
-    """What the engine is built from, and the port that keeps the time: ``second`` of it for a ns of the profile."""
+def emulated_job(case: Case, second: float, config: ElasticConfig) -> tuple[EngineParts, EmulatedModel]:
+    """What the engine is built from, and the model that keeps the time: ``second`` of it for a ns of the profile."""
     scenario = case.scenario
     whole, _ = scenario_topology(scenario)
     memory = whole.cells[0].memory_bytes
     stages = tuple(pairwise(even_cuts(scenario.layers, scenario.pp)))
-    nominal = Nominal(1, scenario.pp, scenario.dp, stages, whole.grid)
-    port = EmulatedPort(case.profile, second)
+    interface = EmulatedModel(case.profile, second)
+    launch_topology = LaunchTopology(1, scenario.pp, scenario.dp, stages, whole.grid)
 
     def choose(topology: Topology, profile: Profile) -> Plan:
         cells = tuple(replace(cell, memory_bytes=memory) for cell in topology.cells)
         return answer(case.policy, replace(topology, cells=cells), profile)
 
-    job = Job(
-        port=port,
-        nominal=nominal,
+    job = EngineParts(
+        interface=interface,
+        launch_topology=launch_topology,
         config=config,
         settings=Settings(0, Hyper(ConstantSchedule((Rate(0.0, 0.0),))), communication_timeout=PATIENCE),
-        on_settled=lambda outcome, standing, seconds: None,
+        on_settled=lambda outcome, view, seconds: None,
         host_state=str,
         on_notice=lambda text: print(text, flush=True),
         choose=choose,
         profile=case.profile,
-        assignment=Everywhere(nominal, Assignment.at_launch(nominal).replicas),
+        assignment=Everywhere(launch_topology, Assignment.at_launch(launch_topology).replicas),
     )
-    return job, port
+    return job, interface
 
 
 def no_forward_step(batches: Iterator[Any], model: Any) -> Any:
-    """What the engine hands to the port, which waits instead."""
+    """What the engine hands to the model, which waits instead."""
     raise AssertionError("an emulated unit computes nothing")
 
 
@@ -249,17 +251,17 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     config = config_from_args(args)
-    job, port = emulated_job(args.case, args.second, config)
+    job, model = emulated_job(args.case, args.second, config)
     links = open_links(config, PATIENCE)
     engine = found(links, job)
     engine.resume(engine.record, None)
     links.membership.request("begin")
-    rows = job.nominal.grid.global_batch_size
+    rows = job.launch_topology.grid.global_batch_size
     log = []
     for step in range(args.steps):
-        before, started = replace(port.waits), time.monotonic()
+        before, started = replace(model.waits), time.monotonic()
         engine.step(no_forward_step, None, StepAddress(step * rows, rows))
-        ended, waits = time.monotonic(), port.waits
+        ended, waits = time.monotonic(), model.waits
         log.append((started, ended, waits.asked - before.asked, waits.spent - before.spent))
     (args.out / f"waits-{links.fabric.rank}.json").write_text(json.dumps(log))
     links.membership.finish(0)

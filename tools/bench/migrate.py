@@ -51,7 +51,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from megatron.elastic.observe.events import Record, read_events
+from megatron.elastic.observe.events import EventRecord, read_events
 from tools.bench._common import Here, Ranks, Spread, median_of, print_result
 from tools.bench._jobs import QUIET, command, faults, finished
 from tools.bench.comm import connect
@@ -93,7 +93,7 @@ class Moved:
     scatter: float
 
 
-def job(options: argparse.Namespace, *flags: str) -> list[Record]:
+def job(options: argparse.Namespace, *flags: str) -> list[EventRecord]:
     """Events of one job. Raises ``RuntimeError`` with its output when it does not finish."""
     with tempfile.TemporaryDirectory() as folder:
         sizes = [
@@ -110,21 +110,21 @@ def job(options: argparse.Namespace, *flags: str) -> list[Record]:
         return read_events(Path(folder))
 
 
-def commits(records: list[Record]) -> dict[int, float]:
+def commits(records: list[EventRecord]) -> dict[int, float]:
     """Step → seconds (monotonic) at which it was committed."""
     return {r.fields["step"]: r.monotonic_ns / 1e9 for r in records if r.kind == "step"}
 
 
-def movements(records: list[Record]) -> dict[int, list[Record]]:
+def migrations(records: list[EventRecord]) -> dict[int, list[EventRecord]]:
     """Step → what each rank says of the movement that its vote ended."""
-    found: dict[int, list[Record]] = {}
+    found: dict[int, list[EventRecord]] = {}
     for record in records:
-        if record.kind == "movement":
+        if record.kind == "migration":
             found.setdefault(record.fields["step"], []).append(record)
     return found
 
 
-def recut_at(records: list[Record]) -> int:
+def recut_at(records: list[EventRecord]) -> int:
     """The step whose vote has layers change place. Raises ``RuntimeError`` when none did."""
     plans = [record.fields for record in records if record.kind == "plan" and record.fields["step"] >= AT]
     cuts = {tuple(map(tuple, plan["stages"])): plan["step"] for plan in reversed(plans)}
@@ -133,15 +133,15 @@ def recut_at(records: list[Record]) -> int:
     return int(max(cuts.values()))
 
 
-def began_at(moved: Sequence[Record]) -> float:
+def began_at(moved: Sequence[EventRecord]) -> float:
     """When a movement began (monotonic seconds)."""
     waits = ("background_seconds", "stall_seconds")
     return min(r.monotonic_ns / 1e9 - sum(float(r.fields[name]) for name in waits) for r in moved)
 
 
-def evaluated(records: list[Record], bandwidth: float, shared: bool) -> Moved:
+def evaluated(records: list[EventRecord], bandwidth: float, shared: bool) -> Moved:
     """The re-cut of one job. ``shared``: one link for all ranks."""
-    at, by_end, end = commits(records), movements(records), recut_at(records)
+    at, by_end, end = commits(records), migrations(records), recut_at(records)
     taken = {step: when - at[step - 1] for step, when in at.items() if step - 1 in at}
     moved = by_end[end]
     first = min(step for step in taken if at[step] > began_at(moved))

@@ -29,7 +29,7 @@ import tempfile
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from megatron.elastic.observe.events import Record, read_events
+from megatron.elastic.observe.events import EventRecord, read_events
 from tools.bench._common import median_of, print_result
 from tools.bench._jobs import QUIET, command, faults, finished
 
@@ -95,14 +95,14 @@ def run_trial(layout: Layout, options: argparse.Namespace) -> Trial:
     return evaluated(records)
 
 
-def evaluated(records: list[Record]) -> Trial:
+def evaluated(records: list[EventRecord]) -> Trial:
     """The figures of one job's events."""
     told = [r for r in records if r.kind == "protection"]
     first = min(r.fields["step"] for r in told)
     told = [r for r in told if r.fields["step"] == first]
     generation = told[0].generation
     recoveries = [r for r in records if r.kind == "recovery" and r.generation <= generation]
-    urgent = [r for r in records if r.kind == "movement" and r.fields["urgent"] and r.generation <= generation]
+    urgent = [r for r in records if r.kind == "migration" and r.fields["urgent"] and r.generation <= generation]
     step = statistics.median(r.fields["seconds"] for r in records if r.kind == "step")
     recovery = max(sum(r.fields["seconds"].values()) for r in recoveries)
     unprotected = max(r.fields["time_unprotected_s"] for r in told)

@@ -32,7 +32,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.elastic.observe.events import Record, read_events
+from megatron.elastic.observe.events import EventRecord, read_events
 from tools.bench._common import median_of, print_result
 from tools.bench._jobs import QUIET, ROOT, command, environment, faults
 
@@ -95,7 +95,7 @@ def _run_until_whole(line: list[str], losses: int, said: Path) -> str:
     return said.read_text()
 
 
-def read_losses(events: list[Record], output: str, ranks: int) -> list[Loss]:
+def read_losses(events: list[EventRecord], output: str, ranks: int) -> list[Loss]:
     """Figures of every loss in a run's events and output (which says when each signal was sent)."""
     commits = {record.fields["step"]: record for record in events if record.kind == "step"}
     gaps = {step: now.wall - commits[step - 1].wall for step, now in commits.items() if step - 1 in commits}
@@ -131,7 +131,7 @@ def read_losses(events: list[Record], output: str, ranks: int) -> list[Loss]:
     return losses
 
 
-def _state_bytes(events: list[Record], step: int) -> int:
+def _state_bytes(events: list[EventRecord], step: int) -> int:
     """Bytes of state received by all survivors between the commits of ``step - 1`` and ``step``."""
     counts = {
         (record.rank, record.incarnation, record.fields["step"]): record.fields["state_bytes"]

@@ -33,7 +33,7 @@ from dataclasses import dataclass, fields
 from itertools import pairwise
 from pathlib import Path
 
-from megatron.elastic.observe.events import Record, read_events
+from megatron.elastic.observe.events import EventRecord, read_events
 from tools.bench._common import median_of, print_result
 from tools.bench._jobs import QUIET, command, faults, finished
 
@@ -74,13 +74,13 @@ def run_trial(ranks: int, comm: str, steps: int) -> Trial:
         output = finished(command(ranks, *MODEL, "--train-iters", str(steps), *elastic, *fault))
         records = read_events(Path(folder))
         joined = [r for r in records if r.kind == "generation" and r.fields["joined"]]
-        moved = [r for r in records if r.kind == "movement" and joined and r.generation == joined[0].generation]
+        moved = [r for r in records if r.kind == "migration" and joined and r.generation == joined[0].generation]
         if not moved:
             raise RuntimeError(f"the rank that was killed did not come back in time\n{output[-3000:]}")
     return evaluated(records, joined, moved)
 
 
-def evaluated(records: list[Record], joined: list[Record], moved: list[Record]) -> Trial:
+def evaluated(records: list[EventRecord], joined: list[EventRecord], moved: list[EventRecord]) -> Trial:
     """The figures of one job's events: ``joined`` are those of the generation, ``moved`` of the movement after it."""
     steps = statistics.median(r.fields["seconds"] for r in records if r.kind == "step")
     ready = next(r for r in records if r.kind == "ready")
@@ -108,7 +108,7 @@ def evaluated(records: list[Record], joined: list[Record], moved: list[Record]) 
     )
 
 
-def _longer(records: list[Record], admitted_ns: int, returned: list[int]) -> float:
+def _longer(records: list[EventRecord], admitted_ns: int, returned: list[int]) -> float:
     """Members' steps, commit to commit: the first that ends after ``admitted_ns``, beside the median of later ones."""
     commits = dict[int, list[int]]()
     for record in records:

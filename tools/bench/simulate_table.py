@@ -25,7 +25,7 @@ from megatron.elastic.simulate.ft_hsdp import arithmetic, side_by_side
 from megatron.elastic.simulate.goodput import Assumptions, Goodput, fleet_policies, run_trace
 from megatron.elastic.simulate.rates import RATES
 from megatron.elastic.simulate.scenarios import (
-    Row,
+    ScenarioRow,
     layer_profile,
     run_ablation,
     run_scenario,
@@ -49,7 +49,7 @@ def fleet_goodput(replicas: int, days: float, rate: str, seed: int) -> tuple[lis
     return results, time.process_time() - start
 
 
-def summary(rows: Sequence[Row]) -> dict[str, object]:
+def summary(rows: Sequence[ScenarioRow]) -> dict[str, object]:
     """What the table says in a few numbers; ratios only where the peer still runs."""
     result: dict[str, object] = {
         "scenarios": len(rows),

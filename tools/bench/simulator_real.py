@@ -27,11 +27,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from megatron.elastic.observe.events import Phases, Trace, read_events
+from megatron.elastic.observe.events import PhasesEvent, TraceEvent, read_events
 from megatron.elastic.plan.model import Piece, Plan
 from megatron.elastic.plan.planner import instant_plan, nominal_plan, uniform_profile
 from megatron.elastic.plan.topology import regular_topology, without_cells
-from megatron.elastic.simulate.calibrate import Between, Job, StepTrace, Work, calibrated
+from megatron.elastic.simulate.calibrate import Between, StepTrace, TracedAction, TracedJob, calibrated
 from tools.bench._common import Spread, median_of, print_result
 from tools.bench._jobs import QUIET, ROOT, command, faults, finished
 
@@ -106,7 +106,7 @@ LAYOUTS = (
 class Seen:
     """One job; ``True`` stands for after the loss."""
 
-    jobs: Mapping[bool, Job]
+    jobs: Mapping[bool, TracedJob]
     """Traces of the counted steps."""
 
     def measured(self, lost: bool) -> float:
@@ -132,16 +132,16 @@ def replay(plan: Plan, units: int, step: Mapping[int, StepTrace], lies: Between)
 def observed(layout: Layout, steps: int) -> Seen:
     """Train and read the event log. Raises ``RuntimeError`` when the job fails or a step is missing."""
     phases: dict[int, dict[int, int]] = {}
-    work: dict[int, dict[int, tuple[Work, ...]]] = {}
+    work: dict[int, dict[int, tuple[TracedAction, ...]]] = {}
     with tempfile.TemporaryDirectory(prefix="simulator-") as folder:
         elastic = ("--elastic", "--elastic-event-log", folder, "--elastic-trace", *AS_PLANNED)
         finished(command(2, *MODEL, *layout.flags(steps), *elastic, script=str(ROOT / "tools/bench/_own_core.py")))
         for record in read_events(Path(folder)):
             event = record.event
-            if isinstance(event, Phases):
+            if isinstance(event, PhasesEvent):
                 phases.setdefault(event.step, {})[record.rank] = event.nanoseconds["compute"]
-            elif isinstance(event, Trace):
-                done = tuple(sorted((Work(*line) for line in event.work), key=lambda action: action.start))
+            elif isinstance(event, TraceEvent):
+                done = tuple(sorted((TracedAction(*line) for line in event.work), key=lambda action: action.start))
                 work.setdefault(event.step, {})[record.rank] = done
     last = 2 * steps if layout.loses else steps
     if set(phases) != set(range(1, last + 1)):
@@ -152,7 +152,7 @@ def observed(layout: Layout, steps: int) -> Seen:
     }
     return Seen(
         {
-            lost: Job(
+            lost: TracedJob(
                 layout.units,
                 tuple({r: StepTrace(work[step][r], ns) for r, ns in phases[step].items()} for step in numbers),
             )

@@ -99,9 +99,11 @@ def emulate(case: Case) -> Emulation:
         events = read_events(folder)
         waits = {int(p.stem.split("-")[1]): json.loads(p.read_text()) for p in folder.glob("waits-*.json")}
     committed = [record for record in events if record.kind == "step"]
-    unsettled = [record.fields["step"] for record in events if record.kind == "movement"]
-    if max(unsettled, default=0) >= steps - AFTER:
-        raise RuntimeError(f"copies were still on their way in the measured steps: they counted after {unsettled}")
+    needs_rebalance = [record.fields["step"] for record in events if record.kind == "migration"]
+    if max(needs_rebalance, default=0) >= steps - AFTER:
+        raise RuntimeError(
+            f"copies were still on their way in the measured steps: they counted after {needs_rebalance}"
+        )
     reporter = min(waits)
     walls = [ended - started for started, ended, _, _ in waits[reporter]]
     rows = {record.fields["step"]: record.fields["computed"] for record in committed}

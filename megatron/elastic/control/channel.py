@@ -31,9 +31,9 @@ __all__ = [
     "HELLO_BYTES",
     "INSTANCE_BYTES",
     "MAX_FRAME",
+    "Acceptor",
     "Credentials",
     "Dialer",
-    "Listener",
     "Session",
 ]
 
@@ -123,7 +123,7 @@ class Dialer:
         return _proof(self._key, b"dialer", said), Session(to_listener, to_dialer)
 
 
-class Listener:
+class Acceptor:
     """The handshake of the end that accepts. ``instance``: 16 bytes that tell this server from a later one."""
 
     def __init__(self, key: bytes, instance: bytes) -> None:

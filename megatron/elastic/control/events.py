@@ -34,10 +34,10 @@ __all__ = [
     "Announced",
     "Condemned",
     "Decided",
-    "Ended",
     "Entry",
     "Event",
     "Finished",
+    "JobEnded",
     "Lifted",
     "Lost",
     "NodeBack",
@@ -212,7 +212,7 @@ class Decided:
 
 
 @dataclass(frozen=True)
-class Ended:
+class JobEnded:
     """The job is over with this exit code."""
 
     code: int
@@ -236,7 +236,7 @@ Event = (
     | Reformed
     | Announced
     | Decided
-    | Ended
+    | JobEnded
 )
 
 
@@ -304,7 +304,7 @@ _PARSERS: Mapping[str, Callable[[Mapping[str, Any]], Event]] = {
     "Reformed": lambda b: Reformed(take_int(b, "generation"), take_str(b, "why")),
     "Announced": lambda b: Announced(take_int(b, "generation"), take_str(b, "text")),
     "Decided": lambda b: Decided(take_int(b, "generation"), take_int(b, "author")),
-    "Ended": lambda b: Ended(take_int(b, "code"), take_str(b, "why")),
+    "JobEnded": lambda b: JobEnded(take_int(b, "code"), take_str(b, "why")),
 }
 
 

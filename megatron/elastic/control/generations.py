@@ -31,10 +31,10 @@ from megatron.elastic.control.events import (
     Abandoned,
     Announced,
     Decided,
-    Ended,
     Entry,
     Event,
     Finished,
+    JobEnded,
     Lifted,
     Lost,
     NodeBack,
@@ -96,7 +96,7 @@ class Generations:
     decided: int = 0
     decision: Decision | None = None
     reason: Reason = "start"
-    ended: Ended | None = None
+    ended: JobEnded | None = None
     ranks: dict[int, RankState] = field(init=False)
     reports: dict[int, Entry] = field(default_factory=dict)
     joiners: tuple[int, ...] = ()
@@ -251,7 +251,7 @@ class Generations:
                     self.announced = event.generation, event.text
             case Decided():
                 self._decide(event)
-            case Ended():
+            case JobEnded():
                 self.ended = event
         if self.fresh:  # everybody is needed
             for node in self.nodes:

@@ -16,7 +16,7 @@ entries it had yet to read were dropped finds :class:`Trimmed`, and starts from 
 ``journal/floor`` says below which position nothing may be read or written any more; it
 grows before anything is deleted.
 
-Values are signed for their position (:mod:`seal`). Whatever does not verify or parse is, for every reader alike,
+Values are signed for their position (:mod:`signer`). Whatever does not verify or parse is, for every reader alike,
 nothing: its position passes with None for an event, and is counted.
 """
 
@@ -28,11 +28,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron.elastic.control.events import Event, from_json, to_json
-from megatron.elastic.control.seal import Seal
+from megatron.elastic.control.signer import Signer
 from megatron.elastic.control.store import Store, StoreLost
 from megatron.elastic.control.wire import Message, ProtocolError, parse, take_int, take_object, take_str
 
-__all__ = ["BEGIN", "Journal", "JournalForged", "Mark", "Seal", "Snapshot", "Trimmed", "keep", "newest", "trim"]
+__all__ = ["BEGIN", "Journal", "JournalForged", "Mark", "Signer", "Snapshot", "Trimmed", "keep", "newest", "trim"]
 
 _SNAPSHOT, _FLOOR = "journal/snapshot", "journal/floor"
 
@@ -76,9 +76,9 @@ class Journal:
     Not for several threads: each uses its own view over its own store connection.
     """
 
-    def __init__(self, store: Store, seal: Seal, mark: Mark = BEGIN) -> None:
+    def __init__(self, store: Store, signer: Signer, mark: Mark = BEGIN) -> None:
         self._store = store
-        self._seal = seal
+        self._signer = signer
         self.mark = mark
         self.dropped = 0
         self._floor = 0
@@ -118,7 +118,7 @@ class Journal:
 
     def _signed(self, event: Event) -> bytes:
         text = json.dumps({"after": self.mark.chain, "event": to_json(event)}, separators=(",", ":"))
-        return self._seal.sign(_place(self.position), text)
+        return self._signer.sign(_place(self.position), text)
 
     def _withdrawn(self, position: int) -> bool:
         """Whether what was just written at ``position`` is below the floor, where it was free only for having gone."""
@@ -128,7 +128,7 @@ class Journal:
         return True
 
     def _trimmed(self, position: int) -> bool:
-        self._floor = max(self._floor, _floors(self._seal, self._store.get(_FLOOR))[0])
+        self._floor = max(self._floor, _floors(self._signer, self._store.get(_FLOOR))[0])
         return position < self._floor
 
     def _advance(self, value: bytes) -> tuple[int, Event | None]:
@@ -146,7 +146,7 @@ class Journal:
         return position, event
 
     def _parsed(self, value: bytes) -> tuple[Event, str]:
-        text = self._seal.open(_place(self.position), value)
+        text = self._signer.open(_place(self.position), value)
         if text is None:
             raise ProtocolError("not signed with this job's secret")
         body = parse(text)
@@ -161,7 +161,7 @@ def _chained(chain: str, value: bytes) -> str:
     return hashlib.sha256(chain.encode() + b"\0" + value).hexdigest()[:32]
 
 
-def keep(store: Store, seal: Seal, snapshot: Snapshot) -> bool:
+def keep(store: Store, signer: Signer, snapshot: Snapshot) -> bool:
     """Put ``snapshot`` where :func:`newest` finds it, in the place of an older one; False if there is a newer one.
 
     Whoever coordinates calls it. One that was stopped, at any point, and comes late finds what its successor has kept.
@@ -171,48 +171,48 @@ def keep(store: Store, seal: Seal, snapshot: Snapshot) -> bool:
     text = json.dumps(body, separators=(",", ":"))
     while True:
         value = store.get(_SNAPSHOT)
-        if value is not None and _opened(seal, value).mark.position >= mark.position:
+        if value is not None and _opened(signer, value).mark.position >= mark.position:
             return False
-        if store.replace(_SNAPSHOT, value, seal.sign(_SNAPSHOT, text)):
+        if store.replace(_SNAPSHOT, value, signer.sign(_SNAPSHOT, text)):
             return True
 
 
-def newest(store: Store, seal: Seal) -> Snapshot | None:
+def newest(store: Store, signer: Signer) -> Snapshot | None:
     """The snapshot to start from; None where nothing was dropped yet. Raises :class:`ProtocolError`."""
     value = store.get(_SNAPSHOT)
-    return None if value is None else _opened(seal, value)
+    return None if value is None else _opened(signer, value)
 
 
-def _opened(seal: Seal, value: bytes) -> Snapshot:
-    text = seal.open(_SNAPSHOT, value)
+def _opened(signer: Signer, value: bytes) -> Snapshot:
+    text = signer.open(_SNAPSHOT, value)
     if text is None:
         raise ProtocolError("the journal's snapshot is not signed with this job's secret")
     body = parse(text)
     return Snapshot(Mark(take_int(body, "position"), take_str(body, "chain")), take_object(body, "content"))
 
 
-def trim(store: Store, seal: Seal, floor: int) -> int:
+def trim(store: Store, signer: Signer, floor: int) -> int:
     """Drop the entries below ``floor``, which a kept snapshot covers; how many.
 
     Cut short at any point, it leaves entries that the next call drops. The floor only grows: a caller that was stopped
     while another one raised it deletes at most what is below that floor already.
     """
     value = store.get(_FLOOR)
-    present, deleted = _floors(seal, value)
+    present, deleted = _floors(signer, value)
     if floor <= present:
         return 0
-    raised = seal.sign(_FLOOR, f"{floor} {deleted}")
+    raised = signer.sign(_FLOOR, f"{floor} {deleted}")
     if not store.replace(_FLOOR, value, raised):
         return 0
     for position in range(deleted, floor):
         store.delete(_place(position))
-    store.replace(_FLOOR, raised, seal.sign(_FLOOR, f"{floor} {floor}"))
+    store.replace(_FLOOR, raised, signer.sign(_FLOOR, f"{floor} {floor}"))
     return floor - deleted
 
 
-def _floors(seal: Seal, value: bytes | None) -> tuple[int, int]:
+def _floors(signer: Signer, value: bytes | None) -> tuple[int, int]:
     """Position below which nothing counts, and below which everything is deleted."""
-    text = None if value is None else seal.open(_FLOOR, value)
+    text = None if value is None else signer.open(_FLOOR, value)
     if text is None:
         return 0, 0
     floor, deleted = text.split()

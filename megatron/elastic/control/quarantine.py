@@ -23,7 +23,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from statistics import median_high
 
-__all__ = ["Quarantine", "Record"]
+__all__ = ["NodeRecord", "Quarantine"]
 
 _HOUR = 3600.0
 _TOGETHER = 1.0
@@ -31,7 +31,7 @@ _TOGETHER = 1.0
 
 
 @dataclass
-class Record:
+class NodeRecord:
     """What a node lost and how it was left out for it."""
 
     losses: list[float] = field(default_factory=list)
@@ -53,18 +53,20 @@ class Quarantine:
 
     after: int = 0
     seconds: float = 60.0
-    nodes: dict[int, Record] = field(default_factory=dict)
+    nodes: dict[int, NodeRecord] = field(default_factory=dict)
 
     def lost(self, node: int, others: Collection[int], now: float) -> bool:
         """Note that members on ``node`` were lost at ``now``; True when it is put out for it."""
-        record = self.nodes.setdefault(node, Record())
+        record = self.nodes.setdefault(node, NodeRecord())
         if record.out or (record.losses and now - record.losses[-1] < _TOGETHER):
             return False
         if now - max([record.until, *record.losses[-1:]]) >= _HOUR:
             record.level = 0
         record.losses = [*record.recent(now), now]
         needed = 1 if record.level else self.after
-        usual = median_high([len(self.nodes.get(other, Record()).recent(now)) for other in others]) if others else None
+        usual = (
+            median_high([len(self.nodes.get(other, NodeRecord()).recent(now)) for other in others]) if others else None
+        )
         if self.after == 0 or usual is None or len(record.losses) - usual < needed:
             return False
         record.level += 1

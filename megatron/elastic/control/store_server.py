@@ -23,8 +23,8 @@ from megatron.elastic.control.channel import (
     ANSWER_BYTES,
     HELLO_BYTES,
     INSTANCE_BYTES,
+    Acceptor,
     Credentials,
-    Listener,
     Session,
 )
 from megatron.elastic.control.keys import Keys, LocalStore, Waiter
@@ -98,7 +98,7 @@ class ServedStore(LocalStore):
 class _Connection:
     """One client. ``session`` is None while it is a stranger."""
 
-    def __init__(self, channel: socket.socket, address: str, handshake: Listener) -> None:
+    def __init__(self, channel: socket.socket, address: str, handshake: Acceptor) -> None:
         self.channel, self.address, self.handshake = channel, address, handshake
         self.deadline = time.monotonic() + _STRANGER_SECONDS
         self.session: Session | None = None
@@ -192,7 +192,7 @@ class StoreServer:
                 self._make_way()
             channel.setblocking(False)
             configure(channel, _SILENT_SECONDS)
-            connection = _Connection(channel, str(address[0]), Listener(self._key, self._instance))
+            connection = _Connection(channel, str(address[0]), Acceptor(self._key, self._instance))
             self._connections[channel.fileno()] = self._strangers[channel.fileno()] = connection
             self._epoll.register(channel.fileno(), select.EPOLLIN)
         self._paused_until = time.monotonic() + _PAUSE_SECONDS

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-__all__ = ["Accusation", "Idle", "Suspicions", "Verdict", "hang_verdict", "sinks"]
+__all__ = ["Accusation", "Idle", "Ruling", "Suspicions", "hang_verdict", "sinks"]
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Accusation:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Ruling:
     """Form the generation anew, or execute ``rank``."""
 
     kind: Literal["reform", "condemn"]
@@ -75,7 +75,7 @@ def _reachable(start: int, waiting: Mapping[int, Sequence[int]]) -> set[int]:
     return found
 
 
-def hang_verdict(table: Mapping[int, Idle]) -> Verdict | None:
+def hang_verdict(table: Mapping[int, Idle]) -> Ruling | None:
     """Whom to execute when nobody makes progress; None while anybody does, or nobody can be blamed."""
     if not table or any(idle.seconds <= idle.limit for idle in table.values()):
         return None
@@ -84,7 +84,7 @@ def hang_verdict(table: Mapping[int, Idle]) -> Verdict | None:
         return None
     idle_at = table.get(found[0])
     where = f" in {idle_at.phase!r} of step {idle_at.step}" if idle_at else ""
-    return Verdict("condemn", found[0], f"hung{where}: {len(table) - 1} others made no progress waiting for it")
+    return Ruling("condemn", found[0], f"hung{where}: {len(table) - 1} others made no progress waiting for it")
 
 
 @dataclass
@@ -102,7 +102,7 @@ class Suspicions:
         self._now.append(accusation)
         return len(self._now) == 1
 
-    def verdict(self, incarnations: Mapping[int, int]) -> Verdict | None:
+    def verdict(self, incarnations: Mapping[int, int]) -> Ruling | None:
         """What follows if none of those involved died or was stopped. ``incarnations``: of living members."""
         standing = [a for a in self._now if a.by in incarnations and a.rank in incarnations and a.by != a.rank]
         if not standing:
@@ -111,12 +111,12 @@ class Suspicions:
         again = pairs & self._before
         self._before |= pairs
         if not again:
-            return Verdict("reform", why=_describe(standing))
+            return Ruling("reform", why=_describe(standing))
         involved = {rank for pair in again for rank, _ in pair}
         # Who accused whom is a matter of who noticed first: what counts is how many fell out with a rank.
         broken = {rank: sum(any(rank == one for one, _ in pair) for pair in pairs) for rank in involved}
         worst = max(involved, key=lambda rank: (broken[rank], rank))
-        return Verdict("condemn", worst, f"link broken again ({_describe(standing)})")
+        return Ruling("condemn", worst, f"link broken again ({_describe(standing)})")
 
 
 def _describe(accusations: Sequence[Accusation]) -> str:

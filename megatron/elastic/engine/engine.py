@@ -14,7 +14,7 @@ A step, from the inside:
     update, gather                                                       the same
     recover       instead of any of it, whenever something is lost       :mod:`recover`
 
-All parts work on one :class:`Position`; each knows only those before it in this list:
+All parts work on one :class:`Context`; each knows only those before it in this list:
 position, proofs, mover, pacing, commitment, regroup, boundary and fence, engine.
 """
 
@@ -33,20 +33,20 @@ from megatron.elastic.engine.compute.model_interface import ForwardStep
 from megatron.elastic.engine.compute.samples import SampleSource, StepAddress
 from megatron.elastic.engine.compute.vote import Tally, VoteLayout
 from megatron.elastic.engine.failures import NotFinite
-from megatron.elastic.engine.generation.view import Standing
+from megatron.elastic.engine.generation.view import View
 from megatron.elastic.engine.settings import StepResult
-from megatron.elastic.engine.transaction.agreement import Recovery
+from megatron.elastic.engine.transaction.agreement import Agreement
 from megatron.elastic.engine.transaction.boundary import Boundary
-from megatron.elastic.engine.transaction.certify import Proofs
-from megatron.elastic.engine.transaction.commit import Commitment
-from megatron.elastic.engine.transaction.context import Position
+from megatron.elastic.engine.transaction.certify import Certifier
+from megatron.elastic.engine.transaction.commit import StepCommit
+from megatron.elastic.engine.transaction.context import Context
 from megatron.elastic.engine.transaction.fence import Fence, Program
-from megatron.elastic.engine.transaction.join import Welcome
+from megatron.elastic.engine.transaction.join import JoinState
 from megatron.elastic.engine.transaction.listener import Stepped
-from megatron.elastic.engine.transaction.migrate import Mover
+from megatron.elastic.engine.transaction.migrate import Migrator
 from megatron.elastic.engine.transaction.phases import StepInput, Tools
-from megatron.elastic.engine.transaction.rebalance import Pacing
-from megatron.elastic.engine.transaction.recover import Regroup
+from megatron.elastic.engine.transaction.rebalance import Rebalancer
+from megatron.elastic.engine.transaction.recover import Recovery
 from megatron.elastic.state.record import StepRecord
 
 __all__ = ["Engine"]
@@ -63,25 +63,25 @@ class Engine:
 
     def __init__(
         self,
-        position: Position,
-        pacing: Pacing,
+        context: Context,
+        rebalancer: Rebalancer,
         host_state: Callable[[], str] = str,
         newcomer: bool = False,
     ) -> None:
-        self.position = position
+        self.context = context
         self.attempts = 0
         """How often the present step was computed."""
         self._program = Program()
-        self._proofs = Proofs(position)
-        self._mover = Mover(position, self._proofs)
-        self._pacing = pacing
-        self._commitment = Commitment(position, self._mover, self._proofs, pacing)
-        self._regroup = Regroup(
-            position, self._program, self._mover, self._proofs, pacing, self._commitment, host_state
+        self._certifier = Certifier(context)
+        self._migrator = Migrator(context, self._certifier)
+        self._rebalancer = rebalancer
+        self._step_commit = StepCommit(context, self._migrator, self._certifier, rebalancer)
+        self._recovery = Recovery(
+            context, self._program, self._migrator, self._certifier, rebalancer, self._step_commit, host_state
         )
-        considered = -1 if newcomer else position.standing.generation
-        self._boundary = Boundary(position, self._mover, pacing, self._regroup, considered)
-        self._fence = Fence(self._program, position.tools.fabric, self._regroup)
+        considered = -1 if newcomer else context.view.generation
+        self._boundary = Boundary(context, self._migrator, rebalancer, self._recovery, considered)
+        self._fence = Fence(self._program, context.tools.fabric, self._recovery)
         self._doubted = (-1, -1)
         """(step, generation) of the newest step computed again because a gradient was not finite."""
 
@@ -89,8 +89,8 @@ class Engine:
 
     def adopt_parameters(self) -> None:
         """Masters of owned blocks are what the model's parameters say; moments are zero."""
-        at = self.position
-        for block in at.standing.owned:
+        at = self.context
+        for block in at.view.owned:
             values = at.tools.arena.unit_parameters(block.unit)[block.start : block.stop]
             at.tools.pool.put(block.key, values, at.record.version)
         at.tools.pool.start(at.record)
@@ -100,24 +100,24 @@ class Engine:
 
         Collective. Mirrors and every replica's parameters are brought to what the owners hold.
         """
-        at = self.position
+        at = self.context
         at.record = record
         if units is None:
             self.adopt_parameters()
         else:
-            for block in at.standing.owned:
+            for block in at.view.owned:
                 master, exp_avg, exp_avg_sq = units[block.unit][:, block.start : block.stop]
                 at.tools.pool.put(block.key, master, record.version, exp_avg, exp_avg_sq)
             at.tools.pool.start(record)
         at.body.share(record.version)
         at.body.gather(record.version)
         at.parameters = record.version
-        everything = [block.key for layout in at.recovery.layouts.values() for block in layout.blocks]
-        self._proofs.certify("start" if units is None else "load", everything)
+        everything = [block.key for layout in at.agreement.layouts.values() for block in layout.blocks]
+        self._certifier.certify("start" if units is None else "load", everything)
 
-    def join(self, welcome: Welcome) -> None:
+    def join(self, join_state: JoinState) -> None:
         """A newcomer's first act as a member: take the members' position. Raises ``CommError``: to be tried again."""
-        self._regroup.join(welcome)
+        self._recovery.join(join_state)
 
     def empty_state(self) -> dict[int, torch.Tensor]:
         """Zeros for the whole state of every held unit: fp32 ``[3, numel]`` (master, exp_avg, exp_avg_sq)."""
@@ -127,13 +127,13 @@ class Engine:
 
     def agree_on_saves(self, due: Callable[[], bool], written: Callable[[], bool]) -> None:
         """Have each vote ask whether, as far as this rank knows, a checkpoint is due, and its share of one written."""
-        self._commitment.save_due, self._commitment.share_written = due, written
+        self._step_commit.save_due, self._step_commit.share_written = due, written
 
     # -- a step ----------------------------------------------------------------------
 
     def step(self, forward_step: ForwardStep, source: SampleSource | None, address: StepAddress) -> StepResult:
         """Compute and commit the next step; ``address`` says which samples it consumes."""
-        at, program = self.position, self._program
+        at, program = self.context, self._program
         at.tools.reach("between_steps", at.record.version)
         if not program.inside:
             self._boundary.cross()
@@ -143,21 +143,21 @@ class Engine:
         work = StepInput(target, address, forward_step, source)
         at.timer.begin(target, "prepare")
         self.attempts, started = 0, time.monotonic()
-        if not at.unsettled and not self._mover.under_way:
+        if not at.needs_rebalance and not self._migrator.under_way:
             at.injector.restore()
         at.tools.reach("before_step", target)
         while not self._attempted(work):
             pass
-        self._commitment.close()
+        self._step_commit.close()
         program.over()
         at.tools.reach("after_step", target)
         seconds = time.monotonic() - started
         at.listener.stepped(
             at.record,
-            at.standing,
+            at.view,
             Stepped(address, seconds, at.timer.finish(), self.attempts, self.computed, self.state_bytes),
         )
-        return self._commitment.result()
+        return self._step_commit.result()
 
     def _attempted(self, work: StepInput) -> bool:
         """Compute and commit once, or finish what is committed. False: something was lost, try again."""
@@ -165,17 +165,17 @@ class Engine:
             try:
                 if self.record.version < work.step:
                     self.attempts += 1
-                    self._commitment.commit(work)
-                self._commitment.finish()
+                    self._step_commit.commit(work)
+                self._step_commit.finish()
                 return True
             except CommError as error:
-                self._regroup.recover(error)
+                self._recovery.recover(error)
         except NotFinite as error:
             # Every rank sees it in the same vote. A fault of the machine is gone when computed again.
-            if self._doubted == (work.step, self.standing.generation):
+            if self._doubted == (work.step, self.view.generation):
                 raise
-            self._doubted = (work.step, self.standing.generation)
-            self.position.listener.noticed(f"{error}: the step is computed again")
+            self._doubted = (work.step, self.view.generation)
+            self.context.listener.noticed(f"{error}: the step is computed again")
         return False
 
     # -- beside steps ------------------------------------------------------------------
@@ -190,22 +190,22 @@ class Engine:
         """Sums of what the loss function reports over whole batches, forward only: name → (total, count)."""
 
         def body() -> dict[str, tuple[float, float]]:
-            self.tools.port.train(False)
+            self.tools.interface.train(False)
             try:
                 return self._reported(
                     [StepInput(number, address, forward_step, source) for number, address in enumerate(addresses)]
                 )
             finally:
-                self.tools.port.train(True)
+                self.tools.interface.train(True)
 
         return self.fenced(body)
 
     def _reported(self, batches: Sequence[StepInput]) -> dict[str, tuple[float, float]]:
-        at, tally = self.position, Tally()
+        at, tally = self.context, Tally()
         for batch in batches:
             at.tools.reach("in_evaluate", at.record.version)
             result = at.body.compute(batch, 1.0, training=False)
-            if at.standing.position == 0:
+            if at.view.shard == 0:
                 tally.ledger.add(result.ledger)
                 for key, (total, count) in result.report.items():
                     before = tally.report.get(key, (0.0, 0.0))
@@ -216,7 +216,7 @@ class Engine:
 
     def _added_up(self, tally: Tally) -> Tally:
         """Sums over all ranks of what their loss functions report, and of the ledgers."""
-        at, anew = self.position, False
+        at, anew = self.context, False
         while True:
             layout = VoteLayout((), at.agree_on_keys(tally.report, anew))
             vector = layout.pack(tally)
@@ -227,9 +227,9 @@ class Engine:
             anew = True
 
     def _check_evaluated(self, ledger: Ledger, addresses: Sequence[StepAddress]) -> None:
-        skipped = frozenset(self.standing.plan.skipped)
+        skipped = frozenset(self.view.plan.skipped)
         samples = [at.first + row for at in addresses for row in range(at.size) if row not in skipped]
-        findings = ledger.findings(Expected(samples, self.tools.port.compute_units, training=False))
+        findings = ledger.findings(Expected(samples, self.tools.interface.compute_units, training=False))
         if findings:
             raise LedgerError(f"evaluation after step {self.record.version}: {'; '.join(findings)}")
 
@@ -237,8 +237,8 @@ class Engine:
         """L2 norm of all parameters, each counted once, from the masters of their owners."""
 
         def body() -> float:
-            layouts, total = self.recovery.layouts, torch.zeros(1, dtype=torch.float64)
-            for block in self.standing.owned:
+            layouts, total = self.agreement.layouts, torch.zeros(1, dtype=torch.float64)
+            for block in self.view.owned:
                 if layouts[block.unit, block.shard].counts_in_norm(block):
                     total += self.tools.pool.get(block.key).master.double().square().sum()
             dist.all_reduce(total, group=self.tools.fabric.world)
@@ -248,45 +248,45 @@ class Engine:
 
     def flip_bit(self, copy: str, tensor: str) -> None:
         """Damage the first block this rank owns (``copy`` "owner") or mirrors (fault injection)."""
-        blocks = self.standing.owned if copy == "owner" else self.standing.mirrored
+        blocks = self.view.owned if copy == "owner" else self.view.mirrored
         self.tools.pool.flip_bit(blocks[0].key, tensor)
 
     def close(self) -> None:
         """This rank leaves: stop what runs in the background, put its clock back. Idempotent."""
-        self._pacing.close()
-        self._mover.forget()
+        self._rebalancer.close()
+        self._migrator.forget()
 
     # -- what others may know ------------------------------------------------------------
 
     @property
     def tools(self) -> Tools:
         """What every phase works with."""
-        return self.position.tools
+        return self.context.tools
 
     @property
-    def recovery(self) -> Recovery:
+    def agreement(self) -> Agreement:
         """What is constant over generations, and the membership."""
-        return self.position.recovery
+        return self.context.agreement
 
     @property
     def record(self) -> StepRecord:
         """Of the newest committed step."""
-        return self.position.record
+        return self.context.record
 
     @property
-    def standing(self) -> Standing:
+    def view(self) -> View:
         """What this rank stands on in the present generation."""
-        return self.position.standing
+        return self.context.view
 
     @property
     def computed(self) -> int:
         """Samples computed in the newest step: fewer than consumed where the policy lets the batch shrink."""
-        return self._commitment.computed
+        return self._step_commit.computed
 
     @property
     def state_bytes(self) -> int:
         """Bytes of state received in added copies so far, used or not."""
-        return self._mover.bytes_received
+        return self._migrator.bytes_received
 
     @property
     def draining(self) -> bool:
@@ -296,12 +296,12 @@ class Engine:
     @property
     def in_step(self) -> bool:
         """Whether a step is under way (as against evaluation, saving, or the time between steps)."""
-        return self._commitment.under_way
+        return self._step_commit.under_way
 
     @property
     def present_step(self) -> int:
         """The step under way, or the newest committed one between steps."""
-        return self._commitment.present_step
+        return self._step_commit.present_step
 
     @property
     def behind(self) -> bool:
@@ -311,5 +311,5 @@ class Engine:
     @property
     def is_reporter(self) -> bool:
         """Whether this rank speaks for the job: the highest living one of the launch, as Megatron's last rank does."""
-        living, launched = self.standing.living, self.standing.assignment.nominal.slots
+        living, launched = self.view.living, self.view.assignment.launch_topology.slots
         return max((rank for rank in living if rank < launched), default=living[-1]) == self.tools.fabric.rank

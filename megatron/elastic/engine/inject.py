@@ -89,9 +89,9 @@ KILL_POINTS: Mapping[str, str] = MappingProxyType(
         "in_recovery_edit": "groups are being edited",
         "in_recovery_promote": "mirrors are being promoted, blocks moved",
         "in_recovery_resume": "recovered, about to finish or re-run the step",
-        "in_movement_begin": "copies have begun to move in the background",
-        "in_movement_finish": "in the step whose vote is to name the copies that move, about to take them in",
-        "in_movement_switch": "a vote has named the copies that have moved, none is updated, the others are gone",
+        "in_migration_begin": "copies have begun to move in the background",
+        "in_migration_finish": "in the step whose vote is to name the copies that move, about to take them in",
+        "in_migration_switch": "a vote has named the copies that have moved, none is updated, the others are gone",
         "in_join": "a joiner is receiving state",
     }
 )

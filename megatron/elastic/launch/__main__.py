@@ -19,7 +19,7 @@ def main(argv: list[str]) -> int:
     from megatron.elastic.launch.agent.agent import Agent
     from megatron.elastic.launch.agent.loop import Loop
     from megatron.elastic.launch.agent.rendezvous import meet
-    from megatron.elastic.launch.arguments import BadInput, parse
+    from megatron.elastic.launch.arguments import BadCommand, parse
     from megatron.elastic.launch.limits import raise_file_limit
     from megatron.elastic.launch.workers.pool import Pool, PoolEvents
 
@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
         pool.start_zygote()
         agents.append(Agent(job, loop, pool, meet(job)))
         return agents[0].run()
-    except BadInput as error:
+    except BadCommand as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -1,7 +1,7 @@
 """The command line: torchrun's own parser, a few options more, and what the cluster says.
 
-``parse(argv, environ)`` → :class:`Job`, everything an agent needs, checked.
-Bad input raises :class:`BadInput` with one line that names the flag and the fix.
+``parse(argv, environ)`` → :class:`JobSpec`, everything an agent needs, checked.
+Bad input raises :class:`BadCommand` with one line that names the flag and the fix.
 The script's ``--elastic-*`` flags are read, not taken away.
 """
 
@@ -21,14 +21,14 @@ from torch.distributed.run import determine_local_world_size, get_args_parser
 
 from megatron.elastic.config import ConfigError, ElasticConfig
 from megatron.elastic.control.etcd import Etcd
-from megatron.elastic.launch.cluster import Placement, derive
+from megatron.elastic.launch.cluster import NodePlace, derive
 from megatron.elastic.launch.domain import domain_of
 from megatron.elastic.launch.secret import job_secret
 from megatron.elastic.launch.settings import elastic_settings, tensor_parallel_size
 from megatron.elastic.launch.workers.preload import modules_for
 from megatron.elastic.launch.workers.worker import Kind
 
-__all__ = ["BadInput", "Job", "parse"]
+__all__ = ["BadCommand", "JobSpec", "parse"]
 
 
 _DRAIN_SECONDS = 120
@@ -47,7 +47,7 @@ _UNUSED: Mapping[str, object] = {
 """Options of torchrun that change nothing here, with their defaults."""
 
 
-class BadInput(ValueError):
+class BadCommand(ValueError):
     """One line: what is wrong with the command, which flag, what to do."""
 
 
@@ -62,7 +62,7 @@ class LogFiles:
 
 
 @dataclass(frozen=True)
-class Job:
+class JobSpec:
     """One agent's share of one job."""
 
     run_id: str
@@ -138,15 +138,15 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def parse(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> Job:
-    """The job described by ``argv``. Raises :class:`BadInput`; ``--help`` exits like argparse."""
+def parse(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> JobSpec:
+    """The job described by ``argv``. Raises :class:`BadCommand`; ``--help`` exits like argparse."""
     args = build_parser().parse_args(list(argv))
     _warn_of_unused(args)
     try:
         place = derive(args, environ)
         return _job(args, place, _settings(args), environ)
     except (ConfigError, ValueError, AssertionError, RuntimeError, OSError) as error:
-        raise BadInput(str(error).split("\n", 1)[0]) from None
+        raise BadCommand(str(error).split("\n", 1)[0]) from None
 
 
 def _checks_only(args: argparse.Namespace) -> bool:
@@ -170,7 +170,7 @@ def _warn_of_unused(args: argparse.Namespace) -> None:
         print(f"[launch] without effect here: {', '.join(changed)}", file=sys.stderr, flush=True)
 
 
-def _job(args: argparse.Namespace, place: Placement, settings: ElasticConfig, environ: Mapping[str, str]) -> Job:
+def _job(args: argparse.Namespace, place: NodePlace, settings: ElasticConfig, environ: Mapping[str, str]) -> JobSpec:
     kind, target = _target(args)
     run_id, workers, signals = _run_id(args, place), _workers(args.nproc_per_node), _signals(args.signals_to_handle)
     checks, refused, secret = _checks_only(args), "", ""
@@ -181,7 +181,7 @@ def _job(args: argparse.Namespace, place: Placement, settings: ElasticConfig, en
             raise
         refused = str(error)
     elastic = args.adapt or "--elastic" in args.training_script_args
-    return Job(
+    return JobSpec(
         run_id=run_id,
         node=place.node,
         nodes=place.nodes,
@@ -230,7 +230,7 @@ def _target(args: argparse.Namespace) -> tuple[Kind, str]:
     return "script", script
 
 
-def _run_id(args: argparse.Namespace, place: Placement) -> str:
+def _run_id(args: argparse.Namespace, place: NodePlace) -> str:
     if args.rdzv_id not in ("none", "") and not args.standalone:
         return str(args.rdzv_id)
     if place.run_id:

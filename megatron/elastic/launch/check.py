@@ -12,13 +12,13 @@ import sys
 
 from megatron.elastic.control import env
 from megatron.elastic.control.slot import Slot
-from megatron.elastic.launch.arguments import Job
+from megatron.elastic.launch.arguments import JobSpec
 from megatron.elastic.launch.workers.worker import WorkerSpec, run_script
 
 __all__ = ["check"]
 
 
-def check(job: Job) -> int:
+def check(job: JobSpec) -> int:
     """Run the script as rank 0 of ``job`` would; returns its exit status, 1 where the launcher refuses the job."""
     code = _run(job)
     if job.refused:
@@ -26,7 +26,7 @@ def check(job: Job) -> int:
     return code or int(bool(job.refused))
 
 
-def _run(job: Job) -> int:
+def _run(job: JobSpec) -> int:
     nominal = job.least * job.workers - job.settings.spares
     environ = {
         "RANK": "0",

@@ -15,13 +15,13 @@ from torch.distributed.run import parse_min_max_nnodes
 
 from megatron.elastic.control.etcd import Etcd
 
-__all__ = ["Placement", "derive", "first_host"]
+__all__ = ["NodePlace", "derive", "first_host"]
 
 _DEFAULT_PORT = 29500
 
 
 @dataclass(frozen=True)
-class Placement:
+class NodePlace:
     """Where this agent stands."""
 
     node: int | None
@@ -39,12 +39,12 @@ class Placement:
     """Where the store is, unless the first agent serves it."""
 
 
-def derive(args: argparse.Namespace, environ: Mapping[str, str]) -> Placement:
+def derive(args: argparse.Namespace, environ: Mapping[str, str]) -> NodePlace:
     """The placement of this agent. Raises ValueError with one line naming the flag and the fix."""
     options = _rendezvous_options(args)
     timeout = _rendezvous_timeout(options)
     if args.standalone:
-        return Placement(0, 1, 1, "127.0.0.1", 0, timeout)
+        return NodePlace(0, 1, 1, "127.0.0.1", 0, timeout)
     least, nodes = parse_min_max_nnodes(args.nnodes)
     if args.rdzv_backend not in ("static", "c10d", "etcd"):
         raise ValueError(f"--rdzv-backend {args.rdzv_backend} is not supported: use static, c10d or etcd")
@@ -70,7 +70,7 @@ def derive(args: argparse.Namespace, environ: Mapping[str, str]) -> Placement:
     if nodes == 1 and host is None and port is None:
         port = 0
     port = port if port is not None else _DEFAULT_PORT
-    return Placement(node, nodes, least, host or args.master_addr, port, timeout, run_id, etcd)
+    return NodePlace(node, nodes, least, host or args.master_addr, port, timeout, run_id, etcd)
 
 
 def first_host(nodelist: str) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import resource
 
-from megatron.elastic.launch.arguments import BadInput
+from megatron.elastic.launch.arguments import BadCommand
 
 __all__ = ["files_needed", "raise_file_limit"]
 
@@ -24,11 +24,11 @@ def files_needed(nodes: int, workers: int) -> int:
 
 
 def raise_file_limit(nodes: int, workers: int) -> None:
-    """Let this process and those it starts have as many. Raises :class:`BadInput` where the hard limit is lower."""
+    """Let this process and those it starts have as many. Raises :class:`BadCommand` where the hard limit is lower."""
     needed = files_needed(nodes, workers)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if _below(hard, needed):
-        raise BadInput(
+        raise BadCommand(
             f"{needed} open files are needed for {nodes * workers} ranks, and the hard limit is {hard}: raise it "
             f"(ulimit -Hn {needed}; LimitNOFILE of the service; --ulimit nofile of the container)"
         )

@@ -28,24 +28,24 @@ from typing import Any, ClassVar, Union, get_args, get_origin, get_type_hints
 
 __all__ = [
     "EVENT_KINDS",
-    "Certificate",
-    "Clock",
+    "CertificateEvent",
+    "ClockEvent",
     "Event",
     "EventLog",
-    "Generation",
-    "Movement",
-    "Phases",
-    "Plan",
-    "Protection",
-    "RankLost",
-    "Ready",
-    "Record",
-    "Recovery",
-    "SlowRank",
-    "Step",
-    "Substitution",
-    "Tolerance",
-    "Trace",
+    "EventRecord",
+    "GenerationEvent",
+    "MigrationEvent",
+    "PhasesEvent",
+    "PlanEvent",
+    "ProtectionEvent",
+    "RankLostEvent",
+    "ReadyEvent",
+    "RecoveryEvent",
+    "SlowRankEvent",
+    "StepEvent",
+    "SubstitutionEvent",
+    "ToleranceEvent",
+    "TraceEvent",
     "read_events",
 ]
 
@@ -58,7 +58,7 @@ class Event:
 
 
 @dataclass(frozen=True)
-class Generation(Event):
+class GenerationEvent(Event):
     """A generation was decided."""
 
     kind: ClassVar[str] = "generation"
@@ -74,14 +74,14 @@ class Generation(Event):
 
 
 @dataclass(frozen=True)
-class Ready(Event):
+class ReadyEvent(Event):
     """A rank that comes later has run everything up to its admission, and waits for it."""
 
     kind: ClassVar[str] = "ready"
 
 
 @dataclass(frozen=True)
-class RankLost(Event):
+class RankLostEvent(Event):
     """One lost incarnation, where it stood, and everything known of its end."""
 
     kind: ClassVar[str] = "loss"
@@ -98,7 +98,7 @@ class RankLost(Event):
 
 
 @dataclass(frozen=True)
-class Plan(Event):
+class PlanEvent(Event):
     """The plan a generation runs."""
 
     kind: ClassVar[str] = "plan"
@@ -113,7 +113,7 @@ class Plan(Event):
 
 
 @dataclass(frozen=True)
-class Phases(Event):
+class PhasesEvent(Event):
     """Time one rank spent in each phase of one step, nanoseconds."""
 
     kind: ClassVar[str] = "phases"
@@ -124,7 +124,7 @@ class Phases(Event):
 
 
 @dataclass(frozen=True)
-class Trace(Event):
+class TraceEvent(Event):
     """What one rank did when since the line before (``--elastic-trace``), by its monotonic clock."""
 
     kind: ClassVar[str] = "trace"
@@ -136,7 +136,7 @@ class Trace(Event):
 
 
 @dataclass(frozen=True)
-class Recovery(Event):
+class RecoveryEvent(Event):
     """From noticing a loss to being able to go on, on one rank."""
 
     kind: ClassVar[str] = "recovery"
@@ -154,10 +154,10 @@ class Recovery(Event):
 
 
 @dataclass(frozen=True)
-class Movement(Event):
+class MigrationEvent(Event):
     """Copies of state that changed place while steps went on, as one rank saw it."""
 
-    kind: ClassVar[str] = "movement"
+    kind: ClassVar[str] = "migration"
     step: int
     """The last step before the new placement."""
     added: int
@@ -176,7 +176,7 @@ class Movement(Event):
 
 
 @dataclass(frozen=True)
-class Protection(Event):
+class ProtectionEvent(Event):
     """Every block has its mirrors again, after a loss left some with fewer; from each rank that was there all along."""
 
     kind: ClassVar[str] = "protection"
@@ -191,7 +191,7 @@ class Protection(Event):
 
 
 @dataclass(frozen=True)
-class Tolerance(Event):
+class ToleranceEvent(Event):
     """What can be lost from here on without losing state; written when it changes, by the lowest living rank."""
 
     kind: ClassVar[str] = "tolerance"
@@ -212,13 +212,13 @@ class Tolerance(Event):
 
 
 @dataclass(frozen=True)
-class Certificate(Event):
+class CertificateEvent(Event):
     """Outcome of a certificate: what was checked, over how much, how long it took."""
 
     kind: ClassVar[str] = "certificate"
     step: int
     transition: str
-    """'start', 'load', 'recovery', 'join', 'movement', 'rolling'."""
+    """'start', 'load', 'recovery', 'join', 'migration', 'rolling'."""
     passed: bool
     blocks: int
     mirrors: int
@@ -232,7 +232,7 @@ class Certificate(Event):
 
 
 @dataclass(frozen=True)
-class Step(Event):
+class StepEvent(Event):
     """A committed step."""
 
     kind: ClassVar[str] = "step"
@@ -254,7 +254,7 @@ class Step(Event):
 
 
 @dataclass(frozen=True)
-class Substitution(Event):
+class SubstitutionEvent(Event):
     """A setting replaced for this platform."""
 
     kind: ClassVar[str] = "substitution"
@@ -265,7 +265,7 @@ class Substitution(Event):
 
 
 @dataclass(frozen=True)
-class Clock(Event):
+class ClockEvent(Event):
     """A rank's device was set to another clock (``--elastic-frequency``)."""
 
     kind: ClassVar[str] = "clock"
@@ -280,7 +280,7 @@ class Clock(Event):
 
 
 @dataclass(frozen=True)
-class SlowRank(Event):
+class SlowRankEvent(Event):
     """A rank's measured speed changed enough to plan anew."""
 
     kind: ClassVar[str] = "slow_rank"
@@ -293,21 +293,21 @@ class SlowRank(Event):
 EVENT_KINDS: Mapping[str, type[Event]] = {
     event.kind: event
     for event in (
-        Generation,
-        RankLost,
-        Plan,
-        Phases,
-        Trace,
-        Recovery,
-        Movement,
-        Protection,
-        Certificate,
-        Step,
-        Substitution,
-        SlowRank,
-        Clock,
-        Ready,
-        Tolerance,
+        GenerationEvent,
+        RankLostEvent,
+        PlanEvent,
+        PhasesEvent,
+        TraceEvent,
+        RecoveryEvent,
+        MigrationEvent,
+        ProtectionEvent,
+        CertificateEvent,
+        StepEvent,
+        SubstitutionEvent,
+        SlowRankEvent,
+        ClockEvent,
+        ReadyEvent,
+        ToleranceEvent,
     )
 }
 
@@ -423,7 +423,7 @@ class EventLog:
 
 
 @dataclass(frozen=True)
-class Record:
+class EventRecord:
     """A line read back. ``event`` is None for a kind this version does not know; ``fields`` has it raw."""
 
     kind: str
@@ -436,14 +436,14 @@ class Record:
     fields: dict[str, Any]
 
 
-def _parse(line: bytes) -> Record:
+def _parse(line: bytes) -> EventRecord:
     raw = json.loads(line)
     body: dict[str, Any] = raw["event"]
     event = None
     if (known := EVENT_KINDS.get(raw["kind"])) is not None:
         hints = get_type_hints(known)
         event = known(**{f.name: _from_json(hints[f.name], body[f.name]) for f in fields(known) if f.name in body})
-    return Record(
+    return EventRecord(
         raw["kind"], raw["wall"], raw["monotonic_ns"], raw["rank"], raw["incarnation"], raw["generation"], event, body
     )
 
@@ -467,7 +467,7 @@ def _torn(line: bytes) -> bool:
     return line[: len(_FIRST)] == _FIRST[: len(line)] and not line.endswith(b"}}")
 
 
-def read_events(directory: str | os.PathLike[str]) -> list[Record]:
+def read_events(directory: str | os.PathLike[str]) -> list[EventRecord]:
     """All events of a run, by wall time (within a rank, in the order written).
 
     Lines cut short by the death of their writer are left out. Raises ``ValueError`` with file
@@ -476,7 +476,7 @@ def read_events(directory: str | os.PathLike[str]) -> list[Record]:
     path = Path(directory)
     if not path.is_dir():
         raise FileNotFoundError(f"no event log directory {path}")
-    records: list[Record] = []
+    records: list[EventRecord] = []
     for file in sorted(path.glob("rank*.jsonl")):
         lines = file.read_bytes().split(b"\n")
         latest = -math.inf
@@ -494,5 +494,5 @@ def read_events(directory: str | os.PathLike[str]) -> list[Record]:
     return sorted(records, key=lambda record: record.wall)
 
 
-def _at(record: Record, wall: float) -> Record:
-    return Record(**{**{item.name: getattr(record, item.name) for item in fields(record)}, "wall": wall})
+def _at(record: EventRecord, wall: float) -> EventRecord:
+    return EventRecord(**{**{item.name: getattr(record, item.name) for item in fields(record)}, "wall": wall})

@@ -19,7 +19,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
-from megatron.elastic.observe.events import Phases, RankLost, Record, Recovery, SlowRank, Trace, read_events
+from megatron.elastic.observe.events import (
+    EventRecord,
+    PhasesEvent,
+    RankLostEvent,
+    RecoveryEvent,
+    SlowRankEvent,
+    TraceEvent,
+    read_events,
+)
 from megatron.elastic.observe.trace import Span, draw_spans, write_chrome_trace
 
 __all__ = ["main", "run_spans", "track_names"]
@@ -28,13 +36,13 @@ _PHASES, _WORK, _TRACKS = 1, 2, 3
 """Offsets of a rank's tracks (its events come first), and how many it has."""
 
 
-def run_spans(records: Sequence[Record], steps: range | None = None) -> list[Span]:
+def run_spans(records: Sequence[EventRecord], steps: range | None = None) -> list[Span]:
     """Spans of a run, ns from its first event; ``steps`` limits what belongs to a step.
 
     Track ``3 · rank`` holds losses and recoveries, ``3 · rank + 1`` phases, ``3 · rank + 2`` computations.
     """
     shifts = _shifts(records)
-    traced = {(r.rank, r.incarnation, r.event.step) for r in records if isinstance(r.event, Trace)}
+    traced = {(r.rank, r.incarnation, r.event.step) for r in records if isinstance(r.event, TraceEvent)}
     known = _noticed(records)
     spans = [
         span
@@ -59,7 +67,7 @@ def _moved(span: Span, by: int) -> Span:
     )
 
 
-def _shifts(records: Iterable[Record]) -> dict[tuple[int, int], int]:
+def _shifts(records: Iterable[EventRecord]) -> dict[tuple[int, int], int]:
     """(rank, incarnation) → ns to add to its monotonic times; 0 within one host."""
     found: dict[tuple[int, int], list[float]] = {}
     for record in records:
@@ -70,42 +78,42 @@ def _shifts(records: Iterable[Record]) -> dict[tuple[int, int], int]:
     return {key: 0 if offset - base < near else round(offset - base) for key, offset in offsets.items()}
 
 
-def _noticed(records: Iterable[Record]) -> dict[tuple[int, int], int]:
+def _noticed(records: Iterable[EventRecord]) -> dict[tuple[int, int], int]:
     """(rank, generation) → when that rank began to recover, by its own clock: losses are logged at the end."""
     return {
         (record.rank, record.generation): record.monotonic_ns - round(1e9 * sum(record.event.seconds.values()))
         for record in records
-        if isinstance(record.event, Recovery)
+        if isinstance(record.event, RecoveryEvent)
     }
 
 
 def _of(
-    record: Record, shift: int, traced: set[tuple[int, int, int]], known: Mapping[tuple[int, int], int]
+    record: EventRecord, shift: int, traced: set[tuple[int, int, int]], known: Mapping[tuple[int, int], int]
 ) -> Iterator[Span]:
     """What one line has to show."""
     event, track, now = record.event, _TRACKS * record.rank, record.monotonic_ns + shift
-    if isinstance(event, Trace):
+    if isinstance(event, TraceEvent):
         for name, start, end in event.phases:
             yield Span(track + _PHASES, name, start + shift, end + shift, name, arguments={"step": event.step})
         for op, piece, first, stop, start, end in event.work:
             details: dict[str, int | str] = {"step": event.step, "piece": piece, "units": f"[{first}, {stop})"}
             yield Span(track + _WORK, f"{op}{piece}", start + shift, end + shift, op, arguments=details)
-    elif isinstance(event, Phases) and (record.rank, record.incarnation, event.step) not in traced:
+    elif isinstance(event, PhasesEvent) and (record.rank, record.incarnation, event.step) not in traced:
         start = now - sum(event.nanoseconds.values())
         for name, spent in event.nanoseconds.items():
             yield Span(track + _PHASES, name, start, start + spent, name, arguments={"step": event.step})
             start += spent
-    elif isinstance(event, Recovery):
+    elif isinstance(event, RecoveryEvent):
         start = now - round(1e9 * sum(event.seconds.values()))
         for name, seconds in event.seconds.items():
             end = start + round(1e9 * seconds)
             yield Span(track, name, start, end, "recovery", arguments={"step": event.step, "outcome": event.outcome})
             start = end
-    elif isinstance(event, RankLost):
+    elif isinstance(event, RankLostEvent):
         details = {"step": event.step, "cause": event.cause, "seen by": record.rank}
         now = known.get((record.rank, record.generation), record.monotonic_ns) + shift
         yield Span(_TRACKS * event.lost_rank, f"lost: {event.cause}", now, now, "loss", arguments=details)
-    elif isinstance(event, SlowRank):
+    elif isinstance(event, SlowRankEvent):
         details = {"step": event.step, "speed": f"{event.speed_ppm / 10_000:.0f}%"}
         yield Span(_TRACKS * event.slow_rank, f"speed {details['speed']}", now, now, "slow", arguments=details)
 

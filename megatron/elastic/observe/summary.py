@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from megatron.elastic.observe.events import Protection, RankLost, Recovery
+from megatron.elastic.observe.events import ProtectionEvent, RankLostEvent, RecoveryEvent
 
 __all__ = ["lost_text", "protection_line", "ranks_text", "recovery_line"]
 
@@ -30,19 +30,19 @@ def ranks_text(ranks: Iterable[int]) -> str:
     return "{" + ",".join(parts) + "}"
 
 
-def lost_text(losses: Sequence[RankLost], parked: Iterable[int] = ()) -> str:
+def lost_text(losses: Sequence[RankLostEvent], parked: Iterable[int] = ()) -> str:
     """Tensor-parallel groups that lost ranks, in order of rank, and where each had its place.
 
     ``parked``: living ranks of those groups that compute nothing until they are used again.
     """
-    groups: dict[tuple[int, ...], RankLost] = {}
+    groups: dict[tuple[int, ...], RankLostEvent] = {}
     for loss in sorted(losses, key=lambda one: one.lost_rank):
         groups.setdefault(loss.tensor_parallel_group or (loss.lost_rank,), loss)
     waiting = set(parked)
     return ", ".join(_group_text(group, loss, sorted(waiting & set(group))) for group, loss in groups.items())
 
 
-def _group_text(group: tuple[int, ...], loss: RankLost, idle: Sequence[int]) -> str:
+def _group_text(group: tuple[int, ...], loss: RankLostEvent, idle: Sequence[int]) -> str:
     """``tensor-parallel group {4,5} (stage 1, replica 0; rank 4 parked)`` or ``rank 4 (stage 1, replica 0)``."""
     name = f"tensor-parallel group {ranks_text(group)}" if len(group) > 1 else f"rank {loss.lost_rank}"
     place = [f"stage {loss.stage}"] if loss.stage is not None else []
@@ -54,7 +54,7 @@ def _group_text(group: tuple[int, ...], loss: RankLost, idle: Sequence[int]) -> 
 
 
 def recovery_line(
-    recovery: Recovery, generation: int, losses: Sequence[RankLost] = (), parked: Iterable[int] = ()
+    recovery: RecoveryEvent, generation: int, losses: Sequence[RankLostEvent] = (), parked: Iterable[int] = ()
 ) -> str:
     """One line: who is missing, what became of the step, how many were lost, how long it took and where."""
     total = sum(recovery.seconds.values())
@@ -66,7 +66,7 @@ def recovery_line(
     return f"recovered at generation {generation}{without}: {what}"
 
 
-def protection_line(protection: Protection) -> str:
+def protection_line(protection: ProtectionEvent) -> str:
     """One line: when every state block had its mirrors again, how many were short of one, and for how long."""
     blocks = "1 state block was" if protection.blocks == 1 else f"{protection.blocks} state blocks were"
     steps = "1 step" if protection.steps == 1 else f"{protection.steps} steps"

@@ -33,7 +33,7 @@ COLOURS: Mapping[str, str] = {
     "vote": "#9d755d",
     "update": "#eeca3b",
     "gather": "#b279a2",
-    "movement": "#ff9da6",
+    "migration": "#ff9da6",
 }
 _WIDTH_PT, _LETTER_PT = 850, 3.9
 """Width of the drawing and of a letter in a label, points: what does not fit is not written."""

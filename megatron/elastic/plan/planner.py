@@ -33,10 +33,10 @@ from megatron.elastic.plan.dataflow import (
     split_rows,
 )
 from megatron.elastic.plan.model import Action, Op, Plan, Profile, Segment, Topology, UnitCost
-from megatron.elastic.plan.schedule.orders import Ordered, Ordering, Work, compute_orders, memory_rows
+from megatron.elastic.plan.schedule.orders import Ordered, Ordering, OrderInput, compute_orders, memory_rows
 from megatron.elastic.plan.schedule.table import EdgeIndex, Step, components, index_edges, tables_from_orders
 from megatron.elastic.plan.schedule.timing import walk
-from megatron.elastic.plan.search.partition import Model, PipelineTime, Place, share_out
+from megatron.elastic.plan.search.partition import CellCapacity, Model, PipelineTime, share_out
 from megatron.elastic.plan.topology import is_whole, living_replicas
 
 __all__ = [
@@ -133,7 +133,7 @@ def speed_quotas(topology: Topology, profile: Profile, by_rows: bool = False) ->
     stages count as nominally fast: peers serve them, and dealing rows evens out
     their load. Replicas that are not whole hold state and compute nothing.
     """
-    places = {cell.id: Place(cell.speed_ppm) for cell in topology.cells}
+    places = {cell.id: CellCapacity(cell.speed_ppm) for cell in topology.cells}
     model = Model(profile, 1 if by_rows else topology.grid.micro_batch_size, topology.grid.data_parallel_size)
     times = []
     for replica in topology.replicas:
@@ -142,7 +142,7 @@ def speed_quotas(topology: Topology, profile: Profile, by_rows: bool = False) ->
             continue
         stages: dict[int, int] = {}
         for s in replica.segments:
-            spent = model.stage_time(s.first, s.end, places.get(s.cell, Place()))
+            spent = model.stage_time(s.first, s.end, places.get(s.cell, CellCapacity()))
             stages[s.cell] = stages.get(s.cell, 0) + spent
         slowest = max(stages.values())
         times.append(PipelineTime(sum(stages.values()) - slowest, slowest))
@@ -207,7 +207,7 @@ def _drafted(
     edges = piece_edges(pieces)
     index = index_edges(pieces, edges)
     costs = plan_costs(pieces, edges, topology.cells, profile)
-    work = Work(pieces, edges, index, waves, costs, memory_rows(pieces, topology, profile))
+    work = OrderInput(pieces, edges, index, waves, costs, memory_rows(pieces, topology, profile))
     groups = tuple(ordering(group, work, split_backward) for group in components(pieces, edges))
     known = max((group.makespan for group in groups if group.makespan is not None), default=0)
     untimed = _tables((group for group in groups if group.makespan is None), index)

@@ -18,7 +18,7 @@ from typing import ClassVar, Protocol
 
 import torch
 
-__all__ = ["Event", "Memory", "Platform", "PlatformUnavailable", "Stream"]
+__all__ = ["Memory", "Platform", "PlatformUnavailable", "Stream", "StreamEvent"]
 
 
 class PlatformUnavailable(RuntimeError):
@@ -37,7 +37,7 @@ class Memory:
     """Most this process has used so far."""
 
 
-class Event(Protocol):
+class StreamEvent(Protocol):
     """A point in a stream's work."""
 
     def record(self, stream: object | None = None) -> None: ...
@@ -46,7 +46,7 @@ class Event(Protocol):
 
     def query(self) -> bool: ...
 
-    def elapsed_time(self, end_event: Event) -> float:
+    def elapsed_time(self, end_event: StreamEvent) -> float:
         """Milliseconds from this event to ``end_event``."""
         ...
 
@@ -58,7 +58,7 @@ class Stream(Protocol):
 
     def wait_stream(self, stream: Stream) -> None: ...
 
-    def wait_event(self, event: Event) -> None: ...
+    def wait_event(self, event: StreamEvent) -> None: ...
 
 
 class Platform(ABC):
@@ -113,7 +113,7 @@ class Platform(ABC):
         """Queue the work of a block on ``stream``."""
 
     @abstractmethod
-    def new_event(self, timing: bool = False) -> Event:
+    def new_event(self, timing: bool = False) -> StreamEvent:
         """An event; with ``timing`` its distance to another can be read."""
 
     @abstractmethod

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 import torch
 
 from megatron.elastic.platform import cpu_redirect, host_memory, streams
-from megatron.elastic.platform.base import Event, Memory, Platform, Stream
+from megatron.elastic.platform.base import Memory, Platform, Stream, StreamEvent
 
 __all__ = ["CpuPlatform"]
 
@@ -56,7 +56,7 @@ class CpuPlatform(Platform):
     def use_stream(self, stream: Stream) -> AbstractContextManager[object]:
         return streams.use_stream(stream)
 
-    def new_event(self, timing: bool = False) -> Event:
+    def new_event(self, timing: bool = False) -> StreamEvent:
         return streams.HostEvent(enable_timing=timing)
 
     def memory(self, index: int = 0) -> Memory:

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import torch
 
-from megatron.elastic.platform.base import Event, Memory, Platform, Stream
+from megatron.elastic.platform.base import Memory, Platform, Stream, StreamEvent
 
 __all__ = ["VendorPlatform"]
 
@@ -52,8 +52,8 @@ class VendorPlatform(Platform):
     def use_stream(self, stream: Stream) -> AbstractContextManager[object]:
         return cast("AbstractContextManager[object]", self.module().stream(stream))
 
-    def new_event(self, timing: bool = False) -> Event:
-        return cast(Event, self.module().Event(enable_timing=timing))
+    def new_event(self, timing: bool = False) -> StreamEvent:
+        return cast(StreamEvent, self.module().Event(enable_timing=timing))
 
     def memory(self, index: int = 0) -> Memory:
         module = self.module()

@@ -15,23 +15,23 @@ from megatron.elastic.control.membership import Activity, Decision
 from megatron.elastic.engine.compute.buffers import Arena
 from megatron.elastic.engine.compute.clocks import Clocks
 from megatron.elastic.engine.compute.exact_gradients import ExactGradients, one_sample_pieces
-from megatron.elastic.engine.compute.model_interface import ModelPort
+from megatron.elastic.engine.compute.model_interface import ModelInterface
 from megatron.elastic.engine.engine import Engine
 from megatron.elastic.engine.generation.assignment import Assignment
-from megatron.elastic.engine.generation.configuration import Basis, History
-from megatron.elastic.engine.generation.hardware import Machine
-from megatron.elastic.engine.generation.launch_topology import Nominal
+from megatron.elastic.engine.generation.configuration import Configuration, History
+from megatron.elastic.engine.generation.hardware import Hardware
+from megatron.elastic.engine.generation.launch_topology import LaunchTopology
 from megatron.elastic.engine.generation.repartition import Recut, unmeasured_profile
-from megatron.elastic.engine.generation.view import Standing, unit_groups
+from megatron.elastic.engine.generation.view import View, unit_groups
 from megatron.elastic.engine.settings import Settings
-from megatron.elastic.engine.transaction.agreement import Outcome, Recovery, failure_domains, placement_rules
-from megatron.elastic.engine.transaction.certificates import Verdict
-from megatron.elastic.engine.transaction.context import Position
+from megatron.elastic.engine.transaction.agreement import Agreement, RecoveryOutcome, failure_domains, placement_rules
+from megatron.elastic.engine.transaction.certificates import CertificateOutcome
+from megatron.elastic.engine.transaction.context import Context
 from megatron.elastic.engine.transaction.listener import Listener, Stepped
 from megatron.elastic.engine.transaction.migration import Moved
 from megatron.elastic.engine.transaction.phases import Tools
 from megatron.elastic.engine.transaction.protection import Protected
-from megatron.elastic.engine.transaction.rebalance import Pacing
+from megatron.elastic.engine.transaction.rebalance import Rebalancer
 from megatron.elastic.observe.events import EventLog
 from megatron.elastic.observe.phases import PhaseTimer
 from megatron.elastic.observe.timeline import Timeline
@@ -44,7 +44,7 @@ from megatron.elastic.platform.select import select
 from megatron.elastic.runtime.connect import Links
 from megatron.elastic.runtime.telemetry import (
     narrate_clock,
-    narrate_movement,
+    narrate_migration,
     narrate_pace,
     narrate_protection,
     narrate_recut,
@@ -57,7 +57,7 @@ from megatron.elastic.state.ownership import initial
 from megatron.elastic.state.pool import StatePool
 from megatron.elastic.state.record import StepRecord
 
-__all__ = ["Job", "Layouts", "assemble", "beginning"]
+__all__ = ["EngineParts", "Layouts", "assemble", "beginning"]
 
 _EVIDENCE_NS = 500_000_000
 """Computing time that must show a rank slow before plans follow: the moods of a machine pass."""
@@ -69,14 +69,14 @@ Layouts = Mapping[tuple[int, int], UnitLayout]
 
 
 @dataclass(frozen=True)
-class Job:
+class EngineParts:
     """What an engine is built from besides links: the model and what is constant over the run."""
 
-    port: ModelPort
-    nominal: Nominal
+    interface: ModelInterface
+    launch_topology: LaunchTopology
     config: ElasticConfig
     settings: Settings
-    on_settled: Callable[[Outcome, Standing, float], None]
+    on_settled: Callable[[RecoveryOutcome, View, float], None]
     host_state: Callable[[], str]
     on_notice: Callable[[str], None]
     choose: Choice | None = None
@@ -89,43 +89,45 @@ class Job:
     @property
     def launched(self) -> Assignment:
         """Who holds what at launch."""
-        return self.assignment or Assignment.at_launch(self.nominal)
+        return self.assignment or Assignment.at_launch(self.launch_topology)
 
 
-def beginning(job: Job, assignment: Assignment, layouts: Layouts, decision: Decision) -> tuple[Basis, StepRecord]:
+def beginning(
+    job: EngineParts, assignment: Assignment, layouts: Layouts, decision: Decision
+) -> tuple[Configuration, StepRecord]:
     """Who holds what when the members of ``decision`` found the job, and the record that names it."""
     config = job.config
     rules = placement_rules(config, failure_domains(decision))
-    basis = Basis(initial(unit_groups(assignment, layouts, decision.members), rules), assignment)
-    return basis, replace(StepRecord.initial(job.settings.hyper), placement=basis.digest)
+    configuration = Configuration(initial(unit_groups(assignment, layouts, decision.members), rules), assignment)
+    return configuration, replace(StepRecord.initial(job.settings.hyper), placement=configuration.digest)
 
 
 def assemble(
     links: Links,
-    job: Job,
+    job: EngineParts,
     decision: Decision,
     layouts: Layouts,
     arena: Arena,
-    basis: Basis,
+    configuration: Configuration,
     record: StepRecord,
-    machine: Machine,
+    hardware: Hardware,
 ) -> Engine:
-    """The engine of this rank in the generation of ``decision``, at ``record``, where copies lie as ``basis`` says.
+    """The engine of this rank in the generation of ``decision``, at ``record``, with copies as in ``configuration``.
 
     It holds no state yet. Raises :class:`StageGone` when nobody is left to compute some unit.
     """
     fabric, rank = links.fabric, links.fabric.rank
     timeline = Timeline(job.config.trace)
     timer = PhaseTimer(timeline.moved if timeline.enabled else None)
-    links.injector.enter([at.incarnation for at in decision.members.values()], job.nominal.slots)
+    links.injector.enter([at.incarnation for at in decision.members.values()], job.launch_topology.slots)
     per_token, split = job.settings.per_token_loss, job.config.schedule == "zero-bubble"
     choose = job.choose or choice_named(job.config.policy, split, per_token)
     exact = None
     if job.config.exact:
-        exact, choose = ExactGradients(arena, job.nominal.grid.global_batch_size), one_sample_pieces(choose)
-        job.port.separate_uses(exact.contribute)
+        exact, choose = ExactGradients(arena, job.launch_topology.grid.global_batch_size), one_sample_pieces(choose)
+        job.interface.separate_uses(exact.contribute)
     tools = Tools(
-        port=job.port,
+        interface=job.interface,
         arena=arena,
         pool=StatePool(rank, layouts, job.settings.hyper, job.config.snapshot),
         layouts=layouts,
@@ -138,53 +140,53 @@ def assemble(
         steady_clock=_has_steady_clock(job.config),
         exact=exact,
     )
-    recovery = Recovery(
+    agreement = Agreement(
         membership=links.membership,
         fabric=fabric,
-        nominal=job.nominal,
+        launch_topology=job.launch_topology,
         config=job.config,
         layouts=layouts,
         arena=arena,
         injector=links.injector,
         timeout=job.settings.communication_timeout,
         choose=choose,
-        profile=_profile(job, layouts, arena, machine) if job.profile is None else job.profile,
-        machine=machine,
+        profile=_profile(job, layouts, arena, hardware) if job.profile is None else job.profile,
+        hardware=hardware,
     )
     tolerances = Tolerances(
         rank,
         job.config.mirrors,
-        lambda: recovery.domains,
+        lambda: agreement.domains,
         links.events,
         announce=lambda text: links.membership.announce(text),
         store=_first_serves_all(),
     )
-    position = Position(
+    context = Context(
         tools=tools,
-        recovery=recovery,
+        agreement=agreement,
         record=record,
-        standing=recovery.stand(decision, basis, record),
-        history=History(basis),
+        view=agreement.build_view(decision, configuration, record),
+        history=History(configuration),
         injector=links.injector,
         timer=timer,
         listener=_Narrator(links.events, timeline, job, tolerances),
     )
     pace = Pace(SpeedOptions(evidence_ns=_EVIDENCE_NS, band_ppm=_BAND_PPM))
-    pacing = Pacing(position, pace, _clocks(links, job.config, timer))
-    engine = Engine(position, pacing, job.host_state, newcomer=links.decision is None)
+    rebalancer = Rebalancer(context, pace, _clocks(links, job.config, timer))
+    engine = Engine(context, rebalancer, job.host_state, newcomer=links.decision is None)
     links.injector.flip = engine.flip_bit
     return engine
 
 
-def _profile(job: Job, layouts: Layouts, arena: Arena, machine: Machine) -> Profile:
+def _profile(job: EngineParts, layouts: Layouts, arena: Arena, hardware: Hardware) -> Profile:
     """Costs before anything is measured."""
-    shape, dtype = job.port.boundary(1)
+    shape, dtype = job.interface.boundary(1)
     copies, gradient = 1 + job.config.mirrors, job.config.snapshot == "gradient"
     costs = unmeasured_profile(
-        job.nominal, layouts, shape[0], shape.numel() * dtype.itemsize, arena.dtype.itemsize,
-        job.port.activation_bytes, state_bytes=16 * copies if gradient else 4 + 24 * copies,
+        job.launch_topology, layouts, shape[0], shape.numel() * dtype.itemsize, arena.dtype.itemsize,
+        job.interface.activation_bytes, state_bytes=16 * copies if gradient else 4 + 24 * copies,
     )  # fmt: skip
-    return replace(costs, link_bytes_per_s=machine.link_bytes_per_s, state_in_memory=select().name == "cpu")
+    return replace(costs, link_bytes_per_s=hardware.link_bytes_per_s, state_in_memory=select().name == "cpu")
 
 
 def _first_serves_all() -> bool:
@@ -225,33 +227,33 @@ class _Narrator(Listener):
 
     events: EventLog
     timeline: Timeline
-    job: Job
+    job: EngineParts
     tolerances: Tolerances
 
-    def stepped(self, record: StepRecord, standing: Standing, step: Stepped) -> None:
-        narrate_step(self.events, self.timeline, record, standing, step)
-        self.tolerances.look(standing, record.version)
+    def stepped(self, record: StepRecord, view: View, step: Stepped) -> None:
+        narrate_step(self.events, self.timeline, record, view, step)
+        self.tolerances.look(view, record.version)
 
-    def settled(self, outcome: Outcome, standing: Standing, seconds: float) -> None:
-        self.job.on_settled(outcome, standing, seconds)
+    def settled(self, outcome: RecoveryOutcome, view: View, seconds: float) -> None:
+        self.job.on_settled(outcome, view, seconds)
         assert outcome.resolution.record is not None, "only a lost state has no record"
-        self.tolerances.look(standing, outcome.resolution.record.version)
+        self.tolerances.look(view, outcome.resolution.record.version)
 
     def noticed(self, why: str) -> None:
         self.job.on_notice(why)
 
-    def paced(self, record: StepRecord, before: Standing, standing: Standing) -> None:
-        narrate_pace(self.events, record, before, standing)
+    def paced(self, record: StepRecord, before: View, view: View) -> None:
+        narrate_pace(self.events, record, before, view)
 
-    def recut(self, record: StepRecord, standing: Standing, recut: Recut) -> None:
-        narrate_recut(record, standing, recut)
+    def recut(self, record: StepRecord, view: View, recut: Recut) -> None:
+        narrate_recut(record, view, recut)
 
-    def moved(self, record: StepRecord, standing: Standing, moved: Moved) -> None:
-        narrate_movement(self.events, record, standing, moved)
-        self.tolerances.look(standing, record.version)
+    def moved(self, record: StepRecord, view: View, moved: Moved) -> None:
+        narrate_migration(self.events, record, view, moved)
+        self.tolerances.look(view, record.version)
 
-    def protected(self, record: StepRecord, standing: Standing, protected: Protected) -> None:
+    def protected(self, record: StepRecord, view: View, protected: Protected) -> None:
         narrate_protection(self.events, record, protected)
 
-    def examined(self, standing: Standing, verdict: Verdict) -> None:
-        narrate_verdict(self.events, standing, verdict)
+    def examined(self, view: View, verdict: CertificateOutcome) -> None:
+        narrate_verdict(self.events, view, verdict)

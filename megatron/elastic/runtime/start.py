@@ -13,10 +13,10 @@ from megatron.elastic.engine.engine import Engine
 from megatron.elastic.engine.generation.hardware import survey
 from megatron.elastic.engine.generation.state_catalog import build_layouts, exchange_catalog, own_catalog
 from megatron.elastic.engine.transaction.early_links import LinksAhead
-from megatron.elastic.engine.transaction.join import NEWCOMER, Welcome, newcomers, receive_welcome
+from megatron.elastic.engine.transaction.join import NEWCOMER, JoinState, newcomers, receive_welcome
 from megatron.elastic.engine.transaction.wait_for_ranks import StageGone, await_ranks
-from megatron.elastic.observe.events import Ready
-from megatron.elastic.runtime.assembly import Job, Layouts, assemble, beginning
+from megatron.elastic.observe.events import ReadyEvent
+from megatron.elastic.runtime.assembly import EngineParts, Layouts, assemble, beginning
 from megatron.elastic.runtime.connect import Links
 from megatron.elastic.runtime.warm_up import rehearse
 from megatron.elastic.state.layout import UnitLayout
@@ -35,34 +35,34 @@ class JobGone(RuntimeError):
         self.begins_anew = begins_anew
 
 
-def found(links: Links, job: Job) -> Engine:
+def found(links: Links, job: EngineParts) -> Engine:
     """The engine at the start of a job, together with everybody. Its state is what the model's parameters say."""
     assert links.decision is not None, "a newcomer joins, it does not found"
-    shard = job.nominal.shard(links.fabric.rank)
-    catalog = exchange_catalog(job.port, shard, links.fabric)
+    shard = job.launch_topology.shard(links.fabric.rank)
+    catalog = exchange_catalog(job.interface, shard, links.fabric)
     layouts = build_layouts(catalog, job.config.block_bytes)
-    basis, record = beginning(job, job.launched, layouts, links.decision)
-    arena = Arena(job.port, _of_shard(layouts, shard))
-    engine = assemble(links, job, links.decision, layouts, arena, basis, record, survey(links.fabric))
+    configuration, record = beginning(job, job.launched, layouts, links.decision)
+    arena = Arena(job.interface, _of_shard(layouts, shard))
+    engine = assemble(links, job, links.decision, layouts, arena, configuration, record, survey(links.fabric))
     engine.adopt_parameters()
     links.injector.settle()
     return engine
 
 
-def join(links: Links, job: Job) -> tuple[Engine, Welcome]:
+def join(links: Links, job: EngineParts) -> tuple[Engine, JoinState]:
     """The engine of a rank that comes later: waits to be admitted, then takes the members' position.
 
     What can be made without them (its arena) is made before anybody waits for it, and the rest is
     rehearsed. Raises ``ValueError`` when its model is not the job's, :class:`JobGone` when there is no job any more.
     """
     fabric, timeout = links.fabric, job.settings.communication_timeout
-    shard = job.nominal.shard(fabric.rank)
-    catalog = own_catalog(job.port, shard)
+    shard = job.launch_topology.shard(fabric.rank)
+    catalog = own_catalog(job.interface, shard)
     own = build_layouts(catalog, job.config.block_bytes)
     known = _of_shard(own, shard)
-    arena = Arena(job.port, known)
+    arena = Arena(job.interface, known)
     rehearse(links, job, catalog, arena)
-    links.events.write(Ready())
+    links.events.write(ReadyEvent())
     ahead = LinksAhead(fabric, timeout)
     links.membership.watch_members(ahead.members_are)
     while True:
@@ -72,15 +72,17 @@ def join(links: Links, job: Job) -> tuple[Engine, Welcome]:
                 raise JobGone(begins_anew=decision.reason == "start")
             ahead.stop()
             fabric.edit(decision.generation, decision.members, timeout)
-            welcome = receive_welcome(fabric, decision)
-            layouts = build_layouts(welcome.catalog, job.config.block_bytes)
+            join_state = receive_welcome(fabric, decision)
+            layouts = build_layouts(join_state.catalog, job.config.block_bytes)
             if any(layouts.get(key) != layout for key, layout in own.items()):
                 raise ValueError(f"rank {fabric.rank}: the parameters of its model are not those of the job's")
             known.update(_of_shard(layouts, shard))
-            engine = assemble(links, job, decision, layouts, arena, welcome.basis, welcome.record, welcome.machine)
-            engine.join(welcome)
+            engine = assemble(
+                links, job, decision, layouts, arena, join_state.configuration, join_state.record, join_state.hardware
+            )
+            engine.join(join_state)
             links.events.generation = decision.generation
-            return engine, welcome
+            return engine, join_state
         except StageGone as gone:  # others are waited for as well
             respawn, patience = job.config.respawn, job.config.detection_timeout
             await_ranks(links.membership, gone, -1, respawn, patience, say=lambda line: None)  # the members say it

@@ -9,28 +9,28 @@ from __future__ import annotations
 from collections import Counter
 
 from megatron.elastic.control.membership import Loss
-from megatron.elastic.engine.generation.launch_topology import Nominal
+from megatron.elastic.engine.generation.launch_topology import LaunchTopology
 from megatron.elastic.engine.generation.repartition import Recut
-from megatron.elastic.engine.generation.view import Standing
-from megatron.elastic.engine.transaction.agreement import Outcome
-from megatron.elastic.engine.transaction.certificates import Verdict
+from megatron.elastic.engine.generation.view import View
+from megatron.elastic.engine.transaction.agreement import RecoveryOutcome
+from megatron.elastic.engine.transaction.certificates import CertificateOutcome
 from megatron.elastic.engine.transaction.listener import Stepped
 from megatron.elastic.engine.transaction.migration import Moved
 from megatron.elastic.engine.transaction.protection import Protected
 from megatron.elastic.observe.events import (
-    Certificate,
-    Clock,
+    CertificateEvent,
+    ClockEvent,
     EventLog,
-    Generation,
-    Movement,
-    Phases,
-    Plan,
-    Protection,
-    RankLost,
-    Recovery,
-    SlowRank,
-    Step,
-    Trace,
+    GenerationEvent,
+    MigrationEvent,
+    PhasesEvent,
+    PlanEvent,
+    ProtectionEvent,
+    RankLostEvent,
+    RecoveryEvent,
+    SlowRankEvent,
+    StepEvent,
+    TraceEvent,
 )
 from megatron.elastic.observe.summary import protection_line, ranks_text, recovery_line
 from megatron.elastic.observe.timeline import Timeline
@@ -39,21 +39,21 @@ from megatron.elastic.platform.frequency import Applied
 from megatron.elastic.state.record import StepRecord
 
 __all__ = [
-    "narrate",
     "narrate_clock",
-    "narrate_movement",
+    "narrate_migration",
     "narrate_pace",
     "narrate_protection",
     "narrate_recut",
     "narrate_step",
     "narrate_verdict",
+    "report_recovery",
 ]
 
 _OUTCOMES = {"roll_forward": "rolled forward", "revote": "voted again", "rerun": "re-run"}
 
 
-def narrate(
-    events: EventLog, nominal: Nominal, outcome: Outcome, standing: Standing, step: int, in_step: bool,
+def report_recovery(
+    events: EventLog, launch_topology: LaunchTopology, outcome: RecoveryOutcome, view: View, step: int, in_step: bool,
     seconds: float, speaks: bool
 ) -> None:
     """Record one finished recovery that took ``seconds`` in ``step`` (the newest committed one between steps).
@@ -62,13 +62,13 @@ def narrate(
     """
     decision = outcome.decision
     events.generation = decision.generation
-    losses = [_rank_lost(loss, nominal, step) for loss in outcome.lost]
-    parked = standing.plan.parked
+    losses = [_rank_lost(loss, launch_topology, step) for loss in outcome.lost]
+    parked = view.plan.parked
     events.write(
-        Generation(
+        GenerationEvent(
             number=decision.generation,
             reason=decision.reason,
-            members=standing.living,
+            members=view.living,
             lost=tuple(loss.rank for loss in outcome.lost),
             joined=outcome.newcomers,
             parked=parked,
@@ -79,7 +79,7 @@ def narrate(
         events.write(loss)
     spent = {**outcome.seconds, "settle": max(0.0, seconds - sum(outcome.seconds.values()))}
     what = _outcome(outcome, in_step)
-    recovery = Recovery(
+    agreement = RecoveryEvent(
         step=step,
         outcome=what,
         seconds=spent,
@@ -87,13 +87,13 @@ def narrate(
         links_opened=outcome.edit.links_opened,
         links_ahead=outcome.edit.links_ahead,
     )
-    events.write(recovery)
+    events.write(agreement)
     if speaks:
-        if any(loss.rank < standing.living[0] for loss in outcome.lost):
+        if any(loss.rank < view.living[0] for loss in outcome.lost):
             events.write_held()  # whoever spoke before may have died before it could say that its last step was over
-        events.write(_plan(step, standing))
-        recovered = recovery_line(recovery, decision.generation, losses, parked)
-        for line in (recovered, *batch_lines(standing.plan)):
+        events.write(_plan(step, view))
+        recovered = recovery_line(agreement, decision.generation, losses, parked)
+        for line in (recovered, *batch_lines(view.plan)):
             print(line, flush=True)
 
 
@@ -113,11 +113,11 @@ def rows_of(plan: model.Plan) -> dict[int, int]:
     return {cell: len(rows[cell]) for cell in sorted(rows)}
 
 
-def _plan(step: int, standing: Standing) -> Plan:
-    plan = standing.plan
-    return Plan(
+def _plan(step: int, view: View) -> PlanEvent:
+    plan = view.plan
+    return PlanEvent(
         step=step,
-        plan_hash=standing.plan_hash,
+        plan_hash=view.plan_hash,
         stages=tuple((n, s.cell, s.first, s.end) for n, replica in enumerate(plan.replicas) for s in replica.segments),
         rows={str(cell): rows for cell, rows in rows_of(plan).items()},
         labels=plan.labels,
@@ -125,16 +125,16 @@ def _plan(step: int, standing: Standing) -> Plan:
 
 
 def narrate_step(
-    events: EventLog, timeline: Timeline, record: StepRecord, standing: Standing, stepped: Stepped
+    events: EventLog, timeline: Timeline, record: StepRecord, view: View, stepped: Stepped
 ) -> None:
     """Record one committed step: times on every rank, what everybody knows on the lowest living one."""
     if not events.enabled:
         return
-    events.write(Phases(record.version, dict(stepped.phases), stepped.state_bytes))
+    events.write(PhasesEvent(record.version, dict(stepped.phases), stepped.state_bytes))
     if timeline.enabled:
         spans, work = timeline.take()
-        events.write(Trace(step=record.version, phases=spans, work=work))
-    step = Step(
+        events.write(TraceEvent(step=record.version, phases=spans, work=work))
+    step = StepEvent(
         step=record.version,
         samples=(stepped.address.first, stepped.address.first + stepped.address.size),
         seconds=stepped.seconds,
@@ -147,15 +147,15 @@ def narrate_step(
         ledger=record.ledger_hash,
         computed=stepped.computed,
     )
-    if standing.lowest:
+    if view.lowest:
         events.write(step)
     else:
         events.hold(step)
 
 
-def narrate_recut(record: StepRecord, standing: Standing, recut: Recut) -> None:
+def narrate_recut(record: StepRecord, view: View, recut: Recut) -> None:
     """Say that layers begin to change place, and why."""
-    if not standing.lowest:
+    if not view.lowest:
         return
     if recut.target.is_nominal:
         why = "all ranks are back, layers return to where they were at launch"
@@ -167,13 +167,13 @@ def narrate_recut(record: StepRecord, standing: Standing, recut: Recut) -> None:
     print(f"step {record.version}: {what}; {why}", flush=True)
 
 
-def narrate_movement(events: EventLog, record: StepRecord, standing: Standing, moved: Moved) -> None:
+def narrate_migration(events: EventLog, record: StepRecord, view: View, moved: Moved) -> None:
     """Record copies of state that have changed place, and the plan from there on."""
-    if standing.lowest:
-        events.write(_plan(record.version, standing))
-    kinds = Counter(change.kind for change in moved.movement.changes)
+    if view.lowest:
+        events.write(_plan(record.version, view))
+    kinds = Counter(change.kind for change in moved.migration.changes)
     events.write(
-        Movement(
+        MigrationEvent(
             step=record.version,
             added=kinds["add"],
             promoted=kinds["promote"],
@@ -182,24 +182,24 @@ def narrate_movement(events: EventLog, record: StepRecord, standing: Standing, m
             background_seconds=moved.background,
             stall_seconds=moved.stall,
             seconds=dict(moved.seconds),
-            urgent=moved.movement.urgent,
+            urgent=moved.migration.urgent,
         )
     )
 
 
 def narrate_protection(events: EventLog, record: StepRecord, protected: Protected) -> None:
     """Record, and say once, that every block has its mirrors again."""
-    told = Protection(record.version, protected.seconds, protected.steps, protected.blocks)
+    told = ProtectionEvent(record.version, protected.seconds, protected.steps, protected.blocks)
     events.write(told)
     if protected.speaks:
         print(protection_line(told), flush=True)
 
 
-def narrate_verdict(events: EventLog, standing: Standing, verdict: Verdict) -> None:
+def narrate_verdict(events: EventLog, view: View, verdict: CertificateOutcome) -> None:
     """Record how a certificate ended; what it found is also printed, by the lowest living rank."""
     passed = verdict.certificate
     events.write(
-        Certificate(
+        CertificateEvent(
             step=verdict.step,
             transition=verdict.transition,
             passed=not verdict.findings,
@@ -211,43 +211,43 @@ def narrate_verdict(events: EventLog, standing: Standing, verdict: Verdict) -> N
             failures=verdict.findings,
         )
     )
-    if standing.lowest:
+    if view.lowest:
         for finding in verdict.findings:
             print(f"step {verdict.step}, certificate ({verdict.transition}): {finding}", flush=True)
 
 
-def narrate_pace(events: EventLog, record: StepRecord, before: Standing, standing: Standing) -> None:
+def narrate_pace(events: EventLog, record: StepRecord, before: View, view: View) -> None:
     """Record that measured speeds changed the plan; the lowest living rank says who is slow and what that means."""
-    if not standing.lowest:
+    if not view.lowest:
         return
     step = record.version
     was = {cell.id: cell.speed_ppm for cell in before.plan.cells}
     now = dict(record.speeds)
-    rows_before, rows_now = rows_of(before.plan), rows_of(standing.plan)
-    for cell in standing.plan.cells:
+    rows_before, rows_now = rows_of(before.plan), rows_of(view.plan)
+    for cell in view.plan.cells:
         speed = now.get(cell.id, 1_000_000)
         if speed == was[cell.id]:
             continue
         for rank in cell.ranks:
-            events.write(SlowRank(step=step, slow_rank=rank, speed_ppm=speed))
+            events.write(SlowRankEvent(step=step, slow_rank=rank, speed_ppm=speed))
         name = f"rank {cell.ranks[0]}" if len(cell.ranks) == 1 else f"tensor-parallel group {ranks_text(cell.ranks)}"
         print(
             f"step {step}: {name} runs at {speed / 10_000:.0f}% of its peers' speed; "
             f"samples a step: {rows_now.get(cell.id, 0)} (before: {rows_before.get(cell.id, 0)})",
             flush=True,
         )
-    if standing.plan_hash != before.plan_hash:
-        events.write(_plan(step + 1, standing))
+    if view.plan_hash != before.plan_hash:
+        events.write(_plan(step + 1, view))
 
 
 def narrate_clock(events: EventLog, step: int, applied: Applied, power_mw: int | None) -> None:
     """Record a clock that was set."""
     events.write(
-        Clock(step, applied.asked_khz, applied.set_khz, applied.observed_khz, applied.verified, power_mw)
+        ClockEvent(step, applied.asked_khz, applied.set_khz, applied.observed_khz, applied.verified, power_mw)
     )
 
 
-def _outcome(outcome: Outcome, in_step: bool) -> str:
+def _outcome(outcome: RecoveryOutcome, in_step: bool) -> str:
     if outcome.newcomers:  # some perhaps let in by a decision before, whose generation did not come about
         joined = "joined by " + ", ".join(map(str, outcome.newcomers))
         if not outcome.lost or not in_step:
@@ -260,16 +260,16 @@ def _outcome(outcome: Outcome, in_step: bool) -> str:
     return "finished" if outcome.step_committed else _OUTCOMES[outcome.resolution.kind]
 
 
-def _rank_lost(loss: Loss, nominal: Nominal, step: int) -> RankLost:
-    place = nominal.place(loss.rank)
-    return RankLost(
+def _rank_lost(loss: Loss, launch_topology: LaunchTopology, step: int) -> RankLostEvent:
+    place = launch_topology.place(loss.rank)
+    return RankLostEvent(
         lost_rank=loss.rank,
         lost_incarnation=loss.incarnation,
         host=loss.host,
         cause=loss.cause,
         step=step,
         last_lines=loss.last_lines,
-        tensor_parallel_group=nominal.cell_of(loss.rank).ranks,
+        tensor_parallel_group=launch_topology.cell_of(loss.rank).ranks,
         stage=None if place is None else place[2],
         replica=None if place is None else place[1],
     )

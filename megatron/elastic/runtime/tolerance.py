@@ -1,14 +1,14 @@
-"""What the job can lose now, told whenever it changes: in the log, as an event, and to every agent (``ctl status``).
+"""Report what the job can lose now, whenever it changes: in the log, as an event, and to every agent (``ctl status``).
 
-The lowest living rank tells it. It looks after every committed step, recovery and movement, and works it out only where
-another placement or other domains are in force than when it looked last.
+The lowest living rank reports it. It looks after every committed step, recovery and migration, and computes it only
+where another placement or other domains are in force than at the look before.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from megatron.elastic.engine.generation.view import Standing
+from megatron.elastic.engine.generation.view import View
 from megatron.elastic.observe import events
 from megatron.elastic.observe.summary import ranks_text
 from megatron.elastic.state.domains import FailureDomains
@@ -30,10 +30,10 @@ class Tolerances:
         self._seen: tuple[Placement, FailureDomains] | None = None
         self._told = ""
 
-    def look(self, standing: Standing, step: int) -> None:
-        """``standing`` is in force after ``step``."""
-        present = standing.placement, self._domains()
-        if standing.living[0] != self._rank or self._is_seen(*present):
+    def look(self, view: View, step: int) -> None:
+        """``view`` is in force after ``step``."""
+        present = view.placement, self._domains()
+        if view.living[0] != self._rank or self._is_seen(*present):
             return
         self._seen = present
         found = tolerance(*present, self._mirrors)
@@ -79,7 +79,9 @@ def _fatal(level: Level, kind: str, domains: FailureDomains) -> str:
     return f"{text}{' together' * (len(first) > 1)} ({len(level.fatal)} of {level.possible} {unit})"
 
 
-def _event(found: Tolerance, domains: FailureDomains, step: int, text: str) -> events.Tolerance:
+def _event(found: Tolerance, domains: FailureDomains, step: int, text: str) -> events.ToleranceEvent:
     ranks, nodes, *wider = found.levels
     named = tuple(tuple(domains.names[node] for node in one) for one in nodes.fatal)
-    return events.Tolerance(step, ranks.any, nodes.any, tuple(level.any for level in wider), named, found.short, text)
+    return events.ToleranceEvent(
+        step, ranks.any, nodes.any, tuple(level.any for level in wider), named, found.short, text
+    )

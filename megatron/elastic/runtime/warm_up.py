@@ -13,20 +13,20 @@ from megatron.elastic.comm.messages import decode, encode
 from megatron.elastic.control.membership import Decision
 from megatron.elastic.engine.compute.buffers import Arena
 from megatron.elastic.engine.generation.assignment import Assignment
-from megatron.elastic.engine.generation.hardware import Machine
+from megatron.elastic.engine.generation.hardware import Hardware
 from megatron.elastic.engine.generation.state_catalog import Catalog, build_layouts
 from megatron.elastic.engine.inject import Injector
 from megatron.elastic.engine.transaction.certificates import LOOKED_AT_BYTES, examine, looked_at, statement
-from megatron.elastic.engine.transaction.fence import Place
-from megatron.elastic.engine.transaction.join import Welcome
+from megatron.elastic.engine.transaction.fence import EntryPoint
+from megatron.elastic.engine.transaction.join import JoinState
 from megatron.elastic.observe.events import EventLog
-from megatron.elastic.runtime.assembly import Job, assemble, beginning
+from megatron.elastic.runtime.assembly import EngineParts, assemble, beginning
 from megatron.elastic.runtime.connect import Links
 
 __all__ = ["rehearse"]
 
 
-def rehearse(links: Links, job: Job, own: Catalog, arena: Arena) -> None:
+def rehearse(links: Links, job: EngineParts, own: Catalog, arena: Arena) -> None:
     """Be admitted, alone and for nothing, to a job of which everybody of the launch is here.
 
     ``own``: the catalog of this rank's units; those of others are taken to be like one of them. Nothing is sent or
@@ -36,7 +36,7 @@ def rehearse(links: Links, job: Job, own: Catalog, arena: Arena) -> None:
     gc.collect()  # now, and not when enough has come together, in the middle of the admission
 
 
-def _be_admitted(links: Links, job: Job, own: Catalog, arena: Arena) -> None:
+def _be_admitted(links: Links, job: EngineParts, own: Catalog, arena: Arena) -> None:
     rank, here = links.fabric.rank, links.fabric.address()
     assignment, living = _in_a_place(job.launched, rank, tuple(arena.slices))
     if rank not in living:
@@ -44,26 +44,38 @@ def _be_admitted(links: Links, job: Job, own: Catalog, arena: Arena) -> None:
     like = next(iter(own.values()))
     layouts = build_layouts({key: own.get(key, like) for key in assignment.state_groups()}, job.config.block_bytes)
     decision = Decision(0, {peer: replace(here, rank=peer) for peer in living}, "join")
-    basis, record = beginning(job, assignment, layouts, decision)
-    told = Welcome(own, Machine(1, 1), basis, basis, record.to_json(), Place(0, True, 0, {}, None), False, (), "")
-    welcome: Welcome = decode(Welcome, encode(told), rank)
+    configuration, record = beginning(job, assignment, layouts, decision)
+    told = JoinState(
+        own,
+        Hardware(1, 1),
+        configuration,
+        configuration,
+        record.to_json(),
+        EntryPoint(0, True, 0, {}, None),
+        False,
+        (),
+        "",
+    )
+    join_state: JoinState = decode(JoinState, encode(told), rank)
     alone = replace(links, injector=Injector((), rank), events=EventLog(None, rank))
     quiet = replace(job, config=replace(job.config, frequency="off", trace=False, exact=False))
     at = assemble(
-        alone, quiet, decision, layouts, arena, welcome.basis, welcome.record, welcome.machine
-    ).position
-    mine = statement(at.tools, at.standing, record, 0, looked_at(layouts, basis.placement.copies, 0, LOOKED_AT_BYTES))
+        alone, quiet, decision, layouts, arena, join_state.configuration, join_state.record, join_state.hardware
+    ).context
+    mine = statement(
+        at.tools, at.view, record, 0, looked_at(layouts, configuration.placement.copies, 0, LOOKED_AT_BYTES)
+    )
     # What it finds is of no account: of the others there is nothing to compare.
-    examine(at.tools, at.standing, at.recovery.groups(at.standing), mine, "join")
+    examine(at.tools, at.view, at.agreement.groups(at.view), mine, "join")
 
 
 def _in_a_place(assignment: Assignment, rank: int, units: tuple[int, ...]) -> tuple[Assignment, tuple[int, ...]]:
     """Who computes what, and who is here, where ``rank`` computes ``units``: as launched, or in a lost rank's place."""
-    nominal, present = assignment.nominal, range(assignment.nominal.slots)
+    launch_topology, present = assignment.launch_topology, range(assignment.launch_topology.slots)
     if assignment.units_of(rank) == units:
         return assignment, tuple(present)
-    place = next((cell for cell in nominal.cells if assignment.units_of(cell.ranks[0]) == units), None)
-    if nominal.place(rank) is not None or place is None:
+    place = next((cell for cell in launch_topology.cells if assignment.units_of(cell.ranks[0]) == units), None)
+    if launch_topology.place(rank) is not None or place is None:
         return assignment, ()
-    living = tuple(peer for peer in present if peer not in place.ranks) + nominal.cell_of(rank).ranks
+    living = tuple(peer for peer in present if peer not in place.ranks) + launch_topology.cell_of(rank).ranks
     return assignment.seated(living), living

@@ -31,8 +31,8 @@ from megatron.elastic.simulate.goodput import Assumptions, Goodput, fleet_polici
 from megatron.elastic.simulate.pictures import plan_spans, track_names
 from megatron.elastic.simulate.rates import RATES
 from megatron.elastic.simulate.scenarios import (
-    Row,
     Scenario,
+    ScenarioRow,
     layer_profile,
     run_ablation,
     run_scenario,
@@ -44,7 +44,7 @@ from megatron.elastic.simulate.traces import TraceOptions, failure_trace
 __all__ = ["damage_table", "goodput_table", "main"]
 
 
-def damage_table(rows: Sequence[Row]) -> str:
+def damage_table(rows: Sequence[ScenarioRow]) -> str:
     """The damage table as text (relative throughput; 0: stopped)."""
     head = (
         "  DP  PP lay. loss pattern       elaswave  bound | 1F1B   best | recycle barrier  ideal "

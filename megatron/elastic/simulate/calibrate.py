@@ -27,14 +27,25 @@ from megatron.elastic.plan.cost import Costs, PieceCost
 from megatron.elastic.plan.model import Piece, Plan
 from megatron.elastic.plan.schedule.timing import execute
 
-__all__ = ["OPS", "Between", "Calibration", "Job", "Line", "Stage", "StepTrace", "Unit", "Work", "calibrated"]
+__all__ = [
+    "OPS",
+    "Between",
+    "Calibration",
+    "Line",
+    "Stage",
+    "StepTrace",
+    "TracedAction",
+    "TracedJob",
+    "Unit",
+    "calibrated",
+]
 
 OPS = ("F", "B")
 DRAWS = 101
 """Simulated steps, of which the median is what is predicted."""
 
 
-class Work(NamedTuple):
+class TracedAction(NamedTuple):
     """An action as traced, ns by its rank's clock."""
 
     op: str
@@ -67,20 +78,20 @@ class Stage(NamedTuple):
 class StepTrace:
     """One step of one rank."""
 
-    work: tuple[Work, ...]
+    work: tuple[TracedAction, ...]
     """By start."""
     compute_ns: int
     """The whole compute phase."""
 
 
 @dataclass(frozen=True)
-class Job:
+class TracedJob:
     """Steps that all ran the same plan: rank → trace, each. Every rank ran one stage."""
 
     units: int
     steps: tuple[Mapping[int, StepTrace], ...]
 
-    def stage(self, work: Work) -> Stage:
+    def stage(self, work: TracedAction) -> Stage:
         """Where ``work`` was done."""
         return Stage(work.first, work.end, self.units)
 
@@ -167,7 +178,7 @@ class Calibration:
         return took
 
 
-def calibrated(jobs: Sequence[Job]) -> Calibration:
+def calibrated(jobs: Sequence[TracedJob]) -> Calibration:
     """The cost model that ``jobs`` tell. Raises ``ValueError`` when they do not tell pieces, layers and ends apart."""
     samples: dict[str, list[tuple[Stage, float]]] = {op: [] for op in OPS}
     varying: list[Mapping[str, tuple[float, ...]]] = []
@@ -182,7 +193,7 @@ def calibrated(jobs: Sequence[Job]) -> Calibration:
     return Calibration(pieces, _between(jobs), tuple(varying))
 
 
-def _medians(job: Job) -> dict[tuple[str, Stage], float]:
+def _medians(job: TracedJob) -> dict[tuple[str, Stage], float]:
     """(op, stage) → ns of an action of ``job``."""
     found: dict[tuple[str, Stage], list[int]] = {}
     for trace in job.traces():
@@ -191,7 +202,7 @@ def _medians(job: Job) -> dict[tuple[str, Stage], float]:
     return {key: median(spent) for key, spent in found.items()}
 
 
-def _between(jobs: Sequence[Job]) -> Between:
+def _between(jobs: Sequence[TracedJob]) -> Between:
     """What lies between the actions of ``jobs``."""
     gaps: dict[tuple[str, Stage], list[int]] = {}
     around: dict[Stage, list[int]] = {}
@@ -212,14 +223,14 @@ def _between(jobs: Sequence[Job]) -> Between:
     return Between(lies, _line(around), max(0.0, median(hops)) if hops else 0.0)
 
 
-def _waits_for_nothing(before: Work, after: Work, units: int) -> bool:
+def _waits_for_nothing(before: TracedAction, after: TracedAction, units: int) -> bool:
     """The backward right after a piece's last forward, and a forward that starts a piece, have all they need."""
     if after.op == "F":
         return after.first == 0
     return before.op == "F" and before.piece == after.piece and after.end == units
 
 
-def _hops(step: Mapping[int, StepTrace]) -> list[tuple[Work, Work]]:
+def _hops(step: Mapping[int, StepTrace]) -> list[tuple[TracedAction, TracedAction]]:
     """Of a pipeline of two: the second's first forward and the first's last backward have nothing to do but wait."""
     lines = sorted((trace.work for trace in step.values()), key=lambda work: work[0].first)
     if len(lines) != 2 or lines[1][0].first != lines[0][0].end:

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.elastic.simulate.goodput import Goodput
-from megatron.elastic.simulate.scenarios import Row
+from megatron.elastic.simulate.scenarios import ScenarioRow
 
 __all__ = ["draw_goodput", "draw_scenarios"]
 
 
-def draw_scenarios(rows: Sequence[Row], path: Path, losses: int = 1) -> None:
+def draw_scenarios(rows: Sequence[ScenarioRow], path: Path, losses: int = 1) -> None:
     """Relative throughput after ``losses`` spread losses: one group of bars per (DP, PP, layers)."""
     from matplotlib.figure import Figure
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from megatron.elastic.plan.cost import plan_costs
 from megatron.elastic.plan.model import Plan, Profile
-from megatron.elastic.plan.schedule.timing import Timeline, execute
+from megatron.elastic.plan.schedule.timing import TimedTables, execute
 
 __all__ = ["StepCosts", "StepTime", "simulate_step"]
 
@@ -38,7 +38,7 @@ class StepTime:
     vote: int
     update: int
     gather: int
-    timeline: Timeline
+    timeline: TimedTables
 
     @property
     def total(self) -> int:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megatron.elastic.plan.model import Profile
-from megatron.elastic.plan.search.partition import Model, PipelineTime, Place, cut_pipeline, pipeline_time
+from megatron.elastic.plan.search.partition import CellCapacity, Model, PipelineTime, cut_pipeline, pipeline_time
 
 __all__ = ["Fleet", "least_deadline"]
 
@@ -58,7 +58,7 @@ class Fleet:
     def nominal(self) -> PipelineTime:
         """An undamaged replica under 1F1B."""
         model = Model(self.profile, 1, self.replicas)
-        places = [Place()] * self.stages
+        places = [CellCapacity()] * self.stages
         cuts = cut_pipeline(model, places)
         assert cuts is not None
         return pipeline_time(model, places, cuts)
@@ -72,7 +72,7 @@ class Fleet:
         for split in (False, True) if self.split_backward else (False,):
             model = Model(self.profile, 1, self.replicas, split_backward=split)
             for length in range(1, self.stages + 1):
-                places = [Place(memory_bytes=room)] * length
+                places = [CellCapacity(memory_bytes=room)] * length
                 cuts = cut_pipeline(model, places)
                 if cuts is not None:
                     found[length] = pipeline_time(model, places, cuts)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron.elastic.simulate.fleet import Fleet
-from megatron.elastic.simulate.traces import Loss
+from megatron.elastic.simulate.traces import TraceLoss
 
 __all__ = ["Assumptions", "FleetPolicy", "Goodput", "fleet_policies", "run_trace"]
 
@@ -111,7 +111,7 @@ class _Run:
         self.work += ran * self.speed
         self.now = time
 
-    def lose(self, loss: Loss) -> list[int]:
+    def lose(self, loss: TraceLoss) -> list[int]:
         """Cells that were alive and now are not; charges the stall and the redone work."""
         fresh = [cell for cell in range(loss.first, loss.first + loss.count) if cell not in self.dead]
         if not fresh:
@@ -218,7 +218,7 @@ class _Run:
 
 def run_trace(
     fleet: Fleet,
-    trace: Sequence[Loss],
+    trace: Sequence[TraceLoss],
     horizon_s: float,
     policy: FleetPolicy,
     assumed: Assumptions | None = None,

@@ -26,8 +26,8 @@ from megatron.elastic.plan.policies.policy import (
     CheckpointRestart,
     ElasWave,
     MindSpeed,
-    Outcome,
     Policy,
+    PolicyOutcome,
     ReCycle,
     Spares,
     TorchFT,
@@ -43,8 +43,8 @@ from megatron.elastic.plan.topology import regular_topology, without_cells
 __all__ = [
     "ABLATIONS",
     "PEERS",
-    "Row",
     "Scenario",
+    "ScenarioRow",
     "layer_profile",
     "run_ablation",
     "run_scenario",
@@ -95,7 +95,7 @@ class Scenario:
 
 
 @dataclass(frozen=True)
-class Row:
+class ScenarioRow:
     """Throughput of each policy relative to before the loss (0: stopped), and the bounds."""
 
     scenario: Scenario
@@ -123,7 +123,7 @@ class Row:
         return {**asdict(self.scenario), **{k: v for k, v in asdict(self).items() if k != "scenario"}}
 
     @classmethod
-    def from_flat(cls, flat: Mapping[str, Any]) -> Row:
+    def from_flat(cls, flat: Mapping[str, Any]) -> ScenarioRow:
         """Inverse of :meth:`flat`."""
         names = {field.name for field in fields(Scenario)}
         rest = {key: value for key, value in flat.items() if key not in names}
@@ -179,7 +179,7 @@ def _patterns(losses: int) -> Iterator[Pattern]:
         yield "concentrated"
 
 
-def run_scenario(scenario: Scenario) -> Row:
+def run_scenario(scenario: Scenario) -> ScenarioRow:
     """All policies and bounds on one damage."""
     before, after = scenario_topology(scenario)
     profile = layer_profile(scenario.layers)
@@ -188,7 +188,7 @@ def run_scenario(scenario: Scenario) -> Row:
     full, plain = ElasWave(FULL).respond(after, profile), ElasWave(PLAIN).respond(after, profile)
     peers = {name: policy.respond(after, profile) for name, policy in PEERS}
     ideal = peers["recycle"].ideal_ns
-    return Row(
+    return ScenarioRow(
         scenario,
         _relative(full, nominal, rows),
         _relative(plain, nominal, rows),
@@ -220,19 +220,19 @@ def _best_1f1b(after: Topology, profile: Profile) -> int:
         return 1 << 62
 
 
-def _relative(outcome: Outcome, nominal: int, rows: int) -> float:
+def _relative(outcome: PolicyOutcome, nominal: int, rows: int) -> float:
     """Rows a second against the nominal plan (0: stopped). Restarts count with what they run afterwards."""
     return outcome.rate() * nominal / rows
 
 
-def _staggered(outcome: Outcome, after: Topology, profile: Profile, nominal: int) -> float:
+def _staggered(outcome: PolicyOutcome, after: Topology, profile: Profile, nominal: int) -> float:
     """What the answer's tables reach without a barrier between steps."""
     if outcome.answer is None:
         return 0.0
     return nominal / regime(outcome.plan(after, profile, FULL.split_backward), profile, after.tied).period_ns
 
 
-def _kind(outcome: Outcome) -> str:
+def _kind(outcome: PolicyOutcome) -> str:
     if outcome.answer is None:
         return "stopped"
     return outcome.answer.labels[0] if isinstance(outcome.answer, Plan) else outcome.answer.kind

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = ["Loss", "TraceOptions", "failure_trace"]
+__all__ = ["TraceLoss", "TraceOptions", "failure_trace"]
 
 
 @dataclass(frozen=True)
-class Loss:
+class TraceLoss:
     """Cells ``[first, first + count)`` stop at ``at_s`` and are back ``repair_s`` later."""
 
     at_s: float
@@ -40,7 +40,7 @@ class TraceOptions:
     seed: int = 0
 
 
-def failure_trace(options: TraceOptions) -> list[Loss]:
+def failure_trace(options: TraceOptions) -> list[TraceLoss]:
     """Losses in order of time. The expected number is rate x devices x days."""
     draw = np.random.default_rng(options.seed)
     horizon = options.days * 86_400
@@ -55,5 +55,5 @@ def failure_trace(options: TraceOptions) -> list[Loss]:
     for time, cell, correlated, repair in zip(times, where, wide, repairs, strict=True):
         first = int(cell) // block * block if correlated else int(cell)
         size = min(block, options.cells - first) if correlated else 1
-        trace.append(Loss(float(time), first, size, float(repair)))
+        trace.append(TraceLoss(float(time), first, size, float(repair)))
     return trace

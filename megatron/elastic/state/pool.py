@@ -156,11 +156,11 @@ class StatePool:
             del self._copies[key]
 
     def condemn(self, key: BlockKey) -> None:
-        """Forget a copy whose contents are wrong. It is reported as torn until :meth:`absolve`."""
+        """Forget a copy whose contents are wrong. It is reported as torn until :meth:`forget_torn`."""
         self.drop(key)
         self._condemned.add(key)
 
-    def absolve(self) -> None:
+    def forget_torn(self) -> None:
         """The placement in force no longer names the condemned copies."""
         self._condemned.clear()
 

@@ -97,11 +97,11 @@ def compare(
         held = {rank: mark for rank, mark in held.items() if mark.version == held[owner].version}
         if len(set(held.values())) > 1:
             witness = {table[key] for table in (parameters or {}).values() if key in table}
-            found += _judge(key, owner, held, witness)
+            found += _hang_arbiter(key, owner, held, witness)
     return tuple(found)
 
 
-def _judge(key: BlockKey, owner: int, held: Mapping[int, Fingerprint], witness: set[str]) -> list[Corruption]:
+def _hang_arbiter(key: BlockKey, owner: int, held: Mapping[int, Fingerprint], witness: set[str]) -> list[Corruption]:
     counts = Counter(held.values())
     right, votes = counts.most_common(1)[0]
     if 2 * votes <= len(held):

@@ -110,7 +110,7 @@ def every_reduction_in_every_form(here: Here, fabric: Fabric) -> None:
             same(part, wanted[2 * place : 2 * place + 2], ("reduce_scatter", op, dtype))
 
 
-# -- movement ----------------------------------------------------------------
+# -- migration ----------------------------------------------------------------
 
 
 def movement_of_every_type(here: Here, fabric: Fabric) -> None:

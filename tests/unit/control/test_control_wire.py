@@ -20,7 +20,7 @@ from megatron.elastic.control.channel import Credentials
 from megatron.elastic.control.journal import Journal, JournalForged, Trimmed, trim
 from megatron.elastic.control.keys import Keys, LocalStore
 from megatron.elastic.control.membership import Activity, Decision, Loss
-from megatron.elastic.control.seal import Seal
+from megatron.elastic.control.signer import Signer
 from megatron.elastic.control.slot import SLOT_BYTES, ExitReason, Slot
 from megatron.elastic.control.wire import (
     FrameReader,
@@ -51,7 +51,7 @@ EXAMPLES: list[ev.Event] = [
     ev.Reformed(1, "w"),
     ev.Announced(3, "any 1 rank"),
     ev.Decided(2, 0),
-    ev.Ended(5, "w"),
+    ev.JobEnded(5, "w"),
 ]
 
 
@@ -197,7 +197,7 @@ def test_what_is_no_rank_is_a_protocol_error(rank: object) -> None:
 
 
 CREDENTIALS = Credentials("5e" * 16, "run")
-SEAL = Seal(CREDENTIALS).of_launch("first")
+SEAL = Signer(CREDENTIALS).of_launch("first")
 
 
 @pytest.fixture
@@ -222,13 +222,13 @@ def test_two_writers_see_one_order_and_a_decision_cannot_pass_a_loss(store: Loca
 
 
 def test_entries_without_the_seal_are_skipped_by_every_reader(store: LocalStore) -> None:
-    forged = entry(ev.Ended(0, "forged"), "")
-    strangers = Seal(Credentials("e5" * 16, "run")).of_launch("first")
-    another_run = Seal(Credentials(CREDENTIALS.secret, "another run")).of_launch("first")
-    earlier = Seal(CREDENTIALS).of_launch("an earlier launch")
+    forged = entry(ev.JobEnded(0, "forged"), "")
+    strangers = Signer(Credentials("e5" * 16, "run")).of_launch("first")
+    another_run = Signer(Credentials(CREDENTIALS.secret, "another run")).of_launch("first")
+    earlier = Signer(CREDENTIALS).of_launch("an earlier launch")
     store.put("journal/0", b"garbage")
-    for position, seal in enumerate((strangers, another_run, earlier), 1):
-        store.put(f"journal/{position}", seal.sign(f"journal/{position}", forged))
+    for position, signer in enumerate((strangers, another_run, earlier), 1):
+        store.put(f"journal/{position}", signer.sign(f"journal/{position}", forged))
     store.put("journal/4", SEAL.sign("journal/5", forged))
     store.put("journal/5", SEAL.sign("journal/5", "[]"))
     journal = Journal(store, SEAL)
@@ -258,7 +258,7 @@ def test_a_past_that_was_changed_is_noticed_by_whoever_reads_on(store: LocalStor
     deceived = Journal(store, SEAL)
     store.put("journal/2", b"garbage")
     with suppress(JournalForged):
-        list(deceived.append(ev.Ended(0, "from another past")))
+        list(deceived.append(ev.JobEnded(0, "from another past")))
         with pytest.raises(JournalForged):
             list(early.follow(1))
 

@@ -19,9 +19,9 @@ from megatron.elastic.control import store_server
 from megatron.elastic.control.channel import (
     CHALLENGE_BYTES,
     HELLO_BYTES,
+    Acceptor,
     Credentials,
     Dialer,
-    Listener,
     Session,
 )
 from megatron.elastic.control.store import Store, StoreLost
@@ -189,7 +189,7 @@ def nothing_left() -> Iterator[None]:
 
 
 def sessions(key: bytes) -> tuple[Session, Session]:
-    dialer, listener = Dialer(key), Listener(key, b"i" * 16)
+    dialer, listener = Dialer(key), Acceptor(key, b"i" * 16)
     answer, here = dialer.answer(listener.challenge(dialer.hello))
     return here, listener.session(answer)
 

@@ -17,7 +17,7 @@ from megatron.elastic.control.quarantine import Quarantine
 from megatron.elastic.control.timing import Timing
 from megatron.elastic.control.wire import ProtocolError
 from megatron.elastic.launch.agent.loop import Loop
-from megatron.elastic.launch.agent.respawn import Successors
+from megatron.elastic.launch.agent.respawn import Respawn
 
 SECONDS = st.floats(0.0, 1e6)
 
@@ -59,7 +59,7 @@ def test_a_quarantine_lasts_its_time_though_the_wall_clock_is_set(monkeypatch: p
     assert state.quarantine.lost(1, [0, 2], clock.now())
     loop, timing = Loop(), Timing.derive(1.0)
     nothing = None
-    successors = Successors(
+    successors = Respawn(
         0, state, Failures(), {}, loop, timing, clock, nothing, nothing, appended.append  # type: ignore[arg-type]
     )  # fmt: skip
     for wall, waited in ((1e12, 30.0), (0.0, 30.5)):

@@ -26,15 +26,15 @@ from megatron.elastic.control.journal import Journal, Mark, Snapshot, Trimmed, k
 from megatron.elastic.control.keys import Keys, LocalStore
 from megatron.elastic.control.membership import Loss
 from megatron.elastic.control.quarantine import Quarantine
-from megatron.elastic.control.seal import Seal
+from megatron.elastic.control.signer import Signer
 from megatron.elastic.control.snapshot import restore, to_plain
 from megatron.elastic.control.store import Store, StoreLost
 from megatron.elastic.launch.agent import journal_trimming
-from megatron.elastic.launch.agent.journal_trimming import Trimming
+from megatron.elastic.launch.agent.journal_trimming import JournalTrimming
 
 NODES, RANKS = 3, 2
 EVERY = 8
-SEAL = Seal(Credentials("5e" * 16, "run"))
+SEAL = Signer(Credentials("5e" * 16, "run"))
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +61,7 @@ class Agent:
 
     def __post_init__(self) -> None:
         self.journal = Journal(self.store, SEAL)
-        self.trimming = Trimming(self.store, SEAL, self.node, self.state, self.failures, self.seen)
+        self.trimming = JournalTrimming(self.store, SEAL, self.node, self.state, self.failures, self.seen)
         self.journal.mark = self.trimming.resume()
         self.restarts = 0
 

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
-from megatron.elastic.engine.compute.executor import Executor, Work
+from megatron.elastic.engine.compute.executor import Executor, Pass
 from megatron.elastic.engine.compute.ledger import Expected
 from megatron.elastic.engine.compute.model_interface import LossOutput
 from megatron.elastic.engine.compute.point_to_point import BoundaryTransport
@@ -69,14 +69,14 @@ class Nowhere(BoundaryTransport):
         pass
 
 
-def work(training: bool = True) -> Work:
+def work(training: bool = True) -> Pass:
     def no_step(*_: Any) -> NoReturn:
         raise AssertionError("the port computes")
 
     ignore: Callable[..., None] = lambda *_: None  # noqa: E731
     address = StepAddress(ROWS * 3, ROWS)
     batches = lambda piece: PieceBatch.as_planned(address.samples(piece))  # noqa: E731
-    return Work(0, address, no_step, batches, lambda piece: nullcontext(), ignore, ignore, Timeline(), ignore,
+    return Pass(0, address, no_step, batches, lambda piece: nullcontext(), ignore, ignore, Timeline(), ignore,
                 per_token=True, training=training)  # fmt: skip
 
 
@@ -89,30 +89,32 @@ def plan(*cuts: int) -> Plan:
     return found
 
 
-def executor(port: Any, found: Plan) -> Executor:
-    return Executor(port, Nowhere(), found, found.cells[0], 0, lambda *_: None)
+def executor(interface: Any, found: Plan) -> Executor:
+    return Executor(interface, Nowhere(), found, found.cells[0], 0, lambda *_: None)
 
 
-def gradients(found: Plan, port: Layers) -> tuple[list[torch.Tensor], float]:
-    for layer in port.layers:
+def gradients(found: Plan, interface: Layers) -> tuple[list[torch.Tensor], float]:
+    for layer in interface.layers:
         layer.zero_grad()
-    result = executor(port, found).run(work())
+    result = executor(interface, found).run(work())
     assert sorted(result.rows) == list(range(ROWS))
     assert result.ledger.findings(Expected(range(3 * ROWS, 4 * ROWS), UNITS)) == []
-    return [p.grad.clone() for layer in port.layers for p in layer.parameters() if p.grad is not None], result.tokens
+    return [
+        p.grad.clone() for layer in interface.layers for p in layer.parameters() if p.grad is not None
+    ], result.tokens
 
 
 @pytest.mark.parametrize("cuts", [(0, 2, 4), (0, 1, 2, 3, 4)], ids=str)
 def test_gradients_are_those_of_whole_pieces(cuts: tuple[int, ...]) -> None:
     generator = torch.manual_seed(11)
-    port = Layers(layers=[torch.nn.Linear(WIDTH, WIDTH) for _ in range(UNITS)])
-    port.batch = torch.randn(LENGTH, ROWS, WIDTH, generator=generator)
+    interface = Layers(layers=[torch.nn.Linear(WIDTH, WIDTH) for _ in range(UNITS)])
+    interface.batch = torch.randn(LENGTH, ROWS, WIDTH, generator=generator)
     assert plan(*cuts).edges and not plan(0, UNITS).edges, "every cut of the lost replica lies inside the cell"
-    whole, tokens = gradients(plan(0, UNITS), port)
-    cut, tokens_cut = gradients(plan(*cuts), port)
+    whole, tokens = gradients(plan(0, UNITS), interface)
+    cut, tokens_cut = gradients(plan(*cuts), interface)
     assert tokens == tokens_cut == ROWS * LENGTH
     for one, other in zip(whole, cut, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
     with torch.no_grad():
-        reported = executor(port, plan(*cuts)).run(work(training=False))
+        reported = executor(interface, plan(*cuts)).run(work(training=False))
     assert reported.report["loss"][1] == 4 and sorted(reported.rows) == list(range(ROWS))

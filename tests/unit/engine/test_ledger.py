@@ -13,7 +13,7 @@ from megatron.elastic.engine.compute.ledger import (
     Expected,
     Ledger,
     LedgerError,
-    Reading,
+    PieceReading,
     content_digests,
     differences,
     sample_digest,
@@ -28,8 +28,8 @@ def contents(sample: int) -> int:
     return sample_digest(sample, 7)
 
 
-def reading(samples: tuple[int, ...]) -> Reading:
-    return Reading(samples, tuple(map(contents, samples)))
+def reading(samples: tuple[int, ...]) -> PieceReading:
+    return PieceReading(samples, tuple(map(contents, samples)))
 
 
 @st.composite
@@ -98,7 +98,7 @@ def test_a_loss_without_any_reading_is_refused():
 def test_labels_of_other_contents_than_the_tokens_are_found_and_the_ranks_named():
     first, last = Piece(0, 0, 0, 3, tuple(range(ROWS))), Piece(1, 1, 3, UNITS, tuple(range(ROWS)))
     samples = tuple(range(ROWS))
-    stale = Reading(samples, (*map(contents, samples[:-2]), 1, 2))
+    stale = PieceReading(samples, (*map(contents, samples[:-2]), 1, 2))
     total = Ledger()
     total.read(first, samples, reading(samples), UNITS)
     total.read(last, samples, stale, UNITS)

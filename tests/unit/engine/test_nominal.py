@@ -8,17 +8,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.elastic.engine.generation.assignment import Assignment
-from megatron.elastic.engine.generation.launch_topology import Nominal
+from megatron.elastic.engine.generation.launch_topology import LaunchTopology
 from megatron.elastic.plan.model import Grid
 
 
-def nominal(tensor: int, pipeline: int, data: int, tied: bool = False) -> Nominal:
+def nominal(tensor: int, pipeline: int, data: int, tied: bool = False) -> LaunchTopology:
     layers = 2 * pipeline
     stages = tuple(
         (0 if stage == 0 else 2 * stage + 1, layers + 2 if stage == pipeline - 1 else 2 * stage + 3)
         for stage in range(pipeline)
     )
-    return Nominal(tensor, pipeline, data, stages, Grid(4 * data, 1, data), layers + 2 if tied else None)
+    return LaunchTopology(tensor, pipeline, data, stages, Grid(4 * data, 1, data), layers + 2 if tied else None)
 
 
 SIZES = st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4))

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.elastic.engine.generation.assignment import Assignment
-from megatron.elastic.engine.generation.launch_topology import Nominal
+from megatron.elastic.engine.generation.launch_topology import LaunchTopology
 from megatron.elastic.engine.generation.repartition import Recut, better_assignment, unmeasured_profile
 from megatron.elastic.plan.dataflow import PlanError
 from megatron.elastic.plan.model import Grid
@@ -21,16 +21,16 @@ from megatron.elastic.state.layout import ParamSpec, UnitLayout
 LAYERS, MEMORY = 8, 1 << 40
 
 
-def nominal(tensor: int, pipeline: int, data: int, tied: bool = True) -> Nominal:
+def nominal(tensor: int, pipeline: int, data: int, tied: bool = True) -> LaunchTopology:
     each = LAYERS // pipeline
     stages = tuple(
         (0 if stage == 0 else each * stage + 1, LAYERS + 2 if stage == pipeline - 1 else each * (stage + 1) + 1)
         for stage in range(pipeline)
     )
-    return Nominal(tensor, pipeline, data, stages, Grid(8 * data, 1, data), LAYERS + 2 if tied else None)
+    return LaunchTopology(tensor, pipeline, data, stages, Grid(8 * data, 1, data), LAYERS + 2 if tied else None)
 
 
-def layouts(shape: Nominal) -> dict[tuple[int, int], UnitLayout]:
+def layouts(shape: LaunchTopology) -> dict[tuple[int, int], UnitLayout]:
     def spec(name: str, *size: int) -> ParamSpec:
         numel = size[0] * (size[1] if len(size) > 1 else 1)
         return ParamSpec(name, numel, size, sharded=False, weight_decay_multiplier=1.0, group=0)
@@ -44,7 +44,7 @@ def layouts(shape: Nominal) -> dict[tuple[int, int], UnitLayout]:
     return table
 
 
-def profile(shape: Nominal):  # type: ignore[no-untyped-def]
+def profile(shape: LaunchTopology):  # type: ignore[no-untyped-def]
     return unmeasured_profile(
         shape, layouts(shape), sequence=32, boundary_bytes=4 * 32 * 64, itemsize=4,
         activation_bytes=lambda unit: 17 * 4 * 32 * 64, state_bytes=32,

@@ -15,7 +15,7 @@ from megatron.elastic.control.clock import JobClock
 from megatron.elastic.control.events import Event, Wanted
 from megatron.elastic.control.generations import Generations, Node
 from megatron.elastic.ctl import ask
-from megatron.elastic.launch.agent.admin import Desk
+from megatron.elastic.launch.agent.admin import Admin
 from megatron.elastic.launch.agent.console import Console, console_name
 from megatron.elastic.launch.agent.loop import Loop
 
@@ -27,7 +27,7 @@ def appended() -> Iterator[list[Event]]:
     """What the requests made of the job; the agent's loop runs meanwhile."""
     events: list[Event] = []
     loop, state = Loop(), Generations({0: Node("h", (0, 1))})
-    console = Console(loop, RUN_ID, 0, Desk(RUN_ID, state, JobClock(), dict, dict, events.append).handle)
+    console = Console(loop, RUN_ID, 0, Admin(RUN_ID, state, JobClock(), dict, dict, events.append).handle)
     thread = threading.Thread(target=loop.run)
     thread.start()
     yield events

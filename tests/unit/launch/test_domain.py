@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron.elastic.control import env
-from megatron.elastic.launch.arguments import BadInput, parse
+from megatron.elastic.launch.arguments import BadCommand, parse
 from megatron.elastic.launch.domain import domain_of
 
 
@@ -32,10 +32,10 @@ def test_launchers_of_one_machine_are_in_one_domain(tmp_path: Path) -> None:
 def test_what_names_no_domain_is_refused_in_one_line(tmp_path: Path, label: str) -> None:
     script = tmp_path / "train.py"
     script.write_text("")
-    with pytest.raises(BadInput, match=r"^--elastic-domain takes names.*like rack7/host12") as refused:
+    with pytest.raises(BadCommand, match=r"^--elastic-domain takes names.*like rack7/host12") as refused:
         parse([str(script), "--elastic", "--elastic-domain", label], {})
     assert "\n" not in str(refused.value)
-    with pytest.raises(BadInput, match=f"^{env.DOMAIN} takes names"):
+    with pytest.raises(BadCommand, match=f"^{env.DOMAIN} takes names"):
         parse([str(script)], {env.DOMAIN: label})
 
 

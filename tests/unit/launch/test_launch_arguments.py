@@ -8,7 +8,7 @@ import pytest
 
 from megatron.elastic.config import ConfigError, ElasticConfig
 from megatron.elastic.control import env
-from megatron.elastic.launch.arguments import BadInput, build_parser, parse
+from megatron.elastic.launch.arguments import BadCommand, build_parser, parse
 from megatron.elastic.launch.cluster import derive, first_host
 from megatron.elastic.launch.settings import elastic_settings
 
@@ -107,7 +107,7 @@ def test_a_wrong_value_names_the_flag() -> None:
     ],
 )
 def test_bad_input_is_one_line_that_names_the_flag(argv: list[str], flag: str, script: str) -> None:
-    with pytest.raises(BadInput, match=flag) as caught:
+    with pytest.raises(BadCommand, match=flag) as caught:
         parse([script if item == "S" else item for item in argv], {})
     assert "\n" not in str(caught.value)
 

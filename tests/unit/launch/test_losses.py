@@ -11,7 +11,7 @@ import pytest
 from megatron.elastic.comm.errors import CommTimeout, PeerLost
 from megatron.elastic.comm.vendor.library import RESPAWN_EXIT_CODE, VendorError, VendorHang
 from megatron.elastic.config import ConfigError
-from megatron.elastic.control.events import Ended, Lost
+from megatron.elastic.control.events import JobEnded, Lost
 from megatron.elastic.control.failures import BEGUN_ANEW, FELL_BACK
 from megatron.elastic.control.slot import ExitReason, Slot
 from megatron.elastic.launch.agent.losses import classify, left_to_the_first
@@ -88,4 +88,4 @@ def test_before_the_first_step_an_error_of_its_own_ends_the_job_and_one_of_commu
     worker.slot.say_last_words("x", ExitReason.COMMUNICATION)
     assert isinstance(classify(worker, 1 << 8, "host", False, True, (), 0.0), Lost)
     worker.slot.say_last_words("x", ExitReason.ERROR)
-    assert isinstance(classify(worker, 1 << 8, "host", False, True, (), 0.0), Ended)
+    assert isinstance(classify(worker, 1 << 8, "host", False, True, (), 0.0), JobEnded)

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 from megatron.elastic.control.channel import Credentials
 from megatron.elastic.control.generations import Node
-from megatron.elastic.control.seal import Seal
+from megatron.elastic.control.signer import Signer
 from megatron.elastic.control.store import Store, StoreLost
 from megatron.elastic.control.timing import Timing
 from megatron.elastic.launch.agent.loop import Loop
 from megatron.elastic.launch.agent.node_leases import NodeLeases, Silence
 
-SEAL = Seal(Credentials("ab" * 16, "run"))
+SEAL = Signer(Credentials("ab" * 16, "run"))
 FAST = Timing.derive(0.05)
 HOLDER = (0, "agent")
 PAUSES = st.floats(0.0, 40.0)

@@ -14,12 +14,12 @@ import pytest
 from megatron.elastic.control.channel import Credentials
 from megatron.elastic.control.generations import Node
 from megatron.elastic.control.keys import Keys, LocalStore
-from megatron.elastic.control.seal import Seal
+from megatron.elastic.control.signer import Signer
 from megatron.elastic.control.timing import Timing
 from megatron.elastic.launch.agent.loop import Loop
 from megatron.elastic.launch.agent.presence import Presence
 
-SEAL = Seal(Credentials("ab" * 16, "run"))
+SEAL = Signer(Credentials("ab" * 16, "run"))
 TIMING = Timing.derive(5.0)
 HOST = "127.0.0.1"
 

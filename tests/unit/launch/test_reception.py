@@ -15,8 +15,8 @@ from megatron.elastic.control.events import Decided, Entry, Event, Lost, Reporte
 from megatron.elastic.control.generations import Generations, Node
 from megatron.elastic.control.membership import Loss
 from megatron.elastic.control.wire import address_to_json
-from megatron.elastic.launch.agent.admin import Desk as Answers
-from megatron.elastic.launch.agent.worker_messages import Reception
+from megatron.elastic.launch.agent.admin import Admin as Answers
+from megatron.elastic.launch.agent.worker_messages import WorkerMessages
 from megatron.elastic.launch.workers.pool import Worker
 
 RANKS = 3
@@ -26,13 +26,13 @@ def never(worker: Worker) -> None:
     pytest.fail(f"nobody said so of rank {worker.rank}")
 
 
-class Desk:
+class Admin:
     """One node's reception, whose journal is delivered at once."""
 
     def __init__(self) -> None:
         self.state = Generations({0: Node("h", tuple(range(RANKS)))})
         self.journal = list[Event]()
-        self.reception = Reception(self.state, range(RANKS), self.deliver, never, never)
+        self.worker_messages = WorkerMessages(self.state, range(RANKS), self.deliver, never, never)
         self.deliver(Waiting(tuple(Entry(Address(rank, 0, "h"), "") for rank in range(RANKS))))
         self.deliver(Decided(1, 0))
 
@@ -41,13 +41,13 @@ class Desk:
         self.journal.append(event)
         self.state.apply(event)
         if self.state.frozen != frozen:
-            self.reception.begin()
-        self.reception.report_if_complete()
+            self.worker_messages.begin()
+        self.worker_messages.report_if_complete()
 
     def hear(self, rank: int, report: str, generation: int) -> None:
         here: dict[str, Any] = address_to_json(Address(rank, 0, "h"))
         message = {"t": "report", "g": generation, "address": here, "report": report}
-        self.reception.said(worker(rank), message)
+        self.worker_messages.said(worker(rank), message)
 
     def ask(self, rank: int) -> None:
         self.deliver(Requested("join", (rank,), self.state.decided))
@@ -71,46 +71,46 @@ def worker(rank: int) -> Worker:
 
 
 def test_who_asks_reports_in_the_same_breath_and_the_freeze_finds_it_all_there() -> None:
-    desk = Desk()
+    admin = Admin()
     for rank in range(RANKS):
-        desk.hear(rank, f"of {rank}", 2)
-        assert desk.reported() == {}
-        desk.ask(rank)
-    assert desk.reported() == {2: {rank: f"of {rank}" for rank in range(RANKS)}}
-    assert desk.state.ready()
+        admin.hear(rank, f"of {rank}", 2)
+        assert admin.reported() == {}
+        admin.ask(rank)
+    assert admin.reported() == {2: {rank: f"of {rank}" for rank in range(RANKS)}}
+    assert admin.state.ready()
 
 
 def test_a_report_ahead_counts_for_a_loss_too_and_only_for_the_first() -> None:
-    desk = Desk()
-    desk.hear(0, "ahead", 2)
-    desk.hear(2, "ahead", 2)
-    desk.lose(1)
-    assert desk.reported() == {2: {0: "ahead", 2: "ahead"}}
-    desk.lose(2)
-    assert 3 not in desk.reported() and not desk.state.ready()
-    desk.hear(0, "ahead", 2)
-    assert 3 not in desk.reported(), "said of a generation that is over"
-    desk.hear(0, "anew", 3)
-    assert desk.reported()[3] == {0: "anew"}
+    admin = Admin()
+    admin.hear(0, "ahead", 2)
+    admin.hear(2, "ahead", 2)
+    admin.lose(1)
+    assert admin.reported() == {2: {0: "ahead", 2: "ahead"}}
+    admin.lose(2)
+    assert 3 not in admin.reported() and not admin.state.ready()
+    admin.hear(0, "ahead", 2)
+    assert 3 not in admin.reported(), "said of a generation that is over"
+    admin.hear(0, "anew", 3)
+    assert admin.reported()[3] == {0: "anew"}
 
 
 @given(st.permutations([*range(RANKS), *range(RANKS, 2 * RANKS)]))
 def test_in_any_order_of_requests_and_reports_everybody_is_heard_once(order: list[int]) -> None:
     """Numbers below ``RANKS`` are requests, the others reports for the next generation."""
-    desk = Desk()
+    admin = Admin()
     for item in order:
-        desk.ask(item) if item < RANKS else desk.hear(item - RANKS, f"of {item - RANKS}", 2)
-    assert desk.reported() == {2: {rank: f"of {rank}" for rank in range(RANKS)}}
-    desk.deliver(Decided(2, 0))
-    assert desk.state.decided == 2
+        admin.ask(item) if item < RANKS else admin.hear(item - RANKS, f"of {item - RANKS}", 2)
+    assert admin.reported() == {2: {rank: f"of {rank}" for rank in range(RANKS)}}
+    admin.deliver(Decided(2, 0))
+    assert admin.state.decided == 2
 
 
 def test_every_agent_answers_what_a_member_said_last_can_be_lost() -> None:
-    desk, appended = Desk(), list[Event]()
-    answers = Answers("job", desk.state, JobClock(), dict, dict, appended.append)
+    admin, appended = Admin(), list[Event]()
+    answers = Answers("job", admin.state, JobClock(), dict, dict, appended.append)
     assert answers.handle({"do": "status"})["tolerance"] == {"generation": 0, "text": ""}
     for generation, text in ((1, "any 2 nodes"), (1, "any 1 node"), (0, "of a generation before")):
-        desk.reception.said(worker(0), {"t": "tolerance", "g": generation, "text": text})
+        admin.worker_messages.said(worker(0), {"t": "tolerance", "g": generation, "text": text})
     assert answers.handle({"do": "status"})["tolerance"] == {"generation": 1, "text": "any 1 node"}
-    desk.reception.said(worker(0), {"t": "tolerance", "g": 1, "text": "x" * 10_000})
-    assert desk.state.announced == (1, "x" * 500) and not appended
+    admin.worker_messages.said(worker(0), {"t": "tolerance", "g": 1, "text": "x" * 10_000})
+    assert admin.state.announced == (1, "x" * 500) and not appended

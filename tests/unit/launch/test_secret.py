@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron.elastic.control import env
-from megatron.elastic.launch.arguments import BadInput, parse
+from megatron.elastic.launch.arguments import BadCommand, parse
 from megatron.elastic.launch.secret import job_secret
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -70,7 +70,7 @@ def test_a_file_that_is_not_there_or_a_folder_is_refused(tmp_path: Path) -> None
 def test_several_nodes_and_etcd_need_one(tmp_path: Path, where: list[str]) -> None:
     script = tmp_path / "train.py"
     script.touch()
-    with pytest.raises(BadInput, match="--elastic-secret-file") as caught:
+    with pytest.raises(BadCommand, match="--elastic-secret-file") as caught:
         parse([*where, str(script)], {})
     assert env.SECRET in str(caught.value) and "openssl" in str(caught.value) and "\n" not in str(caught.value)
     job = parse([*where, str(script), "--elastic-secret-file", kept(tmp_path)], {})

@@ -35,7 +35,7 @@ from megatron.elastic.engine.compute.buffers import Arena
 from megatron.elastic.engine.compute.dropout import DropoutKey, dropout_scope
 from megatron.elastic.engine.compute.model_interface import LossOutput
 from megatron.elastic.mcore.model.dropout import key_dropout
-from megatron.elastic.mcore.model.gpt import GptPort
+from megatron.elastic.mcore.model.gpt import GptInterface
 from megatron.elastic.mcore.model.param_groups import GroupKeys
 from megatron.elastic.mcore.parallel_state.stage import GroupStandIn
 from megatron.elastic.plan.model import Piece
@@ -88,7 +88,7 @@ def config_of(case: Case) -> TransformerConfig:
     return gpt_config(case, LAYERS, DROPOUT, recompute, dtype, pipeline_model_parallel_size=STAGES, **chunks)
 
 
-def port_of(case: Case, stage: int) -> GptPort:
+def port_of(case: Case, stage: int) -> GptInterface:
     """The port of the cell that holds stage ``stage`` at launch."""
     config = config_of(case)
     groups = ProcessGroupCollection.use_mpu_process_groups()
@@ -108,7 +108,7 @@ def port_of(case: Case, stage: int) -> GptPort:
         num_layers=LAYERS, seq_length=LENGTH, micro_batch_size=SAMPLES, pipeline_model_parallel_size=STAGES,
         virtual_pipeline_model_parallel_size=config.virtual_pipeline_model_parallel_size,
     )  # fmt: skip
-    return GptPort(chunks, args, GroupKeys(OptimizerConfig(lr=1e-3), None), reads_data=True)
+    return GptInterface(chunks, args, GroupKeys(OptimizerConfig(lr=1e-3), None), reads_data=True)
 
 
 class Pipeline:
@@ -118,10 +118,14 @@ class Pipeline:
         self.case = case
         self.ports = [port_of(case, stage) for stage in range(STAGES)]
         self.tied = self.ports[0].tied_unit
-        specs = {u: [i.spec for i in port.unit_parameters(u)] for port in self.ports for u in port.held_units()}
+        specs = {
+            u: [i.spec for i in interface.unit_parameters(u)]
+            for interface in self.ports
+            for u in interface.held_units()
+        }
         layouts = {unit: UnitLayout.build(unit, 0, tuple(found), 1 << 18) for unit, found in specs.items()}
         self.layouts = {(unit, 0): layout for unit, layout in layouts.items()}
-        self.arenas = [Arena(port, layouts) for port in self.ports]
+        self.arenas = [Arena(interface, layouts) for interface in self.ports]
         generator = torch.Generator().manual_seed(3 + parallel_state.get_tensor_model_parallel_rank())
         shared = torch.Generator().manual_seed(2)
         self.values = {}
@@ -185,8 +189,8 @@ class Pipeline:
             with dropout_scope(scope):
                 torch.autograd.backward(output.loss if isinstance(output, LossOutput) else output, gradient)
             gradient = None if source is None else source.grad
-        for port, arena in zip(self.ports, self.arenas, strict=True):
-            port.finish_gradients(arena.gradient_views())
+        for interface, arena in zip(self.ports, self.arenas, strict=True):
+            interface.finish_gradients(arena.gradient_views())
         total: dict[int, torch.Tensor] = {}
         for arena in self.arenas:  # a tied weight's gradient is the sum over its holders
             for unit in arena.slices:
@@ -198,8 +202,11 @@ class Pipeline:
         return [
             sum({p.data.untyped_storage().data_ptr(): p.data.untyped_storage().nbytes() for p in everything}.values())
             for everything in (
-                [*port.chunks.parameters(), *(i.parameter for u in port.held_units() for i in port.unit_parameters(u))]
-                for port in self.ports
+                [
+                    *interface.chunks.parameters(),
+                    *(i.parameter for u in interface.held_units() for i in interface.unit_parameters(u)),
+                ]
+                for interface in self.ports
             )
         ]
 

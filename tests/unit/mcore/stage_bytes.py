@@ -24,7 +24,7 @@ from recut_pipeline import Case, Pipeline
 from torch.autograd.graph import saved_tensors_hooks
 
 from megatron.elastic.engine.compute.dropout import DropoutKey, dropout_scope
-from megatron.elastic.engine.generation.launch_topology import Nominal
+from megatron.elastic.engine.generation.launch_topology import LaunchTopology
 from megatron.elastic.engine.generation.repartition import unmeasured_profile
 from megatron.elastic.plan.model import Grid, Piece
 from megatron.elastic.plan.search.partition import Model
@@ -75,7 +75,7 @@ def answers(case: Case) -> Iterator[dict[str, Any]]:
     """Per cut and stage: bytes counted, and bytes by the planner's model."""
     cells = Pipeline(case)
     tied = pipeline.UNITS if case.tied else None
-    nominal = Nominal(1, 2, 1, ((0, 3), (3, pipeline.UNITS)), Grid(ROWS, ROWS, 1), tied)
+    nominal = LaunchTopology(1, 2, 1, ((0, 3), (3, pipeline.UNITS)), Grid(ROWS, ROWS, 1), tied)
     size, dtype = cells.ports[0].boundary(1)
     costs = unmeasured_profile(
         nominal, cells.layouts, size[0], size.numel() * dtype.itemsize, cells.arenas[0].dtype.itemsize,

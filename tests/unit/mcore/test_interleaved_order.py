@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches, get_schedule_table
 
 from megatron.elastic.engine.generation.assignment import Assignment
-from megatron.elastic.engine.generation.launch_topology import Nominal
+from megatron.elastic.engine.generation.launch_topology import LaunchTopology
 from megatron.elastic.mcore.parallel_state.stage import GroupStandIn
 from megatron.elastic.plan.model import Grid, Op, Plan
 from megatron.elastic.plan.planner import instant_plan
@@ -20,11 +20,11 @@ Pass = tuple[bool, int, int]
 """(backward, micro-batch of the replica, model chunk)."""
 
 
-def launch(stages: int, chunks: int, groups: int, data: int) -> Nominal:
+def launch(stages: int, chunks: int, groups: int, data: int) -> LaunchTopology:
     """One layer a chunk, ``groups`` times as many micro-batches as stages, of two rows."""
     depth = stages * chunks
     ends = [0, *range(2, depth + 1), depth + 2]
-    return Nominal(1, stages, data, tuple(pairwise(ends)), Grid(2 * groups * stages * data, 2, data))
+    return LaunchTopology(1, stages, data, tuple(pairwise(ends)), Grid(2 * groups * stages * data, 2, data))
 
 
 def megatrons(stage: int, stages: int, chunks: int, count: int) -> list[Pass]:
@@ -39,7 +39,7 @@ def megatrons(stage: int, stages: int, chunks: int, count: int) -> list[Pass]:
     return [*forwards[:warm_up], *steady, *backwards[left:]]
 
 
-def ours(plan: Plan, nominal: Nominal, replica: int, stage: int) -> list[Pass]:
+def ours(plan: Plan, nominal: LaunchTopology, replica: int, stage: int) -> list[Pass]:
     chunk_of = {first: number // nominal.pipeline for number, (first, _) in enumerate(nominal.chunks)}
     found = []
     for action in plan.table(nominal.cell(replica, stage).id):

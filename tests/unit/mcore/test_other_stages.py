@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.elastic.engine.generation.launch_topology import Nominal
+from megatron.elastic.engine.generation.launch_topology import LaunchTopology
 from megatron.elastic.mcore.checkpoint.absent_stages import duties
 from megatron.elastic.plan.model import Grid
 
@@ -16,7 +16,7 @@ def test_every_stage_of_the_launch_has_a_writer_for_each_cut(
     tensor: int, pipeline: int, data: int, spare_cells: int, draw: st.DataObject
 ) -> None:
     stages = tuple((2 * stage, 2 * stage + 2) for stage in range(pipeline))
-    nominal = Nominal(tensor, pipeline, data, stages, Grid(data, 1, data), extra=spare_cells * tensor)
+    nominal = LaunchTopology(tensor, pipeline, data, stages, Grid(data, 1, data), extra=spare_cells * tensor)
     living = sorted(draw.draw(st.sets(st.integers(0, nominal.slots + nominal.extra - 1))))
     launched = {rank: place for rank in living if (place := nominal.place(rank)) is not None}
     if {place[0] for place in launched.values()} != set(range(tensor)):

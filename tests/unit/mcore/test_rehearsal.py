@@ -18,24 +18,24 @@ from megatron.elastic.comm import install
 from megatron.elastic.comm.native import NativeFabric
 from megatron.elastic.config import ElasticConfig
 from megatron.elastic.engine.compute.buffers import Arena
-from megatron.elastic.engine.generation.launch_topology import Nominal
+from megatron.elastic.engine.generation.launch_topology import LaunchTopology
 from megatron.elastic.engine.generation.state_catalog import build_layouts, own_catalog
 from megatron.elastic.engine.inject import Injector
 from megatron.elastic.engine.settings import Settings
-from megatron.elastic.engine.transaction.certificates import Verdict, examine
+from megatron.elastic.engine.transaction.certificates import CertificateOutcome, examine
 from megatron.elastic.observe.events import EventLog, read_events
 from megatron.elastic.plan.model import Grid, Profile, UnitCost
-from megatron.elastic.runtime.assembly import Job
+from megatron.elastic.runtime.assembly import EngineParts
 from megatron.elastic.runtime.connect import Links
 from megatron.elastic.runtime.warm_up import rehearse
 from megatron.elastic.state.record import ConstantSchedule, Hyper, Rate
 from tools.bench._common import Here, Ranks
-from tools.bench.emulated import EmulatedPort
+from tools.bench.emulated import EmulatedModel
 
 UNITS = 8
 
 
-class OfAStage(EmulatedPort):
+class OfAStage(EmulatedModel):
     """Layers of ``units`` alone, of which each has values of its own."""
 
     units: Sequence[int] = ()
@@ -44,31 +44,31 @@ class OfAStage(EmulatedPort):
         return tuple(self.units)
 
 
-def _job(nominal: Nominal, rank: int, config: ElasticConfig) -> Job:
-    port = OfAStage(Profile((UnitCost(1, 1, 1, 1, 1, 1, 1),) * UNITS), 0.0)
+def _job(nominal: LaunchTopology, rank: int, config: ElasticConfig) -> EngineParts:
+    interface = OfAStage(Profile((UnitCost(1, 1, 1, 1, 1, 1, 1),) * UNITS), 0.0)
     place = nominal.place(rank) or (0, 0, 0)  # a spare borrows that of a first stage
-    port.units = tuple(range(*nominal.chunks[place[2]]))
-    for unit in port.units:
-        port.parameters[unit].data.uniform_(-1, 1, generator=torch.Generator().manual_seed(unit))
+    interface.units = tuple(range(*nominal.chunks[place[2]]))
+    for unit in interface.units:
+        interface.parameters[unit].data.uniform_(-1, 1, generator=torch.Generator().manual_seed(unit))
     settings = Settings(0, Hyper(ConstantSchedule((Rate(0.0, 0.0),))))
-    return Job(port, nominal, config, settings, lambda *_: None, str, pytest.fail)
+    return EngineParts(interface, nominal, config, settings, lambda *_: None, str, pytest.fail)
 
 
 def _rehearsed(here: Here) -> dict[str, Any]:
     """Once, in a slot of a job that others train; then what was heard, logged, loaded and changed by a second time."""
     tensor, pipeline, data, rank, folder = here.ask()
     stages = tuple((UNITS * stage // pipeline, UNITS * (stage + 1) // pipeline) for stage in range(pipeline))
-    nominal = Nominal(tensor, pipeline, data, stages, Grid(4 * data, 1, data), extra=tensor)
+    nominal = LaunchTopology(tensor, pipeline, data, stages, Grid(4 * data, 1, data), extra=tensor)
     fabric = NativeFabric(rank, nominal.slots + nominal.extra, 1, run_id="alone", secret=b"x" * 32)
     install(fabric)
     job = _job(nominal, rank, ElasticConfig(event_log=folder))
     links = Links(cast(Any, None), fabric, EventLog(folder, rank, 1), Injector((), rank, 1), None)
     shard = nominal.shard(rank)
-    catalog = own_catalog(job.port, shard)
+    catalog = own_catalog(job.interface, shard)
     layouts = build_layouts(catalog, job.config.block_bytes)
-    arena = Arena(job.port, {unit: layout for (unit, _), layout in layouts.items()})
+    arena = Arena(job.interface, {unit: layout for (unit, _), layout in layouts.items()})
     before, storage = arena.parameters.clone(), arena.parameters.data_ptr()
-    verdicts = list[Verdict]()
+    verdicts = list[CertificateOutcome]()
     with mock.patch("megatron.elastic.runtime.warm_up.examine", lambda *given: verdicts.append(examine(*given))):
         rehearse(links, job, catalog, arena)
         loaded = set(sys.modules)

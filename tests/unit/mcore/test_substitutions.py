@@ -11,7 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.elastic.mcore.args.bad_input import BadInput
-from megatron.elastic.mcore.args.substitutions import ELASTIC_ROWS, ROWS, Machine, Row, refuse, substitute, table
+from megatron.elastic.mcore.args.substitutions import (
+    ELASTIC_ROWS,
+    ROWS,
+    Installed,
+    Rule,
+    refuse,
+    substitute,
+    table,
+)
 
 
 class Backend(Enum):
@@ -22,9 +30,9 @@ class Backend(Enum):
     auto = 3
 
 
-CPU = Machine("cpu")
+CPU = Installed("cpu")
 EVERYTHING = frozenset(need for row in ROWS for need in row.needs)
-GPU = Machine("cuda", EVERYTHING)
+GPU = Installed("cuda", EVERYTHING)
 
 
 def defaults(**given: Any) -> Namespace:
@@ -112,8 +120,8 @@ def test_rows_are_distinct_and_say_why() -> None:
 
 
 def test_a_row_needs_all_of_its_needs() -> None:
-    row = Row("fused", "--fused", ("apex", "cuda"), bool, False, "leave it out", "two needs")
-    for machine, kept in ((Machine("cuda"), False), (Machine("cuda", frozenset({"apex"})), True), (CPU, False)):
+    row = Rule("fused", "--fused", ("apex", "cuda"), bool, False, "leave it out", "two needs")
+    for machine, kept in ((Installed("cuda"), False), (Installed("cuda", frozenset({"apex"})), True), (CPU, False)):
         args = Namespace(fused=True)
         substitute(args, machine, [row])
         assert args.fused is kept

@@ -6,7 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from megatron.elastic.observe.events import EventLog, Tolerance, read_events
+from megatron.elastic.observe.events import EventLog, ToleranceEvent, read_events
 from megatron.elastic.runtime.tolerance import Tolerances, line
 from megatron.elastic.state.domains import FailureDomains
 from megatron.elastic.state.ownership import Copies, Placement
@@ -59,5 +59,5 @@ def test_it_is_told_when_it_changes_and_by_the_lowest_rank_alone(tmp_path: Path,
     assert printed == heard and len(heard) == 3
     assert "lack copies" in heard[1] and heard[0] == heard[2]
     events = [record.event for record in read_events(tmp_path)]
-    assert [event.text for event in events if isinstance(event, Tolerance)] == heard
-    assert events[0] == Tolerance(1, 1, 1, (), (("a", "b"), ("b", "c")), 0, heard[0])
+    assert [event.text for event in events if isinstance(event, ToleranceEvent)] == heard
+    assert events[0] == ToleranceEvent(1, 1, 1, (), (("a", "b"), ("b", "c")), 0, heard[0])

@@ -16,41 +16,41 @@ from hypothesis import strategies as st
 
 from megatron.elastic.observe.events import (
     EVENT_KINDS,
-    Certificate,
-    Clock,
+    CertificateEvent,
+    ClockEvent,
     EventLog,
-    Generation,
-    Movement,
-    Phases,
-    Plan,
-    Protection,
-    RankLost,
-    Ready,
-    Recovery,
-    SlowRank,
-    Step,
-    Substitution,
-    Tolerance,
-    Trace,
+    GenerationEvent,
+    MigrationEvent,
+    PhasesEvent,
+    PlanEvent,
+    ProtectionEvent,
+    RankLostEvent,
+    ReadyEvent,
+    RecoveryEvent,
+    SlowRankEvent,
+    StepEvent,
+    SubstitutionEvent,
+    ToleranceEvent,
+    TraceEvent,
     read_events,
 )
 
 EVENTS = [
-    Generation(3, "loss", (0, 1, 3), lost=(2,), parked=(3,)),
-    RankLost(2, 0, "node-a", "signal SIGKILL", 7, ("Traceback", "boom ü"), (2, 3), stage=1, replica=0),
-    Plan(7, "ab12", ((0, 1, 0, 4), (1, 2, 0, 4)), {"1": 6, "2": 2}, ("instant",), 0.002),
-    Ready(),
-    Phases(7, {"compute": 12_000_000, "reduce": 5}),
-    Recovery(7, "re-run", {"freeze": 0.01, "edit": 0.2}),
-    Movement(8, 6, 2, 4, 595_200, 0.29, 0.001),
-    Protection(9, 0.412, 1, 12),
-    Certificate(7, "recovery", True, 96, 96, 0.004, 12, "ab", ("block (0, 0, 1) has no owner",)),
-    Step(7, (56, 64), 0.3, {"lm loss": 3.5}, grad_norm=math.inf, learning_rate=1e-4, attempts=2, ledger="ff"),
-    Tolerance(8, 2, 1, (1,), (("a", "b"), ("a", "c")), 3, "state now survives"),
-    Substitution("--transformer-impl", "transformer_engine", "local", "no CUDA"),
-    SlowRank(9, 4, 500_000),
-    Clock(9, 1_500_000, 1_755_000, 1_740_000, True, 250_000),
-    Trace(9, (("compute", 5, 90), ("vote", 90, 100)), (("F", 0, 0, 3, 6, 20), ("BW", 0, 0, 3, 50, 70))),
+    GenerationEvent(3, "loss", (0, 1, 3), lost=(2,), parked=(3,)),
+    RankLostEvent(2, 0, "node-a", "signal SIGKILL", 7, ("Traceback", "boom ü"), (2, 3), stage=1, replica=0),
+    PlanEvent(7, "ab12", ((0, 1, 0, 4), (1, 2, 0, 4)), {"1": 6, "2": 2}, ("instant",), 0.002),
+    ReadyEvent(),
+    PhasesEvent(7, {"compute": 12_000_000, "reduce": 5}),
+    RecoveryEvent(7, "re-run", {"freeze": 0.01, "edit": 0.2}),
+    MigrationEvent(8, 6, 2, 4, 595_200, 0.29, 0.001),
+    ProtectionEvent(9, 0.412, 1, 12),
+    CertificateEvent(7, "recovery", True, 96, 96, 0.004, 12, "ab", ("block (0, 0, 1) has no owner",)),
+    StepEvent(7, (56, 64), 0.3, {"lm loss": 3.5}, grad_norm=math.inf, learning_rate=1e-4, attempts=2, ledger="ff"),
+    ToleranceEvent(8, 2, 1, (1,), (("a", "b"), ("a", "c")), 3, "state now survives"),
+    SubstitutionEvent("--transformer-impl", "transformer_engine", "local", "no CUDA"),
+    SlowRankEvent(9, 4, 500_000),
+    ClockEvent(9, 1_500_000, 1_755_000, 1_740_000, True, 250_000),
+    TraceEvent(9, (("compute", 5, 90), ("vote", 90, 100)), (("F", 0, 0, 3, 6, 20), ("BW", 0, 0, 3, 50, 70))),
 ]
 
 
@@ -72,7 +72,7 @@ def test_every_kind_survives_the_log(tmp_path):
 
 def test_lines_are_plain_json(tmp_path):
     log = EventLog(tmp_path, rank=0)
-    log.write(Step(1, (0, 8), 0.1, {"lm loss": math.nan}, grad_norm=-math.inf))
+    log.write(StepEvent(1, (0, 8), 0.1, {"lm loss": math.nan}, grad_norm=-math.inf))
     (file,) = tmp_path.iterdir()
 
     def refuse(text: str) -> None:
@@ -80,7 +80,7 @@ def test_lines_are_plain_json(tmp_path):
 
     assert json.loads(file.read_text(), parse_constant=refuse)["event"]["losses"] == {"lm loss": "nan"}
     (record,) = read_events(tmp_path)
-    assert isinstance(record.event, Step)
+    assert isinstance(record.event, StepEvent)
     assert math.isnan(record.event.losses["lm loss"]) and record.event.grad_norm == -math.inf
 
 
@@ -89,16 +89,16 @@ def test_any_value_survives_the_log(tmp_path_factory, number, lines, nanoseconds
     directory = tmp_path_factory.mktemp("events")
     log = EventLog(directory, rank=0)
     events = [
-        RankLost(0, 0, "h", "c", 1, tuple(lines)),
-        Phases(1, nanoseconds),
-        Certificate(1, "t", True, 1, 1, number),
+        RankLostEvent(0, 0, "h", "c", 1, tuple(lines)),
+        PhasesEvent(1, nanoseconds),
+        CertificateEvent(1, "t", True, 1, 1, number),
     ]
     for event in events:
         log.write(event)
     log.close()
     back = [record.event for record in read_events(directory)]
     assert back[:2] == events[:2]
-    assert isinstance(back[2], Certificate)
+    assert isinstance(back[2], CertificateEvent)
     assert back[2].seconds == number or (math.isnan(back[2].seconds) and math.isnan(number))
 
 
@@ -110,12 +110,12 @@ def test_without_a_directory_nothing_is_written():
 
 WRITER = """
 import sys
-from megatron.elastic.observe.events import EventLog, Step
+from megatron.elastic.observe.events import EventLog, StepEvent
 log = EventLog(sys.argv[1], rank=int(sys.argv[2]), incarnation=int(sys.argv[3]))
 step = 0
 while True:
     step += 1
-    log.write(Step(step, (0, 8), 0.1, {"x" * 200: 1.0}))
+    log.write(StepEvent(step, (0, 8), 0.1, {"x" * 200: 1.0}))
     if step == 10:
         print("ready", flush=True)
 """
@@ -143,7 +143,7 @@ def test_killed_writers_leave_whole_lines_and_a_successor_appends(tmp_path):
     records = read_events(tmp_path)
     assert {(r.rank, r.incarnation) for r in records} == {(0, 0), (0, 1), (1, 0), (1, 1)}
     for who in ((0, 0), (0, 1), (1, 0)):
-        steps = [r.event.step for r in records if (r.rank, r.incarnation) == who and isinstance(r.event, Step)]
+        steps = [r.event.step for r in records if (r.rank, r.incarnation) == who and isinstance(r.event, StepEvent)]
         assert steps == list(range(1, len(steps) + 1))
 
 
@@ -171,16 +171,16 @@ def test_a_full_disk_ends_the_log_and_not_the_run(tmp_path, capfd):
 def test_a_line_torn_by_a_kill_costs_only_itself(tmp_path, kept):
     first = EventLog(tmp_path, rank=0)
     for step in (1, 2):
-        first.write(Phases(step, {"compute": 5}))
+        first.write(PhasesEvent(step, {"compute": 5}))
     first.close()
     (file,) = tmp_path.iterdir()
     whole, torn, _ = file.read_bytes().split(b"\n")
     file.write_bytes(whole + b"\n" + torn[:kept])
-    assert [record.event for record in read_events(tmp_path)] == [Phases(1, {"compute": 5})]
+    assert [record.event for record in read_events(tmp_path)] == [PhasesEvent(1, {"compute": 5})]
     second = EventLog(tmp_path, rank=0, incarnation=1)
-    second.write(Phases(2, {"compute": 6}))
+    second.write(PhasesEvent(2, {"compute": 6}))
     second.close()
-    expected = [Phases(1, {"compute": 5}), Phases(2, {"compute": 6})]
+    expected = [PhasesEvent(1, {"compute": 5}), PhasesEvent(2, {"compute": 6})]
     assert [record.event for record in read_events(tmp_path)] == expected
     if kept >= len(b'{"kind":') or kept < 0:  # and when the two ran together
         glued = file.read_bytes().split(b"\n")
@@ -209,12 +209,12 @@ def test_foreign_lines_are_named_and_unknown_kinds_kept(tmp_path):
 def test_a_clock_set_back_does_not_reorder_a_rank(tmp_path):
     log = EventLog(tmp_path, rank=0)
     for step in (1, 2, 3):
-        log.write(Phases(step, {}))
+        log.write(PhasesEvent(step, {}))
     (file,) = tmp_path.iterdir()
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     lines[1]["wall"] -= 3600
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert [record.event for record in read_events(tmp_path)] == [Phases(step, {}) for step in (1, 2, 3)]
+    assert [record.event for record in read_events(tmp_path)] == [PhasesEvent(step, {}) for step in (1, 2, 3)]
 
 
 def test_descriptors_do_not_leak_into_children(tmp_path):
@@ -227,7 +227,7 @@ def test_descriptors_do_not_leak_into_children(tmp_path):
 def test_a_log_that_cannot_be_opened_costs_one_line_not_the_rank(tmp_path, capfd):
     (tmp_path / "file").write_text("")
     log = EventLog(tmp_path / "file", rank=2)
-    log.write(Phases(1, {}))
+    log.write(PhasesEvent(1, {}))
     log.close()
     assert not log.enabled
     (line,) = capfd.readouterr().err.splitlines()

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.elastic.observe.events import EventLog, Phases, Step
+from megatron.elastic.observe.events import EventLog, PhasesEvent, StepEvent
 from megatron.elastic.state.manifest import MANIFEST, Manifest, files_below, hash_of
 from megatron.elastic.state.record import StepRecord
 from tools.fingerprint import checkpoint_fingerprint, fingerprint, main, tensor_hash, total
@@ -143,9 +143,9 @@ def test_hashes_see_bits_shape_and_dtype():
 def log(folder: Path, rank: int, losses: list[float], **changes: object) -> None:
     events = EventLog(folder, rank, incarnation=int(changes.pop("incarnation", 0)))  # type: ignore[call-overload]
     for step, loss in enumerate(losses, 1):
-        events.write(Phases(step, {"compute": rank}))
+        events.write(PhasesEvent(step, {"compute": rank}))
         fields: dict[str, object] = {"seconds": 0.1 * rank, "ledger": f"{step:x}", "grad_norm": 1.5, **changes}
-        events.write(Step(step, (8 * step - 8, 8 * step), losses={"lm loss": loss}, **fields))  # type: ignore[arg-type]
+        events.write(StepEvent(step, (8 * step - 8, 8 * step), losses={"lm loss": loss}, **fields))  # type: ignore[arg-type]
     events.close()
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.elastic.observe.events import EventLog, Phases, RankLost, Recovery, Trace
+from megatron.elastic.observe.events import EventLog, PhasesEvent, RankLostEvent, RecoveryEvent, TraceEvent
 from megatron.elastic.observe.phases import PhaseTimer
 from megatron.elastic.observe.run_trace import main
 from megatron.elastic.observe.timeline import Timeline
@@ -50,14 +50,14 @@ def write_run(folder: Path) -> None:
             timeline.computed("B", 0, 0, 3, start + 100, start + 300)
         if step == 2:
             timer.enter("recover")
-            log.write(RankLost(1, 0, "here", "signal SIGKILL", step))
-            log.write(Recovery(step, "re-run", {"decide": 0.001, "edit": 0.002}))
+            log.write(RankLostEvent(1, 0, "here", "signal SIGKILL", step))
+            log.write(RecoveryEvent(step, "re-run", {"decide": 0.001, "edit": 0.002}))
         spent = timer.finish()
-        log.write(Phases(step, spent))
+        log.write(PhasesEvent(step, spent))
         phases, work = timeline.take()
-        log.write(Trace(step, phases, work))
+        log.write(TraceEvent(step, phases, work))
     other = EventLog(folder, 1)
-    other.write(Phases(1, {"prepare": 1000, "compute": 5000}))
+    other.write(PhasesEvent(1, {"prepare": 1000, "compute": 5000}))
 
 
 def test_a_run_with_a_loss_is_a_valid_trace_that_shows_the_recovery(tmp_path: Path) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from megatron.elastic.observe.events import Protection, RankLost, Recovery
+from megatron.elastic.observe.events import ProtectionEvent, RankLostEvent, RecoveryEvent
 from megatron.elastic.observe.summary import lost_text, protection_line, ranks_text, recovery_line
 
 
 def lost(rank, group=(), stage=1, replica=0, lines=()):
-    return RankLost(rank, 0, "node-b", "signal SIGKILL", 57, lines, group, stage, replica)
+    return RankLostEvent(rank, 0, "node-b", "signal SIGKILL", 57, lines, group, stage, replica)
 
 
 def test_a_lost_tensor_parallel_group_is_named_with_its_place_and_who_is_parked():
@@ -28,7 +28,7 @@ def test_without_tensor_parallelism_the_rank_itself_is_named_and_a_spare_belongs
 
 
 def test_a_recovery_names_what_is_missing_and_leaves_the_loss_itself_to_the_launcher():
-    line = recovery_line(Recovery(57, "re-run", {}), 3, [lost(3, (3,), lines=("RuntimeError: boom",))])
+    line = recovery_line(RecoveryEvent(57, "re-run", {}), 3, [lost(3, (3,), lines=("RuntimeError: boom",))])
     assert line == (
         "recovered at generation 3 without rank 3 (stage 1, replica 0): step 57 re-run, 0 steps lost, 0.000 s"
     )
@@ -41,14 +41,14 @@ def test_rank_sets_are_short():
 
 
 def test_a_recovery_says_what_became_of_the_step_and_where_time_went():
-    line = recovery_line(Recovery(57, "rolled forward", {"freeze": 0.021, "edit": 0.09}), generation=3)
+    line = recovery_line(RecoveryEvent(57, "rolled forward", {"freeze": 0.021, "edit": 0.09}), generation=3)
     assert line == (
         "recovered at generation 3: step 57 rolled forward, 0 steps lost, 0.111 s (freeze 0.021, edit 0.090)"
     )
-    assert "1 step lost" in recovery_line(Recovery(57, "checkpoint", {}, lost_steps=1), 4)
+    assert "1 step lost" in recovery_line(RecoveryEvent(57, "checkpoint", {}, lost_steps=1), 4)
 
 
 def test_a_line_says_for_how_long_blocks_were_short_of_a_mirror():
-    line = protection_line(Protection(58, 0.4123, 1, 12))
+    line = protection_line(ProtectionEvent(58, 0.4123, 1, 12))
     assert line == "mirrors complete with step 58: 12 state blocks were short of one for 0.412 s (1 step)"
-    assert "1 state block was short" in protection_line(Protection(58, 0.4, 2, 1))
+    assert "1 state block was short" in protection_line(ProtectionEvent(58, 0.4, 2, 1))

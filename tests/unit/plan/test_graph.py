@@ -17,9 +17,9 @@ from megatron.elastic.plan.schedule.timing import plan_time
 from megatron.elastic.plan.schedule.validate import memory_peaks, validate_plan
 from megatron.elastic.plan.search.graph import GraphOptions, Shape, candidate_shapes, pipeline_bound
 from megatron.elastic.plan.search.partition import (
+    CellCapacity,
     Model,
     PipelineTime,
-    Place,
     cut_pipeline,
     nearest_cuts,
     pipeline_time,
@@ -91,7 +91,7 @@ def test_closed_form_is_the_time_of_the_tables() -> None:
 def test_minimax_cut_is_the_best_of_all_cuts(work: list[int], speeds: list[int], room: int) -> None:
     units = tuple(UnitCost(w * 1000, w * 2000, 0, w, 0, 1, 0) for w in work)
     model = Model(Profile(units, latency_ns=0), 1, 1)
-    places = [Place(speed, room * 4) for speed in speeds]
+    places = [CellCapacity(speed, room * 4) for speed in speeds]
     count = len(places)
     best = None
     for inner in combinations_with_replacement(range(len(work) + 1), count - 1):
@@ -199,8 +199,8 @@ def test_transition_names_living_sources_and_only_what_is_lacking() -> None:
 def test_recutting_prefers_the_cut_that_moves_least() -> None:
     model = Model(layers(12), 1, 2)
     holds = [((0, 4),), ((8, 12),)]
-    assert nearest_cuts(model, [Place(), Place()], 8 * 3000, holds) == (0, 4, 12)
-    assert nearest_cuts(model, [Place(), Place()], 6 * 3000, holds) == (0, 6, 12)
+    assert nearest_cuts(model, [CellCapacity(), CellCapacity()], 8 * 3000, holds) == (0, 4, 12)
+    assert nearest_cuts(model, [CellCapacity(), CellCapacity()], 6 * 3000, holds) == (0, 6, 12)
 
 
 def test_tied_embeddings_held_by_one_cell_count_once() -> None:
@@ -217,9 +217,9 @@ def test_heterogeneous_units_are_cut_by_cost() -> None:
     head = UnitCost(4000, 8000, 4000, 100, 600, 30, 0)
     profile = Profile((LAYER,) * 8 + (head,), latency_ns=0)
     model = Model(profile, 1, 1)
-    cuts = cut_pipeline(model, [Place()] * 3)
+    cuts = cut_pipeline(model, [CellCapacity()] * 3)
     assert cuts == (0, 4, 8, 9)
-    assert pipeline_time(model, [Place()] * 3, cuts).each == 12_000
+    assert pipeline_time(model, [CellCapacity()] * 3, cuts).each == 12_000
 
 
 def test_axes_can_be_switched_off() -> None:

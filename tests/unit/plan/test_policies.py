@@ -12,7 +12,7 @@ from megatron.elastic.plan.policies.policy import (
     CheckpointRestart,
     ElasWave,
     MindSpeed,
-    Outcome,
+    PolicyOutcome,
     ReCycle,
     Spares,
     TorchFT,
@@ -34,7 +34,7 @@ def damaged(*lost: int, headroom: float = 1.25) -> Topology:
     return without_cells(topology, lost)
 
 
-def ratio(outcome: Outcome) -> float:
+def ratio(outcome: PolicyOutcome) -> float:
     return outcome.rate() / BEFORE
 
 

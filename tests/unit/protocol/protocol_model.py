@@ -344,10 +344,10 @@ class Model:
         if self.faults.leaving_carry_a_vote:
             again = counted
         outcome = resolve(reports, counted, self.setting.ranks, again)
-        basis = counted
+        configuration = counted
         if outcome.kind == "revote" and again is not None and not self.faults.revote_under_the_record:
-            basis = again
-        return tuple(tuple(basis[b, 0, 0]) for b in range(len(named))), outcome
+            configuration = again
+        return tuple(tuple(configuration[b, 0, 0]) for b in range(len(named))), outcome
 
     def _report(self, r: int, rank: Rank) -> Holdings:
         versions = [len(chain) for _, chain in rank.copies]

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from megatron.elastic.engine.generation.assignment import Assignment
-from megatron.elastic.engine.generation.launch_topology import Nominal
+from megatron.elastic.engine.generation.launch_topology import LaunchTopology
 from megatron.elastic.plan.dataflow import PlanError
 from megatron.elastic.plan.planner import nominal_plan
 from megatron.elastic.plan.schedule.validate import validate_plan
 from megatron.elastic.simulate.cases import ANSWERS, Case, answer, predict
 from megatron.elastic.simulate.clocks import clock_ablation
-from megatron.elastic.simulate.scenarios import Row, Scenario, lost_cells, run_scenario, scenario_topology
+from megatron.elastic.simulate.scenarios import Scenario, ScenarioRow, lost_cells, run_scenario, scenario_topology
 from tools.simulation_docs import rewritten, summary
 
 ONE_LOSS = Scenario(2, 8, 32, 1, "spread")
@@ -39,7 +39,7 @@ def test_every_answer_is_a_valid_plan_and_no_piece_is_shorter_than_asked(policy:
 def test_lost_ranks_are_those_of_the_lost_cells() -> None:
     case = Case(Scenario(3, 4, 8, 4, "spread"), "elaswave")
     before, after = scenario_topology(case.scenario)
-    nominal = Nominal(1, 4, 3, ((0, 2), (2, 4), (4, 6), (6, 8)), before.grid)
+    nominal = LaunchTopology(1, 4, 3, ((0, 2), (2, 4), (4, 6), (6, 8)), before.grid)
     living = set(range(12)) - set(case.lost_ranks())
     seen = Assignment.at_launch(nominal).topology(living)
     assert {cell.id for cell in seen.cells} == {cell.id for cell in after.cells}
@@ -62,7 +62,7 @@ def test_clocks_lowered_cost_no_time_and_save_energy() -> None:
 
 def test_rows_survive_a_file_and_fill_the_page() -> None:
     row = run_scenario(Scenario(2, 2, 4, 1, "spread", waves=4))
-    assert Row.from_flat(row.flat()) == row
+    assert ScenarioRow.from_flat(row.flat()) == row
     page = rewritten("before\n<!-- begin summary -->\nold\n<!-- end -->\nafter", {"summary": summary([row])})
     assert page.startswith("before\n<!-- begin summary -->\n- 1 scenarios.") and page.endswith("<!-- end -->\nafter")
     with pytest.raises(KeyError, match="no section"):

@@ -28,7 +28,7 @@ from megatron.elastic.simulate.scenarios import (
     run_scenario,
     scenario_list,
 )
-from megatron.elastic.simulate.traces import Loss, TraceOptions, failure_trace
+from megatron.elastic.simulate.traces import TraceLoss, TraceOptions, failure_trace
 
 DAY = 86_400.0
 
@@ -127,7 +127,7 @@ def small_fleet(**changes: object) -> Fleet:
     return Fleet(replicas=4, stages=8, layers=32, profile=layer_profile(32), **changes)  # type: ignore[arg-type]
 
 
-def walk(trace: list[Loss], name: str, days: float = 1.0, assumed: Assumptions | None = None) -> Goodput:
+def walk(trace: list[TraceLoss], name: str, days: float = 1.0, assumed: Assumptions | None = None) -> Goodput:
     assumed = assumed or Assumptions()
     policy = next(p for p in fleet_policies(assumed, spares=1) if p.name == name)
     return run_trace(small_fleet(), trace, days * DAY, policy, assumed)
@@ -141,7 +141,7 @@ def test_without_losses_every_policy_is_fully_effective() -> None:
 def test_one_loss_is_accounted_to_the_second() -> None:
     """Restart: 600 s stall, what came after the last checkpoint again, then 4/3 work on three replicas until repair."""
     fleet = small_fleet()
-    trace = [Loss(10_000.0, 5, 1, 20_000.0)]
+    trace = [TraceLoss(10_000.0, 5, 1, 20_000.0)]
     got = walk(trace, "restart")
     slow = fleet.undamaged_ns() / fleet.dropped_ns(1)
     redone = 10_000 % 600
@@ -153,23 +153,23 @@ def test_one_loss_is_accounted_to_the_second() -> None:
 
 
 def test_an_in_step_system_redoes_half_a_step() -> None:
-    got = walk([Loss(10_000.0, 5, 1, 20_000.0)], "elaswave")
+    got = walk([TraceLoss(10_000.0, 5, 1, 20_000.0)], "elaswave")
     assert got.redone_share * DAY == pytest.approx(10.0)
     assert got.stall_share * DAY == pytest.approx(2.0 + 1.0)
 
 
 def test_losses_during_a_stall_begin_it_anew() -> None:
-    got = walk([Loss(1_000.0, 5, 1, 50_000.0), Loss(1_300.0, 9, 1, 50_000.0)], "restart")
+    got = walk([TraceLoss(1_000.0, 5, 1, 50_000.0), TraceLoss(1_300.0, 9, 1, 50_000.0)], "restart")
     assert got.stall_share * DAY == pytest.approx(300 + 600)
 
 
 def test_a_cell_lost_twice_counts_once() -> None:
-    got = walk([Loss(1_000.0, 5, 1, 50_000.0), Loss(1_300.0, 5, 1, 50_000.0)], "torchft")
+    got = walk([TraceLoss(1_000.0, 5, 1, 50_000.0), TraceLoss(1_300.0, 5, 1, 50_000.0)], "torchft")
     assert got.losses == 1
 
 
 def test_a_stage_lost_everywhere_stops_all_but_elaswave() -> None:
-    trace = [Loss(1_000.0, 8 * replica + 3, 1, 10 * DAY) for replica in range(4)]
+    trace = [TraceLoss(1_000.0, 8 * replica + 3, 1, 10 * DAY) for replica in range(4)]
     assert walk(trace, "elaswave").effective > 0.8
     assert walk(trace, "recycle").effective < 0.05
     assert walk(trace, "torchft-batch").effective < 0.05

@@ -9,7 +9,17 @@ import pytest
 
 from megatron.elastic.plan.model import Piece
 from megatron.elastic.plan.schedule.timing import execute
-from megatron.elastic.simulate.calibrate import OPS, Between, Job, Line, Stage, StepTrace, Unit, Work, calibrated
+from megatron.elastic.simulate.calibrate import (
+    OPS,
+    Between,
+    Line,
+    Stage,
+    StepTrace,
+    TracedAction,
+    TracedJob,
+    Unit,
+    calibrated,
+)
 from tools.bench.simulator_real import LAYOUTS, Layout, Row, Seen, compare
 
 TRUE = {"F": Unit(3e6, 7e6, 5e6, 6e6), "B": Unit(4e6, 15e6, 9e6, 2e6)}
@@ -37,14 +47,14 @@ def ideal(layout: Layout, slower: float = 1.0, jitter: tuple[float, ...] = (1.0,
                 return costs[op, Stage(piece.first, piece.end, layout.units)] * ratio
 
             run = execute(plan, LIES.costs(plan, layout.units, took), record=True)
-            work: dict[int, list[Work]] = {cell.id: [] for cell in plan.cells}
+            work: dict[int, list[TracedAction]] = {cell.id: [] for cell in plan.cells}
             for at in run.intervals:
                 piece, op = plan.pieces[at.piece], at.op.value
                 stop = at.end - round(LIES.after[op].of(Stage(piece.first, piece.end, layout.units)))
-                work[at.cell].append(Work(op, piece.id, piece.first, piece.end, at.start, stop))
+                work[at.cell].append(TracedAction(op, piece.id, piece.first, piece.end, at.start, stop))
             phase = round(slower * LIES.makespan(plan, layout.units, took))
             steps.append({cell: StepTrace(tuple(done), phase) for cell, done in work.items()})
-        jobs[lost] = Job(layout.units, tuple(steps))
+        jobs[lost] = TracedJob(layout.units, tuple(steps))
     return Seen(jobs)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.elastic.observe.events import Event, EventLog, RankLost, Record, Recovery
+from megatron.elastic.observe.events import Event, EventLog, EventRecord, RankLostEvent, RecoveryEvent
 from tools import loss_plot, training_log
 from tools.training_log import Iteration, Loss
 
@@ -20,13 +20,13 @@ LINE = (
 )
 
 
-def records_of(*told: tuple[float, int, Event], generation: int = 0) -> list[Record]:
+def records_of(*told: tuple[float, int, Event], generation: int = 0) -> list[EventRecord]:
     """Records from (wall, rank, event)."""
-    return [Record(event.kind, wall, 0, rank, 0, generation, event, {}) for wall, rank, event in told]
+    return [EventRecord(event.kind, wall, 0, rank, 0, generation, event, {}) for wall, rank, event in told]
 
 
-def lost(rank: int, incarnation: int = 0) -> RankLost:
-    return RankLost(lost_rank=rank, lost_incarnation=incarnation, host="h", cause="signal SIGKILL", step=0)
+def lost(rank: int, incarnation: int = 0) -> RankLostEvent:
+    return RankLostEvent(lost_rank=rank, lost_incarnation=incarnation, host="h", cause="signal SIGKILL", step=0)
 
 
 def run_of(*seconds: float) -> dict[int, Iteration]:
@@ -91,10 +91,10 @@ def test_time_to_recover_refuses_to_guess() -> None:
 
 
 def test_lost_steps_are_summed_over_generations_not_over_ranks() -> None:
-    recovery = Recovery(step=4, outcome="checkpoint", seconds={}, lost_steps=3)
+    recovery = RecoveryEvent(step=4, outcome="checkpoint", seconds={}, lost_steps=3)
     records = records_of((1.0, 0, recovery), (1.0, 1, recovery), generation=1)
-    records += records_of((2.0, 0, Recovery(step=9, outcome="re-run", seconds={}, lost_steps=0)), generation=2)
-    records += records_of((3.0, 0, Recovery(step=9, outcome="checkpoint", seconds={}, lost_steps=2)), generation=3)
+    records += records_of((2.0, 0, RecoveryEvent(step=9, outcome="re-run", seconds={}, lost_steps=0)), generation=2)
+    records += records_of((3.0, 0, RecoveryEvent(step=9, outcome="checkpoint", seconds={}, lost_steps=2)), generation=3)
     assert training_log.lost_steps(records) == 5
 
 

@@ -27,12 +27,12 @@ from megatron.elastic.comm.gloo.work import GlooWork, Waits
 from megatron.elastic.comm.reconfigure import Driven, Reconfigurable
 from megatron.elastic.comm.registry import group_name
 
-__all__ = ["GlooGroup", "Host"]
+__all__ = ["GlooGroup", "GroupHost"]
 
 Tensors = list[torch.Tensor]
 
 
-class Host(Waits, Reconfigurable, Protocol):
+class GroupHost(Waits, Reconfigurable, Protocol):
     """What a group needs from its fabric."""
 
     timeout: float
@@ -48,7 +48,7 @@ class Host(Waits, Reconfigurable, Protocol):
 class GlooGroup(Driven, dist.ProcessGroup):
     """See the module docstring. Made by ``GlooFabric.group`` only."""
 
-    def __init__(self, host: Host, role: str, members: tuple[int, ...], seating: Seating) -> None:
+    def __init__(self, host: GroupHost, role: str, members: tuple[int, ...], seating: Seating) -> None:
         super().__init__(seating.rank, seating.size)  # type: ignore[call-arg]
         self.role = role
         self.members = members

@@ -200,7 +200,7 @@ class DeviceGroup(NativeGroup):
 
         return vendor
 
-    # -- movement ---------------------------------------------------------------
+    # -- migration ---------------------------------------------------------------
 
     def broadcast(self, tensors: Any, *args: Any, **kwargs: Any) -> dist.Work:
         items, opts = broadcast_in(tensors, args, kwargs)

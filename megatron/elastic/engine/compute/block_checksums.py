@@ -25,9 +25,9 @@ from megatron.elastic.state.pool import StatePool
 from megatron.elastic.state.record import GradientKey
 from megatron.elastic.state.verify import due
 
-__all__ = ["SEAL_SLOTS", "Disputes", "disputes", "seals"]
+__all__ = ["CHECKSUM_SLOTS", "Disputes", "block_checksums", "disputes"]
 
-SEAL_SLOTS = 4
+CHECKSUM_SLOTS = 4
 """fp32 slots of a message that one block's seal takes."""
 _NOT_DUE = bytes(8)
 
@@ -47,8 +47,8 @@ class Disputes:
         self.contents += other.contents
 
 
-def seals(pool: StatePool, keys: Sequence[BlockKey], gradient: GradientKey, interval: int) -> torch.Tensor:
-    """fp32 ``[SEAL_SLOTS · blocks]`` (bits, not numbers) over this rank's copies, which retain ``gradient``."""
+def block_checksums(pool: StatePool, keys: Sequence[BlockKey], gradient: GradientKey, interval: int) -> torch.Tensor:
+    """fp32 ``[CHECKSUM_SLOTS · blocks]`` (bits, not numbers) over this rank's copies, which retain ``gradient``."""
     words = bytearray()
     for key in keys:
         copy = pool.get(key)
@@ -61,9 +61,9 @@ def seals(pool: StatePool, keys: Sequence[BlockKey], gradient: GradientKey, inte
 def disputes(
     pool: StatePool, keys: Sequence[BlockKey], gradient: GradientKey, interval: int, received: torch.Tensor
 ) -> Disputes:
-    """Compare the owner's seals (as :func:`seals` made them) with those of the copies here."""
+    """Compare the owner's seals (as :func:`block_checksums` made them) with those of the copies here."""
     theirs = received.contiguous().view(torch.uint8).numpy().tobytes()
-    ours = seals(pool, keys, gradient, interval).view(torch.uint8).numpy().tobytes()
+    ours = block_checksums(pool, keys, gradient, interval).view(torch.uint8).numpy().tobytes()
     if ours == theirs:
         return Disputes()
     at = {key: 16 * i for i, key in enumerate(keys)}

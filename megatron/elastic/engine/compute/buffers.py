@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron.elastic.engine.compute.model_interface import ModelPort, UnitParameter
+from megatron.elastic.engine.compute.model_interface import ModelInterface, UnitParameter
 from megatron.elastic.state.layout import UnitLayout
 
 __all__ = ["Arena", "UnitSlice"]
@@ -47,9 +47,9 @@ class Arena:
     Raises ``ValueError`` when the parameters are of more than one type.
     """
 
-    def __init__(self, port: ModelPort, layouts: Mapping[int, UnitLayout]) -> None:
+    def __init__(self, interface: ModelInterface, layouts: Mapping[int, UnitLayout]) -> None:
         """``layouts``: of every unit this process may ever hold."""
-        self._port = port
+        self._interface = interface
         self._layouts = layouts
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._views: dict[int, list[torch.Tensor]] = {}
@@ -67,7 +67,7 @@ class Arena:
         On a CPU most of a change's time is the kernel's, which hands out pages at the first touch.
         """
         if self.device.type == "cpu" and tuple(sorted(units)) != tuple(self.slices):
-            self._port.prepare(units)
+            self._interface.prepare(units)
             length = sum(self._layouts[unit].numel for unit in units)
             made = torch.empty(length, dtype=self.dtype), torch.empty(length, dtype=torch.float32)
             self.spare = made[0].zero_(), made[1].zero_()
@@ -79,20 +79,20 @@ class Arena:
         self.release()
         before = frozenset(self.slices)
         for unit in self.slices:
-            for item in self._port.unit_parameters(unit):
+            for item in self._interface.unit_parameters(unit):
                 item.parameter.grad = None
         self._views, self._view_of, self.gradients = {}, {}, self.gradients.new_empty(0)
-        self._port.hold(units)
+        self._interface.hold(units)
         self._lay(before)
         return True
 
     def _lay(self, known: Collection[int] | None = None) -> None:
         """Storage for what the port holds; only units ``known`` (left out: all) have values to keep."""
         self.slices, start = {}, 0
-        for unit in self._port.held_units():
+        for unit in self._interface.held_units():
             self.slices[unit] = UnitSlice(unit, start, self._layouts[unit])
             start += self._layouts[unit].numel
-        members = {unit: tuple(self._port.unit_parameters(unit)) for unit in self.slices}
+        members = {unit: tuple(self._interface.unit_parameters(unit)) for unit in self.slices}
         self.dtype, self.device = _common_type(members) or (self.dtype, self.device)
         spare, self.spare = self.spare, None
         if spare is None or spare[0].numel() != start or spare[0].dtype != self.dtype:
@@ -133,7 +133,7 @@ class Arena:
         self.gradients.zero_()
         if self.dtype == torch.float32:
             for unit, views in self._views.items():
-                for item, view in zip(self._port.unit_parameters(unit), views, strict=True):
+                for item, view in zip(self._interface.unit_parameters(unit), views, strict=True):
                     item.parameter.grad = view
 
     def accumulate(self, parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:

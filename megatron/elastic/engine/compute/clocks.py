@@ -54,7 +54,7 @@ class Clocks:
     """The clock found before anything was set."""
     _asked: int = 0
     _usable: bool = True
-    _nominal: dict[int, int] = field(default_factory=dict)
+    _launch_topology: dict[int, int] = field(default_factory=dict)
     _samples: dict[tuple[int, int], list[int]] = field(default_factory=dict)
     """(cell, kHz) → newest times of one row through the cell's units, ns."""
     _profile: Profile | None = None
@@ -75,7 +75,7 @@ class Clocks:
 
     def forget(self) -> None:
         """A generation begins: everybody runs at the clocks found before the job."""
-        self._nominal.clear()
+        self._launch_topology.clear()
         self._samples.clear()
         self._present.clear()
         self._profile, self._steady = None, 0
@@ -91,8 +91,8 @@ class Clocks:
             if found is None or cell not in per_row:
                 continue
             lowest, highest, present = found
-            nominal = self._nominal.setdefault(cell, present)
-            ranges[cell] = ClockRange(_steps(lowest, highest, nominal), nominal)
+            launch_topology = self._launch_topology.setdefault(cell, present)
+            ranges[cell] = ClockRange(_steps(lowest, highest, launch_topology), launch_topology)
             kept = self._samples.setdefault((cell, present), [])
             kept.append(per_row[cell])
             del kept[:-_WINDOW]
@@ -112,12 +112,12 @@ class Clocks:
         """``times`` as they would be at nominal clocks: a device that was slowed on purpose is not a slow one."""
         found: dict[Range, tuple[int, int]] = {}
         for key, (forward, backward) in times.items():
-            nominal, present = self._nominal.get(key[0], 0), self._present.get(key[0], 0)
-            if not present or nominal == present:  # a device that refused is where it was
+            launch_topology, present = self._launch_topology.get(key[0], 0), self._present.get(key[0], 0)
+            if not present or launch_topology == present:  # a device that refused is where it was
                 found[key] = (forward, backward)
                 continue
             fit = self._fit(key[0])
-            here, there = fit.time_ns(present), fit.time_ns(nominal)
+            here, there = fit.time_ns(present), fit.time_ns(launch_topology)
             found[key] = (forward * there // here, backward * there // here)
         return found
 
@@ -179,9 +179,9 @@ def _per_row(plan: Plan, times: Times) -> dict[int, int]:
     return found
 
 
-def _steps(lowest: int, highest: int, nominal: int) -> tuple[int, ...]:
+def _steps(lowest: int, highest: int, launch_topology: int) -> tuple[int, ...]:
     span = highest - lowest
-    return tuple(sorted({nominal, *(lowest + span * step // _STEPS for step in range(_STEPS + 1))}))
+    return tuple(sorted({launch_topology, *(lowest + span * step // _STEPS for step in range(_STEPS + 1))}))
 
 
 def _near(one: int, other: int, clocks: ClockRange) -> bool:

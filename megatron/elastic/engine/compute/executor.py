@@ -32,7 +32,7 @@ from megatron.elastic.engine.compute.model_interface import (
     DeferredWeights,
     ForwardStep,
     LossOutput,
-    ModelPort,
+    ModelInterface,
     place_of,
 )
 from megatron.elastic.engine.compute.point_to_point import BoundaryTransport, Receipt
@@ -40,14 +40,14 @@ from megatron.elastic.engine.compute.samples import PieceBatch, StepAddress
 from megatron.elastic.observe.timeline import Timeline
 from megatron.elastic.plan.model import Action, Cell, Edge, Op, Piece, Plan
 
-__all__ = ["Executor", "PassResult", "Timed", "Work"]
+__all__ = ["Executor", "Pass", "PassResult", "Timed"]
 
 _GRADIENT_OPS = frozenset({Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT})
 _BACKWARD_OPS = frozenset({Op.BACKWARD, Op.SEND_BACKWARD, Op.RECV_BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT})
 
 
 @dataclass(frozen=True)
-class Work:
+class Pass:
     """One pass over the batch: what to run it on and how to weigh its losses."""
 
     step: int
@@ -121,7 +121,7 @@ class Executor:
 
     def __init__(
         self,
-        port: ModelPort,
+        interface: ModelInterface,
         transport: BoundaryTransport,
         plan: Plan,
         cell: Cell,
@@ -129,7 +129,7 @@ class Executor:
         accumulate: Callable[[torch.nn.Parameter, torch.Tensor], None],
         device: torch.device = torch.device("cpu"),  # noqa: B008 - immutable
     ) -> None:
-        self._port = port
+        self._interface = interface
         self._transport = transport
         self._plan = plan
         self._cell = cell
@@ -160,10 +160,10 @@ class Executor:
     def data_pieces(self) -> tuple[Piece, ...]:
         """Pieces of this cell that read the data set, in order of their forwards."""
         order = [a.piece for a in self._plan.table(self._cell.id) if a.op is Op.FORWARD]
-        ends = {0, self._port.compute_units}
+        ends = {0, self._interface.compute_units}
         return tuple(p for p in (self._pieces[i] for i in order) if {p.first, p.end} & ends)
 
-    def run(self, work: Work) -> PassResult:
+    def run(self, work: Pass) -> PassResult:
         """Execute every action; gradients accumulate in the arena. Raises the communicator's typed errors."""
         result = PassResult()
         self._reset()
@@ -183,7 +183,7 @@ class Executor:
             self._transport.abandon()
         return result
 
-    def _perform(self, action: Action, work: Work, result: PassResult) -> None:
+    def _perform(self, action: Action, work: Pass, result: PassResult) -> None:
         piece = self._pieces[action.piece]
         match action.op:
             case Op.RECV_FORWARD | Op.RECV_BACKWARD:
@@ -197,7 +197,7 @@ class Executor:
                 result.ledger.accumulated(piece, work.address.samples(piece))
             case Op.BACKWARD_INPUT:
                 work.reach("mid_backward")
-                with self._port.deferring(piece) as self._deferred[piece.id]:
+                with self._interface.deferring(piece) as self._deferred[piece.id]:
                     self._backward(action, piece, work, result)
             case Op.BACKWARD_WEIGHT:
                 with _timed(action, piece, work, result):
@@ -214,16 +214,16 @@ class Executor:
                 gradient = self._local[(-1 - piece.id, True)]
                 self._emit(gradient, edge.target_at, action.edge, edge.source, work.step, backward=True)
 
-    def _forward(self, action: Action, piece: Piece, work: Work, result: PassResult) -> None:
+    def _forward(self, action: Action, piece: Piece, work: Pass, result: PassResult) -> None:
         source = self._assemble(piece, backward=False) if piece.first > 0 else None
         if source is not None and work.training:
             source.requires_grad_(True)
         grad_mode = nullcontext() if work.training else torch.no_grad()
-        splittable = self._port.deferring(piece) if work.training and piece.id in self._split else nullcontext()
+        splittable = self._interface.deferring(piece) if work.training and piece.id in self._split else nullcontext()
         batch = work.batches(piece)
         with work.scope(piece), grad_mode, splittable, _timed(action, piece, work, result):
-            place = place_of(piece.first, piece.end, self._port.compute_units)
-            output = self._port.forward(work.forward_step, piece, place, source, batch)
+            place = place_of(piece.first, piece.end, self._interface.compute_units)
+            output = self._interface.forward(work.forward_step, piece, place, source, batch)
         self._enter(piece, batch, work, result)
         if isinstance(output, LossOutput):
             _record(output, piece, result)
@@ -234,11 +234,11 @@ class Executor:
         if work.training or self._sent(piece):
             self._running[piece.id] = _Running(source, output)
 
-    def _enter(self, piece: Piece, batch: PieceBatch, work: Work, result: PassResult) -> None:
+    def _enter(self, piece: Piece, batch: PieceBatch, work: Pass, result: PassResult) -> None:
         """Compare what a piece was computed from with the plan, and keep it for the vote."""
         if self._position > 0:  # the first rank of a cell reads the data set and sends it to the others
             return
-        units, reading = self._port.compute_units, batch.reading
+        units, reading = self._interface.compute_units, batch.reading
         try:
             result.ledger.read(piece, work.address.samples(piece), reading, units)
         except LedgerError as error:
@@ -247,9 +247,9 @@ class Executor:
             if here and reading is not None:
                 seen.update(zip(reading.samples, reading.contents, strict=True))
 
-    def _backward(self, action: Action, piece: Piece, work: Work, result: PassResult) -> None:
+    def _backward(self, action: Action, piece: Piece, work: Pass, result: PassResult) -> None:
         running = self._running.pop(piece.id)
-        gradient = self._assemble(piece, backward=True) if piece.end < self._port.compute_units else None
+        gradient = self._assemble(piece, backward=True) if piece.end < self._interface.compute_units else None
         with work.scope(piece), _timed(action, piece, work, result):
             torch.autograd.backward(running.output, grad_tensors=gradient)
         if running.source is not None:
@@ -278,7 +278,7 @@ class Executor:
         edges = (self._out_of if backward else self._into).get(piece.id, [])
         if len(edges) == 1 and _positions(self._plan.edges[edges[0]], backward) == tuple(range(len(piece.rows))):
             return self._take(edges[0], backward)
-        shape, dtype = self._port.boundary(len(piece.rows))
+        shape, dtype = self._interface.boundary(len(piece.rows))
         whole: torch.Tensor | None = None
         for index in edges:
             part = self._take(index, backward)
@@ -297,7 +297,7 @@ class Executor:
     def _post(self, index: int, step: int, *, backward: bool) -> None:
         edge = self._plan.edges[index]
         peer = self._peer(edge, backward=backward)
-        shape, dtype = self._port.boundary(len(edge.rows))
+        shape, dtype = self._interface.boundary(len(edge.rows))
         buffer = torch.empty(shape, dtype=dtype, device=self._device)
         rank = self._cells[peer].ranks[self._position]
         self._receipts[(index, backward)] = self._transport.receive(buffer, rank, step, index, backward)
@@ -310,7 +310,7 @@ class Executor:
 
 
 @contextmanager
-def _timed(action: Action, piece: Piece, work: Work, result: PassResult) -> Iterator[None]:
+def _timed(action: Action, piece: Piece, work: Pass, result: PassResult) -> Iterator[None]:
     start = time.monotonic_ns()
     yield
     work.drag(time.monotonic_ns() - start)
@@ -343,7 +343,7 @@ def _record(output: LossOutput, piece: Piece, result: PassResult) -> None:
         result.report[key] = (before[0] + total, before[1] + count)
 
 
-def _weighted(output: LossOutput, piece: Piece, plan: Plan, work: Work, result: PassResult) -> torch.Tensor:
+def _weighted(output: LossOutput, piece: Piece, plan: Plan, work: Pass, result: PassResult) -> torch.Tensor:
     """The scalar whose gradient is this piece's share of the step's, times the loss scale."""
     if work.per_token:
         if output.tokens is None:

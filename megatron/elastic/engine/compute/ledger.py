@@ -31,7 +31,7 @@ __all__ = [
     "Expected",
     "Ledger",
     "LedgerError",
-    "Reading",
+    "PieceReading",
     "content_digests",
     "differences",
     "sample_digest",
@@ -50,7 +50,7 @@ class LedgerError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Reading:
+class PieceReading:
     """What one piece was given to compute: global sample numbers in row order, and a digest of each one's contents."""
 
     samples: tuple[int, ...]
@@ -89,7 +89,7 @@ class Ledger:
     weights: float = 0.0
     """Weights of the micro-batch losses."""
 
-    def read(self, piece: Piece, planned: tuple[int, ...], reading: Reading | None, units: int) -> None:
+    def read(self, piece: Piece, planned: tuple[int, ...], reading: PieceReading | None, units: int) -> None:
         """Enter what ``piece`` was computed from, where it starts or ends the ``units`` of the model.
 
         Raises :class:`LedgerError` when it was given other samples than ``planned``.

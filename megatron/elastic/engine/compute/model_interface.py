@@ -21,7 +21,7 @@ import torch
 from megatron.elastic.plan.model import Piece
 from megatron.elastic.state.layout import ParamSpec
 
-__all__ = ["ROW_DIM", "DeferredWeights", "ForwardStep", "LossOutput", "ModelPort", "UnitParameter", "place_of"]
+__all__ = ["ROW_DIM", "DeferredWeights", "ForwardStep", "LossOutput", "ModelInterface", "UnitParameter", "place_of"]
 
 ROW_DIM = 1
 
@@ -58,7 +58,7 @@ class DeferredWeights(Protocol):
         """Form them, in the order the backward pass met them, and hand each to ``accumulate``; then forget them."""
 
 
-class ModelPort(Protocol):
+class ModelInterface(Protocol):
     """The part of a model that this process holds."""
 
     compute_units: int

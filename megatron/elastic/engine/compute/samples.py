@@ -23,7 +23,7 @@ from typing import Any, Protocol
 from torch.utils.data import DataLoader, Dataset, default_collate
 from torch.utils.data._utils import signal_handling
 
-from megatron.elastic.engine.compute.ledger import Reading, content_digests
+from megatron.elastic.engine.compute.ledger import PieceReading, content_digests
 from megatron.elastic.plan.model import Piece
 
 __all__ = ["DatasetSource", "PieceBatch", "SampleSource", "StepAddress"]
@@ -48,7 +48,7 @@ class StepAddress:
 class PieceBatch(Iterator[Any]):
     """The batch of one piece, as Megatron's ``data_iterator``: it yields once, and is fetched when asked for."""
 
-    def __init__(self, fetch: Callable[[], Numbered] | None = None, reading: Reading | None = None) -> None:
+    def __init__(self, fetch: Callable[[], Numbered] | None = None, reading: PieceReading | None = None) -> None:
         self._fetch = fetch
         self.reading = reading
         """What was handed out; ``None`` as long as nothing was."""
@@ -56,14 +56,14 @@ class PieceBatch(Iterator[Any]):
     @classmethod
     def as_planned(cls, samples: tuple[int, ...]) -> PieceBatch:
         """For a model that makes its own inputs: no data, and the planned samples as their number says."""
-        return cls(reading=Reading(samples, (0,) * len(samples)))
+        return cls(reading=PieceReading(samples, (0,) * len(samples)))
 
     def __next__(self) -> Any:
         if self._fetch is None:
             raise StopIteration
         fetch, self._fetch = self._fetch, None
         samples, batch = fetch()
-        self.reading = Reading(samples, content_digests(batch, len(samples)))
+        self.reading = PieceReading(samples, content_digests(batch, len(samples)))
         return batch
 
 
@@ -96,7 +96,7 @@ class DatasetSource:
         self._workers = workers
         self._collate = collate
         self._pieces: tuple[Piece, ...] = ()
-        self._loader: _Loader | None = None
+        self._loader: _PieceLoader | None = None
 
     def plan(self, pieces: Sequence[Piece]) -> None:
         """See :class:`SampleSource`; prefetched batches of an older plan are dropped."""
@@ -109,7 +109,7 @@ class DatasetSource:
         if self._workers == 0 or not self._pieces:
             return lambda piece: PieceBatch(lambda: self._read(address, piece))
         if self._loader is None or self._loader.position != (address, 0):
-            self._loader = _Loader(self._dataset, self._order, self._pieces, address, self._workers, self._collate)
+            self._loader = _PieceLoader(self._dataset, self._order, self._pieces, address, self._workers, self._collate)
         return lambda piece: PieceBatch(lambda: self._prefetched(address, piece))
 
     def close(self) -> None:
@@ -133,7 +133,7 @@ class DatasetSource:
         return self._read(address, piece)
 
 
-class _Loader:
+class _PieceLoader:
     """Loader workers that read a plan's pieces, step after step.
 
     Invariant: ``position`` is (step, index of the piece) of the batch that :meth:`take` returns next. It moves when a

@@ -90,7 +90,7 @@ class Tally:
     drains: int = 0
     """Voters that were asked to save and leave."""
     ready: int = 0
-    """Voters whose part in the movement under way is all but done."""
+    """Voters whose part in the migration under way is all but done."""
     disputes: int = 0
     """Copies that were not made as their owner's were."""
     suspects: int = 0

@@ -16,7 +16,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from megatron.elastic.engine.generation.launch_topology import Nominal
+from megatron.elastic.engine.generation.launch_topology import LaunchTopology
 from megatron.elastic.plan.model import Cell, Replica, Segment, Topology
 
 __all__ = ["Assignment"]
@@ -24,51 +24,51 @@ __all__ = ["Assignment"]
 
 @dataclass(frozen=True)
 class Assignment:
-    """Pipelines over the cells of ``nominal``; together they may leave cells out."""
+    """Pipelines over the cells of ``launch_topology``; together they may leave cells out."""
 
-    nominal: Nominal
+    launch_topology: LaunchTopology
     replicas: tuple[Replica, ...]
 
     @classmethod
-    def at_launch(cls, nominal: Nominal) -> Assignment:
+    def at_launch(cls, launch_topology: LaunchTopology) -> Assignment:
         """Megatron's own cut."""
         replicas = tuple(
             Replica(
                 tuple(
-                    Segment(nominal.cell(replica, chunk % nominal.pipeline).id, first, end)
-                    for chunk, (first, end) in enumerate(nominal.chunks)
+                    Segment(launch_topology.cell(replica, chunk % launch_topology.pipeline).id, first, end)
+                    for chunk, (first, end) in enumerate(launch_topology.chunks)
                 )
             )
-            for replica in range(nominal.data)
+            for replica in range(launch_topology.data)
         )
-        return cls(nominal, replicas)
+        return cls(launch_topology, replicas)
 
     @property
     def is_nominal(self) -> bool:
         """Whether every cell holds what it held at launch."""
-        return self == Assignment.at_launch(self.nominal)
+        return self == Assignment.at_launch(self.launch_topology)
 
     @cached_property
     def cells(self) -> Mapping[int, Cell]:
         """Every cell there is room for, by number."""
-        return {cell.id: cell for cell in self.nominal.cells}
+        return {cell.id: cell for cell in self.launch_topology.cells}
 
     @cached_property
     def _units(self) -> Mapping[int, tuple[int, ...]]:
         """Cell → units it holds, ascending, the tied unit included."""
         held: dict[int, set[int]] = {}
-        ends = {0, self.nominal.compute_units - 1}
+        ends = {0, self.launch_topology.compute_units - 1}
         for replica in self.replicas:
             for segment in replica.segments:
                 units = held.setdefault(segment.cell, set())
                 units.update(range(segment.first, segment.end))
-                if self.nominal.tied_unit is not None and units & ends:
-                    units.add(self.nominal.tied_unit)
+                if self.launch_topology.tied_unit is not None and units & ends:
+                    units.add(self.launch_topology.tied_unit)
         return {cell: tuple(sorted(units)) for cell, units in held.items()}
 
     def units_of(self, rank: int) -> tuple[int, ...]:
         """Units whose parameters ``rank`` holds, ascending."""
-        return self._units.get(self.nominal.cell_of(rank).id, ())
+        return self._units.get(self.launch_topology.cell_of(rank).id, ())
 
     def gained(self, before: Assignment) -> dict[int, frozenset[int]]:
         """Rank → units whose parameters it has yet to be given, that it had not under ``before``; others left out.
@@ -79,7 +79,7 @@ class Assignment:
         found = dict[int, frozenset[int]]()
         for rank in (rank for cell in self.cells.values() for rank in cell.ranks):
             now, then = frozenset(self.units_of(rank)), frozenset(before.units_of(rank))
-            moved = {self.nominal.tied_unit} if (0 in now) != (0 in then) else set()
+            moved = {self.launch_topology.tied_unit} if (0 in now) != (0 in then) else set()
             units = (now - then) | (now & moved)
             if units:
                 found[rank] = units
@@ -103,9 +103,9 @@ class Assignment:
         whole = tuple(self.cells[number] for number in self.whole(living))
         computing = {rank for cell in whole for rank in cell.ranks}
         parked = tuple(rank for rank in sorted(living) if rank not in computing)
-        nominal = self.nominal
-        tied = () if nominal.tied_unit is None else ((0, nominal.compute_units - 1),)
-        return Topology(nominal.grid, nominal.compute_units, whole, self.replicas, tied, parked)
+        launch_topology = self.launch_topology
+        tied = () if launch_topology.tied_unit is None else ((0, launch_topology.compute_units - 1),)
+        return Topology(launch_topology.grid, launch_topology.compute_units, whole, self.replicas, tied, parked)
 
     def whole(self, living: Collection[int]) -> tuple[int, ...]:
         """Cells of which every rank is in ``living``, ascending."""
@@ -130,7 +130,7 @@ class Assignment:
         taken = dict(zip(self.broken(living), self.waiting(living), strict=False))
         if not taken:
             return self
-        return Assignment(self.nominal, tuple(
+        return Assignment(self.launch_topology, tuple(
             Replica(tuple(replace(s, cell=taken.get(s.cell, s.cell)) for s in replica.segments))
             for replica in self.replicas
         ))  # fmt: skip
@@ -138,7 +138,7 @@ class Assignment:
     def uncovered(self, living: Collection[int]) -> tuple[int, ...]:
         """Units that no whole living cell holds, ascending."""
         held = {unit for cell in self.topology(living).cells for unit in self._units.get(cell.id, ())}
-        return tuple(unit for unit in range(self.nominal.compute_units) if unit not in held)
+        return tuple(unit for unit in range(self.launch_topology.compute_units) if unit not in held)
 
     def digest(self) -> str:
         """Hash to compare between processes."""

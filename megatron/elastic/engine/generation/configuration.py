@@ -21,11 +21,11 @@ from megatron.elastic.engine.generation.assignment import Assignment
 from megatron.elastic.state.placement import Placement
 from megatron.elastic.state.record import StepRecord
 
-__all__ = ["Basis", "History"]
+__all__ = ["Configuration", "History"]
 
 
 @dataclass(frozen=True)
-class Basis:
+class Configuration:
     """Everything about the state that a vote confirms; ``digest`` names it in the StepRecord."""
 
     placement: Placement
@@ -43,32 +43,32 @@ class Basis:
 class History:
     """The bases that may turn out to be in force, by digest."""
 
-    def __init__(self, *bases: Basis) -> None:
-        self._known = {basis.digest: basis for basis in bases}
+    def __init__(self, *bases: Configuration) -> None:
+        self._known = {configuration.digest: configuration for configuration in bases}
 
-    def enter(self, basis: Basis) -> None:
-        """``basis`` is worked under from now on, or named by the next vote; none has confirmed it yet."""
-        self._known[basis.digest] = basis
+    def enter(self, configuration: Configuration) -> None:
+        """``configuration`` is worked under from now on, or named by the next vote; none has confirmed it yet."""
+        self._known[configuration.digest] = configuration
 
-    def confirm(self, basis: Basis) -> None:
-        """A vote has named ``basis``: nothing older can come back."""
-        self._known = {basis.digest: basis}
+    def confirm(self, configuration: Configuration) -> None:
+        """A vote has named ``configuration``: nothing older can come back."""
+        self._known = {configuration.digest: configuration}
 
-    def in_force(self, records: Collection[StepRecord]) -> Basis:
+    def in_force(self, records: Collection[StepRecord]) -> Configuration:
         """The basis that the newest of ``records`` names. Raises ``RuntimeError`` when this rank never knew it."""
         newest = max(records, key=lambda record: record.version)
-        basis = self._known.get(newest.placement)
-        if basis is None:
+        configuration = self._known.get(newest.placement)
+        if configuration is None:
             raise RuntimeError(
                 f"the record of step {newest.version} was made under placement {newest.placement}, unknown here"
             )
-        return basis
+        return configuration
 
-    def common(self, digests: Iterable[str]) -> Basis | None:
+    def common(self, digests: Iterable[str]) -> Configuration | None:
         """The basis that all of ``digests`` name; None where they differ."""
         first, *others = set(digests)
         return None if others else self._known.get(first)
 
-    def of(self, record: StepRecord) -> Basis:
+    def of(self, record: StepRecord) -> Configuration:
         """The basis that ``record`` names."""
         return self.in_force((record,))

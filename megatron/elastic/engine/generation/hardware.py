@@ -22,7 +22,7 @@ from megatron.elastic.comm.fabric import Fabric
 from megatron.elastic.plan.model import Profile
 from megatron.elastic.platform.select import select
 
-__all__ = ["Machine", "survey"]
+__all__ = ["Hardware", "survey"]
 
 _GATHERED = 4 << 20
 """Bytes that a rank takes in for one measurement."""
@@ -30,7 +30,7 @@ _ROUNDS = 3
 
 
 @dataclass(frozen=True)
-class Machine:
+class Hardware:
     """What the worst-off rank of the launch had."""
 
     memory_bytes: int
@@ -39,10 +39,10 @@ class Machine:
     """In and out of a rank while all others transfer as well."""
 
 
-def survey(fabric: Fabric) -> Machine:
+def survey(fabric: Fabric) -> Hardware:
     """Measure and agree. Collective over ``fabric.world``."""
-    found = gather_messages(fabric, Machine, Machine(_own_memory(), _own_link(fabric))).values()
-    return Machine(min(one.memory_bytes for one in found), min(one.link_bytes_per_s for one in found))
+    found = gather_messages(fabric, Hardware, Hardware(_own_memory(), _own_link(fabric))).values()
+    return Hardware(min(one.memory_bytes for one in found), min(one.link_bytes_per_s for one in found))
 
 
 def _own_memory() -> int:

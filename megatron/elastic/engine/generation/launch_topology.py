@@ -17,11 +17,11 @@ from dataclasses import dataclass
 
 from megatron.elastic.plan.model import Cell, Grid
 
-__all__ = ["Nominal"]
+__all__ = ["LaunchTopology"]
 
 
 @dataclass(frozen=True)
-class Nominal:
+class LaunchTopology:
     """Sizes and cuts at launch."""
 
     tensor: int

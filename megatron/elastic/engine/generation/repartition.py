@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
 from megatron.elastic.engine.generation.assignment import Assignment
-from megatron.elastic.engine.generation.launch_topology import Nominal
+from megatron.elastic.engine.generation.launch_topology import LaunchTopology
 from megatron.elastic.plan.dataflow import PlanError
 from megatron.elastic.plan.model import Profile, UnitCost
 from megatron.elastic.plan.search.steady import DecisionOptions, decide
@@ -46,7 +46,7 @@ class Recut:
 
 def everybody_is_here(assignment: Assignment, living: Collection[int]) -> bool:
     """Whether there are as many whole cells as at launch."""
-    return len(assignment.whole(living)) >= assignment.nominal.data * assignment.nominal.pipeline
+    return len(assignment.whole(living)) >= assignment.launch_topology.data * assignment.launch_topology.pipeline
 
 
 def better_assignment(
@@ -65,9 +65,9 @@ def better_assignment(
     With as many cells as at launch that is the launch's cut. Raises :class:`PlanError` when some
     unit has no living holder and no shape of the living cells fits their memory.
     """
-    nominal = assignment.nominal
-    if len(assignment.whole(living)) == nominal.data * nominal.pipeline:
-        launch = Assignment.at_launch(nominal)
+    launch_topology = assignment.launch_topology
+    if len(assignment.whole(living)) == launch_topology.data * launch_topology.pipeline:
+        launch = Assignment.at_launch(launch_topology)
         if assignment.cut == launch.cut and not assignment.broken(living):
             return None
         return _recut(assignment, launch.seated(living), 0, 0)
@@ -78,7 +78,7 @@ def better_assignment(
     decision = decide(topology, profile, options)
     if decision.steady is None:
         return None
-    target = Assignment(assignment.nominal, decision.steady.replicas())
+    target = Assignment(assignment.launch_topology, decision.steady.replicas())
     return None if target == assignment else _recut(assignment, target, decision.instant_ns, decision.steady_ns)
 
 
@@ -90,7 +90,7 @@ def _recut(before: Assignment, target: Assignment, now_ns: int, then_ns: int) ->
 
 
 def unmeasured_profile(
-    nominal: Nominal,
+    launch_topology: LaunchTopology,
     layouts: Mapping[tuple[int, int], UnitLayout],
     sequence: int,
     boundary_bytes: int,
@@ -103,7 +103,7 @@ def unmeasured_profile(
     ``activation_bytes(unit)``: what a row's forward keeps; ``state_bytes``: what all copies of a parameter's
     optimizer state take together.
     """
-    multiplied = [_multiplied(nominal, layouts, unit) for unit in range(nominal.compute_units)]
+    multiplied = [_multiplied(launch_topology, layouts, unit) for unit in range(launch_topology.compute_units)]
     typical = sorted(multiplied)[len(multiplied) // 2]
     units = []
     for unit, parameters in enumerate(multiplied):
@@ -111,8 +111,8 @@ def unmeasured_profile(
         work = max(1, typical // _NO_WORK_SHARE if looks_up else parameters)
         forward = max(1, 2 * work * sequence // _OPERATIONS_PER_NS)
         size = layouts[unit, 0].numel
-        if nominal.tied_unit is not None and unit in (0, nominal.compute_units - 1):
-            size += layouts[nominal.tied_unit, 0].numel
+        if launch_topology.tied_unit is not None and unit in (0, launch_topology.compute_units - 1):
+            size += layouts[launch_topology.tied_unit, 0].numel
         units.append(
             UnitCost(
                 forward_ns=forward,
@@ -127,9 +127,9 @@ def unmeasured_profile(
     return Profile(tuple(units))
 
 
-def _multiplied(nominal: Nominal, layouts: Mapping[tuple[int, int], UnitLayout], unit: int) -> int:
+def _multiplied(launch_topology: LaunchTopology, layouts: Mapping[tuple[int, int], UnitLayout], unit: int) -> int:
     """Elements of a unit's matrices on one shard; the head's is the tied one where embeddings are tied."""
     own = [slot.spec for slot in layouts[unit, 0].slots]
-    if unit == nominal.compute_units - 1 and nominal.tied_unit is not None:
-        own += [slot.spec for slot in layouts[nominal.tied_unit, 0].slots]
+    if unit == launch_topology.compute_units - 1 and launch_topology.tied_unit is not None:
+        own += [slot.spec for slot in layouts[launch_topology.tied_unit, 0].slots]
     return sum(spec.numel for spec in own if len(spec.shape) > 1)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from megatron.elastic.comm.exchange import gather_messages
 from megatron.elastic.comm.fabric import Fabric
-from megatron.elastic.engine.compute.model_interface import ModelPort
+from megatron.elastic.engine.compute.model_interface import ModelInterface
 from megatron.elastic.state.layout import ParamSpec, UnitLayout
 
 __all__ = ["Catalog", "build_layouts", "exchange_catalog", "own_catalog"]
@@ -19,18 +19,20 @@ __all__ = ["Catalog", "build_layouts", "exchange_catalog", "own_catalog"]
 Catalog = dict[tuple[int, int], tuple[ParamSpec, ...]]
 
 
-def own_catalog(port: ModelPort, shard: int) -> Catalog:
+def own_catalog(interface: ModelInterface, shard: int) -> Catalog:
     """(unit, shard) → parameter specs, of the units held here."""
-    return {(unit, shard): tuple(item.spec for item in port.unit_parameters(unit)) for unit in port.held_units()}
+    return {
+        (unit, shard): tuple(item.spec for item in interface.unit_parameters(unit)) for unit in interface.held_units()
+    }
 
 
-def exchange_catalog(port: ModelPort, shard: int, fabric: Fabric) -> Catalog:
+def exchange_catalog(interface: ModelInterface, shard: int, fabric: Fabric) -> Catalog:
     """(unit, shard) → parameter specs, of the whole job. Collective over ``fabric.world``.
 
     Raises ``ValueError`` when two holders of a unit disagree about it.
     """
     catalog: Catalog = {}
-    for part in gather_messages(fabric, Catalog, own_catalog(port, shard)).values():
+    for part in gather_messages(fabric, Catalog, own_catalog(interface, shard)).values():
         for key, specs in part.items():
             if catalog.setdefault(key, specs) != specs:
                 raise ValueError(f"unit {key[0]}, tensor-parallel rank {key[1]}: ranks disagree about its parameters")

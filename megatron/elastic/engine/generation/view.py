@@ -17,20 +17,30 @@ import torch.distributed as dist
 from megatron.elastic.comm.fabric import BlockRange, Fabric
 from megatron.elastic.engine.compute.buffers import Arena
 from megatron.elastic.engine.generation.assignment import Assignment
-from megatron.elastic.engine.generation.configuration import Basis
+from megatron.elastic.engine.generation.configuration import Configuration
 from megatron.elastic.plan.model import Cell, Plan
 from megatron.elastic.plan.planner import plan_hash
 from megatron.elastic.plan.profile import PPM
 from megatron.elastic.state.layout import BlockKey, StateBlock, UnitLayout
 from megatron.elastic.state.placement import Placement, UnitGroup
 
-__all__ = ["Routes", "Span", "Standing", "block_index", "replanned", "restand", "routes", "stand", "unit_groups"]
+__all__ = [
+    "GroupSpan",
+    "Routes",
+    "View",
+    "block_index",
+    "build_view",
+    "routes",
+    "unit_groups",
+    "with_configuration",
+    "with_plan",
+]
 
 UnitShard = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Span:
+class GroupSpan:
     """Neighbouring units of the arena with the same holders: one collective call.
 
     Elements ``[start, stop)`` of the arena; ``blocks`` are relative to ``start``.
@@ -54,7 +64,7 @@ class Routes:
 
 
 @dataclass(frozen=True)
-class Standing:
+class View:
     """See the module docstring."""
 
     generation: int
@@ -63,9 +73,10 @@ class Standing:
     plan_hash: str
     cell: Cell | None
     """This rank's cell, ``None`` when the rank is parked."""
-    position: int
-    spans: tuple[Span, ...]
-    basis: Basis
+    shard: int
+    """This rank's place in its tensor-parallel group."""
+    spans: tuple[GroupSpan, ...]
+    configuration: Configuration
     owned: tuple[StateBlock, ...]
     mirrored: tuple[StateBlock, ...]
     routes: Routes
@@ -74,52 +85,52 @@ class Standing:
     @property
     def placement(self) -> Placement:
         """Who holds which copies."""
-        return self.basis.placement
+        return self.configuration.placement
 
     @property
     def assignment(self) -> Assignment:
         """Which units each cell holds."""
-        return self.basis.assignment
+        return self.configuration.assignment
 
     @property
     def lowest(self) -> bool:
         """Whether this rank is the lowest living one, which tells what all know alike."""
-        return self.position == 0
+        return self.shard == 0
 
     def speeds(self) -> tuple[tuple[int, int], ...]:
         """(cell, parts per million) of the cells the plan takes to be slower than their peers."""
         return tuple((cell.id, cell.speed_ppm) for cell in self.plan.cells if cell.speed_ppm != PPM)
 
 
-def replanned(standing: Standing, plan: Plan) -> Standing:
+def with_plan(view: View, plan: Plan) -> View:
     """The same standing under another plan of the same cells."""
-    mine = None if standing.cell is None else standing.cell.id
+    mine = None if view.cell is None else view.cell.id
     cell = next((cell for cell in plan.cells if cell.id == mine), None)
-    return replace(standing, plan=plan, plan_hash=plan_hash(plan), cell=cell)
+    return replace(view, plan=plan, plan_hash=plan_hash(plan), cell=cell)
 
 
-def stand(
+def build_view(
     rank: int,
     generation: int,
     living: Iterable[int],
-    basis: Basis,
+    configuration: Configuration,
     layouts: Mapping[UnitShard, UnitLayout],
     arena: Arena,
     fabric: Fabric,
     plan: Plan,
-) -> Standing:
+) -> View:
     """``arena`` holds what the basis gives this rank; ``plan`` is the policy's answer to who is living."""
     alive = tuple(sorted(living))
     cell = next((c for c in plan.cells if rank in c.ranks), None)
-    bare = Standing(
+    bare = View(
         generation=generation,
         living=alive,
         plan=plan,
         plan_hash=plan_hash(plan),
         cell=cell,
-        position=basis.assignment.nominal.shard(rank),
-        spans=_spans(rank, alive, basis, arena, fabric),
-        basis=basis,
+        shard=configuration.assignment.launch_topology.shard(rank),
+        spans=_spans(rank, alive, configuration, arena, fabric),
+        configuration=configuration,
         owned=(),
         mirrored=(),
         routes=Routes({}, {}),
@@ -127,17 +138,17 @@ def stand(
     return _placed(bare, rank, layouts)
 
 
-def restand(
-    standing: Standing,
+def with_configuration(
+    view: View,
     rank: int,
-    basis: Basis,
+    configuration: Configuration,
     layouts: Mapping[UnitShard, UnitLayout],
     arena: Arena,
     fabric: Fabric,
-) -> Standing:
+) -> View:
     """The same generation, assignment and plan on another placement."""
-    spans = _spans(rank, standing.living, basis, arena, fabric)
-    return _placed(replace(standing, spans=spans, basis=basis), rank, layouts)
+    spans = _spans(rank, view.living, configuration, arena, fabric)
+    return _placed(replace(view, spans=spans, configuration=configuration), rank, layouts)
 
 
 def routes(rank: int, owners: Placement, holders: Placement, layouts: Mapping[UnitShard, UnitLayout]) -> Routes:
@@ -153,12 +164,12 @@ def routes(rank: int, owners: Placement, holders: Placement, layouts: Mapping[Un
     return Routes(_by_peer(outgoing), _by_peer(incoming))
 
 
-def _placed(standing: Standing, rank: int, layouts: Mapping[UnitShard, UnitLayout]) -> Standing:
-    """``standing`` with everything that follows from its placement."""
-    placement = standing.placement
+def _placed(view: View, rank: int, layouts: Mapping[UnitShard, UnitLayout]) -> View:
+    """``view`` with everything that follows from its placement."""
+    placement = view.placement
     blocks = {block.key: block for layout in layouts.values() for block in layout.blocks}
     return replace(
-        standing,
+        view,
         owned=tuple(blocks[key] for key in placement.owned_by(rank)),
         mirrored=tuple(blocks[key] for key in placement.mirrored_by(rank)),
         routes=routes(rank, placement, placement, layouts),
@@ -172,9 +183,11 @@ def _by_peer(pairs: Iterable[tuple[int, StateBlock]]) -> dict[int, tuple[StateBl
     return {peer: tuple(sorted(table[peer])) for peer in sorted(table)}
 
 
-def _spans(rank: int, living: tuple[int, ...], basis: Basis, arena: Arena, fabric: Fabric) -> tuple[Span, ...]:
-    assignment, placement = basis.assignment, basis.placement
-    shard = assignment.nominal.shard(rank)
+def _spans(
+    rank: int, living: tuple[int, ...], configuration: Configuration, arena: Arena, fabric: Fabric
+) -> tuple[GroupSpan, ...]:
+    assignment, placement = configuration.assignment, configuration.placement
+    shard = assignment.launch_topology.shard(rank)
     groups = assignment.state_groups()
     alive = frozenset(living)
     units = sorted(arena.slices)
@@ -187,7 +200,7 @@ def _spans(rank: int, living: tuple[int, ...], basis: Basis, arena: Arena, fabri
             for piece in slices
             for block in piece.layout.blocks
         )
-        spans.append(Span(fabric.group("state", members), members, start, slices[-1].stop, ranges))
+        spans.append(GroupSpan(fabric.group("state", members), members, start, slices[-1].stop, ranges))
     return tuple(spans)
 
 

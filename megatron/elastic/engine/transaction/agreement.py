@@ -22,15 +22,15 @@ from megatron.elastic.config import ElasticConfig
 from megatron.elastic.control.membership import Decision, Loss, Membership
 from megatron.elastic.engine.compute.buffers import Arena
 from megatron.elastic.engine.generation.assignment import Assignment
-from megatron.elastic.engine.generation.configuration import Basis, History
-from megatron.elastic.engine.generation.hardware import Machine
-from megatron.elastic.engine.generation.launch_topology import Nominal
+from megatron.elastic.engine.generation.configuration import Configuration, History
+from megatron.elastic.engine.generation.hardware import Hardware
+from megatron.elastic.engine.generation.launch_topology import LaunchTopology
 from megatron.elastic.engine.generation.repartition import better_assignment
 from megatron.elastic.engine.generation.report import Report, first_open, phase_is_over
-from megatron.elastic.engine.generation.view import Standing, replanned, restand, stand, unit_groups
+from megatron.elastic.engine.generation.view import View, build_view, unit_groups, with_configuration, with_plan
 from megatron.elastic.engine.inject import Injector
 from megatron.elastic.engine.transaction.join import NEWCOMER, newcomers
-from megatron.elastic.engine.transaction.migration import Movement
+from megatron.elastic.engine.transaction.migration import Migration
 from megatron.elastic.engine.transaction.wait_for_ranks import StageGone, await_ranks
 from megatron.elastic.plan.dataflow import PlanError
 from megatron.elastic.plan.model import Plan, Profile
@@ -44,7 +44,7 @@ from megatron.elastic.state.protocol import Holdings, Resolution, all_copies, re
 from megatron.elastic.state.record import StepRecord
 from megatron.elastic.state.redundancy import replenish, short_of_mirrors
 
-__all__ = ["Outcome", "Recovery", "StateLost", "failure_domains", "placement_rules"]
+__all__ = ["Agreement", "RecoveryOutcome", "StateLost", "failure_domains", "placement_rules"]
 
 
 class StateLost(RuntimeError):
@@ -60,7 +60,7 @@ class StateLost(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RecoveryOutcome:
     """What a generation has to do before work goes on, the same on every rank."""
 
     decision: Decision
@@ -72,7 +72,7 @@ class Outcome:
     """The first phase that is not over among the members."""
     newcomers: tuple[int, ...]
     """Members that have to be told everything (:mod:`join`)."""
-    named: Basis
+    named: Configuration
     """What the newest record names."""
     step_committed: bool
     """The step under way here was committed before the loss: only its end had to be finished."""
@@ -88,12 +88,12 @@ class Outcome:
 
 
 @dataclass
-class Recovery:
+class Agreement:
     """The steps above for one rank; holds what is constant over generations."""
 
     membership: Membership
     fabric: Fabric
-    nominal: Nominal
+    launch_topology: LaunchTopology
     config: ElasticConfig
     layouts: Mapping[tuple[int, int], UnitLayout]
     arena: Arena
@@ -103,14 +103,14 @@ class Recovery:
     """The policy: which plan the living run."""
     profile: Profile
     """Costs of units, the same on every rank."""
-    machine: Machine
+    hardware: Hardware
     domains: FailureDomains = field(default_factory=FailureDomains)
     """Of the present generation."""
     members: tuple[int, ...] = ()
     """Ranks, but newcomers, of a decision whose generation has yet to come about, ascending."""
     present: Decision | None = None
     """The decision of the present generation."""
-    untold: tuple[Loss, ...] = ()
+    unreported: tuple[Loss, ...] = ()
     """Losses of decisions since the last generation that came about: each is told once, with the next that does."""
 
     def agree(
@@ -119,7 +119,7 @@ class Recovery:
         report: Report,
         history: History,
         attempted: int,
-    ) -> tuple[Standing, Outcome]:
+    ) -> tuple[View, RecoveryOutcome]:
         """One attempt. Raises ``CommError`` when a newer generation began meanwhile, :class:`StateLost`.
 
         ``attempted`` is the version that the step under way leads to.
@@ -130,21 +130,21 @@ class Recovery:
         reports = {rank: Report.from_text(text) for rank, text in decision.reports.items() if text != NEWCOMER}
         named = history.in_force([record for r in reports.values() for record in r.holdings.records])
         voting = history.common(r.voting for r in reports.values())
-        resolution, basis, gone = self._resolved(decision, reports, named, voting)
+        resolution, configuration, gone = self._resolved(decision, reports, named, voting)
         assert resolution.record is not None, "only a lost state has no record"
-        assignment = self._taken_over(basis.assignment, decision)
+        assignment = self._taken_over(configuration.assignment, decision)
         groups = unit_groups(assignment, self.layouts, decision.members)
-        promotion = promote_only(basis.placement, reports.keys(), groups, gone)
+        promotion = promote_only(configuration.placement, reports.keys(), groups, gone)
         if promotion.lost:
             raise StateLost(report.holdings.newest, promotion.lost)
         lost_steps = _lost_steps(reports, resolution)
         # Somebody may have made room for units of which it has no parameters.
         undefined = assignment != named.assignment or lost_steps > 0 or bool(newcomers(decision))
-        standing = self.stand(decision, Basis(promotion.placement, assignment), resolution.record)
+        view = self.build_view(decision, Configuration(promotion.placement, assignment), resolution.record)
         seconds["plan"] = time.monotonic() - started
-        outcome = Outcome(
+        outcome = RecoveryOutcome(
             decision=decision,
-            lost=self.untold,
+            lost=self.unreported,
             resolution=resolution,
             phase_over=phase_is_over(report.phase, reports, len(decision.members)),
             first_open=first_open(reports.values()),
@@ -158,7 +158,7 @@ class Recovery:
             seconds=seconds,
             edit=edit,
         )
-        return standing, outcome
+        return view, outcome
 
     def _decided(self, error: CommError, report: Report, seconds: dict[str, float]) -> tuple[Decision, EditReport]:
         """The record everybody reads, and links and groups as it has them; ``seconds`` takes what that took."""
@@ -169,9 +169,9 @@ class Recovery:
         started = time.monotonic()
         decision = self.membership.decide(self.fabric.address(), report.to_text(), self.timeout)
         self.members = tuple(sorted(decision.members.keys() - set(newcomers(decision))))
-        self.untold = (*self.untold, *self.membership.overlooked(), *decision.lost)
+        self.unreported = (*self.unreported, *self.membership.overlooked(), *decision.lost)
         seconds["decide"] = time.monotonic() - started
-        self.injector.enter([at.incarnation for at in decision.members.values()], self.nominal.slots)
+        self.injector.enter([at.incarnation for at in decision.members.values()], self.launch_topology.slots)
         self.injector.reach("in_recovery_decide", step)
         edit = self.fabric.edit(decision.generation, decision.members, self.timeout)
         seconds["edit"] = time.monotonic() - started - seconds["decide"]
@@ -179,20 +179,22 @@ class Recovery:
         return decision, edit
 
     def _resolved(
-        self, decision: Decision, reports: Mapping[int, Report], named: Basis, voting: Basis | None
-    ) -> tuple[Resolution, Basis, list[tuple[BlockKey, int]]]:
+        self, decision: Decision, reports: Mapping[int, Report], named: Configuration, voting: Configuration | None
+    ) -> tuple[Resolution, Configuration, list[tuple[BlockKey, int]]]:
         """Which version is finished, under what, and which of its copies (block, rank) do not count.
 
         ``voting``: what the vote under way was to name. Raises :class:`StateLost`.
         """
-        strangers = _strangers(reports)
-        held = {rank: _knowledge(r.holdings) if rank in strangers else r.holdings for rank, r in reports.items()}
-        counted = all_copies({key: copies.ranks for key, copies in named.placement.copies.items()}, held, strangers)
+        joined_since = _joined_since_vote(reports)
+        held = {
+            rank: _without_copies(r.holdings) if rank in joined_since else r.holdings for rank, r in reports.items()
+        }
+        counted = all_copies({key: copies.ranks for key, copies in named.placement.copies.items()}, held, joined_since)
         again = None
-        if voting is not None and not strangers and not newcomers(decision):
+        if voting is not None and not joined_since and not newcomers(decision):
             # Those have no gradients to vote on; nobody knows of the vote, so the step may as well be run again.
             again = all_copies({key: copies.ranks for key, copies in voting.placement.copies.items()}, held)
-        resolution = resolve(held, counted, self.nominal.grid.global_batch_size, again)
+        resolution = resolve(held, counted, self.launch_topology.grid.global_batch_size, again)
         if resolution.kind == "lost":
             raise StateLost(resolution.version, resolution.missing)
         gone = [(key, rank) for rank, r in reports.items() for key in r.holdings.torn]
@@ -201,7 +203,7 @@ class Recovery:
             return resolution, replace(voting, placement=voting.placement.with_copies(again)), gone
         placement = named.placement.with_copies(counted)
         gone += [(key, rank) for key, copies in placement.copies.items() for rank in copies.ranks
-                 if rank in resolution.stale or rank in strangers]  # fmt: skip
+                 if rank in resolution.stale or rank in joined_since]  # fmt: skip
         return resolution, replace(named, placement=placement), gone
 
     def _taken_over(self, assignment: Assignment, decision: Decision) -> Assignment:
@@ -213,59 +215,59 @@ class Recovery:
         if not movable or not seated.uncovered(living) or comes_back:
             return seated
         try:
-            recut = better_assignment(seated, living, self.profile, self.machine.memory_bytes)
+            recut = better_assignment(seated, living, self.profile, self.hardware.memory_bytes)
         except PlanError:  # no shape fits: as if units could not move
             return seated
         return seated if recut is None else recut.target
 
-    def groups(self, standing: Standing) -> tuple[UnitGroup, ...]:
+    def groups(self, view: View) -> tuple[UnitGroup, ...]:
         """Living holders of every (unit, shard) that has any."""
-        return unit_groups(standing.assignment, self.layouts, standing.living)
+        return unit_groups(view.assignment, self.layouts, view.living)
 
-    def homeless(self, standing: Standing) -> bool:
+    def owner_is_outside_group(self, view: View) -> bool:
         """Whether some block is owned by a rank that does not compute its unit, so that it cannot be gathered."""
-        holders = {(group.unit, group.shard): group.holders for group in self.groups(standing)}
-        return any(copies.owner not in holders.get(key[:2], ()) for key, copies in standing.placement.copies.items())
+        holders = {(group.unit, group.shard): group.holders for group in self.groups(view)}
+        return any(copies.owner not in holders.get(key[:2], ()) for key, copies in view.placement.copies.items())
 
     def wait_for_ranks(self, gone: StageGone, step: int, say: Callable[[str], None]) -> None:
         """Until a generation begins that may bring them. Raises ``PlanError`` when there is nothing to wait for."""
         await_ranks(self.membership, gone, step, self.config.respawn, self.config.detection_timeout, say)
 
-    def indispensable(self, standing: Standing, leaving: Collection[int]) -> str:
+    def indispensable(self, view: View, leaving: Collection[int]) -> str:
         """Why the others cannot go on without ``leaving``; empty when they can."""
         try:
-            staying = [rank for rank in standing.living if rank not in leaving]
-            self.choose(standing.assignment.topology(staying), self.profile)
+            staying = [rank for rank in view.living if rank not in leaving]
+            self.choose(view.assignment.topology(staying), self.profile)
         except PlanError as error:
             return str(error)
         return ""
 
-    def movement(self, standing: Standing, target: Assignment | None = None, leaving: Collection[int] = ()) -> Movement:
+    def migration(self, view: View, target: Assignment | None = None, leaving: Collection[int] = ()) -> Migration:
         """What balance and redundancy ask for among those who are here and stay, where units are as ``target`` says."""
-        assignment = target or standing.assignment
-        staying = [rank for rank in standing.living if rank not in leaving]
+        assignment = target or view.assignment
+        staying = [rank for rank in view.living if rank not in leaving]
         groups = unit_groups(assignment, self.layouts, staying)
         rules = placement_rules(self.config, self.domains, staying)
-        placement, changes = rebalance(standing.placement, groups, rules)
-        return Movement(Basis(placement, assignment), changes)
+        placement, changes = rebalance(view.placement, groups, rules)
+        return Migration(Configuration(placement, assignment), changes)
 
-    def short_of_mirrors(self, standing: Standing) -> tuple[BlockKey, ...]:
+    def short_of_mirrors(self, view: View) -> tuple[BlockKey, ...]:
         """Blocks that could have more mirrors among the living and should, ascending."""
-        return short_of_mirrors(standing.placement, self.config.mirrors, standing.living)
+        return short_of_mirrors(view.placement, self.config.mirrors, view.living)
 
-    def replenishment(self, standing: Standing) -> Movement | None:
+    def replenishment(self, view: View) -> Migration | None:
         """The copies that blocks are short of, and nothing else; None where none is missing.
 
         On ranks whose copies count from the moment they are there, if these suffice: those of a rank that has not voted
         since it was let in do not.
         """
-        if not self.short_of_mirrors(standing):
+        if not self.short_of_mirrors(view):
             return None
-        proven = [rank for rank in standing.living if rank not in self._unproven()]
-        ranks = proven if len(proven) > self.config.mirrors else standing.living
-        groups = unit_groups(standing.assignment, self.layouts, ranks)
-        placement, changes = replenish(standing.placement, groups, placement_rules(self.config, self.domains, ranks))
-        return Movement(Basis(placement, standing.assignment), changes, urgent=True)
+        proven = [rank for rank in view.living if rank not in self._unproven()]
+        ranks = proven if len(proven) > self.config.mirrors else view.living
+        groups = unit_groups(view.assignment, self.layouts, ranks)
+        placement, changes = replenish(view.placement, groups, placement_rules(self.config, self.domains, ranks))
+        return Migration(Configuration(placement, view.assignment), changes, urgent=True)
 
     def _unproven(self) -> set[int]:
         """Members that had not voted since they were let in when this generation was decided."""
@@ -273,55 +275,59 @@ class Recovery:
             return set()
         reports = self.present.reports.items()
         known = {rank: Report.from_text(text) for rank, text in reports if text != NEWCOMER}
-        return set(newcomers(self.present)) | (_strangers(known) if known else set())
+        return set(newcomers(self.present)) | (_joined_since_vote(known) if known else set())
 
-    def restand(self, standing: Standing, basis: Basis) -> Standing:
+    def with_configuration(self, view: View, configuration: Configuration) -> View:
         """The same generation on another basis."""
-        if basis.assignment == standing.assignment:
-            return restand(standing, self.fabric.rank, basis, self.layouts, self.arena, self.fabric)
-        plan = self._plan(basis.assignment, standing.living, standing.speeds())
-        return self._stand(standing.generation, standing.living, basis, plan)
+        if configuration.assignment == view.assignment:
+            return with_configuration(view, self.fabric.rank, configuration, self.layouts, self.arena, self.fabric)
+        plan = self._plan(configuration.assignment, view.living, view.speeds())
+        return self._build_view(view.generation, view.living, configuration, plan)
 
-    def prepare(self, standing: Standing, target: Assignment) -> None:
-        """Have ready what :meth:`restand` on ``target`` would have to make. On any thread, beside a step."""
-        self._plan(target, standing.living, standing.speeds())
+    def prepare(self, view: View, target: Assignment) -> None:
+        """Have ready what :meth:`with_configuration` on ``target`` would have to make. On any thread, beside a step."""
+        self._plan(target, view.living, view.speeds())
         self.arena.prepare(target.units_of(self.fabric.rank))
 
-    def replan(self, standing: Standing, record: StepRecord) -> Standing:
+    def replan(self, view: View, record: StepRecord) -> View:
         """The same standing under a plan made from the speeds of ``record``."""
-        plan = self._plan(standing.assignment, standing.living, record.speeds)
-        return replanned(standing, replace(plan, frequencies_khz=standing.plan.frequencies_khz))
+        plan = self._plan(view.assignment, view.living, record.speeds)
+        return with_plan(view, replace(plan, frequencies_khz=view.plan.frequencies_khz))
 
     def _plan(self, assignment: Assignment, living: Iterable[int], speeds: Iterable[tuple[int, int]]) -> Plan:
         topology = assignment.topology(tuple(living))
         return self.choose(with_speeds(topology, dict(speeds)), self.profile)
 
-    def stand(self, decision: Decision, basis: Basis, record: StepRecord) -> Standing:
+    def build_view(self, decision: Decision, configuration: Configuration, record: StepRecord) -> View:
         """This rank's standing in a decided generation, whose work goes on from ``record``.
 
         Raises :class:`StageGone` when nobody is left to compute some unit.
         """
         self.domains, self.present = failure_domains(decision), decision
-        units = basis.assignment.uncovered(decision.members)
+        units = configuration.assignment.uncovered(decision.members)
         if units:
-            holders = {rank for (unit, _), group in basis.assignment.state_groups().items() if unit in units
+            holders = {rank for (unit, _), group in configuration.assignment.state_groups().items() if unit in units
                        for rank in group}  # fmt: skip
             raise StageGone(decision, units, sorted(holders - decision.members.keys()))
-        plan = self._plan(basis.assignment, decision.members, _speeds_for(record, decision, self.nominal))
-        return self._stand(decision.generation, tuple(decision.members), basis, plan)
+        plan = self._plan(
+            configuration.assignment, decision.members, _speeds_for(record, decision, self.launch_topology)
+        )
+        return self._build_view(decision.generation, tuple(decision.members), configuration, plan)
 
-    def _stand(self, generation: int, living: tuple[int, ...], basis: Basis, plan: Plan) -> Standing:
-        self.arena.hold(basis.assignment.units_of(self.fabric.rank))
-        return stand(self.fabric.rank, generation, living, basis, self.layouts, self.arena, self.fabric, plan)
+    def _build_view(self, generation: int, living: tuple[int, ...], configuration: Configuration, plan: Plan) -> View:
+        self.arena.hold(configuration.assignment.units_of(self.fabric.rank))
+        return build_view(
+            self.fabric.rank, generation, living, configuration, self.layouts, self.arena, self.fabric, plan
+        )
 
 
-def _speeds_for(record: StepRecord, decision: Decision, nominal: Nominal) -> tuple[tuple[int, int], ...]:
+def _speeds_for(record: StepRecord, decision: Decision, launch_topology: LaunchTopology) -> tuple[tuple[int, int], ...]:
     """Published speeds that hold in a generation: of a cell with a new process nothing is known yet."""
-    new = {nominal.cell_of(rank).id for rank in newcomers(decision)}
+    new = {launch_topology.cell_of(rank).id for rank in newcomers(decision)}
     return tuple((cell, speed) for cell, speed in record.speeds if cell not in new)
 
 
-def _strangers(reports: Mapping[int, Report]) -> set[int]:
+def _joined_since_vote(reports: Mapping[int, Report]) -> set[int]:
     """Ranks that came after the newest vote: the copies that it named under their number died with an earlier life."""
     records = [record for report in reports.values() for record in report.holdings.records]
     newest = max(records, key=lambda record: record.version)
@@ -329,7 +335,7 @@ def _strangers(reports: Mapping[int, Report]) -> set[int]:
     return {rank for rank, report in reports.items() if report.admitted > voted}
 
 
-def _knowledge(held: Holdings) -> Holdings:
+def _without_copies(held: Holdings) -> Holdings:
     """What a stranger knows, without copies: those it was given since the vote are void and given again."""
     return Holdings(held.rank, records=held.records, statistics=held.statistics)
 

@@ -16,7 +16,7 @@ from typing import Literal
 from megatron.elastic.comm.exchange import gather_messages
 from megatron.elastic.engine.compute.block_checksums import Disputes
 from megatron.elastic.engine.compute.buffers import Arena
-from megatron.elastic.engine.generation.view import Standing
+from megatron.elastic.engine.generation.view import View
 from megatron.elastic.engine.transaction.phases import Tools
 from megatron.elastic.state.certificate import (
     Certificate,
@@ -36,8 +36,8 @@ from megatron.elastic.state.verify import Fingerprint, compare, fingerprints, re
 __all__ = [
     "ALL_BYTES",
     "LOOKED_AT_BYTES",
+    "CertificateOutcome",
     "Transition",
-    "Verdict",
     "examine",
     "examine_memory",
     "looked_at",
@@ -45,7 +45,7 @@ __all__ = [
     "statement",
 ]
 
-Transition = Literal["start", "load", "recovery", "join", "movement", "rolling"]
+Transition = Literal["start", "load", "recovery", "join", "migration", "rolling"]
 LOOKED_AT_BYTES = 4 << 20
 """State of which contents are hashed while everybody waits for a rank that joined, or that was lost."""
 Keys = tuple[BlockKey, ...]
@@ -56,7 +56,7 @@ ALL_BYTES = 1 << 62
 
 
 @dataclass(frozen=True)
-class Verdict:
+class CertificateOutcome:
     """How one certificate ended, for the event log."""
 
     transition: Transition
@@ -92,22 +92,22 @@ def parameter_hashes(arena: Arena, keys: Collection[BlockKey]) -> dict[BlockKey,
 
 
 def statement(
-    tools: Tools, standing: Standing, record: StepRecord, parameters: int, contents: Collection[BlockKey]
+    tools: Tools, view: View, record: StepRecord, parameters: int, contents: Collection[BlockKey]
 ) -> Statement:
     """What this rank holds and will do. ``parameters`` is their version; ``contents`` are the blocks hashed in full."""
     arena, pool = tools.arena, tools.pool
     hashes = parameter_hashes(arena, contents)
     held = (block.key for place in arena.slices.values() for block in place.layout.blocks)
     params = {key: ParamClaim(parameters, hashes.get(key, "")) for key in held}
-    cell = standing.cell.id if standing.cell is not None and standing.position == 0 else None
-    rows = [row for piece in standing.plan.pieces if piece.first == 0 and piece.cell == cell for row in piece.rows]
+    cell = view.cell.id if view.cell is not None and view.shard == 0 else None
+    rows = [row for piece in view.plan.pieces if piece.first == 0 and piece.cell == cell for row in piece.rows]
     return Statement(
         rank=tools.fabric.rank,
-        generation=standing.generation,
-        placement=standing.basis.digest,
-        plan=standing.plan_hash,
+        generation=view.generation,
+        placement=view.configuration.digest,
+        plan=view.plan_hash,
         record=record,
-        blocks=state_claims(pool, standing.placement, contents, arena.dtype),
+        blocks=state_claims(pool, view.placement, contents, arena.dtype),
         params=params,
         rows=tuple(sorted(rows)),
         random_key=(tools.settings.seed, record.version),
@@ -116,39 +116,39 @@ def statement(
 
 def examine(
     tools: Tools,
-    standing: Standing,
+    view: View,
     groups: tuple[UnitGroup, ...],
     mine: Statement,
     transition: Transition,
-) -> Verdict:
+) -> CertificateOutcome:
     """Exchange statements and certify them. Never raises for a finding: the verdict has it."""
     began, step = time.monotonic(), mine.record.version
     texts = gather_messages(tools.fabric, str, mine.text)
     statements = {rank: Statement.from_json(text) for rank, text in texts.items()}
-    due = {key: len(copies.mirrors) for key, copies in standing.placement.copies.items()}
-    rows = standing.plan.grid.global_batch_size
+    due = {key: len(copies.mirrors) for key, copies in view.placement.copies.items()}
+    rows = view.plan.grid.global_batch_size
     try:
         # Right after a loss the only copy may lie with a rank that does not compute its unit.
         parked = transition != "start"
-        passed = certify(statements, groups, due, rows, standing.living, parked, standing.plan.skipped)
+        passed = certify(statements, groups, due, rows, view.living, parked, view.plan.skipped)
     except CertificateError as error:
-        return Verdict(transition, step, time.monotonic() - began, None, error.findings)
-    return Verdict(transition, step, time.monotonic() - began, passed)
+        return CertificateOutcome(transition, step, time.monotonic() - began, None, error.findings)
+    return CertificateOutcome(transition, step, time.monotonic() - began, passed)
 
 
-def name_disputes(tools: Tools, standing: Standing, record: StepRecord, mine: Disputes) -> Verdict:
+def name_disputes(tools: Tools, view: View, record: StepRecord, mine: Disputes) -> CertificateOutcome:
     """Which copies were not made as their owners' were: a bug, that ends the job. Collective."""
     findings = tuple(
-        f"block {key} at rank {rank} was not made as its owner's (rank {standing.placement.owner(key)})"
+        f"block {key} at rank {rank} was not made as its owner's (rank {view.placement.owner(key)})"
         for rank, keys in gather_messages(tools.fabric, Keys, mine.marks).items()
         for key in keys
     )
-    return Verdict("rolling", record.version, 0.0, None, findings)
+    return CertificateOutcome("rolling", record.version, 0.0, None, findings)
 
 
 def examine_memory(
-    tools: Tools, standing: Standing, record: StepRecord, mine: Disputes
-) -> tuple[tuple[Change, ...], Verdict]:
+    tools: Tools, view: View, record: StepRecord, mine: Disputes
+) -> tuple[tuple[Change, ...], CertificateOutcome]:
     """Copies made alike differ. What is to be promoted and dropped for it, and what was found. Collective.
 
     To be called between the vote and the update, while the parameters are still those
@@ -160,11 +160,13 @@ def examine_memory(
     tables = gather_messages(tools.fabric, Marks, marks)
     found = compare(
         {rank: table for rank, (table, _) in tables.items()},
-        standing.placement,
+        view.placement,
         {rank: hashes for rank, (_, hashes) in tables.items()},
     )
-    changes = tuple(change for change in repairs(found, standing.placement) if change.kind != "add")
+    changes = tuple(change for change in repairs(found, view.placement) if change.kind != "add")
     dropped = {(change.block, change.rank) for change in changes if change.kind == "drop"}
     if any((corruption.block, corruption.rank) not in dropped for corruption in found):
         changes = ()
-    return changes, Verdict("rolling", record.version, time.monotonic() - began, None, tuple(map(str, found)))
+    return changes, CertificateOutcome(
+        "rolling", record.version, time.monotonic() - began, None, tuple(map(str, found))
+    )

@@ -2,7 +2,7 @@
 
 A failed certificate ends the transition, and with it the job, on every rank alike. A
 copy found changed by itself is dropped while another is known to be right, and made
-anew with the next movement; where nobody can tell which one is right the job ends too.
+anew with the next migration; where nobody can tell which one is right the job ends too.
 """
 
 from __future__ import annotations
@@ -23,50 +23,50 @@ from megatron.elastic.engine.transaction.certificates import (
     name_disputes,
     statement,
 )
-from megatron.elastic.engine.transaction.context import Position
+from megatron.elastic.engine.transaction.context import Context
 from megatron.elastic.state.certificate import CertificateError
 from megatron.elastic.state.layout import BlockKey
 
-__all__ = ["Proofs"]
+__all__ = ["Certifier"]
 
 
 @dataclass(frozen=True)
-class Proofs:
+class Certifier:
     """Collective, all of it: every rank comes to the same end."""
 
-    position: Position
+    context: Context
 
     def certify(self, transition: Transition, moved: Iterable[BlockKey]) -> None:
         """Have everybody compare what all hold and will do. Raises ``CertificateError``."""
-        at = self.position
+        at = self.context
         limit = ALL_BYTES if transition in ("start", "load") else LOOKED_AT_BYTES
-        contents = looked_at(at.recovery.layouts, moved, at.record.version, limit)
-        mine = statement(at.tools, at.standing, at.record, at.parameters, contents)
-        verdict = examine(at.tools, at.standing, at.recovery.groups(at.standing), mine, transition)
-        at.listener.examined(at.standing, verdict)
+        contents = looked_at(at.agreement.layouts, moved, at.record.version, limit)
+        mine = statement(at.tools, at.view, at.record, at.parameters, contents)
+        verdict = examine(at.tools, at.view, at.agreement.groups(at.view), mine, transition)
+        at.listener.examined(at.view, verdict)
         if verdict.findings:
             raise CertificateError(verdict.findings)
         at.certificate = verdict.certificate
 
     def dispute(self, mine: Disputes) -> NoReturn:
         """Copies were not made as their owners' were: a bug. Raises ``CertificateError`` with everybody's."""
-        at = self.position
-        verdict = name_disputes(at.tools, at.standing, at.record, mine)
-        at.listener.examined(at.standing, verdict)
+        at = self.context
+        verdict = name_disputes(at.tools, at.view, at.record, mine)
+        at.listener.examined(at.view, verdict)
         raise CertificateError(verdict.findings)
 
     def mend_memory(self, mine: Disputes) -> None:
         """Copies made alike differ: go on without the wrong one. Raises ``SilentCorruption`` where none can be told.
 
-        Between the vote and the update, with no movement under way.
+        Between the vote and the update, with no migration under way.
         """
-        at = self.position
-        changes, verdict = examine_memory(at.tools, at.standing, at.record, mine)
-        at.listener.examined(at.standing, verdict)
+        at = self.context
+        changes, verdict = examine_memory(at.tools, at.view, at.record, mine)
+        at.listener.examined(at.view, verdict)
         if not changes:
             raise SilentCorruption(f"step {at.record.version}: " + "; ".join(verdict.findings))
         for change in changes:
             if change.kind == "drop" and change.rank == at.tools.fabric.rank:
                 at.tools.pool.condemn(change.block)
-        at.stand_on(replace(at.standing.basis, placement=at.standing.placement.apply(changes)))
-        at.unsettled = True
+        at.take_configuration(replace(at.view.configuration, placement=at.view.placement.apply(changes)))
+        at.needs_rebalance = True

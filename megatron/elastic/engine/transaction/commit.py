@@ -5,7 +5,7 @@
     finish   update every copy held here, then gather parameters; safe to repeat
 
 What an attempt has gathered is kept until the step is over: if everybody who had the
-vote's sum is lost, :meth:`Commitment.vote_again` takes it over the retained gradients.
+vote's sum is lost, :meth:`StepCommit.vote_again` takes it over the retained gradients.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from megatron.elastic.engine.compute.block_checksums import Disputes
 from megatron.elastic.engine.compute.ledger import Expected, Ledger, LedgerError, differences
 from megatron.elastic.engine.compute.vote import Tally, VoteLayout, agreed_by, plan_digest, wishes
 from megatron.elastic.engine.failures import NotFinite
-from megatron.elastic.engine.generation.configuration import Basis
+from megatron.elastic.engine.generation.configuration import Configuration
 from megatron.elastic.engine.generation.view import block_index
 from megatron.elastic.engine.settings import StepResult
-from megatron.elastic.engine.transaction.certify import Proofs
-from megatron.elastic.engine.transaction.context import Position
-from megatron.elastic.engine.transaction.migrate import Mover
+from megatron.elastic.engine.transaction.certify import Certifier
+from megatron.elastic.engine.transaction.context import Context
+from megatron.elastic.engine.transaction.migrate import Migrator
 from megatron.elastic.engine.transaction.phases import StepInput
-from megatron.elastic.engine.transaction.rebalance import Pacing
+from megatron.elastic.engine.transaction.rebalance import Rebalancer
 from megatron.elastic.plan.pace import ranges_of
 from megatron.elastic.state.record import GradientKey, Vote, advance
 
-__all__ = ["Commitment"]
+__all__ = ["StepCommit"]
 
 Contents = tuple[dict[int, int], dict[int, int]]
 """Sample number → contents as read at the first unit, and at the loss."""
@@ -45,7 +45,7 @@ class _Attempt:
     """Of its gradients."""
     skipped: tuple[int, ...]
     """Rows that the plan of this attempt leaves out."""
-    named: Basis
+    named: Configuration
     """What its vote is to name, whose copies its gradients are shipped to."""
     tally: Tally | None = None
     """Set once every gradient is reduced and shipped: from then on the vote can be taken again."""
@@ -61,15 +61,15 @@ def _never() -> bool:
     return False
 
 
-class Commitment:
-    """The step of one rank. ``Commitment`` and the host agree on saves through two questions, asked at each vote."""
+class StepCommit:
+    """The step of one rank. ``StepCommit`` and the host agree on saves through two questions, asked at each vote."""
 
-    def __init__(self, position: Position, mover: Mover, proofs: Proofs, pacing: Pacing) -> None:
-        self._position = position
-        self._mover = mover
-        self._proofs = proofs
-        self._pacing = pacing
-        self._blocks = block_index(position.recovery.layouts)
+    def __init__(self, context: Context, migrator: Migrator, certifier: Certifier, rebalancer: Rebalancer) -> None:
+        self._context = context
+        self._migrator = migrator
+        self._certifier = certifier
+        self._rebalancer = rebalancer
+        self._blocks = block_index(context.agreement.layouts)
         self.save_due: Callable[[], bool] = _never
         """Whether this rank knows of a checkpoint to be written at the next boundary: an agreement between all."""
         self.share_written: Callable[[], bool] = _never
@@ -93,7 +93,7 @@ class Commitment:
     @property
     def present_step(self) -> int:
         """The step under way, or the newest committed one between steps."""
-        return self._position.record.version if self._attempt is None else self._attempt.step.step
+        return self._context.record.version if self._attempt is None else self._attempt.step.step
 
     def known_rows(self) -> dict[GradientKey, list[tuple[int, int]]]:
         """Ranges of rows whose loss this rank could tell in a vote taken again, by gradient."""
@@ -104,9 +104,9 @@ class Commitment:
         return {attempt.key: [(row, row + 1) for row in known]}
 
     @property
-    def voting(self) -> Basis:
+    def voting(self) -> Configuration:
         """What the vote under way is to name, or was when its gradients were shipped."""
-        return self._position.standing.basis if self._attempt is None else self._attempt.named
+        return self._context.view.configuration if self._attempt is None else self._attempt.named
 
     def void(self) -> None:
         """The attempt's gradients were discarded: no vote can be taken over them."""
@@ -121,40 +121,40 @@ class Commitment:
 
     def commit(self, work: StepInput) -> None:
         """Compute, reduce, ship, vote. On return the position's record is that of ``work.step``."""
-        at, body, step = self._position, self._position.body, work.step
+        at, body, step = self._context, self._context.body, work.step
         reach, timer = at.tools.reach, at.timer
         self._key = key = self._next_key(step)
-        attempt = self._attempt = _Attempt(work, key, at.standing.plan.skipped, self._mover.heading)
-        self.computed = at.standing.plan.rows
+        attempt = self._attempt = _Attempt(work, key, at.view.plan.skipped, self._migrator.heading)
+        self.computed = at.view.plan.rows
         reach("after_prepare", step)
-        self._mover.link_is_free()
+        self._migrator.link_is_free()
         began = time.monotonic()
         with timer.phase("compute"):
             result = body.train(work, at.record.loss_scale)
         computing = time.monotonic() - began
-        self._mover.link_is_taken()
+        self._migrator.link_is_taken()
         reach("before_reduce", step)
         with timer.phase("reduce"):
             body.reduce(key)
         reach("after_reduce", step)
         with timer.phase("ship"):
-            self._mover.agree(computing)
-            attempt.named = self._mover.heading
-            self._mover.arrive()
+            self._migrator.agree(computing)
+            attempt.named = self._migrator.heading
+            self._migrator.arrive()
             body.ship(key, attempt.named.placement)
         reach("after_ship", step)
         attempt.tally, attempt.disputes = body.tally(result, key), body.disputes
         attempt.contents = result.contents
-        attempt.requests = at.recovery.membership.pending()
+        attempt.requests = at.agreement.membership.pending()
         wishes(attempt.tally, attempt.requests)
         attempt.tally.saves, attempt.tally.written = self.save_due(), self.share_written()
-        attempt.tally.ready = self._mover.ready(computing)
-        self._pacing.add_to(attempt.tally)
+        attempt.tally.ready = self._migrator.ready(computing)
+        self._rebalancer.add_to(attempt.tally)
         self._vote(attempt, attempt.tally)
 
     def _next_key(self, step: int) -> GradientKey:
         """Of the gradients of a new attempt: every rank has seen the votes on the attempts before it refused."""
-        key, before = GradientKey(step - 1, self._position.standing.generation), self._key
+        key, before = GradientKey(step - 1, self._context.view.generation), self._key
         if before is None or (before.step, before.generation) != (key.step, key.generation):
             return key
         return key._replace(attempt=before.attempt + 1)
@@ -167,19 +167,19 @@ class Commitment:
         attempt.key = key
         attempt.tally.steady, attempt.tally.times, attempt.tally.clocks = 0, {}, {}  # measured under another plan
         attempt.tally.ready = 0  # what moved then has ended with its generation
-        self._position.body.weigh(attempt.tally, key)
+        self._context.body.weigh(attempt.tally, key)
         self._vote(attempt, attempt.tally)
 
     def _vote(self, attempt: _Attempt, tally: Tally) -> None:
         """The commit point: with the vote's sum every rank computes the same record."""
-        at, step, address = self._position, attempt.step.step, attempt.step.address
-        named = self._mover.heading  # of a vote taken again: what its attempt was to name, without the ranks lost
-        tally.plan = plan_digest(at.standing.plan_hash, named.digest, at.record.digest, str(address))
+        at, step, address = self._context, attempt.step.step, attempt.step.address
+        named = self._migrator.heading  # of a vote taken again: what its attempt was to name, without the ranks lost
+        tally.plan = plan_digest(at.view.plan_hash, named.digest, at.record.digest, str(address))
         with at.timer.phase("vote"):
             rates = at.tools.settings.hyper.schedule.rates(at.record.scheduler_steps)
-            tally.rates = rates if at.tools.fabric.rank == at.standing.living[0] else ()
+            tally.rates = rates if at.tools.fabric.rank == at.view.living[0] else ()
             layout = VoteLayout(
-                self._blocks, at.agree_on_keys(tally.report), ranges_of(at.standing.plan), self._pacing.clocked_cells(),
+                self._blocks, at.agree_on_keys(tally.report), ranges_of(at.view.plan), self._rebalancer.clocked_cells(),
                 groups=len(rates),
             )  # fmt: skip
             at.tools.reach("before_vote", step)
@@ -187,37 +187,37 @@ class Commitment:
             if total.unannounced:  # the loss functions of some rank report something new
                 total = at.body.vote(replace(layout, report_keys=at.agree_on_keys(tally.report, anew=True)), tally)
         self._refuse(total, attempt)
-        self._pacing.observe(total)
+        self._rebalancer.observe(total)
         at.record = advance(at.record, self._outcome(total, attempt), at.tools.settings.hyper)
         at.admitted = 0
         self._zeros = total.zeros
         at.tools.pool.remember(at.record)
-        self._mover.voted(total.ready == total.voters)
-        self._mover.confirm()
+        self._migrator.voted(total.ready == total.voters)
+        self._migrator.confirm()
         if total.suspects:
-            self._mover.forget(keep=False)
-            self._proofs.mend_memory(attempt.disputes)
-            self._mover.exposed(time.monotonic())
+            self._migrator.forget(keep=False)
+            self._certifier.mend_memory(attempt.disputes)
+            self._migrator.exposed(time.monotonic())
         at.tools.reach("after_vote", step)
 
     def _refuse(self, total: Tally, attempt: _Attempt) -> None:
         """Raises for a sum that must not become a record; the same on every rank."""
         step = attempt.step.step
         if total.disputes:
-            self._proofs.dispute(attempt.disputes)
+            self._certifier.dispute(attempt.disputes)
         self._check_ledger(total.ledger, attempt)
-        if total.overflows and self._position.tools.settings.check_finite:
+        if total.overflows and self._context.tools.settings.check_finite:
             raise NotFinite(f"step {step}: a gradient is not finite (--no-check-for-nan-in-loss-and-grad lets it pass)")
 
     def _check_ledger(self, ledger: Ledger, attempt: _Attempt) -> None:
         """Compare what all ranks computed with the plan of the attempt. Raises ``LedgerError``."""
-        at, address, skipped = self._position, attempt.step.address, frozenset(attempt.skipped)
+        at, address, skipped = self._context, attempt.step.address, frozenset(attempt.skipped)
         per_token = at.tools.settings.per_token_loss
         expected = Expected(
             samples=[address.first + row for row in range(address.size) if row not in skipped],
-            units=at.tools.port.compute_units,
-            weights=0.0 if per_token else at.standing.plan.grid.data_parallel_size,
-            complete=attempt.key.generation == at.standing.generation,
+            units=at.tools.interface.compute_units,
+            weights=0.0 if per_token else at.view.plan.grid.data_parallel_size,
+            complete=attempt.key.generation == at.view.generation,
         )
         findings = ledger.findings(expected)
         if findings:
@@ -225,20 +225,20 @@ class Commitment:
             raise LedgerError(f"step {attempt.step.step} is not committed: {'; '.join(findings)}")
 
     def _outcome(self, total: Tally, attempt: _Attempt) -> Vote:
-        standing, settings = self._position.standing, self._position.tools.settings
+        view, settings = self._context.view, self._context.tools.settings
         return Vote(
             gradient=attempt.key,
             norm_sq=total.norms,
             found_nonfinite=total.overflows > 0,
-            denominator=total.tokens if settings.per_token_loss else standing.plan.grid.data_parallel_size,
+            denominator=total.tokens if settings.per_token_loss else view.plan.grid.data_parallel_size,
             tokens=total.tokens,
             samples=attempt.step.address.size,
             losses=total.report,
             ledger_hash=total.ledger.digest,
-            plan_hash=standing.plan_hash,
-            placement=self._mover.heading.digest,
+            plan_hash=view.plan_hash,
+            placement=self._migrator.heading.digest,
             agreed=agreed_by(total, attempt.requests),
-            speeds=self._pacing.pace.speeds(),
+            speeds=self._rebalancer.pace.speeds(),
             rates=total.rates,
         )
 
@@ -246,10 +246,10 @@ class Commitment:
 
     def update(self) -> None:
         """Every copy held here to the record's version. Safe to repeat."""
-        at = self._position
+        at = self._context
         pool, step = at.tools.pool, at.record.version
         with at.timer.phase("update"):
-            keys = [block.key for block in at.standing.owned] if pool.snapshot == "state" else tuple(pool)
+            keys = [block.key for block in at.view.owned] if pool.snapshot == "state" else tuple(pool)
             pool.apply(at.record, keys[: len(keys) // 2])
             at.tools.reach("mid_update", step)
             pool.apply(at.record, keys)
@@ -265,21 +265,21 @@ class Commitment:
         ``catching_up``: a skipped step is gathered as well, since a gather before it may have been cut short.
         """
         self.update()
-        self._mover.updated()
-        at = self._position
+        self._migrator.updated()
+        at = self._context
         step = at.record.version
         if at.parameters < step:
             if not at.record.skipped or catching_up or at.parameters < step - 1:
                 with at.timer.phase("gather"):
-                    at.body.gather(step, self._mover.came)
+                    at.body.gather(step, self._migrator.came)
             at.parameters = step
         at.tools.reach("after_gather", step)
-        self._mover.link_is_free()
-        self._mover.prove()
+        self._migrator.link_is_free()
+        self._migrator.prove()
 
     def result(self) -> StepResult:
         """The newest step as the host's loop wants it."""
-        record, settings = self._position.record, self._position.tools.settings
+        record, settings = self._context.record, self._context.tools.settings
         losses = {key: total / count if count else 0.0 for key, (total, count) in record.losses.items()}
         zeros = self._zeros if settings.count_zeros else None
         return StepResult(losses, record.skipped, record.grad_norm, zeros, record.loss_scale)

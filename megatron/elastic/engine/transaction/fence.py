@@ -3,7 +3,7 @@
 Each step and each fenced action ('phase') has a number, equal on all ranks that stand at
 the same place (:mod:`report` says when a phase is over). A rank that joins begins with the
 step the members are in, or did last: the host's loop knows no other place to begin at. What
-they have done since it runs through with the results it is told (:class:`Place`), until it
+they have done since it runs through with the results it is told (:class:`EntryPoint`), until it
 comes to the phase they are in.
 
 Invariant: a fenced action ends alike on every rank, with equal results or with the same
@@ -22,7 +22,7 @@ from megatron.elastic.comm.errors import CommError
 from megatron.elastic.comm.fabric import Fabric
 from megatron.elastic.engine.failures import ActionFailed
 
-__all__ = ["Ended", "Fence", "Place", "Program", "Regroups"]
+__all__ = ["EntryPoint", "Fence", "PhaseEnd", "Program", "Recovers"]
 
 T = TypeVar("T")
 
@@ -32,7 +32,7 @@ Result = bool | int | float | str | dict[str, tuple[float, float]] | None
 
 
 @dataclass(frozen=True)
-class Ended:
+class PhaseEnd:
     """How a fenced action ended on every rank."""
 
     result: Result = None
@@ -41,7 +41,7 @@ class Ended:
 
 
 @dataclass(frozen=True)
-class Place:
+class EntryPoint:
     """Where a newcomer begins, and what it is told of the phases from there on."""
 
     phase: int
@@ -50,7 +50,7 @@ class Place:
     """Whether its first is the step that the members are in, or did last: they have passed the boundary before it."""
     first_open: int
     """The first phase in which it is needed; those before are over."""
-    ended: Mapping[int, Ended]
+    ended: Mapping[int, PhaseEnd]
     """Fenced actions among them, by number."""
     hopeless: tuple[int, str] | None
 
@@ -77,7 +77,7 @@ class Program:
     """Running through what was over when this rank was let in."""
     _step: int = 0
     """Number of the newest step; 0 before the first."""
-    _ended: dict[int, Ended] = field(default_factory=dict)
+    _ended: dict[int, PhaseEnd] = field(default_factory=dict)
     """Fenced actions since the newest step that this rank has done or was told of."""
     _first_open: int = 0
     """The first phase that was not over when this rank was let in."""
@@ -95,36 +95,36 @@ class Program:
         self._step = self.phase
         self._ended = {phase: ended for phase, ended in self._ended.items() if phase > self._step}
 
-    def told(self) -> Ended | None:
+    def told(self) -> PhaseEnd | None:
         """How the present fenced action ended before this rank was let in; None when it is yet to be done."""
         return self._ended[self.phase] if self.behind else None
 
     def did(self, result: Any) -> None:
         """This rank has done its part of the present fenced action."""
         self.done = True
-        self._ended[self.phase] = Ended(result)
+        self._ended[self.phase] = PhaseEnd(result)
 
     def over(self, failure: str = "") -> None:
         """The present phase is over on every rank. ``failure``: why nobody does the fenced action."""
         self.under_way = False
         if failure:
-            self._ended[self.phase] = Ended(failure=failure)
+            self._ended[self.phase] = PhaseEnd(failure=failure)
 
-    def place(self, first_open: int) -> Place:
+    def place(self, first_open: int) -> EntryPoint:
         """For a newcomer, where phase ``first_open`` is the first that is not over among the members."""
         begun = self.under_way and self._step > 0
         before = max(0, self._step - 1) if self.under_way else self.phase  # with no step so far: from the start
         ended = {phase: ended for phase, ended in self._ended.items() if phase < first_open}
-        return Place(before, begun, first_open, ended, self.hopeless)
+        return EntryPoint(before, begun, first_open, ended, self.hopeless)
 
-    def take(self, place: Place) -> None:
+    def take(self, place: EntryPoint) -> None:
         """Begin there."""
         self.phase, self.inside, self.hopeless = place.phase, place.inside, place.hopeless
         self._first_open, self._ended = place.first_open, dict(place.ended)
         self.behind = place.phase + 1 < place.first_open
 
 
-class Regroups(Protocol):
+class Recovers(Protocol):
     """What a fence needs of a recovery."""
 
     def recover(self, error: CommError) -> bool:
@@ -137,10 +137,10 @@ class Regroups(Protocol):
 class Fence:
     """Collective actions outside a step."""
 
-    def __init__(self, program: Program, fabric: Fabric, regroup: Regroups) -> None:
+    def __init__(self, program: Program, fabric: Fabric, recovery: Recovers) -> None:
         self._program = program
         self._fabric = fabric
-        self._regroup = regroup
+        self._recovery = recovery
         self._inside = False
 
     def run(self, body: Callable[[], T], together: bool = False) -> T:
@@ -181,13 +181,13 @@ class Fence:
                 dist.barrier(group=self._fabric.world)
                 over = True
             except CommError as error:
-                over = self._regroup.recover(error)
+                over = self._recovery.recover(error)
             except OSError as error:
                 # The others wait inside the action: a generation ends that, and its reports tell them why.
                 if not together:
                     raise
                 program.failure = " ".join(str(error).split())
-                over = self._regroup.ask("reform")
+                over = self._recovery.ask("reform")
             program.done = program.done and over
         program.over()
         return result  # type: ignore[return-value]

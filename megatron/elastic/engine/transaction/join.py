@@ -3,7 +3,7 @@
 A newcomer runs the user's script in a world of one and waits to be admitted. At
 a step boundary all members let it in (a generation like any other, reason
 ``join``), or wherever they are when they cannot go on without it (:mod:`wait_for_ranks`).
-What it cannot know it is told once, in a :class:`Welcome`: the layouts, the
+What it cannot know it is told once, in a :class:`JoinState`: the layouts, the
 placement, the record, the place in the program and the host's counters. Parameters
 come with the gather that follows, state blocks with the next rebalancing; until
 then the newcomer owns nothing and computes already.
@@ -18,31 +18,31 @@ from functools import cached_property
 from megatron.elastic.comm.fabric import Fabric
 from megatron.elastic.comm.messages import receive, send
 from megatron.elastic.control.membership import Decision
-from megatron.elastic.engine.generation.configuration import Basis, History
-from megatron.elastic.engine.generation.hardware import Machine
-from megatron.elastic.engine.transaction.fence import Place
+from megatron.elastic.engine.generation.configuration import Configuration, History
+from megatron.elastic.engine.generation.hardware import Hardware
+from megatron.elastic.engine.transaction.fence import EntryPoint
 from megatron.elastic.state.layout import ParamSpec
 from megatron.elastic.state.record import StepRecord
 
-__all__ = ["NEWCOMER", "Welcome", "newcomers", "receive_welcome", "send_welcome"]
+__all__ = ["NEWCOMER", "JoinState", "newcomers", "receive_welcome", "send_join_state"]
 
 NEWCOMER = ""
 """Report of a rank that has no state and no position yet."""
 
 
 @dataclass(frozen=True)
-class Welcome:
+class JoinState:
     """Everything a newcomer needs besides tensors."""
 
     catalog: Mapping[tuple[int, int], tuple[ParamSpec, ...]]
-    machine: Machine
-    basis: Basis
+    hardware: Hardware
+    configuration: Configuration
     """Who holds what, as promoted for the generation that admits it."""
-    confirmed: Basis
+    confirmed: Configuration
     """What ``record`` names: where to start from should this generation end at once."""
     record_text: str
     """:attr:`record` as its text, which its digest is of: there 2 and 2.0 differ, in a message of types they do not."""
-    place: Place
+    place: EntryPoint
     """Where in the host's program it begins."""
     step_committed: bool
     """Whether the step it begins with is committed, and only its end is left."""
@@ -57,7 +57,7 @@ class Welcome:
 
     def history(self) -> History:
         """What a member knows of placements."""
-        return History(self.confirmed, self.basis)
+        return History(self.confirmed, self.configuration)
 
 
 def newcomers(decision: Decision) -> tuple[int, ...]:
@@ -65,17 +65,17 @@ def newcomers(decision: Decision) -> tuple[int, ...]:
     return tuple(sorted(rank for rank in decision.members if decision.reports.get(rank, NEWCOMER) == NEWCOMER))
 
 
-def send_welcome(fabric: Fabric, decision: Decision, welcome: Callable[[], Welcome]) -> None:
+def send_join_state(fabric: Fabric, decision: Decision, join_state: Callable[[], JoinState]) -> None:
     """Members' side: the lowest of them tells the newcomers; the others need not know what."""
     if fabric.rank == _speaker(decision):
-        message = welcome()
+        message = join_state()
         for rank in newcomers(decision):
             send(fabric, rank, message)
 
 
-def receive_welcome(fabric: Fabric, decision: Decision) -> Welcome:
+def receive_welcome(fabric: Fabric, decision: Decision) -> JoinState:
     """A newcomer's side."""
-    return receive(fabric, _speaker(decision), Welcome)
+    return receive(fabric, _speaker(decision), JoinState)
 
 
 def _speaker(decision: Decision) -> int:

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from megatron.elastic.engine.compute.samples import StepAddress
 from megatron.elastic.engine.generation.repartition import Recut
-from megatron.elastic.engine.generation.view import Standing
-from megatron.elastic.engine.transaction.agreement import Outcome
-from megatron.elastic.engine.transaction.certificates import Verdict
+from megatron.elastic.engine.generation.view import View
+from megatron.elastic.engine.transaction.agreement import RecoveryOutcome
+from megatron.elastic.engine.transaction.certificates import CertificateOutcome
 from megatron.elastic.engine.transaction.migration import Moved
 from megatron.elastic.engine.transaction.protection import Protected
 from megatron.elastic.state.record import StepRecord
@@ -40,26 +40,26 @@ class Stepped:
 class Listener:
     """Hears nothing; override what is of interest."""
 
-    def stepped(self, record: StepRecord, standing: Standing, step: Stepped) -> None:
+    def stepped(self, record: StepRecord, view: View, step: Stepped) -> None:
         """``record`` was committed."""
 
-    def settled(self, outcome: Outcome, standing: Standing, seconds: float) -> None:
+    def settled(self, outcome: RecoveryOutcome, view: View, seconds: float) -> None:
         """A recovery is finished, ``seconds`` after it began."""
 
     def noticed(self, why: str) -> None:
         """A line for the log: what was asked for and is not done, what is done again."""
 
-    def paced(self, record: StepRecord, before: Standing, standing: Standing) -> None:
-        """Measured speeds changed the plan from that of ``before`` to that of ``standing``."""
+    def paced(self, record: StepRecord, before: View, view: View) -> None:
+        """Measured speeds changed the plan from that of ``before`` to that of ``view``."""
 
-    def recut(self, record: StepRecord, standing: Standing, recut: Recut) -> None:
+    def recut(self, record: StepRecord, view: View, recut: Recut) -> None:
         """Units are about to change place."""
 
-    def moved(self, record: StepRecord, standing: Standing, moved: Moved) -> None:
+    def moved(self, record: StepRecord, view: View, moved: Moved) -> None:
         """Copies, and perhaps units, have changed place."""
 
-    def protected(self, record: StepRecord, standing: Standing, protected: Protected) -> None:
+    def protected(self, record: StepRecord, view: View, protected: Protected) -> None:
         """Every block has its mirrors again after a loss."""
 
-    def examined(self, standing: Standing, verdict: Verdict) -> None:
+    def examined(self, view: View, verdict: CertificateOutcome) -> None:
         """A certificate was taken; one that failed is raised next."""

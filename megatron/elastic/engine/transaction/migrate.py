@@ -1,4 +1,4 @@
-"""One movement after the other, as one rank takes part in them (the stages are those of :mod:`migration`).
+"""One migration after the other, as one rank takes part in them (the stages are those of :mod:`migration`).
 
 replenish in a recovery: copies that are missing begin at once, before anything else moves
 begin     at a boundary; its streams run beside the steps, where layers change place from the next boundary on
@@ -21,63 +21,63 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from megatron.elastic.engine.generation.configuration import Basis
-from megatron.elastic.engine.generation.view import Standing
-from megatron.elastic.engine.transaction.certify import Proofs
-from megatron.elastic.engine.transaction.context import Position
-from megatron.elastic.engine.transaction.migration import Moved, Movement, Streams
+from megatron.elastic.engine.generation.configuration import Configuration
+from megatron.elastic.engine.generation.view import View
+from megatron.elastic.engine.transaction.certify import Certifier
+from megatron.elastic.engine.transaction.context import Context
+from megatron.elastic.engine.transaction.migration import Migration, Moved, Streams
 from megatron.elastic.engine.transaction.protection import Exposure, Protected
 from megatron.elastic.state.transfer import commit, prune
 
-__all__ = ["Mover"]
+__all__ = ["Migrator"]
 
 _WINDOW_BYTES = 64 << 20
 """Gradients kept for copies under way to one rank, before blocks are given up and sent again later."""
 
 
-class Mover:
+class Migrator:
     """Belongs to the training thread; every method but ``forget`` is called at the same place on every rank."""
 
-    def __init__(self, position: Position, proofs: Proofs) -> None:
-        self._position = position
-        self._proofs = proofs
+    def __init__(self, context: Context, certifier: Certifier) -> None:
+        self._context = context
+        self._certifier = certifier
         self.due = False
         """All ranks are ready: the vote of the next step is to name the target."""
         self._streams: Streams | None = None
-        """The movement under way."""
+        """The migration under way."""
         self._concluded = False
         """The vote of the present step is to name its target."""
         self._seconds: dict[str, float] = {}
         """What this rank has waited for it."""
         self._ended: Streams | None = None
-        """A movement that the vote of the present step has ended."""
+        """A migration that the vote of the present step has ended."""
         self.came = frozenset[int]()
         """Units that came to somebody with it."""
         self._prepared = False
         """Storage and modules for its target are made, or being made."""
         self._begun = 0
-        """Movements of this generation."""
+        """Migrations of this generation."""
         self._common = -1
-        """Newest version that all ranks were known to have when the movement under way began, or was concluded."""
-        self._pace = float(position.recovery.machine.link_bytes_per_s)
+        """Newest version that all ranks were known to have when the migration under way began, or was concluded."""
+        self._pace = float(context.agreement.hardware.link_bytes_per_s)
         """Bytes a second at which state leaves this rank beside a step."""
         self._abandoned: list[Streams] = []
         """Kept until the next edit has made sure that nobody writes into their buffers."""
-        self._exposure = Exposure(position.tools.fabric.rank)
+        self._exposure = Exposure(context.tools.fabric.rank)
         self._arrived = 0
         self._gone: list[object] = []
         """Memory that nobody uses any more: the kernel takes milliseconds to take it back."""
 
     @property
     def under_way(self) -> bool:
-        """Whether a movement has begun that no vote has ended yet."""
+        """Whether a migration has begun that no vote has ended yet."""
         return self._streams is not None
 
     @property
-    def heading(self) -> Basis:
+    def heading(self) -> Configuration:
         """What the vote of the present step is to name."""
-        standing = self._position.standing
-        return self._under_way().movement.target if self._concluded else standing.basis
+        view = self._context.view
+        return self._under_way().migration.target if self._concluded else view.configuration
 
     def ready(self, seconds: float) -> bool:
         """Whether this rank's part is done, or should be while the next step computes ``seconds``, as this one did.
@@ -93,40 +93,40 @@ class Mover:
         """Bytes of state received in added copies so far, used or not."""
         return self._arrived + (0 if self._streams is None else self._streams.bytes_received)
 
-    def begin(self, movement: Movement) -> bool:
-        """Start ``movement`` in the background; with none under way. False where there is nothing to do."""
+    def begin(self, migration: Migration) -> bool:
+        """Start ``migration`` in the background; with none under way. False where there is nothing to do."""
         if self._streams is not None:
-            raise RuntimeError("a movement is under way")
-        at = self._position
-        if not movement.changes and movement.target.assignment == at.standing.assignment:
+            raise RuntimeError("a migration is under way")
+        at = self._context
+        if not migration.changes and migration.target.assignment == at.view.assignment:
             return False
         self._begun += 1
         self._common = at.record.version
         self._prepared = False
-        held = movement.target.assignment != at.standing.assignment
-        self._streams = Streams(movement, at.tools.pool, at.tools.fabric, self._begun, _WINDOW_BYTES, held)
-        at.tools.reach("in_movement_begin", at.record.version)
+        held = migration.target.assignment != at.view.assignment
+        self._streams = Streams(migration, at.tools.pool, at.tools.fabric, self._begun, _WINDOW_BYTES, held)
+        at.tools.reach("in_migration_begin", at.record.version)
         return True
 
     def replenish(self) -> bool:
         """Begin the copies that a loss left missing; with none under way. False where none is missing."""
-        movement = self._position.recovery.replenishment(self._position.standing)
-        return movement is not None and self.begin(movement)
+        migration = self._context.agreement.replenishment(self._context.view)
+        return migration is not None and self.begin(migration)
 
     def exposed(self, since: float, newcomers: Collection[int] = ()) -> None:
         """Copies were lost, noticed at ``since`` (monotonic seconds): time until they are made anew counts from there.
 
         ``newcomers`` came later.
         """
-        at = self._position
-        self._tell(self._exposure.settled(self._short(), at.standing.living, at.record.version, since, newcomers))
+        at = self._context
+        self._tell(self._exposure.settled(self._short(), at.view.living, at.record.version, since, newcomers))
 
     def _short(self) -> int:
-        return len(self._position.recovery.short_of_mirrors(self._position.standing))
+        return len(self._context.agreement.short_of_mirrors(self._context.view))
 
     def _tell(self, protected: Protected | None) -> None:
         if protected is not None:
-            self._position.listener.protected(self._position.record, self._position.standing, protected)
+            self._context.listener.protected(self._context.record, self._context.view, protected)
 
     def agree(self, seconds: float) -> None:
         """Between reducing and shipping: urgent copies that are here, or nearly, on all ranks count from here on.
@@ -134,13 +134,13 @@ class Mover:
         What is left is waited for, about ``seconds`` at most: what this step took to compute. Else streams go on beside
         the next step. Collective where urgent copies are under way. Raises ``CommError``.
         """
-        streams, at = self._streams, self._position
-        if streams is None or self._concluded or not streams.movement.urgent:
+        streams, at = self._streams, self._context
+        if streams is None or self._concluded or not streams.migration.urgent:
             return
-        at.tools.publish("movement", at.standing.living)
+        at.tools.publish("migration", at.view.living)
         ready = torch.tensor([float(self.ready(seconds))], dtype=torch.float64)
         dist.all_reduce(ready, group=at.tools.fabric.world)
-        if int(ready.item()) == len(at.standing.living):
+        if int(ready.item()) == len(at.view.living):
             self.conclude()
 
     def link_is_free(self) -> None:
@@ -153,10 +153,10 @@ class Mover:
         self._gone.clear()
         if self._streams is None:
             return
-        at = self._position
-        self._streams.link_is_free(at.standing.cell is None)
+        at = self._context
+        self._streams.link_is_free(at.view.cell is None)
         if not self._prepared and not self._concluded:  # else it could be late
-            made = partial(self._prepare, self._streams, at.standing)
+            made = partial(self._prepare, self._streams, at.view)
             threading.Thread(target=made, name="elastic-prepare", daemon=True).start()
             self._prepared = True
 
@@ -166,7 +166,7 @@ class Mover:
             threading.Thread(target=self._streams.copy_bases, name="elastic-bases", daemon=True).start()
 
     def voted(self, ready: bool) -> None:
-        """The vote of a step is known; ``ready``: all were, so that the next one may end the movement."""
+        """The vote of a step is known; ``ready``: all were, so that the next one may end the migration."""
         self.due = ready and self._streams is not None and not self._concluded
 
     def proceed(self) -> None:
@@ -179,8 +179,8 @@ class Mover:
     def conclude(self) -> None:
         """At a boundary, or between reducing and shipping, as all ranks agreed."""
         self.due = False  # no phase of its own: whoever was kept from it by a loss does not come back to it
-        streams, at = self._under_way(), self._position
-        at.history.enter(streams.movement.target)
+        streams, at = self._under_way(), self._context
+        at.history.enter(streams.migration.target)
         self._common = at.record.version
         streams.conclude(at.record.version)
         streams.release()
@@ -190,53 +190,53 @@ class Mover:
         """Added copies count from here on; nothing to do where none are due. Raises ``CommError``."""
         if not self._concluded or "finish" in self._seconds:
             return
-        streams, at = self._under_way(), self._position
+        streams, at = self._under_way(), self._context
         with _timed(self._seconds, "finish"):
-            at.tools.publish("movement", streams.peers)
-            at.tools.reach("in_movement_finish", at.record.version)
+            at.tools.publish("migration", streams.peers)
+            at.tools.reach("in_migration_finish", at.record.version)
             streams.finish()
-            commit(at.tools.pool, streams.movement.changes, streams.received, at.record.version)
+            commit(at.tools.pool, streams.migration.changes, streams.received, at.record.version)
 
-    def house(self) -> None:
+    def gather_owners(self) -> None:
         """Blocks that only ranks elsewhere kept come to those who compute their units, now: nobody can go on before.
 
         What they leave stays as it is until the next vote, which does not name it.
         """
-        recovery, standing = self._position.recovery, self._position.standing
-        if recovery.homeless(standing):
-            self.begin(recovery.movement(standing))
+        agreement, view = self._context.agreement, self._context.view
+        if agreement.owner_is_outside_group(view):
+            self.begin(agreement.migration(view))
             self.conclude()
             self.arrive()
-            self._stand()
+            self._build_view()
 
     def confirm(self) -> None:
         """The vote has named :attr:`heading`: everybody stands on that, and other copies go."""
-        at, version = self._position, self._position.record.version
+        at, version = self._context, self._context.record.version
         at.history.confirm(self.heading)
-        at.tools.pool.absolve()
+        at.tools.pool.forget_torn()
         self._gone.append(prune(at.tools.pool, self.heading.placement))
         if self._concluded:
-            streams, before = self._under_way(), at.standing.assignment
+            streams, before = self._under_way(), at.view.assignment
             with _timed(self._seconds, "stand"):
-                self._stand()
-            gained = streams.movement.target.assignment.gained(before)
+                self._build_view()
+            gained = streams.migration.target.assignment.gained(before)
             self._ended, self.came = streams, frozenset[int]().union(*gained.values())
-            at.tools.reach("in_movement_switch", version)
+            at.tools.reach("in_migration_switch", version)
         if self._exposure.open:
             self._tell(self._exposure.voted(self._short(), version))
 
     def prove(self) -> None:
-        """The step is over that ended a movement: all compare what they hold. Raises ``CertificateError``."""
+        """The step is over that ended a migration: all compare what they hold. Raises ``CertificateError``."""
         if self._ended is None:
             return
-        at, streams, seconds = self._position, self._ended, self._seconds
-        blocks = {change.block for change in streams.movement.changes if change.kind != "drop"}
-        blocks |= {key for key in at.standing.placement.copies if key[0] in self.came}
-        with at.timer.phase("movement"), _timed(seconds, "certificate"):
-            self._proofs.certify("movement", blocks)
+        at, streams, seconds = self._context, self._ended, self._seconds
+        blocks = {change.block for change in streams.migration.changes if change.kind != "drop"}
+        blocks |= {key for key in at.view.placement.copies if key[0] in self.came}
+        with at.timer.phase("migration"), _timed(seconds, "certificate"):
+            self._certifier.certify("migration", blocks)
         self._ended, self.came = None, frozenset()
         beside = time.monotonic() - streams.began - sum(seconds.values())
-        at.listener.moved(at.record, at.standing, Moved(streams.movement, streams.bytes_received, beside, seconds))
+        at.listener.moved(at.record, at.view, Moved(streams.migration, streams.bytes_received, beside, seconds))
 
     def forget(self, keep: bool = True) -> None:
         """The generation ends: the next one begins what it lacks. Idempotent.
@@ -245,7 +245,7 @@ class Mover:
         ``keep``: the generation goes on, whose placement does not name them.
         """
         if self._streams is not None:
-            at, streams = self._position, self._streams
+            at, streams = self._context, self._streams
             self._abandoned.append(streams)
             self._end(streams)
             pool, kept = at.tools.pool, streams.keep(at.record)
@@ -254,24 +254,24 @@ class Mover:
             for copy in (copy for key, copy in kept.items() if keep and key not in pool):
                 pool.take_in(copy)
         self._ended, self.came, self.due = None, frozenset(), False
-        self._position.tools.arena.spare = None
+        self._context.tools.arena.spare = None
 
     def renew(self) -> None:
         """The next generation's links are edited: nothing of the last one writes here any more."""
         self._abandoned.clear()
         self._begun = 0
 
-    def _prepare(self, streams: Streams, standing: Standing) -> None:
-        self._position.recovery.prepare(standing, streams.movement.target.assignment)
+    def _prepare(self, streams: Streams, view: View) -> None:
+        self._context.agreement.prepare(view, streams.migration.target.assignment)
         streams.prepare()
 
-    def _stand(self) -> None:
+    def _build_view(self) -> None:
         """The target of what moved is what everybody works under."""
-        streams, arena = self._under_way(), self._position.tools.arena
+        streams, arena = self._under_way(), self._context.tools.arena
         self._end(streams)
         if arena.device.type == "cpu":  # a device's memory is taken back at once, and scarce
             self._gone.append((arena.parameters, arena.gradients))
-        self._position.stand_on(streams.movement.target)
+        self._context.take_configuration(streams.migration.target)
 
     def _end(self, streams: Streams) -> None:
         streams.abandon()
@@ -282,7 +282,7 @@ class Mover:
 
     def _under_way(self) -> Streams:
         if self._streams is None:
-            raise RuntimeError("no movement is under way: ranks are counted ready only while something moves")
+            raise RuntimeError("no migration is under way: ranks are counted ready only while something moves")
         return self._streams
 
 

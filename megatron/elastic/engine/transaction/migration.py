@@ -1,6 +1,6 @@
 """Copies change place while steps go on (DESIGN §6; the rules are those of ``state.transfer``).
 
-    begin     at a boundary every rank derives the same :class:`Movement`; sources and
+    begin     at a boundary every rank derives the same :class:`Migration`; sources and
               destinations start one thread a peer, and nobody waits. Where layers change place
               streams are held for a step, beside which memory, modules and the plan are made
     ready     each vote counts the ranks whose bases have left, or are to leave while the next step is computed
@@ -14,7 +14,7 @@ else moves before. Their streams send whatever the step does; between reducing a
 another whether the copies are there, or nearly (:meth:`Mover.agree`). Then this very step's vote names them.
 
 A loss at any instant before that vote is known leaves the old placement in force, with every
-old copy there (:mod:`configuration`): an unfinished movement ends, and the next generation begins one for what is
+old copy there (:mod:`configuration`): an unfinished migration ends, and the next generation begins one for what is
 missing.
 Copies that came whole by then are kept, and count (``BlockReceiver.keep``, ``protocol.all_copies``).
 
@@ -35,7 +35,7 @@ from dataclasses import dataclass
 from megatron.elastic.comm.errors import CommError
 from megatron.elastic.comm.fabric import Fabric
 from megatron.elastic.comm.side_channel import SideChannel
-from megatron.elastic.engine.generation.configuration import Basis
+from megatron.elastic.engine.generation.configuration import Configuration
 from megatron.elastic.state.layout import BlockKey
 from megatron.elastic.state.placement import Transition
 from megatron.elastic.state.pool import BlockCopy, StatePool
@@ -43,7 +43,7 @@ from megatron.elastic.state.receiver import BlockReceiver
 from megatron.elastic.state.record import StepRecord
 from megatron.elastic.state.sender import BlockSender
 
-__all__ = ["Moved", "Movement", "Streams"]
+__all__ = ["Migration", "Moved", "Streams"]
 
 _OVERRUN = 4 / 3
 """Bases that leave a step before their vote are followed by its gradients, a third of their bytes: as much may be
@@ -53,14 +53,14 @@ _PATIENCE = 0.05
 
 
 @dataclass(frozen=True)
-class Movement:
+class Migration:
     """A basis to reach, and the changes that lead there; the same on every rank.
 
     An added copy may go from any rank that holds the block to any other, whatever
     units either computes.
     """
 
-    target: Basis
+    target: Configuration
     changes: tuple[Transition, ...]
     urgent: bool = False
     """Only adds copies that blocks are short of after a loss."""
@@ -76,15 +76,15 @@ class Movement:
 
 @dataclass(frozen=True)
 class Moved:
-    """A movement that has ended, as this rank saw it."""
+    """A migration that has ended, as this rank saw it."""
 
-    movement: Movement
+    migration: Migration
     bytes_received: int
     """Of state, in added copies."""
     background: float
     """Seconds from its begin to the end of the step whose vote named its target, without those this rank waited."""
     seconds: Mapping[str, float]
-    """What this rank waited for it, by what for: ``finish`` (the last bytes, before shipping), ``stand`` (plan,
+    """What this rank waited for it, by what for: ``finish`` (the last bytes, before shipping), ``build_view`` (plan,
     modules, groups, after the vote), ``certificate`` (after the step's gather)."""
 
     @property
@@ -152,17 +152,17 @@ class _Outgoing:
 
 
 class Streams:
-    """This rank's part in one movement, from its begin to its end.
+    """This rank's part in one migration, from its begin to its end.
 
     Every member makes one at the same boundary, also without a part in it. Belongs to
     the training thread.
     """
 
     def __init__(
-        self, movement: Movement, pool: StatePool, fabric: Fabric, number: int, window_bytes: int, held: bool = False
+        self, migration: Migration, pool: StatePool, fabric: Fabric, number: int, window_bytes: int, held: bool = False
     ) -> None:
         """``held``: nothing is sent before :meth:`release`."""
-        self.movement = movement
+        self.migration = migration
         self.began = time.monotonic()
         self._given_up = threading.Event()
         self._link_is_free = threading.Event()
@@ -171,11 +171,11 @@ class Streams:
         self._held, self._free = held, True
         if not held:
             self._link_is_free.set()
-        urgent = movement.urgent
+        urgent = migration.urgent
         self._incoming: list[_Incoming] = []
         self._outgoing: list[_Outgoing] = []
         self._channel = channel = fabric.side_channel(number)
-        for (source, destination), blocks in movement.adds().items():
+        for (source, destination), blocks in migration.adds().items():
             if destination == fabric.rank:
                 self._incoming.append(_Incoming(BlockReceiver(pool, channel, source), blocks, self._idle, urgent))
             elif source == fabric.rank:
@@ -236,7 +236,7 @@ class Streams:
 
     def link_is_free(self, free: bool) -> None:
         """Send only while ``free``, unless gradients pile up, or the copies are urgent."""
-        self._free = free = free or self.movement.urgent
+        self._free = free = free or self.migration.urgent
         (self._idle.clear if free else self._idle.set)()
         (self._link_is_free.set if free and not self._held else self._link_is_free.clear)()
 
@@ -260,7 +260,7 @@ class Streams:
         return {key: copy for part in self._incoming for key, copy in part.receiver.keep(record).items()}
 
     def abandon(self) -> None:
-        """Forget the movement: threads end by themselves, no copy counts. Idempotent, returns at once.
+        """Forget the migration: threads end by themselves, no copy counts. Idempotent, returns at once.
 
         Keep this object until the next edit: messages under way still use its buffers.
         """

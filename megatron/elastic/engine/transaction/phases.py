@@ -25,17 +25,17 @@ import torch
 import torch.distributed as dist
 
 from megatron.elastic.comm.fabric import BlockRange, Fabric
-from megatron.elastic.engine.compute.block_checksums import SEAL_SLOTS, Disputes, disputes, seals
+from megatron.elastic.engine.compute.block_checksums import CHECKSUM_SLOTS, Disputes, block_checksums, disputes
 from megatron.elastic.engine.compute.buffers import Arena
 from megatron.elastic.engine.compute.dropout import DropoutKey, dropout_scope
 from megatron.elastic.engine.compute.exact_gradients import ExactGradients, OutOfRange, resolutions
-from megatron.elastic.engine.compute.executor import Executor, PassResult, Work
+from megatron.elastic.engine.compute.executor import Executor, Pass, PassResult
 from megatron.elastic.engine.compute.ledger import Ledger
-from megatron.elastic.engine.compute.model_interface import ForwardStep, ModelPort
+from megatron.elastic.engine.compute.model_interface import ForwardStep, ModelInterface
 from megatron.elastic.engine.compute.point_to_point import BoundaryTransport, started
 from megatron.elastic.engine.compute.samples import PieceBatch, SampleSource, StepAddress
 from megatron.elastic.engine.compute.vote import Tally, VoteLayout
-from megatron.elastic.engine.generation.view import Routes, Span, Standing, routes
+from megatron.elastic.engine.generation.view import GroupSpan, Routes, View, routes
 from megatron.elastic.engine.settings import Settings
 from megatron.elastic.observe.timeline import Timeline
 from megatron.elastic.plan.model import Piece
@@ -54,7 +54,7 @@ _SHIP_TAG = 1 << 30
 class Tools:
     """What every phase works with, for the life of the process."""
 
-    port: ModelPort
+    interface: ModelInterface
     arena: Arena
     pool: StatePool
     layouts: Mapping[tuple[int, int], UnitLayout]
@@ -87,23 +87,23 @@ class StepInput:
 class StepBody:
     """The phases of steps within one generation."""
 
-    def __init__(self, tools: Tools, standing: Standing, verify_interval: int = 0) -> None:
+    def __init__(self, tools: Tools, view: View, verify_interval: int = 0) -> None:
         self._tools = tools
         self._verify_interval = verify_interval
-        self._standing = standing
+        self._view = view
         self.disputes = Disputes()
         self._transport = BoundaryTransport(
             tools.fabric.group("pipeline", range(tools.fabric.slots)), lambda peer: tools.publish("pipeline", (peer,))
         )
         self._executor = (
             None
-            if standing.cell is None
+            if view.cell is None
             else Executor(
-                tools.port,
+                tools.interface,
                 self._transport,
-                standing.plan,
-                standing.cell,
-                standing.position,
+                view.plan,
+                view.cell,
+                view.shard,
                 tools.arena.accumulate,
                 tools.arena.device,
             )
@@ -132,8 +132,8 @@ class StepBody:
             return PassResult()
         batches = self._batches(step, self._executor.data_pieces())
         tools.publish("compute", ())
-        grid = self._standing.plan.grid
-        work = Work(
+        grid = self._view.plan.grid
+        work = Pass(
             step=step.step,
             address=step.address,
             forward_step=step.forward_step,
@@ -146,21 +146,21 @@ class StepBody:
             per_token=tools.settings.per_token_loss,
             # Of one nominal replica, as Megatron counts them: replicas are averaged with the vote's denominator, so
             # that a loss scale overflows where it does there.
-            microbatches=self._standing.plan.rows / (grid.micro_batch_size * grid.data_parallel_size),
+            microbatches=self._view.plan.rows / (grid.micro_batch_size * grid.data_parallel_size),
             training=training,
             folded=tools.exact.fold if tools.exact is not None and training else _nothing,
         )
         result = self._executor.run(work)
         if training:
             gradients = tools.arena.gradient_views() if tools.exact is None else tools.exact.views()
-            tools.port.finish_gradients(gradients)
+            tools.interface.finish_gradients(gradients)
         return result
 
     def _batches(self, step: StepInput, pieces: Sequence[Piece]) -> Callable[[Piece], PieceBatch]:
         """Where this rank's pieces get their samples; only the first rank of a cell reads the data set."""
         if step.source is None:
             return lambda piece: PieceBatch.as_planned(step.address.samples(piece))
-        if not self._tools.port.reads_data():
+        if not self._tools.interface.reads_data():
             return lambda piece: PieceBatch()
         step.source.plan(pieces)
         return step.source.begin(step.address)
@@ -173,19 +173,19 @@ class StepBody:
     def reduce(self, key: GradientKey) -> None:
         """Owners receive the sum over their unit group and retain it under ``key``."""
         tools = self._tools
-        for span in self._standing.spans:
-            if span is self._standing.spans[-1]:
+        for span in self._view.spans:
+            if span is self._view.spans[-1]:
                 tools.reach("mid_reduce", key.step + 1)
             tools.publish("reduce", span.members)
             if tools.exact is not None:
                 tools.exact.reduce(span.start, span.stop, partial(self._reduce_scatter, span))
             else:
                 self._reduce_scatter(span, tools.arena.gradients[span.start : span.stop])
-        for block in self._standing.owned:
+        for block in self._view.owned:
             gradient = tools.arena.unit_gradients(block.unit)[block.start : block.stop]
             tools.pool.retain(block.key, key, gradient)
 
-    def _reduce_scatter(self, span: Span, values: torch.Tensor) -> None:
+    def _reduce_scatter(self, span: GroupSpan, values: torch.Tensor) -> None:
         if len(span.members) > 1:
             self._tools.fabric.reduce_scatter_blocks(span.group, values, span.blocks)
 
@@ -196,24 +196,24 @@ class StepBody:
         :meth:`follow`. Contents are not compared where copies are about to go: with an owner that leaves
         nobody could tell afterwards which one was right.
         """
-        tools, way = self._tools, self._standing.routes
+        tools, way = self._tools, self._view.routes
         pool, self.disputes, interval = tools.pool, Disputes(), self._verify_interval
-        if named is not self._standing.placement:
+        if named is not self._view.placement:
             holders, interval = named if pool.snapshot == "gradient" else named.owners_only(), 0
-            way = routes(tools.fabric.rank, self._standing.placement, holders, tools.layouts)
+            way = routes(tools.fabric.rank, self._view.placement, holders, tools.layouts)
         elif pool.snapshot == "state":
             return
 
         def pack(blocks: tuple[StateBlock, ...]) -> torch.Tensor:
             parts = [tools.arena.unit_gradients(block.unit)[block.start : block.stop] for block in blocks]
-            return torch.cat([*parts, seals(pool, [block.key for block in blocks], gradient_key, interval)])
+            return torch.cat([*parts, block_checksums(pool, [block.key for block in blocks], gradient_key, interval)])
 
         def unpack(blocks: tuple[StateBlock, ...], parts: tuple[torch.Tensor, ...], sealed: torch.Tensor) -> None:
             for block, gradient in zip(blocks, parts, strict=True):
                 pool.retain(block.key, gradient_key, gradient)
             self.disputes.add(disputes(pool, [block.key for block in blocks], gradient_key, interval, sealed))
 
-        self._exchange(way, pack, unpack, 1, SEAL_SLOTS, _SHIP_TAG + ((gradient_key.step + 1) & 0xFF))
+        self._exchange(way, pack, unpack, 1, CHECKSUM_SLOTS, _SHIP_TAG + ((gradient_key.step + 1) & 0xFF))
 
     def follow(self, record: StepRecord) -> None:
         """``state`` mode: stepped blocks from owners to mirrors, with their lineage.
@@ -234,7 +234,7 @@ class StepBody:
             for number, (block, state) in enumerate(zip(blocks, parts, strict=True)):
                 pool.adopt(block.key, state.view(3, -1), record, text[32 * number : 32 * (number + 1)])
 
-        self._exchange(self._standing.routes, pack, unpack, 3, SEAL_SLOTS, _SHIP_TAG + 0x200 + (record.version & 0xFF))
+        self._exchange(self._view.routes, pack, unpack, 3, CHECKSUM_SLOTS, _SHIP_TAG + 0x200 + (record.version & 0xFF))
         dist.barrier(group=self._tools.fabric.world)
 
     def share(self, version: int) -> None:
@@ -246,7 +246,7 @@ class StepBody:
                 _put(pool, block, state, version)
 
         self._exchange(
-            self._standing.routes,
+            self._view.routes,
             lambda blocks: torch.cat([pool.get(block.key).state.reshape(-1) for block in blocks]),
             unpack, 3, 0, _SHIP_TAG + 0x100,
         )  # fmt: skip
@@ -284,8 +284,8 @@ class StepBody:
 
     def tally(self, result: PassResult, key: GradientKey) -> Tally:
         """What this rank's computing adds to the vote on the gradients of ``key``."""
-        tools, standing = self._tools, self._standing
-        counted = standing.position == 0
+        tools, view = self._tools, self._view
+        counted = view.shard == 0
         tally = Tally(
             tokens=result.tokens if counted else 0.0,
             zeros=self._zeros() if tools.settings.count_zeros else 0,
@@ -301,15 +301,15 @@ class StepBody:
         return tally
 
     def _times(self, result: PassResult) -> dict[Range, tuple[int, int]]:
-        if self._executor is None or self._standing.cell is None:
+        if self._executor is None or self._view.cell is None:
             return {}
-        cell = self._standing.cell.id
+        cell = self._view.cell.id
         return {(cell, *span): spent for span, spent in result.times(self._executor.pieces).items()}
 
     def weigh(self, tally: Tally, key: GradientKey) -> None:
         """(Re)compute what follows from the gradients owned in this generation: norms, overflow."""
         pool, layouts = self._tools.pool, self._tools.layouts
-        squares = {block: pool.norm_sq(block.key, key) for block in self._standing.owned}
+        squares = {block: pool.norm_sq(block.key, key) for block in self._view.owned}
         tally.norms = {
             block.key: square
             for block, square in squares.items()
@@ -320,12 +320,12 @@ class StepBody:
     def vote(self, layout: VoteLayout, tally: Tally) -> Tally:
         """The sum over all living ranks. Raises ``RuntimeError`` when plans disagree."""
         tools = self._tools
-        tools.publish("vote", self._standing.living)
+        tools.publish("vote", self._view.living)
         vector = layout.pack(tally)
         dist.all_reduce(vector, group=tools.fabric.world)
         total = layout.unpack(vector)
-        if total.voters != len(self._standing.living):
-            raise RuntimeError(f"{total.voters} of {len(self._standing.living)} ranks voted")
+        if total.voters != len(self._view.living):
+            raise RuntimeError(f"{total.voters} of {len(self._view.living)} ranks voted")
         if total.plan != tally.plan * total.voters:
             raise RuntimeError(
                 "ranks disagree about the plan of this generation, about which ranks hold which state, "
@@ -336,7 +336,7 @@ class StepBody:
     def _zeros(self) -> int:
         """Zero gradient elements of the blocks this rank owns (padding excluded)."""
         count = 0
-        for block in self._standing.owned:
+        for block in self._view.owned:
             layout = self._tools.layouts[block.unit, block.shard]
             if not layout.counts_in_norm(block):
                 continue
@@ -354,13 +354,13 @@ class StepBody:
         Units that ``came`` to somebody with this step (the same on all ranks) from everybody's own copies, where
         all who hold the unit have some of every block: they are of this very version.
         """
-        tools, standing = self._tools, self._standing
-        mirrored = (block for block in standing.mirrored if block.unit in came and block.unit in tools.arena.slices)
-        for block in (*standing.owned, *(block for block in mirrored if block.shard == standing.position)):
+        tools, view = self._tools, self._view
+        mirrored = (block for block in view.mirrored if block.unit in came and block.unit in tools.arena.slices)
+        for block in (*view.owned, *(block for block in mirrored if block.shard == view.shard)):
             target = tools.arena.unit_parameters(block.unit)[block.start : block.stop]
             target.copy_(tools.pool.get(block.key).master)
-        for span in standing.spans:
-            if span is standing.spans[-1]:
+        for span in view.spans:
+            if span is view.spans[-1]:
                 tools.reach("mid_gather", step)
             if len(span.members) == 1:
                 continue
@@ -368,7 +368,7 @@ class StepBody:
             for start, stop, blocks in self._gathered(span, came):
                 tools.fabric.all_gather_blocks(span.group, tools.arena.parameters[start:stop], blocks)
 
-    def _gathered(self, span: Span, came: Collection[int]) -> Iterator[tuple[int, int, Sequence[BlockRange]]]:
+    def _gathered(self, span: GroupSpan, came: Collection[int]) -> Iterator[tuple[int, int, Sequence[BlockRange]]]:
         """Elements ``[start, stop)`` of the arena, and the blocks in there relative to ``start``."""
         pieces = [p for p in self._tools.arena.slices.values() if span.start <= p.start < span.stop]
         if not any(piece.unit in came for piece in pieces):
@@ -382,7 +382,7 @@ class StepBody:
                 yield piece.start, piece.stop, ranges
 
     def _have_copies(self, ranks: Collection[int], layout: UnitLayout) -> bool:
-        copies = self._standing.placement.copies
+        copies = self._view.placement.copies
         return all(set(ranks) <= set(copies[block.key].ranks) for block in layout.blocks)
 
 

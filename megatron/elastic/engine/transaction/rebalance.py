@@ -11,19 +11,19 @@ from dataclasses import dataclass, field, replace
 
 from megatron.elastic.engine.compute.clocks import Clocks
 from megatron.elastic.engine.compute.vote import Tally
-from megatron.elastic.engine.generation.view import replanned
-from megatron.elastic.engine.transaction.context import Position
+from megatron.elastic.engine.generation.view import with_plan
+from megatron.elastic.engine.transaction.context import Context
 from megatron.elastic.plan.model import Profile
 from megatron.elastic.plan.pace import Pace, measured_profile
 
-__all__ = ["Pacing"]
+__all__ = ["Rebalancer"]
 
 
 @dataclass
-class Pacing:
+class Rebalancer:
     """Speeds, costs and clocks of the cells of one generation."""
 
-    position: Position
+    context: Context
     pace: Pace = field(default_factory=Pace)
     """Measured speeds of the cells, from the votes of this generation."""
     clocks: Clocks | None = None
@@ -37,17 +37,17 @@ class Pacing:
 
     def clocked_cells(self) -> tuple[int, ...]:
         """Cells that have a slot for their clock in the vote."""
-        return () if self.clocks is None else tuple(cell.id for cell in self.position.standing.plan.cells)
+        return () if self.clocks is None else tuple(cell.id for cell in self.context.view.plan.cells)
 
     def add_to(self, tally: Tally) -> None:
         """This rank's clock."""
-        cell = self.position.standing.cell
+        cell = self.context.view.cell
         if self.clocks is not None and cell is not None:
             tally.clocks = {cell.id: self.clocks.state()}
 
     def observe(self, total: Tally) -> None:
         """Take in a vote's sum. What follows from it begins at the next boundary, on every rank alike."""
-        plan, times, profile = self.position.standing.plan, total.times, self.position.recovery.profile
+        plan, times, profile = self.context.view.plan, total.times, self.context.agreement.profile
         if self.clocks is not None:
             chosen = self.clocks.observe(plan, times, total.clocks, profile)
             self._clocked = None if chosen is None else chosen.frequencies_khz
@@ -58,28 +58,28 @@ class Pacing:
 
     def at_boundary(self) -> None:
         """Plan again if speeds changed, and set this rank's clock."""
-        at, clocked = self.position, self._clocked
+        at, clocked = self.context, self._clocked
         if self._changed:
             self._replan()
         elif clocked is not None:
-            at.standing = replanned(at.standing, replace(at.standing.plan, frequencies_khz=clocked))
+            at.view = with_plan(at.view, replace(at.view.plan, frequencies_khz=clocked))
         if self.clocks is not None:
-            self.clocks.apply(at.standing.plan, at.standing.cell)
+            self.clocks.apply(at.view.plan, at.view.cell)
         self._clocked = None
 
     def _replan(self) -> None:
-        at, before, self._changed = self.position, self.position.standing, False
+        at, before, self._changed = self.context, self.context.view, False
         with at.timer.phase("plan"):
-            at.standing = at.recovery.replan(before, at.record)
-        at.listener.paced(at.record, before, at.standing)
+            at.view = at.agreement.replan(before, at.record)
+        at.listener.paced(at.record, before, at.view)
 
     def renew(self) -> None:
         """A generation begins."""
-        at = self.position
+        at = self.context
         self._changed, self._clocked, self.measured = False, None, None
         if self.clocks is not None:
             self.clocks.forget()
-        self.pace.resume(at.standing.speeds(), at.record.version)
+        self.pace.resume(at.view.speeds(), at.record.version)
 
     def close(self) -> None:
         """This rank leaves: put its clock back. Idempotent."""

@@ -21,40 +21,40 @@ import torch.distributed as dist
 from megatron.elastic.comm.errors import CommError, GenerationChanged
 from megatron.elastic.engine.failures import CommunicationFault, NotFinite
 from megatron.elastic.engine.generation.report import Report, first_open
-from megatron.elastic.engine.transaction.agreement import Outcome
-from megatron.elastic.engine.transaction.certify import Proofs
-from megatron.elastic.engine.transaction.commit import Commitment
-from megatron.elastic.engine.transaction.context import Position
+from megatron.elastic.engine.transaction.agreement import RecoveryOutcome
+from megatron.elastic.engine.transaction.certify import Certifier
+from megatron.elastic.engine.transaction.commit import StepCommit
+from megatron.elastic.engine.transaction.context import Context
 from megatron.elastic.engine.transaction.fence import Program
-from megatron.elastic.engine.transaction.join import NEWCOMER, Welcome, newcomers, send_welcome
-from megatron.elastic.engine.transaction.migrate import Mover
-from megatron.elastic.engine.transaction.rebalance import Pacing
+from megatron.elastic.engine.transaction.join import NEWCOMER, JoinState, newcomers, send_join_state
+from megatron.elastic.engine.transaction.migrate import Migrator
+from megatron.elastic.engine.transaction.rebalance import Rebalancer
 from megatron.elastic.engine.transaction.wait_for_ranks import StageGone
 from megatron.elastic.state.record import GradientKey
 from megatron.elastic.state.transfer import prune
 
-__all__ = ["Regroup"]
+__all__ = ["Recovery"]
 
 
-class Regroup:
+class Recovery:
     """Belongs to the training thread. ``host_state``: the host's counters, for whoever joins."""
 
     def __init__(
         self,
-        position: Position,
+        context: Context,
         program: Program,
-        mover: Mover,
-        proofs: Proofs,
-        pacing: Pacing,
-        commitment: Commitment,
+        migrator: Migrator,
+        certifier: Certifier,
+        rebalancer: Rebalancer,
+        step_commit: StepCommit,
         host_state: Callable[[], str],
     ) -> None:
-        self._position = position
+        self._context = context
         self._program = program
-        self._mover = mover
-        self._proofs = proofs
-        self._pacing = pacing
-        self._commitment = commitment
+        self._migrator = migrator
+        self._certifier = certifier
+        self._rebalancer = rebalancer
+        self._step_commit = step_commit
         self._host_state = host_state
         self._unexplained = -1
         """The version held when communication last failed with nobody lost."""
@@ -63,33 +63,33 @@ class Regroup:
 
     def ask(self, what: str) -> bool:
         """Have a generation begin ('join', 'leave', 'reform'), and settle in it; whether the present phase is over."""
-        at = self._position
-        at.recovery.membership.request(what)
-        return self.recover(GenerationChanged(at.standing.generation + 1))
+        at = self._context
+        at.agreement.membership.request(what)
+        return self.recover(GenerationChanged(at.view.generation + 1))
 
     def recover(self, error: CommError) -> bool:
         """Agree on a generation and settle in it. Returns whether the present phase is over.
 
         Raises ``StateLost``, ``PlanError``, ``CertificateError``, ``CommunicationFault``: the end of the job.
         """
-        at, started = self._position, time.monotonic()
+        at, started = self._context, time.monotonic()
         while True:
             try:
                 self._explain(error)
                 at.timer.enter("recover")
-                self._mover.forget()
-                attempted = self._commitment.present_step if self._commitment.under_way else at.record.version + 1
-                standing, outcome = at.recovery.agree(error, self._report(), at.history, attempted)
-                self._mover.renew()
+                self._migrator.forget()
+                attempted = self._step_commit.present_step if self._step_commit.under_way else at.record.version + 1
+                view, outcome = at.agreement.agree(error, self._report(), at.history, attempted)
+                self._migrator.renew()
                 self._program.hopeless = outcome.failure or self._program.hopeless
-                at.standing, at.unsettled = standing, True
+                at.view, at.needs_rebalance = view, True
                 at.tools.reach("in_recovery_promote", at.record.version)
                 self._settle(outcome)
                 at.tools.reach("in_recovery_resume", at.record.version)
                 at.injector.settle()
-                at.listener.settled(outcome, at.standing, time.monotonic() - started)
-                self._mover.exposed(started, outcome.newcomers)
-                at.recovery.untold, at.recovery.members = (), ()
+                at.listener.settled(outcome, at.view, time.monotonic() - started)
+                self._migrator.exposed(started, outcome.newcomers)
+                at.agreement.unreported, at.agreement.members = (), ()
                 return outcome.phase_over
             except StageGone as gone:
                 error = self._wait_for_ranks(gone)
@@ -100,65 +100,65 @@ class Regroup:
         """Of an error that speaks of no loss nobody else may know: groups are formed anew for it, once a step."""
         if type(error) is not CommError:
             return
-        version = self._position.record.version
+        version = self._context.record.version
         if self._unexplained == version:
             raise CommunicationFault(f"after step {version}: {error}, also in groups formed anew") from error
         self._unexplained = version
-        self._position.recovery.membership.request("reform")
+        self._context.agreement.membership.request("reform")
 
     def _report(self) -> Report:
-        at, program = self._position, self._program
+        at, program = self._context, self._program
         return Report(
             holdings=at.tools.pool.holdings(
-                self._commitment.known_rows(), at.history.of(at.record).placement, self._commitment.voting.placement
+                self._step_commit.known_rows(), at.history.of(at.record).placement, self._step_commit.voting.placement
             ),
             phase=program.phase,
             done=program.done,
             parameters=at.parameters,
             failure=program.failure,
             under_way=program.under_way,
-            voting=self._commitment.voting.digest,
+            voting=self._step_commit.voting.digest,
             admitted=at.admitted,
         )
 
-    def _settle(self, outcome: Outcome) -> None:
+    def _settle(self, outcome: RecoveryOutcome) -> None:
         """Bring every survivor to the same version, with parameters to match."""
-        at, resolution = self._position, outcome.resolution
+        at, resolution = self._context, outcome.resolution
         record, pool = resolution.record, at.tools.pool
         assert record is not None, "only a lost state has no record"
         revote = resolution.kind == "revote"
         # What the record names goes with a vote only: this one may be lost before it is taken again.
-        prune(pool, at.standing.placement, *([outcome.named.placement] if revote else []))
+        prune(pool, at.view.placement, *([outcome.named.placement] if revote else []))
         if pool.snapshot == "state":
             # Possibly one step back; what the record of the lost step named stays in force.
             record = replace(record, placement=outcome.named.digest)
             pool.revert(record)
-            self._commitment.followed = -1
+            self._step_commit.followed = -1
         pool.remember(record)
         # What was agreed before is void: some may not have got to ask for it, and the next vote agrees anew.
-        at.record, at.heeded = record, record.version
-        at.history.enter(at.standing.basis)
+        at.record, at.acted_on = record, record.version
+        at.history.enter(at.view.configuration)
         if outcome.newcomers:
-            send_welcome(at.tools.fabric, outcome.decision, lambda: self._welcome(outcome.first_open))
-        self._pacing.renew()
+            send_join_state(at.tools.fabric, outcome.decision, lambda: self._welcome(outcome.first_open))
+        self._rebalancer.renew()
         pool.discard(resolution.gradient_key, record.version)
         # Everybody gathers when anybody has to: a gather cut short left some parameters behind.
         at.parameters = min(outcome.oldest_parameters, record.version)
-        self._commitment.update()
+        self._step_commit.update()
         refused = None
         if revote:
             refused = self._vote_again(resolution.gradient_key)
-            self._commitment.update()
+            self._step_commit.update()
         else:
-            self._commitment.void()
-        self._mover.house()
-        self._commitment.finish(catching_up=True)
+            self._step_commit.void()
+        self._migrator.gather_owners()
+        self._step_commit.finish(catching_up=True)
         at.settled_at = at.record.version
         if outcome.newcomers:
-            self._proofs.certify("join", self._every_block())
+            self._certifier.certify("join", self._every_block())
         else:
-            self._proofs.certify("recovery", outcome.promoted)
-        self._mover.replenish()
+            self._certifier.certify("recovery", outcome.promoted)
+        self._migrator.replenish()
         if refused is not None:
             raise refused
 
@@ -166,38 +166,38 @@ class Regroup:
         """Over retained gradients; what everybody found wrong with them is raised when all have settled."""
         assert key is not None, "a vote that is taken again is over gradients"
         try:
-            self._commitment.vote_again(key)
+            self._step_commit.vote_again(key)
         except NotFinite as error:
             return error
         return None
 
     def _every_block(self) -> tuple[tuple[int, int, int], ...]:
-        return tuple(block.key for layout in self._position.recovery.layouts.values() for block in layout.blocks)
+        return tuple(block.key for layout in self._context.agreement.layouts.values() for block in layout.blocks)
 
     def _wait_for_ranks(self, gone: StageGone) -> CommError:
         """Nobody is left to compute a stage: until a newer generation is being agreed, which may bring its ranks."""
-        at = self._position
+        at = self._context
         try:
             if newcomers(gone.decision):  # some have come, not all
                 texts = [text for text in gone.decision.reports.values() if text != NEWCOMER]
                 first = first_open(map(Report.from_text, texts))
-                send_welcome(at.tools.fabric, gone.decision, lambda: self._welcome(first))
-            at.recovery.wait_for_ranks(gone, self._commitment.present_step, at.listener.noticed)
+                send_join_state(at.tools.fabric, gone.decision, lambda: self._welcome(first))
+            at.agreement.wait_for_ranks(gone, self._step_commit.present_step, at.listener.noticed)
         except CommError as error:
             return error
         return GenerationChanged(gone.decision.generation + 1)
 
     # -- newcomers -----------------------------------------------------------------
 
-    def _welcome(self, first: int) -> Welcome:
+    def _welcome(self, first: int) -> JoinState:
         """``first``: the first phase that is not over among the members."""
-        at = self._position
-        place, in_step = self._program.place(first), self._commitment.under_way
-        committed = not in_step or at.record.version == self._commitment.present_step
-        return Welcome(
-            catalog={key: tuple(slot.spec for slot in layout.slots) for key, layout in at.recovery.layouts.items()},
-            machine=at.recovery.machine,
-            basis=at.standing.basis,
+        at = self._context
+        place, in_step = self._program.place(first), self._step_commit.under_way
+        committed = not in_step or at.record.version == self._step_commit.present_step
+        return JoinState(
+            catalog={key: tuple(slot.spec for slot in layout.slots) for key, layout in at.agreement.layouts.items()},
+            hardware=at.agreement.hardware,
+            configuration=at.view.configuration,
             confirmed=at.history.of(at.record),
             record_text=at.record.to_json(),
             place=place,
@@ -206,23 +206,23 @@ class Regroup:
             host=self._host_state(),
         )
 
-    def join(self, welcome: Welcome) -> None:
+    def join(self, join_state: JoinState) -> None:
         """A newcomer's first act as a member: take the members' position, then the parameters."""
-        at, program = self._position, self._program
-        at.record, at.history, at.report_keys = welcome.record, welcome.history(), welcome.report_keys
-        at.heeded, at.admitted = at.record.version, at.standing.generation
-        program.take(welcome.place)
-        program.end_only = welcome.step_committed
-        self._pacing.renew()
+        at, program = self._context, self._program
+        at.record, at.history, at.report_keys = join_state.record, join_state.history(), join_state.report_keys
+        at.acted_on, at.admitted = at.record.version, at.view.generation
+        program.take(join_state.place)
+        program.end_only = join_state.step_committed
+        self._rebalancer.renew()
         at.tools.pool.start(at.record)
         at.tools.reach("in_join", at.record.version)
         if at.tools.pool.snapshot == "state":
             dist.barrier(group=at.tools.fabric.world)  # the one that ends StepBody.follow
-            self._commitment.followed = at.record.version
-        at.unsettled = True
-        self._mover.house()
+            self._step_commit.followed = at.record.version
+        at.needs_rebalance = True
+        self._migrator.gather_owners()
         at.body.gather(at.record.version)
         at.parameters = at.settled_at = at.record.version
-        self._proofs.certify("join", self._every_block())
-        self._mover.replenish()
+        self._certifier.certify("join", self._every_block())
+        self._migrator.replenish()
         at.injector.settle()

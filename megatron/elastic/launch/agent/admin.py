@@ -8,14 +8,14 @@ from collections.abc import Callable
 from megatron.elastic.control.clock import JobClock
 from megatron.elastic.control.events import Event, Readmitted, Wanted
 from megatron.elastic.control.generations import Generations
-from megatron.elastic.control.quarantine import Record
+from megatron.elastic.control.quarantine import NodeRecord
 from megatron.elastic.control.wire import Message, as_rank, take_list, take_str
 from megatron.elastic.launch.agent.node_leases import Table
 
-__all__ = ["Desk"]
+__all__ = ["Admin"]
 
 
-class Desk:
+class Admin:
     """Serves one agent's console. ``table``: what the workers here do; ``pids``: their processes."""
 
     def __init__(
@@ -79,6 +79,6 @@ class Desk:
     def _node(self, number: int) -> Message:
         """``out_s``: for how long its lost ranks are not started again."""
         node, now = self._state.nodes[number], self._clock.now()
-        record = self._state.quarantine.nodes.get(number, Record())
+        record = self._state.quarantine.nodes.get(number, NodeRecord())
         out = round(max(0.0, record.until - now), 1) if record.out else 0.0
         return {"host": node.host, "alive": node.alive, "losses_in_1h": len(record.recent(now)), "out_s": out}

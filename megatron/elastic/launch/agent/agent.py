@@ -21,8 +21,8 @@ from megatron.elastic.control.events import (
     Abandoned,
     Condemned,
     Decided,
-    Ended,
     Event,
+    JobEnded,
     Lost,
     NodeBack,
     NodeLost,
@@ -40,26 +40,26 @@ from megatron.elastic.control.timing import Timing
 from megatron.elastic.control.wire import (
     Message,
 )
-from megatron.elastic.launch.agent.admin import Desk
+from megatron.elastic.launch.agent.admin import Admin
 from megatron.elastic.launch.agent.console import Console
-from megatron.elastic.launch.agent.hang_arbiter import Judge
-from megatron.elastic.launch.agent.journal_io import Couriers
-from megatron.elastic.launch.agent.journal_trimming import Trimming
+from megatron.elastic.launch.agent.hang_arbiter import HangArbiter
+from megatron.elastic.launch.agent.journal_io import JournalIO
+from megatron.elastic.launch.agent.journal_trimming import JournalTrimming
 from megatron.elastic.launch.agent.loop import Loop
 from megatron.elastic.launch.agent.losses import classify, left_to_the_first
 from megatron.elastic.launch.agent.node_leases import NodeLeases, Table
 from megatron.elastic.launch.agent.notify_workers import brief
 from megatron.elastic.launch.agent.presence import Presence
-from megatron.elastic.launch.agent.rendezvous import Company
-from megatron.elastic.launch.agent.respawn import Successors
+from megatron.elastic.launch.agent.rendezvous import JobMembers
+from megatron.elastic.launch.agent.respawn import Respawn
 from megatron.elastic.launch.agent.watch import Watch
-from megatron.elastic.launch.agent.worker_messages import Reception
-from megatron.elastic.launch.arguments import Job
+from megatron.elastic.launch.agent.worker_messages import WorkerMessages
+from megatron.elastic.launch.arguments import JobSpec
 from megatron.elastic.launch.messages import say
 from megatron.elastic.launch.workers.logs import WorkerLogs
 from megatron.elastic.launch.workers.pool import Pool, Worker
 from megatron.elastic.launch.workers.processes import kill_group, process_state
-from megatron.elastic.launch.workers.spawn import Nursery
+from megatron.elastic.launch.workers.spawn import Spawner
 
 __all__ = ["Agent"]
 
@@ -72,31 +72,33 @@ _FIRST_RANK_SECONDS = 3.0
 class Agent:
     """See the module docstring. ``pool`` may be preloading already."""
 
-    def __init__(self, job: Job, loop: Loop, pool: Pool, company: Company) -> None:
-        self.job, self.company = job, company
-        self.node = company.node
+    def __init__(self, job: JobSpec, loop: Loop, pool: Pool, members: JobMembers) -> None:
+        self.job, self.members = job, members
+        self.node = members.node
         self.timing = Timing.derive(job.settings.detection_timeout)
         self.clock = JobClock()
         quarantine = Quarantine(job.settings.quarantine_after, self.timing.quarantine)
         self.state = Generations(
-            company.nodes, job.settings.respawn, company.nominal, job.tensor, quarantine, job.least < job.nodes
+            members.nodes, job.settings.respawn, members.nominal, job.tensor, quarantine, job.least < job.nodes
         )
         self.exit_code: int | None = None
         self.by_rank: dict[int, Worker] = {}
         self._loop, self._pool = loop, pool
-        self._mine = company.nodes[self.node]
+        self._mine = members.nodes[self.node]
         self._logs = WorkerLogs(job, self._mine.ranks)
-        nursery = self._nursery = Nursery(job, company, pool, self._logs)
-        self._couriers = Couriers(loop, company.store, company.seal, self._deliver, self._store_lost, self._left_behind)
-        self.append = self._couriers.append
+        spawner = self._spawner = Spawner(job, members, pool, self._logs)
+        self._journal_io = JournalIO(
+            loop, members.store, members.signer, self._deliver, self._store_lost, self._left_behind
+        )
+        self.append = self._journal_io.append
         self._watch = Watch(self.timing, lambda worker: self._pool.kill(worker, "stopped"))
-        self._leases = self._make_leases() if len(company.nodes) > 1 else None
+        self._leases = self._make_leases() if len(members.nodes) > 1 else None
         self._presence = self._make_presence(self._leases) if self._leases is not None else None
-        self._judge = Judge(self.state, self.timing, loop, self.clock, self.append)
-        desk = Desk(job.run_id, self.state, self.clock, self.table, self._pids, self.append)
-        self._console = Console(loop, job.run_id, self.node, desk.handle)
+        self._hang_arbiter = HangArbiter(self.state, self.timing, loop, self.clock, self.append)
+        admin = Admin(job.run_id, self.state, self.clock, self.table, self._pids, self.append)
+        self._console = Console(loop, job.run_id, self.node, admin.handle)
         self._failures = Failures(job.settings.max_losses_per_hour)
-        self._successors = Successors(
+        self._respawn = Respawn(
             self.node,
             self.state,
             self._failures,
@@ -105,13 +107,15 @@ class Agent:
             self.timing,
             self.clock,
             pool,
-            nursery,
+            spawner,
             self.append,
         )
-        self._reception = Reception(self.state, self._mine.ranks, self.append, self._greet, self._leaving)
+        self._worker_messages = WorkerMessages(self.state, self._mine.ranks, self.append, self._greet, self._leaving)
         seen = {} if self._leases is None else self._leases.seen
-        self._trimming = Trimming(company.store, company.seal, self.node, self.state, self._failures, seen)
-        self._active = not company.returning
+        self._journal_trimming = JournalTrimming(
+            members.store, members.signer, self.node, self.state, self._failures, seen
+        )
+        self._active = not members.returning
         self._next_position = 0
         self._tried_position = -1
         self._signals = 0
@@ -119,11 +123,11 @@ class Agent:
         """Life for which this node has asked for its place."""
 
     def _make_leases(self) -> NodeLeases:
-        there = self.company
+        there = self.members
         return NodeLeases(
             self._loop,
             there.store,
-            there.seal,
+            there.signer,
             self.timing,
             self.node,
             there.agent,
@@ -134,11 +138,11 @@ class Agent:
         )
 
     def _make_presence(self, leases: NodeLeases) -> Presence:
-        there = self.company
+        there = self.members
         return Presence(
             self._loop,
             there.store,
-            there.seal,
+            there.signer,
             self.timing,
             self.node,
             there.agent,
@@ -154,13 +158,13 @@ class Agent:
         for name in self.job.signals:
             self._loop.on_signal(signal.Signals[name], self._signalled)
         self._catch_up()
-        self._trimming.start()
+        self._journal_trimming.start()
         self._loop.every(self.timing.look, self._look)
         self._loop.every(self.timing.beat, self._beat)
         if self._active:
             self._show_up()
             for rank in self._mine.ranks:
-                self._successors.start(rank, 0)
+                self._respawn.start(rank, 0)
         else:
             self._loop.after(2 * self.timing.lease, self._give_up_return)
             self._return(None)
@@ -181,8 +185,8 @@ class Agent:
             for other in self._leases.tables.values():
                 table.update(other)
         if self.state.coordinator() == self.node and self._active:
-            self._judge.consider(table)
-            self._successors.consider_quarantine(table)
+            self._hang_arbiter.consider(table)
+            self._respawn.consider_quarantine(table)
 
     def table(self) -> Table:
         """What this node's workers do, and since when nothing changed there."""
@@ -190,7 +194,7 @@ class Agent:
         for worker in self.by_rank.values():
             idle = self._watch.idle(worker)
             # Reports of a node go together: who has handed in its own waits for the others', and does nothing wrong.
-            if idle is not None and self._reception.reported(worker.rank):
+            if idle is not None and self._worker_messages.reported(worker.rank):
                 idle = replace(idle, seconds=0.0)
             if idle is not None:
                 rows[worker.rank] = (worker.incarnation, idle)
@@ -202,13 +206,13 @@ class Agent:
     @property
     def _holds_place(self) -> bool:
         """Whether this agent, and not another one, is this node's for all others."""
-        return self._mine.agent == self.company.agent
+        return self._mine.agent == self.members.agent
 
     def _show_up(self) -> None:
         """From here on this agent counts: the place is its own."""
         if self._leases is not None and self._presence is not None:
             self._leases.start()
-            self._presence.start(self.company.master_addr, self.company.address)
+            self._presence.start(self.members.master_addr, self.members.address)
 
     def _node_lost(self, node: int, epoch: int, why: str) -> None:
         if self.state.lives(node, epoch) and self._active:
@@ -222,7 +226,7 @@ class Agent:
 
     def said(self, worker: Worker, message: Message) -> None:
         """A message of a worker. Raises :class:`ProtocolError` for anything malformed."""
-        self._reception.said(worker, message)
+        self._worker_messages.said(worker, message)
 
     def _leaving(self, worker: Worker) -> None:
         """It may still hang on its way out, and everybody with it."""
@@ -242,13 +246,13 @@ class Agent:
             begun = self.state.decided > 0 and not self.state.preparing
             event = classify(worker, status, self._mine.host, begun, elastic, lines, self.clock.now())
             unsaid = left_to_the_first(worker)
-            if isinstance(event, Ended) and unsaid:
+            if isinstance(event, JobEnded) and unsaid:
                 late = replace(event, why=f"{event.why}\nerror: {unsaid}")
                 self._loop.after(_FIRST_RANK_SECONDS, lambda: self._end_unless_over(late))
             else:
                 self.append(event)
 
-    def _end_unless_over(self, event: Ended) -> None:
+    def _end_unless_over(self, event: JobEnded) -> None:
         if self.exit_code is None:
             self.append(event)
 
@@ -256,7 +260,7 @@ class Agent:
         """Its workers are lost with it; a new one takes over for the next."""
         if not was_ready:
             why = "the process that forks this node's workers failed to import their modules: try --preload none"
-            self.append(Ended(1, why))
+            self.append(JobEnded(1, why))
             return
         say("the process that forks this node's workers ended, and its workers with it: it is started again")
         self._pool.start_zygote()
@@ -274,38 +278,38 @@ class Agent:
             self.clock.hear(event.at)
         self.state.apply(event)
         if self.state.frozen != frozen:
-            self._reception.begin()
+            self._worker_messages.begin()
             if self.state.fresh:
-                self._successors.end_newcomers()
+                self._respawn.end_newcomers()
         if self._active:
             self._react(event)
         elif not self._mine.alive or isinstance(event, NodeBack):
             self._return(event)
-        self._successors.follow_quarantine(event)
+        self._respawn.follow_quarantine(event)
         for worker in list(self.by_rank.values()):
             self._brief(worker)
         if self.state.decided != decided and self.state.decision is not None:
-            self._successors.admitted(self.state.decision)
-        self._reception.report_if_complete()
+            self._respawn.admitted(self.state.decision)
+        self._worker_messages.report_if_complete()
         self._decide_if_ready()
         if self.state.over():
             self._finish()
         elif self._active:
-            self._trimming.read(self._couriers.mark)
+            self._journal_trimming.read(self._journal_io.mark)
 
     def _react(self, event: Event) -> None:
         match event:
             case Lost():
-                self._successors.mourn(event)
+                self._respawn.mourn(event)
             case NodeLost(node=node) if node == self.node:
                 self._given_up()
                 self._return(event)
             case NodeLost(node=node) if self.state.coordinator() == self.node:
                 host, ranks = self.state.nodes[node].host, list(self.state.nodes[node].ranks)
                 say(f"lost node {node} ({host}) with ranks {ranks}: {event.why}")
-                self._successors.start_anew_unless_begun(ranks[0])
+                self._respawn.start_anew_unless_begun(ranks[0])
                 if self.state.decided == 0 and ranks[0] < self.state.nominal:
-                    self.append(Ended(_STATE_LOST, f"node {node} was lost before the job had started: it ends"))
+                    self.append(JobEnded(_STATE_LOST, f"node {node} was lost before the job had started: it ends"))
             case NodeBack() if self._leases is not None:
                 self._leases.trust(event.node)
             case Suspected():
@@ -316,7 +320,7 @@ class Agent:
             case Abandoned() if set(event.ranks) & set(self._mine.ranks):
                 say(f"ranks {list(event.ranks)} are not started again: {event.why}")
             case Readmitted():
-                self._successors.start_lost()
+                self._respawn.start_lost()
 
     def _look_into(self, event: Suspected) -> None:
         """Death is the usual cause of a broken link, and stops the next: ask the kernel before anybody is blamed."""
@@ -331,7 +335,7 @@ class Agent:
             elif worker is not None and process_state(worker.pid) == "T":
                 self._pool.kill(worker, "stopped")
         if self.state.coordinator() == self.node:
-            self._judge.hear(event)
+            self._hang_arbiter.hear(event)
 
     def _greet(self, worker: Worker) -> None:
         self._pool.attend(worker)
@@ -344,7 +348,7 @@ class Agent:
         state = self.state
         if state.ready() and state.coordinator() == self.node and self._tried_position != self._next_position:
             self._tried_position = self._next_position
-            self._couriers.append_at(self._next_position, Decided(state.frozen, self.node))
+            self._journal_io.append_at(self._next_position, Decided(state.frozen, self.node))
 
     # -- coming back ------------------------------------------------------------------------
 
@@ -352,11 +356,11 @@ class Agent:
         """Start from the newest snapshot of the journal, or from its begin."""
         mark = BEGIN
         try:
-            mark = self._trimming.resume()
+            mark = self._journal_trimming.resume()
         except StoreLost as error:
             self._store_lost(str(error))
         self._next_position, self._tried_position = mark.position, -1
-        self._couriers.start(mark)
+        self._journal_io.start(mark)
 
     def _left_behind(self) -> None:
         """The others gave this node up while its agent did not run, so long ago that the journal does not tell."""
@@ -377,7 +381,7 @@ class Agent:
         if not self._mine.alive:
             if self._back_asked <= self._mine.epoch:
                 self._back_asked = self._mine.epoch + 1
-                self.append(NodeBack(self.node, self._back_asked, self.company.host, self.company.agent))
+                self.append(NodeBack(self.node, self._back_asked, self.members.host, self.members.agent))
         elif isinstance(event, NodeBack) and event.node == self.node:
             if not self._holds_place:  # another one was first; the journal may go on with its loss
                 self._loop.after(2 * self.timing.lease, self._give_up_return)
@@ -385,7 +389,7 @@ class Agent:
             self._active = True
             self._show_up()
             for rank in self._mine.ranks:
-                self._successors.start(rank, self.state.ranks[rank].incarnation + 1)
+                self._respawn.start(rank, self.state.ranks[rank].incarnation + 1)
 
     def _give_up_return(self) -> None:
         if not self._active and self.exit_code is None:
@@ -395,7 +399,7 @@ class Agent:
     # -- the end --------------------------------------------------------------------------
 
     def _finish(self) -> None:
-        self._successors.close()
+        self._respawn.close()
         ended = self.state.ended
         named = None if ended is None else (ended.code, ended.why)
         self.exit_code, why = exit_status(named, self.state.codes(), self._failures.verdict, self.state.stopping)
@@ -405,7 +409,7 @@ class Agent:
 
     def _store_lost(self, why: str) -> None:
         if self.exit_code is None:
-            say(f"{self.company.store.keeper} cannot be reached ({why}): the job ends; its last checkpoint is kept")
+            say(f"{self.members.store.keeper} cannot be reached ({why}): the job ends; its last checkpoint is kept")
             for worker in self._pool.workers.values():
                 if worker.elastic:
                     text = "the job's store is gone; this worker ends"
@@ -416,7 +420,7 @@ class Agent:
     def _stop(self, code: int) -> None:
         if self.exit_code is None:
             self.exit_code = code
-            self._successors.close()
+            self._respawn.close()
             self._loop.stop()
 
     def _signalled(self, number: int) -> None:
@@ -424,7 +428,7 @@ class Agent:
         name = signal.Signals(number).name
         elastic = self.job.elastic or any(worker.elastic for worker in self.by_rank.values())
         if self._signals > 1:
-            self.append(Ended(128 + number, f"{name} again: the job ends at once"))
+            self.append(JobEnded(128 + number, f"{name} again: the job ends at once"))
             self._loop.after(1.0, lambda: self._stop(128 + number))
         elif elastic:
             say(f"{name}: asking the workers to save and end (again: at once)")
@@ -434,10 +438,10 @@ class Agent:
             for worker in self._pool.workers.values():
                 if worker.pid:
                     kill_group(worker.pid, number)
-            end = Ended(128 + number, f"{name}: the job ends")
+            end = JobEnded(128 + number, f"{name}: the job ends")
             self._loop.after(self.job.shutdown_timeout, lambda: self.append(end))
 
-    def _late(self, number: int) -> Ended:
+    def _late(self, number: int) -> JobEnded:
         """The end of a job that did not drain in time. Before its first step there was nothing to save."""
         late = f"{signal.Signals(number).name}: not drained within {self.job.drain_timeout:.0f} s"
         doing = [idle for _, idle in self.table().values()]
@@ -445,28 +449,28 @@ class Agent:
         if missing:
             late += f", in which ranks {missing} did not come back, without whom nothing can be saved"
         if any(idle.step >= 0 for idle in doing):
-            return Ended(128 + number, f"{late}: the job ends")
-        return Ended(_DRAINED, f"{late}, before the first step: the job ends, there is nothing to save")
+            return JobEnded(128 + number, f"{late}: the job ends")
+        return JobEnded(_DRAINED, f"{late}, before the first step: the job ends, there is nothing to save")
 
     def _leave(self) -> None:
         """Everything of this node ends; the first agent stays until the others have read the journal's end."""
         self._console.close()
         self._pool.close()
         self._logs.close()
-        self._nursery.sweep(self._holds_place)
+        self._spawner.sweep(self._holds_place)
         with suppress(ConnectionError):
-            if self._leases is not None and self._holds_place and self.company.store.server:
-                self._leases.wait_for_goodbyes(self.company.store, _GOODBYE_SECONDS)
-            elif self._leases is not None and self._holds_place and self.company.store.embedded:
+            if self._leases is not None and self._holds_place and self.members.store.server:
+                self._leases.wait_for_goodbyes(self.members.store, _GOODBYE_SECONDS)
+            elif self._leases is not None and self._holds_place and self.members.store.embedded:
                 # Apart: the way to the store may be cut.
                 goodbye = threading.Thread(target=self._say_goodbye, daemon=True)
                 goodbye.start()
                 goodbye.join(_GOODBYE_SECONDS)
-        self.company.store.close()
+        self.members.store.close()
 
     def _say_goodbye(self) -> None:
         with suppress(ConnectionError):
-            self.company.store.put(f"bye/{self.node}", b"bye")
+            self.members.store.put(f"bye/{self.node}", b"bye")
 
 
 def _head_and_rest(text: str) -> tuple[str, list[str]]:

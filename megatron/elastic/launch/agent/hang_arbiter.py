@@ -11,19 +11,19 @@ import time
 from collections.abc import Callable, Mapping
 
 from megatron.elastic.control.clock import JobClock
-from megatron.elastic.control.events import Condemned, Ended, Event, Lost, Reformed, Suspected
+from megatron.elastic.control.events import Condemned, Event, JobEnded, Lost, Reformed, Suspected
 from megatron.elastic.control.generations import Generations
 from megatron.elastic.control.membership import Loss
-from megatron.elastic.control.suspicion import Accusation, Idle, Suspicions, Verdict, hang_verdict
+from megatron.elastic.control.suspicion import Accusation, Idle, Ruling, Suspicions, hang_verdict
 from megatron.elastic.control.timing import Timing
 from megatron.elastic.launch.agent.loop import Loop
 
-__all__ = ["Judge"]
+__all__ = ["HangArbiter"]
 
 _DETERMINISTIC = 5
 
 
-class Judge:
+class HangArbiter:
     """Used on the coordinating agent only."""
 
     def __init__(
@@ -53,7 +53,7 @@ class Judge:
         elif verdict is not None:
             self._condemn(verdict)
 
-    def _condemn(self, verdict: Verdict) -> None:
+    def _condemn(self, verdict: Ruling) -> None:
         rank_state = self._state.ranks[verdict.rank]
         if rank_state.standing == "done":
             # It left without a word, and is missed.
@@ -90,7 +90,7 @@ class Judge:
             step = max(idle.step for idle in members.values())
             if self._circle_at == step:
                 why = f"step {step}: nobody makes progress and nobody can be blamed, for the second time"
-                self._append(Ended(_DETERMINISTIC, why))
+                self._append(JobEnded(_DETERMINISTIC, why))
             else:
                 self._circle_at = step
                 self._append(Reformed(self._state.decided, "nobody makes progress and nobody can be blamed"))

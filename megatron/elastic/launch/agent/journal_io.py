@@ -15,16 +15,16 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from megatron.elastic.control.events import Decided, Event
-from megatron.elastic.control.journal import BEGIN, Journal, Mark, Seal, Trimmed
+from megatron.elastic.control.journal import BEGIN, Journal, Mark, Signer, Trimmed
 from megatron.elastic.control.store import Store, StoreLost
 from megatron.elastic.launch.agent.loop import Loop
 
-__all__ = ["Couriers"]
+__all__ = ["JournalIO"]
 
 _WAIT_SECONDS = 30.0
 
 
-class Couriers:
+class JournalIO:
     """See the module docstring. The callbacks run on the loop's thread.
 
     ``deliver(position, event)``; ``lost(why)``: the store is gone; ``behind()``: entries that were not
@@ -35,7 +35,7 @@ class Couriers:
         self,
         loop: Loop,
         store: Store,
-        seal: Seal,
+        signer: Signer,
         deliver: Callable[[int, Event | None], None],
         lost: Callable[[str], None],
         behind: Callable[[], None],
@@ -43,8 +43,8 @@ class Couriers:
         self._loop, self._deliver, self._lost, self._behind = loop, deliver, lost, behind
         self._near = store.server
         self._outgoing: queue.SimpleQueue[tuple[int | None, Event]] = queue.SimpleQueue()
-        self._follower = Journal(store.clone(), seal)
-        self._writer = Journal(store.clone(), seal)
+        self._follower = Journal(store.clone(), signer)
+        self._writer = Journal(store.clone(), signer)
         self._writing = False
         self.mark = BEGIN
         """How far the loop has been told."""

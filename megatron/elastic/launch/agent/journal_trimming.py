@@ -14,24 +14,24 @@ from collections.abc import Mapping
 
 from megatron.elastic.control.failures import Failures
 from megatron.elastic.control.generations import Generations
-from megatron.elastic.control.journal import BEGIN, Mark, Seal, Snapshot, keep, newest, trim
+from megatron.elastic.control.journal import BEGIN, Mark, Signer, Snapshot, keep, newest, trim
 from megatron.elastic.control.snapshot import restore, to_plain
 from megatron.elastic.control.store import Store, StoreLost
 from megatron.elastic.control.wire import ProtocolError
 
-__all__ = ["TRIM_ENTRIES", "Trimming"]
+__all__ = ["TRIM_ENTRIES", "JournalTrimming"]
 
 TRIM_ENTRIES = 1024
 """Entries between two snapshots."""
 
 
-class Trimming:
+class JournalTrimming:
     """One agent's part. ``state`` and ``failures`` change with each entry; ``seen``: node → entries it has read."""
 
     def __init__(
-        self, store: Store, seal: Seal, node: int, state: Generations, failures: Failures, seen: Mapping[int, int]
+        self, store: Store, signer: Signer, node: int, state: Generations, failures: Failures, seen: Mapping[int, int]
     ) -> None:
-        self._store, self._seal, self._node = store, seal, node
+        self._store, self._signer, self._node = store, signer, node
         self._state, self._failures, self._seen = state, failures, seen
         self._newest = BEGIN
         self._kept = 0
@@ -44,7 +44,7 @@ class Trimming:
         Raises :class:`StoreLost`, also for a snapshot that is not this job's, or older than one seen before.
         """
         try:
-            found = newest(self._store, self._seal)
+            found = newest(self._store, self._signer)
             if found is None:
                 return BEGIN
             if found.mark.position < self._kept:
@@ -73,9 +73,9 @@ class Trimming:
     def carry_out(self, store: Store) -> None:
         """Keep the snapshot taken next, and drop what everybody had read by then."""
         snapshot, floor = self._work.get()
-        if keep(store, self._seal, snapshot):
+        if keep(store, self._signer, snapshot):
             self._kept = snapshot.mark.position
-            trim(store, self._seal, floor)
+            trim(store, self._signer, floor)
 
     def _run(self) -> None:
         try:

@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping, Sequence
 
 from megatron.elastic.comm.vendor.library import RESPAWN_EXIT_CODE
-from megatron.elastic.control.events import Ended, Event, Finished, Lost
+from megatron.elastic.control.events import Event, Finished, JobEnded, Lost
 from megatron.elastic.control.failures import BEGUN_ANEW, FELL_BACK
 from megatron.elastic.control.membership import Ending, Loss
 from megatron.elastic.control.slot import ExitReason
@@ -46,11 +46,11 @@ def classify(
     ending = _ending(worker, status)
     if ending == "error" and not started:
         code = os.waitstatus_to_exitcode(status)
-        return Ended(code, f"rank {worker.rank} on {host} failed during start-up ({cause}): the job ends")
+        return JobEnded(code, f"rank {worker.rank} on {host} failed during start-up ({cause}): the job ends")
     if not elastic:
         code = os.waitstatus_to_exitcode(status)
         code = code if code > 0 else 128 - code
-        return Ended(code, f"rank {worker.rank} on {host} failed ({cause}): without --elastic the job ends")
+        return JobEnded(code, f"rank {worker.rank} on {host} failed ({cause}): without --elastic the job ends")
     lines = tuple(worker.slot.last_words().splitlines()[-_LINES:]) or tuple(log_lines)
     step = worker.slot.look().activity.step
     return Lost((Loss(worker.rank, worker.incarnation, host, cause, lines, ending),), (step,), now)

@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass
 
 from megatron.elastic.control.clock import boot_ns, boot_seconds
 from megatron.elastic.control.generations import Node
-from megatron.elastic.control.journal import Seal
+from megatron.elastic.control.journal import Signer
 from megatron.elastic.control.store import Store, StoreLost
 from megatron.elastic.control.suspicion import Idle
 from megatron.elastic.control.timing import Timing
@@ -114,7 +114,7 @@ class NodeLeases:
         self,
         loop: Loop,
         store: Store,
-        seal: Seal,
+        signer: Signer,
         timing: Timing,
         node: int,
         token: str,
@@ -123,7 +123,7 @@ class NodeLeases:
         lost: Callable[[int, int, str], None],
         heard: Callable[[float], None],
     ) -> None:
-        self._loop, self._store, self._seal, self._timing = loop, store, seal, timing
+        self._loop, self._store, self._signer, self._timing = loop, store, signer, timing
         self._node, self._token, self._nodes = node, token, nodes
         self._extend, self._lost, self._heard = extend, lost, heard
         self._beats: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
@@ -174,7 +174,7 @@ class NodeLeases:
             store, place = self._store.clone(), f"lease/{self._node}"
             while True:
                 began, body = self._beats.get()
-                store.put(place, self._seal.sign(place, body))
+                store.put(place, self._signer.sign(place, body))
                 until = began + int(self._timing.fence * 1e9)
                 self._loop.post(lambda u=until: self._extend(u))  # type: ignore[misc]
         except StoreLost:
@@ -225,7 +225,7 @@ class NodeLeases:
 
     def _opened(self, node: int, holder: Holder, value: bytes | None) -> _Lease | None:
         """The lease in ``value`` if it is one of ``holder``."""
-        text = self._seal.open(f"lease/{node}", value) if value is not None else None
+        text = self._signer.open(f"lease/{node}", value) if value is not None else None
         try:
             beat = parse(text or "")
             if (take_int(beat, "epoch"), take_str(beat, "agent")) != holder:

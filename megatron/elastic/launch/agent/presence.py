@@ -25,7 +25,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from megatron.elastic.control.generations import Node
-from megatron.elastic.control.journal import Seal
+from megatron.elastic.control.journal import Signer
 from megatron.elastic.control.store import Store, StoreLost
 from megatron.elastic.control.timing import Timing
 from megatron.elastic.control.wire import ProtocolError, parse, take_int, take_str
@@ -56,7 +56,7 @@ class Presence:
         self,
         loop: Loop,
         store: Store,
-        seal: Seal,
+        signer: Signer,
         timing: Timing,
         node: int,
         token: str,
@@ -64,7 +64,7 @@ class Presence:
         doubt: Callable[[int], None],
         trust: Callable[[int], None],
     ) -> None:
-        self._loop, self._store, self._seal, self._timing = loop, store, seal, timing
+        self._loop, self._store, self._signer, self._timing = loop, store, signer, timing
         self._node, self._token, self._nodes = node, token, nodes
         self._doubt, self._trust = doubt, trust
         self._listener: socket.socket | None = None
@@ -101,7 +101,7 @@ class Presence:
 
     def _announce(self, place: str) -> None:
         with suppress(StoreLost):  # the journal's follower tells the loop
-            self._store.clone().put(_PLACE, self._seal.sign(_PLACE, place))
+            self._store.clone().put(_PLACE, self._signer.sign(_PLACE, place))
 
     def _accept(self, _: int) -> None:
         assert self._listener is not None
@@ -139,7 +139,7 @@ class Presence:
 
     def _introduce(self, fd: int, caller: _Caller, line: bytes) -> None:
         try:
-            hello = parse(self._seal.open(_HELLO, line) or "")
+            hello = parse(self._signer.open(_HELLO, line) or "")
             node = self._nodes.get(take_int(hello, "node"))
             epoch, token = take_int(hello, "epoch"), take_str(hello, "agent")
             if take_str(hello, "nonce") != caller.nonce or node is None or (epoch, token) != (node.epoch, node.agent):
@@ -188,7 +188,7 @@ class Presence:
     def _hold(self, store: Store, host: str) -> bool:
         """Connect, introduce this agent and wait for the end of the connection; whether it was accepted."""
         value = store.wait(_PLACE, self._timing.lease)
-        text = self._seal.open(_PLACE, value) if value is not None else None
+        text = self._signer.open(_PLACE, value) if value is not None else None
         try:
             place = parse(text or "")
             there = host if store.embedded else take_str(place, "host")
@@ -198,7 +198,7 @@ class Presence:
                     nonce = reader.readline(_LINE_LIMIT).decode("ascii").rstrip("\n")
                     epoch = self._nodes[self._node].epoch
                     hello = {"node": self._node, "epoch": epoch, "agent": self._token, "nonce": nonce}
-                    call.sendall(self._seal.sign(_HELLO, json.dumps(hello)) + b"\n")
+                    call.sendall(self._signer.sign(_HELLO, json.dumps(hello)) + b"\n")
                     if reader.readline(_LINE_LIMIT) != _ACCEPTED:
                         return False
                 self._loop.post(lambda: self._trust(0))

@@ -25,23 +25,23 @@ from megatron.elastic.control import env
 from megatron.elastic.control.channel import Credentials
 from megatron.elastic.control.etcd import EtcdStore
 from megatron.elastic.control.generations import Node
-from megatron.elastic.control.journal import Seal
+from megatron.elastic.control.journal import Signer
 from megatron.elastic.control.store import Store, StoreLost
 from megatron.elastic.control.store_client import ReachedStore, reach
 from megatron.elastic.control.store_server import ServedStore, serve
 from megatron.elastic.control.timing import Timing
 from megatron.elastic.control.wire import ProtocolError, parse, take_int, take_list, take_str
 from megatron.elastic.launch.agent.progress import waiting_for
-from megatron.elastic.launch.arguments import BadInput, Job
+from megatron.elastic.launch.arguments import BadCommand, JobSpec
 
-__all__ = ["Company", "meet"]
+__all__ = ["JobMembers", "meet"]
 
 _LOOK_SECONDS = 0.05
 _LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)
-class Company:
+class JobMembers:
     """The store and who takes part; ``node`` is this agent."""
 
     node: int
@@ -50,7 +50,7 @@ class Company:
     """HOST:PORT of the embedded store; empty with etcd."""
     program_store: TCPStore | None
     """torch's own, for programs written for torchrun, where this agent serves one."""
-    seal: Seal
+    signer: Signer
     """Of this launch."""
     nodes: dict[int, Node]
     """All there may ever be; those beyond the launch are absent at first (``alive``), for every agent alike."""
@@ -69,15 +69,15 @@ class Company:
     """This agent's token. The place is its own only while the node's (:class:`Node`) is the same."""
 
 
-def meet(job: Job) -> Company:
-    """Serve or reach the store and wait for every node. Raises :class:`BadInput` when that fails."""
+def meet(job: JobSpec) -> JobMembers:
+    """Serve or reach the store and wait for every node. Raises :class:`BadCommand` when that fails."""
     store = _open_store(job)
-    seal = Seal(Credentials(job.secret, job.run_id))
+    signer = Signer(Credentials(job.secret, job.run_id))
     program = _serve_programs(job, store)
     address = _address(job)
     served = program if program is not None else store if isinstance(store, ServedStore) else None
     agent, port = secrets.token_hex(8), job.master_port if served is None else served.port
-    node, mine = _take_place(store, seal, job, address, port, agent)
+    node, mine = _take_place(store, signer, job, address, port, agent)
     nodes: dict[int, Node] = {}
     first, cards = (job.master_addr, job.master_port), []
     end = time.monotonic() + job.rendezvous_timeout
@@ -85,11 +85,11 @@ def meet(job: Job) -> Company:
         with waiting_for(f"node {number} of {job.least} {_meeting_point(store, job)}"):
             found = _wait(store, f"card/{number}", end)
         if found is None:
-            raise BadInput(
+            raise BadCommand(
                 f"node {number} of {job.nodes} did not come within {job.rendezvous_timeout:.0f} s: "
                 "check --nnodes, --node-rank and --master-addr there, or raise --rdzv-conf join_timeout=SECONDS"
             )
-        there = _add_node(nodes, number, seal.open(f"card/{number}", found), job)
+        there = _add_node(nodes, number, signer.open(f"card/{number}", found), job)
         cards.append(_digest(found))
         if number == 0:
             first = there if job.etcd is not None else (job.master_addr, there[1])
@@ -97,31 +97,33 @@ def meet(job: Job) -> Company:
         _add_absent(nodes, number, job)
     nominal = sum(len(nodes[number].ranks) for number in range(job.least)) - job.settings.spares
     if nominal < 1:
-        raise BadInput(f"--elastic-spares {job.settings.spares} leaves no rank to train: start more (--nproc-per-node)")
+        raise BadCommand(
+            f"--elastic-spares {job.settings.spares} leaves no rank to train: start more (--nproc-per-node)"
+        )
     returning = mine is None or node >= job.least
-    seal = _agree_on_launch(store, seal, cards, None if returning or mine is None else _digest(mine), job)
+    signer = _agree_on_launch(store, signer, cards, None if returning or mine is None else _digest(mine), job)
     place = f"{store.host}:{store.port}" if isinstance(store, (ReachedStore, ServedStore)) else ""
     here = _host(job, node)
-    return Company(node, store, place, program, seal, nodes, nominal, here, returning, *first, address, agent)
+    return JobMembers(node, store, place, program, signer, nodes, nominal, here, returning, *first, address, agent)
 
 
 def _digest(card: bytes) -> str:
     return hashlib.sha256(card).hexdigest()
 
 
-def _agree_on_launch(store: Store, seal: Seal, cards: list[str], mine: str | None, job: Job) -> Seal:
+def _agree_on_launch(store: Store, signer: Signer, cards: list[str], mine: str | None, job: JobSpec) -> Signer:
     """The signatures to use from here on. ``mine``: this agent's card, which must be among those of the launch.
 
-    Raises :class:`BadInput` where the store holds an earlier launch under the same name.
+    Raises :class:`BadCommand` where the store holds an earlier launch under the same name.
     """
-    value = store.create("launch", seal.sign("launch", json.dumps({"cards": cards})))
-    text = seal.open("launch", value)
+    value = store.create("launch", signer.sign("launch", json.dumps({"cards": cards})))
+    text = signer.open("launch", value)
     if text is None or (mine is not None and mine not in take_list(parse(text), "cards")):
-        raise BadInput(f"{store.keeper} holds another launch of job {job.run_id!r}: choose another --rdzv-id")
-    return seal.of_launch(_digest(value))
+        raise BadCommand(f"{store.keeper} holds another launch of job {job.run_id!r}: choose another --rdzv-id")
+    return signer.of_launch(_digest(value))
 
 
-def _serve_programs(job: Job, store: Store) -> TCPStore | None:
+def _serve_programs(job: JobSpec, store: Store) -> TCPStore | None:
     """torch's store, as torchrun would serve it, for a program that is not elastic; on one node for this node alone."""
     if job.elastic or not isinstance(store, ServedStore):
         return None
@@ -129,27 +131,27 @@ def _serve_programs(job: Job, store: Store) -> TCPStore | None:
     try:
         listener = socket.create_server((_LOOPBACK if job.nodes == 1 else "", port), backlog=128)
     except OSError as error:
-        raise BadInput(f"cannot serve at port {port} ({error.strerror}): choose another --master-port") from None
+        raise BadCommand(f"cannot serve at port {port} ({error.strerror}): choose another --master-port") from None
     found = int(listener.getsockname()[1])
     return TCPStore(
         _LOOPBACK, found, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
     )
 
 
-def _meeting_point(store: Store, job: Job) -> str:
+def _meeting_point(store: Store, job: JobSpec) -> str:
     return f"through {store.keeper}" if job.etcd is not None else f"at {job.master_addr}:{job.master_port}"
 
 
-def _host(job: Job, node: int) -> str:
+def _host(job: JobSpec, node: int) -> str:
     """This node's name; two agents on one machine have two."""
     return job.local_addr if job.nodes == 1 else f"{job.local_addr}/{node}"
 
 
-def _add_absent(nodes: dict[int, Node], number: int, job: Job) -> None:
+def _add_absent(nodes: dict[int, Node], number: int, job: JobSpec) -> None:
     """Enter a node that may come later, with as many workers as the first has."""
     first, workers = sum(len(node.ranks) for node in nodes.values()), len(nodes[0].ranks)
     if workers != job.workers and job.node == number:
-        raise BadInput(f"--nproc-per-node {job.workers}: a node beyond the first {job.least} of --nnodes {job.least}:"
+        raise BadCommand(f"--nproc-per-node {job.workers}: a node beyond the first {job.least} of --nnodes {job.least}:"
                        f"{job.nodes} must have as many workers as node 0, {workers}")
     nodes[number] = Node(f"node {number}", tuple(range(first, first + workers)), alive=False)
 
@@ -164,7 +166,7 @@ def _wait(store: Store, key: str, end: float) -> bytes | None:
 
 
 def _take_place(
-    store: Store, seal: Seal, job: Job, address: str, port: int, agent: str
+    store: Store, signer: Signer, job: JobSpec, address: str, port: int, agent: str
 ) -> tuple[int, bytes | None]:
     """This agent's node number and its card; None for one that takes over from an earlier agent of that number."""
     for node in _candidates(store, job):
@@ -179,23 +181,23 @@ def _take_place(
             }
         )
         place = f"card/{node}"
-        mine = seal.sign(place, card)
+        mine = signer.sign(place, card)
         if store.create(place, mine) == mine:
             return node, mine
     if job.node is None:
-        raise BadInput(f"all {job.nodes} places of job {job.run_id!r} are taken: raise --nnodes, or give --node-rank")
+        raise BadCommand(f"all {job.nodes} places of job {job.run_id!r} are taken: raise --nnodes, or give --node-rank")
     # Either an agent restarted in the place of a dead one, or a second one by mistake: the journal tells.
     return job.node, None
 
 
-def _candidates(store: Store, job: Job) -> list[int]:
+def _candidates(store: Store, job: JobSpec) -> list[int]:
     """Places this agent may take, in order of preference."""
     if job.node is not None:
         return [job.node]
     return [0] if store.server else list(range(1, job.nodes))
 
 
-def _add_node(nodes: dict[int, Node], number: int, text: str | None, job: Job) -> tuple[str, int]:
+def _add_node(nodes: dict[int, Node], number: int, text: str | None, job: JobSpec) -> tuple[str, int]:
     """Enter a node by its card; returns its address and the port given to it."""
     first = sum(len(node.ranks) for node in nodes.values())
     try:
@@ -204,21 +206,21 @@ def _add_node(nodes: dict[int, Node], number: int, text: str | None, job: Job) -
         card = parse(text)
         workers, theirs = take_int(card, "workers"), take_int(card, "nodes")
         if theirs != job.nodes or workers < 1:
-            raise BadInput(f"node {number} was started with --nnodes {theirs}, this one with {job.nodes}")
+            raise BadCommand(f"node {number} was started with --nnodes {theirs}, this one with {job.nodes}")
         ranks = tuple(range(first, first + workers))
         nodes[number] = Node(take_str(card, "host"), ranks, agent=take_str(card, "agent"))
         return take_str(card, "address"), take_int(card, "port")
     except ProtocolError as error:
-        raise BadInput(f"node {number}: {error}; {env.SECRET} must be the same on every node") from None
+        raise BadCommand(f"node {number}: {error}; {env.SECRET} must be the same on every node") from None
 
 
-def _open_store(job: Job) -> Store:
+def _open_store(job: JobSpec) -> Store:
     timing = Timing.derive(job.settings.detection_timeout)
     if job.etcd is not None:
         try:
             return EtcdStore.open(job.etcd, f"elastic/{job.run_id}/", timing.patience)
         except (StoreLost, ValueError) as error:
-            raise BadInput(f"--rdzv-endpoint: {error}") from None
+            raise BadCommand(f"--rdzv-endpoint: {error}") from None
     credentials = Credentials(job.secret, job.run_id)
     if job.nodes == 1:
         # The port that was asked for is the program's, where there is one that may want it.
@@ -227,13 +229,13 @@ def _open_store(job: Job) -> Store:
     if job.node == 0:
         return _serve(host, job.master_port, credentials)
     if job.node is None and _is_local(host):
-        with suppress(BadInput):  # another agent of this machine was first
+        with suppress(BadCommand):  # another agent of this machine was first
             return _serve(host, job.master_port, credentials)
     try:
         with waiting_for(f"the first agent (node 0) at {host}:{job.master_port}"):
             return reach(host, job.master_port, credentials, job.rendezvous_timeout, timing.lease, timing.patience)
     except StoreLost as error:
-        raise BadInput(
+        raise BadCommand(
             f"no first agent at {host}:{job.master_port} within {job.rendezvous_timeout:.0f} s ({error}): check "
             f"--master-addr, --master-port (or --rdzv-endpoint), --rdzv-id and {env.SECRET}"
         ) from None
@@ -244,7 +246,7 @@ def _serve(host: str, port: int, credentials: Credentials) -> ServedStore:
     try:
         return serve(host if _is_loopback(host) else "", port, credentials)
     except StoreLost as error:
-        raise BadInput(f"cannot serve the store at port {port} ({error}): choose another --master-port") from None
+        raise BadCommand(f"cannot serve the store at port {port} ({error}): choose another --master-port") from None
 
 
 def _is_loopback(host: str) -> bool:
@@ -254,7 +256,7 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-def _address(job: Job) -> str:
+def _address(job: JobSpec) -> str:
     """This node's address on the way to the first one; --local-addr wins where it can be resolved."""
     if job.nodes == 1:
         return "127.0.0.1"
@@ -266,7 +268,7 @@ def _address(job: Job) -> str:
             probe.connect(there)  # sends nothing: it only asks the routing table
             return str(probe.getsockname()[0])
     except OSError as error:
-        raise BadInput(f"cannot tell this node's address ({error}): give it with --local-addr") from None
+        raise BadCommand(f"cannot tell this node's address ({error}): give it with --local-addr") from None
 
 
 def _is_local(host: str) -> bool:

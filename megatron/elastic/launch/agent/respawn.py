@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from megatron.elastic.control.clock import JobClock
-from megatron.elastic.control.events import Abandoned, Ended, Event, Lifted, Lost
+from megatron.elastic.control.events import Abandoned, Event, JobEnded, Lifted, Lost
 from megatron.elastic.control.failures import Failures
 from megatron.elastic.control.generations import Generations
 from megatron.elastic.control.membership import WAITING_FOR_RANKS, Activity, Decision, Loss
@@ -24,9 +24,9 @@ from megatron.elastic.launch.agent.loop import Loop
 from megatron.elastic.launch.agent.losses import summarize
 from megatron.elastic.launch.messages import say
 from megatron.elastic.launch.workers.pool import Pool, Worker
-from megatron.elastic.launch.workers.spawn import Nursery
+from megatron.elastic.launch.workers.spawn import Spawner
 
-__all__ = ["Successors"]
+__all__ = ["Respawn"]
 
 _DETERMINISTIC = 5
 _FALL_BACK_SECONDS = 2.0
@@ -34,7 +34,7 @@ _PAUSE_SECONDS = 0.02
 """Between two looks at whether a successor may start."""
 
 
-class Successors:
+class Respawn:
     """One agent's part. ``by_rank``: the workers that live here; ``failures``: counted alike by every agent."""
 
     def __init__(
@@ -47,12 +47,12 @@ class Successors:
         timing: Timing,
         clock: JobClock,
         pool: Pool,
-        nursery: Nursery,
+        spawner: Spawner,
         append: Callable[[Event], None],
     ) -> None:
         self._node, self._state, self._failures, self._by_rank = node, state, failures, by_rank
         self._loop, self._timing, self._clock = loop, timing, clock
-        self._pool, self._nursery, self._append = pool, nursery, append
+        self._pool, self._spawner, self._append = pool, spawner, append
         self._ranks = state.nodes[node].ranks
         self._out: frozenset[int] = frozenset()
         self._cut_short: dict[int, tuple[int, float]] = {}
@@ -80,7 +80,7 @@ class Successors:
             return
         self._cut_short.pop(rank, None)
         newcomer = rank >= self._state.nominal or not self._state.fresh
-        self._by_rank[rank] = self._nursery.start(rank, incarnation, newcomer)
+        self._by_rank[rank] = self._spawner.start(rank, incarnation, newcomer)
 
     def _in_the_way(self, rank: int) -> bool:
         """Whether members here are still in the step that the loss of ``rank`` cut short."""
@@ -118,7 +118,7 @@ class Successors:
             if loss.ending == "fall back":
                 verdict = verdict or self._failures.fell_back(loss.rank, loss.incarnation, step)
             if verdict is not None and self._coordinates:
-                self._append(Ended(_DETERMINISTIC, "\n".join((verdict, *loss.last_lines))))
+                self._append(JobEnded(_DETERMINISTIC, "\n".join((verdict, *loss.last_lines))))
             if loss.rank in self._ranks:
                 self._replace(loss, _FALL_BACK_SECONDS if loss.ending in ("fall back", "begin anew") else 0.0)
         self.start_anew_unless_begun(event.losses[0].rank)
@@ -131,7 +131,9 @@ class Successors:
             why = "several starts in a row failed before the rank had joined the job"
             # Without it there would be no start; later, the others go on.
             start = self._state.decided == 0
-            self._append(Ended(_DETERMINISTIC, f"rank {loss.rank}: {why}") if start else Abandoned((loss.rank,), why))
+            self._append(
+                JobEnded(_DETERMINISTIC, f"rank {loss.rank}: {why}") if start else Abandoned((loss.rank,), why)
+            )
         elif state.may_return:
             incarnation = loss.incarnation + 1
             step = max((0, *(each.step for each in self._doing())))
@@ -161,7 +163,7 @@ class Successors:
             self._failures.admitted(rank, address.incarnation)
         verdict = self._failures.started_anew() if decision.reason == "start" and decision.generation > 1 else None
         if verdict is not None and self._coordinates:
-            self._append(Ended(_DETERMINISTIC, verdict))
+            self._append(JobEnded(_DETERMINISTIC, verdict))
 
     # -- nodes that are left out ----------------------------------------------------------
 

@@ -25,7 +25,7 @@ __all__ = ["Watch"]
 
 
 @dataclass
-class _Seen:
+class _Progress:
     progress: int
     activity: Activity
     changed: float
@@ -38,7 +38,7 @@ class Watch:
     def __init__(self, timing: Timing, stopped: Callable[[Worker], None]) -> None:
         self._timing = timing
         self._stopped = stopped
-        self._seen: dict[int, _Seen] = {}
+        self._seen: dict[int, _Progress] = {}
         """By worker number."""
         self._longest: dict[str, float] = {}
         """Longest duration of each phase, seconds, among all workers of this node."""
@@ -74,7 +74,7 @@ class Watch:
         glimpse = worker.slot.look()
         seen = self._seen.get(worker.number)
         if seen is None:
-            self._seen[worker.number] = seen = _Seen(glimpse.progress, glimpse.activity, now)
+            self._seen[worker.number] = seen = _Progress(glimpse.progress, glimpse.activity, now)
         elif glimpse.progress != seen.progress:
             seen.progress, seen.activity, seen.changed = glimpse.progress, glimpse.activity, now
         phase, usual = glimpse.activity.phase, glimpse.usual_ns / 1e9

@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 
 from megatron.elastic.control.events import (
     Announced,
-    Ended,
     Entry,
     Event,
+    JobEnded,
     Reported,
     Requested,
     Suspected,
@@ -26,12 +26,12 @@ from megatron.elastic.control.wire import Message, ProtocolError, address_from_j
 from megatron.elastic.launch.messages import say
 from megatron.elastic.launch.workers.pool import Worker
 
-__all__ = ["Reception"]
+__all__ = ["WorkerMessages"]
 
 _REQUESTS = ("setup", "begin", "join", "leave", "stay", "checkpoint", "reform")
 
 
-class Reception:
+class WorkerMessages:
     """For the ``ranks`` of one node. ``hello``: a worker opened its membership; ``leaving``: one is about to exit."""
 
     def __init__(
@@ -64,7 +64,7 @@ class Reception:
         elif kind == "tolerance":
             self._append(Announced(take_int(message, "g"), take_str(message, "text")[:500]))
         elif kind == "give_up":
-            self._append(Ended(take_int(message, "code"), take_str(message, "why")))
+            self._append(JobEnded(take_int(message, "code"), take_str(message, "why")))
         elif kind == "drain":
             if self._state.drain != ():
                 say(f"rank {worker.rank} was sent a signal to end: the job saves and ends at the next step boundary")

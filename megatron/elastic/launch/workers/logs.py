@@ -15,7 +15,7 @@ from string import Template
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.tail_log import TailLog
 
-from megatron.elastic.launch.arguments import BadInput, Job
+from megatron.elastic.launch.arguments import BadCommand, JobSpec
 from megatron.elastic.launch.messages import say
 
 __all__ = ["WorkerLogs"]
@@ -24,9 +24,9 @@ _TAIL_BYTES = 1 << 14
 
 
 class WorkerLogs:
-    """Output of one node's workers, by local rank. Raises :class:`BadInput` when its files cannot be made."""
+    """Output of one node's workers, by local rank. Raises :class:`BadCommand` when its files cannot be made."""
 
-    def __init__(self, job: Job, ranks: tuple[int, ...]) -> None:
+    def __init__(self, job: JobSpec, ranks: tuple[int, ...]) -> None:
         count = len(ranks)
         self._out = dict.fromkeys(range(count), "")
         self._err = dict.fromkeys(range(count), "")
@@ -42,7 +42,7 @@ class WorkerLogs:
             files = DefaultLogsSpecs(job.logs.folder, job.logs.redirects, job.logs.tee, set(job.shown or ()) or None)
             where = files.reify({local: dict(named) for local in range(count)})
         except OSError as error:
-            raise BadInput(f"cannot write workers' output to files ({error}): --log-dir") from None
+            raise BadCommand(f"cannot write workers' output to files ({error}): --log-dir") from None
         if not job.logs.folder:
             say(f"output of workers is kept in {files.root_log_dir} (--log-dir: elsewhere)")
         self._out, self._err, self.error_files = where.stdouts, where.stderrs, where.error_files
@@ -70,7 +70,7 @@ class WorkerLogs:
             tail.stop()
 
 
-def _prefixes(job: Job, ranks: tuple[int, ...]) -> dict[int, str] | None:
+def _prefixes(job: JobSpec, ranks: tuple[int, ...]) -> dict[int, str] | None:
     if job.line_prefix is None:
         return None
     template = Template(job.line_prefix)

@@ -8,26 +8,26 @@ import tempfile
 
 from megatron.elastic.control import env
 from megatron.elastic.control.slot import Slot
-from megatron.elastic.launch.agent.rendezvous import Company
-from megatron.elastic.launch.arguments import Job
+from megatron.elastic.launch.agent.rendezvous import JobMembers
+from megatron.elastic.launch.arguments import JobSpec
 from megatron.elastic.launch.workers.logs import WorkerLogs
 from megatron.elastic.launch.workers.pool import Pool, Worker
 from megatron.elastic.launch.workers.processes import sweep_scratches, sweep_segments
 from megatron.elastic.launch.workers.worker import WorkerSpec
 
-__all__ = ["Nursery"]
+__all__ = ["Spawner"]
 
 
-class Nursery:
+class Spawner:
     """Starts workers through ``pool`` with torchrun's environment and ours."""
 
-    def __init__(self, job: Job, company: Company, pool: Pool, logs: WorkerLogs) -> None:
-        self._job, self._company, self._pool, self._logs = job, company, pool, logs
-        self._node = company.nodes[company.node]
-        self._slots = sum(len(node.ranks) for node in company.nodes.values())
+    def __init__(self, job: JobSpec, members: JobMembers, pool: Pool, logs: WorkerLogs) -> None:
+        self._job, self._members, self._pool, self._logs = job, members, pool, logs
+        self._node = members.nodes[members.node]
+        self._slots = sum(len(node.ranks) for node in members.nodes.values())
         self._count = 0
-        tag = company.seal.sign("segments", job.run_id)[:12].decode()
-        self._prefix = f"mel-{tag}-{company.node}-"
+        tag = members.signer.sign("segments", job.run_id)[:12].decode()
+        self._prefix = f"mel-{tag}-{members.node}-"
         self._scratch: str | None = None
 
     def start(self, rank: int, incarnation: int, newcomer: bool) -> Worker:
@@ -47,35 +47,35 @@ class Nursery:
         return worker
 
     def _environ(self, worker: Worker) -> dict[str, str]:
-        job, world = self._job, str(self._company.nominal)
+        job, world = self._job, str(self._members.nominal)
         environ = {
             "RANK": str(worker.rank),
-            "GROUP_RANK": str(self._company.node),
+            "GROUP_RANK": str(self._members.node),
             "ROLE_RANK": str(worker.rank),
             "ROLE_NAME": job.role,
             "LOCAL_WORLD_SIZE": str(len(self._node.ranks)),
             "WORLD_SIZE": world,
-            "GROUP_WORLD_SIZE": str(len(self._company.nodes)),
+            "GROUP_WORLD_SIZE": str(len(self._members.nodes)),
             "ROLE_WORLD_SIZE": world,
-            "MASTER_ADDR": self._company.master_addr,
-            "MASTER_PORT": str(self._company.master_port),
+            "MASTER_ADDR": self._members.master_addr,
+            "MASTER_PORT": str(self._members.master_port),
             # torch prefixes the default group's keys in the agent's store with it.
             "TORCHELASTIC_RESTART_COUNT": str(worker.incarnation),
             "TORCHELASTIC_MAX_RESTARTS": str(job.max_restarts),
             "TORCHELASTIC_RUN_ID": job.run_id,
-            "TORCHELASTIC_USE_AGENT_STORE": str(self._company.store.embedded and not job.elastic),
+            "TORCHELASTIC_USE_AGENT_STORE": str(self._members.store.embedded and not job.elastic),
             "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(job.signals),
             "TORCHELASTIC_ERROR_FILE": self._logs.error_files.get(worker.local_rank, ""),
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.getenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
             env.SECRET: job.secret,
-            env.STORE: self._company.store_place,
+            env.STORE: self._members.store_place,
             env.RUN_ID: job.run_id,
             env.SLOTS: str(self._slots),
             env.INCARNATION: str(worker.incarnation),
             env.HOST: self._node.host,
             env.DOMAIN: job.domain,
-            env.ADDRESS: self._company.address,
-            env.NODE: str(self._company.node),
+            env.ADDRESS: self._members.address,
+            env.NODE: str(self._members.node),
             env.SEGMENT_PREFIX: self._prefix,
         }
         environ.update(self._local_rank(worker.local_rank))

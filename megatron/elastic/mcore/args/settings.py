@@ -8,7 +8,7 @@ from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from megatron.elastic.config import ConfigError
-from megatron.elastic.engine.generation.launch_topology import Nominal
+from megatron.elastic.engine.generation.launch_topology import LaunchTopology
 from megatron.elastic.engine.settings import Settings
 from megatron.elastic.mcore.parallel_state.stage import as_stage
 from megatron.elastic.plan.model import Grid
@@ -22,7 +22,7 @@ def sample_grid(args: Any) -> Grid:
     return Grid(args.global_batch_size, args.micro_batch_size, args.data_parallel_size)
 
 
-def nominal_topology(args: Any, config: Any, tied: bool, slots: int) -> Nominal:
+def nominal_topology(args: Any, config: Any, tied: bool, slots: int) -> LaunchTopology:
     """Sizes and cuts at launch, for every model chunk, from arguments alone (no communication).
 
     ``slots``: ranks there can be, those of the launch included. Raises :class:`ConfigError` for a chunk of nothing.
@@ -40,7 +40,7 @@ def nominal_topology(args: Any, config: Any, tied: bool, slots: int) -> Nominal:
     empty = [number for number, (first, end) in enumerate(chunks) if first == end]
     if empty:
         raise ConfigError(f"--pipeline-model-parallel-layout leaves stages {empty} without a layer: give each one")
-    return Nominal(
+    return LaunchTopology(
         tensor=args.tensor_model_parallel_size,
         pipeline=stages,
         data=args.data_parallel_size,

@@ -27,18 +27,18 @@ from typing import Any
 
 from megatron.elastic.mcore.args.bad_input import BadInput
 
-__all__ = ["ELASTIC_ROWS", "ROWS", "Machine", "Row", "Substituted", "refuse", "substitute", "table"]
+__all__ = ["ELASTIC_ROWS", "ROWS", "Installed", "Rule", "Substituted", "refuse", "substitute", "table"]
 
 
 @dataclass(frozen=True)
-class Machine:
+class Installed:
     """What is here: the platform's name and the packages a flag may need."""
 
     platform: str
     packages: frozenset[str] = frozenset()
 
     @classmethod
-    def detect(cls, platform: str) -> Machine:
+    def detect(cls, platform: str) -> Installed:
         """Look for the packages that rows ask for, without importing them."""
         names = {package for row in ROWS for package in row.needs if package not in _DEVICES}
         found = frozenset(name for name in names if importlib.util.find_spec(name) is not None)
@@ -58,7 +58,7 @@ _CUDA_ONLY = frozenset({_TE, "apex", "flash_attn", _GRADIENT_KERNEL, _SOFTMAX_KE
 
 
 @dataclass(frozen=True)
-class Row:
+class Rule:
     """``attribute`` of the arguments becomes ``used`` where any of ``needs`` is missing and ``asked`` says it matters.
 
     ``spelled``: how a user asks for ``used`` on the command line.
@@ -86,28 +86,28 @@ def _is(*names: str) -> Callable[[Any], bool]:
     return lambda value: value is not None and getattr(value, "name", value) in names
 
 
-def _switch(attribute: str, flag: str, needs: tuple[str, ...], spelled: str, reason: str) -> Row:
+def _switch(attribute: str, flag: str, needs: tuple[str, ...], spelled: str, reason: str) -> Rule:
     """A boolean that is turned off."""
-    return Row(attribute, flag, needs, _on, False, spelled, reason)
+    return Rule(attribute, flag, needs, _on, False, spelled, reason)
 
 
 _LEAVE_OUT = "leave it out"
 
-ROWS: tuple[Row, ...] = (
-    Row("transformer_impl", "--transformer-impl", (_TE,), _is("transformer_engine"), "local",
+ROWS: tuple[Rule, ...] = (
+    Rule("transformer_impl", "--transformer-impl", (_TE,), _is("transformer_engine"), "local",
         "--transformer-impl local", "Transformer Engine is not here: megatron.core's own layers, same mathematics"),
-    Row("distributed_backend", "--distributed-backend", ("cuda",), _is("nccl"), "gloo",
+    Rule("distributed_backend", "--distributed-backend", ("cuda",), _is("nccl"), "gloo",
         "--distributed-backend gloo", "NCCL needs GPUs"),
-    Row("pipeline_model_parallel_comm_backend", "--pipeline-model-parallel-comm-backend", ("cuda",),
+    Rule("pipeline_model_parallel_comm_backend", "--pipeline-model-parallel-comm-backend", ("cuda",),
         _is("nccl", "ucc"), None, _LEAVE_OUT, "NCCL and UCC need GPUs: the pipeline uses the common backend"),
-    Row("attention_backend", "--attention-backend", (_TE,), _is("flash", "fused"), "unfused",
+    Rule("attention_backend", "--attention-backend", (_TE,), _is("flash", "fused"), "unfused",
         "--attention-backend unfused", "flash and fused attention are Transformer Engine's kernels"),
     _switch("use_flash_attn", "--use-flash-attn", ("flash_attn",), _LEAVE_OUT, "flash-attn needs a GPU"),
-    Row("use_cpu_initialization", "--use-cpu-initialization", ("cuda",), _off, True, "--use-cpu-initialization",
+    Rule("use_cpu_initialization", "--use-cpu-initialization", ("cuda",), _off, True, "--use-cpu-initialization",
         "weights live on the CPU; initialised whole, then cut: the same at every tensor-parallel size"),
     _switch("gradient_accumulation_fusion", "--no-gradient-accumulation-fusion", (_GRADIENT_KERNEL,),
             "--no-gradient-accumulation-fusion", "Apex's fused weight-gradient kernel is not here"),
-    Row("no_persist_layer_norm", "--no-persist-layer-norm", ("apex",), _off, True, "--no-persist-layer-norm",
+    Rule("no_persist_layer_norm", "--no-persist-layer-norm", ("apex",), _off, True, "--no-persist-layer-norm",
         "Apex's persistent layer-norm kernel is not here"),
     _switch("bias_gelu_fusion", "--no-bias-gelu-fusion", ("cuda",), "--no-bias-gelu-fusion", "compiled for GPUs"),
     _switch("bias_swiglu_fusion", "--no-bias-swiglu-fusion", ("cuda",), "--no-bias-swiglu-fusion",
@@ -118,7 +118,7 @@ ROWS: tuple[Row, ...] = (
             "Apex's fused softmax kernels are not here"),
     _switch("apply_rope_fusion", "--no-rope-fusion", (_TE,), "--no-rope-fusion",
             "Transformer Engine's fused rotary kernel is not here"),
-    Row("cross_entropy_fusion_impl", "--cross-entropy-fusion-impl", (_TE,), _is("te"), "native",
+    Rule("cross_entropy_fusion_impl", "--cross-entropy-fusion-impl", (_TE,), _is("te"), "native",
         "--cross-entropy-fusion-impl native", "Transformer Engine's cross-entropy kernel is not here"),
     _switch("fused_residual_rmsnorm", "--fused-residual-rmsnorm", (_TE,), _LEAVE_OUT,
             "Transformer Engine's kernel is not here"),
@@ -134,9 +134,9 @@ ROWS: tuple[Row, ...] = (
     _switch("moe_router_fusion", "--moe-router-fusion", (_TE,), _LEAVE_OUT, "Transformer Engine's kernel is not here"),
     _switch("tp_comm_overlap", "--tp-comm-overlap", (_TE,), _LEAVE_OUT,
             "Transformer Engine's overlap of matrix products and tensor-parallel communication needs GPUs"),
-    Row("cuda_graph_impl", "--cuda-graph-impl", ("cuda",), _is("local", "transformer_engine"), "none",
+    Rule("cuda_graph_impl", "--cuda-graph-impl", ("cuda",), _is("local", "transformer_engine"), "none",
         "--cuda-graph-impl none", "CUDA graphs need a GPU"),
-    Row("cuda_graph_scope", "--cuda-graph-scope", ("cuda",), _on, [], _LEAVE_OUT, "CUDA graphs need a GPU"),
+    Rule("cuda_graph_scope", "--cuda-graph-scope", ("cuda",), _on, [], _LEAVE_OUT, "CUDA graphs need a GPU"),
     _switch("enable_cuda_graph", "--enable-cuda-graph", ("cuda",), _LEAVE_OUT, "CUDA graphs need a GPU"),
     _switch("external_cuda_graph", "--external-cuda-graph", ("cuda",), _LEAVE_OUT, "CUDA graphs need a GPU"),
     _switch("optimizer_cuda_graph", "--optimizer-cuda-graph", ("cuda",), _LEAVE_OUT, "CUDA graphs need a GPU"),
@@ -144,20 +144,20 @@ ROWS: tuple[Row, ...] = (
             "optimizer state is in host memory already"),
     _switch("overlap_cpu_optimizer_d2h_h2d", "--overlap-cpu-optimizer-d2h-h2d", ("cuda",), _LEAVE_OUT,
             "nothing is copied between device and host"),
-    Row("cpu_offloading_num_layers", "--cpu-offloading-num-layers", ("cuda",), _on, 0, _LEAVE_OUT,
+    Rule("cpu_offloading_num_layers", "--cpu-offloading-num-layers", ("cuda",), _on, 0, _LEAVE_OUT,
         "activations are in host memory already"),
     _switch("fine_grained_activation_offloading", "--fine-grained-activation-offloading", ("cuda",), _LEAVE_OUT,
             "activations are in host memory already"),
     _switch("nccl_ub", "--use-nccl-ub", ("cuda",), _LEAVE_OUT, "NCCL user buffers need GPUs"),
     _switch("use_sharp", "--use-sharp", ("cuda",), _LEAVE_OUT, "SHARP reductions are NCCL's"),
-    Row("nccl_communicator_config_path", "--nccl-communicator-config-path", ("cuda",), _on, None, _LEAVE_OUT,
+    Rule("nccl_communicator_config_path", "--nccl-communicator-config-path", ("cuda",), _on, None, _LEAVE_OUT,
         "there is no NCCL communicator to configure"),
     _switch("use_ring_exchange_p2p", "--use-ring-exchange-p2p", ("cuda",), _LEAVE_OUT,
             "needs a special build of torch.distributed"),
     _switch("record_memory_history", "--record-memory-history", ("cuda",), _LEAVE_OUT,
             "records the CUDA allocator's history"),
     _switch("log_energy", "--log-energy", ("cuda",), _LEAVE_OUT, "read from NVIDIA's management library"),
-    Row("async_strategy", "--async-strategy", (_NVRX,), _is("nvrx"), "mcore", "--async-strategy mcore",
+    Rule("async_strategy", "--async-strategy", (_NVRX,), _is("nvrx"), "mcore", "--async-strategy mcore",
         "nvidia-resiliency-ext is not installed: megatron.core writes asynchronous checkpoints itself"),
 )
 
@@ -168,43 +168,43 @@ _BUFFERS = "tunes Megatron's gradient buffers; the engine has its own"
 _OVERLAP = "overlaps Megatron's own collectives; the engine has its own schedule"
 
 
-def _unused(attribute: str, flag: str, reason: str) -> Row:
+def _unused(attribute: str, flag: str, reason: str) -> Rule:
     return _switch(attribute, flag, (_STEP,), _LEAVE_OUT, reason)
 
 
-ELASTIC_ROWS: tuple[Row, ...] = (
+ELASTIC_ROWS: tuple[Rule, ...] = (
     _unused("overlap_grad_reduce", "--overlap-grad-reduce", _OVERLAP),
     _unused("overlap_param_gather_with_optimizer_step", "--overlap-param-gather-with-optimizer-step", _OVERLAP),
     _unused("overlap_param_gather", "--overlap-param-gather", _OVERLAP),
     _unused("delay_wgrad_compute", "--delay-wgrad-compute", _OVERLAP),
     _unused("defer_embedding_wgrad_compute", "--defer-embedding-wgrad-compute", _OVERLAP),
     _unused("overlap_p2p_comm_warmup_flush", "--overlap-p2p-communication-warmup-flush", _OVERLAP),
-    Row("microbatch_group_size_per_vp_stage", "--microbatch-group-size-per-virtual-pipeline-stage", (_STEP,),
+    Rule("microbatch_group_size_per_vp_stage", "--microbatch-group-size-per-virtual-pipeline-stage", (_STEP,),
         lambda value: value is not None, None, _LEAVE_OUT,
         "orders Megatron's interleaved schedule; the engine's has Megatron's default, groups of the pipeline's size"),
     _switch("gradient_accumulation_fusion", "--no-gradient-accumulation-fusion", (_STEP,),
             "--no-gradient-accumulation-fusion", "adds into Megatron's gradient buffers; the engine has its own"),
     _unused("ddp_average_in_collective", "--ddp-average-in-collective", _BUFFERS),
     _unused("ddp_pad_buckets_for_high_nccl_busbw", "--ddp-pad-buckets-for-high-nccl-busbw", _BUFFERS),
-    Row("ddp_bucket_size", "--ddp-bucket-size", (_STEP,), _on, None, _LEAVE_OUT, _BUFFERS),
-    Row("ddp_num_buckets", "--ddp-num-buckets", (_STEP,), _on, None, _LEAVE_OUT, _BUFFERS),
+    Rule("ddp_bucket_size", "--ddp-bucket-size", (_STEP,), _on, None, _LEAVE_OUT, _BUFFERS),
+    Rule("ddp_num_buckets", "--ddp-num-buckets", (_STEP,), _on, None, _LEAVE_OUT, _BUFFERS),
     _unused("nccl_ub", "--use-nccl-ub", _BUFFERS),
     _unused("create_all_gather_group", "--create-all-gather-group", _BUFFERS),
-    Row("num_distributed_optimizer_instances", "--num-distributed-optimizer-instances", (_STEP,),
+    Rule("num_distributed_optimizer_instances", "--num-distributed-optimizer-instances", (_STEP,),
         lambda value: value is not None and value > 1, 1, _LEAVE_OUT,
         "copies of optimizer state are kept instead (--elastic-mirrors)"),
     _unused("optimizer_cpu_offload", "--optimizer-cpu-offload",
             "the elastic engine decides where optimizer steps are computed"),
     _unused("overlap_cpu_optimizer_d2h_h2d", "--overlap-cpu-optimizer-d2h-h2d",
             "the elastic engine decides where optimizer steps are computed"),
-    Row("check_weight_hash_across_dp_replicas_interval", "--check-weight-hash-across-dp-replicas-interval", (_STEP,),
+    Rule("check_weight_hash_across_dp_replicas_interval", "--check-weight-hash-across-dp-replicas-interval", (_STEP,),
         _on, None, _LEAVE_OUT, "owners and copies are compared instead (--elastic-verify-interval)"),
     _unused("async_save", "--async-save", "checkpoints are written while training goes on in any case"),
     _unused("use_persistent_ckpt_worker", "--use-persistent-ckpt-worker",
             "a thread of the rank writes its share of a checkpoint"),
     _unused("exit_signal_handler", "--exit-signal-handler",
             "SIGTERM to the launcher or to any worker drains the job at the next step boundary in any case"),
-    Row("rerun_mode", "--rerun-mode", (_STEP,), _is("validate_results", "report_stats"), "disabled",
+    Rule("rerun_mode", "--rerun-mode", (_STEP,), _is("validate_results", "report_stats"), "disabled",
         "--rerun-mode disabled", "repeats Megatron's own step, which --elastic replaces"),
     _unused("log_straggler", "--log-straggler",
             "times Megatron's own step, which --elastic replaces; ranks are measured in any case"),
@@ -218,11 +218,11 @@ ELASTIC_ROWS: tuple[Row, ...] = (
 class Substituted:
     """One line of the table printed at start."""
 
-    row: Row
+    row: Rule
     asked: Any
 
 
-def substitute(args: Namespace, machine: Machine, rows: Iterable[Row] = ROWS) -> tuple[Substituted, ...]:
+def substitute(args: Namespace, machine: Installed, rows: Iterable[Rule] = ROWS) -> tuple[Substituted, ...]:
     """Set what this machine can honour in ``args``; returns what was changed, in table order."""
     changed = []
     for row in rows:

@@ -18,29 +18,29 @@ import torch
 from megatron.core import parallel_state
 from megatron.training import get_args
 
-from megatron.elastic.engine.generation.launch_topology import Nominal
-from megatron.elastic.mcore.checkpoint.launch_stage import Place
-from megatron.elastic.mcore.model.gpt import GptPort
+from megatron.elastic.engine.generation.launch_topology import LaunchTopology
+from megatron.elastic.mcore.checkpoint.launch_stage import LaunchStage
+from megatron.elastic.mcore.model.gpt import GptInterface
 from megatron.elastic.mcore.model.param_groups import GroupKeys
 from megatron.elastic.mcore.parallel_state.stage import GroupStandIn, as_stage
 
-__all__ = ["OtherStages", "duties"]
+__all__ = ["AbsentStages", "duties"]
 
 
-def duties(nominal: Nominal, living: Sequence[int]) -> dict[int, tuple[int, ...]]:
+def duties(launch_topology: LaunchTopology, living: Sequence[int]) -> dict[int, tuple[int, ...]]:
     """Rank → stages it writes for, besides its own: one of a whole tensor-parallel group, if there is any.
 
     Raises ``OSError`` where nobody has the tensor-parallel rank to write a stage for.
     """
-    places = {rank: place for rank in living if (place := nominal.place(rank)) is not None}
+    places = {rank: place for rank in living if (place := launch_topology.place(rank)) is not None}
     launched = {(shard, stage) for shard, _, stage in places.values()}
     found: dict[int, list[int]] = {}
-    for stage in range(nominal.pipeline):
-        for shard in range(nominal.tensor):
+    for stage in range(launch_topology.pipeline):
+        for shard in range(launch_topology.tensor):
             if (shard, stage) in launched:
                 continue
             able = [rank for rank, place in sorted(places.items()) if place[0] == shard]
-            whole = [rank for rank in able if set(nominal.cell_of(rank).ranks) <= set(living)]
+            whole = [rank for rank in able if set(launch_topology.cell_of(rank).ranks) <= set(living)]
             if not able:
                 raise OSError(f"no rank of the launch is here that could write tensor-parallel rank {shard}")
             found.setdefault((whole or able)[0], []).append(stage)
@@ -48,13 +48,13 @@ def duties(nominal: Nominal, living: Sequence[int]) -> dict[int, tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class OtherStages:
+class AbsentStages:
     """``build``: the chunks Megatron makes for the stage that ``parallel_state`` says this is."""
 
     build: Callable[[], list[torch.nn.Module]]
     groups: GroupKeys
 
-    def place(self, stage: int) -> Place:
+    def place(self, stage: int) -> LaunchStage:
         """What a rank of ``stage`` would write; its parameters are empty."""
         args: Any = get_args()
         initialize, args.perform_initialization = args.perform_initialization, False
@@ -63,10 +63,10 @@ class OtherStages:
                 chunks = self.build()
         finally:
             args.perform_initialization = initialize
-        port = GptPort(chunks, args, self.groups, False)
-        launched = {unit: tuple(port.unit_parameters(unit)) for unit in port.held_units()}
-        port.hold(())
-        return Place(port, launched)
+        interface = GptInterface(chunks, args, self.groups, False)
+        launched = {unit: tuple(interface.unit_parameters(unit)) for unit in interface.held_units()}
+        interface.hold(())
+        return LaunchStage(interface, launched)
 
     @contextmanager
     def standing_at(self, stage: int) -> Iterator[None]:

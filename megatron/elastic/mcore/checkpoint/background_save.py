@@ -286,7 +286,7 @@ class BackgroundSave:
 
     def cut_short(self) -> bool:
         """Whether the save under way is void and has to be begun again."""
-        return self._again or (self._write is not None and self._write.generation != self._engine.standing.generation)
+        return self._again or (self._write is not None and self._write.generation != self._engine.view.generation)
 
     def written(self) -> bool:
         """Whether this rank's share is written (or has failed: :meth:`finish` tells)."""
@@ -315,15 +315,15 @@ class BackgroundSave:
         engine.tools.reach("in_save", engine.record.version)
         content = self._optimizer.content = Content()
         tag = self._tag()
-        if fabric.rank < engine.recovery.nominal.slots:
+        if fabric.rank < engine.agreement.launch_topology.slots:
             self._plan(original, call, content, tag)
         request, self._request = self._request, None
         wants = gather_messages(fabric, tuple[Want, ...], tuple(content.wants))
-        pool, placement = engine.tools.pool, engine.standing.placement
-        stream = StateStream(fabric, pool, placement, engine.recovery.layouts, engine.record, wants)
-        reach, record, certified = engine.tools.reach, engine.record, engine.position.certificate
+        pool, placement = engine.tools.pool, engine.view.placement
+        stream = StateStream(fabric, pool, placement, engine.agreement.layouts, engine.record, wants)
+        reach, record, certified = engine.tools.reach, engine.record, engine.context.certificate
         self._write = _Write(
-            engine.standing.generation, record, request, stream, content, lambda: reach("save_writing", record.version),
+            engine.view.generation, record, request, stream, content, lambda: reach("save_writing", record.version),
             certified.digest if certified is not None else "",
         )  # fmt: skip
         threading.Thread(target=self._write.run, name="elastic-save", daemon=True).start()
@@ -337,10 +337,10 @@ class BackgroundSave:
         fabric = self._engine.tools.fabric
         leads, drawn = fabric.rank == fabric.alive[0], torch.zeros(2, dtype=torch.int64)
         if leads:
-            drawn = torch.tensor([self._engine.recovery.membership.incarnation, secrets.randbits(32)])
+            drawn = torch.tensor([self._engine.agreement.membership.incarnation, secrets.randbits(32)])
         dist.all_reduce(drawn, group=fabric.world)
         incarnation, number = drawn.tolist()
-        return f"g{self._engine.standing.generation}.i{incarnation}.{number:08x}"
+        return f"g{self._engine.view.generation}.i{incarnation}.{number:08x}"
 
     def _plan(self, original: Callable[..., Any], call: Mapping[str, Any], content: Content, tag: str) -> None:
         """Have Megatron plan the save among the ranks of the launch; others only bring state to those who write.
@@ -348,11 +348,11 @@ class BackgroundSave:
         Raises ``OSError`` where nobody is left who could write for some stage.
         """
         engine, fabric = self._engine, self._engine.tools.fabric
-        nominal = engine.recovery.nominal
-        stages = duties(nominal, engine.standing.living).get(fabric.rank, ())
+        launch_topology = engine.agreement.launch_topology
+        stages = duties(launch_topology, engine.view.living).get(fabric.rank, ())
         context = dict(call["checkpointing_context"] or {})
         shapes = self._optimizer.as_launched(stages)
-        with without_holes(fabric, nominal.slots), self._folders.naming(tag), self._asynchronous(), shapes:
+        with without_holes(fabric, launch_topology.slots), self._folders.naming(tag), self._asynchronous(), shapes:
             if dist.get_rank() == 0:
                 self._folders.sweep(self._args.save)
             context["save_strategy"] = strategy_for(self._args, content)
@@ -407,13 +407,13 @@ class BackgroundSave:
         return "done"
 
     def _manifest(self, write: _Write, files: Mapping[str, FileHash]) -> Manifest:
-        incarnation = self._engine.recovery.membership.incarnation
+        incarnation = self._engine.agreement.membership.incarnation
         return Manifest(write.generation, incarnation, write.record.to_json(), write.certificate, files)
 
     def _name(self, request: Any, manifest: Manifest) -> None:
         """Have Megatron write what describes the files, then make the folder a checkpoint."""
         engine = self._engine
-        with without_holes(engine.tools.fabric, engine.recovery.nominal.slots):
+        with without_holes(engine.tools.fabric, engine.agreement.launch_topology.slots):
             for finalize in request.finalize_fns:
                 with _writing(self._args.save):
                     finalize()

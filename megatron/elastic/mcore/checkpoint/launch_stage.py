@@ -6,23 +6,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron.elastic.engine.compute.model_interface import UnitParameter
-from megatron.elastic.mcore.model.gpt import GptPort
+from megatron.elastic.mcore.model.gpt import GptInterface
 
-__all__ = ["Launched", "Place"]
+__all__ = ["LaunchStage", "Launched"]
 
 Launched = Mapping[int, Sequence[UnitParameter]]
 """Unit → parameters of a rank's place at launch. That is what it writes, whatever it computes meanwhile."""
 
 
 @dataclass(frozen=True)
-class Place:
+class LaunchStage:
     """One stage of the launch on one rank."""
 
-    port: GptPort
+    interface: GptInterface
     launched: Launched
 
     def ordered(self) -> list[UnitParameter]:
         """Trainable parameters in the order of Megatron's groups."""
         items = [item for parameters in self.launched.values() for item in parameters]
-        rank = {id(p): i for i, p in enumerate(self.port.chunks.parameters())}
+        rank = {id(p): i for i, p in enumerate(self.interface.chunks.parameters())}
         return sorted(items, key=lambda item: (item.spec.group, rank[id(item.parameter)]))

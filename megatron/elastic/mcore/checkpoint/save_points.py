@@ -19,9 +19,9 @@ from megatron.training.checkpointing import get_checkpoint_tracker_filename
 from megatron.elastic.config import ElasticConfig
 from megatron.elastic.engine.engine import Engine
 from megatron.elastic.engine.failures import ActionFailed
-from megatron.elastic.mcore.checkpoint.absent_stages import OtherStages
+from megatron.elastic.mcore.checkpoint.absent_stages import AbsentStages
 from megatron.elastic.mcore.checkpoint.background_save import BackgroundSave, Folders
-from megatron.elastic.mcore.checkpoint.launch_stage import Place
+from megatron.elastic.mcore.checkpoint.launch_stage import LaunchStage
 from megatron.elastic.mcore.checkpoint.state_dict import OptimizerCheckpoint
 from megatron.elastic.mcore.patching.patches import Row, bound
 
@@ -54,7 +54,7 @@ class Checkpoints:
         self._engine = engine
         self._say = say
         self._folders = Folders(
-            lambda point, step: engine().tools.reach(point, step), lambda: engine().recovery.membership.fence()
+            lambda point, step: engine().tools.reach(point, step), lambda: engine().agreement.membership.fence()
         )
         self._saves: BackgroundSave | None = None
         self._boundary: Mapping[str, Any] = {}
@@ -99,7 +99,7 @@ class Checkpoints:
             ),
         )
 
-    def attach(self, own: Place, others: OtherStages) -> OptimizerCheckpoint:
+    def attach(self, own: LaunchStage, others: AbsentStages) -> OptimizerCheckpoint:
         """There is an engine now: returns what translates its state."""
         engine = self._engine()
         config, _ = training.get_megatron_optimizer_config(get_args())
@@ -151,14 +151,14 @@ class Checkpoints:
 
     def _save_due(self) -> bool:
         """Whether a checkpoint has to be begun at the next boundary: asked for from outside, or cut short."""
-        asked = "checkpoint" in self._engine().recovery.membership.pending()
+        asked = "checkpoint" in self._engine().agreement.membership.pending()
         self._noted = self._noted and asked
         return self.saves.cut_short() or (asked and not self._noted)
 
     def _save_as_asked(self) -> None:
-        if "checkpoint" in self._engine().recovery.membership.pending():
+        if "checkpoint" in self._engine().agreement.membership.pending():
             self._noted = True
-            self._engine().recovery.membership.request("checkpoint")
+            self._engine().agreement.membership.request("checkpoint")
         if get_args().save:
             self._save_here()
         else:

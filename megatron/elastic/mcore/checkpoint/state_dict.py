@@ -35,9 +35,9 @@ from megatron.elastic.comm.fabric import Fabric
 from megatron.elastic.config import ConfigError
 from megatron.elastic.engine.engine import Engine
 from megatron.elastic.engine.transaction.save import Want
-from megatron.elastic.mcore.checkpoint.absent_stages import OtherStages
+from megatron.elastic.mcore.checkpoint.absent_stages import AbsentStages
 from megatron.elastic.mcore.checkpoint.content import Content
-from megatron.elastic.mcore.checkpoint.launch_stage import Place
+from megatron.elastic.mcore.checkpoint.launch_stage import LaunchStage
 from megatron.elastic.mcore.model.param_groups import settings_of
 from megatron.elastic.mcore.parallel_state.stage import GroupStandIn
 from megatron.elastic.state.layout import ParamSlot
@@ -62,12 +62,12 @@ class LoadedState:
 class OptimizerCheckpoint:
     """Translates between state blocks and Megatron's optimizer classes."""
 
-    def __init__(self, engine: Engine, own: Place, config: OptimizerConfig, others: OtherStages) -> None:
+    def __init__(self, engine: Engine, own: LaunchStage, config: OptimizerConfig, others: AbsentStages) -> None:
         self._engine = engine
         self._own = own
         self._others = others
-        self._duties: dict[int, Place] = {}
-        self._built: dict[int, Place] = {}
+        self._duties: dict[int, LaunchStage] = {}
+        self._built: dict[int, LaunchStage] = {}
         self._config = replace(config, use_distributed_optimizer=False)
         self._reading: Any = None
         self.content: Content | None = None
@@ -90,22 +90,22 @@ class OptimizerCheckpoint:
         with ExitStack() as stack:
             stack.callback(self._duties.clear)
             for place in (self._own, *self._duties.values()):
-                stack.enter_context(place.port.as_launched())
+                stack.enter_context(place.interface.as_launched())
             yield
 
     def _saved(
-        self, place: Place, model_state: Any, groups: Sequence[Mapping[str, Any]], metadata: Mapping[str, Any]
+        self, place: LaunchStage, model_state: Any, groups: Sequence[Mapping[str, Any]], metadata: Mapping[str, Any]
     ) -> Any:
         shadow = self._shadow(place, groups)
         self._lay_out(place, shadow, self._engine.record)
         return self._state_dict(place, shadow, model_state, metadata, loading=False)
 
     def _saved_for(
-        self, stage: int, place: Place, groups: Sequence[Mapping[str, Any]], metadata: Mapping[str, Any]
+        self, stage: int, place: LaunchStage, groups: Sequence[Mapping[str, Any]], metadata: Mapping[str, Any]
     ) -> Any:
         """What a rank of ``stage`` would write: tensors and objects that say themselves where they belong."""
         alone = {**metadata, "dp_cp_group": GroupStandIn(0, 1)}
-        chunks: Any = place.port.chunks
+        chunks: Any = place.interface.chunks
         with self._others.standing_at(stage):
             model = {f"model{at}": chunk.sharded_state_dict(metadata=alone) for at, chunk in enumerate(chunks)}
             whole = {
@@ -146,9 +146,9 @@ class OptimizerCheckpoint:
 
     # -- Megatron's optimizer over our parameters ---------------------------------------
 
-    def _slots(self, place: Place) -> Iterator[tuple[int, ParamSlot]]:
+    def _slots(self, place: LaunchStage) -> Iterator[tuple[int, ParamSlot]]:
         """(unit, place in its flat state) of each of ``place.ordered()``."""
-        layouts, shard = self._engine.recovery.layouts, self._shard
+        layouts, shard = self._engine.agreement.layouts, self._shard
         home = {
             id(item.parameter): (unit, layouts[unit, shard].slot(item.spec.name))
             for unit, parameters in place.launched.items()
@@ -158,9 +158,9 @@ class OptimizerCheckpoint:
 
     @property
     def _shard(self) -> int:
-        return self._engine.recovery.nominal.shard(self._engine.tools.fabric.rank)
+        return self._engine.agreement.launch_topology.shard(self._engine.tools.fabric.rank)
 
-    def _shadow(self, place: Place, groups: Sequence[Mapping[str, Any]]) -> Any:
+    def _shadow(self, place: LaunchStage, groups: Sequence[Mapping[str, Any]]) -> Any:
         """Megatron's optimizer for these arguments; its own copies of parameters are fp32."""
         ordered = place.ordered()
         filled = [
@@ -175,7 +175,7 @@ class OptimizerCheckpoint:
             model_parallel_group=parallel_state.get_model_parallel_group(),
         )
 
-    def _lay_out(self, place: Place, shadow: Any, record: StepRecord) -> None:
+    def _lay_out(self, place: LaunchStage, shadow: Any, record: StepRecord) -> None:
         """Give the shadow a state of the right shapes, and tell the content which tensor shows what."""
         assert self.content is not None, "a save is planned by BackgroundSave"
         step = torch.tensor(float(record.adam_step))
@@ -196,7 +196,7 @@ class OptimizerCheckpoint:
             scaler._hysteresis_tracker = record.hysteresis_tracker
 
     def _state_dict(
-        self, place: Place, shadow: Any, model_state: Any, metadata: Mapping[str, Any], loading: bool
+        self, place: LaunchStage, shadow: Any, model_state: Any, metadata: Mapping[str, Any], loading: bool
     ) -> Any:
         kind = metadata.get("distrib_optim_sharding_type")
         if kind is None:
@@ -208,7 +208,7 @@ class OptimizerCheckpoint:
             )
         return self._reshardable(place, shadow, model_state, loading)
 
-    def _reshardable(self, place: Place, shadow: Any, model_state: Any, loading: bool) -> dict[str, Any]:
+    def _reshardable(self, place: LaunchStage, shadow: Any, model_state: Any, loading: bool) -> dict[str, Any]:
         """What ``DistributedOptimizer`` writes in its fully reshardable form."""
         if loading:
             shadow.init_state_fn(shadow.optimizer, self._config)
@@ -255,15 +255,15 @@ def _group_step(groups: Sequence[Mapping[str, Any]]) -> int:
 
 
 @contextmanager
-def without_holes(fabric: Fabric, nominal: int) -> Iterator[None]:
-    """Inside, the default group is the living of the first ``nominal`` ranks, numbered from 0, and so is the
+def without_holes(fabric: Fabric, launch_topology: int) -> Iterator[None]:
+    """Inside, the default group is the living of the first ``launch_topology`` ranks, numbered from 0, and so is the
     data-parallel rank.
 
     Megatron's checkpoint code divides work by world size, has rank 0 write
     metadata and data-parallel rank 0 write what its peers hold too; it knows no
     empty slots.
     """
-    living = [rank for rank in fabric.alive if rank < nominal]
+    living = [rank for rank in fabric.alive if rank < launch_topology]
     if len(living) == fabric.slots:
         yield
         return
@@ -273,11 +273,11 @@ def without_holes(fabric: Fabric, nominal: int) -> Iterator[None]:
     # As a default group's, its ranks are global ranks: what get_rank() says is what a root is named by.
     table[dense] = {rank: rank for rank in range(len(living))}
     c10d._update_default_pg(dense)
-    nominal = parallel_state.get_data_parallel_rank()
+    launch_topology = parallel_state.get_data_parallel_rank()
     parallel_state.set_data_parallel_rank(parallel_state.get_data_parallel_group(with_context_parallel=True).rank())
     try:
         yield
     finally:
-        parallel_state.set_data_parallel_rank(nominal)
+        parallel_state.set_data_parallel_rank(launch_topology)
         c10d._update_default_pg(fabric.world)
         table[dense] = numbered

@@ -49,7 +49,7 @@ def _nominal_rng_state(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def replacement(*args: Any, **kwargs: Any) -> Any:
         call, state = bound(original, args, kwargs), parallel_state
-        nominal = {
+        launch_topology = {
             "tp_group": GroupStandIn(
                 state.get_tensor_model_parallel_rank(), state.get_tensor_model_parallel_world_size()
             ),
@@ -57,7 +57,7 @@ def _nominal_rng_state(original: Callable[..., Any]) -> Callable[..., Any]:
                 state.get_pipeline_model_parallel_rank(), state.get_pipeline_model_parallel_world_size()
             ),
         }
-        return original(**{**call, **{name: group for name, group in nominal.items() if name in call}})
+        return original(**{**call, **{name: group for name, group in launch_topology.items() if name in call}})
 
     return replacement
 

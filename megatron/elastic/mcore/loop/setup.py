@@ -2,7 +2,7 @@
 
     initialize   links, membership, then Megatron's own groups over them
     set up       the model without DDP; the engine with everybody, or, for a rank that comes
-                 later, once the members let it in (:meth:`Prelude.admitted`)
+                 later, once the members let it in (:meth:`Setup.admitted`)
     load         Megatron's checkpoint, or the initial parameters
     data         samples addressed by number, so that any rank can read any of them
 """
@@ -24,13 +24,13 @@ from megatron.training.checkpointing import load_checkpoint
 from megatron.elastic.config import ElasticConfig
 from megatron.elastic.engine.compute.samples import SampleSource
 from megatron.elastic.engine.engine import Engine
-from megatron.elastic.engine.generation.view import Standing
-from megatron.elastic.engine.transaction.agreement import Outcome
+from megatron.elastic.engine.generation.view import View
+from megatron.elastic.engine.transaction.agreement import RecoveryOutcome
 from megatron.elastic.mcore.args.bad_input import unreadable_named, unwritable_cache_named
 from megatron.elastic.mcore.args.preflight import check_validation
 from megatron.elastic.mcore.args.settings import engine_settings, nominal_topology, sample_grid
-from megatron.elastic.mcore.checkpoint.absent_stages import OtherStages
-from megatron.elastic.mcore.checkpoint.launch_stage import Launched, Place
+from megatron.elastic.mcore.checkpoint.absent_stages import AbsentStages
+from megatron.elastic.mcore.checkpoint.launch_stage import Launched, LaunchStage
 from megatron.elastic.mcore.checkpoint.save_points import Checkpoints
 from megatron.elastic.mcore.checkpoint.state_dict import without_holes
 from megatron.elastic.mcore.checkpoint.verifying import verified
@@ -38,22 +38,22 @@ from megatron.elastic.mcore.loop import launch_sizes
 from megatron.elastic.mcore.loop.data import source_for
 from megatron.elastic.mcore.loop.reporter import Reporter
 from megatron.elastic.mcore.model.dropout import key_dropout
-from megatron.elastic.mcore.model.gpt import GptPort, unwrapped
+from megatron.elastic.mcore.model.gpt import GptInterface, unwrapped
 from megatron.elastic.mcore.model.optimizer import EngineOptimizer, MegatronSchedule
 from megatron.elastic.mcore.model.param_groups import GroupKeys
 from megatron.elastic.mcore.parallel_state.extra_ranks import as_of_the_launch, is_extra
 from megatron.elastic.mcore.parallel_state.stage import as_stage
 from megatron.elastic.mcore.patching.patches import Row, bound
-from megatron.elastic.runtime.assembly import Job
+from megatron.elastic.runtime.assembly import EngineParts
 from megatron.elastic.runtime.connect import Links, open_links
 from megatron.elastic.runtime.start import found, join
-from megatron.elastic.runtime.telemetry import narrate
+from megatron.elastic.runtime.telemetry import report_recovery
 
-__all__ = ["Prelude", "Reading"]
+__all__ = ["DatasetPosition", "Setup"]
 
 
 @dataclass
-class Reading:
+class DatasetPosition:
     """A validation or test set and how far evaluation has read it (what Megatron's iterator remembers).
 
     The validation set's position is Megatron's own argument, which a newcomer is told.
@@ -68,7 +68,7 @@ class Reading:
         return int(get_args().consumed_valid_samples) if self.validation else self.consumed
 
 
-class Prelude:
+class Setup:
     """One process's way to its engine. ``counters``: the host's, as the present step began, for whoever joins."""
 
     def __init__(self, config: ElasticConfig, counters: Callable[[], Mapping[str, Any]]) -> None:
@@ -77,13 +77,13 @@ class Prelude:
         self.reporter = Reporter()
         self.checkpoints = Checkpoints(config, lambda: self.engine, self.notice)
         self._links: Links | None = None
-        self._job: Job | None = None
+        self._job: EngineParts | None = None
         self._engine: Engine | None = None
         self._optimizer: EngineOptimizer | None = None
         self._schedule: MegatronSchedule | None = None
-        self._place: Place | None = None
-        self._others: OtherStages | None = None
-        self._data: tuple[SampleSource | None, Reading, Reading] | None = None
+        self._place: LaunchStage | None = None
+        self._others: AbsentStages | None = None
+        self._data: tuple[SampleSource | None, DatasetPosition, DatasetPosition] | None = None
 
     @property
     def built(self) -> bool:
@@ -163,19 +163,19 @@ class Prelude:
         groups = GroupKeys(optimizer_config, overrides)
         for chunk in model:
             key_dropout(unwrapped(chunk), parallel_state.get_tensor_model_parallel_rank())
-        port = GptPort(model, args, groups, parallel_state.get_tensor_model_parallel_rank() == 0)
+        interface = GptInterface(model, args, groups, parallel_state.get_tensor_model_parallel_rank() == 0)
         launched: Launched = {}
         if not is_extra(links.fabric, args):  # else it writes nothing
-            launched = {unit: tuple(port.unit_parameters(unit)) for unit in port.held_units()}
-        self._place = Place(port, launched)
-        self._others = OtherStages(lambda: training.get_model(provider, model_type, wrap_with_ddp=False), groups)
+            launched = {unit: tuple(interface.unit_parameters(unit)) for unit in interface.held_units()}
+        self._place = LaunchStage(interface, launched)
+        self._others = AbsentStages(lambda: training.get_model(provider, model_type, wrap_with_ddp=False), groups)
         self._optimizer = EngineOptimizer(groups, lambda: self.engine.record.loss_scale)
         scheduler = training.get_optimizer_param_scheduler(self._optimizer)
         self._schedule = MegatronSchedule(scheduler)
         config = unwrapped(model[0]).config
-        topology = nominal_topology(args, config, port.tied_unit is not None, links.fabric.slots)
+        topology = nominal_topology(args, config, interface.tied_unit is not None, links.fabric.slots)
         settings = engine_settings(args, self._schedule)
-        self._job = Job(port, topology, self._config, settings, self._settled, self._told, self.notice)
+        self._job = EngineParts(interface, topology, self._config, settings, self._settled, self._told, self.notice)
         args.iteration = args.num_floating_point_operations_so_far = 0
         if links.decision is None:  # a newcomer: the engine comes with admission, before the loop begins
             return model, self._optimizer, scheduler
@@ -199,11 +199,11 @@ class Prelude:
         """Wait until the members let this newcomer in; the host's counters there. There is an engine afterwards."""
         if self._job is None:
             raise RuntimeError("a newcomer is to be admitted before its model is set up")
-        engine, welcome = join(self.links, self._job)
+        engine, join_state = join(self.links, self._job)
         self._attach(engine)
         self.reporter.hand_over(engine.is_reporter)
         assert self._schedule is not None
-        host: Mapping[str, Any] = json.loads(welcome.host)
+        host: Mapping[str, Any] = json.loads(join_state.host)
         self._schedule.take(host["schedule"], engine.record.scheduler_steps)
         return host
 
@@ -248,7 +248,7 @@ class Prelude:
 
         return replacement
 
-    def _sources(self, provider: Any) -> tuple[SampleSource | None, Reading, Reading]:
+    def _sources(self, provider: Any) -> tuple[SampleSource | None, DatasetPosition, DatasetPosition]:
         args = get_args()
         if args.iteration > 0 and args.consumed_train_samples == 0:
             args.consumed_train_samples = args.iteration * args.global_batch_size
@@ -266,22 +266,22 @@ class Prelude:
         args.do_train, args.do_valid, args.do_test = (bool(flag) for flag in flags.tolist())
         grid = sample_grid(args)
         train, valid, test = (source_for(dataset, args, grid) for dataset in datasets)
-        return train, Reading(valid, True), Reading(test, False)
+        return train, DatasetPosition(valid, True), DatasetPosition(test, False)
 
     # -- what the engine has to say --------------------------------------------------
 
-    def _settled(self, outcome: Outcome, standing: Standing, seconds: float) -> None:
+    def _settled(self, outcome: RecoveryOutcome, view: View, seconds: float) -> None:
         engine, links = self.engine, self.links
         self.reporter.hand_over(engine.is_reporter)
         # A newcomer knows nothing of the recovery that let it in.
-        speaks = min(set(standing.living) - set(outcome.newcomers)) == links.fabric.rank
-        topology, step = engine.recovery.nominal, engine.present_step
-        narrate(links.events, topology, outcome, standing, step, engine.in_step, seconds, speaks)
+        speaks = min(set(view.living) - set(outcome.newcomers)) == links.fabric.rank
+        topology, step = engine.agreement.launch_topology, engine.present_step
+        report_recovery(links.events, topology, outcome, view, step, engine.in_step, seconds, speaks)
 
     def notice(self, why: str) -> None:
         """Print one line that all ranks know of, on one of them, also in a generation that has yet to come about."""
         if self._engine is None or self._engine.behind:
             return
-        living = self._engine.recovery.members or self._engine.standing.living
+        living = self._engine.agreement.members or self._engine.view.living
         if living[0] == self.links.fabric.rank:
             print(why, flush=True)

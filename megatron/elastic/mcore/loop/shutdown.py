@@ -21,24 +21,24 @@ from megatron.elastic.control.membership import Released
 from megatron.elastic.engine.failures import CommunicationFault, NotFinite, SilentCorruption
 from megatron.elastic.engine.transaction.agreement import StateLost
 from megatron.elastic.mcore.checkpoint.save_points import BAD_INPUT, DETERMINISTIC, STATE_LOST, step_to_go_back_to
-from megatron.elastic.mcore.loop.setup import Prelude
+from megatron.elastic.mcore.loop.setup import Setup
 from megatron.elastic.mcore.patching.patches import Row
-from megatron.elastic.observe.events import Recovery
+from megatron.elastic.observe.events import RecoveryEvent
 from megatron.elastic.plan.dataflow import PlanError
 from megatron.elastic.runtime.start import JobGone
 from megatron.elastic.state.certificate import CertificateError
 
-__all__ = ["Endings"]
+__all__ = ["Shutdown"]
 
 
-class Endings:
+class Shutdown:
     """What the engine cannot go on from, turned into the end of this process or of the job.
 
     ``respawn``: processes that end are started again, so that all together can go back to a checkpoint.
     """
 
-    def __init__(self, prelude: Prelude, respawn: bool) -> None:
-        self._prelude = prelude
+    def __init__(self, setup: Setup, respawn: bool) -> None:
+        self._setup = setup
         self._respawn = respawn
 
     def named(self, row: Row) -> Row:
@@ -79,28 +79,28 @@ class Endings:
             self._give_up(BAD_INPUT, f"error: {error}")
         except NotFinite as error:
             why = f"{error}, also when computed again"
-            self._go_back(why, self._prelude.engine.record.version, FELL_BACK)
+            self._go_back(why, self._setup.engine.record.version, FELL_BACK)
             raise
         except Released:
-            print(f"rank {self._prelude.links.fabric.rank} leaves as asked; the other ranks go on", flush=True)
+            print(f"rank {self._setup.links.fabric.rank} leaves as asked; the other ranks go on", flush=True)
             self._end(0)
 
     def leave(self, code: int, why: str) -> NoReturn:
         """End this rank on purpose, with one line from whoever speaks."""
-        self._prelude.notice(why)
+        self._setup.notice(why)
         self._end(code)
 
     def _give_up(self, code: int, why: str) -> NoReturn:
         """End this rank and with it the job, whatever the others know; the launcher's last line says why."""
-        if self._prelude.built:
-            self._prelude.engine.close()
-        self._prelude.links.membership.give_up(code, why)
+        if self._setup.built:
+            self._setup.engine.close()
+        self._setup.links.membership.give_up(code, why)
         raise SystemExit(code)
 
     def _end(self, code: int) -> NoReturn:
-        if self._prelude.built:
-            self._prelude.engine.close()
-        self._prelude.links.membership.finish(code)
+        if self._setup.built:
+            self._setup.engine.close()
+        self._setup.links.membership.finish(code)
         raise SystemExit(code)
 
     def _step_to_go_back_to(self) -> int | None:
@@ -114,16 +114,16 @@ class Endings:
         step = self._step_to_go_back_to()
         if step is None:
             return
-        back = Recovery(step=step + 1, outcome="checkpoint", seconds={}, lost_steps=max(0, version - step))
+        back = RecoveryEvent(step=step + 1, outcome="checkpoint", seconds={}, lost_steps=max(0, version - step))
         lost = "no step is lost" if back.lost_steps == 0 else f"steps {step + 1} to {version} are computed again"
-        self._prelude.notice(f"{why}: the job goes back to its last checkpoint, of step {step} (--load); {lost}")
-        self._prelude.links.events.write(back)
+        self._setup.notice(f"{why}: the job goes back to its last checkpoint, of step {step} (--load); {lost}")
+        self._setup.links.events.write(back)
         self._begin_anew(code)
 
     def _begin_anew(self, code: int) -> NoReturn:
         """End this process for its agent to start it again, as all others do."""
-        if self._prelude.built:
-            self._prelude.engine.close()
+        if self._setup.built:
+            self._setup.engine.close()
         sys.stdout.flush()
         os._exit(code)
 

@@ -21,38 +21,38 @@ from megatron.elastic.engine.engine import Engine
 from megatron.elastic.mcore.checkpoint.save_points import STATE_LOST
 from megatron.elastic.mcore.loop import launch_sizes
 from megatron.elastic.mcore.loop.counters import Counters
-from megatron.elastic.mcore.loop.setup import Prelude, Reading
-from megatron.elastic.mcore.loop.shutdown import Endings
+from megatron.elastic.mcore.loop.setup import DatasetPosition, Setup
+from megatron.elastic.mcore.loop.shutdown import Shutdown
 from megatron.elastic.mcore.patching.patches import Patch, Row, bound, return_names
 
-__all__ = ["Host", "patches"]
+__all__ = ["TrainingLoop", "patches"]
 
 
 def patches(args: Any, config: ElasticConfig) -> tuple[Patch, ...]:
     """The elastic rows of the patch table for this process."""
-    return Host(config).patches()
+    return TrainingLoop(config).patches()
 
 
-class Host:
+class TrainingLoop:
     """One process's side of the bargain between Megatron's loop and the engine."""
 
     def __init__(self, config: ElasticConfig) -> None:
         self._counters = Counters()
-        self._prelude = Prelude(config, self._counters.told)
-        self._checkpoints = self._prelude.checkpoints
-        self._endings = Endings(self._prelude, config.respawn)
+        self._setup = Setup(config, self._counters.told)
+        self._checkpoints = self._setup.checkpoints
+        self._shutdown = Shutdown(self._setup, config.respawn)
         self._came_later = False
         self._begun = False
 
     @property
     def _engine(self) -> Engine:
-        return self._prelude.engine
+        return self._setup.engine
 
     def patches(self) -> tuple[Patch, ...]:
         """The elastic rows of the patch table, bound to this host."""
-        before = map(self._endings.proven, self._prelude.rows())
-        ending = map(self._endings.named, (*self._rows(), *self._checkpoints.rows()))  # also in what follows the loop
-        rows = (*before, *ending, *launch_sizes.rows(), *self._prelude.reporter.rows())
+        before = map(self._shutdown.proven, self._setup.rows())
+        ending = map(self._shutdown.named, (*self._rows(), *self._checkpoints.rows()))  # also in what follows the loop
+        rows = (*before, *ending, *launch_sizes.rows(), *self._setup.reporter.rows())
         return tuple(Patch(symbol, reason, make) for symbol, reason, make in rows)
 
     def _rows(self) -> tuple[Row, ...]:
@@ -78,7 +78,7 @@ class Host:
             (
                 "megatron.training.ft_integration.shutdown",
                 "Megatron's last act: leaving now is not a loss",
-                self._shutdown,
+                self._end_of_training,
             ),
         )
 
@@ -97,11 +97,11 @@ class Host:
         if self._begun:
             return
         self._begun = True
-        if self._prelude.built:
-            self._engine.recovery.membership.request("begin")
+        if self._setup.built:
+            self._engine.agreement.membership.request("begin")
             self._counters.begin()
         else:
-            self._counters.take(self._prelude.admitted())
+            self._counters.take(self._setup.admitted())
             self._came_later = True
 
     def _decide_exit(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -116,7 +116,7 @@ class Host:
             else:
                 leaves = original(**call)
             if self._engine.draining and not leaves:
-                self._endings.leave(*self._checkpoints.drain(call["iteration"]))
+                self._shutdown.leave(*self._checkpoints.drain(call["iteration"]))
             return leaves
 
         return replacement
@@ -157,7 +157,7 @@ class Host:
             settings = get_args()
             iterations = call.get("eval_iters") or settings.eval_iters
             size = settings.global_batch_size
-            reading: Reading = _of_chunks(call["data_iterator"])
+            reading: DatasetPosition = _of_chunks(call["data_iterator"])
             first = reading.position()
             addresses = [StepAddress(first + number * size, size) for number in range(iterations)]
             sums = self._engine.evaluate(call["forward_step_func"], reading.source, addresses)
@@ -185,7 +185,7 @@ class Host:
                 return original(**call)
 
             result = self._engine.fenced(body)
-            self._prelude.reporter.flush()
+            self._setup.reporter.flush()
             return result
 
         return replacement
@@ -212,25 +212,25 @@ class Host:
     def _is_last_rank(self, original: Callable[..., bool]) -> Callable[..., bool]:
         @functools.wraps(original)
         def replacement() -> bool:
-            if not self._prelude.built:
+            if not self._setup.built:
                 return original()
             # Whoever reported before has told already what a newcomer only runs through.
             return self._engine.is_reporter and not self._engine.behind
 
         return replacement
 
-    def _shutdown(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _end_of_training(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def replacement(*args: Any, **kwargs: Any) -> Any:
             result = original(*args, **kwargs)
-            if self._prelude.built:
+            if self._setup.built:
                 self._engine.close()
-            if self._prelude.connected:
+            if self._setup.connected:
                 if self._checkpoints.unsaved:
                     remedy = f"make room in --save {get_args().save}, or give another folder"
                     why = f"the last checkpoint is not saved: {self._checkpoints.unsaved}; {remedy}"
-                    self._endings.leave(STATE_LOST, why)
-                self._prelude.links.membership.finish(0)
+                    self._shutdown.leave(STATE_LOST, why)
+                self._setup.links.membership.finish(0)
             return result
 
         return replacement

@@ -1,7 +1,7 @@
 """Megatron's GPTModel behind the engine's :class:`ModelPort`.
 
 The model is built by Megatron for the nominal place of this rank; which units it
-holds later is the engine's choice (:meth:`GptPort.hold`). Units: 0 the
+holds later is the engine's choice (:meth:`GptInterface.hold`). Units: 0 the
 embedding, 1 … L the transformer layers, L+1 final norm and head; where word
 embeddings are tied to the output layer they form one further, state-only unit
 L+2, held by every cell that holds either end.
@@ -36,12 +36,12 @@ from megatron.elastic.mcore.parallel_state.stage import as_stage, whole_tensor_g
 from megatron.elastic.plan.model import Piece
 from megatron.elastic.state.layout import ParamSpec
 
-__all__ = ["GptPort", "unwrapped"]
+__all__ = ["GptInterface", "unwrapped"]
 
 _TIED_NAME = "word_embeddings.weight"
 
 
-class GptPort:
+class GptInterface:
     """The units of Megatron's GPT that are here; ``chunks`` as Megatron's ``get_model`` returns them (without DDP)."""
 
     def __init__(self, chunks: Sequence[torch.nn.Module], args: Any, groups: GroupKeys, reads_data: bool) -> None:
@@ -245,13 +245,13 @@ class GptPort:
             "pipeline_model_parallel_size": place[1],
             "virtual_pipeline_model_parallel_size": None,
         }
-        nominal = {name: getattr(self._args, name) for name in running}
+        launch_topology = {name: getattr(self._args, name) for name in running}
         vars(self._args).update(running)
         try:
             with as_stage(*place):
                 yield
         finally:
-            vars(self._args).update(nominal)
+            vars(self._args).update(launch_topology)
 
 
 def _loss_output(result: Any) -> LossOutput:

@@ -59,16 +59,16 @@ def whole_tensor_group(model: torch.nn.Module) -> Iterator[None]:
     By value only: a parked rank has its cut of every parameter, and says so in a checkpoint, but computes nothing.
     """
     group = parallel_state.get_tensor_model_parallel_group()
-    nominal = GroupStandIn(
+    launch_topology = GroupStandIn(
         parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
     )
-    if group.size() == nominal.size():
+    if group.size() == launch_topology.size():
         yield
         return
     collections = {id(found): found for module in model.modules() if (found := getattr(module, "pg_collection", None))}
     owners = (*model.modules(), *collections.values())
     places = [(owner, name) for owner in owners for name, value in vars(owner).items() if value is group]
-    _put(places, nominal)
+    _put(places, launch_topology)
     try:
         yield
     finally:

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from megatron.elastic.mcore.patching.patches import Patch, in_range
 
-__all__ = ["VERSIONS", "Shape", "Wheel", "expected", "fetch", "shapes", "used_names"]
+__all__ = ["VERSIONS", "CallShape", "Wheel", "expected", "fetch", "shapes", "used_names"]
 
 VERSIONS = ("0.17.1", "0.18.2", "0.19.2")
 """Releases held to the contract; before 0.17 the package has megatron.core only."""
@@ -31,7 +31,7 @@ _CACHE = Path.home() / ".cache" / "megatron-elastic" / "wheels"
 
 
 @dataclass(frozen=True)
-class Shape:
+class CallShape:
     """A function as a caller sees it: parameter names, and the values of its last ``return``."""
 
     parameters: tuple[str, ...]
@@ -108,16 +108,16 @@ def fetch(version: str, cache: Path = _CACHE) -> Path:
     return present[0]
 
 
-def shapes(wheel: Wheel, symbols: Sequence[str]) -> dict[str, Shape | None]:
+def shapes(wheel: Wheel, symbols: Sequence[str]) -> dict[str, CallShape | None]:
     """Shape of every symbol; ``None`` for one the release does not have."""
     return {symbol: _shape(wheel.find(symbol)) for symbol in symbols}
 
 
-def _shape(node: ast.FunctionDef | ast.ClassDef | None) -> Shape | None:
+def _shape(node: ast.FunctionDef | ast.ClassDef | None) -> CallShape | None:
     if node is None:
         return None
     if isinstance(node, ast.ClassDef):
-        return Shape((), ())
+        return CallShape((), ())
     arguments = node.args
     names = [item.arg for item in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
     names += [f"*{item.arg}" for item in (arguments.vararg, arguments.kwarg) if item is not None]
@@ -127,7 +127,7 @@ def _shape(node: ast.FunctionDef | ast.ClassDef | None) -> Shape | None:
         value = max(returns, key=lambda item: item.lineno).value
         assert value is not None
         values = tuple(map(ast.unparse, value.elts)) if isinstance(value, ast.Tuple) else (ast.unparse(value),)
-    return Shape(tuple(names), values)
+    return CallShape(tuple(names), values)
 
 
 def expected(patches: Sequence[Patch], version: str) -> tuple[str, ...]:
@@ -157,7 +157,7 @@ def used_names(source: str) -> frozenset[str]:
     return frozenset(read - optional)
 
 
-def as_json(recorded: Mapping[str, Mapping[str, Shape | None]]) -> str:
+def as_json(recorded: Mapping[str, Mapping[str, CallShape | None]]) -> str:
     """``{version: {symbol: {"parameters": [...], "returns": [...]}}}`` as text."""
     plain = {
         version: {

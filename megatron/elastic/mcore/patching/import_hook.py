@@ -17,7 +17,7 @@ from typing import Any
 __all__ = ["after_import"]
 
 
-class _Loader(Loader):
+class _HookLoader(Loader):
     """A module's own loader, with a call at the end."""
 
     def __init__(self, inner: Any, then: Callable[[], None]) -> None:
@@ -52,7 +52,7 @@ class _Finder(MetaPathFinder):
         if spec is None or spec.loader is None:
             return None
         sys.meta_path.remove(self)
-        spec.loader = _Loader(spec.loader, self._then)
+        spec.loader = _HookLoader(spec.loader, self._then)
         return spec
 
 

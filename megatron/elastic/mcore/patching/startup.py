@@ -168,7 +168,7 @@ class Startup:
     def _substitute(self, args: Namespace, strict: bool) -> None:
         """Set what can be honoured here, and print both tables."""
         name = self.platform.name
-        machine = substitutions.Machine.detect(name)
+        machine = substitutions.Installed.detect(name)
         changed = substitutions.substitute(args, machine)
         if strict:
             with self._faults.collecting():

@@ -1,6 +1,6 @@
 """Policies behind one interface: what each system does when cells are lost.
 
-Idea: a policy maps (topology, profile) to an :class:`Outcome`: what runs at
+Idea: a policy maps (topology, profile) to an :class:`PolicyOutcome`: what runs at
 once, what runs after migration, how many rows a step still computes. The same
 objects serve the engine (``--elastic-policy``) and the simulator, so that peers
 are compared on the same tables and costs, each in its best light:
@@ -43,8 +43,8 @@ __all__ = [
     "CheckpointRestart",
     "ElasWave",
     "MindSpeed",
-    "Outcome",
     "Policy",
+    "PolicyOutcome",
     "ReCycle",
     "Spares",
     "TorchFT",
@@ -53,7 +53,7 @@ __all__ = [
 
 
 @dataclass(frozen=True)
-class Outcome:
+class PolicyOutcome:
     """A policy's answer. ``answer`` is None when it cannot go on without a restart from a checkpoint."""
 
     answer: Plan | Shape | None
@@ -86,11 +86,11 @@ class Outcome:
 class Policy(Protocol):
     """What to run on what is left."""
 
-    def respond(self, topology: Topology, profile: Profile) -> Outcome:
+    def respond(self, topology: Topology, profile: Profile) -> PolicyOutcome:
         """Answer to the present topology (dead cells' segments still listed in its replicas)."""
 
 
-STOPPED = Outcome(None, 0, 0, restarts=True)
+STOPPED = PolicyOutcome(None, 0, 0, restarts=True)
 STILL = GraphOptions(alike=False, recut=False, pool=False, drop=True)
 
 
@@ -100,7 +100,7 @@ def damaged_replicas(topology: Topology) -> list[int]:
     return [n for n, replica in enumerate(topology.replicas) if any(s.cell not in alive for s in replica.segments)]
 
 
-def _dropped(topology: Topology, profile: Profile) -> Outcome:
+def _dropped(topology: Topology, profile: Profile) -> PolicyOutcome:
     """Damaged replicas rest, the others take their micro-batches."""
     if len(damaged_replicas(topology)) == len(topology.replicas):
         return STOPPED
@@ -108,7 +108,7 @@ def _dropped(topology: Topology, profile: Profile) -> Outcome:
     if not whole:
         return STOPPED
     shape = whole[0]
-    return Outcome(shape, shape.time_ns, topology.grid.global_batch_size, instant=shape, instant_ns=shape.time_ns)
+    return PolicyOutcome(shape, shape.time_ns, topology.grid.global_batch_size, instant=shape, instant_ns=shape.time_ns)
 
 
 def _still_shapes(topology: Topology, profile: Profile) -> list[Shape]:
@@ -126,14 +126,14 @@ class ElasWave:
 
     options: DecisionOptions = field(default_factory=DecisionOptions)
 
-    def respond(self, topology: Topology, profile: Profile) -> Outcome:
+    def respond(self, topology: Topology, profile: Profile) -> PolicyOutcome:
         try:
             decision = decide(topology, profile, self.options)
         except PlanError:
             return STOPPED
         answer = decision.steady if decision.steady is not None else decision.instant
         step = decision.steady_ns if decision.steady is not None else decision.instant_ns
-        return Outcome(
+        return PolicyOutcome(
             answer,
             step,
             topology.grid.global_batch_size,
@@ -154,13 +154,15 @@ class ReCycle:
     split_backward: bool = True
     staggered: bool = True
 
-    def respond(self, topology: Topology, profile: Profile) -> Outcome:
+    def respond(self, topology: Topology, profile: Profile) -> PolicyOutcome:
         try:
             plan, step = self._fastest(topology, profile)
         except PlanError:
             return STOPPED
         busiest = max(execute(plan, plan_costs(plan.pieces, plan.edges, plan.cells, profile)).busy.values())
-        return Outcome(plan, step, topology.grid.global_batch_size, ideal_ns=busiest, instant=plan, instant_ns=step)
+        return PolicyOutcome(
+            plan, step, topology.grid.global_batch_size, ideal_ns=busiest, instant=plan, instant_ns=step
+        )
 
     def _fastest(self, topology: Topology, profile: Profile) -> tuple[Plan, int]:
         if not self.staggered:
@@ -179,7 +181,7 @@ class TorchFT:
 
     keep_batch: bool = False
 
-    def respond(self, topology: Topology, profile: Profile) -> Outcome:
+    def respond(self, topology: Topology, profile: Profile) -> PolicyOutcome:
         whole = _dropped(topology, profile)
         if self.keep_batch or whole.answer is None or not isinstance(whole.answer, Shape):
             return whole
@@ -194,14 +196,14 @@ class TorchFT:
         plan = shape_plan(shrunk, Shape(tuple(quotas), 0, "torchft"), profile)
         run = execute(plan, plan_costs(plan.pieces, plan.edges, plan.cells, profile))
         shape = Shape(tuple(quotas), run.makespan, "torchft")
-        return Outcome(shape, run.makespan, rows, instant=shape, instant_ns=run.makespan)
+        return PolicyOutcome(shape, run.makespan, rows, instant=shape, instant_ns=run.makespan)
 
 
 @dataclass(frozen=True)
 class MindSpeed:
     """One DP domain may go, its micro-batches are redistributed; more than one is a restart."""
 
-    def respond(self, topology: Topology, profile: Profile) -> Outcome:
+    def respond(self, topology: Topology, profile: Profile) -> PolicyOutcome:
         whole = _dropped(topology, profile)
         return whole if len(damaged_replicas(topology)) <= 1 else replace(whole, restarts=True)
 
@@ -210,7 +212,7 @@ class MindSpeed:
 class CheckpointRestart:
     """Any loss ends the job; it starts again with the replicas that are whole."""
 
-    def respond(self, topology: Topology, profile: Profile) -> Outcome:
+    def respond(self, topology: Topology, profile: Profile) -> PolicyOutcome:
         whole = _dropped(topology, profile)
         return replace(whole, restarts=True) if damaged_replicas(topology) else whole
 
@@ -221,7 +223,7 @@ class Spares:
 
     count: int = 1
 
-    def respond(self, topology: Topology, profile: Profile) -> Outcome:
+    def respond(self, topology: Topology, profile: Profile) -> PolicyOutcome:
         alive = {cell.id for cell in topology.cells}
         lost = sorted({s.cell for r in topology.replicas for s in r.segments} - alive)
         if len(lost) > self.count:

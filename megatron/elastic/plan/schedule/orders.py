@@ -32,11 +32,11 @@ from megatron.elastic.plan.schedule.table import (
 from megatron.elastic.plan.schedule.timing import walk
 from megatron.elastic.plan.topology import living_replicas
 
-__all__ = ["ORDERINGS", "Ordered", "Ordering", "Work", "compute_orders", "memory_rows", "row_caps"]
+__all__ = ["ORDERINGS", "OrderInput", "Ordered", "Ordering", "compute_orders", "memory_rows", "row_caps"]
 
 
 @dataclass(frozen=True)
-class Work:
+class OrderInput:
     """Everything a compute order follows from. ``limit[cell]``: rows whose activations fit."""
 
     pieces: Sequence[Piece]
@@ -59,7 +59,7 @@ class Ordered:
         return self.found.orders() if isinstance(self.found, Listing) else self.found
 
 
-def compute_orders(group: Sequence[int], work: Work, split_backward: bool) -> Ordered:
+def compute_orders(group: Sequence[int], work: OrderInput, split_backward: bool) -> Ordered:
     """Compute orders of ``group``, pieces that share neither cell nor edge with others."""
     stages = is_pipeline(group, work.pieces)
     if stages is not None and not split_backward:
@@ -86,7 +86,7 @@ def compute_orders(group: Sequence[int], work: Work, split_backward: bool) -> Or
     return Ordered(best, None if best.forced else best.makespan)
 
 
-def _listed(group: Sequence[int], work: Work, split_backward: bool, *, room: int, forward_first: bool) -> Ordered:
+def _listed(group: Sequence[int], work: OrderInput, split_backward: bool, *, room: int, forward_first: bool) -> Ordered:
     """One list schedule under the caps number ``room``: the two of :func:`row_caps`, then all that memory leaves."""
     scheduler = Scheduler(group, work.pieces, work.edges, work.index, work.waves, work.costs)
     caps = row_caps(group, work)
@@ -95,7 +95,7 @@ def _listed(group: Sequence[int], work: Work, split_backward: bool, *, room: int
     return Ordered(found, None if found.forced else found.makespan)
 
 
-Ordering = Callable[[Sequence[int], Work, bool], Ordered]
+Ordering = Callable[[Sequence[int], OrderInput, bool], Ordered]
 """(group, work, split the backward) → compute orders of the group's cells."""
 
 ORDERINGS: tuple[Ordering, ...] = (
@@ -110,7 +110,7 @@ def _even(stages: Sequence[tuple[int, list[int]]], costs: Costs) -> bool:
     return len({(costs.pieces[own[0]].forward, costs.pieces[own[0]].backward) for _, own in stages}) == 1
 
 
-def row_caps(group: Sequence[int], work: Work) -> list[dict[int, int]]:
+def row_caps(group: Sequence[int], work: OrderInput) -> list[dict[int, int]]:
     """Candidate bounds on the rows each cell of a group may hold at once, the thriftiest first.
 
     1F1B holds (stages from here to the end) micro-batches; a cell that computes
@@ -146,7 +146,7 @@ def memory_rows(pieces: Sequence[Piece], topology: Topology, profile: Profile) -
     return {cell: (memory[cell] - fixed.get(cell, 0)) // size for cell, size in widest.items()}
 
 
-def _weight_delays(stages: Sequence[tuple[int, list[int]]], work: Work) -> list[int] | None:
+def _weight_delays(stages: Sequence[tuple[int, list[int]]], work: OrderInput) -> list[int] | None:
     """How many micro-batches late each stage's weight gradients may come; None if not even 1F1B fits."""
     delays = []
     for at, (cell, own) in enumerate(stages):

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from megatron.elastic.plan.cost import Costs, PieceCost, plan_costs
 from megatron.elastic.plan.model import Action, Op, Plan, Profile
 
-__all__ = ["Interval", "Timeline", "execute", "plan_time", "walk"]
+__all__ = ["Interval", "TimedTables", "execute", "plan_time", "walk"]
 
 _SENDS = {Op.SEND_FORWARD: Op.RECV_FORWARD, Op.SEND_BACKWARD: Op.RECV_BACKWARD}
 _RECEIVES = frozenset(_SENDS.values())
@@ -36,7 +36,7 @@ class Interval:
 
 
 @dataclass(frozen=True)
-class Timeline:
+class TimedTables:
     """Execution of all tables: end of the last action, end and busy time per cell, intervals if asked for."""
 
     makespan: int
@@ -59,7 +59,7 @@ def duration(action: Action, cost: PieceCost) -> int:
     return cost.weight if action.op is Op.BACKWARD_WEIGHT else cost.backward - cost.weight
 
 
-def execute(plan: Plan, costs: Costs, record: bool = False) -> Timeline:
+def execute(plan: Plan, costs: Costs, record: bool = False) -> TimedTables:
     """Run all tables. Raises ``ValueError`` if they deadlock (a validated plan cannot)."""
     return walk(plan.tables, costs, record)
 
@@ -69,7 +69,7 @@ def walk(
     costs: Costs,
     record: bool = False,
     begins: Mapping[int, int] | None = None,
-) -> Timeline:
+) -> TimedTables:
     """Run some (cell, table) lines that need no others, each from ``begins[cell]`` ns on (0 unless given).
 
     Raises ``ValueError`` if they deadlock.
@@ -112,7 +112,7 @@ def walk(
     if stuck:
         raise ValueError(f"tables deadlock at cells {stuck[:8]}")
     intervals.sort(key=lambda i: (i.start, i.cell, i.end))
-    return Timeline(max(now.values(), default=0), now, busy, tuple(intervals))
+    return TimedTables(max(now.values(), default=0), now, busy, tuple(intervals))
 
 
 def plan_time(plan: Plan, profile: Profile) -> int:

@@ -30,9 +30,9 @@ from megatron.elastic.plan.cost import PPM
 from megatron.elastic.plan.dataflow import PlanError, apportion, microbatches
 from megatron.elastic.plan.model import Profile, Replica, Segment, Topology
 from megatron.elastic.plan.search.partition import (
+    CellCapacity,
     Model,
     PipelineTime,
-    Place,
     cut_pipeline,
     nearest_cuts,
     pipeline_time,
@@ -124,8 +124,8 @@ class _Search:
         self.model.late_weights &= options.late_weights
         self.model.margin = margin
         self.longest = max(len(replica.segments) for replica in topology.replicas)
-        self.places = {cell.id: Place(cell.speed_ppm, cell.memory_bytes) for cell in topology.cells}
-        self.cuts: dict[tuple[tuple[Place, ...], tuple[tuple[Range, ...], ...]], tuple[int, ...] | None] = {}
+        self.places = {cell.id: CellCapacity(cell.speed_ppm, cell.memory_bytes) for cell in topology.cells}
+        self.cuts: dict[tuple[tuple[CellCapacity, ...], tuple[tuple[Range, ...], ...]], tuple[int, ...] | None] = {}
         self.holds: dict[int, tuple[Range, ...]] = {}
         for replica in topology.replicas:
             for segment in replica.segments:
@@ -135,8 +135,8 @@ class _Search:
         self.idle = [cell for cell in self.places if cell not in self.holds]
         self.healthy: list[_Line] = []
         self.damaged: list[list[int]] = []
-        self.even: dict[Place, dict[int, PipelineTime | None]] = {}
-        self.as_is: dict[tuple[tuple[tuple[int, int, int], ...], tuple[Place, ...]], PipelineTime | None] = {}
+        self.even: dict[CellCapacity, dict[int, PipelineTime | None]] = {}
+        self.as_is: dict[tuple[tuple[tuple[int, int, int], ...], tuple[CellCapacity, ...]], PipelineTime | None] = {}
         for replica in topology.replicas:
             self._sort_in(replica)
 
@@ -271,7 +271,7 @@ class _Search:
     def lengths(self, cells: Sequence[int]) -> dict[int, PipelineTime]:
         """Pipeline lengths worth having over average cells of the pool: each faster than all shorter ones."""
         speed = sum(self.places[cell].speed_ppm for cell in cells) // len(cells)
-        place = Place(speed, min(self.places[cell].memory_bytes for cell in cells))
+        place = CellCapacity(speed, min(self.places[cell].memory_bytes for cell in cells))
         known = self.even.setdefault(place, {})
         found: dict[int, PipelineTime] = {}
         fastest: int | None = None
@@ -286,7 +286,7 @@ class _Search:
                 fastest = time.each
         return found
 
-    def _even_time(self, place: Place, length: int) -> PipelineTime | None:
+    def _even_time(self, place: CellCapacity, length: int) -> PipelineTime | None:
         """A pipeline of ``length`` cells alike, None when memory forbids it."""
         places = (place,) * length
         cuts = cut_pipeline(self.model, places)

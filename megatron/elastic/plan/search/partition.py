@@ -31,10 +31,10 @@ from megatron.elastic.plan.cost import PPM, unit_sums
 from megatron.elastic.plan.dataflow import PlanError
 from megatron.elastic.plan.model import Profile
 
-__all__ = ["Model", "PipelineTime", "Place", "cut_pipeline", "nearest_cuts", "pipeline_time", "share_out"]
+__all__ = ["CellCapacity", "Model", "PipelineTime", "cut_pipeline", "nearest_cuts", "pipeline_time", "share_out"]
 
 
-class Place(NamedTuple):
+class CellCapacity(NamedTuple):
     """What partitioning needs to know of a cell."""
 
     speed_ppm: int = PPM
@@ -131,7 +131,7 @@ class Model:
         self.tied = tuple(tied)
         self.native = _plan.Partition(self.work, self.static, self.held, self.tied, self.moved)
 
-    def stage_time(self, first: int, end: int, place: Place) -> int:
+    def stage_time(self, first: int, end: int, place: CellCapacity) -> int:
         """Forward and backward of one micro-batch through ``[first, end)``, ns."""
         return -(-(self.work[end] - self.work[first]) * PPM // place.speed_ppm)
 
@@ -160,13 +160,13 @@ class Model:
         other.late_weights, other.margin = False, -1
         return other
 
-    def seats(self, places: Sequence[Place]) -> list[tuple[int, int, int]]:
+    def seats(self, places: Sequence[CellCapacity]) -> list[tuple[int, int, int]]:
         """Speed, memory and micro-batches held of each place of a pipeline."""
         held = self.in_flight(len(places))
         return [(place.speed_ppm, place.memory_bytes, some) for place, some in zip(places, held, strict=True)]
 
 
-def cut_pipeline(model: Model, places: Sequence[Place]) -> tuple[int, ...] | None:
+def cut_pipeline(model: Model, places: Sequence[CellCapacity]) -> tuple[int, ...] | None:
     """Minimax cut of all units over ordered ``places`` (``len(places) + 1`` points), or None if memory forbids.
 
     Stages may be empty: such a cell has nothing to do.
@@ -175,7 +175,7 @@ def cut_pipeline(model: Model, places: Sequence[Place]) -> tuple[int, ...] | Non
     return None if cuts is None else tuple(cuts)
 
 
-def pipeline_time(model: Model, places: Sequence[Place], cuts: Sequence[int]) -> PipelineTime:
+def pipeline_time(model: Model, places: Sequence[CellCapacity], cuts: Sequence[int]) -> PipelineTime:
     """Closed form for a 1F1B pipeline; transfers add one latency a micro-batch and a round trip to fill and drain."""
     spans = [(a, b, place) for a, b, place in zip(cuts, cuts[1:], places, strict=False) if b > a]
     stages = [model.stage_time(a, b, place) for a, b, place in spans]
@@ -193,7 +193,7 @@ def pipeline_time(model: Model, places: Sequence[Place], cuts: Sequence[int]) ->
 
 
 def nearest_cuts(
-    model: Model, places: Sequence[Place], time: int, holds: Sequence[tuple[tuple[int, int], ...]]
+    model: Model, places: Sequence[CellCapacity], time: int, holds: Sequence[tuple[tuple[int, int], ...]]
 ) -> tuple[int, ...] | None:
     """Among cuts with every stage within ``time``: the one whose cells fetch the fewest bytes.
 

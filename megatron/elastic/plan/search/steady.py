@@ -23,9 +23,9 @@ from megatron.elastic.plan.search.shapes import ShapeTimer, shape_hash, shape_pl
 from megatron.elastic.plan.search.tuning import bound_shapes, few_microbatches
 
 __all__ = [
-    "Decision",
     "DecisionOptions",
     "Move",
+    "SteadyDecision",
     "decide",
     "migration_ns",
     "shape_hash",
@@ -70,7 +70,7 @@ class DecisionOptions:
 
 
 @dataclass(frozen=True)
-class Decision:
+class SteadyDecision:
     """Instant answer and, if it pays back, the steady one. Times in ns a step."""
 
     at_once: Draft | Shape | None
@@ -169,7 +169,7 @@ def migration_ns(moves: Sequence[Move], profile: Profile) -> int:
     return -(-max(load.values(), default=0) * 1_000_000_000 // profile.link_bytes_per_s)
 
 
-def decide(topology: Topology, profile: Profile, options: DecisionOptions | None = None) -> Decision:
+def decide(topology: Topology, profile: Profile, options: DecisionOptions | None = None) -> SteadyDecision:
     """Instant and steady answer to the present topology.
 
     Raises :class:`PlanError` when neither exists: no unit group survives and no
@@ -194,7 +194,7 @@ def decide(topology: Topology, profile: Profile, options: DecisionOptions | None
             best, best_ns, best_moves, best_migration, best_done = shape, shape.time_ns, moves, migration, done
     if instant is None and best is None:
         raise PlanError("no living holder for some unit, and no shape of the living cells fits their memory")
-    return Decision(instant, instant_ns, best, best_ns, best_moves, best_migration)
+    return SteadyDecision(instant, instant_ns, best, best_ns, best_moves, best_migration)
 
 
 def _shapes(topology: Topology, profile: Profile, options: DecisionOptions) -> list[Shape]:

@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 
 from megatron.elastic.control.channel import Credentials
 
-__all__ = ["Seal"]
+__all__ = ["Signer"]
 
 
 @dataclass(frozen=True)
-class Seal:
+class Signer:
     """Signs and verifies texts of one run. ``launch``: tells it from an earlier launch of the same name."""
 
     credentials: Credentials
@@ -29,9 +29,9 @@ class Seal:
     def __post_init__(self) -> None:
         object.__setattr__(self, "_key", self.credentials.key(f"values {self.launch}"))
 
-    def of_launch(self, launch: str) -> Seal:
+    def of_launch(self, launch: str) -> Signer:
         """The same for values that are signed once the agents have met."""
-        return Seal(self.credentials, launch)
+        return Signer(self.credentials, launch)
 
     def sign(self, place: str, text: str) -> bytes:
         """``text`` for ``place`` (a key), ASCII."""
