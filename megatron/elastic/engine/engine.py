@@ -33,6 +33,7 @@ from megatron.elastic.engine.compute.model_interface import ForwardStep
 from megatron.elastic.engine.compute.samples import SampleSource, StepAddress
 from megatron.elastic.engine.compute.vote import Tally, VoteLayout
 from megatron.elastic.engine.failures import NotFinite
+from megatron.elastic.engine.generation.factory import ViewFactory
 from megatron.elastic.engine.generation.view import View
 from megatron.elastic.engine.settings import StepResult
 from megatron.elastic.engine.transaction.agreement import Agreement
@@ -112,7 +113,7 @@ class Engine:
         at.body.share(record.version)
         at.body.gather(record.version)
         at.parameters = record.version
-        everything = [block.key for layout in at.agreement.layouts.values() for block in layout.blocks]
+        everything = [block.key for layout in at.views.layouts.values() for block in layout.blocks]
         self._certifier.certify("start" if units is None else "load", everything)
 
     def join(self, join_state: JoinState) -> None:
@@ -237,7 +238,7 @@ class Engine:
         """L2 norm of all parameters, each counted once, from the masters of their owners."""
 
         def body() -> float:
-            layouts, total = self.agreement.layouts, torch.zeros(1, dtype=torch.float64)
+            layouts, total = self.views.layouts, torch.zeros(1, dtype=torch.float64)
             for block in self.view.owned:
                 if layouts[block.unit, block.shard].counts_in_norm(block):
                     total += self.tools.pool.get(block.key).master.double().square().sum()
@@ -264,8 +265,13 @@ class Engine:
         return self.context.tools
 
     @property
+    def views(self) -> ViewFactory:
+        """What is constant over generations."""
+        return self.context.views
+
+    @property
     def agreement(self) -> Agreement:
-        """What is constant over generations, and the membership."""
+        """How generations are agreed on, and the membership."""
         return self.context.agreement
 
     @property

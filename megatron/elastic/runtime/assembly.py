@@ -19,19 +19,21 @@ from megatron.elastic.engine.compute.model_interface import ModelInterface
 from megatron.elastic.engine.engine import Engine
 from megatron.elastic.engine.generation.assignment import Assignment
 from megatron.elastic.engine.generation.configuration import Configuration, History
+from megatron.elastic.engine.generation.domains import failure_domains, placement_rules
+from megatron.elastic.engine.generation.factory import ViewFactory
 from megatron.elastic.engine.generation.hardware import Hardware
 from megatron.elastic.engine.generation.launch_topology import LaunchTopology
 from megatron.elastic.engine.generation.repartition import Recut, unmeasured_profile
 from megatron.elastic.engine.generation.view import View, unit_groups
 from megatron.elastic.engine.settings import Settings
-from megatron.elastic.engine.transaction.agreement import Agreement, RecoveryOutcome, failure_domains, placement_rules
+from megatron.elastic.engine.transaction.agreement import Agreement, RecoveryOutcome
 from megatron.elastic.engine.transaction.certificates import CertificateOutcome
 from megatron.elastic.engine.transaction.context import Context
 from megatron.elastic.engine.transaction.listener import Listener, Stepped
-from megatron.elastic.engine.transaction.migration import Moved
 from megatron.elastic.engine.transaction.phases import Tools
 from megatron.elastic.engine.transaction.protection import Protected
 from megatron.elastic.engine.transaction.rebalance import Rebalancer
+from megatron.elastic.engine.transaction.streams import Moved
 from megatron.elastic.observe.events import EventLog
 from megatron.elastic.observe.phases import PhaseTimer
 from megatron.elastic.observe.timeline import Timeline
@@ -140,32 +142,31 @@ def assemble(
         steady_clock=_has_steady_clock(job.config),
         exact=exact,
     )
-    agreement = Agreement(
-        membership=links.membership,
+    views = ViewFactory(
         fabric=fabric,
         launch_topology=job.launch_topology,
         config=job.config,
         layouts=layouts,
         arena=arena,
-        injector=links.injector,
-        timeout=job.settings.communication_timeout,
         choose=choose,
         profile=_profile(job, layouts, arena, hardware) if job.profile is None else job.profile,
         hardware=hardware,
     )
+    agreement = Agreement(links.membership, views, links.injector, job.settings.communication_timeout)
+    view = views.build_view(decision, configuration, record)
     tolerances = Tolerances(
         rank,
         job.config.mirrors,
-        lambda: agreement.domains,
         links.events,
         announce=lambda text: links.membership.announce(text),
         store=_first_serves_all(),
     )
     context = Context(
         tools=tools,
+        views=views,
         agreement=agreement,
         record=record,
-        view=agreement.build_view(decision, configuration, record),
+        view=view,
         history=History(configuration),
         injector=links.injector,
         timer=timer,

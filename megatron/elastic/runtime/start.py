@@ -10,11 +10,13 @@ from __future__ import annotations
 from megatron.elastic.comm.errors import CommError, PeerLost
 from megatron.elastic.engine.compute.buffers import Arena
 from megatron.elastic.engine.engine import Engine
+from megatron.elastic.engine.generation.factory import StageGone
 from megatron.elastic.engine.generation.hardware import survey
+from megatron.elastic.engine.generation.report import NEWCOMER, newcomers
 from megatron.elastic.engine.generation.state_catalog import build_layouts, exchange_catalog, own_catalog
 from megatron.elastic.engine.transaction.early_links import LinksAhead
-from megatron.elastic.engine.transaction.join import NEWCOMER, JoinState, newcomers, receive_welcome
-from megatron.elastic.engine.transaction.wait_for_ranks import StageGone, await_ranks
+from megatron.elastic.engine.transaction.join import JoinState, receive_join_state
+from megatron.elastic.engine.transaction.wait_for_ranks import await_ranks
 from megatron.elastic.observe.events import ReadyEvent
 from megatron.elastic.runtime.assembly import EngineParts, Layouts, assemble, beginning
 from megatron.elastic.runtime.connect import Links
@@ -72,7 +74,7 @@ def join(links: Links, job: EngineParts) -> tuple[Engine, JoinState]:
                 raise JobGone(begins_anew=decision.reason == "start")
             ahead.stop()
             fabric.edit(decision.generation, decision.members, timeout)
-            join_state = receive_welcome(fabric, decision)
+            join_state = receive_join_state(fabric, decision)
             layouts = build_layouts(join_state.catalog, job.config.block_bytes)
             if any(layouts.get(key) != layout for key, layout in own.items()):
                 raise ValueError(f"rank {fabric.rank}: the parameters of its model are not those of the job's")

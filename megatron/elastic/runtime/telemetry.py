@@ -15,8 +15,8 @@ from megatron.elastic.engine.generation.view import View
 from megatron.elastic.engine.transaction.agreement import RecoveryOutcome
 from megatron.elastic.engine.transaction.certificates import CertificateOutcome
 from megatron.elastic.engine.transaction.listener import Stepped
-from megatron.elastic.engine.transaction.migration import Moved
 from megatron.elastic.engine.transaction.protection import Protected
+from megatron.elastic.engine.transaction.streams import Moved
 from megatron.elastic.observe.events import (
     CertificateEvent,
     ClockEvent,

@@ -19,20 +19,19 @@ __all__ = ["Tolerances", "line"]
 
 
 class Tolerances:
-    """``domains``: of the present generation; ``announce``: tells the agents; ``store``: the first agent serves it."""
+    """``announce``: tells the agents; ``store``: whether the first agent serves it."""
 
     def __init__(
-        self, rank: int, mirrors: int, domains: Callable[[], FailureDomains], log: events.EventLog,
-        announce: Callable[[str], None], store: bool,
-    ) -> None:  # fmt: skip
-        self._rank, self._mirrors, self._domains = rank, mirrors, domains
+        self, rank: int, mirrors: int, log: events.EventLog, announce: Callable[[str], None], store: bool
+    ) -> None:
+        self._rank, self._mirrors = rank, mirrors
         self._log, self._announce, self._store = log, announce, store
         self._seen: tuple[Placement, FailureDomains] | None = None
         self._told = ""
 
     def look(self, view: View, step: int) -> None:
         """``view`` is in force after ``step``."""
-        present = view.placement, self._domains()
+        present = view.placement, view.domains
         if view.living[0] != self._rank or self._is_seen(*present):
             return
         self._seen = present

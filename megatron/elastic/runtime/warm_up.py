@@ -66,7 +66,7 @@ def _be_admitted(links: Links, job: EngineParts, own: Catalog, arena: Arena) -> 
         at.tools, at.view, record, 0, looked_at(layouts, configuration.placement.copies, 0, LOOKED_AT_BYTES)
     )
     # What it finds is of no account: of the others there is nothing to compare.
-    examine(at.tools, at.view, at.agreement.groups(at.view), mine, "join")
+    examine(at.tools, at.view, at.views.groups(at.view), mine, "join")
 
 
 def _in_a_place(assignment: Assignment, rank: int, units: tuple[int, ...]) -> tuple[Assignment, tuple[int, ...]]:

@@ -6,7 +6,7 @@ from megatron.elastic.comm.fabric import Address
 from megatron.elastic.config import ElasticConfig
 from megatron.elastic.control.membership import Decision
 from megatron.elastic.control.wire import decision_from_json, decision_to_json
-from megatron.elastic.engine.transaction.agreement import failure_domains, placement_rules
+from megatron.elastic.engine.generation.domains import failure_domains, placement_rules
 
 
 def decision(*labels: str) -> Decision:

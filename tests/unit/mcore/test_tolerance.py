@@ -50,11 +50,11 @@ def test_it_is_told_when_it_changes_and_by_the_lowest_rank_alone(tmp_path: Path,
     both = Placement({(0, 0, 0): Copies(0, (1,)), (0, 0, 1): Copies(1, (2,))})
     same, fewer = Placement(dict(both.copies)), Placement({(0, 0, 0): Copies(0), (0, 0, 1): Copies(1, (2,))})
     log = EventLog(tmp_path, 0)
-    lowest = Tolerances(0, 1, lambda: domains, log, heard.append, False)
-    other = Tolerances(1, 1, lambda: domains, log, heard.append, False)
+    lowest = Tolerances(0, 1, log, heard.append, False)
+    other = Tolerances(1, 1, log, heard.append, False)
     for step, placement in enumerate((both, both, same, fewer, both), 1):
         for rank in (lowest, other):
-            rank.look(SimpleNamespace(living=(0, 1, 2), placement=placement), step)  # type: ignore[arg-type]
+            rank.look(SimpleNamespace(living=(0, 1, 2), placement=placement, domains=domains), step)  # type: ignore[arg-type]
     printed = capsys.readouterr().out.splitlines()
     assert printed == heard and len(heard) == 3
     assert "lack copies" in heard[1] and heard[0] == heard[2]

@@ -15,9 +15,13 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from megatron.elastic.control.membership import Decision
 from megatron.elastic.state.protocol import Holdings
 
-__all__ = ["Report", "first_open", "phase_is_over"]
+__all__ = ["NEWCOMER", "Report", "first_open", "joined_since_vote", "newcomers", "phase_is_over", "reports_of"]
+
+NEWCOMER = ""
+"""Report of a rank that has no state yet."""
 
 
 @dataclass(frozen=True)
@@ -89,3 +93,21 @@ def phase_is_over(phase: int, reports: Mapping[int, Report], members: int) -> bo
     # Who is still in the phase before has done nothing of this one, and needs the others for it.
     everybody = len(reports) == members and all(report.phase == phase for report in reports.values())
     return newest > phase or (everybody and all(report.done for report in reports.values()))
+
+
+def newcomers(decision: Decision) -> tuple[int, ...]:
+    """Members that have to be told everything, ascending."""
+    return tuple(sorted(rank for rank in decision.members if decision.reports.get(rank, NEWCOMER) == NEWCOMER))
+
+
+def reports_of(decision: Decision) -> dict[int, Report]:
+    """Rank → its report, of the members that are no newcomers."""
+    return {rank: Report.from_text(text) for rank, text in decision.reports.items() if text != NEWCOMER}
+
+
+def joined_since_vote(reports: Mapping[int, Report]) -> set[int]:
+    """Ranks that came after the newest vote: the copies that it named under their number died with an earlier life."""
+    records = [record for report in reports.values() for record in report.holdings.records]
+    newest = max(records, key=lambda record: record.version)
+    voted = 0 if newest.gradient is None else newest.gradient.generation
+    return {rank for rank, report in reports.items() if report.admitted > voted}

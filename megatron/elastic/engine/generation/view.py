@@ -9,7 +9,7 @@ generation; nothing in it is edited.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from megatron.elastic.engine.generation.configuration import Configuration
 from megatron.elastic.plan.model import Cell, Plan
 from megatron.elastic.plan.planner import plan_hash
 from megatron.elastic.plan.profile import PPM
+from megatron.elastic.state.domains import FailureDomains
 from megatron.elastic.state.layout import BlockKey, StateBlock, UnitLayout
 from megatron.elastic.state.placement import Placement, UnitGroup
 
@@ -81,6 +82,10 @@ class View:
     mirrored: tuple[StateBlock, ...]
     routes: Routes
     """From owners to mirrors."""
+    domains: FailureDomains = field(default_factory=FailureDomains)
+    """Failure domains of the living."""
+    unproven: frozenset[int] = frozenset()
+    """Members that had not voted since they were let in when this generation was decided."""
 
     @property
     def placement(self) -> Placement:

@@ -73,27 +73,27 @@ class Boundary:
             at.listener.recut(at.record, at.view, recut)
         if recut is not None or needs_rebalance or self._holds_state(leaving):
             target = None if recut is None else recut.target
-            begun = self._migrator.begin(at.agreement.migration(at.view, target, leaving))
+            begun = self._migrator.begin(at.views.migration(at.view, target, leaving))
             at.needs_rebalance = False
-            if begun and at.agreement.config.migration == "blocking":
+            if begun and at.views.config.migration == "blocking":
                 self._wait_for_migration()
 
     def _recut(self) -> Recut | None:
         """Units that should change place; asked once a generation, when it is time, by all ranks at one boundary."""
-        agreement, view = self._context.agreement, self._context.view
-        asked, patience = self._considered == view.generation, agreement.config.steps_before_migration
-        if asked or patience < 0 or agreement.config.policy != "elaswave":
+        views, view = self._context.views, self._context.view
+        asked, patience = self._considered == view.generation, views.config.steps_before_migration
+        if asked or patience < 0 or views.config.policy != "elaswave":
             return None
         steps = self._context.record.version - self._context.settled_at
         due = everybody_is_here(view.assignment, view.living) or steps >= patience
         if not due or steps == 0:  # before a vote of this generation not everybody knows the same measurements
             return None
         self._considered = view.generation
-        costs = self._rebalancer.measured or agreement.profile
+        costs = self._rebalancer.measured or views.profile
         speeds = dict(view.speeds())
         try:
             return better_assignment(
-                view.assignment, view.living, costs, agreement.hardware.memory_bytes, speeds, self._outlook()
+                view.assignment, view.living, costs, views.hardware.memory_bytes, speeds, self._outlook()
             )
         except PlanError:  # nothing better is known to fit; the plan that runs goes on
             return None
@@ -103,7 +103,7 @@ class Boundary:
         at = self._context
         steps = at.tools.settings.steps
         return DecisionOptions(
-            horizon_ns=round(at.agreement.config.mean_time_between_losses * 1e9),
+            horizon_ns=round(at.views.config.mean_time_between_losses * 1e9),
             horizon_steps=None if steps is None else max(0, steps - at.record.version),
         )
 
@@ -111,7 +111,7 @@ class Boundary:
         """Ranks leave on request, once nothing is left of them; returns those whose state has to move first."""
         at = self._context
         leaving = tuple(rank for rank in asked if rank in at.view.living)
-        obstacle = at.agreement.indispensable(at.view, leaving) if leaving else ""
+        obstacle = at.views.indispensable(at.view, leaving) if leaving else ""
         if obstacle:
             if self._refused != leaving:
                 at.listener.noticed(f"ranks {', '.join(map(str, leaving))} cannot leave: {obstacle}")

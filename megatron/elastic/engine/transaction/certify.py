@@ -40,9 +40,9 @@ class Certifier:
         """Have everybody compare what all hold and will do. Raises ``CertificateError``."""
         at = self.context
         limit = ALL_BYTES if transition in ("start", "load") else LOOKED_AT_BYTES
-        contents = looked_at(at.agreement.layouts, moved, at.record.version, limit)
+        contents = looked_at(at.views.layouts, moved, at.record.version, limit)
         mine = statement(at.tools, at.view, at.record, at.parameters, contents)
-        verdict = examine(at.tools, at.view, at.agreement.groups(at.view), mine, transition)
+        verdict = examine(at.tools, at.view, at.views.groups(at.view), mine, transition)
         at.listener.examined(at.view, verdict)
         if verdict.findings:
             raise CertificateError(verdict.findings)

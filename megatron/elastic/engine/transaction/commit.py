@@ -69,7 +69,7 @@ class StepCommit:
         self._migrator = migrator
         self._certifier = certifier
         self._rebalancer = rebalancer
-        self._blocks = block_index(context.agreement.layouts)
+        self._blocks = block_index(context.views.layouts)
         self.save_due: Callable[[], bool] = _never
         """Whether this rank knows of a checkpoint to be written at the next boundary: an agreement between all."""
         self.share_written: Callable[[], bool] = _never

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from megatron.elastic.comm.exchange import gather_messages
 from megatron.elastic.engine.generation.configuration import Configuration, History
+from megatron.elastic.engine.generation.factory import ViewFactory
 from megatron.elastic.engine.generation.view import View
 from megatron.elastic.engine.inject import Injector
 from megatron.elastic.engine.transaction.agreement import Agreement
@@ -30,6 +31,7 @@ class Context:
     """Belongs to the training thread."""
 
     tools: Tools
+    views: ViewFactory
     agreement: Agreement
     record: StepRecord
     """Of the newest committed step."""
@@ -61,7 +63,7 @@ class Context:
     def body(self) -> StepBody:
         """The phases of a step on the present standing."""
         if self._body is None or self._body[0] is not self.view:
-            interval = self.agreement.config.verify_interval
+            interval = self.views.config.verify_interval
             self._body = self.view, StepBody(self.tools, self.view, interval)
         return self._body[1]
 
@@ -70,7 +72,7 @@ class Context:
         self.history.enter(configuration)
         if configuration.assignment != self.view.assignment:
             self.parameters = -1  # of units that came here there are none yet
-        self.view = self.agreement.with_configuration(self.view, configuration)
+        self.view = self.views.with_configuration(self.view, configuration)
 
     def agree_on_keys(self, mine: Mapping[str, tuple[float, float]], anew: bool = False) -> tuple[str, ...]:
         """Names of what loss functions report, ascending. Collective once a generation, and where ``anew`` is asked."""

@@ -20,14 +20,12 @@ from megatron.elastic.comm.messages import receive, send
 from megatron.elastic.control.membership import Decision
 from megatron.elastic.engine.generation.configuration import Configuration, History
 from megatron.elastic.engine.generation.hardware import Hardware
+from megatron.elastic.engine.generation.report import newcomers
 from megatron.elastic.engine.transaction.fence import EntryPoint
 from megatron.elastic.state.layout import ParamSpec
 from megatron.elastic.state.record import StepRecord
 
-__all__ = ["NEWCOMER", "JoinState", "newcomers", "receive_welcome", "send_join_state"]
-
-NEWCOMER = ""
-"""Report of a rank that has no state and no position yet."""
+__all__ = ["JoinState", "receive_join_state", "send_join_state"]
 
 
 @dataclass(frozen=True)
@@ -60,21 +58,16 @@ class JoinState:
         return History(self.confirmed, self.configuration)
 
 
-def newcomers(decision: Decision) -> tuple[int, ...]:
-    """Members that have to be told everything, ascending."""
-    return tuple(sorted(rank for rank in decision.members if decision.reports.get(rank, NEWCOMER) == NEWCOMER))
-
-
 def send_join_state(fabric: Fabric, decision: Decision, join_state: Callable[[], JoinState]) -> None:
-    """Members' side: the lowest of them tells the newcomers; the others need not know what."""
+    """Members' side: the lowest of them sends ``join_state()`` to each newcomer."""
     if fabric.rank == _speaker(decision):
         message = join_state()
         for rank in newcomers(decision):
             send(fabric, rank, message)
 
 
-def receive_welcome(fabric: Fabric, decision: Decision) -> JoinState:
-    """A newcomer's side."""
+def receive_join_state(fabric: Fabric, decision: Decision) -> JoinState:
+    """A newcomer's side: what the lowest member sends."""
     return receive(fabric, _speaker(decision), JoinState)
 
 

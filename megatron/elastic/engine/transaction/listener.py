@@ -14,8 +14,8 @@ from megatron.elastic.engine.generation.repartition import Recut
 from megatron.elastic.engine.generation.view import View
 from megatron.elastic.engine.transaction.agreement import RecoveryOutcome
 from megatron.elastic.engine.transaction.certificates import CertificateOutcome
-from megatron.elastic.engine.transaction.migration import Moved
 from megatron.elastic.engine.transaction.protection import Protected
+from megatron.elastic.engine.transaction.streams import Moved
 from megatron.elastic.state.record import StepRecord
 
 __all__ = ["Listener", "Stepped"]

@@ -22,11 +22,12 @@ import torch
 import torch.distributed as dist
 
 from megatron.elastic.engine.generation.configuration import Configuration
+from megatron.elastic.engine.generation.migration import Migration
 from megatron.elastic.engine.generation.view import View
 from megatron.elastic.engine.transaction.certify import Certifier
 from megatron.elastic.engine.transaction.context import Context
-from megatron.elastic.engine.transaction.migration import Migration, Moved, Streams
 from megatron.elastic.engine.transaction.protection import Exposure, Protected
+from megatron.elastic.engine.transaction.streams import Moved, Streams
 from megatron.elastic.state.transfer import commit, prune
 
 __all__ = ["Migrator"]
@@ -59,7 +60,7 @@ class Migrator:
         """Migrations of this generation."""
         self._common = -1
         """Newest version that all ranks were known to have when the migration under way began, or was concluded."""
-        self._pace = float(context.agreement.hardware.link_bytes_per_s)
+        self._pace = float(context.views.hardware.link_bytes_per_s)
         """Bytes a second at which state leaves this rank beside a step."""
         self._abandoned: list[Streams] = []
         """Kept until the next edit has made sure that nobody writes into their buffers."""
@@ -110,7 +111,7 @@ class Migrator:
 
     def replenish(self) -> bool:
         """Begin the copies that a loss left missing; with none under way. False where none is missing."""
-        migration = self._context.agreement.replenishment(self._context.view)
+        migration = self._context.views.replenishment(self._context.view)
         return migration is not None and self.begin(migration)
 
     def exposed(self, since: float, newcomers: Collection[int] = ()) -> None:
@@ -122,7 +123,7 @@ class Migrator:
         self._tell(self._exposure.settled(self._short(), at.view.living, at.record.version, since, newcomers))
 
     def _short(self) -> int:
-        return len(self._context.agreement.short_of_mirrors(self._context.view))
+        return len(self._context.views.short_of_mirrors(self._context.view))
 
     def _tell(self, protected: Protected | None) -> None:
         if protected is not None:
@@ -202,9 +203,9 @@ class Migrator:
 
         What they leave stays as it is until the next vote, which does not name it.
         """
-        agreement, view = self._context.agreement, self._context.view
-        if agreement.owner_is_outside_group(view):
-            self.begin(agreement.migration(view))
+        views, view = self._context.views, self._context.view
+        if views.owner_is_outside_group(view):
+            self.begin(views.migration(view))
             self.conclude()
             self.arrive()
             self._build_view()
@@ -262,7 +263,7 @@ class Migrator:
         self._begun = 0
 
     def _prepare(self, streams: Streams, view: View) -> None:
-        self._context.agreement.prepare(view, streams.migration.target.assignment)
+        self._context.views.prepare(view, streams.migration.target.assignment)
         streams.prepare()
 
     def _build_view(self) -> None:

@@ -47,7 +47,7 @@ class Rebalancer:
 
     def observe(self, total: Tally) -> None:
         """Take in a vote's sum. What follows from it begins at the next boundary, on every rank alike."""
-        plan, times, profile = self.context.view.plan, total.times, self.context.agreement.profile
+        plan, times, profile = self.context.view.plan, total.times, self.context.views.profile
         if self.clocks is not None:
             chosen = self.clocks.observe(plan, times, total.clocks, profile)
             self._clocked = None if chosen is None else chosen.frequencies_khz
@@ -70,7 +70,7 @@ class Rebalancer:
     def _replan(self) -> None:
         at, before, self._changed = self.context, self.context.view, False
         with at.timer.phase("plan"):
-            at.view = at.agreement.replan(before, at.record)
+            at.view = at.views.replan(before, at.record)
         at.listener.paced(at.record, before, at.view)
 
     def renew(self) -> None:

@@ -20,16 +20,17 @@ import torch.distributed as dist
 
 from megatron.elastic.comm.errors import CommError, GenerationChanged
 from megatron.elastic.engine.failures import CommunicationFault, NotFinite
-from megatron.elastic.engine.generation.report import Report, first_open
+from megatron.elastic.engine.generation.factory import StageGone
+from megatron.elastic.engine.generation.report import Report, first_open, newcomers, reports_of
 from megatron.elastic.engine.transaction.agreement import RecoveryOutcome
 from megatron.elastic.engine.transaction.certify import Certifier
 from megatron.elastic.engine.transaction.commit import StepCommit
 from megatron.elastic.engine.transaction.context import Context
 from megatron.elastic.engine.transaction.fence import Program
-from megatron.elastic.engine.transaction.join import NEWCOMER, JoinState, newcomers, send_join_state
+from megatron.elastic.engine.transaction.join import JoinState, send_join_state
 from megatron.elastic.engine.transaction.migrate import Migrator
 from megatron.elastic.engine.transaction.rebalance import Rebalancer
-from megatron.elastic.engine.transaction.wait_for_ranks import StageGone
+from megatron.elastic.engine.transaction.wait_for_ranks import await_ranks
 from megatron.elastic.state.record import GradientKey
 from megatron.elastic.state.transfer import prune
 
@@ -139,7 +140,7 @@ class Recovery:
         at.record, at.acted_on = record, record.version
         at.history.enter(at.view.configuration)
         if outcome.newcomers:
-            send_join_state(at.tools.fabric, outcome.decision, lambda: self._welcome(outcome.first_open))
+            send_join_state(at.tools.fabric, outcome.decision, lambda: self._join_state(outcome.first_open))
         self._rebalancer.renew()
         pool.discard(resolution.gradient_key, record.version)
         # Everybody gathers when anybody has to: a gather cut short left some parameters behind.
@@ -172,31 +173,32 @@ class Recovery:
         return None
 
     def _every_block(self) -> tuple[tuple[int, int, int], ...]:
-        return tuple(block.key for layout in self._context.agreement.layouts.values() for block in layout.blocks)
+        return tuple(block.key for layout in self._context.views.layouts.values() for block in layout.blocks)
 
     def _wait_for_ranks(self, gone: StageGone) -> CommError:
-        """Nobody is left to compute a stage: until a newer generation is being agreed, which may bring its ranks."""
+        """Wait until a newer generation is being agreed, which may bring ranks that compute the lost stage again."""
         at = self._context
         try:
             if newcomers(gone.decision):  # some have come, not all
-                texts = [text for text in gone.decision.reports.values() if text != NEWCOMER]
-                first = first_open(map(Report.from_text, texts))
-                send_join_state(at.tools.fabric, gone.decision, lambda: self._welcome(first))
-            at.agreement.wait_for_ranks(gone, self._step_commit.present_step, at.listener.noticed)
+                first = first_open(reports_of(gone.decision).values())
+                send_join_state(at.tools.fabric, gone.decision, lambda: self._join_state(first))
+            config, membership = at.views.config, at.agreement.membership
+            step, say = self._step_commit.present_step, at.listener.noticed
+            await_ranks(membership, gone, step, config.respawn, config.detection_timeout, say)
         except CommError as error:
             return error
         return GenerationChanged(gone.decision.generation + 1)
 
     # -- newcomers -----------------------------------------------------------------
 
-    def _welcome(self, first: int) -> JoinState:
+    def _join_state(self, first: int) -> JoinState:
         """``first``: the first phase that is not over among the members."""
         at = self._context
         place, in_step = self._program.place(first), self._step_commit.under_way
         committed = not in_step or at.record.version == self._step_commit.present_step
         return JoinState(
-            catalog={key: tuple(slot.spec for slot in layout.slots) for key, layout in at.agreement.layouts.items()},
-            hardware=at.agreement.hardware,
+            catalog={key: tuple(slot.spec for slot in layout.slots) for key, layout in at.views.layouts.items()},
+            hardware=at.views.hardware,
             configuration=at.view.configuration,
             confirmed=at.history.of(at.record),
             record_text=at.record.to_json(),

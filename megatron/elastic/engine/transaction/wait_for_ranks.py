@@ -19,31 +19,15 @@ the launcher ends it, saying for whom it waited, when that takes longer than its
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-from megatron.elastic.control.membership import WAITING_FOR_RANKS, Activity, Decision, Membership
+from megatron.elastic.control.membership import WAITING_FOR_RANKS, Activity, Membership
 from megatron.elastic.control.timing import Timing
-from megatron.elastic.plan.dataflow import PlanError
+from megatron.elastic.engine.generation.factory import StageGone
 
-__all__ = ["StageGone", "await_ranks"]
+__all__ = ["await_ranks"]
 
 _LOOK_SECONDS = 0.02
-
-
-class StageGone(PlanError):
-    """No whole tensor-parallel group is left for some units; ``missing`` ranks would make one each."""
-
-    def __init__(self, decision: Decision, units: Sequence[int], missing: Sequence[int]) -> None:
-        self.decision = decision
-        self.missing = tuple(missing)
-        super().__init__(
-            f"no whole tensor-parallel group is left to compute units {list(units)}: ranks {list(missing)} are gone, "
-            "though copies of their state survive"
-        )
-
-    def final(self, why: str) -> PlanError:
-        """The same as the end of the job."""
-        return PlanError(f"{self}; {why}; resume from the last checkpoint (--load)")
 
 
 def await_ranks(

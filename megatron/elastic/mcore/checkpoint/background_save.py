@@ -315,12 +315,12 @@ class BackgroundSave:
         engine.tools.reach("in_save", engine.record.version)
         content = self._optimizer.content = Content()
         tag = self._tag()
-        if fabric.rank < engine.agreement.launch_topology.slots:
+        if fabric.rank < engine.views.launch_topology.slots:
             self._plan(original, call, content, tag)
         request, self._request = self._request, None
         wants = gather_messages(fabric, tuple[Want, ...], tuple(content.wants))
         pool, placement = engine.tools.pool, engine.view.placement
-        stream = StateStream(fabric, pool, placement, engine.agreement.layouts, engine.record, wants)
+        stream = StateStream(fabric, pool, placement, engine.views.layouts, engine.record, wants)
         reach, record, certified = engine.tools.reach, engine.record, engine.context.certificate
         self._write = _Write(
             engine.view.generation, record, request, stream, content, lambda: reach("save_writing", record.version),
@@ -348,7 +348,7 @@ class BackgroundSave:
         Raises ``OSError`` where nobody is left who could write for some stage.
         """
         engine, fabric = self._engine, self._engine.tools.fabric
-        launch_topology = engine.agreement.launch_topology
+        launch_topology = engine.views.launch_topology
         stages = duties(launch_topology, engine.view.living).get(fabric.rank, ())
         context = dict(call["checkpointing_context"] or {})
         shapes = self._optimizer.as_launched(stages)
@@ -413,7 +413,7 @@ class BackgroundSave:
     def _name(self, request: Any, manifest: Manifest) -> None:
         """Have Megatron write what describes the files, then make the folder a checkpoint."""
         engine = self._engine
-        with without_holes(engine.tools.fabric, engine.agreement.launch_topology.slots):
+        with without_holes(engine.tools.fabric, engine.views.launch_topology.slots):
             for finalize in request.finalize_fns:
                 with _writing(self._args.save):
                     finalize()

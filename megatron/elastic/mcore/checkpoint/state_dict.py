@@ -148,7 +148,7 @@ class OptimizerCheckpoint:
 
     def _slots(self, place: LaunchStage) -> Iterator[tuple[int, ParamSlot]]:
         """(unit, place in its flat state) of each of ``place.ordered()``."""
-        layouts, shard = self._engine.agreement.layouts, self._shard
+        layouts, shard = self._engine.views.layouts, self._shard
         home = {
             id(item.parameter): (unit, layouts[unit, shard].slot(item.spec.name))
             for unit, parameters in place.launched.items()
@@ -158,7 +158,7 @@ class OptimizerCheckpoint:
 
     @property
     def _shard(self) -> int:
-        return self._engine.agreement.launch_topology.shard(self._engine.tools.fabric.rank)
+        return self._engine.views.launch_topology.shard(self._engine.tools.fabric.rank)
 
     def _shadow(self, place: LaunchStage, groups: Sequence[Mapping[str, Any]]) -> Any:
         """Megatron's optimizer for these arguments; its own copies of parameters are fp32."""

@@ -275,7 +275,7 @@ class Setup:
         self.reporter.hand_over(engine.is_reporter)
         # A newcomer knows nothing of the recovery that let it in.
         speaks = min(set(view.living) - set(outcome.newcomers)) == links.fabric.rank
-        topology, step = engine.agreement.launch_topology, engine.present_step
+        topology, step = engine.views.launch_topology, engine.present_step
         report_recovery(links.events, topology, outcome, view, step, engine.in_step, seconds, speaks)
 
     def notice(self, why: str) -> None:

@@ -35,43 +35,20 @@ from dataclasses import dataclass
 from megatron.elastic.comm.errors import CommError
 from megatron.elastic.comm.fabric import Fabric
 from megatron.elastic.comm.side_channel import SideChannel
-from megatron.elastic.engine.generation.configuration import Configuration
+from megatron.elastic.engine.generation.migration import Migration
 from megatron.elastic.state.layout import BlockKey
-from megatron.elastic.state.placement import Transition
 from megatron.elastic.state.pool import BlockCopy, StatePool
 from megatron.elastic.state.receiver import BlockReceiver
 from megatron.elastic.state.record import StepRecord
 from megatron.elastic.state.sender import BlockSender
 
-__all__ = ["Migration", "Moved", "Streams"]
+__all__ = ["Moved", "Streams"]
 
 _OVERRUN = 4 / 3
 """Bases that leave a step before their vote are followed by its gradients, a third of their bytes: as much may be
 late instead, and be waited for."""
 _PATIENCE = 0.05
 """Seconds after which a sender that was told nothing looks whether it should send all the same."""
-
-
-@dataclass(frozen=True)
-class Migration:
-    """A basis to reach, and the changes that lead there; the same on every rank.
-
-    An added copy may go from any rank that holds the block to any other, whatever
-    units either computes.
-    """
-
-    target: Configuration
-    changes: tuple[Transition, ...]
-    urgent: bool = False
-    """Only adds copies that blocks are short of after a loss."""
-
-    def adds(self) -> dict[tuple[int, int], tuple[BlockKey, ...]]:
-        """(source, destination) → blocks, ascending."""
-        pairs: dict[tuple[int, int], list[BlockKey]] = {}
-        for change in self.changes:
-            if change.kind == "add":
-                pairs.setdefault((change.source, change.rank), []).append(change.block)
-        return {pair: tuple(sorted(blocks)) for pair, blocks in sorted(pairs.items())}
 
 
 @dataclass(frozen=True)

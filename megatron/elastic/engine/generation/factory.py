@@ -1,0 +1,183 @@
+"""Plans, views and migrations as pure answers to a decision, for one rank.
+
+Invariant: every answer is a function of the decision, the configuration and the record (all the same on every rank) and
+of what is constant over the run, so every rank of a generation comes to the same plan and the same migrations. Nothing
+here changes but the arena, which makes room for the units of a view.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from megatron.elastic.comm.fabric import Fabric
+from megatron.elastic.config import ElasticConfig
+from megatron.elastic.control.membership import Decision
+from megatron.elastic.engine.compute.buffers import Arena
+from megatron.elastic.engine.generation.assignment import Assignment
+from megatron.elastic.engine.generation.configuration import Configuration
+from megatron.elastic.engine.generation.domains import failure_domains, placement_rules
+from megatron.elastic.engine.generation.hardware import Hardware
+from megatron.elastic.engine.generation.launch_topology import LaunchTopology
+from megatron.elastic.engine.generation.migration import Migration
+from megatron.elastic.engine.generation.repartition import better_assignment
+from megatron.elastic.engine.generation.report import joined_since_vote, newcomers, reports_of
+from megatron.elastic.engine.generation.view import View, build_view, unit_groups, with_configuration, with_plan
+from megatron.elastic.plan.dataflow import PlanError
+from megatron.elastic.plan.model import Plan, Profile
+from megatron.elastic.plan.policies.choice import Choice
+from megatron.elastic.plan.topology import with_speeds
+from megatron.elastic.state.layout import BlockKey, UnitLayout
+from megatron.elastic.state.ownership import rebalance
+from megatron.elastic.state.placement import UnitGroup
+from megatron.elastic.state.record import StepRecord
+from megatron.elastic.state.redundancy import replenish, short_of_mirrors
+
+__all__ = ["StageGone", "ViewFactory"]
+
+
+class StageGone(PlanError):
+    """No whole tensor-parallel group is left for some units; ``missing`` ranks would make one each."""
+
+    def __init__(self, decision: Decision, units: Collection[int], missing: Collection[int]) -> None:
+        self.decision = decision
+        self.missing = tuple(missing)
+        super().__init__(
+            f"no whole tensor-parallel group is left to compute units {list(units)}: ranks {list(missing)} are gone, "
+            "though copies of their state survive"
+        )
+
+    def final(self, why: str) -> PlanError:
+        """The same as the end of the job."""
+        return PlanError(f"{self}; {why}; resume from the last checkpoint (--load)")
+
+
+@dataclass(frozen=True)
+class ViewFactory:
+    """What is constant over the generations of one rank, and the answers that follow from it."""
+
+    fabric: Fabric
+    launch_topology: LaunchTopology
+    config: ElasticConfig
+    layouts: Mapping[tuple[int, int], UnitLayout]
+    """(unit, tensor-parallel shard) → layout of its state."""
+    arena: Arena
+    choose: Choice
+    """The policy: which plan the living run."""
+    profile: Profile
+    """Costs of units, the same on every rank."""
+    hardware: Hardware
+
+    # -- views -----------------------------------------------------------------
+
+    def build_view(self, decision: Decision, configuration: Configuration, record: StepRecord) -> View:
+        """This rank's view of a decided generation, whose work goes on from ``record``.
+
+        Raises :class:`StageGone` when no rank is left to compute some unit.
+        """
+        assignment = configuration.assignment
+        units = assignment.uncovered(decision.members)
+        if units:
+            groups = assignment.state_groups().items()
+            holders = {rank for (unit, _), group in groups if unit in units for rank in group}
+            raise StageGone(decision, units, sorted(holders - decision.members.keys()))
+        plan = self._plan(assignment, decision.members, _speeds_for(record, decision, self.launch_topology))
+        view = self._build_view(decision.generation, tuple(decision.members), configuration, plan)
+        reports = reports_of(decision)
+        unproven = {*newcomers(decision), *(joined_since_vote(reports) if reports else ())}
+        return replace(view, domains=failure_domains(decision), unproven=frozenset(unproven))
+
+    def with_configuration(self, view: View, configuration: Configuration) -> View:
+        """The same generation under another configuration."""
+        if configuration.assignment == view.assignment:
+            return with_configuration(view, self.fabric.rank, configuration, self.layouts, self.arena, self.fabric)
+        plan = self._plan(configuration.assignment, view.living, view.speeds())
+        fresh = self._build_view(view.generation, view.living, configuration, plan)
+        return replace(fresh, domains=view.domains, unproven=view.unproven)
+
+    def replan(self, view: View, record: StepRecord) -> View:
+        """The same view under a plan made from the speeds of ``record``."""
+        plan = self._plan(view.assignment, view.living, record.speeds)
+        return with_plan(view, replace(plan, frequencies_khz=view.plan.frequencies_khz))
+
+    def prepare(self, view: View, target: Assignment) -> None:
+        """Have ready what :meth:`with_configuration` on ``target`` would have to make. On any thread, beside a step."""
+        self._plan(target, view.living, view.speeds())
+        self.arena.prepare(target.units_of(self.fabric.rank))
+
+    def _build_view(self, generation: int, living: tuple[int, ...], configuration: Configuration, plan: Plan) -> View:
+        rank = self.fabric.rank
+        self.arena.hold(configuration.assignment.units_of(rank))
+        return build_view(rank, generation, living, configuration, self.layouts, self.arena, self.fabric, plan)
+
+    # -- plans -----------------------------------------------------------------
+
+    def indispensable(self, view: View, leaving: Collection[int]) -> str:
+        """Why the others cannot go on without ``leaving``; empty when they can."""
+        try:
+            staying = [rank for rank in view.living if rank not in leaving]
+            self.choose(view.assignment.topology(staying), self.profile)
+        except PlanError as error:
+            return str(error)
+        return ""
+
+    def taken_over(self, assignment: Assignment, decision: Decision) -> Assignment:
+        """``assignment`` with waiting cells in lost places; re-cut if a stage is lost and will not be back."""
+        living = decision.members
+        seated = assignment.seated(living)
+        movable = self.config.policy == "elaswave" and self.config.steps_before_migration >= 0
+        comes_back = not seated.uncovered({*living, *decision.returning})
+        if not movable or not seated.uncovered(living) or comes_back:
+            return seated
+        try:
+            recut = better_assignment(seated, living, self.profile, self.hardware.memory_bytes)
+        except PlanError:  # no shape fits: as if units could not move
+            return seated
+        return seated if recut is None else recut.target
+
+    def _plan(self, assignment: Assignment, living: Iterable[int], speeds: Iterable[tuple[int, int]]) -> Plan:
+        topology = assignment.topology(tuple(living))
+        return self.choose(with_speeds(topology, dict(speeds)), self.profile)
+
+    # -- placement -------------------------------------------------------------
+
+    def groups(self, view: View) -> tuple[UnitGroup, ...]:
+        """Living holders of every (unit, shard) that has any."""
+        return unit_groups(view.assignment, self.layouts, view.living)
+
+    def owner_is_outside_group(self, view: View) -> bool:
+        """Whether some block is owned by a rank that does not compute its unit, so that it cannot be gathered."""
+        holders = {(group.unit, group.shard): group.holders for group in self.groups(view)}
+        return any(copies.owner not in holders.get(key[:2], ()) for key, copies in view.placement.copies.items())
+
+    def migration(self, view: View, target: Assignment | None = None, leaving: Collection[int] = ()) -> Migration:
+        """To balance and redundancy among the ranks that stay, with units where ``target`` has them."""
+        assignment = target or view.assignment
+        staying = [rank for rank in view.living if rank not in leaving]
+        groups = unit_groups(assignment, self.layouts, staying)
+        placement, changes = rebalance(view.placement, groups, placement_rules(self.config, view.domains, staying))
+        return Migration(Configuration(placement, assignment), changes)
+
+    def short_of_mirrors(self, view: View) -> tuple[BlockKey, ...]:
+        """Blocks that could have more mirrors among the living and should, ascending."""
+        return short_of_mirrors(view.placement, self.config.mirrors, view.living)
+
+    def replenishment(self, view: View) -> Migration | None:
+        """The copies that blocks are short of, and nothing else; None where none is missing.
+
+        On ranks whose copies count from the moment they are there, if these suffice: those of a rank that has not voted
+        since it was let in do not.
+        """
+        if not self.short_of_mirrors(view):
+            return None
+        proven = [rank for rank in view.living if rank not in view.unproven]
+        ranks = proven if len(proven) > self.config.mirrors else view.living
+        groups = unit_groups(view.assignment, self.layouts, ranks)
+        placement, changes = replenish(view.placement, groups, placement_rules(self.config, view.domains, ranks))
+        return Migration(Configuration(placement, view.assignment), changes, urgent=True)
+
+
+def _speeds_for(record: StepRecord, decision: Decision, launch_topology: LaunchTopology) -> tuple[tuple[int, int], ...]:
+    """Published speeds that hold in a generation: of a cell with a new process nothing is known yet."""
+    new = {launch_topology.cell_of(rank).id for rank in newcomers(decision)}
+    return tuple((cell, speed) for cell, speed in record.speeds if cell not in new)
