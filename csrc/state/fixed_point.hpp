@@ -2,7 +2,7 @@
 //
 // Integer addition is associative, so the sum over the samples of a batch has the
 // same bits however samples are spread over processes and in whichever order they
-// arrive (DESIGN.md section 8). Each contribution is rounded once, to nearest even,
+// arrive (docs/design.md §8). Each contribution is rounded once, to nearest even,
 // at a resolution of 1/scale; scale is a power of two, so that scaling is exact.
 #pragma once
 

@@ -1,7 +1,7 @@
 // Optimizer updates as fixed sequences of correctly rounded IEEE-754 operations.
 //
 // Owner and mirrors of a state block replay the same step independently and must
-// end with the same bits (DESIGN.md section 6). Every element goes through the
+// end with the same bits (docs/design.md §6). Every element goes through the
 // same named operations, each rounded once to fp32: no fused multiply-add (the
 // build passes -ffp-contract=off), no reassociation, no flush of denormals, round
 // to nearest even. The result of an element depends on its inputs alone: not on

@@ -6,7 +6,7 @@ Each way trains the same model with dropout twice: undisturbed, and with a loss 
 returns from.
 
 default     ``--elastic``: the step is finished by those who are left
-exact       ``--elastic-exact``, compared by the hashes of its last checkpoint as well (DESIGN §8)
+exact       ``--elastic-exact``, compared by the hashes of its last checkpoint as well (docs/design.md §8)
 smaller     ``--elastic-policy torchft``: the replica is dropped, and its part of every batch with it
 restarted   plain Megatron-LM: saved at the step before, started again with fewer data-parallel ranks and the same
             global batch, so that each dropout mask is drawn by another rank's generator

@@ -1,1 +1,1 @@
-"""Who is here: generations, the journal the agents agree through, heartbeats, suspicion (DESIGN §4)."""
+"""Who is here: generations, the journal the agents agree through, heartbeats, suspicion (docs/design.md §4)."""

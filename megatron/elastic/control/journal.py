@@ -2,7 +2,7 @@
 
 Position n is the key ``journal/n``. Appending is a compare-and-set on the first
 free position: whoever is beaten there reads what came first and decides anew.
-That makes the order of a loss and a decision a fact (DESIGN §4), not a race:
+That makes the order of a loss and a decision a fact (docs/design.md §4), not a race:
 :meth:`Journal.append_next` appends only at a position the caller has seen
 everything before.
 

@@ -1,6 +1,6 @@
 """Whom to blame: pure rules over who waits for whom and who accuses whom.
 
-A hang stalls everyone, so silence blames nobody (DESIGN §4). Blame falls on the
+A hang stalls everyone, so silence blames nobody (docs/design.md §4). Blame falls on the
 *sinks* of the wait-for graph: ranks that others wait for, directly or through a
 chain, and that wait for nobody themselves. A cycle has no sink and blames nobody.
 

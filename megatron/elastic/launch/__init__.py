@@ -1,1 +1,1 @@
-"""torchrun-compatible launcher: one agent a node, workers forked from a preloaded parent (DESIGN §4)."""
+"""torchrun-compatible launcher: one agent a node, workers forked from a preloaded parent (docs/design.md §4)."""

@@ -3,7 +3,7 @@
 The *nominal* plan is Megatron's: micro-batch ``q`` runs through replica
 ``q % DP``, 1F1B on every cell. The *instant* plan keeps every unit where it is
 and hands the rows of lost cells to living cells that hold the same units
-(DESIGN §7). Both are pure functions of integers.
+(docs/design.md §7). Both are pure functions of integers.
 
 Plans are built from shares by :func:`assemble`: pieces get numbers, edges
 follow from row overlaps, independent groups of pieces get their tables one by

@@ -1,7 +1,7 @@
 """Clocks of the device a rank computes on: GPU (NVML), NPU (DCMI) or CPUs (cpufreq).
 
-The frequency axis absorbs what imbalance is left after the other axes (DESIGN
-section 7). A clock outlives the process that set it, so nothing is set before a
+The frequency axis absorbs what imbalance is left after the other axes (docs/design.md
+§7). A clock outlives the process that set it, so nothing is set before a
 *guard* stands by: a small process that watches this one through a pidfd and puts
 the clocks back when it ends, however it ends.
 

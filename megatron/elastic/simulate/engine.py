@@ -3,7 +3,7 @@
 Idea: the pipeline phase is the plan's own tables, executed exactly
 (``plan.timing``). What follows it is bounded by the busiest cell: reduce-scatter
 of the gradients of the units it holds, update of the blocks it owns, all-gather
-of their parameters (DESIGN §3), each overlapping between cells.
+of their parameters (docs/design.md §3), each overlapping between cells.
 
 Ring costs: a group of ``n`` moves ``(n - 1) / n`` of the bytes once for a
 reduce-scatter and once for an all-gather (Thakur et al., IJHPCA 2005).

@@ -2,8 +2,8 @@
 
 After every change of membership, and after a checkpoint load, each rank makes a
 :class:`Statement` of what it holds and will do; all statements are gathered, and
-every rank runs :func:`certify` on the same set. It passes only if (DESIGN.md
-section 6)
+every rank runs :func:`certify` on the same set. It passes only if (docs/design.md
+§6)
 
 - placement, plan, generation and record (learning rates, step counters, loss
   scale) are the same everywhere;

@@ -3,7 +3,7 @@
 A unit (embedding, transformer layer, final norm + head) has, for each
 tensor-parallel shard, one flat fp32 element space that holds all its
 parameters. The space is cut into :class:`StateBlock` slices, the granule of
-ownership, copies, transfers and hashes (DESIGN.md section 6).
+ownership, copies, transfers and hashes (docs/design.md §6).
 
 Invariants
 - The layout is a pure function of (unit, shard, parameter list, block size),

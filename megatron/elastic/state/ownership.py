@@ -2,7 +2,7 @@
 
 :func:`rebalance` restores balance (owners of a unit group differ by at most one
 block) and k declustered mirrors with few adds. Adds run in the background;
-promotions and drops follow at a boundary (DESIGN.md section 6).
+promotions and drops follow at a boundary (docs/design.md §6).
 
 Pure functions of integers, so that each process derives the same placement from
 the same decision and compares ``Placement.digest()``.

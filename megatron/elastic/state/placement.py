@@ -2,7 +2,7 @@
 
 A :class:`Placement` names, for every block, one owner and its mirrors. It
 changes only by three transitions: *add* a copy, *promote* a mirror to owner,
-*drop* a copy (DESIGN.md section 6). A change of membership has two stages; this
+*drop* a copy (docs/design.md §6). A change of membership has two stages; this
 file has the first, ``ownership.rebalance`` is the second:
 
 - :func:`promote_only`, instant: where an owner died a surviving mirror becomes

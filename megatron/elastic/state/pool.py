@@ -4,7 +4,7 @@ Owned and mirrored blocks are kept alike: master, exp_avg, exp_avg_sq (fp32), a
 version, and up to two retained reduced gradients keyed (step, generation, attempt).
 :meth:`StatePool.apply` brings copies to the version of a StepRecord with one
 native kernel, so owner and mirror end with the same bits (ElasWave's snapshot
-pool, arXiv 2510.00606, "gradient" mode; DESIGN.md sections 3 and 6).
+pool, arXiv 2510.00606, "gradient" mode; docs/design.md §3, §6).
 
 Invariants
 - A gradient is dropped only when its copy has applied it, or when a decision

@@ -2,7 +2,7 @@
 
 At FREEZE every survivor reports what it holds (:class:`Holdings`); DECIDE carries
 all reports; every process calls :func:`resolve` on the same bytes and acts alike
-(DESIGN.md section 3, rules 1 to 6):
+(docs/design.md §3.5, §3.6):
 
 - a copy at version t that holds the reduced gradient of step t counts as t+1 once
   the vote on that gradient is known, owner or mirror alike;

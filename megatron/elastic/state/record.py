@@ -1,7 +1,7 @@
 """The record of one committed step, and how the vote makes the next one.
 
 ``StepRecord(t+1) = advance(StepRecord(t), vote, hyper)`` is the commit point of
-the step transaction (DESIGN.md section 3). It holds every scalar the update
+the step transaction (docs/design.md §3). It holds every scalar the update
 needs, so that whoever replays the step, now or later, does exactly the same:
 gradient multiplier, loss scale and its counters, rates, Adam's step and bias
 corrections. It is immutable, on every rank, and part of the version.

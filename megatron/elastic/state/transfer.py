@@ -1,6 +1,6 @@
 """Adding a copy while everybody else trains: base, then log, then it counts.
 
-Every change of placement is made of three transitions (DESIGN.md section 6). Two
+Every change of placement is made of three transitions (docs/design.md §6). Two
 need no bytes: *promote* changes only who is called owner, *drop* forgets. This
 is the third. To *add* a copy, a rank that has one (:mod:`sender`) streams
 

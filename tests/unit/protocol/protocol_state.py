@@ -39,19 +39,19 @@ class Faults:
     """Rules that can be switched off one by one."""
 
     gradient_does_not_count: bool = False
-    """Rule 1 off: a copy at t with the gradient of t is not reported as able to reach t+1."""
+    """Rule 1 of docs/design.md §3.6 off: a copy at t with the gradient of t is not reported as able to reach t+1."""
     dropped_before_update: bool = False
-    """Rule 1, second half, off: mirrors drop the gradient when the vote is done, before replaying."""
+    """Rule 2 off: mirrors drop the gradient when the vote is done, before replaying."""
     vote_before_mirrors: bool = False
     """A rank joins the vote without waiting for the gradients it mirrors."""
     no_back_pressure: bool = False
     """A rank joins the next vote before its replay of the last step is done."""
     generation_ignored: bool = False
-    """Rule 4 off: gradients are taken and applied whatever generation they come from."""
+    """Rule 5 off: gradients are taken and applied whatever generation they come from."""
     attempt_ignored: bool = False
-    """Rule 4 off within a generation: a step computed again there gives its gradients the name of those refused."""
+    """Rule 6 off: a step computed again there gives its gradients the name of those refused."""
     newest_copy_wins: bool = False
-    """Rule 2 off: recovery goes to the newest version anybody has."""
+    """Rule 8 off: recovery goes to the newest version anybody has, and no vote is taken again."""
     retired_before_vote: bool = False
     """Copies that leave are dropped when the step begins whose vote lets them go."""
     only_named_copies: bool = False

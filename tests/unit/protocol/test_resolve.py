@@ -56,7 +56,7 @@ def test_a_survivor_at_the_version_but_without_its_record_is_given_it():
     assert (result.kind, result.version) == ("roll_forward", 5)
 
 
-def test_rule_three_without_the_record_the_vote_is_taken_again_over_complete_gradients():
+def test_rule_eight_without_the_record_the_vote_is_taken_again_over_complete_gradients():
     result = decide(held(0, 4, gradients=[(4, 1)], rows=ALL), held(1, 4, gradients=[(4, 1)]))
     assert (result.kind, result.version, result.record) == ("revote", 5, record(4))
     assert result.gradient_key == GradientKey(4, 1)
@@ -110,7 +110,7 @@ def test_an_overflow_reported_by_two_survivors_is_one_record():
     assert (result.kind, result.version) == ("roll_forward", 5)
 
 
-def test_rule_six_a_block_without_copies_is_named():
+def test_rule_seven_a_block_without_copies_is_named():
     result = decide(held(0, 4), needed={A: (0, 1), B: (1, 2)})
     assert (result.kind, result.missing) == ("lost", (B,))
 

@@ -6,7 +6,7 @@ counter-based generator (Philox4x32-10; ``csrc/random``). No state advances.
 
 Invariant: whoever computes a sample, in whatever piece, on whatever stage, with
 whatever tensor- or sequence-parallel slice, first time or in a recomputation,
-drops the same elements. (DESIGN section 7, RNG axis; ElasWave, arXiv 2510.00606,
+drops the same elements. (docs/design.md §7, RNG axis; ElasWave, arXiv 2510.00606,
 "computation consistency".)
 
 The engine says which samples a piece holds by entering :func:`dropout_scope`

@@ -1,4 +1,4 @@
-"""Gradients whose sum has the same bits whoever computed which sample (DESIGN §8).
+"""Gradients whose sum has the same bits whoever computed which sample (docs/design.md §8).
 
 Activations and input gradients of a sample do not depend on where or beside
 which others it is computed; sums over samples do. So in exact mode a piece is

@@ -9,7 +9,7 @@ forward. Where the table splits a backward, its input
 part leaves the weight gradients to the model's queue and its weight part runs
 them; activations live until then, as ``plan/schedule/validate.py`` counts them.
 
-Loss weights are those of the nominal sample grid (DESIGN §7): with per-token
+Loss weights are those of the nominal sample grid (docs/design.md §7): with per-token
 loss the plain sum, divided by the step's token count after the vote; otherwise
 each nominal micro-batch's own mean over their number on a nominal replica, the
 replicas averaged after the vote.

@@ -4,7 +4,7 @@ A placement changes at a boundary, with it at times which units a cell holds, an
 again whenever copies are promoted after a loss. Ranks learn of it at different
 instants, so none of them may conclude from its own memory which one holds after the
 next loss. The record does: every vote carries the digest of the basis that is in force from it on, and
-survivors go on from what the newest record among them names (DESIGN §6; ``tests/unit/protocol``).
+survivors go on from what the newest record among them names (docs/design.md §6; ``tests/unit/protocol``).
 Each rank therefore keeps every basis since that of its newest record: the one agreed by
 vote and those entered since, which no vote has confirmed yet. It enters a basis before it
 joins the vote that names it.

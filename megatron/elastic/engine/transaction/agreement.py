@@ -1,4 +1,4 @@
-"""From a broken step to the next generation (DESIGN §3, §4).
+"""From a broken step to the next generation (docs/design.md §3, §4).
 
     report   what this rank holds, and where in the program it stands
     decide   wait for the one record everybody reads (control plane)

@@ -1,4 +1,4 @@
-"""Between two steps: everything that changes who is here, who holds what and who computes what (DESIGN §6, §7).
+"""Between two steps: everything that changes who is here, who holds what and who computes what (docs/design.md §6, §7).
 
     come and go   newcomers are let in as the last vote agreed, who was asked to leave goes
     proceed       of a migration that all are ready for the last follows: the vote of this step names its target

@@ -1,4 +1,4 @@
-"""What one rank does about proofs: takes certificates, and stops or mends what fails them (DESIGN §6).
+"""What one rank does about proofs: takes certificates, and stops or mends what fails them (docs/design.md §6).
 
 A failed certificate ends the transition, and with it the job, on every rank alike. A
 copy found changed by itself is dropped while another is known to be right, and made

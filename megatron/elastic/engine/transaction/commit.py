@@ -1,4 +1,4 @@
-"""A step as a transaction, from one attempt at it to the state it leads to (DESIGN §3).
+"""A step as a transaction, from one attempt at it to the state it leads to (docs/design.md §3).
 
     commit   compute, reduce and ship, then vote: with the vote's sum every rank makes the same
              record, and the step can no longer be undone

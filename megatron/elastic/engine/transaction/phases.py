@@ -1,4 +1,4 @@
-"""One step from samples to vote, and from vote to parameters (DESIGN §3).
+"""One step from samples to vote, and from vote to parameters (docs/design.md §3).
 
     compute  forward/backward by the schedule table; unscaled gradients per unit
     reduce   reduce-scatter per unit group by block owner

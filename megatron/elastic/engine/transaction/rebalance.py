@@ -1,4 +1,4 @@
-"""What votes say about the speed of devices, and what follows from it at the next boundary (DESIGN §7).
+"""What votes say about the speed of devices, and what follows from it at the next boundary (docs/design.md §7).
 
 Every rank takes in the same sums and changes its plan at the same boundary, alone: the
 next vote compares the plans. A new generation keeps the speeds that the record carries

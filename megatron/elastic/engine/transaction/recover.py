@@ -1,4 +1,4 @@
-"""A rank's way through a loss: from the error in the middle of something to work going on (DESIGN §3, §4).
+"""A rank's way through a loss: from the error in the middle of something to work going on (docs/design.md §3, §4).
 
     agree    on a generation, with what everybody holds (:mod:`agreement`)
     settle   every survivor at the same version, with parameters to match: roll forward, vote

@@ -1,4 +1,4 @@
-"""The state of one version brought to whoever writes it, while steps go on (DESIGN §6).
+"""The state of one version brought to whoever writes it, while steps go on (docs/design.md §6).
 
 Owners hold blocks; a checkpoint has whole parameters. Each rank says which runs of
 which unit's flat state it will write (:class:`Want`); owners send exactly these, so

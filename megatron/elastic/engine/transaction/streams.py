@@ -1,4 +1,4 @@
-"""Copies change place while steps go on (DESIGN §6; the rules are those of ``state.transfer``).
+"""Copies change place while steps go on (docs/design.md §6; the rules are those of ``state.transfer``).
 
     begin     at a boundary every rank derives the same :class:`Migration`; sources and
               destinations start one thread a peer, and nobody waits. Where layers change place

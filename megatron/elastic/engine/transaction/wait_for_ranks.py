@@ -1,4 +1,4 @@
-"""A stage nobody can compute, although its state survives: wait for its ranks to come back (DESIGN §4, §6).
+"""A stage nobody can compute, although its state survives: wait for its ranks to come back (docs/design.md §4, §6).
 
 When both ranks of a stage die and mirrors of its blocks lie elsewhere, or when every
 tensor-parallel group of a stage has lost a member, nothing is lost but the means to

@@ -28,7 +28,7 @@ from megatron.elastic.mcore.patching.patches import Row, bound
 __all__ = ["BAD_INPUT", "DETERMINISTIC", "DRAINED", "STATE_LOST", "Checkpoints", "step_to_go_back_to"]
 
 BAD_INPUT, DRAINED, STATE_LOST, DETERMINISTIC = 1, 3, 4, 5
-"""Exit codes (DESIGN §4)."""
+"""Exit codes (docs/design.md §4)."""
 
 T = TypeVar("T")
 

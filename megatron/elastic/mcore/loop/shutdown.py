@@ -1,4 +1,4 @@
-"""How one process of the job ends, other than by the last iteration: exit codes and one line each (DESIGN §4).
+"""How one process of the job ends, other than by the last iteration: exit codes and one line each (docs/design.md §4).
 
 What ends a job does so on every rank alike, wherever in Megatron's program it is noticed: in its
 loop, in the evaluations after it, or while the last checkpoint is written.

@@ -6,7 +6,7 @@ embedding, 1 … L the transformer layers, L+1 final norm and head; where word
 embeddings are tied to the output layer they form one further, state-only unit
 L+2, held by every cell that holds either end.
 
-Traps this file closes (DESIGN §1–2): ``args.micro_batch_size`` is scoped to the
+Traps this file closes (docs/design.md §2.2): ``args.micro_batch_size`` is scoped to the
 piece around each ``forward_step_func``, and so is Megatron's idea of which
 pipeline stage of how many is running (also in ``args``, which says what a stage
 reads of a batch), and that it is a stage's only chunk, interleaved or not; all

@@ -2,7 +2,7 @@
 
 Autograd adds the gradients of all uses in fp32 before anybody sees them, which
 gives other bits than adding them later, as two pipeline stages do that hold an
-end each. Exact mode (DESIGN §8) wants each use for itself.
+end each. Exact mode (docs/design.md §8) wants each use for itself.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ once, what runs after migration, how many rows a step still computes. The same
 objects serve the engine (``--elastic-policy``) and the simulator, so that peers
 are compared on the same tables and costs, each in its best light:
 
-* ``elaswave``: four axes (DESIGN §7); :class:`DecisionOptions` switches them off.
+* ``elaswave``: four axes (docs/design.md §7); :class:`DecisionOptions` switches them off.
 * ``recycle`` (arXiv 2405.14009): whole micro-batches rerouted to peers that hold
   the stage, backward split into input and weight gradient, nothing moves. Stages
   step their optimizers by themselves, so that steps overlap: ``step_ns`` is what a
