@@ -10,3 +10,5 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT = str(Path(__file__).resolve().parent)
 if ROOT not in sys.path:
     sys.path.insert(0, ROOT)
+
+pytest_plugins = ["tests.scheduling"]

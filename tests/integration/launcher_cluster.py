@@ -171,9 +171,6 @@ class Cluster:
                 return left
             time.sleep(0.05)
 
-    def segments(self) -> list[str]:
-        return [name for name in os.listdir("/dev/shm") if name.startswith("mel-")]
-
     def close(self) -> None:
         for agent in self.agents.values():
             if agent.poll() is None:

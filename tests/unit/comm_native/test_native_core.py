@@ -6,6 +6,7 @@ The C++ tests (threads as ranks) and the fuzzed handshakes live in ``tests/nativ
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import hmac
 import os
@@ -168,6 +169,8 @@ def test_native_tests(target: str) -> None:
     """Built where they are not yet (``build/``), and run; a sanitizer that has anything to say fails them."""
     if shutil.which("make") is None:
         pytest.skip("make is not installed")
-    done = subprocess.run(["make", "-j2", target], cwd=NATIVE_TESTS, capture_output=True, text=True, check=False)
+    with NATIVE_TESTS.joinpath("Makefile").open() as lock:  # one build at a time: targets share objects
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        done = subprocess.run(["make", "-j2", target], cwd=NATIVE_TESTS, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     assert "WARNING: ThreadSanitizer" not in done.stderr, done.stderr[-4000:]
