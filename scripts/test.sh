@@ -41,6 +41,7 @@ mapfile -t native < <(git ls-files 'csrc/*.cpp' 'csrc/*.hpp' 'csrc/*.h')
 mapfile -t shell < <(git ls-files '*.sh')
 check "ruff" ruff check --quiet .
 check "mypy --strict (tests: not strict)" mypy --no-error-summary -p megatron.elastic -p tools -p tests
+check "import-linter" lint-imports --no-cache --no-logo
 [[ ${#shell[@]} -eq 0 ]] || check "shellcheck" shellcheck -x --severity=warning "${shell[@]}"
 [[ ${#native[@]} -eq 0 ]] || check "clang-format" clang-format --dry-run --Werror "${native[@]}"
 # One worker more than cores: tests/scheduling.py gives as many as there are cores to jobs of several processes, the
