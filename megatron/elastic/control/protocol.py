@@ -1,0 +1,198 @@
+"""The worker's half of the control plane's protocol, apart from how messages travel.
+
+FREEZE and DECIDE come as messages of this node's agent (:meth:`WorkerProtocol.handle`), on whatever thread listens to
+it. A FREEZE is noted, passed on to ``on_freeze``, and wakes whatever waits in :meth:`WorkerProtocol.decide`, which
+belongs to the training thread. What a worker says is ordered by the channel that carries it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from megatron.elastic.comm.errors import CommTimeout, GenerationChanged
+from megatron.elastic.comm.fabric import Address
+from megatron.elastic.control.membership import Activity, Decision, Loss, Released
+from megatron.elastic.control.wire import (
+    Message,
+    address_from_json,
+    address_to_json,
+    as_object,
+    decision_from_json,
+    take_int,
+    take_list,
+    take_str,
+)
+from megatron.elastic.platform.threads import OS_THREADS, Threads
+
+__all__ = ["WorkerProtocol"]
+
+
+class WorkerProtocol(ABC):
+    """:class:`megatron.elastic.control.membership.Membership` over messages to and from an agent."""
+
+    def __init__(self, rank: int, incarnation: int, slots: int, host: str, newcomer: bool = False, domain: str = "",
+                 threads: Threads = OS_THREADS) -> None:  # fmt: skip
+        self.rank = rank
+        self.incarnation = incarnation
+        self.slots = slots
+        self.host = host
+        """This node's name, for :class:`Address`; two agents on one machine have two."""
+        self.domain = domain
+        """This node's failure domain, for :class:`Address`."""
+        self.newcomer = newcomer
+        """The job ran already when this process was started: :meth:`decide` waits to be admitted."""
+        self._threads = threads
+        self._changed = threads.condition()
+        self._frozen = 0
+        self._decided = 0
+        self._decision: Decision | None = None
+        self._returned = 0
+        """Generation of the decision that was last returned."""
+        self._overlooked: tuple[Loss, ...] = ()
+        self._pending: tuple[str, ...] = ()
+        self._released = False
+        self._on_freeze: Callable[[int], None] | None = None
+        self._on_members: Callable[[Mapping[int, Address]], None] | None = None
+
+    # -- how messages travel ----------------------------------------------------
+
+    @abstractmethod
+    def _listen(self) -> None:
+        """Begin to pass what the agent says to :meth:`handle`, in order."""
+
+    @abstractmethod
+    def _send(self, message: Message) -> None:
+        """Tell the agent."""
+
+    @abstractmethod
+    def _end(self, code: int, why: str) -> None:
+        """The agent wants this process to end."""
+
+    @abstractmethod
+    def publish(self, activity: Activity) -> None:
+        """See :meth:`Membership.publish`."""
+
+    # -- Membership -----------------------------------------------------------
+
+    def start(self, on_freeze: Callable[[int], None]) -> None:
+        """See :meth:`Membership.start`. Must be called before :meth:`decide`; once, by the thread that trains."""
+        if self._on_freeze is not None:
+            raise RuntimeError(f"{type(self).__name__}.start was called twice")
+        self._on_freeze = on_freeze
+        self._listen()
+        self._send({"t": "hello"})
+
+    def frozen(self) -> int:
+        """See :meth:`Membership.frozen`."""
+        return self._frozen
+
+    def decide(self, address: Address, report: str, timeout: float) -> Decision:
+        """See :meth:`Membership.decide`.
+
+        Raises ``CommTimeout`` after ``timeout`` seconds, ``Released`` when this rank was asked to leave and the
+        others go on without it.
+        """
+        if self._on_freeze is None:
+            raise RuntimeError("call start() before decide()")
+        end = self._threads.monotonic() + timeout
+        with self._changed:
+            known = self._returned
+            # In quiet times for the next generation, whatever it will be about: this thread holds the same until then.
+            promised = 0 if self._decided == 0 else max(self._frozen, known + 1)
+        # The node's name and domain; where a transport listens is in its endpoint.
+        here = address_to_json(replace(address, host=self.host, domain=self.domain))
+        self._send({"t": "report", "g": promised, "address": here, "report": report})
+        with self._changed:
+            while True:
+                if self._released:
+                    raise Released
+                if self._decided > known and self._decision is not None and self._decided == self._frozen:
+                    self._returned = self._decided
+                    return self._decision
+                # Who waits to be admitted is not concerned by generations it was not decided into.
+                if self._frozen > promised and self._decided > 0:
+                    raise GenerationChanged(self._frozen)
+                left = end - self._threads.monotonic()
+                if left <= 0:
+                    raise CommTimeout(timeout)
+                self._changed.wait(left)
+
+    def overlooked(self) -> tuple[Loss, ...]:
+        """See :meth:`Membership.overlooked`."""
+        with self._changed:
+            losses, self._overlooked = self._overlooked, ()
+        return losses
+
+    def suspect(self, rank: int, why: str) -> None:
+        """See :meth:`Membership.suspect`."""
+        self._send({"t": "suspect", "rank": rank, "g": self._frozen, "why": why})
+
+    def pending(self) -> tuple[str, ...]:
+        """See :meth:`Membership.pending`."""
+        return self._pending
+
+    def request(self, what: str) -> None:
+        """See :meth:`Membership.request`."""
+        self._send({"t": "request", "what": what, "g": self._decided})
+
+    def announce(self, text: str) -> None:
+        """See :meth:`Membership.announce`."""
+        self._send({"t": "tolerance", "g": self._decided, "text": text})
+
+    def give_up(self, code: int, why: str) -> None:
+        """See :meth:`Membership.give_up`."""
+        self._send({"t": "give_up", "code": code, "why": why})
+
+    def finish(self, code: int) -> None:
+        """See :meth:`Membership.finish`."""
+        self._send({"t": "finish", "code": code})
+
+    # -- beyond the protocol of members --------------------------------------------
+
+    def watch_members(self, on_members: Callable[[Mapping[int, Address]], None]) -> None:
+        """While this process waits to be admitted, hear who the members are, and again when that changes.
+
+        ``on_members`` runs on the control thread and must return at once.
+        """
+        self._on_members = on_members
+
+    # -- what the agent says ---------------------------------------------------------
+
+    def handle(self, message: Message) -> None:
+        """Take in what the agent said. Raises ``ProtocolError`` for anything malformed."""
+        kind = take_str(message, "t")
+        if kind == "freeze":
+            self._freeze(take_int(message, "g"))
+        elif kind == "decision":
+            decision = decision_from_json(as_object(message.get("decision")))
+            with self._changed:
+                if self._decision is not None and self._decided > self._returned:
+                    self._overlooked += self._decision.lost
+                self._decision, self._decided = decision, decision.generation
+                self._frozen = max(self._frozen, decision.generation)
+                self._changed.notify_all()
+        elif kind == "members":
+            if self._on_members is not None:
+                found = [address_from_json(as_object(item)) for item in take_list(message, "members")]
+                self._on_members({address.rank: address for address in found})
+        elif kind == "pending":
+            self._pending = tuple(str(item) for item in take_list(message, "what"))
+        elif kind == "released":
+            with self._changed:
+                self._released = True
+                self._changed.notify_all()
+        elif kind == "end":
+            self._end(take_int(message, "code"), take_str(message, "why"))
+
+    def _freeze(self, generation: int) -> None:
+        if generation <= self._frozen:
+            return
+        with self._changed:
+            self._frozen = generation
+        # The callback first: it wakes communication; whoever waits in decide() is not in a hurry.
+        if self._on_freeze is not None:
+            self._on_freeze(generation)
+        with self._changed:
+            self._changed.notify_all()
