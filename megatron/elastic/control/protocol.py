@@ -74,6 +74,14 @@ class WorkerProtocol(ABC):
     def publish(self, activity: Activity) -> None:
         """See :meth:`Membership.publish`."""
 
+    @abstractmethod
+    def drain(self) -> None:
+        """See :meth:`Membership.drain`."""
+
+    @abstractmethod
+    def fence(self) -> None:
+        """See :meth:`Membership.fence`."""
+
     # -- Membership -----------------------------------------------------------
 
     def start(self, on_freeze: Callable[[int], None]) -> None:

@@ -53,7 +53,7 @@ import torch
 
 from megatron.elastic.config import ConfigError
 
-__all__ = ["FIRST_INCARNATION", "KILL_POINTS", "STEP_POINTS", "Fault", "InjectedFault", "Injector", "parse"]
+__all__ = ["FIRST_INCARNATION", "KILL_POINTS", "STEP_POINTS", "Effects", "Fault", "InjectedFault", "Injector", "parse"]
 
 FIRST_INCARNATION = 0
 """Number of a rank's first life."""
@@ -285,6 +285,26 @@ def parse(text: str | None) -> tuple[Fault, ...]:
     return tuple(_parse_one(part.strip()) for part in (text or "").split(";") if part.strip())
 
 
+class Effects:
+    """What faults do to the process that they strike."""
+
+    def kill(self) -> None:
+        """End it by SIGKILL."""
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def stop(self) -> None:
+        """Stop it by SIGSTOP."""
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    def exit(self, code: int) -> None:
+        """End it as a crashing library would: no handlers run."""
+        os._exit(code)
+
+    def sleep(self, seconds: float) -> None:
+        """Keep its thread waiting."""
+        time.sleep(seconds)
+
+
 def _nothing_to_flip(copy: str, tensor: str) -> None:
     raise InjectedFault("flip: this process holds no state yet")
 
@@ -302,6 +322,7 @@ class Injector:
         incarnation: int = FIRST_INCARNATION,
         seed: int = 0,
         device: str = "cpu",
+        effects: Effects = Effects(),  # noqa: B008 - immutable
     ) -> None:
         mine = [f for f in faults if rank in (f.ranks or {rank}) and incarnation in (f.incarnations or {incarnation})]
         self._faults = tuple(mine)
@@ -309,6 +330,7 @@ class Injector:
         self._incarnation = incarnation
         self._seed = seed
         self._device = device
+        self._effects = effects
         self._fired: Counter[Fault] = Counter()
         self._reached: Counter[tuple[int, str]] = Counter()
         self._drawn: dict[tuple[Fault, int], Fault | None] = {}
@@ -374,7 +396,7 @@ class Injector:
         """A computation of ``step`` took so long here; a slowed rank sleeps until it took ``factor`` times that."""
         for fault in self._faults:
             if fault.kind == "slow" and (not fault.steps or step in fault.steps):
-                time.sleep(nanoseconds * (fault.factor - 1.0) / 1e9)
+                self._effects.sleep(nanoseconds * (fault.factor - 1.0) / 1e9)
 
     def _draw(self, fault: Fault, step: int) -> Fault | None:
         """What a ``random`` fault means for this process at ``step``: the same answer however often asked."""
@@ -388,7 +410,7 @@ class Injector:
 
     def _fire(self, fault: Fault, point: str, step: int) -> None:
         if fault.kind == "delay":
-            time.sleep(fault.seconds)
+            self._effects.sleep(fault.seconds)
             return
         where = f"{point} ({KILL_POINTS[point]})"
         line = f"injected {fault.kind}: rank {self._rank}, step {step}, {where}, wall time {time.time():.4f}"
@@ -396,11 +418,11 @@ class Injector:
         sys.stdout.flush()
         match fault.kind:
             case "kill":
-                os.kill(os.getpid(), signal.SIGKILL)
+                self._effects.kill()
             case "stop":
-                os.kill(os.getpid(), signal.SIGSTOP)
+                self._effects.stop()
             case "exit":
-                os._exit(fault.code)  # as a crashing library would: no handlers run
+                self._effects.exit(fault.code)
             case "flip":
                 self.flip(fault.copy, fault.tensor)
             case "raise":

@@ -141,6 +141,7 @@ def assemble(
         timeline=timeline,
         steady_clock=_has_steady_clock(job.config),
         exact=exact,
+        threads=links.threads,
     )
     views = ViewFactory(
         fabric=fabric,
@@ -152,7 +153,9 @@ def assemble(
         profile=_profile(job, layouts, arena, hardware) if job.profile is None else job.profile,
         hardware=hardware,
     )
-    agreement = Agreement(links.membership, views, links.injector, job.settings.communication_timeout)
+    agreement = Agreement(
+        links.membership, views, links.injector, job.settings.communication_timeout, links.threads
+    )
     view = views.build_view(decision, configuration, record)
     tolerances = Tolerances(
         rank,

@@ -19,24 +19,27 @@ from megatron.elastic.control import env
 from megatron.elastic.control.channel import Credentials
 from megatron.elastic.control.client import WorkerMembership
 from megatron.elastic.control.membership import Activity, Decision
+from megatron.elastic.control.protocol import WorkerProtocol
 from megatron.elastic.control.store_client import reach
 from megatron.elastic.control.torch_store import TorchStore
 from megatron.elastic.engine.inject import Injector, parse
 from megatron.elastic.observe.events import EventLog
+from megatron.elastic.platform.threads import OS_THREADS, Threads
 
-__all__ = ["Links", "open_links"]
+__all__ = ["Links", "linked", "open_links"]
 
 
 @dataclass(frozen=True)
 class Links:
     """This process's connection to the others: control plane and communicator."""
 
-    membership: WorkerMembership
+    membership: WorkerProtocol
     fabric: Fabric
     events: EventLog
     injector: Injector
     decision: Decision | None
     """The first generation; ``None`` for a joiner that is yet to be admitted."""
+    threads: Threads = OS_THREADS
 
 
 def open_links(config: ElasticConfig, timeout: float) -> Links:
@@ -63,13 +66,21 @@ def open_links(config: ElasticConfig, timeout: float) -> Links:
     install(fabric)
     # Slurm and others signal every process of a job, not only the launcher.
     signal.signal(signal.SIGTERM, lambda number, frame: membership.drain())
+    return linked(membership, fabric, events, injector, timeout)
+
+
+def linked(
+    membership: WorkerProtocol, fabric: Fabric, events: EventLog, injector: Injector, timeout: float,
+    threads: Threads = OS_THREADS,
+) -> Links:  # fmt: skip
+    """The links of a process that has started its membership: connected to all ranks, unless it joins later."""
     decision = None
     if not membership.newcomer:
         membership.request("setup")  # until "begin", nobody here holds what could outlive a loss
         decision = membership.decide(fabric.address(), "", timeout)
         fabric.edit(decision.generation, decision.members, timeout)
         events.generation = decision.generation
-    return Links(membership, fabric, events, injector, decision)
+    return Links(membership, fabric, events, injector, decision, threads)
 
 
 def _agent_store(timeout: float) -> dist.Store:

@@ -45,7 +45,8 @@ def found(links: Links, job: EngineParts) -> Engine:
     layouts = build_layouts(catalog, job.config.block_bytes)
     configuration, record = beginning(job, job.launched, layouts, links.decision)
     arena = Arena(job.interface, _of_shard(layouts, shard))
-    engine = assemble(links, job, links.decision, layouts, arena, configuration, record, survey(links.fabric))
+    hardware = survey(links.fabric, links.threads)
+    engine = assemble(links, job, links.decision, layouts, arena, configuration, record, hardware)
     engine.adopt_parameters()
     links.injector.settle()
     return engine
@@ -65,7 +66,7 @@ def join(links: Links, job: EngineParts) -> tuple[Engine, JoinState]:
     arena = Arena(job.interface, known)
     rehearse(links, job, catalog, arena)
     links.events.write(ReadyEvent())
-    ahead = LinksAhead(fabric, timeout)
+    ahead = LinksAhead(fabric, timeout, links.threads)
     links.membership.watch_members(ahead.members_are)
     while True:
         try:
@@ -87,10 +88,14 @@ def join(links: Links, job: EngineParts) -> tuple[Engine, JoinState]:
             return engine, join_state
         except StageGone as gone:  # others are waited for as well
             respawn, patience = job.config.respawn, job.config.detection_timeout
-            await_ranks(links.membership, gone, -1, respawn, patience, say=lambda line: None)  # the members say it
+            await_ranks(links.membership, gone, -1, respawn, patience, _unsaid, links.threads)
         except CommError as error:
             if isinstance(error, PeerLost) and not error.heard:
                 links.membership.suspect(error.rank, error.why)
+
+
+def _unsaid(line: str) -> None:
+    """The members say it."""
 
 
 def _of_shard(layouts: Layouts, shard: int) -> dict[int, UnitLayout]:

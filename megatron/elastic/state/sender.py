@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from megatron.elastic.platform.threads import OS_THREADS, Threads
 from megatron.elastic.state.hashing import content_hash
 from megatron.elastic.state.layout import BlockKey
 from megatron.elastic.state.pool import BlockCopy, StateError, StatePool
@@ -55,11 +56,13 @@ class BlockSender:
     another. No lock is held while sending.
     """
 
-    def __init__(self, pool: StatePool, channel: Channel, peer: int, memory_bytes: int) -> None:
+    def __init__(
+        self, pool: StatePool, channel: Channel, peer: int, memory_bytes: int, threads: Threads = OS_THREADS
+    ) -> None:
         self._pool, self._channel, self.peer = pool, channel, peer
         self._memory = memory_bytes
         self._lock = threading.Lock()  # over the fields below, and while a block is stepped
-        self._more = threading.Condition(self._lock)  # there may be something to send
+        self._more = threads.condition(self._lock)  # there may be something to send
         self._wire = threading.Lock()  # keeps header and payload together
         self._waiting: deque[BlockKey] = deque()
         self._logs: dict[BlockKey, deque[_Step]] = {}

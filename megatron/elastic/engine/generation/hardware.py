@@ -11,7 +11,6 @@ takes in a second is what it can count on while others move units too.
 from __future__ import annotations
 
 import os
-import time
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +20,7 @@ from megatron.elastic.comm.exchange import gather_messages
 from megatron.elastic.comm.fabric import Fabric
 from megatron.elastic.plan.model import Profile
 from megatron.elastic.platform.select import select
+from megatron.elastic.platform.threads import OS_THREADS, Threads
 
 __all__ = ["Hardware", "survey"]
 
@@ -39,9 +39,9 @@ class Hardware:
     """In and out of a rank while all others transfer as well."""
 
 
-def survey(fabric: Fabric) -> Hardware:
+def survey(fabric: Fabric, threads: Threads = OS_THREADS) -> Hardware:
     """Measure and agree. Collective over ``fabric.world``."""
-    found = gather_messages(fabric, Hardware, Hardware(_own_memory(), _own_link(fabric))).values()
+    found = gather_messages(fabric, Hardware, Hardware(_own_memory(), _own_link(fabric, threads))).values()
     return Hardware(min(one.memory_bytes for one in found), min(one.link_bytes_per_s for one in found))
 
 
@@ -52,7 +52,7 @@ def _own_memory() -> int:
     return platform.memory(0 if platform.name == "cpu" else local).total // sharing
 
 
-def _own_link(fabric: Fabric) -> int:
+def _own_link(fabric: Fabric, threads: Threads) -> int:
     """Bytes a second this rank takes in, the best of a few rounds; the planner's assumption where it is alone."""
     others = dist.get_world_size(fabric.world) - 1
     if not others:
@@ -62,7 +62,7 @@ def _own_link(fabric: Fabric) -> int:
     gathered = [torch.empty_like(own) for _ in range(fabric.slots)]
     seconds = []
     for _ in range(_ROUNDS):
-        started = time.monotonic()
+        started = threads.monotonic()
         dist.all_gather(gathered, own, group=fabric.world)
-        seconds.append(time.monotonic() - started)
+        seconds.append(threads.monotonic() - started)
     return max(1, round(others * size / min(seconds)))

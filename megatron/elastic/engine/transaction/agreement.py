@@ -31,6 +31,7 @@ from megatron.elastic.engine.generation.report import (
 )
 from megatron.elastic.engine.generation.view import View, unit_groups
 from megatron.elastic.engine.inject import Injector
+from megatron.elastic.platform.threads import OS_THREADS, Threads
 from megatron.elastic.state.layout import BlockKey
 from megatron.elastic.state.placement import promote_only
 from megatron.elastic.state.protocol import Holdings, Resolution, all_copies, resolve
@@ -87,6 +88,7 @@ class Agreement:
     injector: Injector
     timeout: float
     """Seconds that an agreement or an edit of the groups may take."""
+    threads: Threads = OS_THREADS
     members: tuple[int, ...] = ()
     """Ranks, but newcomers, of a decision whose generation has yet to come about, ascending."""
     unreported: tuple[Loss, ...] = ()

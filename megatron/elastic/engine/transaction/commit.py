@@ -128,10 +128,10 @@ class StepCommit:
         self.computed = at.view.plan.rows
         reach("after_prepare", step)
         self._migrator.link_is_free()
-        began = time.monotonic()
+        began = at.tools.threads.monotonic()
         with timer.phase("compute"):
             result = body.train(work, at.record.loss_scale)
-        computing = time.monotonic() - began
+        computing = at.tools.threads.monotonic() - began
         self._migrator.link_is_taken()
         reach("before_reduce", step)
         with timer.phase("reduce"):

@@ -12,7 +12,6 @@ forget    the generation ended before the vote: what was in force still is, and 
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -105,7 +104,9 @@ class Migrator:
         self._common = at.record.version
         self._prepared = False
         held = migration.target.assignment != at.view.assignment
-        self._streams = Streams(migration, at.tools.pool, at.tools.fabric, self._begun, _WINDOW_BYTES, held)
+        self._streams = Streams(
+            migration, at.tools.pool, at.tools.fabric, self._begun, _WINDOW_BYTES, held, at.tools.threads
+        )
         at.tools.reach("in_migration_begin", at.record.version)
         return True
 
@@ -158,13 +159,13 @@ class Migrator:
         self._streams.link_is_free(at.view.cell is None)
         if not self._prepared and not self._concluded:  # else it could be late
             made = partial(self._prepare, self._streams, at.view)
-            threading.Thread(target=made, name="elastic-prepare", daemon=True).start()
+            at.tools.threads.start("elastic-prepare", made)
             self._prepared = True
 
     def updated(self) -> None:
         """State stays as it is until the next vote, and this rank waits for parameters."""
         if self._streams is not None and self._streams.held:
-            threading.Thread(target=self._streams.copy_bases, name="elastic-bases", daemon=True).start()
+            self._context.tools.threads.start("elastic-bases", self._streams.copy_bases)
 
     def voted(self, ready: bool) -> None:
         """The vote of a step is known; ``ready``: all were, so that the next one may end the migration."""

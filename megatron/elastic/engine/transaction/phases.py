@@ -40,6 +40,7 @@ from megatron.elastic.engine.settings import Settings
 from megatron.elastic.observe.timeline import Timeline
 from megatron.elastic.plan.model import Piece
 from megatron.elastic.plan.pace import Range
+from megatron.elastic.platform.threads import OS_THREADS, Threads
 from megatron.elastic.state.layout import StateBlock, UnitLayout
 from megatron.elastic.state.placement import Placement
 from megatron.elastic.state.pool import StatePool
@@ -72,6 +73,7 @@ class Tools:
     """Whether this process has its processor to itself, so that the time a piece takes says something about it."""
     exact: ExactGradients | None = None
     """Where gradients are summed in exact mode."""
+    threads: Threads = OS_THREADS
 
 
 @dataclass(frozen=True)

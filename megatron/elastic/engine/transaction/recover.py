@@ -184,7 +184,7 @@ class Recovery:
                 send_join_state(at.tools.fabric, gone.decision, lambda: self._join_state(first))
             config, membership = at.views.config, at.agreement.membership
             step, say = self._step_commit.present_step, at.listener.noticed
-            await_ranks(membership, gone, step, config.respawn, config.detection_timeout, say)
+            await_ranks(membership, gone, step, config.respawn, config.detection_timeout, say, at.agreement.threads)
         except CommError as error:
             return error
         return GenerationChanged(gone.decision.generation + 1)

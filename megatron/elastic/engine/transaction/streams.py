@@ -27,7 +27,6 @@ receiver one message beside the copies it has taken in.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -36,6 +35,7 @@ from megatron.elastic.comm.errors import CommError
 from megatron.elastic.comm.fabric import Fabric
 from megatron.elastic.comm.side_channel import SideChannel
 from megatron.elastic.engine.generation.migration import Migration
+from megatron.elastic.platform.threads import OS_THREADS, Event, Threads
 from megatron.elastic.state.layout import BlockKey
 from megatron.elastic.state.pool import BlockCopy, StatePool
 from megatron.elastic.state.receiver import BlockReceiver
@@ -74,12 +74,12 @@ class _Incoming:
     """One receiver on a thread of its own."""
 
     def __init__(
-        self, receiver: BlockReceiver, blocks: tuple[BlockKey, ...], idle: threading.Event, urgent: bool
+        self, receiver: BlockReceiver, blocks: tuple[BlockKey, ...], idle: Event, urgent: bool,
+        threads: Threads,
     ) -> None:
         self.receiver, self.blocks, self._idle, self._urgent = receiver, blocks, idle, urgent
         self.error: Exception | None = None
-        self.thread = threading.Thread(target=self._run, name=f"elastic-from-{receiver.source}", daemon=True)
-        self.thread.start()
+        self.thread = threads.start(f"elastic-from-{receiver.source}", self._run)
 
     def _run(self) -> None:
         try:
@@ -97,15 +97,15 @@ class _Outgoing:
     """One sender on a thread of its own."""
 
     def __init__(
-        self, sender: BlockSender, channel: SideChannel, given_up: threading.Event, link_is_free: threading.Event
+        self, sender: BlockSender, channel: SideChannel, given_up: Event, link_is_free: Event,
+        threads: Threads,
     ) -> None:
         self.sender, self._channel = sender, channel
-        self._given_up, self._link_is_free = given_up, link_is_free
+        self._given_up, self._link_is_free, self._threads = given_up, link_is_free, threads
         self.bytes, self.seconds = 0, 0.0
         """Of bases that were sent, and what that took."""
         self.error: Exception | None = None
-        self.thread = threading.Thread(target=self._run, name=f"elastic-to-{sender.peer}", daemon=True)
-        self.thread.start()
+        self.thread = threads.start(f"elastic-to-{sender.peer}", self._run)
 
     def _run(self) -> None:
         try:
@@ -120,11 +120,11 @@ class _Outgoing:
             self.error = error
 
     def _pump(self) -> bool:
-        before, began = self.sender.pending_bytes, time.monotonic()
+        before, began = self.sender.pending_bytes, self._threads.monotonic()
         moved = self.sender.pump()
         left = before - self.sender.pending_bytes
         if moved and left > 0:
-            self.bytes, self.seconds = self.bytes + left, self.seconds + time.monotonic() - began
+            self.bytes, self.seconds = self.bytes + left, self.seconds + self._threads.monotonic() - began
         return moved
 
 
@@ -136,14 +136,15 @@ class Streams:
     """
 
     def __init__(
-        self, migration: Migration, pool: StatePool, fabric: Fabric, number: int, window_bytes: int, held: bool = False
+        self, migration: Migration, pool: StatePool, fabric: Fabric, number: int, window_bytes: int, held: bool = False,
+        threads: Threads = OS_THREADS,
     ) -> None:
         """``held``: nothing is sent before :meth:`release`."""
         self.migration = migration
         self.began = time.monotonic()
-        self._given_up = threading.Event()
-        self._link_is_free = threading.Event()
-        self._idle = threading.Event()
+        self._given_up = threads.event()
+        self._link_is_free = threads.event()
+        self._idle = threads.event()
         """This rank has computed: there is processor time."""
         self._held, self._free = held, True
         if not held:
@@ -154,11 +155,12 @@ class Streams:
         self._channel = channel = fabric.side_channel(number)
         for (source, destination), blocks in migration.adds().items():
             if destination == fabric.rank:
-                self._incoming.append(_Incoming(BlockReceiver(pool, channel, source), blocks, self._idle, urgent))
+                receiver = BlockReceiver(pool, channel, source)
+                self._incoming.append(_Incoming(receiver, blocks, self._idle, urgent, threads))
             elif source == fabric.rank:
-                sender = BlockSender(pool, channel, destination, window_bytes)
+                sender = BlockSender(pool, channel, destination, window_bytes, threads)
                 sender.offer(blocks)
-                self._outgoing.append(_Outgoing(sender, channel, self._given_up, self._link_is_free))
+                self._outgoing.append(_Outgoing(sender, channel, self._given_up, self._link_is_free, threads))
 
     def prepare(self) -> None:
         """Have memory for all that is to come, if nothing does yet. On any thread, beside a step."""

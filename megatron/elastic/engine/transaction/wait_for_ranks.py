@@ -18,12 +18,12 @@ the launcher ends it, saying for whom it waited, when that takes longer than its
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 from megatron.elastic.control.membership import WAITING_FOR_RANKS, Activity, Membership
 from megatron.elastic.control.timing import Timing
 from megatron.elastic.engine.generation.factory import StageGone
+from megatron.elastic.platform.threads import OS_THREADS, Threads
 
 __all__ = ["await_ranks"]
 
@@ -32,7 +32,7 @@ _LOOK_SECONDS = 0.02
 
 def await_ranks(
     membership: Membership, gone: StageGone, step: int, respawn: bool, detection_timeout: float,
-    say: Callable[[str], None],
+    say: Callable[[str], None], threads: Threads = OS_THREADS,
 ) -> None:
     """Ask for newcomers until a newer generation is frozen. Raises ``PlanError`` when none is to be expected.
 
@@ -41,7 +41,7 @@ def await_ranks(
     if not respawn:
         raise gone.final("lost ranks are not started again (--no-elastic-respawn)")
     patience = Timing.derive(detection_timeout).hang_unknown
-    end, asked, leaving = time.monotonic() + patience, set[str](), False
+    end, asked, leaving = threads.monotonic() + patience, set[str](), False
     started = set(gone.missing) & set(gone.decision.returning)
     hint = "" if started else " (none of them is at present: a new agent of their node, or ctl admit, would do it)"
     say(f"{gone}: waiting up to {patience:.0f} s until they are started again{hint}")
@@ -54,7 +54,7 @@ def await_ranks(
             if wish in pending and wish not in asked:
                 asked.add(wish)
                 membership.request(wish)
-        if time.monotonic() > end:
+        if threads.monotonic() > end:
             raise gone.final(f"they did not come back within {patience:.0f} s (--elastic-detection-timeout × 600)")
         membership.publish(Activity(step, WAITING_FOR_RANKS, gone.missing))
-        time.sleep(_LOOK_SECONDS)
+        threads.sleep(_LOOK_SECONDS)
