@@ -287,7 +287,7 @@ def undisturbed(folder: Path, layout: Layout, steps: int, *flags: str) -> JobRes
     plain = layout.plain
     result = elastic_job(
         folder, plain.ranks, plain.tensor, plain.pipeline, MANY, *plain.flags, *DROPOUT, *RATES, *flags,
-        "--exit-interval", str(steps), seconds=600.0,
+        "--exit-interval", str(steps), seconds=3000.0,
     )  # fmt: skip
     assert result.code == 0, result.output[-4000:]
     return result
