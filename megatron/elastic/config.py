@@ -76,11 +76,8 @@ class ElasticConfig:
     """How copies follow their owner. 'gradient': they receive the reduced gradient and compute the same step. 'state':
     they receive the result."""
 
-    policy: Literal["elaswave", "recycle", "torchft", "torchft-batch", "mindspeed", "spares"] = "elaswave"
-    """What happens to the samples of a lost rank. 'elaswave' and 'recycle': other ranks of its stage compute them.
-    'torchft': its replica is left out and the batch shrinks. 'torchft-batch': the same with the whole batch.
-    'mindspeed': one replica may be left out, once. 'spares': the job ends unless a spare is ready
-    (--elastic-spares)."""
+    policy: str = "elaswave"
+    """What happens to the samples of a lost rank."""
 
     schedule: Literal["1f1b", "zero-bubble"] = "1f1b"
     """Pipeline schedule. '1f1b': Megatron's. 'zero-bubble': ZB-H1, which computes weight gradients where ranks would

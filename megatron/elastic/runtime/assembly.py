@@ -39,7 +39,7 @@ from megatron.elastic.observe.phases import PhaseTimer
 from megatron.elastic.observe.timeline import Timeline
 from megatron.elastic.plan.model import Profile
 from megatron.elastic.plan.pace import Pace
-from megatron.elastic.plan.policies.choice import Choice, choice_named
+from megatron.elastic.plan.policies.registry import Choice, choice_of, policy_named
 from megatron.elastic.plan.profile import SpeedOptions
 from megatron.elastic.platform.frequency import Kind, frequency_of, open_frequency
 from megatron.elastic.platform.select import select
@@ -123,7 +123,8 @@ def assemble(
     timer = PhaseTimer(timeline.moved if timeline.enabled else None)
     links.injector.enter([at.incarnation for at in decision.members.values()], job.launch_topology.slots)
     per_token, split = job.settings.per_token_loss, job.config.schedule == "zero-bubble"
-    choose = job.choose or choice_named(job.config.policy, split, per_token)
+    policy = policy_named(job.config.policy)
+    choose = job.choose or choice_of(policy, split, per_token)
     exact = None
     if job.config.exact:
         exact, choose = ExactGradients(arena, job.launch_topology.grid.global_batch_size), one_sample_pieces(choose)
@@ -150,6 +151,7 @@ def assemble(
         layouts=layouts,
         arena=arena,
         choose=choose,
+        moves_units=policy.moves_units and job.config.steps_before_migration >= 0,
         profile=_profile(job, layouts, arena, hardware) if job.profile is None else job.profile,
         hardware=hardware,
     )

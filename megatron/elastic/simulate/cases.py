@@ -19,8 +19,12 @@ from megatron.elastic.plan.cost import plan_costs
 from megatron.elastic.plan.dataflow import PlanError
 from megatron.elastic.plan.model import Plan, Profile, Topology
 from megatron.elastic.plan.planner import instant_plan, nominal_plan
-from megatron.elastic.plan.policies.choice import choice_named
-from megatron.elastic.plan.policies.policy import ElasWave, Policy, ReCycle, damaged_replicas
+from megatron.elastic.plan.policies.base import Policy, damaged_replicas
+from megatron.elastic.plan.policies.elaswave import ElasWave
+from megatron.elastic.plan.policies.mindspeed import MindSpeed
+from megatron.elastic.plan.policies.recycle import ReCycle
+from megatron.elastic.plan.policies.registry import choice_of
+from megatron.elastic.plan.policies.torchft import TorchFT, TorchFTBatch
 from megatron.elastic.plan.schedule.timing import plan_time
 from megatron.elastic.plan.search.graph import GraphOptions
 from megatron.elastic.plan.search.steady import DecisionOptions
@@ -42,9 +46,9 @@ ANSWERS: dict[str, Callable[[Topology, Profile], Plan]] = {
     "instant": lambda topology, profile: instant_plan(topology, profile),
     "recycle": _policy(ReCycle(split_backward=False, staggered=False)),
     "recycle-split": _policy(ReCycle(staggered=False)),
-    "torchft": choice_named("torchft"),
-    "torchft-batch": choice_named("torchft-batch"),
-    "mindspeed": choice_named("mindspeed"),
+    "torchft": choice_of(TorchFT()),
+    "torchft-batch": choice_of(TorchFTBatch()),
+    "mindspeed": choice_of(MindSpeed()),
 }
 """Plans after the loss, once units have moved. ``-split``: with a backward in two parts.
 

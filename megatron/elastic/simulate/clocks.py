@@ -20,7 +20,7 @@ from megatron.elastic.plan.clocks import with_clocks
 from megatron.elastic.plan.cost import plan_costs
 from megatron.elastic.plan.frequency import ClockFit, ClockRange
 from megatron.elastic.plan.model import Plan, Profile
-from megatron.elastic.plan.policies.policy import ElasWave
+from megatron.elastic.plan.policies.elaswave import ElasWave
 from megatron.elastic.plan.schedule.timing import execute
 from megatron.elastic.simulate.goodput import Assumptions
 from megatron.elastic.simulate.scenarios import FULL, Scenario, layer_profile, scenario_topology

@@ -22,16 +22,10 @@ from typing import Any, Literal
 from megatron.elastic.plan.dataflow import PlanError
 from megatron.elastic.plan.model import Plan, Profile, Topology, UnitCost
 from megatron.elastic.plan.planner import nominal_plan
-from megatron.elastic.plan.policies.policy import (
-    CheckpointRestart,
-    ElasWave,
-    MindSpeed,
-    Policy,
-    PolicyOutcome,
-    ReCycle,
-    Spares,
-    TorchFT,
-)
+from megatron.elastic.plan.policies.base import Policy, PolicyOutcome
+from megatron.elastic.plan.policies.elaswave import ElasWave
+from megatron.elastic.plan.policies.recycle import ReCycle
+from megatron.elastic.plan.policies.registry import POLICIES
 from megatron.elastic.plan.schedule.stagger import regime
 from megatron.elastic.plan.schedule.timing import plan_time
 from megatron.elastic.plan.search.bound import schedule_bound
@@ -57,15 +51,11 @@ Pattern = Literal["spread", "concentrated"]
 NEVER_PAYS = 10**18
 """A horizon long enough for any migration: the table compares steady states."""
 
-PEERS: tuple[tuple[str, Policy], ...] = (
-    ("recycle", ReCycle()),
-    ("recycle-barrier", ReCycle(staggered=False)),
-    ("torchft", TorchFT()),
-    ("torchft-batch", TorchFT(keep_batch=True)),
-    ("mindspeed", MindSpeed()),
-    ("restart", CheckpointRestart()),
-    ("spares", Spares(1)),
-)
+PEERS: Mapping[str, Policy] = {
+    **{name: make() for name, make in POLICIES.items() if name != "elaswave"},
+    "recycle-barrier": ReCycle(staggered=False),
+}
+"""What ``elaswave`` is compared with."""
 
 PLAIN = DecisionOptions(horizon_ns=NEVER_PAYS)
 FULL = DecisionOptions(horizon_ns=NEVER_PAYS, split_backward=True)
@@ -186,7 +176,7 @@ def run_scenario(scenario: Scenario) -> ScenarioRow:
     rows = before.grid.global_batch_size
     nominal = _nominal_ns(before, profile)
     full, plain = ElasWave(FULL).respond(after, profile), ElasWave(PLAIN).respond(after, profile)
-    peers = {name: policy.respond(after, profile) for name, policy in PEERS}
+    peers = {name: policy.respond(after, profile) for name, policy in PEERS.items()}
     ideal = peers["recycle"].ideal_ns
     return ScenarioRow(
         scenario,

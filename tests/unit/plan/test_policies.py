@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from megatron.elastic.plan.model import Profile, Topology, UnitCost
-from megatron.elastic.plan.policies.policy import (
-    POLICIES,
-    CheckpointRestart,
-    ElasWave,
-    MindSpeed,
-    PolicyOutcome,
-    ReCycle,
-    Spares,
-    TorchFT,
-)
+from megatron.elastic.plan.policies.base import PolicyOutcome
+from megatron.elastic.plan.policies.elaswave import ElasWave
+from megatron.elastic.plan.policies.mindspeed import MindSpeed
+from megatron.elastic.plan.policies.recycle import ReCycle
+from megatron.elastic.plan.policies.registry import POLICIES, policy_table
+from megatron.elastic.plan.policies.restart import CheckpointRestart
+from megatron.elastic.plan.policies.spares import Spares
+from megatron.elastic.plan.policies.torchft import TorchFT, TorchFTBatch
 from megatron.elastic.plan.schedule.validate import validate_plan
 from megatron.elastic.plan.search.graph import GraphOptions
 from megatron.elastic.plan.search.partition import Model
@@ -52,7 +51,7 @@ def test_one_loss_at_dp_2_pp_8() -> None:
     assert graph(recut=True) == pytest.approx(0.92)
     assert graph(alike=True) == pytest.approx(92 / 107)
     assert ratio(TorchFT().respond(topology, PROFILE)) == pytest.approx(0.50)
-    assert ratio(TorchFT(keep_batch=True).respond(topology, PROFILE)) == pytest.approx(92 / 156)
+    assert ratio(TorchFTBatch().respond(topology, PROFILE)) == pytest.approx(92 / 156)
     recycle = ReCycle().respond(topology, PROFILE)
     assert 92 * 3000 / recycle.ideal_ns == pytest.approx(92 / 128)
     assert 0.6 <= ratio(recycle) <= 92 / 128
@@ -93,3 +92,7 @@ def test_switching_axes_off_never_helps() -> None:
     full = ratio(ElasWave().respond(topology, PROFILE))
     for options in (DecisionOptions(graph=None), DecisionOptions(graph=None, reroute=False, resize=False)):
         assert ratio(ElasWave(options).respond(topology, PROFILE)) < full
+
+
+def test_the_documentation_has_the_table_of_the_registry() -> None:
+    assert policy_table() in (Path(__file__).parents[3] / "docs/planning.md").read_text(encoding="utf-8")

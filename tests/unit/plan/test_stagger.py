@@ -11,7 +11,7 @@ from megatron.elastic.plan.cost import Costs, plan_costs
 from megatron.elastic.plan.dataflow import PlanError
 from megatron.elastic.plan.model import Op, Plan, Profile, UnitCost
 from megatron.elastic.plan.planner import instant_plan
-from megatron.elastic.plan.policies.policy import ReCycle
+from megatron.elastic.plan.policies.recycle import ReCycle
 from megatron.elastic.plan.schedule.stagger import regime, unit_peers
 from megatron.elastic.plan.schedule.table import index_edges
 from megatron.elastic.plan.schedule.timing import duration, execute

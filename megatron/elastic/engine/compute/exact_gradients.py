@@ -26,7 +26,7 @@ import torch.distributed as dist
 from megatron.elastic import _state
 from megatron.elastic.engine.compute.buffers import Arena
 from megatron.elastic.plan.model import Grid, Plan, Profile, Topology
-from megatron.elastic.plan.policies.choice import Choice
+from megatron.elastic.plan.policies.registry import Choice
 
 __all__ = ["ExactGradients", "OutOfRange", "one_sample_pieces", "resolutions"]
 

@@ -25,7 +25,7 @@ from megatron.elastic.engine.generation.report import joined_since_vote, newcome
 from megatron.elastic.engine.generation.view import View, build_view, unit_groups, with_configuration, with_plan
 from megatron.elastic.plan.dataflow import PlanError
 from megatron.elastic.plan.model import Plan, Profile
-from megatron.elastic.plan.policies.choice import Choice
+from megatron.elastic.plan.policies.registry import Choice
 from megatron.elastic.plan.topology import with_speeds
 from megatron.elastic.state.layout import BlockKey, UnitLayout
 from megatron.elastic.state.ownership import rebalance
@@ -63,7 +63,9 @@ class ViewFactory:
     """(unit, tensor-parallel shard) → layout of its state."""
     arena: Arena
     choose: Choice
-    """The policy: which plan the living run."""
+    """The policy's plan for the living."""
+    moves_units: bool
+    """Whether units may change place after a loss."""
     profile: Profile
     """Costs of units, the same on every rank."""
     hardware: Hardware
@@ -125,9 +127,8 @@ class ViewFactory:
         """``assignment`` with waiting cells in lost places; re-cut if a stage is lost and will not be back."""
         living = decision.members
         seated = assignment.seated(living)
-        movable = self.config.policy == "elaswave" and self.config.steps_before_migration >= 0
         comes_back = not seated.uncovered({*living, *decision.returning})
-        if not movable or not seated.uncovered(living) or comes_back:
+        if not self.moves_units or not seated.uncovered(living) or comes_back:
             return seated
         try:
             recut = better_assignment(seated, living, self.profile, self.hardware.memory_bytes)

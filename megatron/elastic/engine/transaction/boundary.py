@@ -82,7 +82,7 @@ class Boundary:
         """Units that should change place; asked once a generation, when it is time, by all ranks at one boundary."""
         views, view = self._context.views, self._context.view
         asked, patience = self._considered == view.generation, views.config.steps_before_migration
-        if asked or patience < 0 or views.config.policy != "elaswave":
+        if asked or not views.moves_units:
             return None
         steps = self._context.record.version - self._context.settled_at
         due = everybody_is_here(view.assignment, view.living) or steps >= patience

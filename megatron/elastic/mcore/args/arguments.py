@@ -21,10 +21,12 @@ from argparse import Namespace
 from collections.abc import Callable, Mapping
 from dataclasses import Field, fields
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from megatron.elastic.config import ElasticConfig, flag_name, plain_type
 from megatron.elastic.mcore.args.bad_input import BadInput, Faults
+from megatron.elastic.plan.policies.registry import engine_policies, policy_help
 
 __all__ = ["SWITCH", "add_arguments", "chained", "config_from_args", "docs", "field_help"]
 
@@ -32,6 +34,16 @@ SWITCH = "--elastic"
 """Turns the elastic runtime on; without it nothing of Megatron's step is replaced."""
 
 _SWITCH_HELP = "Run training steps on the elastic engine: the job goes on when ranks fail, and when they return."
+
+
+_CHOICES: Mapping[str, Callable[[], tuple[str, ...]]] = MappingProxyType({"policy": engine_policies})
+"""Settings whose values a registry names."""
+
+
+def setting_help() -> dict[str, str]:
+    """Setting → its help: the text in :class:`ElasticConfig`, and what a registry adds."""
+    texts = field_help(ElasticConfig)
+    return {**texts, "policy": f"{texts['policy']} {policy_help()}."}
 
 
 def field_help(cls: type) -> dict[str, str]:
@@ -57,6 +69,8 @@ def _options(field: Field[Any], annotation: Any, text: str) -> dict[str, Any]:
     options: dict[str, Any] = {"dest": "elastic_" + field.name, "default": field.default, "help": help_text}
     if kind is bool:
         return {**options, "action": argparse.BooleanOptionalAction if field.default else "store_true"}
+    if field.name in _CHOICES:
+        return {**options, "choices": list(_CHOICES[field.name]())}
     if get_origin(kind) is Literal:
         return {**options, "choices": list(get_args(kind))}
     return {**options, "type": kind, "metavar": kind.__name__.upper()}
@@ -68,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         return parser
     group = parser.add_argument_group(title="elastic")
     group.add_argument(SWITCH, action="store_true", help=_SWITCH_HELP)
-    hints, texts = get_type_hints(ElasticConfig), field_help(ElasticConfig)
+    hints, texts = get_type_hints(ElasticConfig), setting_help()
     for field in fields(ElasticConfig):
         group.add_argument(flag_name(field.name), **_options(field, hints[field.name], texts[field.name]))
     return parser
@@ -135,8 +149,10 @@ def _shown_default(default: Any) -> str:
     return "none" if default is None else f"`{default}`"
 
 
-def _shown_type(annotation: Any) -> str:
+def _shown_type(name: str, annotation: Any) -> str:
     kind = plain_type(annotation)
+    if name in _CHOICES:
+        return " \\| ".join(_CHOICES[name]())
     if kind is bool:
         return "switch"
     return " \\| ".join(get_args(kind)) if get_origin(kind) is Literal else str(kind.__name__)
@@ -144,7 +160,7 @@ def _shown_type(annotation: Any) -> str:
 
 def docs() -> str:
     """The flag reference, Markdown."""
-    hints, texts = get_type_hints(ElasticConfig), field_help(ElasticConfig)
+    hints, texts = get_type_hints(ElasticConfig), setting_help()
     lines = [
         "# Flags",
         "",
@@ -159,7 +175,7 @@ def docs() -> str:
         flag = f"`{flag_name(field.name)}`"
         if field.default is True:
             flag += f", `--no-{flag_name(field.name)[2:]}`"
-        kind, default = _shown_type(hints[field.name]), _shown_default(field.default)
+        kind, default = _shown_type(field.name, hints[field.name]), _shown_default(field.default)
         text = texts[field.name].replace("|", "\\|")
         lines.append(f"| {flag} | {kind} | {default} | {text} |")
     return "\n".join(lines) + "\n"

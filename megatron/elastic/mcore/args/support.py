@@ -23,6 +23,7 @@ from megatron.elastic.config import ElasticConfig
 from megatron.elastic.control import env
 from megatron.elastic.mcore.args import flag_table, substitutions
 from megatron.elastic.mcore.args.bad_input import BadInput
+from megatron.elastic.plan.policies.registry import policy_named
 
 __all__ = ["FEATURES", "Feature", "Verdict", "check", "check_launcher", "classify", "docs", "thin_copies"]
 
@@ -201,8 +202,8 @@ def _exact_faults(args: Namespace, config: ElasticConfig, platform: str) -> Iter
     if (args.micro_batch_size or 1) > 1 and not args.calculate_per_token_loss:
         yield ("--elastic-exact computes sample by sample, and the mean over a micro-batch of "
                f"{args.micro_batch_size} belongs to no sample: add --calculate-per-token-loss, or --micro-batch-size 1")
-    if config.policy == "torchft":
-        yield ("--elastic-exact with --elastic-policy torchft, which leaves samples out after a loss: "
+    if not policy_named(config.policy).keeps_batch:
+        yield (f"--elastic-exact with --elastic-policy {config.policy}, which leaves samples out after a loss: "
                "take torchft-batch, or another policy")
 
 
