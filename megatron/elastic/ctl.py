@@ -21,7 +21,8 @@ import socket
 import sys
 from typing import Any
 
-from megatron.elastic.control.wire import FrameReader, ProtocolError, encode
+from megatron.elastic.control.requests import Admit, Command, Drain, SaveCheckpoint, Status, Stop
+from megatron.elastic.control.wire import Codec, FrameReader, ProtocolError, frame
 
 __all__ = ["CtlError", "ask", "consoles", "main"]
 
@@ -65,20 +66,35 @@ def choose(run_id: str | None, found: dict[str, list[int]], sure: bool = True) -
     return key, found[key][0]
 
 
-def ask(run_id: str, node: int, request: dict[str, Any]) -> dict[str, Any]:
-    """Send one request to an agent and return its answer. Raises :class:`CtlError`."""
-    reader = FrameReader()
+def ask(run_id: str, node: int, command: Command) -> dict[str, Any]:
+    """Send one command to an agent and return its answer. Raises :class:`CtlError`."""
+    reader: FrameReader[dict[str, Any]] = FrameReader(Codec(dict[str, Any]))
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as console:
             console.settimeout(_SECONDS)
             console.connect(f"\0{_PREFIX[1:]}{run_id}/{node}")
-            console.sendall(encode(request))
+            console.sendall(frame(command))
             while data := console.recv(1 << 20):
                 for answer in reader.feed(data):
                     return answer
     except (OSError, ProtocolError) as error:
         raise CtlError(f"the agent of job {run_id!r} does not answer: {error}") from None
     raise CtlError(f"the agent of job {run_id!r} closed the connection: it serves its own user only")
+
+
+def _command(do: str, ranks: tuple[int, ...]) -> Command:
+    """Raises ``ValueError`` for numbers that are no ranks, :class:`CtlError` for ranks where the command takes none."""
+    if any(not 0 <= rank < 1 << 31 for rank in ranks):
+        raise ValueError(f"{ranks} are no ranks")
+    if do == "drain":
+        return Drain(ranks)
+    if do == "admit":
+        return Admit(ranks)
+    if ranks:
+        hint = "stop ends the whole job: leave out --ranks, or use drain" if do == "stop" else f"{do} takes no --ranks"
+        raise CtlError(hint)
+    plain: dict[str, Command] = {"status": Status(), "stop": Stop(), "checkpoint": SaveCheckpoint()}
+    return plain[do]
 
 
 def main(argv: list[str]) -> int:
@@ -90,9 +106,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--ranks", default="", help="For drain and admit: these ranks only, e.g. 4,5.")
     args = parser.parse_args(argv)
     try:
-        ranks = [int(rank) for rank in args.ranks.split(",") if rank]
+        command = _command(args.do, tuple(int(rank) for rank in args.ranks.split(",") if rank))
         run_id, node = choose(args.run_id, consoles(), sure=args.yes or args.do not in ("drain", "stop"))
-        answer = ask(run_id, node, {"do": args.do, "ranks": ranks})
+        answer = ask(run_id, node, command)
     except ValueError:
         print(f"error: --ranks takes numbers like 4,5, got {args.ranks!r}", file=sys.stderr)
         return 1

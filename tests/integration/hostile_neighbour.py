@@ -91,7 +91,7 @@ class Neighbour:
 
     def say_hello_as_an_agent(self) -> None:
         with self._connect() as channel:
-            hello = json.dumps({"node": 1, "epoch": 0, "agent": "guessed", "nonce": "0"})
+            hello = json.dumps({"node": 1, "epoch": 0, "agent": "guessed", "nonce": "0"}).encode()
             channel.sendall(Signer(GUESSED).sign("presence/hello", hello) + b"\n")
             channel.recv(4096)
 

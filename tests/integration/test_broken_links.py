@@ -23,6 +23,7 @@ from megatron.elastic.comm.native import NativeFabric
 from megatron.elastic.control import env
 from megatron.elastic.control.client import WorkerMembership
 from megatron.elastic.control.membership import Activity
+from megatron.elastic.control.requests import Request
 
 m = WorkerMembership.from_env()
 fabric = NativeFabric(m.rank, m.slots, m.incarnation, run_id=os.environ[env.RUN_ID],
@@ -134,7 +135,7 @@ for step in range(20):
     m.publish(Activity(step, "step"))
     time.sleep(0.01)
 if m.rank == 2: time.sleep(600)
-if m.rank == 0: m.request("reform")
+if m.rank == 0: m.request(Request.REFORM)
 d = agree()
 m.finish(0)
 """

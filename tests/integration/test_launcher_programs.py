@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.elastic.control.requests import Stop
 from megatron.elastic.ctl import ask
 from megatron.elastic.launch.limits import files_needed
 from tests.integration.launcher_cluster import PATIENCE, ROOT, cluster, is_alive
@@ -396,7 +397,7 @@ def test_a_job_stopped_for_good_ends_with_status_0_on_every_node() -> None:
     """Status 3 would have a scheduler queue it again."""
     with cluster(1, nodes=2, script_options=("--seconds", "600")) as job:
         job.wait_members([0, 1])
-        assert ask(job.run_id, 1, {"do": "stop"}) == {"accepted": "stop", "run_id": job.run_id, "ranks": []}
+        assert ask(job.run_id, 1, Stop()) == {"accepted": "stop", "run_id": job.run_id, "ranks": []}
         assert [job.exit_code(node) for node in (0, 1)] == [0, 0]
         assert {event["rank"] for event in job.of("drained")} == {0, 1}
         job.wait_text("stopped as asked (ctl stop)")

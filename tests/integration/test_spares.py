@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from megatron.elastic.control.requests import Status
 from megatron.elastic.ctl import ask
 from megatron.elastic.observe.events import read_events
 from tests.integration.elastic_job import (
@@ -37,7 +38,7 @@ MANY, DRAINED, SECONDS = 4000, 3, 200.0
 
 
 def status(job: RunningJob) -> dict[str, Any]:
-    return ask(job.run_id, 0, {"do": "status", "ranks": []})
+    return ask(job.run_id, 0, Status())
 
 
 def until(job: RunningJob, holds: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from megatron.elastic.config import ElasticConfig
+from megatron.elastic.control.requests import Request
 from megatron.elastic.engine.compute.model_interface import LossOutput, UnitParameter
 from megatron.elastic.engine.compute.samples import StepAddress
 from megatron.elastic.engine.generation.assignment import Assignment
@@ -255,7 +256,7 @@ def main() -> None:
     links = open_links(config, PATIENCE)
     engine = found(links, job)
     engine.resume(engine.record, None)
-    links.membership.request("begin")
+    links.membership.request(Request.BEGIN)
     rows = job.launch_topology.grid.global_batch_size
     log = []
     for step in range(args.steps):

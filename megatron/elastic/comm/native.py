@@ -24,7 +24,7 @@ import torch.distributed as dist
 from megatron.elastic import _comm
 from megatron.elastic.comm import registry
 from megatron.elastic.comm.errors import CommError
-from megatron.elastic.comm.fabric import Address, BlockRange, EditReport, Fabric
+from megatron.elastic.comm.fabric import Address, BlockRange, EditReport, EndpointValue, Fabric
 from megatron.elastic.comm.reconfigure import Driven, Reconfigurable, handle_of, reconfigure
 from megatron.elastic.comm.side_channel import AWAITED, BACKGROUND_ROLE, BESIDE_A_STEP, PIECE_BYTES, SideChannel
 
@@ -113,7 +113,7 @@ class NativeFabric(Fabric):
 
     def address(self) -> Address:
         own = self._hub.self()
-        endpoint: dict[str, object] = {
+        endpoint: dict[str, EndpointValue] = {
             "ip": own.ip,
             "port": own.port,
             "unix": own.unix_name,

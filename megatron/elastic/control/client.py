@@ -23,9 +23,10 @@ from collections.abc import Callable, Mapping
 
 from megatron.elastic.control import env
 from megatron.elastic.control.membership import Activity
+from megatron.elastic.control.messages import TO_WORKER, DrainSignal, FromWorker
 from megatron.elastic.control.protocol import WorkerProtocol
 from megatron.elastic.control.slot import Slot
-from megatron.elastic.control.wire import FrameReader, Message, ProtocolError, encode
+from megatron.elastic.control.wire import FrameReader, ProtocolError, frame
 
 __all__ = ["NotUnderLauncher", "WorkerMembership"]
 
@@ -51,7 +52,7 @@ class WorkerMembership(WorkerProtocol):
         super().__init__(rank, incarnation, slots, host, newcomer, domain)
         self._channel = channel
         self._slot = slot
-        self._reader = FrameReader()
+        self._reader = FrameReader(TO_WORKER)
         self._sending = threading.Lock()
         self._publishing = threading.Lock()
         self._drain_asked = False
@@ -126,7 +127,7 @@ class WorkerMembership(WorkerProtocol):
             self.fence()
             if self._drain_asked:
                 self._drain_asked = False
-                self._send({"t": "drain"})
+                self._send(DrainSignal())
             if arrived:
                 self._receive()
             elif self._sampler is not None:
@@ -152,7 +153,7 @@ class WorkerMembership(WorkerProtocol):
             for message in self._reader.feed(data):
                 self.handle(message)
         except ProtocolError as error:
-            _end_with_children(f"garbage from the agent: {error}")
+            _end_with_children(f"a malformed message from the agent: {error}")
 
     def fence(self) -> None:
         """See :meth:`Membership.fence`. Any thread."""
@@ -164,8 +165,8 @@ class WorkerMembership(WorkerProtocol):
         print(f"rank {self.rank}: {why}", file=sys.stderr, flush=True)
         os._exit(code)
 
-    def _send(self, message: Message) -> None:
-        data = encode(message)
+    def _send(self, message: FromWorker) -> None:
+        data = frame(message)
         with self._sending:
             try:
                 self._channel.sendall(data)

@@ -8,36 +8,32 @@ already did, in an earlier life or on another rank, is deterministic.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
 
-__all__ = ["BEGUN_ANEW", "FELL_BACK", "Failures", "exit_status"]
+import msgspec
 
-_DONE, _DRAINED, _STATE_LOST, _DETERMINISTIC = 0, 3, 4, 5
-_SEVERITY = (5, 4, 1, 3)
+from megatron.elastic.control.exits import ExitCode
+
+__all__ = ["Failures", "exit_status"]
+
+_SEVERITY = (ExitCode.DETERMINISTIC, ExitCode.STATE_LOST, ExitCode.FAILED, ExitCode.DRAINED)
 """Exit codes of ranks, the one that decides the job's first."""
-
-FELL_BACK = 6
-"""Exit code of a rank that cannot get past its step: the job starts anew from its last checkpoint, once."""
-BEGUN_ANEW = 7
-"""Exit code of a rank without anything to go on from, or to join: the same, as often as it happens to machines."""
 
 _STARTS = 3
 
 
-@dataclass
-class Failures:
-    """What was lost so far, the same on every agent. Times are seconds of the job."""
+class Failures(msgspec.Struct, forbid_unknown_fields=True):
+    """The losses so far, the same on every agent. Times are seconds of the job."""
 
     max_per_hour: int = 0
-    _raised_at: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
-    _times: list[float] = field(default_factory=list)
-    _stillborn: dict[int, int] = field(default_factory=dict)
+    _raised_at: dict[int, list[tuple[int, int]]] = {}
+    _times: list[float] = []
+    _stillborn: dict[int, int] = {}
     _reached: int = -1
-    _ends: list[int] = field(default_factory=list)
+    _ends: list[int] = []
     """Step reached before each loss of everybody."""
-    _fell: dict[int, dict[int, int]] = field(default_factory=dict)
+    _fell: dict[int, dict[int, int]] = {}
     """Step at which ranks fell back to the checkpoint → rank → its incarnation then."""
-    _member: dict[int, int] = field(default_factory=dict)
+    _member: dict[int, int] = {}
     """Rank → its newest incarnation that became a member."""
     verdict: str = ""
     """Why the job cannot be run again with a better result; empty while nothing says so."""
@@ -107,9 +103,9 @@ def exit_status(
     elif codes:
         code, why = next((code for code in _SEVERITY if code in codes), max(codes)), ""
     else:
-        code, why = _STATE_LOST, "no rank is left that could go on"
-    if stopping and code == _DRAINED:
-        return _DONE, why or "stopped as asked (ctl stop): exit status 0, the job is not queued again"
-    if stopping and code == _STATE_LOST:
-        return _DETERMINISTIC, why or "stopped as asked (ctl stop), but not saved: exit status 5"
-    return (_DETERMINISTIC, verdict) if code == _STATE_LOST and verdict else (code, why)
+        code, why = ExitCode.STATE_LOST, "no rank is left that could go on"
+    if stopping and code == ExitCode.DRAINED:
+        return ExitCode.DONE, why or "stopped as asked (ctl stop): exit status 0, the job is not queued again"
+    if stopping and code == ExitCode.STATE_LOST:
+        return ExitCode.DETERMINISTIC, why or "stopped as asked (ctl stop), but not saved: exit status 5"
+    return (ExitCode.DETERMINISTIC, verdict) if code == ExitCode.STATE_LOST and verdict else (code, why)

@@ -24,8 +24,9 @@ Invariants (tests/unit/control/test_generations.py walks all interleavings)
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Literal
+
+import msgspec
 
 from megatron.elastic.control.events import (
     Abandoned,
@@ -46,16 +47,17 @@ from megatron.elastic.control.events import (
     Waiting,
     Wanted,
 )
+from megatron.elastic.control.exits import Ending
 from megatron.elastic.control.membership import Decision, Loss, Reason
 from megatron.elastic.control.quarantine import Quarantine
+from megatron.elastic.control.requests import Drain, Pending, Request, SaveCheckpoint, Stop, Wish
 
 __all__ = ["Generations", "Node", "RankState"]
 
 Standing = Literal["starting", "waiting", "member", "lost", "done"]
 
 
-@dataclass
-class Node:
+class Node(msgspec.Struct, forbid_unknown_fields=True):
     """One agent and the ranks it starts."""
 
     host: str
@@ -66,8 +68,7 @@ class Node:
     """Token of the agent that holds this place; what another one says for this node does not count."""
 
 
-@dataclass
-class RankState:
+class RankState(msgspec.Struct, forbid_unknown_fields=True):
     """What is known of one rank's present incarnation."""
 
     incarnation: int = 0
@@ -79,8 +80,7 @@ class RankState:
     announced: bool = True
 
 
-@dataclass
-class Generations:
+class Generations(msgspec.Struct, forbid_unknown_fields=True):
     """See the module docstring. ``nodes`` by node number; ``respawn``: lost ranks come again."""
 
     nodes: Mapping[int, Node]
@@ -89,7 +89,7 @@ class Generations:
     """Ranks of the launch; 0: all there are."""
     cell: int = 1
     """Ranks of a tensor-parallel group: neighbours. Asked for only where there are extra ranks."""
-    quarantine: Quarantine = field(default_factory=Quarantine)
+    quarantine: Quarantine = msgspec.field(default_factory=Quarantine)
     expects_nodes: bool = False
     """A lost node is expected to be replaced (--nnodes MIN:MAX), so its ranks are waited for."""
     frozen: int = 1
@@ -97,22 +97,26 @@ class Generations:
     decision: Decision | None = None
     reason: Reason = "start"
     ended: JobEnded | None = None
-    ranks: dict[int, RankState] = field(init=False)
-    reports: dict[int, Entry] = field(default_factory=dict)
+    ranks: dict[int, RankState] = {}
+    """Made from ``nodes``, unless it is given."""
+    reports: dict[int, Entry] = {}
     joiners: tuple[int, ...] = ()
-    losses: list[Loss] = field(default_factory=list)
+    losses: list[Loss] = []
     drain: tuple[int, ...] | None = None
     """Ranks asked to leave; empty: the whole job."""
     announced: tuple[int, str] = (0, "")
     """(generation, what it can lose), as its members said last."""
     stopping: bool = False
     """The drain of the whole job is for good: a user asked for it to stop."""
-    enlisted: set[int] = field(default_factory=set)
+    enlisted: set[int] = set()
     """Extra ranks that are to compute although none of the launch is missing."""
-    _requests: dict[str, set[int]] = field(default_factory=dict)
-    _sticky: set[str] = field(default_factory=set)
-    _left: set[int] = field(default_factory=set)
-    _preparing: set[int] = field(default_factory=set)
+    _requests: dict[Request, set[int]] = {}
+    _joining: bool = False
+    """Newcomers wait to be admitted. Set until they are: a member that saw it must not wait for one that did not."""
+    _checkpoint: bool = False
+    """A checkpoint was asked for and is not begun."""
+    _left: set[int] = set()
+    _preparing: set[int] = set()
     """Ranks that said they have nothing yet that could outlive a loss."""
 
     def __post_init__(self) -> None:
@@ -120,6 +124,10 @@ class Generations:
         if slots != list(range(len(slots))):
             raise ValueError(f"nodes must hold ranks 0 … {len(slots) - 1} once each, got {slots}")
         self.nominal = self.nominal or len(slots)
+        if self.ranks:
+            if list(self.ranks) != slots:
+                raise ValueError(f"the state of ranks 0 … {len(slots) - 1} was expected, got {list(self.ranks)}")
+            return
         self.ranks = {rank: RankState() for rank in slots}
         for node in self.nodes.values():
             if not node.alive:  # it may come later
@@ -163,17 +171,16 @@ class Generations:
         """DECIDE may be tried."""
         return not self.quiet and self.ended is None and bool(self.expected()) and not self.missing()
 
-    def pending(self) -> tuple[str, ...]:
-        """What members should honour at their next boundary: 'join', 'drain', 'checkpoint', 'leave:4,5'."""
-        wanted = set(self._sticky)
-        if self.drain == ():
-            wanted.add("drain")
-        elif self.drain:
-            wanted.add("leave:" + ",".join(map(str, self.drain)))
+    def pending(self) -> Pending:
+        """What members should honour at their next boundary."""
         promised = () if self.decision is None else self.decision.returning
-        if self.quiet and not {*promised} <= {*self.members, *self.returning()}:
-            wanted.add("reform")
-        return tuple(sorted(wanted))
+        return Pending(
+            join=self._joining,
+            drain=self.drain == (),
+            checkpoint=self._checkpoint,
+            reform=self.quiet and not {*promised} <= {*self.members, *self.returning()},
+            leave=self.drain or (),
+        )
 
     def coordinator(self) -> int | None:
         """The lowest living node: it decides."""
@@ -232,7 +239,7 @@ class Generations:
             case Requested():
                 self._request(event)
             case Wanted():
-                self._want(event)
+                self._want(event.what)
             case Finished():
                 self._finish(event)
             case Abandoned():
@@ -281,7 +288,7 @@ class Generations:
         """Count members that ended by a fault of their own against their nodes."""
         for loss in event.losses:
             state = self.ranks.get(loss.rank)
-            own = loss.ending in ("killed", "error")  # else it followed from what happened elsewhere
+            own = loss.ending in (Ending.KILLED, Ending.ERROR)  # else it followed from what happened elsewhere
             if own and state and state.standing == "member" and state.incarnation == loss.incarnation:
                 self._count(self.node_of(loss.rank), event.at)
 
@@ -343,41 +350,47 @@ class Generations:
         self._call_for_joiners()
 
     def _request(self, event: Requested) -> None:
-        if event.what == "setup":
+        what = event.what
+        if what is Request.SETUP:
             self._preparing |= set(event.ranks) & self.ranks.keys()
             return
         if event.generation != self.decided or not self.quiet or self.fresh:
             return
-        asked = self._requests.setdefault(event.what, set())
+        asked = self._requests.setdefault(what, set())
         asked |= {rank for rank in event.ranks if self.ranks.get(rank, RankState()).standing == "member"}
-        if event.what == "reform" and asked:
-            # Something went wrong on one member that all have to know of: no need to wait for the others.
-            self._freeze("reform")
-        elif not asked >= set(self.members):
-            return
-        elif event.what == "checkpoint":
-            self._sticky.discard("checkpoint")
-            del self._requests["checkpoint"]
-        elif event.what == "begin":
-            self._preparing.clear()
-            del self._requests["begin"]
-        elif event.what == "stay":
-            self.drain = None if self.drain else self.drain
-            del self._requests["stay"]
-        elif event.what == "leave" and self.drain:
-            self._freeze("drain")
-        elif event.what == "join":
-            self._freeze("join")
+        # Something went wrong on one member that all have to know of: no need to wait for the others.
+        if asked >= set(self.members) or (what is Request.REFORM and asked):
+            self._grant(what)
 
-    def _want(self, event: Wanted) -> None:
-        if event.what == "drain":
-            leaving = {*(self.drain or ()), *(rank for rank in event.ranks if rank in self.ranks)}
-            everybody = not event.ranks or self.drain == () or leaving >= set(self.members)
-            self.drain = () if everybody else tuple(sorted(leaving))
-        elif event.what == "stop":
-            self.drain, self.stopping = (), True
-        elif event.what == "checkpoint":
-            self._sticky.add("checkpoint")
+    def _grant(self, what: Request) -> None:
+        """Do what every member has asked for."""
+        match what:
+            case Request.CHECKPOINT:
+                self._checkpoint = False
+                del self._requests[what]
+            case Request.BEGIN:
+                self._preparing.clear()
+                del self._requests[what]
+            case Request.STAY:
+                self.drain = None if self.drain else self.drain
+                del self._requests[what]
+            case Request.LEAVE if self.drain:
+                self._freeze("drain")
+            case Request.JOIN:
+                self._freeze("join")
+            case Request.REFORM:
+                self._freeze("reform")
+
+    def _want(self, wish: Wish) -> None:
+        match wish:
+            case Drain(ranks):
+                leaving = {*(self.drain or ()), *(rank for rank in ranks if rank in self.ranks)}
+                everybody = not ranks or self.drain == () or leaving >= set(self.members)
+                self.drain = () if everybody else tuple(sorted(leaving))
+            case Stop():
+                self.drain, self.stopping = (), True
+            case SaveCheckpoint():
+                self._checkpoint = True
 
     def _readmit(self, ranks: Sequence[int]) -> None:
         """Ranks that were given up, or asked to leave, may be started again; spares named are put to work."""
@@ -400,7 +413,7 @@ class Generations:
         if state.standing == "member" and not self.quiet and not event.announced:
             # It belonged to the generation before and is not in the next: that one must say why.
             host = self.nodes[self.node_of(event.rank)].host
-            self.losses.append(Loss(event.rank, event.incarnation, host, f"exit code {event.code}", ending="left"))
+            self.losses.append(Loss(event.rank, event.incarnation, host, f"exit code {event.code}", ending=Ending.LEFT))
         state.incarnation, state.standing, state.entry = event.incarnation, "done", None
         state.code, state.announced = event.code, event.announced
         self.reports.pop(event.rank, None)
@@ -431,7 +444,7 @@ class Generations:
             self._left |= leaving
         self.losses, self.joiners, self.reports = [], (), {}
         if not self._wanted():
-            self._sticky.discard("join")
+            self._joining = False
         self._call_for_joiners()
 
     # -- helpers --------------------------------------------------------------
@@ -460,7 +473,7 @@ class Generations:
     def _call_for_joiners(self) -> None:
         """Have members admit who is wanted, at a boundary. Sticky: who saw it must not wait for one that did not."""
         if not self.fresh and self._wanted():
-            self._sticky.add("join")
+            self._joining = True
 
     def _wanted(self) -> tuple[int, ...]:
         """Waiting ranks to admit, ascending: whole tensor-parallel groups, as many as the job is short of."""

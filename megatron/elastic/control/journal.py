@@ -23,14 +23,15 @@ nothing: its position passes with None for an event, and is counted.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron.elastic.control.events import Event, from_json, to_json
+import msgspec
+
+from megatron.elastic.control.events import Event
 from megatron.elastic.control.signer import Signer
 from megatron.elastic.control.store import Store, StoreLost
-from megatron.elastic.control.wire import Message, ProtocolError, parse, take_int, take_object, take_str
+from megatron.elastic.control.wire import Codec, ProtocolError, encode
 
 __all__ = ["BEGIN", "Journal", "JournalForged", "Mark", "Signer", "Snapshot", "Trimmed", "keep", "newest", "trim"]
 
@@ -64,10 +65,39 @@ BEGIN = Mark(0, "")
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What the entries before ``mark`` lead to."""
+    """The state that the entries before ``mark`` lead to."""
 
     mark: Mark
-    content: Message
+    content: bytes
+    """JSON; opaque here."""
+
+
+class _Entry(msgspec.Struct, forbid_unknown_fields=True):
+    """One entry, as it is signed."""
+
+    after: str
+    """The hash over the entries before it."""
+    event: Event
+
+
+class _Kept(msgspec.Struct, forbid_unknown_fields=True):
+    """A snapshot, as it is signed."""
+
+    position: int
+    chain: str
+    content: msgspec.Raw
+
+
+class _Floor(msgspec.Struct, forbid_unknown_fields=True):
+    """``floor``: the position below which nothing counts; ``deleted``: below which everything is deleted."""
+
+    floor: int = 0
+    deleted: int = 0
+
+
+_ENTRY: Codec[_Entry] = Codec(_Entry)
+_KEPT: Codec[_Kept] = Codec(_Kept)
+_FLOORS: Codec[_Floor] = Codec(_Floor)
 
 
 class Journal:
@@ -117,8 +147,7 @@ class Journal:
             raise Trimmed
 
     def _signed(self, event: Event) -> bytes:
-        text = json.dumps({"after": self.mark.chain, "event": to_json(event)}, separators=(",", ":"))
-        return self._signer.sign(_place(self.position), text)
+        return self._signer.sign(_place(self.position), encode(_Entry(self.mark.chain, event)))
 
     def _withdrawn(self, position: int) -> bool:
         """Whether what was just written at ``position`` is below the floor, where it was free only for having gone."""
@@ -128,29 +157,28 @@ class Journal:
         return True
 
     def _trimmed(self, position: int) -> bool:
-        self._floor = max(self._floor, _floors(self._signer, self._store.get(_FLOOR))[0])
+        self._floor = max(self._floor, _floors(self._signer, self._store.get(_FLOOR)).floor)
         return position < self._floor
 
     def _advance(self, value: bytes) -> tuple[int, Event | None]:
         """Take the entry at ``mark``. Raises :class:`JournalForged`."""
         position = self.position
         try:
-            event, after = self._parsed(value)
+            entry = self._parsed(value)
         except ProtocolError:
             self.dropped += 1
             self.mark = self.mark.after(None)
             return position, None
-        if after != self.mark.chain:
+        if entry.after != self.mark.chain:
             raise JournalForged(f"entry {position} of the journal continues another past than the one read here")
         self.mark = self.mark.after(value)
-        return position, event
+        return position, entry.event
 
-    def _parsed(self, value: bytes) -> tuple[Event, str]:
-        text = self._signer.open(_place(self.position), value)
-        if text is None:
+    def _parsed(self, value: bytes) -> _Entry:
+        content = self._signer.open(_place(self.position), value)
+        if content is None:
             raise ProtocolError("not signed with this job's secret")
-        body = parse(text)
-        return from_json(take_object(body, "event")), take_str(body, "after")
+        return _ENTRY.decode(content)
 
 
 def _place(position: int) -> str:
@@ -167,13 +195,12 @@ def keep(store: Store, signer: Signer, snapshot: Snapshot) -> bool:
     Whoever coordinates calls it. One that was stopped, at any point, and comes late finds what its successor has kept.
     """
     mark = snapshot.mark
-    body = {"position": mark.position, "chain": mark.chain, "content": snapshot.content}
-    text = json.dumps(body, separators=(",", ":"))
+    body = encode(_Kept(mark.position, mark.chain, msgspec.Raw(snapshot.content)))
     while True:
         value = store.get(_SNAPSHOT)
         if value is not None and _opened(signer, value).mark.position >= mark.position:
             return False
-        if store.replace(_SNAPSHOT, value, signer.sign(_SNAPSHOT, text)):
+        if store.replace(_SNAPSHOT, value, signer.sign(_SNAPSHOT, body)):
             return True
 
 
@@ -184,11 +211,11 @@ def newest(store: Store, signer: Signer) -> Snapshot | None:
 
 
 def _opened(signer: Signer, value: bytes) -> Snapshot:
-    text = signer.open(_SNAPSHOT, value)
-    if text is None:
+    body = signer.open(_SNAPSHOT, value)
+    if body is None:
         raise ProtocolError("the journal's snapshot is not signed with this job's secret")
-    body = parse(text)
-    return Snapshot(Mark(take_int(body, "position"), take_str(body, "chain")), take_object(body, "content"))
+    kept = _KEPT.decode(body)
+    return Snapshot(Mark(kept.position, kept.chain), bytes(kept.content))
 
 
 def trim(store: Store, signer: Signer, floor: int) -> int:
@@ -198,22 +225,19 @@ def trim(store: Store, signer: Signer, floor: int) -> int:
     while another one raised it deletes at most what is below that floor already.
     """
     value = store.get(_FLOOR)
-    present, deleted = _floors(signer, value)
-    if floor <= present:
+    present = _floors(signer, value)
+    if floor <= present.floor:
         return 0
-    raised = signer.sign(_FLOOR, f"{floor} {deleted}")
+    raised = signer.sign(_FLOOR, encode(_Floor(floor, present.deleted)))
     if not store.replace(_FLOOR, value, raised):
         return 0
-    for position in range(deleted, floor):
+    for position in range(present.deleted, floor):
         store.delete(_place(position))
-    store.replace(_FLOOR, raised, signer.sign(_FLOOR, f"{floor} {floor}"))
-    return floor - deleted
+    store.replace(_FLOOR, raised, signer.sign(_FLOOR, encode(_Floor(floor, floor))))
+    return floor - present.deleted
 
 
-def _floors(signer: Signer, value: bytes | None) -> tuple[int, int]:
-    """Position below which nothing counts, and below which everything is deleted."""
-    text = None if value is None else signer.open(_FLOOR, value)
-    if text is None:
-        return 0, 0
-    floor, deleted = text.split()
-    return int(floor), int(deleted)
+def _floors(signer: Signer, value: bytes | None) -> _Floor:
+    """The floor that ``value`` holds; nothing is dropped yet where it holds none."""
+    body = None if value is None else signer.open(_FLOOR, value)
+    return _Floor() if body is None else _FLOORS.decode(body)

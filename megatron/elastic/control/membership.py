@@ -1,4 +1,4 @@
-"""Who is here: the worker's view of generations.
+"""The membership of a job as a worker sees it: generations, decisions and losses.
 
 A change of membership takes two phases. FREEZE(g): every survivor stops,
 promises to act on no older generation, and hands in a report of what it holds
@@ -14,12 +14,18 @@ The control plane treats reports as opaque: what they mean is the business of
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal, Protocol
 
-from megatron.elastic.comm.fabric import Address
+import msgspec
 
-__all__ = ["WAITING_FOR_RANKS", "Activity", "Decision", "Ending", "Loss", "Membership", "Released"]
+from megatron.elastic.comm.fabric import Address, Rank
+from megatron.elastic.control.exits import Ending
+from megatron.elastic.control.requests import Pending, Request
+from megatron.elastic.control.wire import Int64
+
+__all__ = ["WAITING_FOR_RANKS", "Activity", "Decision", "Loss", "Membership", "Reason", "Released"]
 
 Reason = Literal["start", "loss", "join", "drain", "reform"]
 """drain: some ranks leave; reform: nobody comes or goes, but a member has something to report that all must know."""
@@ -29,46 +35,45 @@ class Released(Exception):
     """The generation decided now goes on without this rank, as it was asked to: nothing is expected of it any more."""
 
 
-Ending = Literal["killed", "error", "communication", "left", "fall back", "begin anew"]
-"""Why an incarnation was lost.
-
-killed: from outside, by a signal, its agent or the loss of its node; error: by an error of its own; communication:
-by an error that the end of another process causes, or by a library that locked up; left: with exit code 0, though it
-had not said that it was done; fall back: it cannot get past its
-step, and asks for the last checkpoint; begin anew: it had nothing to go on from, or to join.
-"""
-
-
-@dataclass(frozen=True)
-class Loss:
+class Loss(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One lost incarnation and everything known of its end."""
 
-    rank: int
-    incarnation: int
+    rank: Rank
+    incarnation: Int64
     host: str
     cause: str
     """'signal SIGKILL', 'exit code 1', 'stopped', 'node unreachable', 'hung'"""
     last_lines: tuple[str, ...] = ()
-    ending: Ending = "killed"
+    ending: Ending = Ending.KILLED
 
 
-@dataclass(frozen=True)
-class Decision:
-    """A decided generation; the same bytes in every process."""
+class Decision(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A decided generation; the same bytes in every process.
 
-    generation: int
-    members: Mapping[int, Address]
+    ``members`` and ``reports`` are in ascending order of rank, and every address is that of its rank; anything else
+    raises ``ValueError``.
+    """
+
+    generation: Int64
+    members: Mapping[Rank, Address]
     """Living ranks (parked ones included) → address."""
     reason: Reason
     lost: tuple[Loss, ...] = ()
     """Losses since the generation before."""
-    joined: tuple[int, ...] = ()
-    reports: Mapping[int, str] = field(default_factory=dict)
-    """What each member handed in (text); absent for a joiner."""
-    left_out: tuple[int, ...] = ()
+    joined: tuple[Rank, ...] = ()
+    reports: Mapping[Rank, str] = {}
+    """The report of each member (text); absent for a joiner."""
+    left_out: tuple[Int64, ...] = ()
     """Nodes whose lost ranks are not started again for now (:mod:`megatron.elastic.control.quarantine`)."""
-    returning: tuple[int, ...] = ()
-    """Ranks that are no members, but are being started or will be. Nobody need wait for any other."""
+    returning: tuple[Rank, ...] = ()
+    """Ranks that are no members, but are being started or will be. No other rank is worth waiting for."""
+
+    def __post_init__(self) -> None:
+        for ranks in (self.members, self.reports):
+            if any(first >= second for first, second in pairwise(ranks)):
+                raise ValueError(f"ranks {[*ranks]} are not in ascending order")
+        if any(rank != address.rank for rank, address in self.members.items()):
+            raise ValueError("a member has the address of another rank")
 
 
 WAITING_FOR_RANKS = "waiting for ranks"
@@ -115,23 +120,14 @@ class Membership(Protocol):
     def publish(self, activity: Activity) -> None:
         """Say what this worker does and for whom it waits. Cheap: a shared-memory write."""
 
-    def pending(self) -> tuple[str, ...]:
-        """Requests to honour at the next boundary: 'join', 'drain', 'checkpoint', 'leave:4,5' (these ranks).
-
-        'reform' concerns a member that waits for ranks: some that were to return will not, so it asks for a decision
-        that says which.
-        """
+    def pending(self) -> Pending:
+        """Requests to honour at the next boundary."""
 
     def announce(self, text: str) -> None:
         """Have every agent know what can be lost now, in one line, for ``ctl status``."""
 
-    def request(self, what: str) -> None:
-        """Ask for a change at a boundary ('join', 'leave'): FREEZE follows when every member has asked.
-
-        'reform' freezes at once; 'checkpoint' and 'stay' take such a wish back once every member has asked.
-        'setup' says that nothing is held here yet that could outlive a loss: until every
-        member has asked to 'begin', a loss starts everybody anew.
-        """
+    def request(self, what: Request) -> None:
+        """Ask for a change at a boundary. See :class:`Request` for what each one begins."""
 
     def drain(self) -> None:
         """Pass on a signal that asks this process to end: the whole job saves and ends at the next boundary."""

@@ -9,21 +9,31 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+
+import msgspec
 
 from megatron.elastic.comm.errors import CommTimeout, GenerationChanged
 from megatron.elastic.comm.fabric import Address
 from megatron.elastic.control.membership import Activity, Decision, Loss, Released
-from megatron.elastic.control.wire import (
-    Message,
-    address_from_json,
-    address_to_json,
-    as_object,
-    decision_from_json,
-    take_int,
-    take_list,
-    take_str,
+from megatron.elastic.control.messages import (
+    Ask,
+    Decide,
+    End,
+    Finish,
+    Freeze,
+    FromWorker,
+    GiveUp,
+    Hello,
+    Members,
+    PendingChanged,
+    Release,
+    Report,
+    Suspicion,
+    Tolerance,
+    ToWorker,
 )
+from megatron.elastic.control.requests import Pending, Request
+from megatron.elastic.control.wire import printable
 from megatron.elastic.platform.threads import OS_THREADS, Threads
 
 __all__ = ["WorkerProtocol"]
@@ -51,7 +61,7 @@ class WorkerProtocol(ABC):
         self._returned = 0
         """Generation of the decision that was last returned."""
         self._overlooked: tuple[Loss, ...] = ()
-        self._pending: tuple[str, ...] = ()
+        self._pending = Pending()
         self._released = False
         self._on_freeze: Callable[[int], None] | None = None
         self._on_members: Callable[[Mapping[int, Address]], None] | None = None
@@ -63,7 +73,7 @@ class WorkerProtocol(ABC):
         """Begin to pass what the agent says to :meth:`handle`, in order."""
 
     @abstractmethod
-    def _send(self, message: Message) -> None:
+    def _send(self, message: FromWorker) -> None:
         """Tell the agent."""
 
     @abstractmethod
@@ -90,7 +100,7 @@ class WorkerProtocol(ABC):
             raise RuntimeError(f"{type(self).__name__}.start was called twice")
         self._on_freeze = on_freeze
         self._listen()
-        self._send({"t": "hello"})
+        self._send(Hello())
 
     def frozen(self) -> int:
         """See :meth:`Membership.frozen`."""
@@ -110,8 +120,8 @@ class WorkerProtocol(ABC):
             # In quiet times for the next generation, whatever it will be about: this thread holds the same until then.
             promised = 0 if self._decided == 0 else max(self._frozen, known + 1)
         # The node's name and domain; where a transport listens is in its endpoint.
-        here = address_to_json(replace(address, host=self.host, domain=self.domain))
-        self._send({"t": "report", "g": promised, "address": here, "report": report})
+        here = msgspec.structs.replace(address, host=self.host, domain=self.domain)
+        self._send(Report(promised, here, report))
         with self._changed:
             while True:
                 if self._released:
@@ -135,27 +145,27 @@ class WorkerProtocol(ABC):
 
     def suspect(self, rank: int, why: str) -> None:
         """See :meth:`Membership.suspect`."""
-        self._send({"t": "suspect", "rank": rank, "g": self._frozen, "why": why})
+        self._send(Suspicion(rank, self._frozen, printable(why)))
 
-    def pending(self) -> tuple[str, ...]:
+    def pending(self) -> Pending:
         """See :meth:`Membership.pending`."""
         return self._pending
 
-    def request(self, what: str) -> None:
+    def request(self, what: Request) -> None:
         """See :meth:`Membership.request`."""
-        self._send({"t": "request", "what": what, "g": self._decided})
+        self._send(Ask(what, self._decided))
 
     def announce(self, text: str) -> None:
         """See :meth:`Membership.announce`."""
-        self._send({"t": "tolerance", "g": self._decided, "text": text})
+        self._send(Tolerance(self._decided, printable(text)))
 
     def give_up(self, code: int, why: str) -> None:
         """See :meth:`Membership.give_up`."""
-        self._send({"t": "give_up", "code": code, "why": why})
+        self._send(GiveUp(code, printable(why)))
 
     def finish(self, code: int) -> None:
         """See :meth:`Membership.finish`."""
-        self._send({"t": "finish", "code": code})
+        self._send(Finish(code))
 
     # -- beyond the protocol of members --------------------------------------------
 
@@ -168,31 +178,32 @@ class WorkerProtocol(ABC):
 
     # -- what the agent says ---------------------------------------------------------
 
-    def handle(self, message: Message) -> None:
-        """Take in what the agent said. Raises ``ProtocolError`` for anything malformed."""
-        kind = take_str(message, "t")
-        if kind == "freeze":
-            self._freeze(take_int(message, "g"))
-        elif kind == "decision":
-            decision = decision_from_json(as_object(message.get("decision")))
-            with self._changed:
-                if self._decision is not None and self._decided > self._returned:
-                    self._overlooked += self._decision.lost
-                self._decision, self._decided = decision, decision.generation
-                self._frozen = max(self._frozen, decision.generation)
-                self._changed.notify_all()
-        elif kind == "members":
-            if self._on_members is not None:
-                found = [address_from_json(as_object(item)) for item in take_list(message, "members")]
-                self._on_members({address.rank: address for address in found})
-        elif kind == "pending":
-            self._pending = tuple(str(item) for item in take_list(message, "what"))
-        elif kind == "released":
-            with self._changed:
-                self._released = True
-                self._changed.notify_all()
-        elif kind == "end":
-            self._end(take_int(message, "code"), take_str(message, "why"))
+    def handle(self, message: ToWorker) -> None:
+        """Take one message of the agent."""
+        match message:
+            case Freeze(generation):
+                self._freeze(generation)
+            case Decide(decision):
+                self._take(decision)
+            case Members(members):
+                if self._on_members is not None:
+                    self._on_members(members)
+            case PendingChanged(pending):
+                self._pending = pending
+            case Release():
+                with self._changed:
+                    self._released = True
+                    self._changed.notify_all()
+            case End(code, why):
+                self._end(code, why)
+
+    def _take(self, decision: Decision) -> None:
+        with self._changed:
+            if self._decision is not None and self._decided > self._returned:
+                self._overlooked += self._decision.lost
+            self._decision, self._decided = decision, decision.generation
+            self._frozen = max(self._frozen, decision.generation)
+            self._changed.notify_all()
 
     def _freeze(self, generation: int) -> None:
         if generation <= self._frozen:

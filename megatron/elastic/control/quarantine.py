@@ -20,8 +20,9 @@ Invariants (tests/unit/control/test_quarantine.py)
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
 from statistics import median_high
+
+import msgspec
 
 __all__ = ["NodeRecord", "Quarantine"]
 
@@ -30,11 +31,10 @@ _TOGETHER = 1.0
 """Losses of one node within these seconds are one: a board or a power supply takes several ranks along."""
 
 
-@dataclass
-class NodeRecord:
+class NodeRecord(msgspec.Struct, forbid_unknown_fields=True):
     """What a node lost and how it was left out for it."""
 
-    losses: list[float] = field(default_factory=list)
+    losses: list[float] = []
     """When, of the last hour; several at once count as one."""
     level: int = 0
     """How often it was put out since it last passed an hour without a loss."""
@@ -47,13 +47,12 @@ class NodeRecord:
         return [at for at in self.losses if now - at < _HOUR]
 
 
-@dataclass
-class Quarantine:
+class Quarantine(msgspec.Struct, forbid_unknown_fields=True):
     """See the module docstring. ``after``: losses beyond the others' (0: never); ``seconds``: of the first time."""
 
     after: int = 0
     seconds: float = 60.0
-    nodes: dict[int, NodeRecord] = field(default_factory=dict)
+    nodes: dict[int, NodeRecord] = {}
 
     def lost(self, node: int, others: Collection[int], now: float) -> bool:
         """Note that members on ``node`` were lost at ``now``; True when it is put out for it."""
@@ -64,9 +63,8 @@ class Quarantine:
             record.level = 0
         record.losses = [*record.recent(now), now]
         needed = 1 if record.level else self.after
-        usual = (
-            median_high([len(self.nodes.get(other, NodeRecord()).recent(now)) for other in others]) if others else None
-        )
+        counts = [len(self.nodes.get(other, NodeRecord()).recent(now)) for other in others]
+        usual = median_high(counts) if counts else None
         if self.after == 0 or usual is None or len(record.losses) - usual < needed:
             return False
         record.level += 1

@@ -20,7 +20,7 @@ __all__ = ["Signer"]
 
 @dataclass(frozen=True)
 class Signer:
-    """Signs and verifies texts of one run. ``launch``: tells it from an earlier launch of the same name."""
+    """Signs and verifies values of one run. ``launch``: tells it from an earlier launch of the same name."""
 
     credentials: Credentials
     launch: str = ""
@@ -33,18 +33,18 @@ class Signer:
         """The same for values that are signed once the agents have met."""
         return Signer(self.credentials, launch)
 
-    def sign(self, place: str, text: str) -> bytes:
-        """``text`` for ``place`` (a key), ASCII."""
-        body = base64.b64encode(text.encode())
+    def sign(self, place: str, content: bytes) -> bytes:
+        """``content`` for ``place`` (a key), ASCII."""
+        body = base64.b64encode(content)
         return self._tag(place, body) + b" " + body
 
-    def open(self, place: str, value: bytes) -> str | None:
-        """The text if ``value`` was signed for ``place``; otherwise None."""
+    def open(self, place: str, value: bytes) -> bytes | None:
+        """The content if ``value`` was signed for ``place``; otherwise None."""
         tag, _, body = value.partition(b" ")
         if not hmac.compare_digest(tag, self._tag(place, body)):
             return None
         try:
-            return base64.b64decode(body, validate=True).decode()
+            return base64.b64decode(body, validate=True)
         except ValueError:
             return None
 

@@ -21,13 +21,13 @@ import os
 import struct
 import time
 from dataclasses import dataclass
-from enum import IntEnum
 
 from megatron.elastic import _process
 from megatron.elastic.control.clock import boot_ns
+from megatron.elastic.control.exits import ExitReason
 from megatron.elastic.control.membership import Activity
 
-__all__ = ["SLOT_BYTES", "ExitReason", "Glimpse", "Slot"]
+__all__ = ["SLOT_BYTES", "Glimpse", "Slot"]
 
 SLOT_BYTES = 1 << 16
 _REASON_AT = 2048
@@ -43,18 +43,6 @@ _U32 = struct.Struct("<I")
 _AT_LEASE, _AT_SEQUENCE, _AT_HEAD, _AT_FINISH, _AT_COUNTS, _AT_PHASE = 0, 8, 16, 48, 56, 60
 _AT_WAITING = _AT_PHASE + _PHASE_BYTES
 _NO_STEP = -1
-
-
-class ExitReason(IntEnum):
-    """Which kind of error ended a worker's program, in its own word."""
-
-    UNKNOWN = 0
-    """It left none: killed, ended by an exit code, or not a Python program."""
-    ERROR = 1
-    COMMUNICATION = 2
-    """The end of another process is its cause."""
-    INPUT = 3
-    """All ranks find the same wrong in flags, data or machine."""
 
 
 @dataclass(frozen=True)

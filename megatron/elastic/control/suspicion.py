@@ -16,6 +16,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+import msgspec
+
 __all__ = ["Accusation", "Idle", "Ruling", "Suspicions", "hang_verdict", "sinks"]
 
 
@@ -37,9 +39,8 @@ class Ruling:
     why: str = ""
 
 
-@dataclass(frozen=True)
-class Idle:
-    """A member's published activity and for how long it has not changed."""
+class Idle(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A member's published activity and for how long it has not changed (seconds)."""
 
     step: int
     phase: str

@@ -20,6 +20,7 @@ from megatron.elastic.control.channel import Credentials
 from megatron.elastic.control.client import WorkerMembership
 from megatron.elastic.control.membership import Activity, Decision
 from megatron.elastic.control.protocol import WorkerProtocol
+from megatron.elastic.control.requests import Request
 from megatron.elastic.control.store_client import reach
 from megatron.elastic.control.torch_store import TorchStore
 from megatron.elastic.engine.inject import Injector, parse
@@ -76,7 +77,7 @@ def linked(
     """The links of a process that has started its membership: connected to all ranks, unless it joins later."""
     decision = None
     if not membership.newcomer:
-        membership.request("setup")  # until "begin", nobody here holds what could outlive a loss
+        membership.request(Request.SETUP)  # until "begin", nobody here holds what could outlive a loss
         decision = membership.decide(fabric.address(), "", timeout)
         fabric.edit(decision.generation, decision.members, timeout)
         events.generation = decision.generation

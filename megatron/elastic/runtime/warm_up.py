@@ -9,6 +9,8 @@ from __future__ import annotations
 import gc
 from dataclasses import replace
 
+import msgspec
+
 from megatron.elastic.comm.messages import decode, encode
 from megatron.elastic.control.membership import Decision
 from megatron.elastic.engine.compute.buffers import Arena
@@ -43,7 +45,7 @@ def _be_admitted(links: Links, job: EngineParts, own: Catalog, arena: Arena) -> 
         return  # its model is no stage's of the launch: there is no place to try
     like = next(iter(own.values()))
     layouts = build_layouts({key: own.get(key, like) for key in assignment.state_groups()}, job.config.block_bytes)
-    decision = Decision(0, {peer: replace(here, rank=peer) for peer in living}, "join")
+    decision = Decision(0, {peer: msgspec.structs.replace(here, rank=peer) for peer in living}, "join")
     configuration, record = beginning(job, assignment, layouts, decision)
     told = JoinState(
         own,

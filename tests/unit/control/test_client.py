@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from typing import TypeVar
 
 import pytest
 
@@ -14,8 +15,23 @@ from megatron.elastic.comm.errors import CommTimeout, GenerationChanged
 from megatron.elastic.comm.fabric import Address
 from megatron.elastic.control.client import NotUnderLauncher, WorkerMembership
 from megatron.elastic.control.membership import Activity, Decision, Loss
+from megatron.elastic.control.messages import (
+    FROM_WORKER,
+    Ask,
+    Decide,
+    Finish,
+    Freeze,
+    FromWorker,
+    PendingChanged,
+    Report,
+    Suspicion,
+    ToWorker,
+)
+from megatron.elastic.control.requests import Pending, Request
 from megatron.elastic.control.slot import Slot
-from megatron.elastic.control.wire import FrameReader, Message, decision_to_json, encode
+from megatron.elastic.control.wire import FrameReader, frame
+
+T = TypeVar("T", bound=FromWorker)
 
 HERE = Address(1, 0, "h")
 
@@ -29,26 +45,26 @@ class Agent:
         self.worker = WorkerMembership(1, 0, 2, theirs, Slot(fd), "node/1", domain="rack7/node")
         os.close(fd)
         self.socket.settimeout(20)
-        self._reader = FrameReader()
-        self._read: list[Message] = []
-        self.reports: list[Message] = []
+        self._reader = FrameReader(FROM_WORKER)
+        self._read: list[FromWorker] = []
+        self.reports: list[Report] = []
 
-    def tell(self, **message: object) -> None:
-        self.socket.sendall(encode(message))
+    def tell(self, *messages: ToWorker) -> None:
+        self.socket.sendall(b"".join(map(frame, messages)))
 
     def decide(self, generation: int, *ranks: int, lost: tuple[Loss, ...] = ()) -> None:
         members = {rank: Address(rank, 0, "h") for rank in ranks}
-        self.tell(t="decision", decision=decision_to_json(Decision(generation, members, "loss", lost)))
+        self.tell(Decide(Decision(generation, members, "loss", lost)))
 
     def answer(self, generation: int, *ranks: int) -> None:
         """Decide once the worker has reported, as an agent does; returns at once."""
-        later(lambda: (self.reports.append(self.hear("report")), self.decide(generation, *ranks)))
+        later(lambda: (self.reports.append(self.hear(Report)), self.decide(generation, *ranks)))
 
-    def hear(self, kind: str) -> Message:
+    def hear(self, kind: type[T]) -> T:
         while True:
             while self._read:
                 message = self._read.pop(0)
-                if message["t"] == kind:
+                if isinstance(message, kind):
                     return message
             self._read += list(self._reader.feed(self.socket.recv(1 << 16)))
 
@@ -73,8 +89,8 @@ def test_the_first_report_joins_and_the_decision_comes_back(agent: Agent) -> Non
     agent.answer(1, 0, 1)
     decision = agent.worker.decide(HERE, "mine", 20)
     assert decision.generation == 1 and agent.worker.frozen() == 1
-    assert agent.reports[0]["address"]["host"] == "node/1", "the node's name, whatever the transport calls its host"
-    assert agent.reports[0]["address"]["domain"] == "rack7/node"
+    assert agent.reports[0].address.host == "node/1", "the node's name, whatever the transport calls its host"
+    assert agent.reports[0].address.domain == "rack7/node"
 
 
 def test_freeze_is_called_back_and_the_report_is_for_that_generation(agent: Agent) -> None:
@@ -82,23 +98,23 @@ def test_freeze_is_called_back_and_the_report_is_for_that_generation(agent: Agen
     agent.worker.start(frozen.append)
     agent.answer(1, 0, 1)
     agent.worker.decide(HERE, "", 20)
-    agent.tell(t="freeze", g=2)
+    agent.tell(Freeze(2))
     while agent.worker.frozen() < 2:
         time.sleep(0.001)
     assert frozen == [2]
     agent.answer(2, 1)
     assert agent.worker.decide(HERE, "held", 20).generation == 2
-    assert [(report["g"], report["report"]) for report in agent.reports] == [(0, ""), (2, "held")]
+    assert [(report.generation, report.report) for report in agent.reports] == [(0, ""), (2, "held")]
 
 
 def test_a_newer_freeze_while_reporting_asks_to_report_anew(agent: Agent) -> None:
     agent.worker.start(lambda generation: None)
     agent.answer(1, 0, 1)
     agent.worker.decide(HERE, "", 20)
-    agent.tell(t="freeze", g=2)
+    agent.tell(Freeze(2))
     while agent.worker.frozen() < 2:
         time.sleep(0.001)
-    later(lambda: (agent.hear("report"), agent.tell(t="freeze", g=3)))
+    later(lambda: (agent.hear(Report), agent.tell(Freeze(3))))
     with pytest.raises(GenerationChanged) as changed:
         agent.worker.decide(HERE, "", 20)
     assert changed.value.generation == 3
@@ -108,9 +124,8 @@ def test_a_decision_already_overtaken_is_never_returned(agent: Agent) -> None:
     agent.worker.start(lambda generation: None)
 
     def overtake() -> None:
-        agent.hear("report")
-        decision = decision_to_json(Decision(1, {1: HERE}, "start"))
-        agent.socket.sendall(encode({"t": "decision", "decision": decision}) + encode({"t": "freeze", "g": 2}))
+        agent.hear(Report)
+        agent.tell(Decide(Decision(1, {1: HERE}, "start")), Freeze(2))
 
     later(overtake)
     try:
@@ -128,15 +143,15 @@ def test_losses_of_a_decision_already_overtaken_are_not_forgotten(agent: Agent) 
     agent.worker.start(lambda generation: None)
     agent.answer(1, 0, 1, 2, 3)
     agent.worker.decide(HERE, "", 20)
-    agent.tell(t="freeze", g=2)
+    agent.tell(Freeze(2))
     agent.decide(2, 0, 1, 3, lost=(Loss(2, 0, "h", "signal SIGKILL"),))
-    agent.tell(t="freeze", g=3)
+    agent.tell(Freeze(3))
     while agent.worker.frozen() < 3:
         time.sleep(0.001)
-    later(lambda: (agent.hear("report"), agent.decide(3, 1, 3, lost=(Loss(0, 0, "h", "signal SIGKILL"),))))
+    later(lambda: (agent.hear(Report), agent.decide(3, 1, 3, lost=(Loss(0, 0, "h", "signal SIGKILL"),))))
     assert [loss.rank for loss in agent.worker.decide(HERE, "", 20).lost] == [0]
     assert [loss.rank for loss in agent.worker.overlooked()] == [2]
-    agent.tell(t="freeze", g=4)
+    agent.tell(Freeze(4))
     while agent.worker.frozen() < 4:
         time.sleep(0.001)
     agent.answer(4, 1, 3)
@@ -148,16 +163,16 @@ def test_in_quiet_times_a_report_is_for_the_next_generation_and_its_decision_nee
     agent.worker.start(lambda generation: None)
     agent.answer(1, 0, 1)
     agent.worker.decide(HERE, "", 20)
-    later(lambda: (agent.reports.append(agent.hear("report")), agent.tell(t="freeze", g=2), agent.decide(2, 0, 1)))
+    later(lambda: (agent.reports.append(agent.hear(Report)), agent.tell(Freeze(2)), agent.decide(2, 0, 1)))
     assert agent.worker.decide(HERE, "held before the freeze", 20).generation == 2
-    assert (agent.reports[-1]["g"], agent.reports[-1]["report"]) == (2, "held before the freeze")
+    assert (agent.reports[-1].generation, agent.reports[-1].report) == (2, "held before the freeze")
 
 
 def test_a_report_ahead_is_worth_nothing_after_a_second_freeze(agent: Agent) -> None:
     agent.worker.start(lambda generation: None)
     agent.answer(1, 0, 1)
     agent.worker.decide(HERE, "", 20)
-    later(lambda: (agent.hear("report"), agent.tell(t="freeze", g=2), agent.tell(t="freeze", g=3)))
+    later(lambda: (agent.hear(Report), agent.tell(Freeze(2)), agent.tell(Freeze(3))))
     with pytest.raises(GenerationChanged) as changed:
         agent.worker.decide(HERE, "held before the freeze", 20)
     assert changed.value.generation == 3
@@ -181,15 +196,15 @@ def test_waiting_ends_with_the_time_allowed(agent: Agent) -> None:
 
 def test_pending_and_requests_and_suspicions_travel(agent: Agent) -> None:
     agent.worker.start(lambda generation: None)
-    agent.tell(t="pending", what=["join"])
-    while agent.worker.pending() != ("join",):
+    agent.tell(PendingChanged(Pending(join=True)))
+    while agent.worker.pending() != Pending(join=True):
         time.sleep(0.001)
-    agent.worker.request("join")
-    assert agent.hear("request") == {"t": "request", "what": "join", "g": 0}
+    agent.worker.request(Request.JOIN)
+    assert agent.hear(Ask) == Ask(Request.JOIN, 0)
     agent.worker.suspect(0, "link")
-    assert agent.hear("suspect") == {"t": "suspect", "rank": 0, "why": "link", "g": 0}
+    assert agent.hear(Suspicion) == Suspicion(0, 0, "link")
     agent.worker.finish(3)
-    assert agent.hear("finish")["code"] == 3 and agent.slot.finished() == 3
+    assert agent.hear(Finish) == Finish(3) and agent.slot.finished() == 3
 
 
 def test_a_sampled_wait_keeps_the_step_and_gives_way_to_what_was_published(agent: Agent) -> None:

@@ -31,6 +31,7 @@ from megatron.elastic.control.events import (
 from megatron.elastic.control.generations import Generations, Node
 from megatron.elastic.control.membership import Loss
 from megatron.elastic.control.quarantine import Quarantine
+from megatron.elastic.control.requests import Drain, Pending, Request, SaveCheckpoint, Stop
 
 
 def entry(rank: int, incarnation: int = 0, report: str = "") -> Entry:
@@ -112,19 +113,19 @@ def test_a_newcomer_waits_until_every_member_has_asked_at_its_boundary() -> None
     report_all(state)
     state.apply(Decided(2, 0))
     state.apply(Waiting((entry(2, 1),)))
-    assert state.quiet and state.pending() == ("join",)
-    state.apply(Requested("join", (0,), 2))
+    assert state.quiet and state.pending() == Pending(join=True)
+    state.apply(Requested(Request.JOIN, (0,), 2))
     assert state.quiet
-    state.apply(Requested("join", (0,), 2))
-    state.apply(Requested("join", (1,), 1))
+    state.apply(Requested(Request.JOIN, (0,), 2))
+    state.apply(Requested(Request.JOIN, (1,), 1))
     assert state.quiet, "asked twice, and asked in another generation"
-    state.apply(Requested("join", (1,), 2))
+    state.apply(Requested(Request.JOIN, (1,), 2))
     assert state.frozen == 3 and state.missing() == (0, 1)
     report_all(state)
     state.apply(Decided(3, 0))
     assert state.decision is not None
     assert state.decision.joined == (2,) and set(state.decision.reports) == {0, 1}
-    assert state.decision.reason == "join" and state.members == (0, 1, 2) and state.pending() == ()
+    assert state.decision.reason == "join" and state.members == (0, 1, 2) and state.pending() == Pending()
 
 
 def test_a_loss_while_admitting_sends_the_joiner_back_to_wait() -> None:
@@ -134,12 +135,12 @@ def test_a_loss_while_admitting_sends_the_joiner_back_to_wait() -> None:
     state.apply(Decided(2, 0))
     state.apply(Waiting((entry(2, 1),)))
     for rank in (0, 1):
-        state.apply(Requested("join", (rank,), 2))
+        state.apply(Requested(Request.JOIN, (rank,), 2))
     state.apply(loss(1))
     assert state.frozen == 4 and state.expected() == (0,)
     report_all(state)
     state.apply(Decided(4, 0))
-    assert state.decision is not None and state.decision.joined == () and state.pending() == ("join",)
+    assert state.decision is not None and state.decision.joined == () and state.pending() == Pending(join=True)
 
 
 def test_members_that_asked_are_answered_although_the_joiner_died() -> None:
@@ -148,14 +149,14 @@ def test_members_that_asked_are_answered_although_the_joiner_died() -> None:
     report_all(state)
     state.apply(Decided(2, 0))
     state.apply(Waiting((entry(2, 1),)))
-    state.apply(Requested("join", (0,), 2))
+    state.apply(Requested(Request.JOIN, (0,), 2))
     state.apply(loss(2, 1))
-    assert "join" in state.pending(), "those who have not asked must still do so"
-    state.apply(Requested("join", (1,), 2))
+    assert state.pending().join, "those who have not asked must still do so"
+    state.apply(Requested(Request.JOIN, (1,), 2))
     assert state.frozen == 3
     report_all(state)
     state.apply(Decided(3, 0))
-    assert state.decision is not None and state.decision.joined == () and state.pending() == ()
+    assert state.decision is not None and state.decision.joined == () and state.pending() == Pending()
 
 
 def test_losing_everybody_starts_anew_with_whoever_comes() -> None:
@@ -172,13 +173,13 @@ def test_losing_everybody_starts_anew_with_whoever_comes() -> None:
 def test_until_every_member_has_begun_a_loss_finds_the_others_preparing() -> None:
     state = machine(3)
     for rank in state.ranks:
-        state.apply(Requested("setup", (rank,), 0))
+        state.apply(Requested(Request.SETUP, (rank,), 0))
         state.apply(Waiting((entry(rank),)))
     assert not state.preparing, "nobody is a member yet: a loss is simply replaced"
     state.apply(Decided(1, 0))
     assert state.preparing
     for rank in (0, 1):
-        state.apply(Requested("begin", (rank,), 1))
+        state.apply(Requested(Request.BEGIN, (rank,), 1))
         assert state.preparing
     state.apply(loss(2))
     assert state.preparing and not state.quiet
@@ -186,11 +187,11 @@ def test_until_every_member_has_begun_a_loss_finds_the_others_preparing() -> Non
     state.apply(loss(1))
     assert state.fresh and not state.preparing
     for rank in state.ranks:
-        state.apply(Requested("setup", (rank,), 0))
+        state.apply(Requested(Request.SETUP, (rank,), 0))
         state.apply(Waiting((entry(rank, 1),)))
     state.apply(Decided(state.frozen, 0))
     for rank in state.ranks:
-        state.apply(Requested("begin", (rank,), state.decided))
+        state.apply(Requested(Request.BEGIN, (rank,), state.decided))
     assert not state.preparing
     state.apply(loss(2, 1))
     assert not state.preparing and not state.quiet, "now the others go on"
@@ -214,7 +215,7 @@ def test_a_lost_node_takes_its_ranks_and_gives_them_back() -> None:
     report_all(state)
     state.apply(Decided(2, 0))
     state.apply(Waiting((entry(2, 1), entry(3, 1))))
-    assert state.pending() == ("join",)
+    assert state.pending() == Pending(join=True)
 
 
 def test_of_two_agents_that_ask_for_a_place_the_first_in_the_journal_has_it() -> None:
@@ -247,7 +248,7 @@ def test_a_decision_says_which_lost_ranks_come_back() -> None:
     state.apply(NodeBack(1, 1, "h1"))
     assert state.returning() == (1, 2, 3)
     state.apply(Waiting((entry(1, 1),)))
-    state.apply(Requested("reform", (0,), state.decided))
+    state.apply(Requested(Request.REFORM, (0,), state.decided))
     assert decided_without(state) == (1, 2, 3), "whoever waits to be let in is coming, too"
 
 
@@ -277,11 +278,11 @@ def test_whoever_waits_for_a_rank_that_was_to_come_back_is_told_when_it_will_not
     state = started(2, 1)
     state.quarantine = Quarantine()
     state.apply(loss(2))
-    assert decided_without(state) == (2,) and "reform" not in state.pending()
+    assert decided_without(state) == (2,) and not state.pending().reform
     state.apply(broken)
-    assert state.quiet and "reform" in state.pending(), "nobody who does not wait is disturbed"
-    state.apply(Requested("reform", (0,), state.decided))
-    assert not state.quiet and decided_without(state) == () and "reform" not in state.pending()
+    assert state.quiet and state.pending().reform, "nobody who does not wait is disturbed"
+    state.apply(Requested(Request.REFORM, (0,), state.decided))
+    assert not state.quiet and decided_without(state) == () and not state.pending().reform
 
 
 def test_purposeful_ends_are_no_losses_and_end_the_job() -> None:
@@ -316,52 +317,52 @@ def test_leaving_without_a_word_while_a_generation_is_agreed_is_told_in_the_deci
 
 def test_one_rank_may_leave_at_a_boundary() -> None:
     state = started(3)
-    state.apply(Wanted("drain", (1,)))
-    state.apply(Requested("leave", (0, 1), 1))
+    state.apply(Wanted(Drain((1,))))
+    state.apply(Requested(Request.LEAVE, (0, 1), 1))
     assert state.quiet, "it happens when every member stands at the boundary"
-    state.apply(Requested("leave", (2,), 1))
+    state.apply(Requested(Request.LEAVE, (2,), 1))
     assert state.frozen == 2
     report_all(state)
     state.apply(Decided(2, 0))
     state.apply(Finished(1, 0, 0))
     assert state.decision is not None and list(state.decision.members) == [0, 2] and state.decision.reason == "drain"
-    assert state.pending() == () and not state.over()
+    assert state.pending() == Pending() and not state.over()
 
 
 def test_asking_some_ranks_to_leave_is_no_drain_of_the_job() -> None:
     state = started(3)
-    state.apply(Wanted("drain", (1,)))
-    assert state.pending() == ("leave:1",)
-    state.apply(Wanted("drain", (2,)))
-    assert state.pending() == ("leave:1,2",)
-    state.apply(Wanted("drain", (0,)))
-    assert state.pending() == ("drain",), "all of them: the job"
+    state.apply(Wanted(Drain((1,))))
+    assert state.pending() == Pending(leave=(1,))
+    state.apply(Wanted(Drain((2,))))
+    assert state.pending() == Pending(leave=(1, 2))
+    state.apply(Wanted(Drain((0,))))
+    assert state.pending() == Pending(drain=True), "all of them: the job"
 
 
 def test_a_wish_to_leave_that_cannot_be_granted_is_taken_back_by_all() -> None:
     state = started(2)
-    state.apply(Wanted("drain", (1,)))
-    state.apply(Requested("stay", (0,), 1))
-    assert state.pending() == ("leave:1",)
-    state.apply(Requested("stay", (1,), 1))
-    assert state.pending() == () and state.quiet
+    state.apply(Wanted(Drain((1,))))
+    state.apply(Requested(Request.STAY, (0,), 1))
+    assert state.pending() == Pending(leave=(1,))
+    state.apply(Requested(Request.STAY, (1,), 1))
+    assert state.pending() == Pending() and state.quiet
 
 
 def test_a_loss_before_the_decision_lets_nobody_leave_yet() -> None:
     state = started(3)
-    state.apply(Wanted("drain", (1,)))
-    state.apply(Requested("leave", (0, 1, 2), 1))
+    state.apply(Wanted(Drain((1,))))
+    state.apply(Requested(Request.LEAVE, (0, 1, 2), 1))
     state.apply(loss(2))
     report_all(state)
     state.apply(Decided(3, 0))
     assert state.decision is not None and list(state.decision.members) == [0, 1]
-    assert state.pending() == ("leave:1",)
+    assert state.pending() == Pending(leave=(1,))
 
 
 def test_a_rank_that_left_may_be_admitted_again() -> None:
     state = started(2)
-    state.apply(Wanted("drain", (1,)))
-    state.apply(Requested("leave", (0, 1), 1))
+    state.apply(Wanted(Drain((1,))))
+    state.apply(Requested(Request.LEAVE, (0, 1), 1))
     report_all(state)
     state.apply(Decided(2, 0))
     state.apply(Finished(1, 0, 0))
@@ -369,12 +370,12 @@ def test_a_rank_that_left_may_be_admitted_again() -> None:
     state.apply(Readmitted((1,)))
     assert state.ranks[1].standing == "lost" and state.ranks[1].may_return
     state.apply(Waiting((entry(1, 1),)))
-    assert state.pending() == ("join",)
+    assert state.pending() == Pending(join=True)
 
 
 def test_one_member_is_enough_to_have_all_report_anew() -> None:
     state = started(3)
-    state.apply(Requested("reform", (1,), 1))
+    state.apply(Requested(Request.REFORM, (1,), 1))
     assert state.frozen == 2 and state.missing() == (0, 1, 2)
     report_all(state)
     state.apply(Decided(2, 0))
@@ -383,12 +384,12 @@ def test_one_member_is_enough_to_have_all_report_anew() -> None:
 
 def test_a_checkpoint_is_pending_until_every_member_took_note() -> None:
     state = started(2)
-    state.apply(Wanted("checkpoint"))
-    assert state.pending() == ("checkpoint",)
-    state.apply(Requested("checkpoint", (0,), 1))
-    assert state.pending() == ("checkpoint",)
-    state.apply(Requested("checkpoint", (1,), 1))
-    assert state.pending() == () and state.quiet
+    state.apply(Wanted(SaveCheckpoint()))
+    assert state.pending() == Pending(checkpoint=True)
+    state.apply(Requested(Request.CHECKPOINT, (0,), 1))
+    assert state.pending() == Pending(checkpoint=True)
+    state.apply(Requested(Request.CHECKPOINT, (1,), 1))
+    assert state.pending() == Pending() and state.quiet
 
 
 def test_ranks_must_be_numbered_without_holes() -> None:
@@ -463,7 +464,7 @@ EVENTS = st.one_of(
     st.builds(Decided, st.integers(0, 8), st.integers(0, 1)),
     st.builds(
         lambda w, r, g: Requested(w, tuple(r), g),
-        st.sampled_from(["join", "leave", "stay", "reform", "checkpoint", "x"]),
+        st.sampled_from([r for r in Request if r is not Request.SETUP and r is not Request.BEGIN]),
         st.lists(st.integers(0, 4), max_size=4),
         st.integers(0, 8),
     ),
@@ -475,9 +476,8 @@ EVENTS = st.one_of(
     st.builds(lambda r: Abandoned(tuple(r), "why"), st.lists(st.integers(0, 4), max_size=2)),
     st.builds(Lifted, st.integers(0, 2), st.integers(0, 3), st.just("why")),
     st.builds(lambda r: Readmitted(tuple(r)), st.lists(st.integers(0, 4), max_size=2)),
-    st.builds(
-        lambda w, r: Wanted(w, tuple(r)), st.sampled_from(["drain", "checkpoint", "x"]), st.lists(st.integers(0, 3))
-    ),
+    st.builds(lambda r: Wanted(Drain(tuple(r))), st.lists(st.integers(0, 3))),
+    st.builds(Wanted, st.sampled_from([SaveCheckpoint(), Stop()])),
 )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from typing import get_args
 
 import pytest
 from hypothesis import given, settings
@@ -11,8 +10,9 @@ from hypothesis import strategies as st
 
 from megatron.elastic.comm.fabric import Address
 from megatron.elastic.control.events import Decided, Entry, Lifted, Lost, NodeLost, Readmitted, Reported, Waiting
+from megatron.elastic.control.exits import Ending
 from megatron.elastic.control.generations import Generations, Node
-from megatron.elastic.control.membership import Ending, Loss
+from megatron.elastic.control.membership import Loss
 from megatron.elastic.control.quarantine import Quarantine
 
 HOUR, FIRST = 3600.0, 60.0
@@ -93,7 +93,7 @@ def started(after: int = 2) -> Generations:
     return state
 
 
-def lose(state: Generations, rank: int, at: float, ending: Ending = "killed") -> None:
+def lose(state: Generations, rank: int, at: float, ending: Ending = Ending.KILLED) -> None:
     state.apply(Lost((Loss(rank, state.ranks[rank].incarnation, "h", "…", ending=ending),), (3,), at))
     for missing in state.missing():
         state.apply(Reported(state.frozen, (Entry(Address(missing, state.ranks[missing].incarnation, "h"), ""),)))
@@ -117,13 +117,13 @@ def test_the_decision_after_the_loss_says_who_is_left_out_and_the_time_brings_it
     assert state.returns(5) and state.quarantine.out() == frozenset()
 
 
-@pytest.mark.parametrize("ending", get_args(Ending))
+@pytest.mark.parametrize("ending", Ending)
 def test_what_follows_from_a_loss_elsewhere_is_not_held_against_the_node(ending: Ending) -> None:
     state = started()
     for at in (10.0, 20.0, 30.0):
         lose(state, 4, at, ending)
         come_back(state, 4)
-    assert (state.quarantine.nodes != {}) == (ending in ("killed", "error"))
+    assert (state.quarantine.nodes != {}) == (ending in (Ending.KILLED, Ending.ERROR))
 
 
 def test_a_node_that_is_lost_as_a_whole_counts_too() -> None:

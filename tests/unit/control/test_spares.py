@@ -10,6 +10,7 @@ from megatron.elastic.control.events import Decided, Entry, Lost, NodeBack, Node
 from megatron.elastic.control.events import Waiting as Arrived
 from megatron.elastic.control.generations import Generations, Node
 from megatron.elastic.control.membership import Loss
+from megatron.elastic.control.requests import Pending, Request
 
 
 def entry(rank: int, incarnation: int = 0) -> Entry:
@@ -43,15 +44,15 @@ def settle(state: Generations) -> None:
 
 def at_boundary(state: Generations) -> None:
     """All members honour a wish to join, if there is one."""
-    if "join" in state.pending():
-        state.apply(Requested("join", state.members, state.decided))
+    if state.pending().join:
+        state.apply(Requested(Request.JOIN, state.members, state.decided))
         settle(state)
 
 
 def test_a_start_waits_for_no_spare_and_lets_none_in() -> None:
     state = started(4, 2)
     state.apply(Arrived((entry(4),)))
-    assert state.quiet and state.pending() == () and state.ranks[4].standing == "waiting"
+    assert state.quiet and state.pending() == Pending() and state.ranks[4].standing == "waiting"
 
 
 def test_a_spare_comes_with_the_very_generation_of_the_loss() -> None:
@@ -70,7 +71,7 @@ def test_whose_place_is_taken_waits_when_it_is_back_and_is_the_next_spare() -> N
     state.apply(loss(1))
     settle(state)
     state.apply(Arrived((entry(1, 1),)))
-    assert state.pending() == () and state.ranks[1].standing == "waiting"
+    assert state.pending() == Pending() and state.ranks[1].standing == "waiting"
     state.apply(loss(4))
     assert state.joiners == (1,)
     settle(state)
@@ -82,9 +83,9 @@ def test_a_spare_that_is_ready_late_joins_at_a_boundary() -> None:
     state.apply(loss(0))
     settle(state)
     state.apply(Arrived((entry(2),)))
-    assert state.pending() == ("join",)
+    assert state.pending() == Pending(join=True)
     at_boundary(state)
-    assert state.members == (1, 2) and state.pending() == ()
+    assert state.members == (1, 2) and state.pending() == Pending()
 
 
 def test_only_whole_tensor_parallel_groups_come() -> None:
@@ -97,7 +98,7 @@ def test_only_whole_tensor_parallel_groups_come() -> None:
     at_boundary(state)
     assert state.members == (0, 2, 3, 4, 5), "rank 0 is parked"
     state.apply(Arrived((entry(1, 1),)))
-    assert state.pending() == (), "two groups compute, as at launch"
+    assert state.pending() == Pending(), "two groups compute, as at launch"
     state.apply(loss(2))
     assert state.joiners == (1,), "with the parked rank 0 it makes a group"
 
@@ -119,7 +120,7 @@ def test_a_spare_lost_while_it_waits_or_while_it_is_let_in_disturbs_nobody_for_l
 def test_a_node_beyond_the_launch_makes_the_job_wider_and_a_spare_does_not_until_asked() -> None:
     state = started(2, 1, later=2)
     state.apply(Arrived((entry(2),)))
-    assert state.pending() == ()
+    assert state.pending() == Pending()
     state.apply(NodeBack(1, 1, "b"))
     for rank in (3, 4):
         state.apply(Arrived((entry(rank),)))
@@ -177,4 +178,4 @@ def test_there_are_never_more_whole_groups_than_at_launch_and_never_fewer_than_c
         present = [all(state.ranks[r].standing == "member" for r in group) for group in groups]
         possible = [all(state.ranks[r].standing in ("member", "waiting") for r in group) for group in groups]
         assert sum(present) == min(cells, sum(possible))
-        assert state.pending() == ()
+        assert state.pending() == Pending()

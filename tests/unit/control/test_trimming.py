@@ -7,6 +7,7 @@ not given up may lag as far as it likes.
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -26,9 +27,11 @@ from megatron.elastic.control.journal import Journal, Mark, Snapshot, Trimmed, k
 from megatron.elastic.control.keys import Keys, LocalStore
 from megatron.elastic.control.membership import Loss
 from megatron.elastic.control.quarantine import Quarantine
+from megatron.elastic.control.requests import Drain, Request, SaveCheckpoint
 from megatron.elastic.control.signer import Signer
-from megatron.elastic.control.snapshot import restore, to_plain
+from megatron.elastic.control.snapshot import dump, restore
 from megatron.elastic.control.store import Store, StoreLost
+from megatron.elastic.control.wire import ProtocolError
 from megatron.elastic.launch.agent import journal_trimming
 from megatron.elastic.launch.agent.journal_trimming import JournalTrimming
 
@@ -105,11 +108,11 @@ def some_event(state: Generations, draw: random.Random) -> ev.Event:
         ev.Waiting((ev.Entry(Address(rank, incarnation + 1, "h", {"ports": [1, 2]}), ""),)),
         ev.NodeLost(node, state.nodes[node].epoch, "gone", 1e4 * draw.random()),
         ev.NodeBack(node, state.nodes[node].epoch + 1, "new"),
-        ev.Wanted("checkpoint"),
+        ev.Wanted(SaveCheckpoint()),
         *[ev.Lifted(n, state.quarantine.nodes[n].level, "over") for n in state.quarantine.out()],
         *[ev.Waiting((ev.Entry(Address(r, state.ranks[r].incarnation, "h"), "held"),)) for r in missing] * 3,
         *[ev.Reported(state.frozen, (ev.Entry(Address(r, state.ranks[r].incarnation, "h"), "held"),)) for r in missing],
-        *[ev.Requested(what, state.members, state.decided) for what in ("join", "begin")],
+        *[ev.Requested(what, state.members, state.decided) for what in (Request.JOIN, Request.BEGIN)],
         *([ev.Decided(state.frozen, 0)] * 4 if state.ready() else []),
     ]
     return draw.choice(choices)
@@ -144,8 +147,7 @@ def test_whoever_reads_late_or_comes_late_ends_where_the_whole_journal_ends(
     for agent in (*agents.values(), newcomer):
         while agent.journal.position < len(everything):
             agent.read(len(everything))
-        assert to_plain(agent.state) == to_plain(whole)
-        assert to_plain(agent.failures) == to_plain(counted)
+        assert agent.state == whole and agent.failures == counted
 
 
 def test_what_everybody_has_read_is_gone_and_a_reader_that_slept_starts_from_the_snapshot() -> None:
@@ -162,10 +164,10 @@ def test_what_everybody_has_read_is_gone_and_a_reader_that_slept_starts_from_the
     kept = newest(store, SEAL)
     assert kept is not None and kept.mark.position == 3 * EVERY
     assert [store.get(f"journal/{n}") is None for n in range(3 * EVERY + 2)] == [True] * 3 * EVERY + [False] * 2
-    assert not asleep.append(ev.Wanted("drain")), "it does not write into the past"
+    assert not asleep.append(ev.Wanted(Drain())), "it does not write into the past"
     asleep.read()
     asleep.read(5)
-    assert asleep.restarts == 1 and to_plain(asleep.state) == to_plain(awake.state)
+    assert asleep.restarts == 1 and asleep.state == awake.state
     assert not asleep.state.nodes[1].alive, "and learns that it was given up"
 
 
@@ -175,7 +177,7 @@ def test_a_trim_cut_short_is_finished_by_the_next(monkeypatch: pytest.MonkeyPatc
     marks = []
     for _ in range(10):
         marks.append(journal.mark)
-        list(journal.append(ev.Wanted("checkpoint")))
+        list(journal.append(ev.Wanted(SaveCheckpoint())))
     delete, left = store.delete, [3]
 
     def dies(key: str) -> None:
@@ -218,13 +220,14 @@ class Stopped:
 def test_a_coordinator_stopped_before_it_writes_puts_no_old_snapshot_back(first: bool) -> None:
     store = LocalStore(Keys())
     if not first:
-        assert keep(store, SEAL, Snapshot(Mark(10, "c"), {}))
-    late = Stopped(store, "journal/snapshot", lambda: assert_kept(store, Snapshot(Mark(30, "c"), {"by": "successor"})))
-    assert not keep(cast(Store, late), SEAL, Snapshot(Mark(20, "c"), {"by": "late"}))
-    assert newest(store, SEAL) == Snapshot(Mark(30, "c"), {"by": "successor"})
-    earlier = Stopped(store, "journal/snapshot", lambda: assert_kept(store, Snapshot(Mark(40, "c"), {})))
-    assert keep(cast(Store, earlier), SEAL, Snapshot(Mark(50, "c"), {"by": "late, but newer"}))
-    assert newest(store, SEAL) == Snapshot(Mark(50, "c"), {"by": "late, but newer"})
+        assert keep(store, SEAL, Snapshot(Mark(10, "c"), b"{}"))
+    newer = Snapshot(Mark(30, "c"), b'{"by": "successor"}')
+    late = Stopped(store, "journal/snapshot", lambda: assert_kept(store, newer))
+    assert not keep(cast(Store, late), SEAL, Snapshot(Mark(20, "c"), b'{"by": "late"}'))
+    assert newest(store, SEAL) == newer
+    earlier = Stopped(store, "journal/snapshot", lambda: assert_kept(store, Snapshot(Mark(40, "c"), b"{}")))
+    assert keep(cast(Store, earlier), SEAL, Snapshot(Mark(50, "c"), b'{"by": "late, but newer"}'))
+    assert newest(store, SEAL) == Snapshot(Mark(50, "c"), b'{"by": "late, but newer"}')
 
 
 def assert_kept(store: Store, snapshot: Snapshot) -> None:
@@ -237,7 +240,7 @@ def test_a_coordinator_stopped_before_it_trims_does_not_lower_the_floor() -> Non
     marks = []
     for _ in range(12):
         marks.append(journal.mark)
-        list(journal.append(ev.Wanted("checkpoint")))
+        list(journal.append(ev.Wanted(SaveCheckpoint())))
     late = Stopped(store, "journal/floor", lambda: None if trim(store, SEAL, 9) == 9 else pytest.fail("not trimmed"))
     assert trim(cast(Store, late), SEAL, 5) == 0
     with pytest.raises(Trimmed):
@@ -245,13 +248,30 @@ def test_a_coordinator_stopped_before_it_trims_does_not_lower_the_floor() -> Non
     assert [store.get(f"journal/{n}") is None for n in range(12)] == [True] * 9 + [False] * 3
 
 
-def test_a_snapshot_of_something_else_is_refused() -> None:
-    state = job()
-    plain = to_plain(state)
-    for broken in ({}, {**plain, "frozen": "1"}, {**plain, "ranks": {"x": {}}}, {**plain, "more": 1}, None):
-        with pytest.raises(ValueError, match=r"no |is no"):
-            restore(state, broken)
+def test_a_snapshot_of_something_else_is_refused_and_changes_nothing() -> None:
+    state, failures = job(), Failures()
+    plain = json.loads(dump(state, failures))
+    inner = plain["generations"]
+    other_nodes = dump(Generations({0: Node("h0", (0,))}), failures)
+    broken: list[object] = [{}, None, [], {**plain, "more": 1}]
+    wrong: list[dict[str, object]] = [
+        {"frozen": "1"}, {"ranks": {"x": {}}}, {"ranks": {"0": inner["ranks"]["0"]}}, {"more": 1}, {"reason": "whim"},
+    ]  # fmt: skip
+    broken += [{**plain, "generations": {**inner, **fields}} for fields in wrong]
+    for text in (*(json.dumps(each).encode() for each in broken), other_nodes, b"", b"\xff"):
+        with pytest.raises(ProtocolError):
+            restore(state, failures, text)
+    assert state == job() and failures == Failures()
     store = LocalStore(Keys())
     store.put("journal/snapshot", b"garbage")
     with pytest.raises(StoreLost, match="cannot be read"):
         Agent(0, store, {})
+
+
+def test_what_others_hold_a_reference_to_is_the_same_after_a_restore() -> None:
+    state, failures = job(), Failures()
+    nodes, node = state.nodes, state.nodes[1]
+    later = job()
+    later.apply(ev.NodeLost(1, 0, "gone"))
+    restore(state, failures, dump(later, failures))
+    assert state == later and state.nodes is nodes and state.nodes[1] is node and not node.alive

@@ -5,14 +5,14 @@ from __future__ import annotations
 from megatron.elastic.comm.fabric import Address
 from megatron.elastic.config import ElasticConfig
 from megatron.elastic.control.membership import Decision
-from megatron.elastic.control.wire import decision_from_json, decision_to_json
+from megatron.elastic.control.wire import Codec, encode
 from megatron.elastic.engine.generation.domains import failure_domains, placement_rules
 
 
 def decision(*labels: str) -> Decision:
     """Two ranks on each host; a host a label."""
     where = {rank: Address(rank, 0, f"pod/{rank // 2}", {}, labels[rank // 2]) for rank in range(2 * len(labels))}
-    return decision_from_json(decision_to_json(Decision(1, where, "start")))
+    return Codec[Decision](Decision).decode(encode(Decision(1, where, "start")))
 
 
 def test_two_pods_of_one_machine_are_one_domain() -> None:

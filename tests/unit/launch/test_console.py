@@ -14,6 +14,7 @@ import pytest
 from megatron.elastic.control.clock import JobClock
 from megatron.elastic.control.events import Event, Wanted
 from megatron.elastic.control.generations import Generations, Node
+from megatron.elastic.control.requests import Drain, Status
 from megatron.elastic.ctl import ask
 from megatron.elastic.launch.agent.admin import Admin
 from megatron.elastic.launch.agent.console import Console, console_name
@@ -40,20 +41,20 @@ def appended() -> Iterator[list[Event]]:
 @pytest.mark.parametrize("body", [
     '{"do": "drain", "ranks": [1e999]}', '{"do": "drain", "ranks": [NaN]}', '{"do": "drain", "ranks": [-1e999]}',
     '{"do": "drain", "ranks": [' + "9" * 400 + "]}", '{"do": "drain", "ranks": {"1": 1}}', '{"do": 1}', "[]", "1e999",
-    "[" * 40_000, '{"do": "drain", "ranks": [true]}',
+    "[" * 40_000, '{"do": "drain", "ranks": [true]}', '{"do": "stop", "ranks": [1]}', '{"do": "end"}', "\ud800", "{}",
 ])  # fmt: skip
 def test_a_request_that_is_none_ends_its_connection_alone(appended: list[Event], body: str) -> None:
-    text = body.encode()
+    text = body.encode("utf-8", "surrogatepass")
     with socket.socket(socket.AF_UNIX) as caller:
         caller.settimeout(20)
         caller.connect(console_name(RUN_ID, 0))
         caller.sendall(struct.pack(">I", len(text)) + text)
         assert caller.recv(100) == b""
-    assert ask(RUN_ID, 0, {"do": "status"})["run_id"] == RUN_ID, "the agent answers the next one"
+    assert ask(RUN_ID, 0, Status())["run_id"] == RUN_ID, "the agent answers the next one"
     assert not appended
 
 
 def test_a_request_is_carried_out(appended: list[Event]) -> None:
-    assert ask(RUN_ID, 0, {"do": "drain", "ranks": [1]}) == {"accepted": "drain", "ranks": [1], "run_id": RUN_ID}
-    assert appended == [Wanted("drain", (1,))]
-    assert json.dumps(ask(RUN_ID, 0, {"do": "drain", "ranks": [7]})).count("no such ranks") == 1
+    assert ask(RUN_ID, 0, Drain((1,))) == {"accepted": "drain", "ranks": [1], "run_id": RUN_ID}
+    assert appended == [Wanted(Drain((1,)))]
+    assert json.dumps(ask(RUN_ID, 0, Drain((7,)))).count("no such ranks") == 1

@@ -12,8 +12,8 @@ from megatron.elastic.comm.errors import CommTimeout, PeerLost
 from megatron.elastic.comm.vendor.library import RESPAWN_EXIT_CODE, VendorError, VendorHang
 from megatron.elastic.config import ConfigError
 from megatron.elastic.control.events import JobEnded, Lost
-from megatron.elastic.control.failures import BEGUN_ANEW, FELL_BACK
-from megatron.elastic.control.slot import ExitReason, Slot
+from megatron.elastic.control.exits import Ending, ExitCode, ExitReason
+from megatron.elastic.control.slot import Slot
 from megatron.elastic.launch.agent.losses import classify, left_to_the_first
 from megatron.elastic.launch.workers.pool import Worker
 from megatron.elastic.launch.workers.worker import reason_of
@@ -31,7 +31,7 @@ def worker() -> Iterator[Worker]:
     os.close(fd)
 
 
-def ending(worker: Worker, status: int) -> str:
+def ending(worker: Worker, status: int) -> Ending:
     event = classify(worker, status, "host", True, True, (), 0.0)
     assert isinstance(event, Lost)
     return event.losses[0].ending
@@ -60,26 +60,31 @@ def test_bad_input_and_the_programs_own_errors() -> None:
 
 def test_the_words_of_an_error_decide_nothing(worker: Worker) -> None:
     worker.slot.say_last_words(LOOKS_LIKE_COMMUNICATION, ExitReason.ERROR)
-    assert ending(worker, 1 << 8) == "error" and left_to_the_first(worker) == ""
+    assert ending(worker, 1 << 8) is Ending.ERROR and left_to_the_first(worker) == ""
     worker.slot.say_last_words("plain words", ExitReason.COMMUNICATION)
-    assert ending(worker, 1 << 8) == "communication"
+    assert ending(worker, 1 << 8) is Ending.COMMUNICATION
     worker.slot.say_last_words("some.Error: the flag", ExitReason.INPUT)
     assert left_to_the_first(worker) == "the flag"
 
 
 @pytest.mark.parametrize(
     ("code", "kind"),
-    [(1, "error"), (FELL_BACK, "fall back"), (BEGUN_ANEW, "begin anew"), (RESPAWN_EXIT_CODE, "communication")],
+    [
+        (1, Ending.ERROR),
+        (ExitCode.FELL_BACK, Ending.FALL_BACK),
+        (ExitCode.BEGUN_ANEW, Ending.BEGIN_ANEW),
+        (RESPAWN_EXIT_CODE, Ending.COMMUNICATION),
+    ],
 )
-def test_exit_codes_by_which_a_worker_says_why_it_ends(worker: Worker, code: int, kind: str) -> None:
-    assert ending(worker, code << 8) == kind
+def test_exit_codes_by_which_a_worker_says_why_it_ends(worker: Worker, code: int, kind: Ending) -> None:
+    assert ending(worker, code << 8) is kind
 
 
 def test_whoever_was_killed_did_not_end_by_its_own_error(worker: Worker) -> None:
     worker.slot.say_last_words("an error it was still handling", ExitReason.ERROR)
-    assert ending(worker, 9) == "killed"
+    assert ending(worker, 9) is Ending.KILLED
     worker.doomed = "stopped"
-    assert ending(worker, 1 << 8) == "killed"
+    assert ending(worker, 1 << 8) is Ending.KILLED
 
 
 def test_before_the_first_step_an_error_of_its_own_ends_the_job_and_one_of_communication_does_not(

@@ -17,6 +17,7 @@ from megatron.elastic.control.keys import Keys, LocalStore
 from megatron.elastic.control.signer import Signer
 from megatron.elastic.control.timing import Timing
 from megatron.elastic.launch.agent.loop import Loop
+from megatron.elastic.launch.agent.place import Place
 from megatron.elastic.launch.agent.presence import Presence
 
 SEAL = Signer(Credentials("ab" * 16, "run"))
@@ -36,12 +37,12 @@ class Agents:
         self.start(0)
         value = self.store.wait("presence", 20)
         assert value is not None
-        self.port = int(json.loads(SEAL.open("presence", value) or "")["port"])
+        self.port = int(json.loads(SEAL.open("presence", value) or b"")["port"])
 
     def start(self, node: int, token: str | None = None) -> Presence:
         loop = Loop()
         presence = Presence(
-            loop, self.store, SEAL, TIMING, node, token or f"agent{node}", self.nodes,
+            Place(node, token or f"agent{node}", self.nodes, self.store, SEAL, TIMING, loop),
             doubt=lambda other: self.told.append((node, "doubt", other)),
             trust=lambda other: self.told.append((node, "trust", other)),
         )  # fmt: skip
@@ -84,7 +85,7 @@ def until(claim: Callable[[], bool]) -> None:
 
 def hello(nonce: str, node: int = 1, epoch: int = 0, agent: str = "agent1") -> bytes:
     body = {"node": node, "epoch": epoch, "agent": agent, "nonce": nonce}
-    return SEAL.sign("presence/hello", json.dumps(body)) + b"\n"
+    return SEAL.sign("presence/hello", json.dumps(body).encode()) + b"\n"
 
 
 def test_a_connection_that_breaks_is_a_doubt_which_the_next_one_takes_back(agents: Agents) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -14,7 +13,8 @@ from megatron.elastic.control.clock import JobClock
 from megatron.elastic.control.events import Decided, Entry, Event, Lost, Reported, Requested, Waiting
 from megatron.elastic.control.generations import Generations, Node
 from megatron.elastic.control.membership import Loss
-from megatron.elastic.control.wire import address_to_json
+from megatron.elastic.control.messages import Report, Tolerance
+from megatron.elastic.control.requests import Request, Status
 from megatron.elastic.launch.agent.admin import Admin as Answers
 from megatron.elastic.launch.agent.worker_messages import WorkerMessages
 from megatron.elastic.launch.workers.pool import Worker
@@ -45,12 +45,10 @@ class Admin:
         self.worker_messages.report_if_complete()
 
     def hear(self, rank: int, report: str, generation: int) -> None:
-        here: dict[str, Any] = address_to_json(Address(rank, 0, "h"))
-        message = {"t": "report", "g": generation, "address": here, "report": report}
-        self.worker_messages.said(worker(rank), message)
+        self.worker_messages.said(worker(rank), Report(generation, Address(rank, 0, "h"), report))
 
     def ask(self, rank: int) -> None:
-        self.deliver(Requested("join", (rank,), self.state.decided))
+        self.deliver(Requested(Request.JOIN, (rank,), self.state.decided))
 
     def lose(self, rank: int) -> None:
         self.deliver(Lost((Loss(rank, 0, "h", "signal SIGKILL"),), (0,), 0.0))
@@ -108,9 +106,9 @@ def test_in_any_order_of_requests_and_reports_everybody_is_heard_once(order: lis
 def test_every_agent_answers_what_a_member_said_last_can_be_lost() -> None:
     admin, appended = Admin(), list[Event]()
     answers = Answers("job", admin.state, JobClock(), dict, dict, appended.append)
-    assert answers.handle({"do": "status"})["tolerance"] == {"generation": 0, "text": ""}
+    assert answers.handle(Status())["tolerance"] == {"generation": 0, "text": ""}
     for generation, text in ((1, "any 2 nodes"), (1, "any 1 node"), (0, "of a generation before")):
-        admin.worker_messages.said(worker(0), {"t": "tolerance", "g": generation, "text": text})
-    assert answers.handle({"do": "status"})["tolerance"] == {"generation": 1, "text": "any 1 node"}
-    admin.worker_messages.said(worker(0), {"t": "tolerance", "g": 1, "text": "x" * 10_000})
+        admin.worker_messages.said(worker(0), Tolerance(generation, text))
+    assert answers.handle(Status())["tolerance"] == {"generation": 1, "text": "any 1 node"}
+    admin.worker_messages.said(worker(0), Tolerance(1, "x" * 10_000))
     assert admin.state.announced == (1, "x" * 500) and not appended

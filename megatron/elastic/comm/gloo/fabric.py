@@ -34,7 +34,7 @@ import torch.distributed as dist
 
 from megatron.elastic.comm import registry
 from megatron.elastic.comm.errors import CommError, CommTimeout, GenerationChanged, PeerLost
-from megatron.elastic.comm.fabric import Address, BlockRange, EditReport, Fabric
+from megatron.elastic.comm.fabric import Address, BlockRange, EditReport, EndpointValue, Fabric
 from megatron.elastic.comm.gloo.build import Build, bury
 from megatron.elastic.comm.gloo.group import GlooGroup
 from megatron.elastic.comm.gloo.guarded_store import GuardedStore
@@ -113,7 +113,7 @@ class GlooFabric(Fabric):
     # -- membership ---------------------------------------------------------
 
     def address(self) -> Address:
-        endpoint = {"gloo": list(self._listener), "liveness": list(self._liveness.endpoint)}
+        endpoint: dict[str, EndpointValue] = {"gloo": list(self._listener), "liveness": list(self._liveness.endpoint)}
         return Address(self.rank, self._incarnation, self._host, endpoint)
 
     def edit(self, generation: int, members: Mapping[int, Address], timeout: float) -> EditReport:

@@ -21,6 +21,7 @@ from enum import IntEnum
 import torch
 import xxhash
 
+from megatron.elastic.control.requests import Pending
 from megatron.elastic.engine.compute.clocks import ClockState
 from megatron.elastic.engine.compute.ledger import DIGEST_BITS, Ledger
 from megatron.elastic.plan.pace import Range
@@ -224,22 +225,21 @@ class VoteLayout:
 _LEAVE = "leave:"
 
 
-def leaving_of(requests: Iterable[str]) -> tuple[int, ...]:
-    """Ranks that ``requests`` (pending ones, or a record's agreed ones) ask to leave, ascending."""
-    for request in requests:
+def leaving_of(agreed: Iterable[str]) -> tuple[int, ...]:
+    """Ranks that are to leave by what a record has ``agreed``, ascending."""
+    for request in agreed:
         if request.startswith(_LEAVE):
             return tuple(int(rank) for rank in request.removeprefix(_LEAVE).split(","))
     return ()
 
 
-def wishes(tally: Tally, requests: tuple[str, ...]) -> None:
+def wishes(tally: Tally, requests: Pending) -> None:
     """Put what was asked of this rank from outside into its vote."""
-    tally.joins, tally.drains = "join" in requests, "drain" in requests
-    leaving = leaving_of(requests)
-    tally.leaves = _digest_of_ranks(leaving) if leaving else 0
+    tally.joins, tally.drains = requests.join, requests.drain
+    tally.leaves = _digest_of_ranks(requests.leave) if requests.leave else 0
 
 
-def agreed_by(total: Tally, requests: tuple[str, ...]) -> tuple[str, ...]:
+def agreed_by(total: Tally, requests: Pending) -> tuple[str, ...]:
     """What follows from the sum, the same on every rank; ``requests``: what this one put in.
 
     A request from outside counts when every voter knew of it (of the very same ranks,
@@ -249,7 +249,7 @@ def agreed_by(total: Tally, requests: tuple[str, ...]) -> tuple[str, ...]:
     agreed = [name for name, count in everybody.items() if count == total.voters]
     if total.saves:
         agreed.append("save")
-    leaving = leaving_of(requests)
+    leaving = requests.leave
     if leaving and total.leaves == _digest_of_ranks(leaving) * total.voters:
         agreed.append(_LEAVE + ",".join(map(str, leaving)))
     return tuple(agreed)

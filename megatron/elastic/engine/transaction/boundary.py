@@ -11,6 +11,7 @@ Every rank decides from the record and from what all know alike, so nobody asks 
 from __future__ import annotations
 
 from megatron.elastic.comm.errors import CommError
+from megatron.elastic.control.requests import Request
 from megatron.elastic.engine.compute.vote import leaving_of
 from megatron.elastic.engine.generation.repartition import Recut, better_assignment, everybody_is_here
 from megatron.elastic.engine.transaction.context import Context
@@ -45,7 +46,7 @@ class Boundary:
         at.acted_on = at.record.version
         if "join" in agreed:
             # No phase of its own, nor is leaving: whoever is kept from it by a loss is not a phase behind afterwards.
-            self._recovery.ask("join")
+            self._recovery.ask(Request.JOIN)
         self._migrator.proceed()
         self._move(self._part(leaving_of(agreed)))
         self._rebalancer.at_boundary()
@@ -116,10 +117,10 @@ class Boundary:
             if self._refused != leaving:
                 at.listener.noticed(f"ranks {', '.join(map(str, leaving))} cannot leave: {obstacle}")
             self._refused = leaving
-            at.agreement.membership.request("stay")
+            at.agreement.membership.request(Request.STAY)
             return ()
         if leaving and not self._migrator.under_way and not self._holds_state(leaving):
-            self._recovery.ask("leave")
+            self._recovery.ask(Request.LEAVE)
         return leaving
 
     def _holds_state(self, ranks: tuple[int, ...]) -> bool:

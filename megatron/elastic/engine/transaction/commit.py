@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from megatron.elastic.comm.exchange import gather_messages
+from megatron.elastic.control.requests import Pending
 from megatron.elastic.engine.compute.block_checksums import Disputes
 from megatron.elastic.engine.compute.ledger import Expected, Ledger, LedgerError, differences
 from megatron.elastic.engine.compute.vote import Tally, VoteLayout, agreed_by, plan_digest, wishes
@@ -49,7 +50,7 @@ class _Attempt:
     """What its vote is to name, whose copies its gradients are shipped to."""
     tally: Tally | None = None
     """Set once every gradient is reduced and shipped: from then on the vote can be taken again."""
-    requests: tuple[str, ...] = ()
+    requests: Pending = field(default_factory=Pending)
     """What was pending when this rank voted."""
     disputes: Disputes = field(default_factory=Disputes)
     """Copies here that are not what their owners' are, as the shipping showed."""

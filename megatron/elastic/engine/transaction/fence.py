@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from megatron.elastic.comm.errors import CommError
 from megatron.elastic.comm.fabric import Fabric
+from megatron.elastic.control.requests import Request
 from megatron.elastic.engine.failures import ActionFailed
 
 __all__ = ["EntryPoint", "Fence", "PhaseEnd", "Program", "Recovers"]
@@ -130,7 +131,7 @@ class Recovers(Protocol):
     def recover(self, error: CommError) -> bool:
         """Settle in the next generation; whether the present phase is over."""
 
-    def ask(self, what: str) -> bool:
+    def ask(self, what: Request) -> bool:
         """Have a generation begin and settle in it; whether the present phase is over."""
 
 
@@ -187,7 +188,7 @@ class Fence:
                 if not together:
                     raise
                 program.failure = " ".join(str(error).split())
-                over = self._recovery.ask("reform")
+                over = self._recovery.ask(Request.REFORM)
             program.done = program.done and over
         program.over()
         return result  # type: ignore[return-value]

@@ -19,6 +19,7 @@ from dataclasses import replace
 import torch.distributed as dist
 
 from megatron.elastic.comm.errors import CommError, GenerationChanged
+from megatron.elastic.control.requests import Request
 from megatron.elastic.engine.failures import CommunicationFault, NotFinite
 from megatron.elastic.engine.generation.factory import StageGone
 from megatron.elastic.engine.generation.report import Report, first_open, newcomers, reports_of
@@ -62,8 +63,8 @@ class Recovery:
 
     # -- members -------------------------------------------------------------------
 
-    def ask(self, what: str) -> bool:
-        """Have a generation begin ('join', 'leave', 'reform'), and settle in it; whether the present phase is over."""
+    def ask(self, what: Request) -> bool:
+        """Have a generation begin (JOIN, LEAVE or REFORM), and settle in it; whether the present phase is over."""
         at = self._context
         at.agreement.membership.request(what)
         return self.recover(GenerationChanged(at.view.generation + 1))
@@ -105,7 +106,7 @@ class Recovery:
         if self._unexplained == version:
             raise CommunicationFault(f"after step {version}: {error}, also in groups formed anew") from error
         self._unexplained = version
-        self._context.agreement.membership.request("reform")
+        self._context.agreement.membership.request(Request.REFORM)
 
     def _report(self) -> Report:
         at, program = self._context, self._program

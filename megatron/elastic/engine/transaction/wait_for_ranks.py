@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megatron.elastic.control.membership import WAITING_FOR_RANKS, Activity, Membership
+from megatron.elastic.control.requests import Request
 from megatron.elastic.control.timing import Timing
 from megatron.elastic.engine.generation.factory import StageGone
 from megatron.elastic.platform.threads import OS_THREADS, Threads
@@ -41,19 +42,19 @@ def await_ranks(
     if not respawn:
         raise gone.final("lost ranks are not started again (--no-elastic-respawn)")
     patience = Timing.derive(detection_timeout).hang_unknown
-    end, asked, leaving = threads.monotonic() + patience, set[str](), False
+    end, asked, leaving = threads.monotonic() + patience, set[Request](), False
     started = set(gone.missing) & set(gone.decision.returning)
     hint = "" if started else " (none of them is at present: a new agent of their node, or ctl admit, would do it)"
     say(f"{gone}: waiting up to {patience:.0f} s until they are started again{hint}")
     while membership.frozen() <= gone.decision.generation:
         pending = membership.pending()
-        if "drain" in pending and not leaving:
+        if pending.drain and not leaving:
             leaving = True
             say(f"the job is to save and end, but nothing can be saved before ranks {list(gone.missing)} are back")
-        for wish in ("join", "reform"):
-            if wish in pending and wish not in asked:
-                asked.add(wish)
-                membership.request(wish)
+        for due, request in ((pending.join, Request.JOIN), (pending.reform, Request.REFORM)):
+            if due and request not in asked:
+                asked.add(request)
+                membership.request(request)
         if threads.monotonic() > end:
             raise gone.final(f"they did not come back within {patience:.0f} s (--elastic-detection-timeout × 600)")
         membership.publish(Activity(step, WAITING_FOR_RANKS, gone.missing))

@@ -1,15 +1,16 @@
-"""What an agent answers to ``megatron.elastic.ctl``: the state of the job, and requests to it."""
+"""An agent's answers to ``megatron.elastic.ctl``: the state of the job, and requests to it."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 from megatron.elastic.control.clock import JobClock
 from megatron.elastic.control.events import Event, Readmitted, Wanted
 from megatron.elastic.control.generations import Generations
 from megatron.elastic.control.quarantine import NodeRecord
-from megatron.elastic.control.wire import Message, as_rank, take_list, take_str
+from megatron.elastic.control.requests import Admit, Command, Drain, Status
 from megatron.elastic.launch.agent.node_leases import Table
 
 __all__ = ["Admin"]
@@ -31,26 +32,22 @@ class Admin:
         self._table, self._pids, self._append = table, pids, append
         self._since = time.monotonic()
 
-    def handle(self, request: Message) -> Message:
-        """The answer to one request. Raises ProtocolError for what is no request."""
-        what = take_str(request, "do")
-        ranks = tuple(as_rank(rank) for rank in take_list(request, "ranks")) if "ranks" in request else ()
+    def handle(self, command: Command) -> dict[str, Any]:
+        """The answer to one command; ``error`` says why it is refused."""
+        ranks = command.ranks if isinstance(command, Drain | Admit) else ()
         unknown = [rank for rank in ranks if rank not in self._state.ranks]
         if unknown:
             return {"error": f"no such ranks: {unknown}; there are 0 … {len(self._state.ranks) - 1}"}
-        if what == "status":
-            return self._status()
-        if what == "stop" and ranks:
-            return {"error": "stop ends the whole job: leave out --ranks, or use drain"}
-        if what in ("drain", "stop", "checkpoint"):
-            self._append(Wanted(what, ranks))
-        elif what == "admit":
-            self._append(Readmitted(ranks))
-        else:
-            return {"error": f"unknown request {what!r}"}
-        return {"accepted": what, "run_id": self._run_id, "ranks": list(ranks)}
+        match command:
+            case Status():
+                return self._status()
+            case Admit():
+                self._append(Readmitted(ranks))
+            case _:
+                self._append(Wanted(command))
+        return {"accepted": type(command).__struct_config__.tag, "run_id": self._run_id, "ranks": list(ranks)}
 
-    def _status(self) -> Message:
+    def _status(self) -> dict[str, Any]:
         state, pids = self._state, self._pids()
         rows = {}
         for rank, (_, idle) in sorted(self._table().items()):
@@ -66,7 +63,7 @@ class Admin:
             "up_s": round(time.monotonic() - self._since, 1),
             "generation": {"decided": state.decided, "frozen": state.frozen, "missing": list(state.missing())},
             "members": list(state.members),
-            "pending": list(state.pending()),
+            "pending": state.pending().words(),
             "tolerance": {"generation": state.announced[0], "text": state.announced[1]},
             "ranks": {
                 str(rank): {"standing": each.standing, "incarnation": each.incarnation, "returns": state.returns(rank)}
@@ -76,7 +73,7 @@ class Admin:
             "workers_here": rows,
         }
 
-    def _node(self, number: int) -> Message:
+    def _node(self, number: int) -> dict[str, Any]:
         """``out_s``: for how long its lost ranks are not started again."""
         node, now = self._state.nodes[number], self._clock.now()
         record = self._state.quarantine.nodes.get(number, NodeRecord())

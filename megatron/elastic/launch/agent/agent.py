@@ -30,16 +30,16 @@ from megatron.elastic.control.events import (
     Suspected,
     Wanted,
 )
+from megatron.elastic.control.exits import Ending, ExitCode
 from megatron.elastic.control.failures import Failures, exit_status
 from megatron.elastic.control.generations import Generations
 from megatron.elastic.control.journal import BEGIN
 from megatron.elastic.control.membership import WAITING_FOR_RANKS, Loss
+from megatron.elastic.control.messages import End, FromWorker
 from megatron.elastic.control.quarantine import Quarantine
+from megatron.elastic.control.requests import Drain
 from megatron.elastic.control.store import StoreLost
 from megatron.elastic.control.timing import Timing
-from megatron.elastic.control.wire import (
-    Message,
-)
 from megatron.elastic.launch.agent.admin import Admin
 from megatron.elastic.launch.agent.console import Console
 from megatron.elastic.launch.agent.hang_arbiter import HangArbiter
@@ -49,6 +49,7 @@ from megatron.elastic.launch.agent.loop import Loop
 from megatron.elastic.launch.agent.losses import classify, left_to_the_first
 from megatron.elastic.launch.agent.node_leases import NodeLeases, Table
 from megatron.elastic.launch.agent.notify_workers import brief
+from megatron.elastic.launch.agent.place import Place
 from megatron.elastic.launch.agent.presence import Presence
 from megatron.elastic.launch.agent.rendezvous import JobMembers
 from megatron.elastic.launch.agent.respawn import Respawn
@@ -63,7 +64,6 @@ from megatron.elastic.launch.workers.spawn import Spawner
 
 __all__ = ["Agent"]
 
-_DRAINED, _STATE_LOST = 3, 4
 _GOODBYE_SECONDS = 5.0
 _FIRST_RANK_SECONDS = 3.0
 """How long the first rank has to say what is wrong with the input: all find the same, and it alone says it."""
@@ -92,6 +92,9 @@ class Agent:
         )
         self.append = self._journal_io.append
         self._watch = Watch(self.timing, lambda worker: self._pool.kill(worker, "stopped"))
+        self._place = Place(
+            self.node, members.agent, members.nodes, members.store, members.signer, self.timing, loop
+        )
         self._leases = self._make_leases() if len(members.nodes) > 1 else None
         self._presence = self._make_presence(self._leases) if self._leases is not None else None
         self._hang_arbiter = HangArbiter(self.state, self.timing, loop, self.clock, self.append)
@@ -123,33 +126,12 @@ class Agent:
         """Life for which this node has asked for its place."""
 
     def _make_leases(self) -> NodeLeases:
-        there = self.members
         return NodeLeases(
-            self._loop,
-            there.store,
-            there.signer,
-            self.timing,
-            self.node,
-            there.agent,
-            there.nodes,
-            extend=self._extend_leases,
-            lost=self._node_lost,
-            heard=self.clock.hear,
+            self._place, extend=self._extend_leases, lost=self._node_lost, heard=self.clock.hear
         )
 
     def _make_presence(self, leases: NodeLeases) -> Presence:
-        there = self.members
-        return Presence(
-            self._loop,
-            there.store,
-            there.signer,
-            self.timing,
-            self.node,
-            there.agent,
-            there.nodes,
-            doubt=leases.doubt,
-            trust=leases.trust,
-        )
+        return Presence(self._place, doubt=leases.doubt, trust=leases.trust)
 
     # -- life -------------------------------------------------------------------
 
@@ -170,7 +152,7 @@ class Agent:
             self._return(None)
         self._loop.run()
         self._leave()
-        return self.exit_code if self.exit_code is not None else _STATE_LOST
+        return self.exit_code if self.exit_code is not None else ExitCode.STATE_LOST
 
     def _look(self) -> None:
         workers = self._pool.workers.values()
@@ -224,8 +206,8 @@ class Agent:
 
     # -- what workers do ------------------------------------------------------------
 
-    def said(self, worker: Worker, message: Message) -> None:
-        """A message of a worker. Raises :class:`ProtocolError` for anything malformed."""
+    def said(self, worker: Worker, message: FromWorker) -> None:
+        """A message of a worker. Raises :class:`ProtocolError` where it speaks for another rank."""
         self._worker_messages.said(worker, message)
 
     def _leaving(self, worker: Worker) -> None:
@@ -309,7 +291,8 @@ class Agent:
                 say(f"lost node {node} ({host}) with ranks {ranks}: {event.why}")
                 self._respawn.start_anew_unless_begun(ranks[0])
                 if self.state.decided == 0 and ranks[0] < self.state.nominal:
-                    self.append(JobEnded(_STATE_LOST, f"node {node} was lost before the job had started: it ends"))
+                    why = f"node {node} was lost before the job had started: it ends"
+                    self.append(JobEnded(ExitCode.STATE_LOST, why))
             case NodeBack() if self._leases is not None:
                 self._leases.trust(event.node)
             case Suspected():
@@ -330,7 +313,7 @@ class Agent:
         if event.rank in self._mine.ranks:
             worker = self.by_rank.get(event.rank)
             if worker is None and state.standing == "done" and not state.announced:
-                loss = Loss(event.rank, event.incarnation, self._mine.host, "exit code 0", ending="left")
+                loss = Loss(event.rank, event.incarnation, self._mine.host, "exit code 0", ending=Ending.LEFT)
                 self.append(Lost((loss,), (-1,), self.clock.now()))
             elif worker is not None and process_state(worker.pid) == "T":
                 self._pool.kill(worker, "stopped")
@@ -413,9 +396,9 @@ class Agent:
             for worker in self._pool.workers.values():
                 if worker.elastic:
                     text = "the job's store is gone; this worker ends"
-                    self._pool.tell(worker, {"t": "end", "code": _STATE_LOST, "why": text})
+                    self._pool.tell(worker, End(ExitCode.STATE_LOST, text))
             self._leases = None
-            self._stop(_STATE_LOST)
+            self._stop(ExitCode.STATE_LOST)
 
     def _stop(self, code: int) -> None:
         if self.exit_code is None:
@@ -432,7 +415,7 @@ class Agent:
             self._loop.after(1.0, lambda: self._stop(128 + number))
         elif elastic:
             say(f"{name}: asking the workers to save and end (again: at once)")
-            self.append(Wanted("drain"))
+            self.append(Wanted(Drain()))
             self._loop.after(self.job.drain_timeout, lambda: self.append(self._late(number)))
         else:
             for worker in self._pool.workers.values():
@@ -450,7 +433,7 @@ class Agent:
             late += f", in which ranks {missing} did not come back, without whom nothing can be saved"
         if any(idle.step >= 0 for idle in doing):
             return JobEnded(128 + number, f"{late}: the job ends")
-        return JobEnded(_DRAINED, f"{late}, before the first step: the job ends, there is nothing to save")
+        return JobEnded(ExitCode.DRAINED, f"{late}, before the first step: the job ends, there is nothing to save")
 
     def _leave(self) -> None:
         """Everything of this node ends; the first agent stays until the others have read the journal's end."""

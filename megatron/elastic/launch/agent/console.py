@@ -1,8 +1,8 @@
 """The agent's side of ``python -m megatron.elastic.ctl``: a socket that leaves no file behind.
 
 An abstract Unix socket named after job and node. Callers must be of the same
-user (or root), as the kernel tells. One request a connection, one answer, both
-JSON frames; whatever is malformed or too long is dropped.
+user (or root), as the kernel tells. One command a connection, one answer, both
+JSON frames. A connection with a malformed command is closed without an answer.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ import os
 import socket
 import struct
 from collections.abc import Callable
+from typing import Any
 
-from megatron.elastic.control.wire import FrameReader, Message, ProtocolError, encode
+from megatron.elastic.control.requests import COMMANDS, Command
+from megatron.elastic.control.wire import FrameReader, ProtocolError, frame
 from megatron.elastic.launch.agent.loop import Loop
 
 __all__ = ["Console", "console_name"]
@@ -29,12 +31,12 @@ def console_name(run_id: str, node: int) -> str:
 
 
 class Console:
-    """Answers requests through ``handle`` on the loop's thread."""
+    """Answers commands through ``handle`` on the loop's thread."""
 
-    def __init__(self, loop: Loop, run_id: str, node: int, handle: Callable[[Message], Message]) -> None:
+    def __init__(self, loop: Loop, run_id: str, node: int, handle: Callable[[Command], dict[str, Any]]) -> None:
         self._loop = loop
         self._handle = handle
-        self._callers: dict[int, tuple[socket.socket, FrameReader]] = {}
+        self._callers: dict[int, tuple[socket.socket, FrameReader[Command]]] = {}
         self._socket: socket.socket | None = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             self._socket.bind(console_name(run_id, node))
@@ -65,7 +67,7 @@ class Console:
             return
         caller.setblocking(False)
         fd = caller.fileno()
-        self._callers[fd] = (caller, FrameReader(_REQUEST_LIMIT))
+        self._callers[fd] = (caller, FrameReader(COMMANDS, _REQUEST_LIMIT))
         self._loop.watch(fd, lambda _mask: self._serve(fd))
         self._loop.after(_SECONDS, lambda: self._drop(fd, caller))
 
@@ -73,8 +75,8 @@ class Console:
         caller, reader = self._callers[fd]
         try:
             data = caller.recv(_REQUEST_LIMIT)
-            for message in reader.feed(data):
-                caller.send(encode(self._handle(message)), socket.MSG_NOSIGNAL)
+            for command in reader.feed(data):
+                caller.send(frame(self._handle(command)), socket.MSG_NOSIGNAL)
                 data = b""
         except BlockingIOError:
             return

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 
 from megatron.elastic.control.clock import JobClock
 from megatron.elastic.control.events import Condemned, Event, JobEnded, Lost, Reformed, Suspected
+from megatron.elastic.control.exits import Ending, ExitCode
 from megatron.elastic.control.generations import Generations
 from megatron.elastic.control.membership import Loss
 from megatron.elastic.control.suspicion import Accusation, Idle, Ruling, Suspicions, hang_verdict
@@ -19,8 +20,6 @@ from megatron.elastic.control.timing import Timing
 from megatron.elastic.launch.agent.loop import Loop
 
 __all__ = ["HangArbiter"]
-
-_DETERMINISTIC = 5
 
 
 class HangArbiter:
@@ -58,7 +57,7 @@ class HangArbiter:
         if rank_state.standing == "done":
             # It left without a word, and is missed.
             host = self._state.nodes[self._state.node_of(verdict.rank)].host
-            loss = Loss(verdict.rank, rank_state.incarnation, host, "exit code 0", ending="left")
+            loss = Loss(verdict.rank, rank_state.incarnation, host, "exit code 0", ending=Ending.LEFT)
             self._append(Lost((loss,), (-1,), self._clock.now()))
         else:
             self._append(Condemned(verdict.rank, rank_state.incarnation, verdict.why))
@@ -90,7 +89,7 @@ class HangArbiter:
             step = max(idle.step for idle in members.values())
             if self._circle_at == step:
                 why = f"step {step}: nobody makes progress and nobody can be blamed, for the second time"
-                self._append(JobEnded(_DETERMINISTIC, why))
+                self._append(JobEnded(ExitCode.DETERMINISTIC, why))
             else:
                 self._circle_at = step
                 self._append(Reformed(self._state.decided, "nobody makes progress and nobody can be blamed"))

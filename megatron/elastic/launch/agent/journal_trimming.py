@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from megatron.elastic.control.failures import Failures
 from megatron.elastic.control.generations import Generations
 from megatron.elastic.control.journal import BEGIN, Mark, Signer, Snapshot, keep, newest, trim
-from megatron.elastic.control.snapshot import restore, to_plain
+from megatron.elastic.control.snapshot import dump, restore
 from megatron.elastic.control.store import Store, StoreLost
 from megatron.elastic.control.wire import ProtocolError
 
@@ -49,8 +49,7 @@ class JournalTrimming:
                 return BEGIN
             if found.mark.position < self._kept:
                 raise ProtocolError(f"a snapshot of entry {found.mark.position} was put back")
-            restore(self._state, found.content.get("state"))
-            restore(self._failures, found.content.get("failures"))
+            restore(self._state, self._failures, found.content)
         except ProtocolError as error:
             raise StoreLost(f"what it keeps of the job's past cannot be read: {error}") from None
         self._newest, self._kept = found.mark, found.mark.position
@@ -67,7 +66,7 @@ class JournalTrimming:
             return
         self._newest = mark
         others = [self._seen.get(n, 0) for n, node in state.nodes.items() if node.alive and n != self._node]
-        content = {"state": to_plain(state), "failures": to_plain(self._failures)}
+        content = dump(state, self._failures)  # now: both change with the next entry
         self._work.put((Snapshot(mark, content), min([mark.position, *others])))
 
     def carry_out(self, store: Store) -> None:

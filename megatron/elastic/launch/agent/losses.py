@@ -10,9 +10,8 @@ from collections.abc import Mapping, Sequence
 
 from megatron.elastic.comm.vendor.library import RESPAWN_EXIT_CODE
 from megatron.elastic.control.events import Event, Finished, JobEnded, Lost
-from megatron.elastic.control.failures import BEGUN_ANEW, FELL_BACK
-from megatron.elastic.control.membership import Ending, Loss
-from megatron.elastic.control.slot import ExitReason
+from megatron.elastic.control.exits import Ending, ExitCode, ExitReason
+from megatron.elastic.control.membership import Loss
 from megatron.elastic.launch.messages import say
 from megatron.elastic.launch.workers.pool import Worker
 from megatron.elastic.launch.workers.processes import describe_status
@@ -21,9 +20,9 @@ __all__ = ["classify", "left_to_the_first", "summarize"]
 
 _LINES = 20
 _ENDINGS: Mapping[int, Ending] = {
-    FELL_BACK: "fall back",
-    BEGUN_ANEW: "begin anew",
-    RESPAWN_EXIT_CODE: "communication",
+    ExitCode.FELL_BACK: Ending.FALL_BACK,
+    ExitCode.BEGUN_ANEW: Ending.BEGIN_ANEW,
+    RESPAWN_EXIT_CODE: Ending.COMMUNICATION,
 }
 """Exit codes by which a worker says why it ends."""
 
@@ -44,7 +43,7 @@ def classify(
         return Finished(worker.rank, worker.incarnation, 0, announced=False)
     cause = worker.doomed or describe_status(status)
     ending = _ending(worker, status)
-    if ending == "error" and not started:
+    if ending is Ending.ERROR and not started:
         code = os.waitstatus_to_exitcode(status)
         return JobEnded(code, f"rank {worker.rank} on {host} failed during start-up ({cause}): the job ends")
     if not elastic:
@@ -58,10 +57,10 @@ def classify(
 
 def _ending(worker: Worker, status: int) -> Ending:
     if os.WIFSIGNALED(status) or worker.doomed is not None:
-        return "killed"
+        return Ending.KILLED
     if worker.slot.exit_reason() is ExitReason.COMMUNICATION:
-        return "communication"
-    return _ENDINGS.get(os.waitstatus_to_exitcode(status), "error")
+        return Ending.COMMUNICATION
+    return _ENDINGS.get(os.waitstatus_to_exitcode(status), Ending.ERROR)
 
 
 def left_to_the_first(worker: Worker) -> str:

@@ -17,27 +17,24 @@ a sign of life.
 
 from __future__ import annotations
 
-import json
-import math
 import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+
+import msgspec
 
 from megatron.elastic.control.clock import boot_ns, boot_seconds
-from megatron.elastic.control.generations import Node
-from megatron.elastic.control.journal import Signer
 from megatron.elastic.control.store import Store, StoreLost
 from megatron.elastic.control.suspicion import Idle
-from megatron.elastic.control.timing import Timing
-from megatron.elastic.control.wire import ProtocolError, as_object, as_rank, parse, take_int, take_list, take_str
-from megatron.elastic.launch.agent.loop import Loop
+from megatron.elastic.control.wire import Codec, Int64, ProtocolError, encode
+from megatron.elastic.launch.agent.place import Place
 
 __all__ = ["NodeLeases", "Silence", "Table"]
 
 Table = dict[int, tuple[int, Idle]]
-"""Rank → (incarnation, what it does and for how long)."""
+"""Rank → its incarnation and its activity."""
 
 Holder = tuple[int, str]
 """The life of a node (epoch) and the token of the agent that holds its place."""
@@ -83,21 +80,26 @@ class Silence:
         return seen.silent
 
 
-@dataclass(frozen=True)
-class _Lease:
-    """A renewal as it is read."""
+class _Lease(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One renewal."""
 
-    number: int
-    holder: Holder
+    number: Int64
+    """Grows with each renewal."""
+    epoch: Int64
+    agent: str
     now: float
-    read: int
-    table: Table | None
-    """None: cannot be read, though the agent that wrote it lives."""
+    """Seconds of the job."""
+    read: Int64
+    """Entries of the journal that the agent has read."""
+    table: Table
+
+
+_LEASE: Codec[_Lease] = Codec(_Lease)
 
 
 @dataclass(frozen=True)
 class _Look:
-    """What to look for: who holds which place, and since when the connection to which agents is broken."""
+    """The leases to read: the holder of each place, and since when the connections to agents are broken."""
 
     holders: Mapping[int, Holder]
     broken: Mapping[int, float]
@@ -106,29 +108,22 @@ class _Look:
 class NodeLeases:
     """See the module docstring. Callbacks run on the loop's thread.
 
-    ``token``: this agent's; ``extend(until)``: the workers may act until then (ns, boot-time clock);
+    ``extend(until)``: the workers may act until then (ns, boot-time clock);
     ``lost(node, epoch, why)``; ``heard(now)``: seconds of the job by another agent's clock.
     """
 
     def __init__(
         self,
-        loop: Loop,
-        store: Store,
-        signer: Signer,
-        timing: Timing,
-        node: int,
-        token: str,
-        nodes: Mapping[int, Node],
+        place: Place,
         extend: Callable[[int], None],
         lost: Callable[[int, int, str], None],
         heard: Callable[[float], None],
     ) -> None:
-        self._loop, self._store, self._signer, self._timing = loop, store, signer, timing
-        self._node, self._token, self._nodes = node, token, nodes
+        self._place, self._loop, self._timing = place, place.loop, place.timing
         self._extend, self._lost, self._heard = extend, lost, heard
-        self._beats: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
+        self._beats: queue.SimpleQueue[tuple[int, bytes]] = queue.SimpleQueue()
         self._looks: queue.SimpleQueue[_Look] = queue.SimpleQueue()
-        self._silence = Silence(timing.grace + 2 * timing.beat)
+        self._silence = Silence(place.timing.grace + 2 * place.timing.beat)
         self._broken: dict[int, float] = {}
         self._count = 0
         self._started = False
@@ -149,15 +144,12 @@ class NodeLeases:
         ``read``: entries of the journal; ``now``: seconds of the job.
         """
         self._count += 1
-        rows = {str(rank): {"incarnation": inc, **asdict(idle)} for rank, (inc, idle) in table.items()}
-        epoch = self._nodes[self._node].epoch
-        who = {"epoch": epoch, "agent": self._token}
-        body = {"beat": self._count, **who, "now": now, "read": read, "table": rows}
         if self._beats.empty():
-            self._beats.put((boot_ns(), json.dumps(body)))
+            lease = _Lease(self._count, self._place.epoch, self._place.token, now, read, table)
+            self._beats.put((boot_ns(), encode(lease)))
         if self._looks.empty():
-            others = {n: (node.epoch, node.agent) for n, node in self._nodes.items() if node.alive and n != self._node}
-            self._looks.put(_Look(others, dict(self._broken)))
+            holders = {number: (node.epoch, node.agent) for number, node in self._place.others().items()}
+            self._looks.put(_Look(holders, dict(self._broken)))
 
     def doubt(self, node: int) -> None:
         """The connection to the agent of ``node`` broke: if it does not renew its lease either, it is lost sooner."""
@@ -171,10 +163,10 @@ class NodeLeases:
 
     def _renew(self) -> None:
         try:
-            store, place = self._store.clone(), f"lease/{self._node}"
+            store, key = self._place.store.clone(), f"lease/{self._place.node}"
             while True:
                 began, body = self._beats.get()
-                store.put(place, self._signer.sign(place, body))
+                store.put(key, self._place.signer.sign(key, body))
                 until = began + int(self._timing.fence * 1e9)
                 self._loop.post(lambda u=until: self._extend(u))  # type: ignore[misc]
         except StoreLost:
@@ -182,7 +174,7 @@ class NodeLeases:
 
     def _watch(self) -> None:
         try:
-            store = self._store.clone()
+            store = self._place.store.clone()
             while True:
                 self._look(store, self._looks.get())
         except StoreLost:
@@ -225,43 +217,23 @@ class NodeLeases:
 
     def _opened(self, node: int, holder: Holder, value: bytes | None) -> _Lease | None:
         """The lease in ``value`` if it is one of ``holder``."""
-        text = self._signer.open(f"lease/{node}", value) if value is not None else None
+        body = self._place.signer.open(f"lease/{node}", value) if value is not None else None
         try:
-            beat = parse(text or "")
-            if (take_int(beat, "epoch"), take_str(beat, "agent")) != holder:
-                return None
-            now = beat.get("now")
-            if not isinstance(now, float) or not math.isfinite(now):
-                return None
-            return _Lease(take_int(beat, "beat"), holder, now, take_int(beat, "read"), _table(beat.get("table")))
+            lease = _LEASE.decode(body or b"")
         except ProtocolError:
             return None
+        return lease if (lease.epoch, lease.agent) == holder else None
 
     def _take(self, found: Mapping[int, _Lease]) -> None:
         for node, lease in found.items():
             self.seen[node] = lease.read
             self._heard(lease.now)
-            if lease.table is not None:
-                self.tables[node] = lease.table
+            self.tables[node] = lease.table
 
     # -- the end ------------------------------------------------------------------
 
     def wait_for_goodbyes(self, store: Store, seconds: float) -> None:
         """The first agent leaves last: the others still read the journal's end from its store."""
         end = time.monotonic() + seconds
-        for number, node in self._nodes.items():
-            if number != self._node and node.alive:
-                store.wait(f"bye/{number}", max(0.01, end - time.monotonic()))
-
-
-def _table(rows: object) -> Table | None:
-    table: Table = {}
-    try:
-        for rank, row in as_object(rows).items():
-            waiting = tuple(as_rank(item) for item in take_list(row, "waiting_for"))
-            seconds, limit = float(row["seconds"]), float(row["limit"])
-            idle = Idle(take_int(row, "step"), take_str(row, "phase"), waiting, seconds, limit)
-            table[as_rank(rank)] = (take_int(row, "incarnation"), idle)
-    except (ProtocolError, AttributeError, KeyError, TypeError, ValueError):
-        return None
-    return table
+        for number in self._place.others():
+            store.wait(f"bye/{number}", max(0.01, end - time.monotonic()))

@@ -14,30 +14,49 @@ too many do, the oldest gives way to the next, so that agents still get in.
 
 from __future__ import annotations
 
-import json
 import secrets
 import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Annotated
 
-from megatron.elastic.control.generations import Node
-from megatron.elastic.control.journal import Signer
+import msgspec
+
 from megatron.elastic.control.store import Store, StoreLost
-from megatron.elastic.control.timing import Timing
-from megatron.elastic.control.wire import ProtocolError, parse, take_int, take_str
-from megatron.elastic.launch.agent.loop import Loop
+from megatron.elastic.control.wire import Codec, Int64, ProtocolError, encode
+from megatron.elastic.launch.agent.place import Place
 
 __all__ = ["Presence"]
 
 _LINE_LIMIT = 4096
 _STRANGERS = 64
-_PLACE, _HELLO = "presence", "presence/hello"
+_LISTENER, _HELLO = "presence", "presence/hello"
 _ACCEPTED = b"accepted\n"
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 5.0
+
+
+class _Listener(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where the first agent is reached."""
+
+    host: str
+    port: Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
+
+
+class _Introduction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An agent's proof that it holds its place; ``nonce``: the number that the listener has made up."""
+
+    node: Int64
+    epoch: Int64
+    agent: str
+    nonce: str
+
+
+_LISTENERS: Codec[_Listener] = Codec(_Listener)
+_INTRODUCTIONS: Codec[_Introduction] = Codec(_Introduction)
 
 
 @dataclass
@@ -54,18 +73,11 @@ class Presence:
 
     def __init__(
         self,
-        loop: Loop,
-        store: Store,
-        signer: Signer,
-        timing: Timing,
-        node: int,
-        token: str,
-        nodes: Mapping[int, Node],
+        place: Place,
         doubt: Callable[[int], None],
         trust: Callable[[int], None],
     ) -> None:
-        self._loop, self._store, self._signer, self._timing = loop, store, signer, timing
-        self._node, self._token, self._nodes = node, token, nodes
+        self._place, self._loop, self._timing = place, place.loop, place.timing
         self._doubt, self._trust = doubt, trust
         self._listener: socket.socket | None = None
         self._callers: dict[int, _Caller] = {}
@@ -79,11 +91,11 @@ class Presence:
 
         ``host``: of the first agent where it serves the store; ``address``: where this node is reached.
         """
-        if self._node == 0:
+        if self._place.node == 0:
             if self._listener is None:
                 self._listener = self._listen(host)
-            place = json.dumps({"host": address, "port": self._listener.getsockname()[1]})
-            threading.Thread(target=self._announce, args=(place,), name="presence", daemon=True).start()
+            there = _Listener(address, self._listener.getsockname()[1])
+            threading.Thread(target=self._announce, args=(there,), name="presence", daemon=True).start()
         elif not self._calling:
             self._calling = True
             threading.Thread(target=self._keep_calling, args=(host,), name="presence", daemon=True).start()
@@ -99,9 +111,9 @@ class Presence:
         self._loop.watch(listener.fileno(), self._accept)
         return listener
 
-    def _announce(self, place: str) -> None:
+    def _announce(self, there: _Listener) -> None:
         with suppress(StoreLost):  # the journal's follower tells the loop
-            self._store.clone().put(_PLACE, self._signer.sign(_PLACE, place))
+            self._place.store.clone().put(_LISTENER, self._place.signer.sign(_LISTENER, encode(there)))
 
     def _accept(self, _: int) -> None:
         assert self._listener is not None
@@ -139,18 +151,17 @@ class Presence:
 
     def _introduce(self, fd: int, caller: _Caller, line: bytes) -> None:
         try:
-            hello = parse(self._signer.open(_HELLO, line) or "")
-            node = self._nodes.get(take_int(hello, "node"))
-            epoch, token = take_int(hello, "epoch"), take_str(hello, "agent")
-            if take_str(hello, "nonce") != caller.nonce or node is None or (epoch, token) != (node.epoch, node.agent):
+            hello = _INTRODUCTIONS.decode(self._place.signer.open(_HELLO, line) or b"")
+            node = self._place.nodes.get(hello.node)
+            held = node is not None and (hello.epoch, hello.agent) == (node.epoch, node.agent)
+            if hello.nonce != caller.nonce or not held:
                 raise ProtocolError("an answer to another question, or an agent that holds no place")
         except ProtocolError:
             self._drop(fd)
             return
-        number = take_int(hello, "node")
-        caller.agent = number, epoch
-        self._newest[number] = fd
-        self._trust(number)
+        caller.agent = hello.node, hello.epoch
+        self._newest[hello.node] = fd
+        self._trust(hello.node)
         try:
             caller.socket.send(_ACCEPTED, socket.MSG_NOSIGNAL)
         except OSError:
@@ -169,7 +180,8 @@ class Presence:
         number, epoch = caller.agent
         if self._newest.get(number) == fd:
             del self._newest[number]
-            if self._nodes[number].alive and self._nodes[number].epoch == epoch:
+            node = self._place.nodes[number]
+            if node.alive and node.epoch == epoch:
                 self._doubt(number)
 
     # -- the others -----------------------------------------------------------------
@@ -178,7 +190,7 @@ class Presence:
         """Hold a connection to the first agent for life; another one whenever it breaks."""
         pause = _FIRST_PAUSE
         with suppress(StoreLost):
-            store = self._store.clone()
+            store = self._place.store.clone()
             while True:
                 if self._hold(store, host):
                     pause = _FIRST_PAUSE
@@ -187,18 +199,17 @@ class Presence:
 
     def _hold(self, store: Store, host: str) -> bool:
         """Connect, introduce this agent and wait for the end of the connection; whether it was accepted."""
-        value = store.wait(_PLACE, self._timing.lease)
-        text = self._signer.open(_PLACE, value) if value is not None else None
+        value = store.wait(_LISTENER, self._timing.lease)
+        body = self._place.signer.open(_LISTENER, value) if value is not None else None
         try:
-            place = parse(text or "")
-            there = host if store.embedded else take_str(place, "host")
-            with socket.create_connection((there, take_int(place, "port")), timeout=self._timing.lease) as call:
+            there = _LISTENERS.decode(body or b"")
+            address = (host if store.embedded else there.host, there.port)
+            with socket.create_connection(address, timeout=self._timing.lease) as call:
                 self._call = call
                 with call.makefile("rb") as reader:
                     nonce = reader.readline(_LINE_LIMIT).decode("ascii").rstrip("\n")
-                    epoch = self._nodes[self._node].epoch
-                    hello = {"node": self._node, "epoch": epoch, "agent": self._token, "nonce": nonce}
-                    call.sendall(self._signer.sign(_HELLO, json.dumps(hello)) + b"\n")
+                    hello = _Introduction(self._place.node, self._place.epoch, self._place.token, nonce)
+                    call.sendall(self._place.signer.sign(_HELLO, encode(hello)) + b"\n")
                     if reader.readline(_LINE_LIMIT) != _ACCEPTED:
                         return False
                 self._loop.post(lambda: self._trust(0))

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import hashlib
 import ipaddress
-import json
 import secrets
 import socket
 import time
 from contextlib import suppress
 from dataclasses import dataclass
 
+import msgspec
 from torch.distributed import TCPStore
 
 from megatron.elastic.control import env
@@ -30,7 +30,7 @@ from megatron.elastic.control.store import Store, StoreLost
 from megatron.elastic.control.store_client import ReachedStore, reach
 from megatron.elastic.control.store_server import ServedStore, serve
 from megatron.elastic.control.timing import Timing
-from megatron.elastic.control.wire import ProtocolError, parse, take_int, take_list, take_str
+from megatron.elastic.control.wire import Codec, Int64, ProtocolError, encode
 from megatron.elastic.launch.agent.progress import waiting_for
 from megatron.elastic.launch.arguments import BadCommand, JobSpec
 
@@ -38,6 +38,28 @@ __all__ = ["JobMembers", "meet"]
 
 _LOOK_SECONDS = 0.05
 _LOOPBACK = "127.0.0.1"
+
+
+class _Card(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One node, as its agent describes it to the others."""
+
+    host: str
+    address: str
+    port: Int64
+    workers: Int64
+    nodes: Int64
+    agent: str
+    """The agent's token."""
+
+
+class _Launch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Hashes of the cards that a launch began with, in the order of the nodes."""
+
+    cards: tuple[str, ...]
+
+
+_CARDS: Codec[_Card] = Codec(_Card)
+_LAUNCHES: Codec[_Launch] = Codec(_Launch)
 
 
 @dataclass(frozen=True)
@@ -116,9 +138,12 @@ def _agree_on_launch(store: Store, signer: Signer, cards: list[str], mine: str |
 
     Raises :class:`BadCommand` where the store holds an earlier launch under the same name.
     """
-    value = store.create("launch", signer.sign("launch", json.dumps({"cards": cards})))
-    text = signer.open("launch", value)
-    if text is None or (mine is not None and mine not in take_list(parse(text), "cards")):
+    value = store.create("launch", signer.sign("launch", encode(_Launch(tuple(cards)))))
+    try:
+        launch = _LAUNCHES.decode(signer.open("launch", value) or b"")
+    except ProtocolError:
+        launch = None
+    if launch is None or (mine is not None and mine not in launch.cards):
         raise BadCommand(f"{store.keeper} holds another launch of job {job.run_id!r}: choose another --rdzv-id")
     return signer.of_launch(_digest(value))
 
@@ -170,18 +195,9 @@ def _take_place(
 ) -> tuple[int, bytes | None]:
     """This agent's node number and its card; None for one that takes over from an earlier agent of that number."""
     for node in _candidates(store, job):
-        card = json.dumps(
-            {
-                "host": _host(job, node),
-                "address": address,
-                "port": port,
-                "workers": job.workers,
-                "nodes": job.nodes,
-                "agent": agent,
-            }
-        )
+        card = _Card(_host(job, node), address, port, job.workers, job.nodes, agent)
         place = f"card/{node}"
-        mine = signer.sign(place, card)
+        mine = signer.sign(place, encode(card))
         if store.create(place, mine) == mine:
             return node, mine
     if job.node is None:
@@ -197,19 +213,18 @@ def _candidates(store: Store, job: JobSpec) -> list[int]:
     return [0] if store.server else list(range(1, job.nodes))
 
 
-def _add_node(nodes: dict[int, Node], number: int, text: str | None, job: JobSpec) -> tuple[str, int]:
+def _add_node(nodes: dict[int, Node], number: int, body: bytes | None, job: JobSpec) -> tuple[str, int]:
     """Enter a node by its card; returns its address and the port given to it."""
     first = sum(len(node.ranks) for node in nodes.values())
     try:
-        if text is None:
+        if body is None:
             raise ProtocolError("signed with another secret")
-        card = parse(text)
-        workers, theirs = take_int(card, "workers"), take_int(card, "nodes")
-        if theirs != job.nodes or workers < 1:
-            raise BadCommand(f"node {number} was started with --nnodes {theirs}, this one with {job.nodes}")
-        ranks = tuple(range(first, first + workers))
-        nodes[number] = Node(take_str(card, "host"), ranks, agent=take_str(card, "agent"))
-        return take_str(card, "address"), take_int(card, "port")
+        card = _CARDS.decode(body)
+        if card.nodes != job.nodes or card.workers < 1:
+            raise BadCommand(f"node {number} was started with --nnodes {card.nodes}, this one with {job.nodes}")
+        ranks = tuple(range(first, first + card.workers))
+        nodes[number] = Node(card.host, ranks, agent=card.agent)
+        return card.address, card.port
     except ProtocolError as error:
         raise BadCommand(f"node {number}: {error}; {env.SECRET} must be the same on every node") from None
 

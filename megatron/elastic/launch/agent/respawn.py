@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 
 from megatron.elastic.control.clock import JobClock
 from megatron.elastic.control.events import Abandoned, Event, JobEnded, Lifted, Lost
+from megatron.elastic.control.exits import Ending, ExitCode
 from megatron.elastic.control.failures import Failures
 from megatron.elastic.control.generations import Generations
 from megatron.elastic.control.membership import WAITING_FOR_RANKS, Activity, Decision, Loss
@@ -28,7 +29,6 @@ from megatron.elastic.launch.workers.spawn import Spawner
 
 __all__ = ["Respawn"]
 
-_DETERMINISTIC = 5
 _FALL_BACK_SECONDS = 2.0
 _PAUSE_SECONDS = 0.02
 """Between two looks at whether a successor may start."""
@@ -113,14 +113,14 @@ class Respawn:
             step = event.steps[index] if index < len(event.steps) else -1
             if loss.rank in self._ranks:
                 summarize(loss, step)
-            own = loss.ending == "error"
+            own = loss.ending is Ending.ERROR
             verdict = self._failures.record(loss.rank, loss.incarnation, step, own, event.at)
-            if loss.ending == "fall back":
+            if loss.ending is Ending.FALL_BACK:
                 verdict = verdict or self._failures.fell_back(loss.rank, loss.incarnation, step)
             if verdict is not None and self._coordinates:
-                self._append(JobEnded(_DETERMINISTIC, "\n".join((verdict, *loss.last_lines))))
+                self._append(JobEnded(ExitCode.DETERMINISTIC, "\n".join((verdict, *loss.last_lines))))
             if loss.rank in self._ranks:
-                self._replace(loss, _FALL_BACK_SECONDS if loss.ending in ("fall back", "begin anew") else 0.0)
+                self._replace(loss, _FALL_BACK_SECONDS if loss.ending in (Ending.FALL_BACK, Ending.BEGIN_ANEW) else 0.0)
         self.start_anew_unless_begun(event.losses[0].rank)
 
     def _replace(self, loss: Loss, pause: float) -> None:
@@ -130,10 +130,10 @@ class Respawn:
         if self._failures.stillborn(loss.rank, loss.incarnation):
             why = "several starts in a row failed before the rank had joined the job"
             # Without it there would be no start; later, the others go on.
-            start = self._state.decided == 0
-            self._append(
-                JobEnded(_DETERMINISTIC, f"rank {loss.rank}: {why}") if start else Abandoned((loss.rank,), why)
-            )
+            if self._state.decided == 0:
+                self._append(JobEnded(ExitCode.DETERMINISTIC, f"rank {loss.rank}: {why}"))
+            else:
+                self._append(Abandoned((loss.rank,), why))
         elif state.may_return:
             incarnation = loss.incarnation + 1
             step = max((0, *(each.step for each in self._doing())))
@@ -163,7 +163,7 @@ class Respawn:
             self._failures.admitted(rank, address.incarnation)
         verdict = self._failures.started_anew() if decision.reason == "start" and decision.generation > 1 else None
         if verdict is not None and self._coordinates:
-            self._append(JobEnded(_DETERMINISTIC, verdict))
+            self._append(JobEnded(ExitCode.DETERMINISTIC, verdict))
 
     # -- nodes that are left out ----------------------------------------------------------
 

@@ -22,13 +22,26 @@ from megatron.elastic.control.events import (
     Wanted,
 )
 from megatron.elastic.control.generations import Generations
-from megatron.elastic.control.wire import Message, ProtocolError, address_from_json, as_object, take_int, take_str
+from megatron.elastic.control.messages import (
+    Ask,
+    DrainSignal,
+    Finish,
+    FromWorker,
+    GiveUp,
+    Hello,
+    Report,
+    Suspicion,
+    Tolerance,
+)
+from megatron.elastic.control.requests import Drain
+from megatron.elastic.control.wire import ProtocolError
 from megatron.elastic.launch.messages import say
 from megatron.elastic.launch.workers.pool import Worker
 
 __all__ = ["WorkerMessages"]
 
-_REQUESTS = ("setup", "begin", "join", "leave", "stay", "checkpoint", "reform")
+_LONGEST_TEXT = 500
+"""Characters of a worker's free text that go into the journal."""
 
 
 class WorkerMessages:
@@ -49,30 +62,26 @@ class WorkerMessages:
         """Handed in for the next generation while none is being agreed: by who asked for it, or lost a peer first."""
         self._reported = 0
 
-    def said(self, worker: Worker, message: Message) -> None:
-        """Take one message. Raises :class:`ProtocolError` for anything malformed."""
-        kind = take_str(message, "t")
-        if kind == "hello":
-            worker.elastic = True
-            self._hello(worker)
-        elif kind == "report":
-            self._take_report(worker, message)
-        elif kind == "request" and take_str(message, "what") in _REQUESTS:
-            self._append(Requested(take_str(message, "what"), (worker.rank,), take_int(message, "g")))
-        elif kind == "suspect":
-            self._take_suspicion(worker, message)
-        elif kind == "tolerance":
-            self._append(Announced(take_int(message, "g"), take_str(message, "text")[:500]))
-        elif kind == "give_up":
-            self._append(JobEnded(take_int(message, "code"), take_str(message, "why")))
-        elif kind == "drain":
-            if self._state.drain != ():
-                say(f"rank {worker.rank} was sent a signal to end: the job saves and ends at the next step boundary")
-                self._append(Wanted("drain"))
-        elif kind == "finish":
-            self._leaving(worker)
-        else:
-            raise ProtocolError(f"unknown message {kind!r}")
+    def said(self, worker: Worker, message: FromWorker) -> None:
+        """Take one message. Raises :class:`ProtocolError` where it speaks for another rank."""
+        match message:
+            case Hello():
+                worker.elastic = True
+                self._hello(worker)
+            case Report():
+                self._take_report(worker, message)
+            case Ask(what, generation):
+                self._append(Requested(what, (worker.rank,), generation))
+            case Suspicion():
+                self._take_suspicion(worker, message)
+            case Tolerance(generation, text):
+                self._append(Announced(generation, text[:_LONGEST_TEXT]))
+            case GiveUp(code, why):
+                self._append(JobEnded(code, why))
+            case DrainSignal():
+                self._drain(worker)
+            case Finish():
+                self._leaving(worker)
 
     def reported(self, rank: int) -> bool:
         """Whether ``rank`` has handed in its report for the change under way."""
@@ -92,12 +101,16 @@ class WorkerMessages:
             self._reported = state.frozen
             self._append(Reported(state.frozen, tuple(self._entries[rank] for rank in mine)))
 
-    def _take_report(self, worker: Worker, message: Message) -> None:
-        address = address_from_json(as_object(message.get("address")))
+    def _drain(self, worker: Worker) -> None:
+        if self._state.drain != ():
+            say(f"rank {worker.rank} was sent a signal to end: the job saves and ends at the next step boundary")
+            self._append(Wanted(Drain()))
+
+    def _take_report(self, worker: Worker, message: Report) -> None:
+        address, generation = message.address, message.generation
         if (address.rank, address.incarnation) != (worker.rank, worker.incarnation):
             raise ProtocolError(f"an address of rank {address.rank} from rank {worker.rank}")
-        entry = Entry(address, take_str(message, "report"))
-        generation = take_int(message, "g")
+        entry = Entry(address, message.report)
         if generation == 0:
             self._append(Waiting((entry,)))
         elif self._state.quiet and generation == self._state.frozen + 1:
@@ -106,9 +119,8 @@ class WorkerMessages:
             self._entries[worker.rank] = entry
             self.report_if_complete()
 
-    def _take_suspicion(self, worker: Worker, message: Message) -> None:
-        rank, generation = take_int(message, "rank"), take_int(message, "g")
-        decision = self._state.decision
+    def _take_suspicion(self, worker: Worker, message: Suspicion) -> None:
+        rank, generation, decision = message.rank, message.generation, self._state.decision
         if decision is not None and decision.generation == generation and rank in decision.members:
             incarnation = decision.members[rank].incarnation
-            self._append(Suspected(worker.rank, rank, incarnation, generation, take_str(message, "why")[:500]))
+            self._append(Suspected(worker.rank, rank, incarnation, generation, message.why[:_LONGEST_TEXT]))

@@ -27,8 +27,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from megatron.elastic._process import Deathwatch
+from megatron.elastic.control.messages import FROM_WORKER, FromWorker, ToWorker
+from megatron.elastic.control.requests import Pending
 from megatron.elastic.control.slot import Slot
-from megatron.elastic.control.wire import FrameReader, Message, ProtocolError, encode
+from megatron.elastic.control.wire import FrameReader, ProtocolError, frame
 from megatron.elastic.launch.agent.loop import Loop
 from megatron.elastic.launch.messages import say
 from megatron.elastic.launch.workers.processes import (
@@ -65,10 +67,10 @@ class Worker:
     """Why this agent killed it."""
     sent_frozen: int = 0
     sent_decided: int = 0
-    sent_pending: tuple[str, ...] = ()
+    sent_pending: Pending = field(default_factory=Pending)
     sent_members: int = 0
     """Generation whose members it was told while it waited."""
-    reader: FrameReader = field(default_factory=FrameReader)
+    reader: FrameReader[FromWorker] = field(default_factory=lambda: FrameReader(FROM_WORKER))
     outbox: bytearray = field(default_factory=bytearray)
     ended: bool = False
     """Its owner knows of its end; nothing it may still have said counts."""
@@ -78,7 +80,7 @@ class Worker:
 class PoolEvents:
     """What the pool tells its owner."""
 
-    said: Callable[[Worker, Message], None]
+    said: Callable[[Worker, FromWorker], None]
     ended: Callable[[Worker, int], None]
     """With the wait status; once for each worker."""
     zygote_lost: Callable[[bool], None]
@@ -274,14 +276,14 @@ class Pool:
                 for message in worker.reader.feed(data):
                     self._events.said(worker, message)
             except ProtocolError as error:
-                self.kill(worker, f"garbage on its control socket ({error})")
+                self.kill(worker, f"malformed message on its control socket ({error})")
                 return False
 
-    def tell(self, worker: Worker, message: Message) -> None:
+    def tell(self, worker: Worker, message: ToWorker) -> None:
         """Send without ever waiting for the worker: a stopped one does not read."""
         if worker.ended:
             return
-        worker.outbox += encode(message)
+        worker.outbox += frame(message)
         if len(worker.outbox) > _OUTBOX_LIMIT:
             self.kill(worker, "does not read its control socket")
         self._flush(worker)

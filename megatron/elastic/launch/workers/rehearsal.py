@@ -19,11 +19,12 @@ import time
 from megatron.elastic.comm.errors import GenerationChanged
 from megatron.elastic.comm.fabric import Address
 from megatron.elastic.control.client import WorkerMembership
+from megatron.elastic.control.exits import ExitCode
 from megatron.elastic.control.membership import Activity, Decision
+from megatron.elastic.control.requests import Request
 
 __all__ = ["Rehearsal", "main"]
 
-_DRAINED = 3
 
 
 class Rehearsal:
@@ -73,25 +74,25 @@ class Rehearsal:
         membership.start(lambda generation: self.say("freeze", generation=generation))
         self.say("begin")
         decision = self.agree()
-        asked = ""
+        asked = set[Request]()
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             membership.publish(Activity(self.step, "step"))
             time.sleep(step_seconds)
             if membership.frozen() > decision.generation:
-                decision, asked = self.agree(), ""
+                decision, asked = self.agree(), set()
                 continue
             self.step += 1
             pending = membership.pending()
-            if "drain" in pending:
+            if pending.drain:
                 self.say("drained")
-                membership.finish(_DRAINED)
-                return _DRAINED
-            for what in ("join", "checkpoint"):
-                if what in pending and what not in asked:
-                    self.say("asks", what=what)
-                    membership.request(what)
-                    asked += what
+                membership.finish(ExitCode.DRAINED)
+                return ExitCode.DRAINED
+            for due, request in ((pending.join, Request.JOIN), (pending.checkpoint, Request.CHECKPOINT)):
+                if due and request not in asked:
+                    self.say("asks", what=request)
+                    membership.request(request)
+                    asked.add(request)
         self.say("done")
         membership.finish(0)
         return 0

@@ -26,7 +26,7 @@ class Spawner:
         self._node = members.nodes[members.node]
         self._slots = sum(len(node.ranks) for node in members.nodes.values())
         self._count = 0
-        tag = members.signer.sign("segments", job.run_id)[:12].decode()
+        tag = members.signer.sign("segments", job.run_id.encode())[:12].decode()
         self._prefix = f"mel-{tag}-{members.node}-"
         self._scratch: str | None = None
 

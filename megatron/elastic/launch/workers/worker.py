@@ -26,7 +26,8 @@ from typing import Any, Literal, NoReturn
 
 from megatron.elastic.comm.errors import CommError
 from megatron.elastic.control import env
-from megatron.elastic.control.slot import ExitReason, Slot
+from megatron.elastic.control.exits import ExitReason
+from megatron.elastic.control.slot import Slot
 from megatron.elastic.launch.workers.processes import chain_children, die_with_parent, note_process
 
 __all__ = ["WorkerSpec", "become", "reason_of", "run_script"]

@@ -17,6 +17,8 @@ from megatron.training import get_args, training
 from megatron.training.checkpointing import get_checkpoint_tracker_filename
 
 from megatron.elastic.config import ElasticConfig
+from megatron.elastic.control.exits import ExitCode
+from megatron.elastic.control.requests import Request
 from megatron.elastic.engine.engine import Engine
 from megatron.elastic.engine.failures import ActionFailed
 from megatron.elastic.mcore.checkpoint.absent_stages import AbsentStages
@@ -25,10 +27,7 @@ from megatron.elastic.mcore.checkpoint.launch_stage import LaunchStage
 from megatron.elastic.mcore.checkpoint.state_dict import OptimizerCheckpoint
 from megatron.elastic.mcore.patching.patches import Row, bound
 
-__all__ = ["BAD_INPUT", "DETERMINISTIC", "DRAINED", "STATE_LOST", "Checkpoints", "step_to_go_back_to"]
-
-BAD_INPUT, DRAINED, STATE_LOST, DETERMINISTIC = 1, 3, 4, 5
-"""Exit codes (docs/design.md §4)."""
+__all__ = ["Checkpoints", "step_to_go_back_to"]
 
 T = TypeVar("T")
 
@@ -126,9 +125,9 @@ class Checkpoints:
             self._save_here()
         self._complete_all()
         if self.unsaved:
-            return STATE_LOST, f"drained at iteration {iteration}, which is not saved: {self.unsaved}"
+            return ExitCode.STATE_LOST, f"drained at iteration {iteration}, which is not saved: {self.unsaved}"
         where = f"saved to {save}" if save else "nothing saved: there is no --save"
-        return DRAINED, f"drained at iteration {iteration}, {where}"
+        return ExitCode.DRAINED, f"drained at iteration {iteration}, {where}"
 
     def guarded(self, action: Callable[[], T]) -> T | None:
         """``action``, or ``None`` after one line when it failed on some rank."""
@@ -151,14 +150,14 @@ class Checkpoints:
 
     def _save_due(self) -> bool:
         """Whether a checkpoint has to be begun at the next boundary: asked for from outside, or cut short."""
-        asked = "checkpoint" in self._engine().agreement.membership.pending()
+        asked = self._engine().agreement.membership.pending().checkpoint
         self._noted = self._noted and asked
         return self.saves.cut_short() or (asked and not self._noted)
 
     def _save_as_asked(self) -> None:
-        if "checkpoint" in self._engine().agreement.membership.pending():
+        if self._engine().agreement.membership.pending().checkpoint:
             self._noted = True
-            self._engine().agreement.membership.request("checkpoint")
+            self._engine().agreement.membership.request(Request.CHECKPOINT)
         if get_args().save:
             self._save_here()
         else:

@@ -16,11 +16,11 @@ from typing import Any, NoReturn
 from megatron.training import get_args
 
 from megatron.elastic.config import ConfigError
-from megatron.elastic.control.failures import BEGUN_ANEW, FELL_BACK
+from megatron.elastic.control.exits import ExitCode
 from megatron.elastic.control.membership import Released
 from megatron.elastic.engine.failures import CommunicationFault, NotFinite, SilentCorruption
 from megatron.elastic.engine.transaction.agreement import StateLost
-from megatron.elastic.mcore.checkpoint.save_points import BAD_INPUT, DETERMINISTIC, STATE_LOST, step_to_go_back_to
+from megatron.elastic.mcore.checkpoint.save_points import step_to_go_back_to
 from megatron.elastic.mcore.loop.setup import Setup
 from megatron.elastic.mcore.patching.patches import Row
 from megatron.elastic.observe.events import RecoveryEvent
@@ -54,32 +54,32 @@ class Shutdown:
         try:
             yield
         except CertificateError as error:  # the same on every rank, and again if repeated
-            self.leave(DETERMINISTIC, str(error))
+            self.leave(ExitCode.DETERMINISTIC, str(error))
 
     @contextmanager
     def _caught(self) -> Iterator[None]:
         try:
             yield
         except StateLost as error:
-            self._go_back(str(error), error.version, BEGUN_ANEW)
+            self._go_back(str(error), error.version, ExitCode.BEGUN_ANEW)
             # Survivors alone can tell: who was let in with this loss would wait for them.
-            self._give_up(STATE_LOST, f"{error}; resume from the last checkpoint (--load)")
+            self._give_up(ExitCode.STATE_LOST, f"{error}; resume from the last checkpoint (--load)")
         except PlanError as error:
-            self._give_up(STATE_LOST, str(error))
+            self._give_up(ExitCode.STATE_LOST, str(error))
         except JobGone as gone:
             if gone.begins_anew or self._step_to_go_back_to() is not None:
-                self._begin_anew(BEGUN_ANEW)
-            self._end(STATE_LOST)  # whoever held the state has ended, and said why
+                self._begin_anew(ExitCode.BEGUN_ANEW)
+            self._end(ExitCode.STATE_LOST)  # whoever held the state has ended, and said why
         except (CertificateError, SilentCorruption) as error:  # the same on every rank, and again if repeated
-            self.leave(DETERMINISTIC, str(error))
+            self.leave(ExitCode.DETERMINISTIC, str(error))
         except CommunicationFault as error:
-            self._give_up(DETERMINISTIC, str(error))
+            self._give_up(ExitCode.DETERMINISTIC, str(error))
         except ConfigError as error:
             # Found while computing, perhaps on some ranks only: it would come back on every rank that is started.
-            self._give_up(BAD_INPUT, f"error: {error}")
+            self._give_up(ExitCode.FAILED, f"error: {error}")
         except NotFinite as error:
             why = f"{error}, also when computed again"
-            self._go_back(why, self._setup.engine.record.version, FELL_BACK)
+            self._go_back(why, self._setup.engine.record.version, ExitCode.FELL_BACK)
             raise
         except Released:
             print(f"rank {self._setup.links.fabric.rank} leaves as asked; the other ranks go on", flush=True)

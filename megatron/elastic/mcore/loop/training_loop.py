@@ -16,9 +16,10 @@ import torch
 from megatron.training import get_args
 
 from megatron.elastic.config import ElasticConfig
+from megatron.elastic.control.exits import ExitCode
+from megatron.elastic.control.requests import Request
 from megatron.elastic.engine.compute.samples import StepAddress
 from megatron.elastic.engine.engine import Engine
-from megatron.elastic.mcore.checkpoint.save_points import STATE_LOST
 from megatron.elastic.mcore.loop import launch_sizes
 from megatron.elastic.mcore.loop.counters import Counters
 from megatron.elastic.mcore.loop.setup import DatasetPosition, Setup
@@ -98,7 +99,7 @@ class TrainingLoop:
             return
         self._begun = True
         if self._setup.built:
-            self._engine.agreement.membership.request("begin")
+            self._engine.agreement.membership.request(Request.BEGIN)
             self._counters.begin()
         else:
             self._counters.take(self._setup.admitted())
@@ -229,7 +230,7 @@ class TrainingLoop:
                 if self._checkpoints.unsaved:
                     remedy = f"make room in --save {get_args().save}, or give another folder"
                     why = f"the last checkpoint is not saved: {self._checkpoints.unsaved}; {remedy}"
-                    self._shutdown.leave(STATE_LOST, why)
+                    self._shutdown.leave(ExitCode.STATE_LOST, why)
                 self._setup.links.membership.finish(0)
             return result
 

@@ -1,0 +1,126 @@
+"""The messages between an agent and its workers, on the socket that each worker inherits.
+
+In JSON a message is an object whose ``t`` names its type. Anything else raises
+:class:`~megatron.elastic.control.wire.ProtocolError`: the agent kills a worker that sends it, and a worker whose agent
+sends it ends itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from megatron.elastic.comm.fabric import Address, Rank
+from megatron.elastic.control.membership import Decision
+from megatron.elastic.control.requests import Pending, Request
+from megatron.elastic.control.wire import Codec, Int64
+
+__all__ = [
+    "FROM_WORKER", "TO_WORKER", "Ask", "Decide", "DrainSignal", "End", "Finish", "Freeze", "FromWorker", "GiveUp",
+    "Hello", "Members", "PendingChanged", "Release", "Report", "Suspicion", "ToWorker", "Tolerance",
+]  # fmt: skip
+
+
+class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="t", tag=str.lower):
+    """Base of the messages."""
+
+
+# -- worker to agent --------------------------------------------------------------------
+
+
+class Hello(_Message, frozen=True):
+    """The worker has opened its membership, and holds the lock by which its end is noticed."""
+
+
+class Report(_Message, frozen=True):
+    """A promise to act on no generation before ``generation``, and what the worker holds (0: it asks to join)."""
+
+    generation: Int64
+    address: Address
+    report: str
+
+
+class Ask(_Message, frozen=True):
+    """A request of a member of ``generation``."""
+
+    what: Request
+    generation: Int64
+
+
+class Suspicion(_Message, frozen=True):
+    """Evidence against ``rank``, a member of ``generation``."""
+
+    rank: Rank
+    generation: Int64
+    why: str
+
+
+class Tolerance(_Message, frozen=True):
+    """What ``generation`` can lose now, in one line."""
+
+    generation: Int64
+    text: str
+
+
+class DrainSignal(_Message, frozen=True):
+    """The worker was sent a signal to end: the whole job is to save and end."""
+
+
+class GiveUp(_Message, frozen=True):
+    """The whole job is to end with exit status ``code``."""
+
+    code: Int64
+    why: str
+
+
+class Finish(_Message, frozen=True):
+    """The worker is about to exit with ``code`` on purpose."""
+
+    code: Int64
+
+
+FromWorker = Hello | Report | Ask | Suspicion | Tolerance | DrainSignal | GiveUp | Finish
+FROM_WORKER: Codec[FromWorker] = Codec(FromWorker)
+
+
+# -- agent to worker --------------------------------------------------------------------
+
+
+class Freeze(_Message, frozen=True):
+    """``generation`` is being agreed: nothing older may be acted on."""
+
+    generation: Int64
+
+
+class Decide(_Message, frozen=True):
+    """A generation is decided, of which the worker is a member."""
+
+    decision: Decision
+
+
+class Members(_Message, frozen=True):
+    """The members, for a worker that waits to be admitted."""
+
+    members: Mapping[Rank, Address]
+
+
+class PendingChanged(_Message, frozen=True):
+    """What the members are to do at their next boundary, from now on."""
+
+    pending: Pending
+
+
+class Release(_Message, frozen=True):
+    """The newest generation goes on without this worker, as it was asked to."""
+
+
+class End(_Message, frozen=True):
+    """The worker is to exit with ``code`` at once, and to print ``why``."""
+
+    code: Int64
+    why: str
+
+
+ToWorker = Freeze | Decide | Members | PendingChanged | Release | End
+TO_WORKER: Codec[ToWorker] = Codec(ToWorker)
