@@ -139,7 +139,7 @@ class EmulatedModel:
 
     @contextmanager
     def deferring(self, piece: Piece) -> Iterator[Deferred]:
-        """See ``ModelPort``."""
+        """See ``ModelInterface``."""
         self.deferred = Deferred(self, piece)
         try:
             yield self.deferred

@@ -4,7 +4,7 @@ Everything a job writes hangs on one lease that all its agents keep alive, so
 that nothing of it outlives its last agent and a later run under the same name
 starts clean. An agent that cannot reach a majority of etcd cannot append: on a
 partition only the side with etcd decides, and the workers of the other side end
-themselves when their agent's beat fails (:mod:`launch.node_leases`). The agent itself
+themselves when their agent's beat fails (:mod:`launch.agent.node_leases`). The agent itself
 goes on asking for as long as its patience lasts, so that it can take its place again.
 
 A user and a password, where etcd wants them, come from the environment alone: a command line is seen by others.

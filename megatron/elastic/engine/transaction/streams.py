@@ -11,7 +11,7 @@
 
 Copies that a loss left missing are *urgent*: they begin in the recovery itself, on the survivors, and nothing
 else moves before. Their streams send whatever the step does; between reducing and shipping all ranks ask one
-another whether the copies are there, or nearly (:meth:`Mover.agree`). Then this very step's vote names them.
+another whether the copies are there, or nearly (:meth:`Migrator.agree`). Then this very step's vote names them.
 
 A loss at any instant before that vote is known leaves the old placement in force, with every
 old copy there (:mod:`configuration`): an unfinished migration ends, and the next generation begins one for what is

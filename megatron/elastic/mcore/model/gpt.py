@@ -1,4 +1,4 @@
-"""Megatron's GPTModel behind the engine's :class:`ModelPort`.
+"""Megatron's GPTModel behind the engine's :class:`ModelInterface`.
 
 The model is built by Megatron for the nominal place of this rank; which units it
 holds later is the engine's choice (:meth:`GptInterface.hold`). Units: 0 the
@@ -78,11 +78,11 @@ class GptInterface:
         split_te_linears(module, self._linears)
 
     def prepare(self, units: Collection[int]) -> None:
-        """See :class:`ModelPort`."""
+        """See :class:`ModelInterface`."""
         self._anatomy.prepare(units)
 
     def hold(self, units: Collection[int]) -> None:
-        """See :class:`ModelPort`."""
+        """See :class:`ModelInterface`."""
         self._anatomy.hold([unit for unit in units if unit < self.compute_units])
         self._units = self._sort_parameters()
         if self.held_units() != tuple(sorted(units)):
@@ -97,19 +97,19 @@ class GptInterface:
             yield
 
     def held_units(self) -> tuple[int, ...]:
-        """See :class:`ModelPort`."""
+        """See :class:`ModelInterface`."""
         return tuple(sorted(self._units))
 
     def unit_parameters(self, unit: int) -> Sequence[UnitParameter]:
-        """See :class:`ModelPort`."""
+        """See :class:`ModelInterface`."""
         return self._units[unit]
 
     def reads_data(self) -> bool:
-        """See :class:`ModelPort`."""
+        """See :class:`ModelInterface`."""
         return self._reads_data
 
     def train(self, mode: bool) -> None:
-        """See :class:`ModelPort`."""
+        """See :class:`ModelInterface`."""
         self._anatomy.train(mode)
 
     def boundary(self, rows: int) -> tuple[torch.Size, torch.dtype]:
@@ -121,7 +121,7 @@ class GptInterface:
         return torch.Size((length, rows, self._config.hidden_size)), dtype
 
     def activation_bytes(self, unit: int) -> int:
-        """See :class:`ModelPort`."""
+        """See :class:`ModelInterface`."""
         vocabulary = unwrapped(self._chunks[0]).vocab_size
         return held_bytes(self._chunks, self._config, self._args.seq_length, vocabulary, unit, self.compute_units - 1)
 
@@ -133,7 +133,7 @@ class GptInterface:
         source: torch.Tensor | None,
         batches: Iterator[Any],
     ) -> torch.Tensor | LossOutput:
-        """See :class:`ModelPort`. Raises ``ValueError`` when the output has not the piece's rows."""
+        """See :class:`ModelInterface`. Raises ``ValueError`` when the output has not the piece's rows."""
         with self._running(piece, place):
             segment = self._anatomy.segment(piece.first, piece.end)
             get_attr_wrapped_model(segment, "set_input_tensor")([source])
@@ -147,13 +147,13 @@ class GptInterface:
             return _loss_output(loss_function(output))
 
     def deferring(self, piece: Piece) -> AbstractContextManager[WeightQueue]:
-        """See :class:`ModelPort`. Tied embeddings are not deferred where a piece passes both ends."""
+        """See :class:`ModelInterface`. Tied embeddings are not deferred where a piece passes both ends."""
         both_ends = self.tied_unit is not None and (piece.first, piece.end) == (0, self.compute_units)
         tied = [item.parameter for item in self._units[self.compute_units]] if both_ends else []
         return self._linears.deferring(tied)
 
     def separate_uses(self, contribute: Callable[[int, str, torch.Tensor], None]) -> None:
-        """See :class:`ModelPort`. The use of tied embeddings that is handed over is the output layer's."""
+        """See :class:`ModelInterface`. The use of tied embeddings that is handed over is the output layer's."""
         self._contribute = contribute
 
     @contextmanager

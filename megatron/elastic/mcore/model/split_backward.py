@@ -7,7 +7,7 @@ input gradient (with its all-reduce or reduce-scatter), takes the small
 parameters' gradients along, and queues (input, output gradient) of the weight.
 Running the queue does the products that were left out: the same shapes as the
 whole backward's, added in the order the pieces went through, so every bit is
-the whole backward's. Outside of :meth:`WeightQueue.deferring` Megatron's
+the whole backward's. Outside of :meth:`SplitLinears.deferring` Megatron's
 function runs unchanged. Transformer Engine's layers split their backward
 themselves and hand the other half to :mod:`split_te`.
 
