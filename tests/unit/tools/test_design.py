@@ -21,7 +21,7 @@ OUTSIDE = ("csrc/", "tests/", "tools/", "docs/", "scripts/")
 """Paths that begin so are relative to the repository; all others to the package."""
 OTHERS = {"Timers.log", "ProcessGroup"}
 """Names on these pages that are Megatron's or torch's."""
-STEPS = {"A policy": 2, "A communicator backend": 5, "A transport of the native communicator": 5,
+STEPS = {"A policy": 2, "A communicator backend": 5, "A transport of the native communicator": 6,
          "Where does a survivor decide between finishing a step and computing it again?": 3}  # fmt: skip
 """Recipe → the most files that it may have a reader open."""
 
@@ -183,5 +183,6 @@ def _bare(name: str) -> bool:
 
 @pytest.mark.parametrize(("recipe", "most"), STEPS.items())
 def test_a_recipe_has_few_files_to_open(recipe: str, most: int) -> None:
-    steps = re.findall(r"^\d+\. `([\w/]+\.(?:py|hpp|cpp))`", section(page("extending.md"), recipe), flags=re.M)
-    assert 0 < len(steps) <= most
+    steps = re.findall(r"^\d+\. .*(?:\n   .*)*", section(page("extending.md"), recipe), flags=re.M)
+    files = {span for step in steps for span in spans(step) if re.fullmatch(r"[\w/]+\.(?:py|hpp|cpp)", span)}
+    assert 0 < len(files) <= most
