@@ -1,0 +1,119 @@
+"""What holds after every run of a cluster, whatever was lost in it.
+
+    told      a step's result and record are the same on every rank, in every life of it, and come once
+    computed  losses, norms and evaluations are those of the undisturbed run: to the bit in exact mode, else to 1e-5
+    held      parameters are what the masters of their owners say; the copies that the placement names are there, at
+              the last version, with the same bits
+    settled   every block has as many mirrors as it should
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+import torch
+
+from megatron.elastic.engine.engine import Engine
+from megatron.elastic.engine.settings import StepResult
+from tests.cluster.cluster import Cluster, RankProcess, Scenario, run
+
+__all__ = ["check", "undisturbed"]
+
+TOLERANCE = 1e-5
+
+
+@cache
+def _reference(steps: int, data: int, pipeline: int, evaluate_every: int, exact: bool) -> RankProcess:
+    settings = {"exact": True} if exact else {}
+    scenario = Scenario(
+        steps=steps, data=data, pipeline=pipeline, evaluate_every=evaluate_every, settings=settings
+    )
+    return run(scenario).finished[0]
+
+
+def undisturbed(scenario: Scenario) -> RankProcess:
+    """A rank of the same job without any fault."""
+    exact = scenario.config.exact
+    return _reference(scenario.steps, scenario.data, scenario.pipeline, scenario.evaluate_every, exact)
+
+
+def check(cluster: Cluster, settled: bool = False) -> None:
+    """Raises ``AssertionError`` for what does not hold. ``settled``: copies are to be in place again at the end."""
+    scenario = cluster.scenario
+    errors = {process.process.name: process.error for process in cluster.processes if process.error is not None}
+    assert not errors, errors
+    assert cluster.finished, "no rank came to the end"
+    _check_told(cluster)
+    tolerance = 0.0 if scenario.config.exact else TOLERANCE
+    for process in cluster.finished:
+        _check_computed(process, undisturbed(scenario), tolerance)
+    _check_held(cluster, settled)
+
+
+def _check_told(cluster: Cluster) -> None:
+    wanted = set(range(1, cluster.scenario.steps + 1))
+    for process in cluster.finished:
+        steps = sorted(process.results)
+        assert steps == list(range(steps[0], max(wanted) + 1)), f"{process.process.name} went through {steps}"
+    for step in sorted(wanted):
+        lives = [process for process in cluster.processes if step in process.results]
+        assert lives, f"step {step} was seen by no rank"
+        told = {process.process.name: (process.results[step], process.records[step]) for process in lives}
+        assert len(set(map(repr, told.values()))) == 1, f"step {step} is not the same everywhere: {told}"
+    norms = {process.norm for process in cluster.finished}
+    assert len(norms) == 1, f"parameter norms differ: {norms}"
+
+
+def _check_computed(process: RankProcess, reference: RankProcess, tolerance: float) -> None:
+    for step, result in process.results.items():
+        assert _alike(result, reference.results[step], tolerance), (step, result, reference.results[step])
+    for step, sums in process.evaluations.items():
+        for name, (total, count) in sums.items():
+            wanted, of = reference.evaluations[step][name]
+            assert count == of and math.isclose(total, wanted, rel_tol=max(tolerance, 1e-6)), (step, sums)
+    assert process.norm is not None and reference.norm is not None
+    assert math.isclose(process.norm, reference.norm, rel_tol=max(tolerance, 1e-7)), (process.norm, reference.norm)
+
+
+def _alike(result: StepResult, wanted: StepResult, tolerance: float) -> bool:
+    """Sums of what was reported are taken over ranks in any order, also in exact mode: there the last bits differ."""
+    losses = all(
+        math.isclose(result.losses[name], value, rel_tol=max(tolerance, 1e-6))
+        for name, value in wanted.losses.items()
+    )
+    norms = math.isclose(result.grad_norm, wanted.grad_norm, rel_tol=max(tolerance, 1e-9))
+    return losses and norms and result.skipped == wanted.skipped
+
+
+def _check_held(cluster: Cluster, settled: bool) -> None:
+    engines = {process.rank: _engine(process) for process in cluster.finished}
+    steps = cluster.scenario.steps
+    placements = {engine.view.configuration.digest for engine in engines.values()}
+    assert len(placements) == 1, "ranks end with different placements"
+    for key, copies in next(iter(engines.values())).view.placement.copies.items():
+        assert len(set(copies.ranks)) == len(copies.ranks), f"block {key} has two copies on one rank: {copies}"
+        here = {rank: engines[rank].tools.pool.get(key) for rank in copies.ranks if rank in engines}
+        owner = here.get(copies.owner)
+        for rank, copy in here.items():
+            assert copy.version == steps and copy.counted, f"block {key} on rank {rank} is at {copy.version}"
+            assert owner is None or torch.equal(copy.state, owner.state), f"block {key} differs on rank {rank}"
+        if owner is not None:
+            _check_parameters(engines, key, owner.master)
+    for rank, engine in engines.items():
+        short = engine.agreement.short_of_mirrors(engine.view)
+        assert not (settled and short), f"rank {rank}: blocks {short} lack mirrors at the end"
+
+
+def _check_parameters(engines: dict[int, Engine], key: tuple[int, int, int], master: torch.Tensor) -> None:
+    for rank, engine in engines.items():
+        place = engine.tools.arena.slices.get(key[0])
+        if place is not None:
+            block = place.layout.blocks[key[2]]
+            held = engine.tools.arena.unit_parameters(key[0])[block.start : block.stop].detach()
+            assert torch.equal(held, master), f"rank {rank}: parameters of block {key} are not its master's"
+
+
+def _engine(process: RankProcess) -> Engine:
+    assert process.engine is not None
+    return process.engine

@@ -1,0 +1,282 @@
+"""A job of a few ranks in one Python process: the real engine on threads of which one runs at a time.
+
+:func:`run` is a function of its :class:`Scenario`, the seed among it. A rank's program is what the adaptor's training
+loop does: links, engine, steps, now and then an evaluation, the norm of the parameters at the end. Faults are a script
+of ``--elastic-inject``; a kill unwinds the rank's threads, and its peers find their links broken. Where
+``respawn_after`` says so, the rank comes back as a newcomer.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, NoReturn
+
+from torch.distributed import distributed_c10d as c10d
+
+from megatron.elastic.config import ElasticConfig
+from megatron.elastic.control.generations import Node
+from megatron.elastic.control.membership import Activity, Released
+from megatron.elastic.engine.compute.samples import DatasetSource, StepAddress
+from megatron.elastic.engine.engine import Engine
+from megatron.elastic.engine.generation.launch_topology import LaunchTopology
+from megatron.elastic.engine.generation.view import View
+from megatron.elastic.engine.inject import Effects, Fault, Injector, parse
+from megatron.elastic.engine.settings import Settings, StepResult
+from megatron.elastic.engine.transaction.agreement import RecoveryOutcome, StateLost
+from megatron.elastic.observe.events import EventLog
+from megatron.elastic.plan.dataflow import PlanError
+from megatron.elastic.plan.model import Grid
+from megatron.elastic.runtime.assembly import EngineParts
+from megatron.elastic.runtime.connect import linked
+from megatron.elastic.runtime.start import JobGone, found, join
+from megatron.elastic.state.record import ConstantSchedule, Hyper, Rate
+from tests.cluster.control import Agent, ClusterMembership, Journal, Launched
+from tests.cluster.fabric import ClusterFabric, Style, Wire
+from tests.cluster.model import Samples, TinyModel, collate, forward_step
+from tests.cluster.scheduler import ClusterThreads, Killed, Process, Scheduler
+
+__all__ = ["Cluster", "RankProcess", "Scenario", "run"]
+
+UNITS, MICRO_BATCH, MICRO_BATCHES = 4, 1, 2
+"""Units of the model, rows of a micro-batch, micro-batches a replica and step."""
+TIMEOUT = 3600.0
+HYPER = Hyper(ConstantSchedule((Rate(0.01, 0.01),)))
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What runs, what fails, and in which order things happen."""
+
+    faults: str = ""
+    """A script of ``--elastic-inject``."""
+    seed: int = 0
+    steps: int = 5
+    data: int = 2
+    pipeline: int = 2
+    respawn_after: float | None = 0.05
+    """Seconds after a loss in which a rank comes back; ``None``: it does not. A step takes some hundredths."""
+    evaluate_every: int = 2
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of :class:`ElasticConfig`."""
+
+    @property
+    def ranks(self) -> int:
+        """Of the launch."""
+        return self.data * self.pipeline
+
+    @property
+    def rows(self) -> int:
+        """Of a global batch."""
+        return self.data * MICRO_BATCH * MICRO_BATCHES
+
+    @property
+    def config(self) -> ElasticConfig:
+        """Of every rank."""
+        fixed: dict[str, Any] = {
+            "block_bytes": 1024,
+            "fail_slow": "off",
+            "verify_interval": 2,
+            "respawn": self.respawn_after is not None,
+        }
+        return ElasticConfig(**{**fixed, **self.settings})
+
+    @property
+    def topology(self) -> LaunchTopology:
+        """Units dealt out evenly to the stages."""
+        cuts = [UNITS * stage // self.pipeline for stage in range(self.pipeline + 1)]
+        grid = Grid(self.rows, MICRO_BATCH, self.data)
+        return LaunchTopology(1, self.pipeline, self.data, tuple(pairwise(cuts)), grid)
+
+
+@dataclass(frozen=True)
+class _Effects(Effects):
+    """Faults strike a process of the cluster."""
+
+    rank: RankProcess
+
+    def kill(self) -> NoReturn:
+        self.rank.die()
+
+    def exit(self, code: int) -> NoReturn:
+        self.rank.die()
+
+    def stop(self) -> NoReturn:
+        raise AssertionError("a thread cannot be stopped")
+
+    def sleep(self, seconds: float) -> None:
+        self.rank.threads.sleep(seconds)
+
+
+class _Injector(Injector):
+    """Others may run at every named point."""
+
+    def __init__(self, faults: tuple[Fault, ...], rank: RankProcess) -> None:
+        super().__init__(faults, rank.rank, rank.incarnation, effects=_Effects(rank))
+        self._cluster, self._of = rank.cluster, rank.rank
+
+    def reach(self, point: str, step: int) -> None:
+        self._cluster.scheduler.wait()
+        self._cluster.reached[self._of, point] += 1
+        super().reach(point, step)
+
+
+class RankProcess:
+    """One incarnation of a rank."""
+
+    def __init__(self, cluster: Cluster, rank: int, incarnation: int, newcomer: bool) -> None:
+        self.cluster, self.rank, self.incarnation, self._newcomer = cluster, rank, incarnation, newcomer
+        self.process = Process(f"rank {rank}.{incarnation}")
+        self.threads = ClusterThreads(cluster.scheduler, self.process)
+        self.launched = Launched.of(rank, incarnation, self.process)
+        slots, host = cluster.scenario.ranks, f"host{rank}"
+        self.fabric = ClusterFabric(cluster.wire, rank, slots, incarnation, host, TIMEOUT)
+        self.process.resumed = self.fabric.enter
+        self.membership = ClusterMembership(self.launched, slots, host, newcomer, self.threads, self._publish)
+        self.activity = Activity(-1, "launch")
+        self.engine: Engine | None = None
+        self.results: dict[int, StepResult] = {}
+        """Step → what the program was told of it."""
+        self.records: dict[int, str] = {}
+        """Step → digest of the record held after it."""
+        self.evaluations: dict[int, dict[str, tuple[float, float]]] = {}
+        self.norm: float | None = None
+        """Of the parameters at the end: set where the program has ended."""
+        self.recoveries: list[RecoveryOutcome] = []
+        self.notices: list[str] = []
+        self.error: Exception | None = None
+        """Why the job cannot go on."""
+        cluster.scheduler.spawn(self.process, "trains", self._live)
+
+    def die(self) -> NoReturn:
+        """Be killed here."""
+        self.fabric.break_off()
+        self.cluster.scheduler.end(self.process)
+        raise Killed
+
+    def _publish(self, activity: Activity) -> None:
+        self.activity = activity
+
+    def _live(self) -> None:
+        try:
+            self._train()
+            self.membership.finish(0)
+        except (StateLost, PlanError, JobGone) as error:
+            self.error = error
+            self.membership.give_up(4, str(error))
+            self.cluster.scheduler.wait(lambda: not self.launched.said)
+        except Released:
+            self.membership.finish(0)
+        self.fabric.close()
+        self.cluster.scheduler.end(self.process)
+
+    def _train(self) -> None:
+        scenario, began = self.cluster.scenario, 0
+
+        def counters() -> str:
+            return json.dumps({"iteration": began})
+
+        def settled(outcome: RecoveryOutcome, view: View, seconds: float) -> None:
+            self.recoveries.append(outcome)
+
+        settings = Settings(7, HYPER, per_token_loss=True, communication_timeout=TIMEOUT, steps=scenario.steps)
+        units = scenario.topology.chunks[self.rank // scenario.data]
+        model = TinyModel(UNITS, range(*units))
+        parts = EngineParts(
+            model, scenario.topology, scenario.config, settings, settled, counters, self.notices.append
+        )
+        injector = _Injector(self.cluster.faults, self)
+        self.membership.start(self.fabric.interrupt)
+        log = EventLog(None, self.rank, self.incarnation)
+        links = linked(self.membership, self.fabric, log, injector, TIMEOUT, self.threads)
+        if links.decision is None:
+            engine, told = join(links, parts)
+            began = json.loads(told.host)["iteration"]
+        else:
+            engine = found(links, parts)
+            engine.resume(engine.record, None)
+            self.membership.request("begin")
+        self.engine = engine
+        source = DatasetSource(Samples(), lambda sample: sample, collate=collate)
+        for iteration in range(began, scenario.steps):
+            began = iteration
+            result = engine.step(forward_step, source, StepAddress(iteration * scenario.rows, scenario.rows))
+            self.results[iteration + 1], self.records[iteration + 1] = result, engine.record.digest
+            if (iteration + 1) % scenario.evaluate_every == 0:
+                batches = [StepAddress(1_000_000, scenario.rows)]
+                self.evaluations[iteration + 1] = engine.evaluate(forward_step, source, batches)
+        self.norm = engine.parameter_norm()
+        engine.close()
+
+
+class Cluster:
+    """One run."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self.scenario = scenario
+        self.faults = parse(scenario.faults)
+        self.scheduler = Scheduler(scenario.seed)
+        chance = self.scheduler.random.random
+        self.wire = Wire(self.scheduler, Style(eager=chance() < 0.7, meets=chance() < 0.3))
+        self.reached: Counter[tuple[int, str]] = Counter()
+        """(rank, named point) → how often it got there."""
+        self.processes: list[RankProcess] = []
+        """Every incarnation of every rank, in the order they were started."""
+        self.journal = Journal()
+        nodes = {rank: Node(f"host{rank}", (rank,)) for rank in range(scenario.ranks)}
+        self.agents = [
+            Agent(self.scheduler, self.journal, node, nodes, scenario.respawn_after, self._start) for node in nodes
+        ]
+
+    def _start(self, rank: int, incarnation: int, newcomer: bool) -> Launched:
+        started = RankProcess(self, rank, incarnation, newcomer)
+        self.processes.append(started)
+        return started.launched
+
+    def go(self) -> None:
+        """Run to the end of the job. Raises what any rank did not expect, :class:`Deadlock`."""
+        for agent in self.agents:
+            self.scheduler.spawn(agent.process, "serves", agent.run)
+        self.scheduler.over = lambda: all(agent.over for agent in self.agents)
+        with _default_group_kept(), _quick_collections():
+            try:
+                self.scheduler.run()
+            finally:
+                for process in self.processes:
+                    process.fabric.close()
+
+    @property
+    def finished(self) -> list[RankProcess]:
+        """Those whose program came to its end."""
+        return [process for process in self.processes if process.norm is not None]
+
+
+@contextmanager
+def _default_group_kept() -> Iterator[None]:
+    before = c10d._world._default_pg
+    try:
+        yield
+    finally:
+        c10d._world._default_pg = before
+
+
+@contextmanager
+def _quick_collections() -> Iterator[None]:
+    """A newcomer collects garbage before it is admitted: of this run, not of all that the tests have imported."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def run(scenario: Scenario) -> Cluster:
+    """The cluster after it has run ``scenario``."""
+    cluster = Cluster(scenario)
+    cluster.go()
+    return cluster

@@ -1,0 +1,483 @@
+"""A fabric whose links are queues in one Python process (:class:`megatron.elastic.comm.fabric.Fabric`).
+
+Every message lies at its receiver from the moment it is sent, under its generation. When a process is killed, each peer
+keeps a beginning of what it had sent it and not been read, cut at random, as the queues of a socket would. A wait that
+is complete and interrupted at once ends in either way, by chance.
+
+What transports do differently is a :class:`Style`, drawn with the seed: whether a send is over before the receiver has
+asked for it, and whether an edit returns before all members have begun it.
+"""
+
+# mypy: disable-error-code="override, assignment"
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from megatron.elastic.comm import registry
+from megatron.elastic.comm.call_arguments import op_in, tensor_list
+from megatron.elastic.comm.errors import CommError, GenerationChanged, PeerLost
+from megatron.elastic.comm.fabric import Address, BlockRange, EditReport, Fabric
+from megatron.elastic.comm.gloo.seating import Seating
+from megatron.elastic.comm.side_channel import AWAITED, BACKGROUND_ROLE, BESIDE_A_STEP, SideChannel
+from tests.cluster.scheduler import Scheduler
+
+__all__ = ["ClusterFabric", "ClusterGroup", "Style", "Wire"]
+
+WORLD_ROLE = "world"
+CONFIRMED_BYTES = 512
+"""Longer messages of a side channel are confirmed: a sender has a few of them under way."""
+
+Key = tuple[Any, ...]
+"""(generation, what the message is, ..., sender)."""
+
+
+@dataclass(frozen=True)
+class Style:
+    """How a transport behaves where the interface leaves it open."""
+
+    eager: bool = True
+    """A send is over at once; otherwise when its receiver has asked for it."""
+    meets: bool = False
+    """An edit returns when all members have begun it; otherwise when newcomers have."""
+
+
+@dataclass
+class Wire:
+    """What connects the fabrics of all processes."""
+
+    scheduler: Scheduler
+    style: Style = field(default_factory=Style)
+    ends: dict[tuple[int, int], ClusterFabric] = field(default_factory=dict)
+    """(rank, incarnation) → the fabric of that process, also when it has ended."""
+    store: dist.Store = field(default_factory=dist.HashStore)
+    """For torch's tables; nothing is kept there."""
+
+    def cut(self, rank: int, incarnation: int) -> None:
+        """The process is killed: what it has sent and is not read comes to its peers in part."""
+        for end in self.ends.values():
+            waiting = sorted(
+                (number, key)
+                for key, messages in end.inbox.items()
+                if key[-1] == (rank, incarnation)
+                for number, _ in messages
+            )
+            kept = self.scheduler.random.randint(0, len(waiting))
+            gone = {number for number, _ in waiting[kept:]}
+            for key in {key for _, key in waiting[kept:]}:
+                end.inbox[key] = deque(one for one in end.inbox[key] if one[0] not in gone)
+
+
+class ClusterFabric(Fabric):
+    """One process's end of the wire."""
+
+    def __init__(self, wire: Wire, rank: int, slots: int, incarnation: int, host: str, timeout: float = 600.0) -> None:
+        self.rank, self.slots, self.generation, self.timeout = rank, slots, 0, timeout
+        self.incarnation = incarnation
+        self.scheduler = wire.scheduler
+        self.closed = False
+        self.begun = 0
+        """Newest generation whose edit has begun here."""
+        self.inbox: dict[Key, deque[tuple[int, Any]]] = defaultdict(deque)
+        self.asked: dict[Key, int] = defaultdict(int)
+        """How many messages this process has asked for."""
+        self._sent: dict[Key, int] = defaultdict(int)
+        self._numbers: dict[int, int] = defaultdict(int)
+        self._wire, self._host = wire, host
+        self._frozen = 0
+        self._waits: dict[object, tuple[int, ...]] = {}
+        self._members: dict[int, Address] = {rank: self.address()}
+        self._living = registry.Living((rank,))
+        self._groups: dict[tuple[str, tuple[int, ...]], ClusterGroup] = {}
+        self._world = self._make(WORLD_ROLE, tuple(range(slots)))
+        wire.ends[rank, incarnation] = self
+
+    # -- membership ---------------------------------------------------------
+
+    def address(self) -> Address:
+        return Address(self.rank, self.incarnation, self._host)
+
+    def edit(self, generation: int, members: Mapping[int, Address], timeout: float) -> EditReport:
+        self.scheduler.wait()
+        if self.rank not in members:
+            raise CommError(f"rank {self.rank} is not a member of generation {generation}")
+        if generation <= self.generation:
+            raise CommError(f"generation {generation} is not newer than {self.generation}")
+        if self._frozen > generation:
+            raise GenerationChanged(self._frozen)
+        self._frozen = self.begun = generation
+        here = [rank for rank, address in members.items() if self._wire.style.meets or self._is_new(rank, address)]
+        ends = {rank: self._wire.ends[rank, members[rank].incarnation] for rank in here}
+        self._await(generation, tuple(ends), lambda: all(end.begun >= generation for end in ends.values()), members)
+        opened = sum(self._is_new(rank, address) for rank, address in members.items())
+        dropped = len(self._members.keys() - members.keys())
+        self._members, self.generation = dict(members), generation
+        for key in [key for key in self.inbox if key[0] < generation]:
+            del self.inbox[key]
+        self._seat()
+        return EditReport(generation, {}, len(self._groups), opened, dropped)
+
+    def _is_new(self, rank: int, address: Address) -> bool:
+        known = self._members.get(rank)
+        return known is None or known.incarnation != address.incarnation
+
+    def interrupt(self, generation: int) -> None:
+        if generation > self.generation:
+            self._frozen = max(self._frozen, generation)
+
+    @property
+    def alive(self) -> tuple[int, ...]:
+        return tuple(sorted(self._members))
+
+    def waiting_for(self) -> tuple[int, ...]:
+        return tuple(sorted({rank for peers in self._waits.values() for rank in peers}))
+
+    def break_off(self) -> None:
+        """This process is killed: not all that it has sent arrives."""
+        if not self.closed:
+            self._wire.cut(self.rank, self.incarnation)
+        self.close()
+
+    def close(self) -> None:
+        if not self.closed:
+            self.closed = True
+            for group in (self._world, *self._groups.values()):
+                registry.unregister(group)
+
+    def enter(self) -> None:
+        """What ``torch.distributed`` calls the default group is this process's."""
+        c10d._world._default_pg = self._world
+
+    # -- groups -------------------------------------------------------------
+
+    @property
+    def world(self) -> ClusterGroup:
+        return self._world
+
+    def group(self, role: str, members: Sequence[int]) -> ClusterGroup:
+        key = role, tuple(members)
+        if self.rank not in key[1]:
+            raise ValueError(f"rank {self.rank} is not in group {registry.group_name(*key)}")
+        if key not in self._groups:
+            self._groups[key] = self._make(*key)
+        return self._groups[key]
+
+    def _make(self, role: str, members: tuple[int, ...]) -> ClusterGroup:
+        group = ClusterGroup(self, role, members)
+        group.seating = self._seating(group)
+        living = registry.Living(members) if self.generation == 0 else self._living
+        name = f"{self.rank}.{self.incarnation}/{registry.group_name(role, members)}"
+        registry.register(group, name, self._wire.store, members, living)
+        return group
+
+    def _seat(self) -> None:
+        self._living = registry.Living(frozenset(self._members))
+        for group in (self._world, *self._groups.values()):
+            group.seating = self._seating(group)
+            registry.set_ranks(group, group.members, self._living)
+
+    def _seating(self, group: ClusterGroup) -> Seating:
+        living = tuple(rank for rank in group.members if rank in self._members)
+        slots = self.slots if group.role == WORLD_ROLE else None
+        return Seating(self.generation, living, living.index(self.rank), slots, group.members)
+
+    def release(self, role_prefix: str) -> None:
+        for key in [key for key in self._groups if key[0].startswith(role_prefix)]:
+            registry.unregister(self._groups.pop(key))
+
+    def side_channel(self, number: int) -> SideChannel:
+        return ClusterSideChannel(self, number)
+
+    # -- blocks -------------------------------------------------------------
+
+    def reduce_scatter_blocks(self, group: dist.ProcessGroup, flat: torch.Tensor, blocks: Sequence[BlockRange]) -> None:
+        ours = _ours(group)
+        parts = {
+            rank: torch.cat([flat[b.start : b.stop] for b in blocks if b.owner == rank])
+            for rank in ours.seating.living
+            if any(b.owner == rank for b in blocks)
+        }
+        mine = [block for block in blocks if block.owner == self.rank]
+        found = ours.exchange("reduce_scatter_blocks", parts, ours.seating.living if mine else ())
+        if mine:
+            total = _summed([found[rank] for rank in ours.seating.living])
+            for block, part in zip(mine, total.split([b.stop - b.start for b in mine]), strict=True):
+                flat[block.start : block.stop] = part
+
+    def all_gather_blocks(self, group: dist.ProcessGroup, flat: torch.Tensor, blocks: Sequence[BlockRange]) -> None:
+        ours = _ours(group)
+        mine = [block for block in blocks if block.owner == self.rank]
+        part = torch.cat([flat[b.start : b.stop] for b in mine]) if mine else None
+        owners = tuple(dict.fromkeys(block.owner for block in blocks))
+        parts = {} if part is None else dict.fromkeys(ours.seating.living, part)
+        found = ours.exchange("all_gather_blocks", parts, owners)
+        for owner in owners:
+            theirs = [block for block in blocks if block.owner == owner]
+            for block, values in zip(theirs, found[owner].split([b.stop - b.start for b in theirs]), strict=True):
+                flat[block.start : block.stop] = values
+
+    # -- messages -----------------------------------------------------------
+
+    def put(self, peer: int, key: Key, value: Any) -> Callable[[], bool]:
+        """Send ``value`` to ``peer`` under ``key``; the answer tells whether it has asked for it."""
+        end = self._end(peer)
+        address = *key, (self.rank, self.incarnation)
+        self._sent[peer, *key] += 1
+        number = self._sent[peer, *key]
+        if not end.closed and key[0] >= end.generation:
+            self._numbers[peer] += 1
+            end.inbox[address].append((self._numbers[peer], value))
+        return lambda: end.asked[address] >= number
+
+    def ask(self, peer: int, key: Key) -> Key:
+        """This process wants the next message of ``peer`` under ``key``; the answer is where it will lie."""
+        address = *key, (peer, self._end(peer).incarnation)
+        self.asked[address] += 1
+        return address
+
+    def take(self, address: Key) -> Any:
+        """The oldest message at ``address``, where there is one."""
+        value = self.inbox[address].popleft()[1]
+        if not self.inbox[address]:
+            del self.inbox[address]
+        return value
+
+    def has(self, address: Key) -> bool:
+        """Whether a message lies at ``address``."""
+        return bool(self.inbox.get(address))
+
+    def _end(self, peer: int) -> ClusterFabric:
+        address = self._members.get(peer)
+        if address is None:
+            raise PeerLost(peer, "not a living member")
+        return self._wire.ends[peer, address.incarnation]
+
+    def begin(self, generation: int) -> None:
+        """An operation of ``generation`` begins. Raises ``GenerationChanged`` where that is over."""
+        self.scheduler.wait()
+        error = self._void(generation, (), self._members)
+        if error is not None:
+            raise error
+
+    def settle(
+        self, generation: int, peers: Iterable[int], done: Callable[[], bool],
+        given_up: Callable[[], bool] = lambda: False,
+    ) -> None:  # fmt: skip
+        """Wait until ``done``. Raises ``PeerLost`` of one of ``peers``, ``GenerationChanged``, ``CommError``."""
+        me, others = object(), tuple(peers)
+        self._waits[me] = others
+        try:
+            self._await(generation, others, done, self._members, given_up)
+        finally:
+            del self._waits[me]
+
+    def _await(
+        self, generation: int, peers: tuple[int, ...], done: Callable[[], bool], members: Mapping[int, Address],
+        given_up: Callable[[], bool] = lambda: False,
+    ) -> None:  # fmt: skip
+        def void() -> CommError | None:
+            return CommError("given up") if given_up() else self._void(generation, peers, members)
+
+        self.scheduler.wait(lambda: done() or void() is not None)
+        error = void()
+        if error is None or (done() and isinstance(error, PeerLost)):
+            return
+        if not (done() and self.scheduler.random.random() < 0.5):
+            raise error
+
+    def _void(self, generation: int, peers: tuple[int, ...], members: Mapping[int, Address]) -> CommError | None:
+        if self.closed:
+            return CommError("the fabric is closed")
+        newest = max(self._frozen, self.generation)
+        if newest > generation:
+            return GenerationChanged(newest)
+        for rank in peers:
+            if self._wire.ends[rank, members[rank].incarnation].closed:
+                return PeerLost(rank)
+        return None
+
+    def transfers_at_once(self) -> bool:
+        """Whether a send is over before its receiver has asked for it."""
+        return self._wire.style.eager
+
+
+class ClusterGroup(dist.ProcessGroup):
+    """A group of a :class:`ClusterFabric`, with the collectives that the engine calls."""
+
+    seating: Seating
+
+    def __init__(self, fabric: ClusterFabric, role: str, members: tuple[int, ...]) -> None:
+        super().__init__(members.index(fabric.rank), len(members))  # type: ignore[call-arg]
+        self.role, self.members = role, members
+        self._fabric = fabric
+        self._calls = (0, 0)
+        """(generation, collectives begun in it)."""
+
+    def getRank(self) -> int:
+        return self.seating.rank
+
+    def getSize(self) -> int:
+        return self.seating.size
+
+    def rank(self) -> int:
+        return self.seating.rank
+
+    def size(self) -> int:
+        return self.seating.size
+
+    def getGroupName(self) -> str:
+        return registry.group_name(self.role, self.members)
+
+    # -- collectives ----------------------------------------------------------
+
+    def exchange(self, kind: str, parts: Mapping[int, Any], needed: Iterable[int]) -> dict[int, Any]:
+        """Send ``parts`` (rank → value), wait for those of the ranks ``needed``. One call of a collective."""
+        fabric, seating = self._fabric, self.seating
+        fabric.begin(seating.generation)
+        generation, count = self._calls
+        count = count + 1 if generation == seating.generation else 1
+        self._calls = seating.generation, count
+        key = seating.generation, "collective", self.role, self.members, count
+        for rank, part in parts.items():
+            fabric.put(rank, key, (kind, part.clone() if isinstance(part, torch.Tensor) else part))
+        places = {rank: fabric.ask(rank, key) for rank in needed}
+        missing = [rank for rank, place in places.items() if not fabric.has(place)]
+        fabric.settle(seating.generation, missing, lambda: all(map(fabric.has, places.values())))
+        found = {rank: fabric.take(place) for rank, place in places.items()}
+        others = {rank: of for rank, (of, _) in found.items() if of != kind}
+        if others:
+            raise AssertionError(f"rank {fabric.rank} is in {kind} of {self.getGroupName()}, others are in {others}")
+        return {rank: part for rank, (_, part) in found.items()}
+
+    def _from_all(self, kind: str, value: Any) -> list[Any]:
+        living = self.seating.living
+        found = self.exchange(kind, dict.fromkeys(living, value), living)
+        return [found[rank] for rank in living]
+
+    def allreduce(self, tensors: Any, *args: Any, **kwargs: Any) -> dist.Work:
+        op = op_in(args, kwargs)
+        for tensor in tensor_list(tensors):
+            rows = self._from_all(f"all_reduce of {tuple(tensor.shape)}", tensor)
+            tensor.copy_(torch.stack(rows).amax(0) if op == dist.ReduceOp.MAX else _summed(rows))
+        return _Work()
+
+    def allgather(self, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> dist.Work:
+        rows = self._from_all(f"all_gather of {tuple(inputs[0].shape)}", inputs[0])
+        for seat, row in zip(self.seating.seats(), rows, strict=True):
+            outputs[0][seat].copy_(row)
+        return _Work()
+
+    def barrier(self, *args: Any, **kwargs: Any) -> dist.Work:
+        self._from_all("barrier", None)
+        return _Work()
+
+    # -- point to point -------------------------------------------------------
+
+    def send(self, tensors: Any, dst: int, tag: int = 0) -> dist.Work:
+        fabric, generation, peer = self._fabric, self.seating.generation, self._peer(dst)
+        fabric.begin(generation)
+        (tensor,) = tensor_list(tensors)
+        taken = fabric.put(peer, self._key(tag), tensor.detach().clone())
+        done = (lambda: True) if fabric.transfers_at_once() else taken
+        return _Work(lambda: fabric.settle(generation, (peer,), done), done)
+
+    def recv(self, tensors: Any, src: int, tag: int = 0) -> dist.Work:
+        fabric, generation, peer = self._fabric, self.seating.generation, self._peer(src)
+        fabric.begin(generation)
+        (tensor,) = tensor_list(tensors)
+        place = fabric.ask(peer, self._key(tag))
+
+        def finish() -> None:
+            fabric.settle(generation, (peer,), lambda: fabric.has(place))
+            tensor.copy_(fabric.take(place).view(tensor.shape))
+
+        return _Work(finish, lambda: fabric.has(place))
+
+    def _key(self, tag: int) -> Key:
+        return self.seating.generation, "message", self.role, self.members, tag
+
+    def _peer(self, group_rank: int) -> int:
+        inner = self.seating.inner(group_rank)
+        if inner is None:
+            raise PeerLost(group_rank, f"not a living member of {self.role!r}")
+        return self.seating.living[inner]
+
+
+class _Work(dist.Work):
+    """Of a message, or of a collective that is over."""
+
+    def __init__(
+        self, finish: Callable[[], None] = lambda: None, is_done: Callable[[], bool] = lambda: True
+    ) -> None:
+        super().__init__()
+        self._finish, self._is_done, self._over = finish, is_done, False
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        if not self._over:
+            self._finish()
+            self._over = True
+        return True
+
+    def is_completed(self) -> bool:
+        return self._over or self._is_done()
+
+
+class ClusterSideChannel:
+    """Implements :class:`megatron.elastic.comm.side_channel.SideChannel`."""
+
+    def __init__(self, fabric: ClusterFabric, number: int) -> None:
+        self._fabric, self._generation = fabric, fabric.generation
+        self._key: Key = fabric.generation, BACKGROUND_ROLE, number
+        self._allowed, self._given_up = BESIDE_A_STEP, False
+        self._unconfirmed: dict[int, list[Callable[[], bool]]] = defaultdict(list)
+
+    def send(self, peer: int, payload: torch.Tensor) -> None:
+        self._fabric.begin(self._generation)
+        self._confirmed(peer, self._allowed - 1)
+        taken = self._fabric.put(peer, self._key, payload.reshape(-1).clone())
+        if payload.nbytes > CONFIRMED_BYTES:
+            self._unconfirmed[peer].append(taken)
+
+    def recv(self, peer: int, out: torch.Tensor) -> None:
+        self._fabric.begin(self._generation)
+        place = self._fabric.ask(peer, self._key)
+        self._settle(peer, lambda: self._fabric.has(place))
+        out.view(-1).copy_(self._fabric.take(place))
+
+    def drain(self, peer: int) -> None:
+        self._confirmed(peer, 0)
+
+    def hurry(self) -> None:
+        self._allowed = AWAITED
+
+    def give_up(self) -> None:
+        self._given_up = True
+
+    def under_way(self, peer: int) -> int:
+        return sum(not taken() for taken in self._unconfirmed[peer])
+
+    def _confirmed(self, peer: int, left: int) -> None:
+        self._settle(peer, lambda: self.under_way(peer) <= left)
+
+    def _settle(self, peer: int, done: Callable[[], bool]) -> None:
+        self._fabric.settle(self._generation, (peer,), done, lambda: self._given_up)
+
+
+def _summed(rows: Sequence[torch.Tensor]) -> torch.Tensor:
+    """In the order of the members."""
+    total = rows[0].clone()
+    for row in rows[1:]:
+        total += row
+    return total
+
+
+def _ours(group: dist.ProcessGroup) -> ClusterGroup:
+    assert isinstance(group, ClusterGroup)
+    return group

@@ -1,0 +1,138 @@
+"""A model of a few layers: a linear unit each, as the engine sees any model.
+
+Each unit is ``tanh(x W + b)``; the loss is the mean square of what the last one yields against the sample's target.
+Samples and initial weights are functions of their numbers, so that every process has the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+
+from megatron.elastic.engine.compute.model_interface import (
+    ROW_DIM,
+    DeferredWeights,
+    ForwardStep,
+    LossOutput,
+    UnitParameter,
+)
+from megatron.elastic.plan.model import Piece
+from megatron.elastic.state.layout import ParamSpec
+
+__all__ = ["LENGTH", "Samples", "TinyModel", "collate", "forward_step"]
+
+LENGTH, WIDTH = 2, 20
+"""Positions of a sample, and numbers at each: a unit has two blocks of state at the smallest block size."""
+
+
+class Samples(Dataset[torch.Tensor]):
+    """Sample ``n``: ``[2, length, width]``, an input and its target."""
+
+    def __getitem__(self, number: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(number)
+        return torch.randn(2, LENGTH, WIDTH, generator=generator)
+
+
+def collate(samples: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """``[rows, length, width]`` each."""
+    both = torch.stack(samples)
+    return {"input": both[:, 0], "target": both[:, 1]}
+
+
+def forward_step(batches: Iterator[Any], model: Any) -> Any:
+    """The model of this package computes by itself."""
+    raise AssertionError("not called")
+
+
+class TinyModel:
+    """Implements :class:`ModelInterface` for ``units`` layers, of which this process holds ``held``."""
+
+    def __init__(self, units: int, held: Collection[int]) -> None:
+        self.compute_units = units
+        self._layers = {unit: _layer(unit) for unit in sorted(held)}
+
+    def prepare(self, units: Collection[int]) -> None:
+        """Nothing takes long here."""
+
+    def hold(self, units: Collection[int]) -> None:
+        """See :class:`ModelInterface`."""
+        kept = {unit: self._layers[unit] for unit in units if unit in self._layers}
+        self._layers = {unit: kept.get(unit) or _undefined() for unit in sorted(units)}
+
+    def held_units(self) -> tuple[int, ...]:
+        """See :class:`ModelInterface`."""
+        return tuple(self._layers)
+
+    def unit_parameters(self, unit: int) -> Sequence[UnitParameter]:
+        """See :class:`ModelInterface`."""
+        return [
+            UnitParameter(ParamSpec(name, parameter.numel(), tuple(parameter.shape), sharded=False), parameter)
+            for name, parameter in self._layers[unit].named_parameters()
+        ]
+
+    def boundary(self, rows: int) -> tuple[torch.Size, torch.dtype]:
+        """See :class:`ModelInterface`."""
+        return torch.Size((LENGTH, rows, WIDTH)), torch.float32
+
+    def activation_bytes(self, unit: int) -> int:
+        """See :class:`ModelInterface`."""
+        return 8 * LENGTH * WIDTH
+
+    def forward(
+        self,
+        step: ForwardStep,
+        piece: Piece,
+        place: tuple[int, int],
+        source: torch.Tensor | None,
+        batches: Iterator[Any],
+    ) -> torch.Tensor | LossOutput:
+        """See :class:`ModelInterface`."""
+        first, last = piece.first == 0, piece.end == self.compute_units
+        batch = next(batches) if first or last else {}
+        x = batch["input"].transpose(0, ROW_DIM) if source is None else source
+        for unit in range(piece.first, piece.end):
+            x = torch.tanh(self._layers[unit](x))
+        if not last:
+            return x
+        loss = (x - batch["target"].transpose(0, ROW_DIM)).square().mean(-1).sum()
+        tokens = torch.tensor(LENGTH * len(piece.rows))
+        return LossOutput(loss, tokens, {"loss": torch.stack([loss.detach(), tokens.float()])})
+
+    def deferring(self, piece: Piece) -> AbstractContextManager[DeferredWeights]:
+        """See :class:`ModelInterface`."""
+        raise AssertionError("no backward is split here")
+
+    def reads_data(self) -> bool:
+        """See :class:`ModelInterface`."""
+        return True
+
+    def finish_gradients(self, grads: Mapping[int, Sequence[torch.Tensor]]) -> None:
+        """Nothing is shared in a cell of one rank."""
+
+    def separate_uses(self, contribute: Callable[[int, str, torch.Tensor], None]) -> None:
+        """No weight is shared."""
+
+    def train(self, mode: bool) -> None:
+        """Nothing is random."""
+
+
+def _layer(unit: int) -> torch.nn.Linear:
+    layer = _undefined()
+    generator = torch.Generator().manual_seed(1000 + unit)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * WIDTH**-0.5)
+    return layer
+
+
+def _undefined() -> torch.nn.Linear:
+    with torch.random.fork_rng(devices=[]):
+        layer = torch.nn.Linear(WIDTH, WIDTH)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.fill_(float("nan"))
+    return layer

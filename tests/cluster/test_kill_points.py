@@ -1,0 +1,33 @@
+"""One rank is killed at a named point, each point and each rank: what follows is the run that was not disturbed."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.elastic.engine.inject import STEP_POINTS
+from tests.cluster.checks import check
+from tests.cluster.cluster import Scenario, run
+
+POINTS = (*STEP_POINTS, "between_steps", "in_evaluate")
+
+
+def test_undisturbed() -> None:
+    cluster = run(Scenario())
+    check(cluster, settled=True)
+    assert len(cluster.finished) == 4 and not any(process.recoveries for process in cluster.processes)
+
+
+def test_a_run_is_a_function_of_its_seed() -> None:
+    scenario = Scenario("kill:rank=1,step=2,point=mid_reduce", seed=5)
+    one, same, other = run(scenario), run(scenario), run(Scenario(scenario.faults, seed=6))
+    assert (one.scheduler.turns, one.journal.entries) == (same.scheduler.turns, same.journal.entries)
+    assert one.journal.entries != other.journal.entries
+
+
+@pytest.mark.parametrize("rank", range(4))
+@pytest.mark.parametrize("point", POINTS)
+def test_kill(point: str, rank: int) -> None:
+    cluster = run(Scenario(f"kill:rank={rank},step=2,point={point}", seed=rank, steps=4))
+    assert cluster.processes[0].cluster.reached[rank, point]
+    assert any(process.recoveries for process in cluster.processes)
+    check(cluster)
