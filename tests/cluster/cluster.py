@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 from torch.distributed import distributed_c10d as c10d
 
 from megatron.elastic.config import ElasticConfig
+from megatron.elastic.control.events import Wanted
 from megatron.elastic.control.generations import Node
 from megatron.elastic.control.membership import Activity, Released
 from megatron.elastic.engine.compute.samples import DatasetSource, StepAddress
@@ -31,7 +32,7 @@ from megatron.elastic.engine.settings import Settings, StepResult
 from megatron.elastic.engine.transaction.agreement import RecoveryOutcome, StateLost
 from megatron.elastic.observe.events import EventLog
 from megatron.elastic.plan.dataflow import PlanError
-from megatron.elastic.plan.model import Grid
+from megatron.elastic.plan.model import Grid, Profile, UnitCost
 from megatron.elastic.runtime.assembly import EngineParts
 from megatron.elastic.runtime.connect import linked
 from megatron.elastic.runtime.start import JobGone, found, join
@@ -46,6 +47,7 @@ __all__ = ["Cluster", "RankProcess", "Scenario", "run"]
 UNITS, MICRO_BATCH, MICRO_BATCHES = 4, 1, 2
 """Units of the model, rows of a micro-batch, micro-batches a replica and step."""
 TIMEOUT = 3600.0
+HEAVY = Profile((UnitCost(5_000_000, 10_000_000, 5_000_000, 1, 1, 1, 1),) * UNITS)
 HYPER = Hyper(ConstantSchedule((Rate(0.01, 0.01),)))
 
 
@@ -64,6 +66,12 @@ class Scenario:
     evaluate_every: int = 2
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Fields of :class:`ElasticConfig`."""
+    heavy: bool = False
+    """Units are taken to cost so much that it pays to move them."""
+    wishes: tuple[tuple[int, Wanted], ...] = ()
+    """(step, what a user asks for once the first rank has ended it)."""
+    fenced: Callable[[RankProcess, int], None] = lambda rank, step: None
+    """What the program does after each step, on each rank: ``fenced(rank, step)``."""
 
     @property
     def ranks(self) -> int:
@@ -148,6 +156,7 @@ class RankProcess:
         self.norm: float | None = None
         """Of the parameters at the end: set where the program has ended."""
         self.recoveries: list[RecoveryOutcome] = []
+        """What it settled in."""
         self.notices: list[str] = []
         self.error: Exception | None = None
         """Why the job cannot go on."""
@@ -188,8 +197,9 @@ class RankProcess:
         units = scenario.topology.chunks[self.rank // scenario.data]
         model = TinyModel(UNITS, range(*units))
         parts = EngineParts(
-            model, scenario.topology, scenario.config, settings, settled, counters, self.notices.append
-        )
+            model, scenario.topology, scenario.config, settings, settled, counters, self.notices.append,
+            profile=HEAVY if scenario.heavy else None,
+        )  # fmt: skip
         injector = _Injector(self.cluster.faults, self)
         self.membership.start(self.fabric.interrupt)
         log = EventLog(None, self.rank, self.incarnation)
@@ -201,15 +211,21 @@ class RankProcess:
             engine = found(links, parts)
             engine.resume(engine.record, None)
             self.membership.request("begin")
+            # A loss before all agents know of it is no matter of the engine's: the launcher starts all ranks anew.
+            self.cluster.scheduler.wait(lambda: not any(agent.state.preparing for agent in self.cluster.agents))
         self.engine = engine
         source = DatasetSource(Samples(), lambda sample: sample, collate=collate)
         for iteration in range(began, scenario.steps):
             began = iteration
+            self.cluster.wish(iteration)
             result = engine.step(forward_step, source, StepAddress(iteration * scenario.rows, scenario.rows))
             self.results[iteration + 1], self.records[iteration + 1] = result, engine.record.digest
             if (iteration + 1) % scenario.evaluate_every == 0:
                 batches = [StepAddress(1_000_000, scenario.rows)]
                 self.evaluations[iteration + 1] = engine.evaluate(forward_step, source, batches)
+            scenario.fenced(self, iteration + 1)
+            if engine.draining:
+                break
         self.norm = engine.parameter_norm()
         engine.close()
 
@@ -228,6 +244,7 @@ class Cluster:
         self.processes: list[RankProcess] = []
         """Every incarnation of every rank, in the order they were started."""
         self.journal = Journal()
+        self._wishes = list(scenario.wishes)
         nodes = {rank: Node(f"host{rank}", (rank,)) for rank in range(scenario.ranks)}
         self.agents = [
             Agent(self.scheduler, self.journal, node, nodes, scenario.respawn_after, self._start) for node in nodes
@@ -237,6 +254,12 @@ class Cluster:
         started = RankProcess(self, rank, incarnation, newcomer)
         self.processes.append(started)
         return started.launched
+
+    def wish(self, step: int) -> None:
+        """A rank has ended ``step``: what users ask for then."""
+        for at, event in [one for one in self._wishes if one[0] <= step]:
+            self._wishes.remove((at, event))
+            self.journal.append(event)
 
     def go(self) -> None:
         """Run to the end of the job. Raises what any rank did not expect, :class:`Deadlock`."""

@@ -68,6 +68,7 @@ class Routes:
 class View:
     """See the module docstring."""
 
+    rank: int
     generation: int
     living: tuple[int, ...]
     plan: Plan
@@ -100,7 +101,7 @@ class View:
     @property
     def lowest(self) -> bool:
         """Whether this rank is the lowest living one, which tells what all know alike."""
-        return self.shard == 0
+        return self.rank == self.living[0]
 
     def speeds(self) -> tuple[tuple[int, int], ...]:
         """(cell, parts per million) of the cells the plan takes to be slower than their peers."""
@@ -128,6 +129,7 @@ def build_view(
     alive = tuple(sorted(living))
     cell = next((c for c in plan.cells if rank in c.ranks), None)
     bare = View(
+        rank=rank,
         generation=generation,
         living=alive,
         plan=plan,
