@@ -101,7 +101,7 @@ def _check_held(cluster: Cluster, settled: bool) -> None:
         if owner is not None:
             _check_parameters(engines, key, owner.master)
     for rank, engine in engines.items():
-        short = engine.agreement.short_of_mirrors(engine.view)
+        short = engine.views.short_of_mirrors(engine.view)
         assert not (settled and short), f"rank {rank}: blocks {short} lack mirrors at the end"
 
 

@@ -23,6 +23,7 @@ from megatron.elastic.config import ElasticConfig
 from megatron.elastic.control.events import Wanted
 from megatron.elastic.control.generations import Node
 from megatron.elastic.control.membership import Activity, Released
+from megatron.elastic.control.requests import Request
 from megatron.elastic.engine.compute.samples import DatasetSource, StepAddress
 from megatron.elastic.engine.engine import Engine
 from megatron.elastic.engine.generation.launch_topology import LaunchTopology
@@ -210,7 +211,7 @@ class RankProcess:
         else:
             engine = found(links, parts)
             engine.resume(engine.record, None)
-            self.membership.request("begin")
+            self.membership.request(Request.BEGIN)
             # A loss before all agents know of it is no matter of the engine's: the launcher starts all ranks anew.
             self.cluster.scheduler.wait(lambda: not any(agent.state.preparing for agent in self.cluster.agents))
         self.engine = engine

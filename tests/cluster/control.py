@@ -13,17 +13,20 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from megatron.elastic.control.events import Decided, Event, Finished, JobEnded, Lost, from_json, to_json
+from megatron.elastic.control.events import Decided, Event, Finished, JobEnded, Lost
 from megatron.elastic.control.generations import Generations, Node
 from megatron.elastic.control.membership import Activity, Loss
+from megatron.elastic.control.messages import FROM_WORKER, TO_WORKER, DrainSignal, FromWorker
 from megatron.elastic.control.protocol import WorkerProtocol
-from megatron.elastic.control.wire import FrameReader, Message, encode
+from megatron.elastic.control.wire import Codec, encode
 from megatron.elastic.launch.agent.notify_workers import brief
 from megatron.elastic.launch.agent.worker_messages import WorkerMessages
 from megatron.elastic.launch.workers.pool import Worker
 from tests.cluster.scheduler import ClusterThreads, Process, Scheduler
 
 __all__ = ["Agent", "ClusterMembership", "Journal", "Launched"]
+
+EVENT: Codec[Event] = Codec(Event)
 
 
 @dataclass
@@ -34,7 +37,7 @@ class Journal:
 
     def append(self, event: Event) -> None:
         """At the end."""
-        self.entries.append(encode(to_json(event)))
+        self.entries.append(encode(event))
 
     def append_at(self, position: int, event: Event) -> None:
         """Only if nothing came in between."""
@@ -43,8 +46,7 @@ class Journal:
 
     def read(self, position: int) -> Event:
         """The entry at ``position``."""
-        (message,) = FrameReader().feed(self.entries[position])
-        return from_json(message)
+        return EVENT.decode(self.entries[position])
 
 
 @dataclass
@@ -85,10 +87,9 @@ class ClusterMembership(WorkerProtocol):
         scheduler, told = cast(ClusterThreads, self._threads).scheduler, self._launched.told
         while True:
             scheduler.wait(lambda: bool(told))
-            (message,) = FrameReader().feed(told.popleft())
-            self.handle(message)
+            self.handle(TO_WORKER.decode(told.popleft()))
 
-    def _send(self, message: Message) -> None:
+    def _send(self, message: FromWorker) -> None:
         self._launched.said.append(encode(message))
 
     def _end(self, code: int, why: str) -> None:
@@ -102,7 +103,7 @@ class ClusterMembership(WorkerProtocol):
         super().finish(code)
 
     def drain(self) -> None:
-        self._send({"t": "drain"})
+        self._send(DrainSignal())
 
     def fence(self) -> None:
         """No lease runs out here."""
@@ -167,8 +168,7 @@ class Agent:
         return due
 
     def _hear(self, launched: Launched) -> None:
-        (message,) = FrameReader().feed(launched.said.popleft())
-        self._messages.said(launched.worker, message)
+        self._messages.said(launched.worker, FROM_WORKER.decode(launched.said.popleft()))
 
     def _ended(self, launched: Launched) -> None:
         worker = launched.worker
