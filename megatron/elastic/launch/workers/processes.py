@@ -8,7 +8,6 @@ afterwards.
 
 from __future__ import annotations
 
-import array
 import contextlib
 import ctypes
 import fcntl
@@ -230,24 +229,18 @@ class MessageSocket:
 
     def send(self, message: dict[str, Any], fds: Sequence[int] = ()) -> None:
         """Send; the receiver gets duplicates of ``fds``."""
-        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
-        self.socket.sendmsg([json.dumps(message).encode()], ancillary)
+        socket.send_fds(self.socket, [json.dumps(message).encode()], fds)
 
     def receive(self) -> tuple[dict[str, Any], list[int]] | None:
         """The next message and its descriptors; None when the other end is gone."""
-        room = socket.CMSG_SPACE(_MAX_FDS * array.array("i").itemsize)
         try:
-            data, ancillary, _, _ = self.socket.recvmsg(_MAX_MESSAGE, room)
+            data, fds, _, _ = socket.recv_fds(self.socket, _MAX_MESSAGE, _MAX_FDS)
         except ConnectionError:
             return None
-        fds = array.array("i")
-        for level, kind, payload in ancillary:
-            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-                fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
         if not data:
             return None
         message: dict[str, Any] = json.loads(data)
-        return message, list(fds)
+        return message, fds
 
     def close(self) -> None:
         """Close this end."""
