@@ -51,5 +51,6 @@ run_pytest() {
     timeout --signal=INT --kill-after=30 "$limit" python -m pytest -q -n "$(($(nproc) + 1))" --dist loadscope \
         --max-worker-restart 3 --reruns 1 --durations=30 "${selection[@]}"
 }
+check "subjects of commits" python tools/commit_subjects.py
 check "pytest" run_pytest
 exit "$status"
