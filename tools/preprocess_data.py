@@ -1,4 +1,4 @@
-"""Tokenize a JSONL corpus into Megatron's ``.bin``/``.idx`` with Megatron-LM's own flags.
+r"""Tokenize a JSONL corpus into Megatron's ``.bin``/``.idx`` with Megatron-LM's own flags.
 
 Everything that defines the format is Megatron's: tokenizer flags and classes
 (``megatron.training.arguments``, ``megatron.core.tokenizers``) and the writer

@@ -149,7 +149,7 @@ def arm() -> None:
 
 
 if __name__ == "__main__":
-    import megatron.elastic.adaptor  # noqa: F401
+    import megatron.elastic.adaptor  # noqa: F401 - it patches Megatron
 
     arm()
     runpy.run_path(str(ROOT / "pretrain_gpt.py"), run_name="__main__")

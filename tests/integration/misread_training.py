@@ -47,7 +47,7 @@ def other_labels() -> None:
 
 
 if __name__ == "__main__":
-    import megatron.elastic.adaptor  # noqa: F401
+    import megatron.elastic.adaptor  # noqa: F401 - it patches Megatron
 
     first_life = os.environ[env.INCARNATION] == "0"
     if os.environ["RANK"] == os.environ["MISREAD_RANK"] and first_life:

@@ -44,7 +44,7 @@ def arm() -> None:
 
 
 if __name__ == "__main__":
-    import megatron.elastic.adaptor  # noqa: F401
+    import megatron.elastic.adaptor  # noqa: F401 - it patches Megatron
 
     if os.environ["RANK"] == os.environ["OTHER_RANK"]:
         arm()

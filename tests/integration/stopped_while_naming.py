@@ -45,7 +45,7 @@ def or_stop(commit: Callable[..., None], at: int) -> Callable[..., None]:
 
 
 if __name__ == "__main__":
-    import megatron.elastic.adaptor  # noqa: F401
+    import megatron.elastic.adaptor  # noqa: F401 - it patches Megatron
     from megatron.elastic.mcore.checkpoint.background_save import Folders
 
     Folders.commit = or_stop(Folders.commit, 2)  # type: ignore[method-assign]

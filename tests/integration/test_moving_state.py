@@ -77,8 +77,10 @@ def test_state_moves_while_steps_go_on_and_again_when_a_rank_returns(tmp_path: P
 
 
 def test_a_loss_with_the_vote_that_names_the_new_copies_costs_no_step(tmp_path: Path, undisturbed: JobResult) -> None:
-    """With one mirror: all that rank 1 and rank 2 both held is now in copies of which perhaps only rank 2 has learned
-    that they are named. Then the vote is taken again."""
+    """With one mirror, copies of which perhaps only rank 2 has learned that they are named.
+
+    They are of all that rank 1 and rank 2 both held. Then the vote is taken again.
+    """
     check_two_losses(tmp_path, undisturbed, "in_migration_switch", 2, mirrors=1)
 
 

@@ -20,14 +20,14 @@ from megatron.elastic.platform.select import select
 
 select("cpu").prepare()
 
-from megatron.core import parallel_state, tensor_parallel  # noqa: E402
-from megatron.core.models.gpt import GPTModel  # noqa: E402
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
-from megatron.core.transformer.torch_norm import WrappedTorchNorm  # noqa: E402
-from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron.elastic.mcore.model.dropout import key_dropout  # noqa: E402
-from megatron.elastic.mcore.model.norms import make_wrapped_norm  # noqa: E402
+from megatron.elastic.mcore.model.dropout import key_dropout
+from megatron.elastic.mcore.model.norms import make_wrapped_norm
 
 WrappedTorchNorm.__new__ = make_wrapped_norm(WrappedTorchNorm.__new__)  # type: ignore[method-assign]
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import megatron.elastic.adaptor  # noqa: F401
+import megatron.elastic.adaptor  # noqa: F401 - it patches Megatron
 
 # isort: split
 

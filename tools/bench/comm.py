@@ -35,6 +35,8 @@ BUDGET_BYTES = 1 << 29
 
 @dataclass(frozen=True)
 class Case:
+    """One operation of one kind of communicator; ``size`` in bytes."""
+
     ranks: int
     kind: str
     operation: str
@@ -54,6 +56,7 @@ def copy_bandwidth(size: int = 1 << 28) -> float:
 
 
 def connect(here: Here, kind: str) -> tuple[dist.ProcessGroup, Fabric | None]:
+    """Make the world group of this ``kind``, and its fabric if it is one of ours."""
     if kind == "gloo":
         dist.init_process_group(
             "gloo", store=here.store(), rank=here.rank, world_size=here.size, timeout=timedelta(seconds=120)
@@ -121,8 +124,9 @@ def one_round(ranks: int, kind: str, sizes: list[int], trials: int) -> dict[str,
 
 
 def available(kinds: list[str]) -> list[str]:
+    """Return those of ``kinds`` that are built."""
     try:
-        from megatron.elastic.comm import native  # noqa: F401
+        from megatron.elastic.comm import native  # noqa: F401 - it fails where it is not built
     except (ImportError, ConfigError) as error:
         print(f"native links are not built ({error}): gloo only")
         return [kind for kind in kinds if kind == "gloo"]
@@ -130,6 +134,7 @@ def available(kinds: list[str]) -> list[str]:
 
 
 def table(times: dict[Case, list[float]], copy: float) -> list[dict[str, Any]]:
+    """Return a row a case, beside gloo and beside a plain copy of ``copy`` bytes a second."""
     rows = []
     for case, found in times.items():
         spread = median_of(found)
@@ -150,6 +155,7 @@ def table(times: dict[Case, list[float]], copy: float) -> list[dict[str, Any]]:
 
 
 def main() -> None:
+    """Measure what the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", default="2,4,8")
     parser.add_argument("--kinds", default=",".join(KINDS))

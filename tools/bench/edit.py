@@ -218,6 +218,7 @@ def _until_error(group: dist.ProcessGroup) -> None:
 
 
 def body(here: Here, groups: Groups, kinds: Sequence[str], deaths: Sequence[int], gate: Gate) -> str:
+    """Run as one rank: lose peers and take them back, in every way of ``kinds``."""
     worker = Worker(here, groups, kinds, gate)
     for kind in worker.fabrics:
         worker.first_edit(kind)
@@ -300,6 +301,7 @@ def ratios(found: dict[str, Any]) -> dict[str, float]:
 
 
 def main() -> None:
+    """Measure what the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", default="8,16,32,64")
     parser.add_argument("--ways", default="native,gloo,full,partial")

@@ -18,10 +18,12 @@ Op = dist.ReduceOp | dist.ReduceOp.RedOpType
 
 
 def tensor_list(tensors: Any) -> list[torch.Tensor]:
+    """Return one tensor or several as a list."""
     return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
 
 
 def options_in(args: tuple[Any, ...], kwargs: dict[str, Any], kind: Callable[[], Any]) -> Any:
+    """Return torch's options object among the arguments, or the default one of this ``kind``."""
     for value in (*args, *kwargs.values()):
         if hasattr(value, "rootRank") or hasattr(value, "reduceOp"):
             return value
@@ -37,6 +39,7 @@ def broadcast_in(tensors: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def op_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Op:
+    """Return the reduction that the arguments ask for; the sum if they ask for none."""
     for value in (*args, *kwargs.values()):
         if hasattr(value, "reduceOp"):
             return cast(Op, value.reduceOp)

@@ -14,8 +14,9 @@ class ActionFailed(RuntimeError):
 
 
 class CommunicationFault(RuntimeError):
-    """Communication failed with nobody lost, and failed again once its groups had been formed anew: ranks disagree
-    about what they say to each other. Known to the rank that found it.
+    """Communication failed though no rank was lost, and failed again after its groups had been formed anew.
+
+    The ranks disagree about their messages. Known to the rank that found it.
     """
 
 

@@ -199,7 +199,7 @@ def _names(field: str, text: str, known: tuple[str, ...]) -> tuple[str, ...]:
     return names
 
 
-def _with_field(fault: Fault, field: str, text: str) -> Fault:
+def _with_field(fault: Fault, field: str, text: str) -> Fault:  # noqa: C901, PLR0912 - a case for each field
     """``fault`` with one ``field=text`` applied."""
     points = tuple(KILL_POINTS)
     match field:

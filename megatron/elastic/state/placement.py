@@ -147,7 +147,7 @@ class Placement:
         })  # fmt: skip
 
     def to_json(self) -> str:
-        """Compact text: per (unit, shard) the copies of blocks 0, 1, …"""
+        """Compact text: per (unit, shard) the copies of blocks 0, 1 and so on."""
         ordered = sorted(self.copies.items())
         rows = [
             [unit, shard, [copies.ranks for _, copies in items]]

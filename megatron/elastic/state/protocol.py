@@ -132,7 +132,9 @@ def resolve(
     rows: int,
     again: Mapping[BlockKey, Sequence[int]] | None,
 ) -> Resolution:
-    """Apply the rules. ``needed`` lists for every block the ranks that had a copy (dead ones included),
+    """Apply the rules.
+
+    ``needed`` lists for every block the ranks that had a copy (dead ones included),
     ``rows`` is the global batch size, ``again`` lists the copies that the vote under way was to name; ``None`` where
     survivors do not agree about that. Pure; raises ``ValueError`` on two different records of one version.
     """

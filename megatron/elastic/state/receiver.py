@@ -36,8 +36,10 @@ class BlockReceiver:
         self._kept = False
 
     def take(self) -> bool:
-        """Receive and act on one message; False after the last: :meth:`verify` is due. Raises :class:`TransferError`,
-        ``CommError``."""
+        """Receive and act on one message; False after the last: :meth:`verify` is due.
+
+        Raises :class:`TransferError` and ``CommError``.
+        """
         raw = torch.empty(HEADER_BYTES, dtype=torch.uint8)
         self._channel.recv(self.source, raw)
         header = Header.unpack(raw)

@@ -53,8 +53,10 @@ _NOTHING = 2.0**-64
 
 
 class GradientKey(NamedTuple):
-    """Which computation a reduced gradient comes from: the step it was computed in (version t), the generation, and
-    how often the step was computed in that generation before.
+    """The computation that a reduced gradient comes from.
+
+    That is the step it was computed in (version t), the generation, and how often the step was computed in that
+    generation before.
 
     A rank that knows a vote was refused computes the step again; another may not know yet, and still hold the refused
     gradients. Without the attempt both would go by one name, and a vote taken again would mix them.

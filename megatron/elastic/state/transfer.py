@@ -75,6 +75,8 @@ class Channel(Protocol):
 
 @dataclass(frozen=True)
 class Header:
+    """The fixed-size message that goes ahead of every other one of a transfer."""
+
     kind: Kind
     key: BlockKey = (0, 0, 0)
     version: int = 0
@@ -95,6 +97,7 @@ class Header:
 
 
 def padded(text: bytes, length: int) -> torch.Tensor:
+    """Return ``text`` as bytes, filled up with zeros to ``length``. Raises ValueError if it is longer."""
     if len(text) > length:
         raise ValueError(f"message of {len(text)} bytes does not fit {length}")
     return torch.frombuffer(bytearray(text.ljust(length, b"\0")), dtype=torch.uint8)

@@ -56,7 +56,7 @@ def make(here: Here, path: Path, incarnation: int = 0, device_name: str | None =
     return fabric
 
 
-def everything(rank: int, living: tuple[int, ...], group: dist.ProcessGroup, fabric) -> None:  # type: ignore[no-untyped-def]
+def everything(rank: int, living: tuple[int, ...], group: dist.ProcessGroup, fabric) -> None:  # type: ignore[no-untyped-def]  # noqa: PLR0915 - one after the other
     """Every operation of the surface on device tensors, checked."""
     place, size, total = living.index(rank), len(living), float(sum(one + 1 for one in living))
     for count in (1, 300_000):

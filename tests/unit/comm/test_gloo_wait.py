@@ -16,7 +16,7 @@ SECONDS = timedelta(seconds=20)
 
 
 def pair(seconds: timedelta) -> list[Any]:
-    """torch's own gloo groups of ranks 0 and 1, in one process. (Its stubs leave out their collectives.)"""
+    """torch's own gloo groups of ranks 0 and 1, in one process; its stubs leave out their collectives."""
     store = dist.HashStore()
     with ThreadPoolExecutor(2) as pool:
         return list(pool.map(lambda rank: dist.ProcessGroupGloo(store, rank, 2, seconds), range(2)))

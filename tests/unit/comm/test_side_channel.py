@@ -68,8 +68,10 @@ def many_where_everybody_waits(here: Here, fabric: Fabric) -> None:
 
 
 def beside_a_thread_that_looks_instead_of_waiting(here: Here, fabric: Fabric) -> None:
-    """Whoever asks whether a message is here takes in others with the interpreter's lock held, while memory of streams,
-    that of Python objects, is given back."""
+    """A look for a message takes in others with the interpreter's lock held.
+
+    Meanwhile memory of streams, that of Python objects, is given back.
+    """
     channel, peer, passed = fabric.side_channel(3), here.rank ^ 1, torch.zeros(8)
 
     def send() -> None:

@@ -73,9 +73,9 @@ def work(training: bool = True) -> Pass:
     def no_step(*_: Any) -> NoReturn:
         raise AssertionError("the port computes")
 
-    ignore: Callable[..., None] = lambda *_: None  # noqa: E731
+    ignore: Callable[..., None] = lambda *_: None
     address = StepAddress(ROWS * 3, ROWS)
-    batches = lambda piece: PieceBatch.as_planned(address.samples(piece))  # noqa: E731
+    batches = lambda piece: PieceBatch.as_planned(address.samples(piece))
     return Pass(0, address, no_step, batches, lambda piece: nullcontext(), ignore, ignore, Timeline(), ignore,
                 per_token=True, training=training)  # fmt: skip
 

@@ -37,7 +37,7 @@ def test_a_script_is_read_as_written():
 
 
 @pytest.mark.parametrize(
-    "script, says",
+    ("script", "says"),
     [
         ("explode:rank=1", "unknown fault 'explode'"),
         ("kill:rank=x", "rank='x' is not a whole number"),
@@ -163,7 +163,7 @@ def child(script: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize(
-    "kind, code, says",
+    ("kind", "code", "says"),
     [
         ("kill", -signal.SIGKILL, "injected kill: rank 2, step 7, after_vote"),
         ("exit:code=7,", 7, "injected exit: rank 2, step 7, after_vote"),

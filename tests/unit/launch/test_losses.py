@@ -48,7 +48,7 @@ def test_every_error_of_communication_says_so_also_as_a_cause(error: Exception) 
         try:
             raise error
         except Exception:
-            raise ValueError("an error of its own, met on the way out")  # noqa: B904
+            raise ValueError("an error of its own, met on the way out")  # noqa: B904 - without a cause
     except ValueError as raised:
         assert reason_of(raised) is ExitReason.ERROR
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,13 +13,13 @@ from megatron.elastic.mcore.parallel_state.stage import GroupStandIn, whole_tens
 
 
 @pytest.fixture
-def second_of_two(monkeypatch: pytest.MonkeyPatch) -> Iterator[GroupStandIn]:
+def second_of_two(monkeypatch: pytest.MonkeyPatch) -> GroupStandIn:
     """At launch rank 1 of 2; the group has lost its first member."""
     alone = GroupStandIn(0, 1)
     monkeypatch.setattr(parallel_state, "_TENSOR_MODEL_PARALLEL_GROUP", alone)
     monkeypatch.setattr(parallel_state, "_MPU_TENSOR_MODEL_PARALLEL_RANK", 1)
     monkeypatch.setattr(parallel_state, "_MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE", 2)
-    yield alone
+    return alone
 
 
 class Layer(torch.nn.Module):

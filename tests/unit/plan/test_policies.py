@@ -38,8 +38,10 @@ def ratio(outcome: PolicyOutcome) -> float:
 
 
 def test_one_loss_at_dp_2_pp_8() -> None:
-    """0.92 of before re-cut, 0.86 cut alike (0.80 with many micro-batches: ``test_graph``), 0.50 for a dropped replica,
-    0.59 at equal batch, 0.72 for an ideal reroute."""
+    """0.92 of before re-cut, 0.86 cut alike (0.80 with many micro-batches: ``test_graph``).
+
+    0.50 for a dropped replica, 0.59 at equal batch, 0.72 for an ideal reroute.
+    """
     topology = damaged(3, headroom=2)
 
     def graph(**axes: bool) -> float:

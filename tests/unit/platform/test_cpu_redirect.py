@@ -94,7 +94,7 @@ def test_a_module_moves_to_cuda_without_leaving(redirected: Redirection) -> None
 
 def test_type_names_equal_their_cuda_twins_both_ways(redirected: Redirection) -> None:
     name = torch.zeros(1, dtype=torch.bfloat16).type()
-    assert name == "torch.cuda.BFloat16Tensor" and "torch.cuda.BFloat16Tensor" == name  # noqa: SIM300
+    assert name == "torch.cuda.BFloat16Tensor" and "torch.cuda.BFloat16Tensor" == name  # noqa: SIM300 - both ways
     assert name in ["torch.cuda.HalfTensor", "torch.cuda.BFloat16Tensor"]
     assert name == "torch.BFloat16Tensor" and name != "torch.cuda.FloatTensor"
     assert torch.zeros(1).type("torch.cuda.DoubleTensor").dtype is torch.float64

@@ -91,7 +91,8 @@ def test_probability_one_drops_everything():
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("with_bias", [True, False])
 @pytest.mark.parametrize(
-    "dtype, stream", [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32)]
+    ("dtype", "stream"),
+    [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32)],
 )
 def test_bias_dropout_add_is_the_three_operators_in_one(training, with_bias, dtype, stream):
     torch.manual_seed(1)

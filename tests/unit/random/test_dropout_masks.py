@@ -53,7 +53,7 @@ KNOWN = [
 ]
 
 
-@pytest.mark.parametrize("counter, key, words", KNOWN)
+@pytest.mark.parametrize(("counter", "key", "words"), KNOWN)
 def test_the_generator_gives_its_published_answers(counter, key, words):
     assert tuple(_random.philox(counter, key)) == words
     assert tuple(philox(counter, key)) == words

@@ -85,7 +85,7 @@ def test_it_compiles_for_a_gpu_that_is_not_here(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "sizes, sample_dim, extent, offset",
+    ("sizes", "sample_dim", "extent", "offset"),
     [
         ((4, 2, 8, 8), 0, (2, 8, 8), (0, 0, 0)),  # samples first
         ((2, 4, 8, 16), 0, (8, 8, 16), (4, 0, 0)),  # heads cut

@@ -41,5 +41,5 @@ def test_a_benchmark_that_takes_too_long_is_ended(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("printed", ["", "done\n", "{}\n[1]\n"])
 def test_what_ends_otherwise_has_no_figures(printed: str) -> None:
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match=r"JSON object|Expecting value"):
         last_object(printed)

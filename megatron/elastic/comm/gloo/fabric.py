@@ -204,7 +204,7 @@ class GlooFabric(Fabric):
             registry.unregister(group)
 
     def forget(self, group: GlooGroup) -> None:
-        """Drop one group; the world stays. (torch's tables are the caller's: ``destroy_process_group`` clears them.)"""
+        """Drop one group; the world stays. The caller clears torch's tables (``destroy_process_group``)."""
         if group is self._world:
             return
         with self._lock:

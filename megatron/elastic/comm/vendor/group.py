@@ -178,13 +178,13 @@ class DeviceGroup(NativeGroup):
 
     def reduce_scatter(self, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> dist.Work:
         rows, op = list(inputs[0]), kind_of(op_in(args, kwargs))
-        host: HostCall = lambda r, w: super(DeviceGroup, self).reduce_scatter(w, [r], *args, **kwargs)  # noqa: E731
+        host: HostCall = lambda r, w: super(DeviceGroup, self).reduce_scatter(w, [r], *args, **kwargs)
         return self._run(rows, tensor_list(outputs), op, self._scatter_sums(op), host)
 
     def _reduce_scatter_base(self, output: torch.Tensor, input: torch.Tensor, *args: Any, **kwargs: Any) -> dist.Work:
         op = kind_of(op_in(args, kwargs))
         sums = self._scatter_sums(op)
-        host: HostCall = lambda r, w: super(DeviceGroup, self)._reduce_scatter_base(w[0], r[0], *args, **kwargs)  # noqa: E731
+        host: HostCall = lambda r, w: super(DeviceGroup, self)._reduce_scatter_base(w[0], r[0], *args, **kwargs)
         return self._run([input], [output], op, lambda c, r, w: sums(c, self._parts(r[0]), w), host)
 
     def _scatter_sums(self, op: dist.ReduceOp.RedOpType) -> VendorCall:
@@ -208,15 +208,15 @@ class DeviceGroup(NativeGroup):
         def vendor(communicator: VendorCommunicator, read: Tensors, written: Tensors) -> None:
             communicator.broadcast(written[0], self._vendor_rank(communicator, opts.rootRank))
 
-        host: HostCall = lambda r, w: super(DeviceGroup, self).broadcast(w, opts)  # noqa: E731
+        host: HostCall = lambda r, w: super(DeviceGroup, self).broadcast(w, opts)
         return self._run(items, items, None, vendor, host)
 
     def allgather(self, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> dist.Work:
-        host: HostCall = lambda r, w: super(DeviceGroup, self).allgather([w], r, *args, **kwargs)  # noqa: E731
+        host: HostCall = lambda r, w: super(DeviceGroup, self).allgather([w], r, *args, **kwargs)
         return self._run(tensor_list(inputs), list(outputs[0]), None, self._gather_rows, host)
 
     def _allgather_base(self, output: torch.Tensor, input: torch.Tensor, *args: Any, **kwargs: Any) -> dist.Work:
-        host: HostCall = lambda r, w: super(DeviceGroup, self)._allgather_base(w[0], r[0], *args, **kwargs)  # noqa: E731
+        host: HostCall = lambda r, w: super(DeviceGroup, self)._allgather_base(w[0], r[0], *args, **kwargs)
         return self._run([input], [output], None, lambda c, r, w: self._gather_rows(c, r, self._parts(w[0])), host)
 
     def _gather_rows(self, communicator: VendorCommunicator, read: Tensors, rows: Tensors) -> None:
@@ -235,7 +235,7 @@ class DeviceGroup(NativeGroup):
         **kwargs: Any,
     ) -> dist.Work:
         splits = list(output_splits), list(input_splits)
-        host: HostCall = lambda r, w: super(DeviceGroup, self).alltoall_base(w[0], r[0], *splits, *args, **kwargs)  # noqa: E731
+        host: HostCall = lambda r, w: super(DeviceGroup, self).alltoall_base(w[0], r[0], *splits, *args, **kwargs)
 
         def vendor(communicator: VendorCommunicator, read: Tensors, written: Tensors) -> None:
             self._exchange(communicator, self._parts(read[0], splits[1]), self._parts(written[0], splits[0]))
@@ -319,12 +319,12 @@ class DeviceGroup(NativeGroup):
 
     def gather(self, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> dist.Work:
         rows = list(outputs[0]) if outputs else []
-        host: HostCall = lambda r, w: super(DeviceGroup, self).gather([w] if w else [], r, *args, **kwargs)  # noqa: E731
+        host: HostCall = lambda r, w: super(DeviceGroup, self).gather([w] if w else [], r, *args, **kwargs)
         return self._run(tensor_list(inputs), rows, None, None, host)
 
     def scatter(self, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> dist.Work:
         rows = list(inputs[0]) if inputs else []
-        host: HostCall = lambda r, w: super(DeviceGroup, self).scatter(w, [r] if r else [], *args, **kwargs)  # noqa: E731
+        host: HostCall = lambda r, w: super(DeviceGroup, self).scatter(w, [r] if r else [], *args, **kwargs)
         return self._run(rows, tensor_list(outputs), None, None, host)
 
     # -- what members agree by, over host links ------------------------------------

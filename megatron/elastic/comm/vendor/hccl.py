@@ -30,8 +30,11 @@ REDUCTIONS = frozenset({dist.ReduceOp.SUM, dist.ReduceOp.PRODUCT, dist.ReduceOp.
 
 
 class HcclCommunicator(VendorCommunicator):
-    """One HCCL group. ``make_backend(members, name)`` connects a ``ProcessGroupHCCL`` over ``members``
-    (global ranks, in order), all of them under one ``name`` that was never used before."""
+    """One HCCL group.
+
+    ``make_backend(members, name)`` connects a ``ProcessGroupHCCL`` over ``members`` (global ranks, in order), all of
+    them under one ``name`` that was never used before.
+    """
 
     def __init__(self, rank: int, make_backend: Callable[[Sequence[int], str], Any], limit: float) -> None:
         self.order: tuple[int, ...] = ()

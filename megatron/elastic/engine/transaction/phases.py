@@ -262,8 +262,10 @@ class StepBody:
         extra: int,
         tag: int,
     ) -> None:
-        """One message from every owner to each rank it has blocks for: ``width`` fp32 an element, ``extra`` a block
-        behind."""
+        """Send one message from every owner to each rank it has blocks for.
+
+        It has ``width`` fp32 an element, and ``extra`` a block behind them.
+        """
         tools = self._tools
         group = tools.fabric.group("mirror", range(tools.fabric.slots))
         arriving: list[tuple[dist.Work, torch.Tensor, tuple[StateBlock, ...], int]] = []

@@ -256,12 +256,10 @@ def _group_step(groups: Sequence[Mapping[str, Any]]) -> int:
 
 @contextmanager
 def without_holes(fabric: Fabric, launch_topology: int) -> Iterator[None]:
-    """Inside, the default group is the living of the first ``launch_topology`` ranks, numbered from 0, and so is the
-    data-parallel rank.
+    """Make the living of the first ``launch_topology`` ranks the default group, numbered from 0.
 
-    Megatron's checkpoint code divides work by world size, has rank 0 write
-    metadata and data-parallel rank 0 write what its peers hold too; it knows no
-    empty slots.
+    The data-parallel rank is numbered anew as well. Megatron's checkpoint code divides work by world size, has rank 0
+    write metadata and data-parallel rank 0 write what its peers hold too; it knows no empty slots.
     """
     living = [rank for rank in fabric.alive if rank < launch_topology]
     if len(living) == fabric.slots:

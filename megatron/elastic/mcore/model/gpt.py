@@ -90,8 +90,9 @@ class GptInterface:
 
     @contextmanager
     def as_launched(self) -> Iterator[None]:
-        """Inside, :attr:`chunks` have parameters of Megatron's shapes, also for units given up and in a group that is
-        not whole: checkpoints name them.
+        """Give :attr:`chunks` parameters of Megatron's shapes, as checkpoints name them.
+
+        Also for units given up, and in a group that is not whole.
         """
         with self._anatomy.as_launched(), whole_tensor_group(self._chunks):
             yield
