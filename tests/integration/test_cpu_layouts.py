@@ -22,6 +22,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 6
 LAYOUTS = [(1, 1, 1), (2, 1, 1), (1, 2, 2), (2, 2, 1), (1, 1, 4), (1, 4, 2)]
+ALONE = LAYOUTS[0]
+SLOW = [(2, 2, 1), (1, 4, 2)]
+QUICK = [layout for layout in LAYOUTS[1:] if layout not in SLOW]
 FP32_ROUNDING = 3e-6
 """Largest relative difference of a loss allowed between layouts, over all steps."""
 
@@ -79,24 +82,39 @@ def gradient_norms(text: str) -> list[str]:
     return re.findall(r"lm loss: .*?grad norm: (\S+)", text)
 
 
+def run_all(folder: Path, jobs: Sequence[Mapping[str, Any]]) -> None:
+    """Run the jobs, all forked from one process; they must end well."""
+    for name, ranks in run_jobs(folder, jobs).items():
+        assert set(ranks) == {0}, f"{name}: exit codes {ranks}\n{logs(folder, name)[-4000:]}"
+
+
+def continued(layout: tuple[int, int, int], load: Sequence[str]) -> dict[str, Any]:
+    """The job of ``layout`` that goes on from the common checkpoint."""
+    return job(name_of(layout), layout[0] * layout[1] * layout[2], *layout_flags(layout), *load)
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder with the logs of every run of this file, all jobs forked from one process."""
+    """Folder with the logs of every run of the quick tests."""
     folder = tmp_path_factory.mktemp("layouts")
     common = str(folder / "common")
     load = ["--load", common, *TRAIN]
     save = [*TRAIN, "--save", common, "--save-interval", "1", "--exit-interval", "1"]
-    jobs = [job("common", 1, *layout_flags((1, 1, 1)), *save)]
-    jobs += [job(name_of(each), each[0] * each[1] * each[2], *layout_flags(each), *load) for each in LAYOUTS]
-    jobs += [
-        job("uninterrupted", 1, *layout_flags((1, 1, 1)), *TRAIN),
+    run_all(folder, [
+        job("common", 1, *layout_flags(ALONE), *save),
+        *(continued(each, load) for each in (ALONE, *QUICK)),
+        job("uninterrupted", 1, *layout_flags(ALONE), *TRAIN),
         job("sequence-parallel", 2, *layout_flags((2, 1, 1)), "--sequence-parallel", *load),
         job("bf16", 2, *layout_flags((2, 1, 1)), "--bf16", "--sequence-parallel", "--train-iters", "12"),
-    ]
-    codes = run_jobs(folder, jobs)
-    for name, ranks in codes.items():
-        assert set(ranks) == {0}, f"{name}: exit codes {ranks}\n{logs(folder, name)[-4000:]}"
+    ])  # fmt: skip
     return folder
+
+
+@pytest.fixture(scope="module")
+def trained_wide(trained: Path) -> Path:
+    """The same folder, with the logs of the layouts of the slow tests."""
+    run_all(trained, [continued(each, ["--load", str(trained / "common"), *TRAIN]) for each in SLOW])
+    return trained
 
 
 def worst_difference(one: Mapping[int, float], other: Mapping[int, float]) -> float:
@@ -105,10 +123,17 @@ def worst_difference(one: Mapping[int, float], other: Mapping[int, float]) -> fl
     return max(abs(one[step] - other[step]) / abs(one[step]) for step in one)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS[1:], ids=name_of)
+@pytest.mark.parametrize("layout", QUICK, ids=name_of)
 def test_losses_do_not_depend_on_the_layout(trained: Path, layout: tuple[int, int, int]) -> None:
-    alone = losses(logs(trained, name_of((1, 1, 1))))
+    alone = losses(logs(trained, name_of(ALONE)))
     assert worst_difference(alone, losses(logs(trained, name_of(layout)))) < FP32_ROUNDING
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", SLOW, ids=name_of)
+def test_nor_do_they_on_a_wider_one(trained_wide: Path, layout: tuple[int, int, int]) -> None:
+    alone = losses(logs(trained_wide, name_of(ALONE)))
+    assert worst_difference(alone, losses(logs(trained_wide, name_of(layout)))) < FP32_ROUNDING
 
 
 def test_sequence_parallel_gives_the_same_losses(trained: Path) -> None:

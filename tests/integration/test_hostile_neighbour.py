@@ -1,7 +1,7 @@
 """A process on the network knows the job's host and ports, and the job does not notice: same losses, nothing lost.
 
-Two agents with four ranks each train; the neighbour (:mod:`hostile_neighbour`) finds every port they listen at, and
-floods, garbles, half-opens and guesses at all of them at once.
+Two agents with two ranks each (four in the long test) train; the neighbour (:mod:`hostile_neighbour`) finds every port
+they listen at, and floods, garbles, half-opens and guesses at all of them at once.
 """
 
 from __future__ import annotations
@@ -18,19 +18,21 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore
 
-from tests.integration.elastic_job import ROOT, JobResult, RunningJob, elastic_command, environment_of
+from tests.integration.elastic_job import ROOT, JobResult, RunningJob, elastic_command, elastic_job, environment_of
 from tests.integration.hostile_neighbour import Neighbour, listening, listening_ports
 from tests.integration.launcher_cluster import descendants
 from tests.integration.ports import free_port
 from tests.integration.test_leaving import QUIET, RARELY
 
+STEPS = 100_000
+"""So many that a job goes on until it is told to stop."""
 SECONDS = 300.0
 LONG = 600.0
 
 
-def two_agents(stack: ExitStack, folder: Path, seconds: float) -> list[RunningJob]:
-    """Launchers of both nodes; they train until they are told to stop."""
-    plain = elastic_command(folder / "events", 4, 1, 2, 100_000, *QUIET, *RARELY, "--save", str(folder / "saved"))
+def two_agents(stack: ExitStack, folder: Path, ranks: int, seconds: float) -> list[RunningJob]:
+    """Launchers of both nodes, with ``ranks`` each; they train until they are told to stop."""
+    plain = elastic_command(folder / "events", ranks, 1, 2, STEPS, *QUIET, *RARELY, "--save", str(folder / "saved"))
     at = plain.index("--nproc-per-node")
     where = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
     where += ["--rdzv-id", uuid.uuid4().hex[:12], "--node-rank"]
@@ -42,25 +44,24 @@ def two_agents(stack: ExitStack, folder: Path, seconds: float) -> list[RunningJo
     ]
 
 
-def trained(folder: Path, steps: int, hostile_seconds: float = 0.0) -> JobResult:
-    """At least ``steps`` steps, with a hostile neighbour for so long, then a drain."""
+def disturbed_run(folder: Path, ranks: int, steps: int, hostile_seconds: float) -> JobResult:
+    """At least ``steps`` steps on twice ``ranks``, with a hostile neighbour for so long, then a drain."""
     with ExitStack() as stack:
-        first, last = two_agents(stack, folder, SECONDS + hostile_seconds)
+        first, last = two_agents(stack, folder, ranks, SECONDS + hostile_seconds)
         last.wait_for(r"iteration +1/")  # the last rank prints
-        if hostile_seconds:
-            pids = [job.launcher.pid for job in (first, last)]
-            ports = listening_ports(pids + [pid for launcher in pids for pid in descendants(launcher)])
-            assert len(ports) >= 2 + 8, "the store, presence and the links of eight ranks"
-            print("hostile to ports", ports)
-            done = subprocess.run(
-                [sys.executable, "-m", "tests.integration.hostile_neighbour", str(hostile_seconds), "7",
-                 ",".join(map(str, ports))],
-                cwd=ROOT, env=environment_of(), capture_output=True, text=True, timeout=hostile_seconds + 90,
-                check=True,
-            )  # fmt: skip
-            print(done.stdout)
-            acted = {name.partition(",")[0] for name in json.loads(done.stdout)}
-            assert acted == {name for name in vars(Neighbour) if not name.startswith("_")}, "it did everything"
+        pids = [job.launcher.pid for job in (first, last)]
+        ports = listening_ports(pids + [pid for launcher in pids for pid in descendants(launcher)])
+        assert len(ports) >= 2 + 2 * ranks, "the store, presence and the links of all ranks"
+        print("hostile to ports", ports)
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.integration.hostile_neighbour", str(hostile_seconds), "7",
+             ",".join(map(str, ports))],
+            cwd=ROOT, env=environment_of(), capture_output=True, text=True, timeout=hostile_seconds + 90,
+            check=True,
+        )  # fmt: skip
+        print(done.stdout)
+        acted = {name.partition(",")[0] for name in json.loads(done.stdout)}
+        assert acted == {name for name in vars(Neighbour) if not name.startswith("_")}, "it did everything"
         last.wait_for(rf"iteration +{steps}/")
         first.launcher.send_signal(signal.SIGTERM)
         results = [job.finish() for job in (first, last)]
@@ -68,18 +69,21 @@ def trained(folder: Path, steps: int, hostile_seconds: float = 0.0) -> JobResult
         return results[1]
 
 
-def check_undisturbed(folder: Path, seconds: float) -> None:
-    disturbed = trained(folder / "disturbed", 5, seconds)
+def check_undisturbed(folder: Path, ranks: int, seconds: float) -> None:
+    """The losses are those of as many ranks on one node, whom nobody disturbs."""
+    disturbed = disturbed_run(folder / "disturbed", ranks, 5, seconds)
     assert not disturbed.of("loss") and "lost" not in disturbed.output, disturbed.output[-3000:]
     steps = max(disturbed.committed)
-    alone = trained(folder / "alone", min(steps, 8))
+    end = ("--exit-interval", str(min(steps, 8)))
+    alone = elastic_job(folder / "alone", 2 * ranks, 1, 2, STEPS, *QUIET, *RARELY, *end)
+    assert alone.code == 0, alone.output[-3000:]
     compared = sorted(set(alone.committed) & set(disturbed.committed))
     assert len(compared) >= 5 and sorted(disturbed.committed) == list(range(1, steps + 1))
     assert [disturbed.committed[step] for step in compared] == [alone.committed[step] for step in compared]
 
 
 def test_a_neighbour_without_the_secret_changes_nothing(tmp_path: Path) -> None:
-    check_undisturbed(tmp_path, 6.0)
+    check_undisturbed(tmp_path, 2, 4.0)
 
 
 def test_a_job_on_one_node_listens_on_the_loopback_address_alone(tmp_path: Path) -> None:
@@ -100,4 +104,4 @@ def test_a_job_on_one_node_listens_on_the_loopback_address_alone(tmp_path: Path)
 
 @pytest.mark.slow
 def test_nor_does_it_within_ten_minutes(tmp_path: Path) -> None:
-    check_undisturbed(tmp_path, LONG)
+    check_undisturbed(tmp_path, 4, LONG)
