@@ -18,7 +18,7 @@ from pathlib import Path
 __all__ = ["fault", "main", "subjects"]
 
 ROOT = Path(__file__).resolve().parent.parent
-BASE = "ebf17acb7ffec46be22ef7a1dc1538294620f940"
+BASE = "b8f9626c455bb3bfa2110bc9523cd2e0233a4d82"
 LENGTH = 72
 AREA = re.compile(r"[\w./,-]+(?: [\w./,-]+)?: ")
 NOT_IMPERATIVE = frozenset({

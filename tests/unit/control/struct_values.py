@@ -21,7 +21,7 @@ def values(kind: Any) -> st.SearchStrategy[Any]:
     return _of(inspect.type_info(kind))
 
 
-def _of(info: inspect.Type) -> st.SearchStrategy[Any]:
+def _of(info: inspect.Type) -> st.SearchStrategy[Any]:  # noqa: C901, PLR0912 - a case for each kind of type
     match info:
         case inspect.StructType(cls=cls) if cls is Decision:
             return _decisions(info)
