@@ -1,9 +1,9 @@
 """The control plane of a cluster in one process: a journal, an agent a node, and each worker's end.
 
 What decides is the real code: every agent has its own :class:`Generations`, to which it applies the journal at its own
-pace; the real :class:`WorkerMessages` turns what workers say into events, the real :func:`brief` says what they are
-told, and the worker's half is the real :class:`WorkerProtocol`. Only what carries messages, and the ends and starts
-of processes, are made here.
+pace; the real :class:`WorkerMessages` turns the messages of workers into events, the real :func:`notify_worker` writes
+those to them, and the worker's half is the real :class:`WorkerProtocol`. Only what carries messages, and the ends and
+starts of processes, are made here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron.elastic.control.membership import Activity, Loss
 from megatron.elastic.control.messages import FROM_WORKER, TO_WORKER, DrainSignal, FromWorker
 from megatron.elastic.control.protocol import WorkerProtocol
 from megatron.elastic.control.wire import Codec, encode
-from megatron.elastic.launch.agent.notify_workers import brief
+from megatron.elastic.launch.agent.notify_workers import notify_worker
 from megatron.elastic.launch.agent.worker_messages import WorkerMessages
 from megatron.elastic.launch.workers.pool import Worker
 from tests.cluster.scheduler import ClusterThreads, Process, Scheduler
@@ -189,7 +189,7 @@ class Agent:
         if isinstance(event, Lost):
             self._respawn(event)
         for launched in self._workers.values():
-            self._brief(launched)
+            self._notify(launched)
         self._messages.report_if_complete()
         self.over = self.state.over()
         if self.state.ready() and self.state.coordinator() == self.node and self._tried != self._position:
@@ -208,10 +208,10 @@ class Agent:
         self._workers[rank] = self._start(rank, incarnation, not self.state.fresh)
 
     def _greet(self, worker: Worker) -> None:
-        self._brief(self._workers[worker.rank])
+        self._notify(self._workers[worker.rank])
 
-    def _brief(self, launched: Launched) -> None:
-        brief(self.state, launched.worker, lambda worker, message: launched.told.append(encode(message)))
+    def _notify(self, launched: Launched) -> None:
+        notify_worker(self.state, launched.worker, lambda worker, message: launched.told.append(encode(message)))
 
     @property
     def ended(self) -> JobEnded | None:

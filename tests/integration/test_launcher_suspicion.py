@@ -121,7 +121,7 @@ def test_a_circle_is_formed_anew_once_and_then_ends_the_job(tmp_path: Path) -> N
     assert code == 5, done.text()
     again = done.of("decided", generation=2)
     assert {event["rank"] for event in again} == {0, 1, 2} and all(event["lost"] == [] for event in again)
-    assert "nobody can be blamed, for the second time" in done.text()
+    assert "none is at fault, for the second time" in done.text()
 
 
 def test_two_living_ranks_that_blame_each_other_reconnect_and_then_the_higher_goes(tmp_path: Path) -> None:

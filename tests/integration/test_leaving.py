@@ -153,7 +153,7 @@ def test_sigterm_while_a_lost_stage_is_waited_for_drains_when_it_is_back(tmp_pat
 def test_when_it_does_not_come_back_in_time_the_end_says_for_whom_was_waited(tmp_path: Path) -> None:
     result = drained_while_waiting(tmp_path, 60.0, "--shutdown-timeout", "1")
     assert result.code == 128 + signal.SIGTERM, result.output[-5000:]
-    assert "ranks [2, 3] did not come back, without whom nothing can be saved" in result.output
+    assert "ranks [2, 3] did not come back, without which nothing can be saved" in result.output
     assert not (tmp_path / "saved/latest_checkpointed_iteration.txt").exists()
 
 

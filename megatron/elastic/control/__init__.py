@@ -1,1 +1,1 @@
-"""Who is here: generations, the journal the agents agree through, heartbeats, suspicion (docs/design.md §4)."""
+"""The membership of a job: generations, the journal by which agents agree, leases, suspicions (docs/design.md §4)."""

@@ -99,8 +99,8 @@ class WorkerMembership(WorkerProtocol):
     def sample(self, sampler: Callable[[], Activity | None]) -> None:
         """Have the control thread publish ``sampler()`` a few times a second, when it returns something new.
 
-        For waits inside native code, during which nobody else could publish whom
-        this process waits for; None when it waits for nobody, which shows what was
+        For waits inside native code, during which no other thread could publish the ranks
+        that this process waits for; None when it waits for none, which shows what was
         published last again. A step below 0 stands for the one published last. Must
         be quick and must not take locks of the caller.
         """

@@ -41,7 +41,7 @@ SECRET_FILE: Final = "MEGATRON_ELASTIC_SECRET_FILE"
 """A file with the secret, as ``--elastic-secret-file`` names one; read by the launcher alone."""
 
 ETCD_USER: Final = "MEGATRON_ELASTIC_ETCD_USER"
-"""As whom the launcher speaks to an etcd that asks; with :data:`ETCD_PASSWORD`."""
+"""User name of the launcher at an etcd that asks for one; with :data:`ETCD_PASSWORD`."""
 
 ETCD_PASSWORD: Final = "MEGATRON_ELASTIC_ETCD_PASSWORD"
 """Of :data:`ETCD_USER`. In the environment alone: a command line is seen by others."""

@@ -35,9 +35,9 @@ T = TypeVar("T")
 _REQUEST_SECONDS = 2.0
 """Bounds one request to one endpoint."""
 _PATIENCE_SECONDS = 5.0
-"""How long all endpoints are tried at the least before the store counts as lost: longer than an election of etcd's."""
+"""Least time for which all endpoints are tried before the store counts as lost: longer than an election of etcd."""
 _UNAUTHENTICATED = ("invalid auth token", "auth token is not", "user name is empty", "revision of auth store is old")
-"""What etcd says of a token that it has forgotten, or that there was none."""
+"""etcd's messages about a token that it does not know, or that was missing."""
 _LOOK_SECONDS = 1.0
 """A wait asks again this often, whatever its watch says: a watch on an endpoint that died is silent for ever."""
 _OPERATIONS = 128
@@ -48,7 +48,7 @@ _LEASE_SECONDS = 30
 
 @dataclass(frozen=True)
 class Etcd:
-    """Where etcd is and how to reach it."""
+    """Address of etcd and the credentials for it."""
 
     endpoints: tuple[tuple[str, int], ...]
     protocol: str = "http"
@@ -263,7 +263,7 @@ class EtcdStore(Store):
                 if not mine._ask(lambda client: client_lease_lives(client, self._lease_id)):
                     return  # the next request says so: its lease is not found
         except StoreLost:
-            return  # whoever asks for something next is told
+            return  # the next request reports it
 
 
 def _transact(text: Mapping[str, Any], client: Any) -> Mapping[str, Any]:

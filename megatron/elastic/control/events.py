@@ -165,7 +165,7 @@ class Reformed(_Event, frozen=True):
 
 
 class Announced(_Event, frozen=True):
-    """Of ``generation``, by a member: what can be lost now, in one line."""
+    """The losses that ``generation`` can survive now, as a member told in one line."""
 
     generation: Int64
     text: str

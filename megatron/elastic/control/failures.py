@@ -27,10 +27,10 @@ class Failures(msgspec.Struct, forbid_unknown_fields=True):
     max_per_hour: int = 0
     _raised_at: dict[int, list[tuple[int, int]]] = {}
     _times: list[float] = []
-    _stillborn: dict[int, int] = {}
+    _failed_starts: dict[int, int] = {}
     _reached: int = -1
     _ends: list[int] = []
-    """Step reached before each loss of everybody."""
+    """The step that was reached before each loss of all ranks."""
     _fell: dict[int, dict[int, int]] = {}
     """Step at which ranks fell back to the checkpoint → rank → its incarnation then."""
     _member: dict[int, int] = {}
@@ -62,7 +62,7 @@ class Failures(msgspec.Struct, forbid_unknown_fields=True):
         return None
 
     def started_anew(self) -> str | None:
-        """Note that the job starts anew, everybody being lost; a text when it gets no further than it did before."""
+        """Note that the job starts anew after the loss of all ranks; a text when it gets no further than before."""
         self._ends.append(self._reached)
         self._reached = -1
         last = self._ends[-_STARTS:]
@@ -73,18 +73,18 @@ class Failures(msgspec.Struct, forbid_unknown_fields=True):
     def admitted(self, rank: int, incarnation: int) -> None:
         """``incarnation`` of ``rank`` is a member."""
         self._member[rank] = incarnation
-        self._stillborn.pop(rank, None)
+        self._failed_starts.pop(rank, None)
 
-    def stillborn(self, rank: int, incarnation: int) -> bool:
+    def failed_to_join(self, rank: int, incarnation: int) -> bool:
         """Note the end of a newcomer, if it was one: True when several in a row ended before they were members."""
         if self._member.get(rank) == incarnation:
             return False
-        self._stillborn[rank] = self._stillborn.get(rank, 0) + 1
-        return self._stillborn[rank] >= _STARTS
+        self._failed_starts[rank] = self._failed_starts.get(rank, 0) + 1
+        return self._failed_starts[rank] >= _STARTS
 
     def cool_down(self, rank: int) -> float:
-        """Seconds to wait before starting ``rank`` again: none the first time, growing with stillbirths."""
-        count = self._stillborn.get(rank, 0)
+        """Seconds to wait before starting ``rank`` again: none the first time, growing with the failed starts."""
+        count = self._failed_starts.get(rank, 0)
         return 0.0 if count == 0 else min(60.0, 0.25 * 2.0**count)
 
 

@@ -12,7 +12,7 @@ Standing of a rank's present incarnation::
     waiting  ──join request of all members, DECIDE──▶ member
 
 While there is no member (at the start, or after all were lost) the job is
-*fresh*: whoever arrives is part of the next decision, which waits for every rank
+*fresh*: every rank that arrives is part of the next decision, which waits for every rank
 that can still come. Otherwise a newcomer waits to be admitted.
 
 Invariants (tests/unit/control/test_generations.py walks all interleavings)
@@ -69,12 +69,12 @@ class Node(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class RankState(msgspec.Struct, forbid_unknown_fields=True):
-    """What is known of one rank's present incarnation."""
+    """The state of one rank's present incarnation."""
 
     incarnation: int = 0
     standing: Standing = "starting"
     entry: Entry | None = None
-    """What it handed in when it asked to become a member."""
+    """Its report when it asked to become a member."""
     may_return: bool = True
     code: int | None = None
     announced: bool = True
@@ -88,7 +88,7 @@ class Generations(msgspec.Struct, forbid_unknown_fields=True):
     nominal: int = 0
     """Ranks of the launch; 0: all there are."""
     cell: int = 1
-    """Ranks of a tensor-parallel group: neighbours. Asked for only where there are extra ranks."""
+    """Size of a tensor-parallel group, whose ranks are consecutive. Used only where there are extra ranks."""
     quarantine: Quarantine = msgspec.field(default_factory=Quarantine)
     expects_nodes: bool = False
     """A lost node is expected to be replaced (--nnodes MIN:MAX), so its ranks are waited for."""
@@ -105,7 +105,7 @@ class Generations(msgspec.Struct, forbid_unknown_fields=True):
     drain: tuple[int, ...] | None = None
     """Ranks asked to leave; empty: the whole job."""
     announced: tuple[int, str] = (0, "")
-    """(generation, what it can lose), as its members said last."""
+    """(generation, the losses that it can survive), as its members told last."""
     stopping: bool = False
     """The drain of the whole job is for good: a user asked for it to stop."""
     enlisted: set[int] = set()
@@ -142,7 +142,7 @@ class Generations(msgspec.Struct, forbid_unknown_fields=True):
 
     @property
     def fresh(self) -> bool:
-        """Nobody holds anything: the next decision is a start."""
+        """No member is left that holds state: the next decision is a start."""
         return not self.members
 
     @property
@@ -152,7 +152,7 @@ class Generations(msgspec.Struct, forbid_unknown_fields=True):
 
     @property
     def preparing(self) -> bool:
-        """Some member has not begun: a loss now leaves nothing to go on from, and everybody starts anew."""
+        """Some member has not begun: a loss now leaves no state to continue from, and all ranks start anew."""
         return any(self.ranks[rank].standing == "member" for rank in self._preparing)
 
     def expected(self) -> tuple[int, ...]:
@@ -172,7 +172,7 @@ class Generations(msgspec.Struct, forbid_unknown_fields=True):
         return not self.quiet and self.ended is None and bool(self.expected()) and not self.missing()
 
     def pending(self) -> Pending:
-        """What members should honour at their next boundary."""
+        """The requests that members should honour at their next boundary."""
         promised = () if self.decision is None else self.decision.returning
         return Pending(
             join=self._joining,
@@ -187,11 +187,11 @@ class Generations(msgspec.Struct, forbid_unknown_fields=True):
         return min((number for number, node in self.nodes.items() if node.alive), default=None)
 
     def node_of(self, rank: int) -> int:
-        """Which node starts ``rank``."""
+        """The node that starts ``rank``."""
         return next(number for number, node in self.nodes.items() if rank in node.ranks)
 
     def returns(self, rank: int) -> bool:
-        """Whether ``rank``, if lost, is started again as things stand."""
+        """True if ``rank``, once lost, is started again in the present state."""
         return self.ranks[rank].may_return and self.node_of(rank) not in self.quarantine.out()
 
     def returning(self) -> tuple[int, ...]:
@@ -205,7 +205,7 @@ class Generations(msgspec.Struct, forbid_unknown_fields=True):
         return self.returns(rank) or (replaced and state.incarnation >= 0)
 
     def over(self) -> bool:
-        """The job is done, or nobody is left who could go on."""
+        """The job is done, or no rank is left that could go on."""
         if self.ended is not None:
             return True
         if self.members:
@@ -260,7 +260,7 @@ class Generations(msgspec.Struct, forbid_unknown_fields=True):
                 self._decide(event)
             case JobEnded():
                 self.ended = event
-        if self.fresh:  # everybody is needed
+        if self.fresh:  # every rank is needed
             for node in self.nodes:
                 self.quarantine.lift(node)
 
@@ -270,7 +270,7 @@ class Generations(msgspec.Struct, forbid_unknown_fields=True):
             state = self.ranks.get(loss.rank)
             if state is None or loss.incarnation < state.incarnation:
                 continue
-            # A rank that left unannounced is done, until somebody misses it.
+            # A rank that left unannounced is done, unless a member still needs it.
             missed = state.standing == "done" and not state.announced and not self.fresh
             if loss.incarnation == state.incarnation and state.standing in ("lost", "done") and not missed:
                 continue
@@ -297,7 +297,7 @@ class Generations(msgspec.Struct, forbid_unknown_fields=True):
             self.quarantine.lost(node, [n for n, there in self.nodes.items() if there.alive and n != node], at)
 
     def lives(self, node: int, epoch: int) -> bool:
-        """Whether that agent, in that life, counts as living: several may report its end."""
+        """True while that agent, in that life, counts as living: several may report its end."""
         known = self.nodes.get(node)
         return known is not None and known.alive and known.epoch == epoch
 
@@ -385,8 +385,8 @@ class Generations(msgspec.Struct, forbid_unknown_fields=True):
         match wish:
             case Drain(ranks):
                 leaving = {*(self.drain or ()), *(rank for rank in ranks if rank in self.ranks)}
-                everybody = not ranks or self.drain == () or leaving >= set(self.members)
-                self.drain = () if everybody else tuple(sorted(leaving))
+                whole_job = not ranks or self.drain == () or leaving >= set(self.members)
+                self.drain = () if whole_job else tuple(sorted(leaving))
             case Stop():
                 self.drain, self.stopping = (), True
             case SaveCheckpoint():
@@ -455,7 +455,7 @@ class Generations(msgspec.Struct, forbid_unknown_fields=True):
         self._requests.clear()
         self.reason = reason
         if self.fresh:
-            # Everyone who held anything is gone: whoever waits starts the job anew.
+            # No rank that held state is left: the ranks that wait start the job anew.
             self.reason = "start"
             for rank in self._standing("waiting"):
                 state = self.ranks[rank]
@@ -471,7 +471,7 @@ class Generations(msgspec.Struct, forbid_unknown_fields=True):
                     self.reports[rank] = entry
 
     def _call_for_joiners(self) -> None:
-        """Have members admit who is wanted, at a boundary. Sticky: who saw it must not wait for one that did not."""
+        """Have members admit the wanted ranks at a boundary."""
         if not self.fresh and self._wanted():
             self._joining = True
 

@@ -1,7 +1,7 @@
 """A totally ordered list of events that all agents share, kept in the store.
 
 Position n is the key ``journal/n``. Appending is a compare-and-set on the first
-free position: whoever is beaten there reads what came first and decides anew.
+free position: an agent that is beaten there reads what came first and decides anew.
 That makes the order of a loss and a decision a fact (docs/design.md §4), not a race:
 :meth:`Journal.append_next` appends only at a position the caller has seen
 everything before.
@@ -10,8 +10,8 @@ The entries are a chain: each one carries a hash of those before it (:class:`Mar
 continued by an agent that has read it. An entry that is signed and yet continues something else means that entries were
 removed, replaced or put back: :class:`JournalForged` ends the reader, which has read another past than the store holds.
 
-What everybody has read may be dropped (:func:`trim`) once a :class:`Snapshot` of the state
-it led to is kept: whoever comes later starts from that. A reader that did not run while
+Entries that every agent has read may be dropped (:func:`trim`) once a :class:`Snapshot` of the state
+that they lead to is kept: an agent that comes later starts from that. A reader that did not run while
 entries it had yet to read were dropped finds :class:`Trimmed`, and starts from there too.
 ``journal/floor`` says below which position nothing may be read or written any more; it
 grows before anything is deleted.
@@ -48,7 +48,7 @@ class JournalForged(StoreLost):
 
 @dataclass(frozen=True)
 class Mark:
-    """How far one has read."""
+    """The entries that a reader has read."""
 
     position: int
     """The first entry that was not read."""
@@ -150,7 +150,7 @@ class Journal:
         return self._signer.sign(_place(self.position), encode(_Entry(self.mark.chain, event)))
 
     def _withdrawn(self, position: int) -> bool:
-        """Whether what was just written at ``position`` is below the floor, where it was free only for having gone."""
+        """True if the entry just written at ``position`` is below the floor; it is deleted then."""
         if not self._trimmed(position):
             return False
         self._store.delete(_place(position))
@@ -192,7 +192,7 @@ def _chained(chain: str, value: bytes) -> str:
 def keep(store: Store, signer: Signer, snapshot: Snapshot) -> bool:
     """Put ``snapshot`` where :func:`newest` finds it, in the place of an older one; False if there is a newer one.
 
-    Whoever coordinates calls it. One that was stopped, at any point, and comes late finds what its successor has kept.
+    The coordinator calls it. One that was stopped, at any point, and comes late finds what its successor has kept.
     """
     mark = snapshot.mark
     body = encode(_Kept(mark.position, mark.chain, msgspec.Raw(snapshot.content)))

@@ -2,7 +2,7 @@
 
 A change of membership takes two phases. FREEZE(g): every survivor stops,
 promises to act on no older generation, and hands in a report of what it holds
-(who asked for the change, or met the loss itself, has done so before).
+(one that asked for the change, or met the loss itself, has done so before).
 DECIDE(g): one compare-and-set record that names the members and carries every
 report, so that each process computes the same plan from the same bytes. A loss
 before DECIDE(g) is FREEZE(g+1), and members report anew.
@@ -28,7 +28,7 @@ from megatron.elastic.control.wire import Int64
 __all__ = ["WAITING_FOR_RANKS", "Activity", "Decision", "Loss", "Membership", "Reason", "Released"]
 
 Reason = Literal["start", "loss", "join", "drain", "reform"]
-"""drain: some ranks leave; reform: nobody comes or goes, but a member has something to report that all must know."""
+"""drain: some ranks leave; reform: no rank comes or goes, but a member has something to report that all must know."""
 
 
 class Released(Exception):
@@ -82,7 +82,7 @@ WAITING_FOR_RANKS = "waiting for ranks"
 
 @dataclass(frozen=True)
 class Activity:
-    """What a worker is doing, published for hang detection."""
+    """The present activity of a worker, published for hang detection."""
 
     step: int
     phase: str
@@ -118,7 +118,7 @@ class Membership(Protocol):
         """Evidence against ``rank``: a broken link, a failed check. Not yet a loss."""
 
     def publish(self, activity: Activity) -> None:
-        """Say what this worker does and for whom it waits. Cheap: a shared-memory write."""
+        """Publish the activity of this worker and the ranks that it waits for. Cheap: a shared-memory write."""
 
     def pending(self) -> Pending:
         """Requests to honour at the next boundary."""

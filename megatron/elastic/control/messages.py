@@ -34,7 +34,7 @@ class Hello(_Message, frozen=True):
 
 
 class Report(_Message, frozen=True):
-    """A promise to act on no generation before ``generation``, and what the worker holds (0: it asks to join)."""
+    """The state that the worker holds, and a promise to act on nothing before ``generation`` (0: it asks to join)."""
 
     generation: Int64
     address: Address
@@ -57,7 +57,7 @@ class Suspicion(_Message, frozen=True):
 
 
 class Tolerance(_Message, frozen=True):
-    """What ``generation`` can lose now, in one line."""
+    """The losses that ``generation`` can survive now, in one line."""
 
     generation: Int64
     text: str
@@ -106,7 +106,7 @@ class Members(_Message, frozen=True):
 
 
 class PendingChanged(_Message, frozen=True):
-    """What the members are to do at their next boundary, from now on."""
+    """The requests that members are to honour at their next boundary, from now on."""
 
     pending: Pending
 

@@ -129,7 +129,7 @@ class WorkerProtocol(ABC):
                 if self._decided > known and self._decision is not None and self._decided == self._frozen:
                     self._returned = self._decided
                     return self._decision
-                # Who waits to be admitted is not concerned by generations it was not decided into.
+                # For a rank that waits to be admitted, generations without it do not count.
                 if self._frozen > promised and self._decided > 0:
                     raise GenerationChanged(self._frozen)
                 left = end - self._threads.monotonic()
@@ -170,7 +170,7 @@ class WorkerProtocol(ABC):
     # -- beyond the protocol of members --------------------------------------------
 
     def watch_members(self, on_members: Callable[[Mapping[int, Address]], None]) -> None:
-        """While this process waits to be admitted, hear who the members are, and again when that changes.
+        """While this process waits to be admitted, be told the members, and again when they change.
 
         ``on_members`` runs on the control thread and must return at once.
         """
@@ -210,7 +210,7 @@ class WorkerProtocol(ABC):
             return
         with self._changed:
             self._frozen = generation
-        # The callback first: it wakes communication; whoever waits in decide() is not in a hurry.
+        # The callback first: it wakes communication. A thread that waits in decide() has time.
         if self._on_freeze is not None:
             self._on_freeze(generation)
         with self._changed:

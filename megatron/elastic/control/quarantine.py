@@ -3,7 +3,7 @@
 Each loss costs every other rank a recovery, each return another one. A node whose memory,
 link or cooling is at fault would take that toll for ever; left out, it costs its share of
 the work only. Faults of the program or of the cluster strike nodes alike, so a node is
-judged by comparison: its losses of the last hour beyond those of the median of the others.
+compared with the others: its losses of the last hour beyond those of the median of the others.
 
 *Left out* means that its lost ranks are not started again. Those that live go on. After
 the time is over they are started, and the node is on parole: the next loss beyond the
@@ -14,7 +14,7 @@ agent finds the same from the same journal, and any of them can take over.
 
 Invariants (tests/unit/control/test_quarantine.py)
 - A node that has lost no more than the median of the others is never put out.
-- Nobody is out while the job has no member: it would wait for whom it does not start.
+- No node is out while the job has no member: it would wait for ranks that it does not start.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _TOGETHER = 1.0
 
 
 class NodeRecord(msgspec.Struct, forbid_unknown_fields=True):
-    """What a node lost and how it was left out for it."""
+    """The losses of a node and its quarantines."""
 
     losses: list[float] = []
-    """When, of the last hour; several at once count as one."""
+    """Times of its losses of the last hour; several at once count as one."""
     level: int = 0
-    """How often it was put out since it last passed an hour without a loss."""
+    """Quarantines since it last passed an hour without a loss."""
     until: float = 0.0
-    """When the newest quarantine is (or was to be) over."""
+    """The time at which the newest quarantine is (or was to be) over."""
     out: bool = False
 
     def recent(self, now: float) -> list[float]:

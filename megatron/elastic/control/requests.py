@@ -1,4 +1,4 @@
-"""The requests of a job: of users, of workers, and what the agents tell the workers of them.
+"""The requests of a job: of users to agents, of workers to agents, and of agents to workers.
 
 A user asks through ``ctl`` or a signal (:data:`Command`). The agents keep what was asked and tell every member, which
 honours it at its next boundary (:class:`Pending`). At a boundary a member asks for the change itself
@@ -74,7 +74,7 @@ class Request(StrEnum):
 
 
 class Pending(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the members are to do at their next boundary."""
+    """The requests that the members are to honour at their next boundary."""
 
     join: bool = False
     """Newcomers wait to be admitted."""

@@ -47,13 +47,13 @@ _NO_STEP = -1
 
 @dataclass(frozen=True)
 class Glimpse:
-    """What the agent saw of a worker: its activity, how often and when it last changed (ns, monotonic)."""
+    """The agent's view of a worker: its activity, how often and when it last changed (ns, monotonic)."""
 
     activity: Activity
     progress: int
     stamp_ns: int
     usual_ns: int = 0
-    """How long this phase lasted here when it ended last; 0: it never did. Measured by the worker: an agent
+    """Duration of this phase here when it ended last; 0: it never did. Measured by the worker: an agent
     that looks now and then may never see a short phase at all."""
 
 
@@ -100,7 +100,7 @@ class Slot:
         """Mark the coming end as meant."""
         _FINISH.pack_into(self._map, _AT_FINISH, 1, code)
 
-    def say_last_words(self, text: str, reason: ExitReason) -> None:
+    def record_error(self, text: str, reason: ExitReason) -> None:
         """Leave the end of ``text`` (a traceback) and the kind of error for the agent to find."""
         _U32.pack_into(self._map, _REASON_AT, reason)
         data = text.encode(errors="replace")[-(SLOT_BYTES - _WORDS_AT - 4) :]
@@ -112,7 +112,7 @@ class Slot:
         _process.hold(self.lock())
 
     def lease_over(self) -> bool:
-        """Whether the time in which this worker may act has run out; never, where no lease was given."""
+        """True once the time in which this worker may act has run out; never, where no lease was given."""
         end = int(_U64.unpack_from(self._map, _AT_LEASE)[0])
         return end != 0 and boot_ns() > end
 
@@ -138,18 +138,18 @@ class Slot:
         flag, code = _FINISH.unpack_from(self._map, _AT_FINISH)
         return int(code) if flag == 1 else None
 
-    def last_words(self) -> str:
-        """What :meth:`say_last_words` left, or nothing."""
+    def error_text(self) -> str:
+        """The text of :meth:`record_error`, or nothing."""
         length = min(_U32.unpack_from(self._map, _WORDS_AT)[0], SLOT_BYTES - _WORDS_AT - 4)
         return self._map[_WORDS_AT + 4 : _WORDS_AT + 4 + length].decode(errors="replace")
 
     def exit_reason(self) -> ExitReason:
-        """The kind of error that :meth:`say_last_words` left; tolerant of anything else."""
+        """The kind of error that :meth:`record_error` left; tolerant of anything else."""
         found = _U32.unpack_from(self._map, _REASON_AT)[0]
         return ExitReason(found) if found in ExitReason.__members__.values() else ExitReason.UNKNOWN
 
     def lock(self) -> memoryview:
-        """What :meth:`hold` holds; to be let go of before :meth:`close`."""
+        """The bytes that :meth:`hold` locks; to be released before :meth:`close`."""
         return memoryview(self._map)[_LOCK_AT : _LOCK_AT + _process.LOCK_BYTES]
 
     def extend_lease(self, until_ns: int) -> None:

@@ -22,9 +22,9 @@ class Store(ABC):
     """Byte strings under text keys. Every method raises :class:`StoreLost` when the store is gone."""
 
     server: bool = False
-    """Whether this process serves the store: then asking it takes no time."""
+    """This process serves the store: a request to it takes no time."""
     embedded: bool = False
-    """Whether the store ends with the first agent."""
+    """The store ends with the first agent."""
 
     @property
     @abstractmethod

@@ -1,8 +1,8 @@
-"""Whom to blame: pure rules over who waits for whom and who accuses whom.
+"""Pure rules that find the rank at fault, from the wait-for graph and the accusations.
 
-A hang stalls everyone, so silence blames nobody (docs/design.md §4). Blame falls on the
+A hang stalls all ranks, so silence proves nothing (docs/design.md §4). Blame falls on the
 *sinks* of the wait-for graph: ranks that others wait for, directly or through a
-chain, and that wait for nobody themselves. A cycle has no sink and blames nobody.
+chain, and that wait for no rank themselves. A cycle has no sink and blames no rank.
 
 A broken link between two processes whose agents vouch for them gets one
 reconnection (the generation is formed anew). If the same two fall out again, the
@@ -32,7 +32,7 @@ class Accusation:
 
 @dataclass(frozen=True)
 class Ruling:
-    """Form the generation anew, or execute ``rank``."""
+    """Form the generation anew, or kill ``rank``."""
 
     kind: Literal["reform", "condemn"]
     rank: int = -1
@@ -47,11 +47,11 @@ class Idle(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     waiting_for: tuple[int, ...]
     seconds: float
     limit: float
-    """How long this is normal."""
+    """Seconds for which this is normal."""
 
 
 def sinks(waiting: Mapping[int, Sequence[int]]) -> tuple[int, ...]:
-    """Ranks somebody waits for that wait for nobody, most waited-for first (then by rank).
+    """Ranks that others wait for and that wait for no rank themselves, most waited-for first (then by rank).
 
     ``waiting`` maps each living rank to the ranks it waits for; a rank that is
     waited for but not in the map is a sink too (it is gone, or says nothing).
@@ -77,7 +77,7 @@ def _reachable(start: int, waiting: Mapping[int, Sequence[int]]) -> set[int]:
 
 
 def hang_verdict(table: Mapping[int, Idle]) -> Ruling | None:
-    """Whom to execute when nobody makes progress; None while anybody does, or nobody can be blamed."""
+    """The rank to kill when no rank makes progress; None while any does, or where none is at fault."""
     if not table or any(idle.seconds <= idle.limit for idle in table.values()):
         return None
     found = sinks({rank: idle.waiting_for for rank, idle in table.items()})
@@ -104,7 +104,7 @@ class Suspicions:
         return len(self._now) == 1
 
     def verdict(self, incarnations: Mapping[int, int]) -> Ruling | None:
-        """What follows if none of those involved died or was stopped. ``incarnations``: of living members."""
+        """The ruling if none of the ranks involved died or was stopped. ``incarnations``: of living members."""
         standing = [a for a in self._now if a.by in incarnations and a.rank in incarnations and a.by != a.rank]
         if not standing:
             return None
@@ -114,7 +114,7 @@ class Suspicions:
         if not again:
             return Ruling("reform", why=_describe(standing))
         involved = {rank for pair in again for rank, _ in pair}
-        # Who accused whom is a matter of who noticed first: what counts is how many fell out with a rank.
+        # Which end accuses depends on which noticed first: the number of broken links of a rank decides.
         broken = {rank: sum(any(rank == one for one, _ in pair) for pair in pairs) for rank in involved}
         worst = max(involved, key=lambda rank: (broken[rank], rank))
         return Ruling("condemn", worst, f"link broken again ({_describe(standing)})")

@@ -20,9 +20,9 @@ class Timing:
     look: float
     """Between two looks at the workers' process states."""
     stopped: float
-    """A process seen stopped for this long is executed."""
+    """A process seen stopped for this long is killed."""
     grace: float
-    """How long a suspicion waits for the usual cause, a death, to become known."""
+    """A suspicion waits this long for the usual cause, a death, to become known."""
     beat: float
     """Between two renewals of an agent's lease."""
     lease: float
@@ -32,7 +32,7 @@ class Timing:
     fence: float
     """Workers whose agent could not renew for this long end themselves; well before ``lease``."""
     resumed: float
-    """How long a lost rank's successor waits for the others to have got over the loss before it starts."""
+    """The next incarnation of a lost rank waits at most this long for the others to recover before it starts."""
     hang: float
     """Least time without progress, anywhere, before the wait-for graph is asked."""
     hang_factor: float
@@ -40,9 +40,9 @@ class Timing:
     hang_unknown: float
     """The same while a phase has never been seen to end."""
     patience: float
-    """How long an agent that cannot reach the store tries again, before it gives the job up."""
+    """An agent that cannot reach the store tries again for this long before it gives the job up."""
     quarantine: float
-    """How long a node that loses ranks again and again is left out the first time; doubled each further time."""
+    """The first quarantine of a node that loses ranks again and again; doubled each further time."""
 
     @classmethod
     def derive(cls, detection_timeout: float) -> Timing:

@@ -32,7 +32,7 @@ __all__ = ["BadCommand", "JobSpec", "parse"]
 
 
 _DRAIN_SECONDS = 120
-"""Saving a checkpoint takes longer than torchrun's 30 s; whoever sent the signal has a limit of his own."""
+"""Saving a checkpoint takes longer than torchrun's 30 s; the sender of the signal has a limit of its own."""
 
 _UNUSED: Mapping[str, object] = {
     "--max-restarts": 0,
@@ -82,7 +82,7 @@ class JobSpec:
     """Label of what fails together with this node."""
     rendezvous_timeout: float
     etcd: Etcd | None
-    """Where the store is; None: the first agent serves it."""
+    """The address of the store; None: the first agent serves it."""
     kind: Kind
     target: str
     arguments: tuple[str, ...]

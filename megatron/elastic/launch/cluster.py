@@ -1,4 +1,4 @@
-"""Which node of how many, and where the first one is: from flags, Slurm or Kubernetes.
+"""Number of this node, number of nodes, and the address of the first one: from flags, Slurm or Kubernetes.
 
 Flags win. Under ``srun`` (one launcher a task) and in an indexed Kubernetes job
 or a stateful set, what is not given comes from the environment there.
@@ -22,7 +22,7 @@ _DEFAULT_PORT = 29500
 
 @dataclass(frozen=True)
 class NodePlace:
-    """Where this agent stands."""
+    """The place of this agent among the nodes."""
 
     node: int | None
     """None: whichever place is free (rendezvous backend c10d, as torchrun has it)."""
@@ -36,7 +36,7 @@ class NodePlace:
     """Seconds to wait for the other nodes."""
     run_id: str | None = None
     etcd: Etcd | None = None
-    """Where the store is, unless the first agent serves it."""
+    """The address of the store, unless the first agent serves it."""
 
 
 def derive(args: argparse.Namespace, environ: Mapping[str, str]) -> NodePlace:

@@ -26,7 +26,7 @@ from megatron.elastic.control.wire import encode
 # -- slots ---------------------------------------------------------------------------------
 
 
-def test_a_slot_shows_the_other_side_what_is_done_and_last_words() -> None:
+def test_a_slot_shows_the_other_side_the_activity_and_the_error() -> None:
     fd, agent = Slot.create("t")
     worker = Slot(fd)
     assert agent.look().activity == Activity(-1, "launch")
@@ -39,9 +39,9 @@ def test_a_slot_shows_the_other_side_what_is_done_and_last_words() -> None:
     worker.finish(3)
     assert agent.finished() == 3
     assert agent.exit_reason() is ExitReason.UNKNOWN
-    worker.say_last_words("x" * SLOT_BYTES + "the end", ExitReason.COMMUNICATION)
+    worker.record_error("x" * SLOT_BYTES + "the end", ExitReason.COMMUNICATION)
     assert agent.exit_reason() is ExitReason.COMMUNICATION
-    assert agent.last_words().endswith("the end") and len(agent.last_words()) < SLOT_BYTES
+    assert agent.error_text().endswith("the end") and len(agent.error_text()) < SLOT_BYTES
     os.close(fd)
 
 
@@ -75,7 +75,7 @@ def test_no_bytes_in_a_slot_upset_the_agent(data: bytes, at: int) -> None:
     fd, agent = Slot.create("t")
     os.pwrite(fd, data, at)
     agent.look()
-    agent.last_words()
+    agent.error_text()
     agent.exit_reason()
     agent.finished()
     os.close(fd)

@@ -101,15 +101,15 @@ def test_losses_per_hour_are_counted_in_a_sliding_hour() -> None:
 def test_a_rank_that_never_gets_anywhere_is_given_up_with_growing_pauses() -> None:
     failures = Failures()
     failures.admitted(1, 0)
-    assert not failures.stillborn(1, 0), "the loss of a member is no stillbirth"
+    assert not failures.failed_to_join(1, 0), "the loss of a member is no failed start"
     assert failures.cool_down(1) == 0
-    assert not failures.stillborn(1, 1)
+    assert not failures.failed_to_join(1, 1)
     first = failures.cool_down(1)
-    assert not failures.stillborn(1, 2)
+    assert not failures.failed_to_join(1, 2)
     assert failures.cool_down(1) > first > 0
-    assert failures.stillborn(1, 3)
+    assert failures.failed_to_join(1, 3)
     failures.admitted(1, 4)
-    assert failures.cool_down(1) == 0 and not failures.stillborn(1, 4)
+    assert failures.cool_down(1) == 0 and not failures.failed_to_join(1, 4)
 
 
 def test_starting_anew_is_fine_while_it_gets_further() -> None:

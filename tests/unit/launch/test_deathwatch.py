@@ -164,7 +164,7 @@ def test_a_worker_has_ended_before_it_is_gone_and_its_end_is_told_once(tmp_path:
     loop, ends = Loop(), list[tuple[Worker, int, bool]]()
 
     def said(worker: Worker, _: object) -> None:
-        pool.attend(worker)
+        pool.watch_lock(worker)
         loop.after(0.0, lambda: os.kill(worker.pid, signal.SIGKILL))
 
     def ended(worker: Worker, status: int) -> None:
@@ -218,7 +218,7 @@ def test_the_end_of_the_training_thread_ends_its_process(tmp_path: Path) -> None
         "threading.Thread(target=membership.start, args=(lambda generation: None,)).start()\ntime.sleep(600)\n"
     )
     loop, ends = Loop(), list[int]()
-    pool = Pool(loop, (), PoolEvents(lambda worker, _: pool.attend(worker), lambda _, status: ends.append(status),
+    pool = Pool(loop, (), PoolEvents(lambda worker, _: pool.watch_lock(worker), lambda _, status: ends.append(status),
                                      lambda ready: None))  # fmt: skip
     pool.start_zygote()
     try:

@@ -14,7 +14,7 @@ from megatron.elastic.config import ConfigError
 from megatron.elastic.control.events import JobEnded, Lost
 from megatron.elastic.control.exits import Ending, ExitCode, ExitReason
 from megatron.elastic.control.slot import Slot
-from megatron.elastic.launch.agent.losses import classify, left_to_the_first
+from megatron.elastic.launch.agent.losses import classify, input_error
 from megatron.elastic.launch.workers.pool import Worker
 from megatron.elastic.launch.workers.worker import reason_of
 
@@ -59,12 +59,12 @@ def test_bad_input_and_the_programs_own_errors() -> None:
 
 
 def test_the_words_of_an_error_decide_nothing(worker: Worker) -> None:
-    worker.slot.say_last_words(LOOKS_LIKE_COMMUNICATION, ExitReason.ERROR)
-    assert ending(worker, 1 << 8) is Ending.ERROR and left_to_the_first(worker) == ""
-    worker.slot.say_last_words("plain words", ExitReason.COMMUNICATION)
+    worker.slot.record_error(LOOKS_LIKE_COMMUNICATION, ExitReason.ERROR)
+    assert ending(worker, 1 << 8) is Ending.ERROR and input_error(worker) == ""
+    worker.slot.record_error("plain words", ExitReason.COMMUNICATION)
     assert ending(worker, 1 << 8) is Ending.COMMUNICATION
-    worker.slot.say_last_words("some.Error: the flag", ExitReason.INPUT)
-    assert left_to_the_first(worker) == "the flag"
+    worker.slot.record_error("some.Error: the flag", ExitReason.INPUT)
+    assert input_error(worker) == "the flag"
 
 
 @pytest.mark.parametrize(
@@ -81,16 +81,16 @@ def test_exit_codes_by_which_a_worker_says_why_it_ends(worker: Worker, code: int
 
 
 def test_whoever_was_killed_did_not_end_by_its_own_error(worker: Worker) -> None:
-    worker.slot.say_last_words("an error it was still handling", ExitReason.ERROR)
+    worker.slot.record_error("an error it was still handling", ExitReason.ERROR)
     assert ending(worker, 9) is Ending.KILLED
-    worker.doomed = "stopped"
+    worker.killed_for = "stopped"
     assert ending(worker, 1 << 8) is Ending.KILLED
 
 
 def test_before_the_first_step_an_error_of_its_own_ends_the_job_and_one_of_communication_does_not(
     worker: Worker,
 ) -> None:
-    worker.slot.say_last_words("x", ExitReason.COMMUNICATION)
+    worker.slot.record_error("x", ExitReason.COMMUNICATION)
     assert isinstance(classify(worker, 1 << 8, "host", False, True, (), 0.0), Lost)
-    worker.slot.say_last_words("x", ExitReason.ERROR)
+    worker.slot.record_error("x", ExitReason.ERROR)
     assert isinstance(classify(worker, 1 << 8, "host", False, True, (), 0.0), JobEnded)

@@ -1,1 +1,1 @@
-"""The agent of a node: rendezvous, journal, leases, judging hangs, and what it tells its workers and the user."""
+"""The agent of a node: rendezvous, journal, leases, rulings on hangs, and the messages to its workers and the user."""

@@ -5,7 +5,7 @@ everything it does to them follows from the state after an entry of the journal
 (:class:`Generations`), so all agents act alike. It never waits: not for a worker,
 not for the store.
 
-The lowest living agent coordinates: it alone tries DECIDE, judges suspicions and
+The lowest living agent coordinates: it alone tries DECIDE, rules on suspicions and
 hangs, and counts losses. Its successor needs nothing from it but the journal.
 """
 
@@ -46,9 +46,9 @@ from megatron.elastic.launch.agent.hang_arbiter import HangArbiter
 from megatron.elastic.launch.agent.journal_io import JournalIO
 from megatron.elastic.launch.agent.journal_trimming import JournalTrimming
 from megatron.elastic.launch.agent.loop import Loop
-from megatron.elastic.launch.agent.losses import classify, left_to_the_first
+from megatron.elastic.launch.agent.losses import classify, input_error
 from megatron.elastic.launch.agent.node_leases import NodeLeases, Table
-from megatron.elastic.launch.agent.notify_workers import brief
+from megatron.elastic.launch.agent.notify_workers import notify_worker
 from megatron.elastic.launch.agent.place import Place
 from megatron.elastic.launch.agent.presence import Presence
 from megatron.elastic.launch.agent.rendezvous import JobMembers
@@ -64,9 +64,9 @@ from megatron.elastic.launch.workers.spawn import Spawner
 
 __all__ = ["Agent"]
 
-_GOODBYE_SECONDS = 5.0
+_LEAVE_SECONDS = 5.0
 _FIRST_RANK_SECONDS = 3.0
-"""How long the first rank has to say what is wrong with the input: all find the same, and it alone says it."""
+"""Time for the first rank to report a fault of the input: all ranks find the same one, and it alone reports it."""
 
 
 class Agent:
@@ -77,30 +77,37 @@ class Agent:
         self.node = members.node
         self.timing = Timing.derive(job.settings.detection_timeout)
         self.clock = JobClock()
-        quarantine = Quarantine(job.settings.quarantine_after, self.timing.quarantine)
-        self.state = Generations(
-            members.nodes, job.settings.respawn, members.nominal, job.tensor, quarantine, job.least < job.nodes
-        )
         self.exit_code: int | None = None
         self.by_rank: dict[int, Worker] = {}
         self._loop, self._pool = loop, pool
         self._mine = members.nodes[self.node]
-        self._logs = WorkerLogs(job, self._mine.ranks)
-        spawner = self._spawner = Spawner(job, members, pool, self._logs)
+        # The journal, and the state that follows from it.
+        quarantine = Quarantine(job.settings.quarantine_after, self.timing.quarantine)
+        self.state = Generations(
+            members.nodes, job.settings.respawn, members.nominal, job.tensor, quarantine, job.least < job.nodes
+        )
+        self._failures = Failures(job.settings.max_losses_per_hour)
         self._journal_io = JournalIO(
             loop, members.store, members.signer, self._deliver, self._store_lost, self._left_behind
         )
         self.append = self._journal_io.append
-        self._watch = Watch(self.timing, lambda worker: self._pool.kill(worker, "stopped"))
-        self._place = Place(
-            self.node, members.agent, members.nodes, members.store, members.signer, self.timing, loop
+        # What becomes events: messages of workers, leases of other nodes, hangs, commands of users.
+        self._worker_messages = WorkerMessages(
+            self.state, self._mine.ranks, self.append, self._worker_opened, self._leaving
         )
-        self._leases = self._make_leases() if len(members.nodes) > 1 else None
-        self._presence = self._make_presence(self._leases) if self._leases is not None else None
+        self._watch = Watch(self.timing, lambda worker: self._pool.kill(worker, "stopped"))
+        place = Place(self.node, members.agent, members.nodes, members.store, members.signer, self.timing, loop)
+        self._leases: NodeLeases | None = None
+        self._presence: Presence | None = None
+        if len(members.nodes) > 1:
+            leases = self._leases = NodeLeases(place, self._extend_leases, self._node_lost, self.clock.hear)
+            self._presence = Presence(place, leases.doubt, leases.trust)
         self._hang_arbiter = HangArbiter(self.state, self.timing, loop, self.clock, self.append)
         admin = Admin(job.run_id, self.state, self.clock, self.table, self._pids, self.append)
         self._console = Console(loop, job.run_id, self.node, admin.handle)
-        self._failures = Failures(job.settings.max_losses_per_hour)
+        # What follows from the state: workers are started, the journal is trimmed.
+        self._logs = WorkerLogs(job, self._mine.ranks)
+        self._spawner = Spawner(job, members, pool, self._logs)
         self._respawn = Respawn(
             self.node,
             self.state,
@@ -110,10 +117,9 @@ class Agent:
             self.timing,
             self.clock,
             pool,
-            spawner,
+            self._spawner,
             self.append,
         )
-        self._worker_messages = WorkerMessages(self.state, self._mine.ranks, self.append, self._greet, self._leaving)
         seen = {} if self._leases is None else self._leases.seen
         self._journal_trimming = JournalTrimming(
             members.store, members.signer, self.node, self.state, self._failures, seen
@@ -124,14 +130,6 @@ class Agent:
         self._signals = 0
         self._back_asked = 0
         """Life for which this node has asked for its place."""
-
-    def _make_leases(self) -> NodeLeases:
-        return NodeLeases(
-            self._place, extend=self._extend_leases, lost=self._node_lost, heard=self.clock.hear
-        )
-
-    def _make_presence(self, leases: NodeLeases) -> Presence:
-        return Presence(self._place, doubt=leases.doubt, trust=leases.trust)
 
     # -- life -------------------------------------------------------------------
 
@@ -159,8 +157,8 @@ class Agent:
         self._watch.look(w for w in workers if not w.ended and (w.elastic or self.job.elastic))
 
     def _beat(self) -> None:
-        self._pool.rouse()
-        self._pool.reap_strangers()
+        self._pool.continue_zygote()
+        self._pool.reap_orphans()
         table = self.table()
         if self._leases is not None and self._active:
             self._leases.beat(table, self._next_position, self.clock.now())
@@ -171,11 +169,11 @@ class Agent:
             self._respawn.consider_quarantine(table)
 
     def table(self) -> Table:
-        """What this node's workers do, and since when nothing changed there."""
+        """The activities of this node's workers, and for how long each has not changed."""
         rows = {}
         for worker in self.by_rank.values():
             idle = self._watch.idle(worker)
-            # Reports of a node go together: who has handed in its own waits for the others', and does nothing wrong.
+            # Reports of a node go together: a rank that has reported waits for the other ranks, and is not hung.
             if idle is not None and self._worker_messages.reported(worker.rank):
                 idle = replace(idle, seconds=0.0)
             if idle is not None:
@@ -187,7 +185,7 @@ class Agent:
 
     @property
     def _holds_place(self) -> bool:
-        """Whether this agent, and not another one, is this node's for all others."""
+        """True while the other agents take this one, and no other, for this node's."""
         return self._mine.agent == self.members.agent
 
     def _show_up(self) -> None:
@@ -211,7 +209,7 @@ class Agent:
         self._worker_messages.said(worker, message)
 
     def _leaving(self, worker: Worker) -> None:
-        """It may still hang on its way out, and everybody with it."""
+        """The process may hang during exit and block its peers."""
         self._loop.after(self.job.shutdown_timeout, lambda: self._end_finished(worker))
 
     def _end_finished(self, worker: Worker) -> None:
@@ -227,7 +225,7 @@ class Agent:
             elastic = worker.elastic or self.job.elastic
             begun = self.state.decided > 0 and not self.state.preparing
             event = classify(worker, status, self._mine.host, begun, elastic, lines, self.clock.now())
-            unsaid = left_to_the_first(worker)
+            unsaid = input_error(worker)
             if isinstance(event, JobEnded) and unsaid:
                 late = replace(event, why=f"{event.why}\nerror: {unsaid}")
                 self._loop.after(_FIRST_RANK_SECONDS, lambda: self._end_unless_over(late))
@@ -269,7 +267,7 @@ class Agent:
             self._return(event)
         self._respawn.follow_quarantine(event)
         for worker in list(self.by_rank.values()):
-            self._brief(worker)
+            self._notify(worker)
         if self.state.decided != decided and self.state.decision is not None:
             self._respawn.admitted(self.state.decision)
         self._worker_messages.report_if_complete()
@@ -282,7 +280,7 @@ class Agent:
     def _react(self, event: Event) -> None:
         match event:
             case Lost():
-                self._respawn.mourn(event)
+                self._respawn.record_losses(event)
             case NodeLost(node=node) if node == self.node:
                 self._given_up()
                 self._return(event)
@@ -320,12 +318,12 @@ class Agent:
         if self.state.coordinator() == self.node:
             self._hang_arbiter.hear(event)
 
-    def _greet(self, worker: Worker) -> None:
-        self._pool.attend(worker)
-        self._brief(worker)
+    def _worker_opened(self, worker: Worker) -> None:
+        self._pool.watch_lock(worker)
+        self._notify(worker)
 
-    def _brief(self, worker: Worker) -> None:
-        brief(self.state, worker, self._pool.tell)
+    def _notify(self, worker: Worker) -> None:
+        notify_worker(self.state, worker, self._pool.tell)
 
     def _decide_if_ready(self) -> None:
         state = self.state
@@ -430,7 +428,7 @@ class Agent:
         doing = [idle for _, idle in self.table().values()]
         missing = sorted({rank for idle in doing if idle.phase == WAITING_FOR_RANKS for rank in idle.waiting_for})
         if missing:
-            late += f", in which ranks {missing} did not come back, without whom nothing can be saved"
+            late += f", in which ranks {missing} did not come back, without which nothing can be saved"
         if any(idle.step >= 0 for idle in doing):
             return JobEnded(128 + number, f"{late}: the job ends")
         return JobEnded(ExitCode.DRAINED, f"{late}, before the first step: the job ends, there is nothing to save")
@@ -443,15 +441,15 @@ class Agent:
         self._spawner.sweep(self._holds_place)
         with suppress(ConnectionError):
             if self._leases is not None and self._holds_place and self.members.store.server:
-                self._leases.wait_for_goodbyes(self.members.store, _GOODBYE_SECONDS)
+                self._leases.wait_for_others(self.members.store, _LEAVE_SECONDS)
             elif self._leases is not None and self._holds_place and self.members.store.embedded:
                 # Apart: the way to the store may be cut.
-                goodbye = threading.Thread(target=self._say_goodbye, daemon=True)
-                goodbye.start()
-                goodbye.join(_GOODBYE_SECONDS)
+                report = threading.Thread(target=self._report_end, daemon=True)
+                report.start()
+                report.join(_LEAVE_SECONDS)
         self.members.store.close()
 
-    def _say_goodbye(self) -> None:
+    def _report_end(self) -> None:
         with suppress(ConnectionError):
             self.members.store.put(f"bye/{self.node}", b"bye")
 

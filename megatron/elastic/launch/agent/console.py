@@ -51,7 +51,7 @@ class Console:
 
     @property
     def open(self) -> bool:
-        """Whether the name was free."""
+        """True if the name was free."""
         return self._socket is not None
 
     def _accept(self, _: int) -> None:

@@ -1,4 +1,4 @@
-"""The coordinator's judgement: whom suspicions and hangs condemn.
+"""The coordinator's rulings: the ranks that are killed for suspicions and hangs.
 
 Holds no facts of its own: rules are in :mod:`megatron.elastic.control.suspicion`,
 facts in the journal's state and the idle table. It appends verdicts; the agent of
@@ -30,15 +30,15 @@ class HangArbiter:
     ) -> None:
         self._state, self._timing, self._loop, self._clock, self._append = state, timing, loop, clock, append
         self._suspicions = Suspicions()
-        self._judged = 0
-        """Newest generation in which somebody was condemned for a hang or a deadlock was broken up."""
+        self._ruled = 0
+        """Newest generation in which a rank was condemned for a hang or a deadlock was broken up."""
         self._circle_at: int | None = None
         self._frozen, self._frozen_since = 0, 0.0
 
     # -- accusations ------------------------------------------------------------
 
     def hear(self, event: Suspected) -> None:
-        """An accusation; judged after a grace in which a death, its usual cause, becomes known."""
+        """Take an accusation; the ruling follows after a grace in which a death, its usual cause, becomes known."""
         if self._state.quiet and self._suspicions.add(event.generation, Accusation(event.by, event.rank, event.why)):
             self._loop.after(self._timing.grace, lambda: self._decide_on(event.generation))
 
@@ -65,7 +65,7 @@ class HangArbiter:
     # -- hangs ----------------------------------------------------------------------
 
     def consider(self, table: Mapping[int, tuple[int, Idle]]) -> None:
-        """Look at what everybody does; called now and then."""
+        """Look at the activity of all ranks; called now and then."""
         state = self._state
         if state.fresh or state.ended is not None:
             return
@@ -76,23 +76,23 @@ class HangArbiter:
         }
         if not state.quiet:
             self._consider_recovery(members)
-        elif len(members) == len(state.members) and self._judged < state.decided:
+        elif len(members) == len(state.members) and self._ruled < state.decided:
             self._consider_step(members)
 
     def _consider_step(self, members: Mapping[int, Idle]) -> None:
         verdict = hang_verdict(members)
         if verdict is not None:
-            self._judged = self._state.decided
+            self._ruled = self._state.decided
             self._condemn(verdict)
         elif all(idle.seconds > 2 * idle.limit for idle in members.values()):
-            self._judged = self._state.decided
+            self._ruled = self._state.decided
             step = max(idle.step for idle in members.values())
             if self._circle_at == step:
-                why = f"step {step}: nobody makes progress and nobody can be blamed, for the second time"
+                why = f"step {step}: no rank makes progress and none is at fault, for the second time"
                 self._append(JobEnded(ExitCode.DETERMINISTIC, why))
             else:
                 self._circle_at = step
-                self._append(Reformed(self._state.decided, "nobody makes progress and nobody can be blamed"))
+                self._append(Reformed(self._state.decided, "no rank makes progress and none is at fault"))
 
     def _consider_recovery(self, members: Mapping[int, Idle]) -> None:
         """A member that neither reports for a frozen generation nor makes progress is hung."""

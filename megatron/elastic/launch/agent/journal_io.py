@@ -47,7 +47,7 @@ class JournalIO:
         self._writer = Journal(store.clone(), signer)
         self._writing = False
         self.mark = BEGIN
-        """How far the loop has been told."""
+        """The entries that the loop has been given."""
 
     def start(self, mark: Mark) -> None:
         """Begin with the entry at ``mark``, also anew. Daemon threads: they end with the process."""
@@ -107,7 +107,7 @@ class JournalIO:
                 # What the follower has seen need not be read again to find the first free position.
                 self._writer.mark = max(self._writer.mark, self._follower.mark, key=lambda mark: mark.position)
                 if position is None:
-                    with suppress(Trimmed):  # what a node that was given up has to say concerns nobody
+                    with suppress(Trimmed):  # this node was given up: its events do not count any more
                         for _ in self._writer.append(event):
                             pass
                 elif position == self._writer.position:

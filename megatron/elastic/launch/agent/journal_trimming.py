@@ -1,4 +1,4 @@
-"""The journal is kept short: a snapshot now and then, and what everybody has read goes.
+"""The journal is kept short: a snapshot now and then, and entries that every agent has read are dropped.
 
 A job of weeks would otherwise keep an entry for each request of each rank at each change.
 The snapshot holds the state and the counts of failures, which all agents derive from the
@@ -70,7 +70,7 @@ class JournalTrimming:
         self._work.put((Snapshot(mark, content), min([mark.position, *others])))
 
     def carry_out(self, store: Store) -> None:
-        """Keep the snapshot taken next, and drop what everybody had read by then."""
+        """Keep the snapshot taken next, and drop the entries that every agent had read by then."""
         snapshot, floor = self._work.get()
         if keep(store, self._signer, snapshot):
             self._kept = snapshot.mark.position

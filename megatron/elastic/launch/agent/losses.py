@@ -1,4 +1,4 @@
-"""What becomes of a worker that ended: a purposeful end, a loss, or the end of the job.
+"""The classification of a worker's end: an end on purpose, a loss, or the end of the job.
 
 Also the one readable summary a loss gets in the launcher's output.
 """
@@ -16,7 +16,7 @@ from megatron.elastic.launch.messages import say
 from megatron.elastic.launch.workers.pool import Worker
 from megatron.elastic.launch.workers.processes import describe_status
 
-__all__ = ["classify", "left_to_the_first", "summarize"]
+__all__ = ["classify", "input_error", "summarize"]
 
 _LINES = 20
 _ENDINGS: Mapping[int, Ending] = {
@@ -41,7 +41,7 @@ def classify(
         return Finished(worker.rank, worker.incarnation, announced)
     if status == 0:
         return Finished(worker.rank, worker.incarnation, 0, announced=False)
-    cause = worker.doomed or describe_status(status)
+    cause = worker.killed_for or describe_status(status)
     ending = _ending(worker, status)
     if ending is Ending.ERROR and not started:
         code = os.waitstatus_to_exitcode(status)
@@ -50,22 +50,22 @@ def classify(
         code = os.waitstatus_to_exitcode(status)
         code = code if code > 0 else 128 - code
         return JobEnded(code, f"rank {worker.rank} on {host} failed ({cause}): without --elastic the job ends")
-    lines = tuple(worker.slot.last_words().splitlines()[-_LINES:]) or tuple(log_lines)
+    lines = tuple(worker.slot.error_text().splitlines()[-_LINES:]) or tuple(log_lines)
     step = worker.slot.look().activity.step
     return Lost((Loss(worker.rank, worker.incarnation, host, cause, lines, ending),), (step,), now)
 
 
 def _ending(worker: Worker, status: int) -> Ending:
-    if os.WIFSIGNALED(status) or worker.doomed is not None:
+    if os.WIFSIGNALED(status) or worker.killed_for is not None:
         return Ending.KILLED
     if worker.slot.exit_reason() is ExitReason.COMMUNICATION:
         return Ending.COMMUNICATION
     return _ENDINGS.get(os.waitstatus_to_exitcode(status), Ending.ERROR)
 
 
-def left_to_the_first(worker: Worker) -> str:
-    """Bad input that ended ``worker``, in the program's words: all ranks find it alike and the first alone says it."""
-    words = worker.slot.last_words().splitlines()
+def input_error(worker: Worker) -> str:
+    """The message about bad input that ended ``worker``; empty for rank 0, which reports the same by itself."""
+    words = worker.slot.error_text().splitlines()
     if worker.rank == 0 or not words or worker.slot.exit_reason() is not ExitReason.INPUT:
         return ""
     return words[-1].partition(": ")[2]

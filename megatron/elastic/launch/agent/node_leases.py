@@ -232,7 +232,7 @@ class NodeLeases:
 
     # -- the end ------------------------------------------------------------------
 
-    def wait_for_goodbyes(self, store: Store, seconds: float) -> None:
+    def wait_for_others(self, store: Store, seconds: float) -> None:
         """The first agent leaves last: the others still read the journal's end from its store."""
         end = time.monotonic() + seconds
         for number in self._place.others():

@@ -8,10 +8,10 @@ from megatron.elastic.control.generations import Generations
 from megatron.elastic.control.messages import Decide, Freeze, Members, PendingChanged, Release, ToWorker
 from megatron.elastic.launch.workers.pool import Worker
 
-__all__ = ["brief"]
+__all__ = ["notify_worker"]
 
 
-def brief(state: Generations, worker: Worker, tell: Callable[[Worker, ToWorker], None]) -> None:
+def notify_worker(state: Generations, worker: Worker, tell: Callable[[Worker, ToWorker], None]) -> None:
     """Freezes, decisions, requests and, while it waits, the members; notes in ``worker`` what it was sent."""
     mine = state.ranks[worker.rank]
     if not worker.elastic or mine.incarnation != worker.incarnation:

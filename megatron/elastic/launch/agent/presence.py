@@ -1,14 +1,14 @@
 """A connection from each agent to the first one, which the kernel closes when an agent is killed.
 
 A closed connection says less than a lease does: a device on the way may have reset it. So
-it makes nobody lost. The agent that notices looks for a shorter time at the other's lease
+it makes no node lost. The agent that notices looks for a shorter time at the other's lease
 (``doubt``), until the connection is there again (``trust``): the caller connects anew, with
 growing pauses, for as long as it lives. That time may be shorter than its workers' fence:
 an agent that neither calls again nor renews was killed, and they with it (death signals).
 
-Who calls proves that it is an agent of this job and holds its node's place: it signs the
+A caller proves that it is an agent of this job and holds its node's place: it signs the
 number that the listener has just made up together with its node, epoch and token. So nothing
-that was recorded opens a connection. Strangers may wait ``timing.lease`` for nothing; when
+that was recorded opens a connection. Unknown callers may wait ``timing.lease`` for nothing; when
 too many do, the oldest gives way to the next, so that agents still get in.
 """
 
@@ -33,14 +33,14 @@ from megatron.elastic.launch.agent.place import Place
 __all__ = ["Presence"]
 
 _LINE_LIMIT = 4096
-_STRANGERS = 64
+_UNKNOWN = 64
 _LISTENER, _HELLO = "presence", "presence/hello"
 _ACCEPTED = b"accepted\n"
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 5.0
 
 
 class _Listener(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where the first agent is reached."""
+    """The address of the first agent."""
 
     host: str
     port: Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
@@ -121,16 +121,16 @@ class Presence:
             connection, _address = self._listener.accept()
         except OSError:
             return
-        strangers = [fd for fd, caller in self._callers.items() if caller.agent is None]
-        if len(strangers) >= _STRANGERS:
-            self._drop(strangers[0])
+        unknown = [fd for fd, caller in self._callers.items() if caller.agent is None]
+        if len(unknown) >= _UNKNOWN:
+            self._drop(unknown[0])
         caller = _Caller(connection, secrets.token_hex(16))
         connection.setblocking(False)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         fd = connection.fileno()
         self._callers[fd] = caller
         self._loop.watch(fd, lambda _mask: self._hear(fd, caller))
-        self._loop.after(self._timing.lease, lambda: self._drop_stranger(fd, caller))
+        self._loop.after(self._timing.lease, lambda: self._drop_unknown(fd, caller))
         try:
             connection.send(caller.nonce.encode() + b"\n", socket.MSG_NOSIGNAL)
         except OSError:
@@ -167,7 +167,7 @@ class Presence:
         except OSError:
             self._drop(fd)
 
-    def _drop_stranger(self, fd: int, caller: _Caller) -> None:
+    def _drop_unknown(self, fd: int, caller: _Caller) -> None:
         if caller.agent is None and self._callers.get(fd) is caller:
             self._drop(fd)
 

@@ -1,4 +1,4 @@
-"""How the agents of one job find each other, before there is a journal.
+"""The agents of one job find each other, before there is a journal.
 
 The first agent serves the store, or etcd does; every agent leaves a card there
 (host, address, number of workers) and reads all cards. Ranks follow node order. From then on
@@ -64,7 +64,7 @@ _LAUNCHES: Codec[_Launch] = Codec(_Launch)
 
 @dataclass(frozen=True)
 class JobMembers:
-    """The store and who takes part; ``node`` is this agent."""
+    """The store and the nodes that take part; ``node`` is this agent's."""
 
     node: int
     store: Store
@@ -86,7 +86,7 @@ class JobMembers:
     master_port: int
     """Where programs written for torchrun meet."""
     address: str
-    """Where other nodes reach this one."""
+    """The address of this node for the others."""
     agent: str
     """This agent's token. The place is its own only while the node's (:class:`Node`) is the same."""
 

@@ -1,11 +1,10 @@
-"""Which lost ranks of a node are started again, and when; which losses end the job instead.
+"""Lost ranks of a node are started again, or end the job.
 
-Soon, mostly: when nothing is left of the process before, and those of its node have got
-over the loss. A program's start takes whole cores, which whoever has a step to make up
-for needs first. Newcomers that end before they take part come again after growing pauses
-and are given up then; before the first step everybody starts anew; lost ranks of a node
-that is left out (:mod:`megatron.elastic.control.quarantine`) stay out until its time is
-over, or until the others can do nothing without them.
+Mostly a rank is started again soon: when nothing is left of the process before, and the other ranks of its node have
+recovered. The start of a program takes whole cores, which ranks that repeat a step need first. Newcomers that end
+before they take part are started again after growing pauses and are given up then; before the first step all ranks
+start anew; lost ranks of a node that is left out (:mod:`megatron.elastic.control.quarantine`) stay out until its time
+is over, or until the others can do nothing without them.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ class Respawn:
         self._ranks = state.nodes[node].ranks
         self._out: frozenset[int] = frozenset()
         self._cut_short: dict[int, tuple[int, float]] = {}
-        """By lost rank: the newest step that somebody here was in, and until when its end is waited for."""
+        """Lost rank → newest step of a member here then, and the time until which the end of that step is awaited."""
         self._closed = False
 
     @property
@@ -68,7 +67,7 @@ class Respawn:
     def start(self, rank: int, incarnation: int) -> None:
         """Start that life of ``rank``, unless it is not to be, or not to be any more."""
         state = self._state.ranks[rank]
-        if self._state.preparing:  # those who are left are about to end: it starts with them, not as a newcomer
+        if self._state.preparing:  # the other ranks are about to end: it starts with them, not as a newcomer
             self._loop.after(self._timing.look, lambda: self.start(rank, incarnation))
             return
         wanted = self._state.returns(rank) or incarnation == 0
@@ -83,7 +82,7 @@ class Respawn:
         self._by_rank[rank] = self._spawner.start(rank, incarnation, newcomer)
 
     def _in_the_way(self, rank: int) -> bool:
-        """Whether members here are still in the step that the loss of ``rank`` cut short."""
+        """True while members here are still in the step that the loss of ``rank`` cut short."""
         step, until = self._cut_short.get(rank, (0, 0.0))
         if time.monotonic() >= until:
             return False
@@ -91,7 +90,7 @@ class Respawn:
         return any(each.phase != WAITING_FOR_RANKS for each in doing) and all(each.step <= step for each in doing)
 
     def _doing(self) -> list[Activity]:
-        """What members do that live here."""
+        """The activities of the members on this node."""
         state = self._state.ranks
         return [w.slot.look().activity for r, w in self._by_rank.items() if state[r].standing == "member"]
 
@@ -102,13 +101,13 @@ class Respawn:
                 self.start(rank, self._state.ranks[rank].incarnation + 1)
 
     def close(self) -> None:
-        """Nobody is started any more."""
+        """No rank is started any more."""
         self._closed = True
 
     # -- losses -------------------------------------------------------------------------
 
-    def mourn(self, event: Lost) -> None:
-        """Every agent keeps the same count, so that any of them can take over as coordinator."""
+    def record_losses(self, event: Lost) -> None:
+        """Count and report losses, and start the ranks again. Every agent keeps the same counts: any can coordinate."""
         for index, loss in enumerate(event.losses):
             step = event.steps[index] if index < len(event.steps) else -1
             if loss.rank in self._ranks:
@@ -127,7 +126,7 @@ class Respawn:
         state = self._state.ranks[loss.rank]
         if state.standing != "lost" or loss.incarnation != state.incarnation:
             return
-        if self._failures.stillborn(loss.rank, loss.incarnation):
+        if self._failures.failed_to_join(loss.rank, loss.incarnation):
             why = "several starts in a row failed before the rank had joined the job"
             # Without it there would be no start; later, the others go on.
             if self._state.decided == 0:
@@ -138,20 +137,20 @@ class Respawn:
             incarnation = loss.incarnation + 1
             step = max((0, *(each.step for each in self._doing())))
             self._cut_short[loss.rank] = step, time.monotonic() + self._timing.resumed
-            # Who falls back is to find a job that starts anew: all others are on their way out, too.
+            # A rank that falls back is to find a job that starts anew: all others are ending, too.
             self._loop.after(self._failures.cool_down(loss.rank) + pause, lambda: self.start(loss.rank, incarnation))
 
     def end_newcomers(self) -> None:
-        """Nobody is left whom those who wait could join: they begin anew with everybody."""
+        """No member is left that the waiting ranks could join: they begin anew with all others."""
         for rank in self._state.reports:
             if rank in self._by_rank:
                 self._pool.kill(self._by_rank[rank], "the job it was to join starts anew")
 
     def start_anew_unless_begun(self, lost: int) -> None:
-        """Before the first step nobody holds anything, and whoever is left cannot begin without the lost one."""
+        """Before the first step no rank holds state, and the others cannot begin without the lost one."""
         if self._state.preparing and not self._state.quiet:
             mine = [worker for rank, worker in self._by_rank.items() if self._state.ranks[rank].standing == "member"]
-            if any(worker.doomed is None for worker in mine):
+            if any(worker.killed_for is None for worker in mine):
                 next_is = "all ranks are started again" if self._state.respawn else "the job ends"
                 say(f"rank {lost} was lost before the first step: {next_is}")
             for worker in mine:
@@ -168,7 +167,7 @@ class Respawn:
     # -- nodes that are left out ----------------------------------------------------------
 
     def follow_quarantine(self, event: Event) -> None:
-        """After each entry of the journal: say whom it put out or let in; start this node's ranks if it was out."""
+        """After each journal entry: report nodes that it put out or let in; start this node's ranks if it was out."""
         before, self._out = self._out, self._state.quarantine.out()
         for node in self._out - before:
             record = self._state.quarantine.nodes[node]
@@ -179,14 +178,14 @@ class Respawn:
                     f"{record.until - record.losses[-1]:.0f} s (--elastic-quarantine-after; ctl admit starts them now)"
                 )
         for node in before - self._out:
-            why = event.why if isinstance(event, Lifted) else "asked for" if self._state.members else "nobody is left"
+            why = event.why if isinstance(event, Lifted) else "asked for" if self._state.members else "no rank is left"
             if self._coordinates:
                 say(f"node {node} ({self._state.nodes[node].host}): its lost ranks are started again: {why}")
         if self._node in before - self._out:
             self.start_lost()
 
     def consider_quarantine(self, table: Mapping[int, tuple[int, Idle]]) -> None:
-        """On the coordinator, now and then: lift what is over, and what the job waits for. ``table``: who does what."""
+        """On the coordinator, now and then: lift quarantines that are over or whose ranks others wait for."""
         state, quarantine = self._state, self._state.quarantine
         idle = [each for rank, (_, each) in table.items() if state.ranks[rank].standing == "member"]
         missed = {rank for each in idle if each.phase == WAITING_FOR_RANKS for rank in each.waiting_for}

@@ -1,12 +1,12 @@
-"""One agent's eyes: who is stopped, who makes progress, how long phases take.
+"""One agent's view of its workers: which are stopped, which make progress, how long phases take.
 
 Looks at the kernel's process states and at the workers' shared-memory slots,
-never sends a message. It executes nobody itself; it reports a stopped process to
+never sends a message. It kills no process itself; it reports a stopped process to
 its owner and hands out the table of idle times from which the wait-for graph is
-judged (:mod:`megatron.elastic.control.suspicion`).
+made (:mod:`megatron.elastic.control.suspicion`).
 
 When the agent itself was kept from running, nothing seen before counts: a
-suspended machine or job must not wake up to executions.
+suspended machine or job must not lose ranks when it wakes up.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Watch:
             self._look_at(worker, now)
 
     def idle(self, worker: Worker) -> Idle | None:
-        """What ``worker`` says it does and for how long; None before it was first seen."""
+        """The activity of ``worker`` and its duration; None before it was first seen."""
         seen = self._seen.get(worker.number)
         if seen is None:
             return None

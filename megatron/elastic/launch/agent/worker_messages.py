@@ -1,8 +1,8 @@
-"""What workers say becomes entries of the journal.
+"""The messages of workers become entries of the journal.
 
 Reports of a node go together: for each frozen generation one entry, once every member
-that lives here has handed in its own, be it before the freeze: whoever reports does nothing
-more until the decision, so what it says of itself stays true. A message that is malformed, or speaks for another
+that lives here has handed in its own, be it before the freeze: a worker that has reported does nothing
+more until the decision, so its report stays true. A message that is malformed, or speaks for another
 rank, raises :class:`ProtocolError`, and the pool ends its worker.
 """
 
@@ -59,7 +59,7 @@ class WorkerMessages:
         self._hello, self._leaving = hello, leaving
         self._entries: dict[int, Entry] = {}
         self._early: dict[int, Entry] = {}
-        """Handed in for the next generation while none is being agreed: by who asked for it, or lost a peer first."""
+        """Reports for the next generation, before it is frozen: of ranks that asked for it, or lost a peer first."""
         self._reported = 0
 
     def said(self, worker: Worker, message: FromWorker) -> None:
@@ -84,7 +84,7 @@ class WorkerMessages:
                 self._leaving(worker)
 
     def reported(self, rank: int) -> bool:
-        """Whether ``rank`` has handed in its report for the change under way."""
+        """True if ``rank`` has handed in its report for the change under way."""
         return not self._state.quiet and rank in self._entries
 
     def begin(self) -> None:

@@ -1,4 +1,4 @@
-"""Where workers' output goes: torchrun's --redirects, --tee and --log-dir, with torch's own parts.
+"""The output of workers: torchrun's --redirects, --tee and --log-dir, with torch's own parts.
 
 torch decides the paths (``DefaultLogsSpecs``) and tails the files (``TailLog``).
 Files are opened for appending: a rank's later incarnations write on below the

@@ -9,7 +9,7 @@ that follows no thread of it runs a line of the program again;
 
 *gone* when nothing of it is left, its memory and devices free: the pidfd says so, or
 the zygote when that was quicker in reaping. On busy cores that is a hundred times as
-long after the death. Who held no lock has ended when it is gone.
+long after the death. A worker that held no lock has ended when it is gone.
 
 The status is read from the kernel's process table, or comes from the zygote.
 """
@@ -63,7 +63,7 @@ class Worker:
     pidfd: int = -1
     elastic: bool = False
     """It has opened its membership."""
-    doomed: str | None = None
+    killed_for: str | None = None
     """Why this agent killed it."""
     sent_frozen: int = 0
     sent_decided: int = 0
@@ -78,7 +78,7 @@ class Worker:
 
 @dataclass(frozen=True)
 class PoolEvents:
-    """What the pool tells its owner."""
+    """Callbacks of the pool to its owner."""
 
     said: Callable[[Worker, FromWorker], None]
     ended: Callable[[Worker, int], None]
@@ -147,7 +147,7 @@ class Pool:
         self._socket.close()
         self._socket = None
         for worker in list(self.workers.values()):
-            # Its death signal is on the way to them; nobody will reap and relay.
+            # The kernel kills them with it; no process will reap them and relay their status.
             if worker.pid:
                 kill_group(worker.pid)
             self._end(worker, 9)
@@ -156,7 +156,7 @@ class Pool:
         if not self._closing:
             self._events.zygote_lost(self._ready)
 
-    def reap_strangers(self) -> None:
+    def reap_orphans(self) -> None:
         """As the first process of a container the agent inherits orphans, and must reap them."""
         while os.getpid() == 1:
             try:
@@ -167,7 +167,7 @@ class Pool:
                 return
             os.waitpid(ended.si_pid, os.WNOHANG)
 
-    def rouse(self) -> None:
+    def continue_zygote(self) -> None:
         """A stopped zygote could not start or reap workers; it has done nothing to be killed for, so it goes on."""
         if self.zygote is not None and process_state(self.zygote.pid) == "T":
             self.zygote.send_signal(signal.SIGCONT)
@@ -193,15 +193,15 @@ class Pool:
         worker.pid, worker.pidfd = pid, pidfd
         self._loop.watch(pidfd, lambda _: self._died(worker))
         self._loop.watch(worker.channel.fileno(), lambda mask: self._traffic(worker, mask))
-        if worker.doomed is not None:
+        if worker.killed_for is not None:
             kill_group(pid)
 
     def keeps(self, rank: int) -> bool:
-        """Whether some life of ``rank`` is not gone yet."""
+        """True while a process of ``rank``, of any incarnation, is not gone yet."""
         return any(worker.rank == rank for worker in self.workers.values())
 
-    def attend(self, worker: Worker) -> None:
-        """It says that it holds its slot's lock: hear of its death from there."""
+    def watch_lock(self, worker: Worker) -> None:
+        """The worker holds its slot's lock from here on: watch that for its death."""
         self._deathwatch.watch(worker.number, worker.slot.lock())
 
     def _dying(self, _: int) -> None:
@@ -248,7 +248,7 @@ class Pool:
 
     def kill(self, worker: Worker, why: str) -> None:
         """SIGKILL the worker and its process group; works on stopped processes."""
-        worker.doomed = worker.doomed or why
+        worker.killed_for = worker.killed_for or why
         if worker.pid:
             kill_group(worker.pid)
 

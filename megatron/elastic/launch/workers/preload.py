@@ -1,4 +1,4 @@
-"""What the zygote imports before it forks: the part of a script's own imports that is safe to share.
+"""The imports of the zygote before it forks: the part of a script's own imports that is safe to share.
 
 Only the script's top-level imports of torch, numpy and megatron are taken, in its
 order: anything else might look at its rank while it is imported. Nothing is
@@ -19,7 +19,7 @@ _SHARED = ("numpy", "torch", "megatron")
 _ALWAYS = ("numpy", "torch", "torch.distributed", "megatron.elastic.control.client")
 _ADAPTOR = "megatron.elastic.adaptor"
 _HOST = "megatron.elastic.mcore.loop.training_loop"
-"""What the adaptor imports once it has parsed --elastic."""
+"""The imports of the adaptor once it has parsed --elastic."""
 
 
 def modules_for(kind: Kind, target: str, adapt: bool, elastic: bool) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""What Linux offers a launcher: death signals, process descriptors, messages that carry descriptors.
+"""Parts of Linux that a launcher uses: death signals, process descriptors, messages that carry descriptors.
 
 Death is chained agent → zygote → worker → worker's children by
 ``PR_SET_PDEATHSIG``, which covers SIGKILL of any of them. The signal is lost
@@ -42,7 +42,7 @@ _PR_SET_PDEATHSIG = 1
 _MAX_MESSAGE = 1 << 17
 _MAX_FDS = 8
 _DYING_SECONDS = 1.0
-"""How long a killed process may take to let go of what it has open."""
+"""Time for a killed process to close what it has open."""
 
 
 def die_with_parent(parent: int, sig: int = signal.SIGKILL) -> None:
@@ -108,7 +108,7 @@ def thread_count() -> int:
 
 
 def accelerator_is_open() -> bool:
-    """Whether this process has started a CUDA or Ascend driver (asking NVML for the number of devices does not)."""
+    """True if this process has started a CUDA or Ascend driver (asking NVML for the number of devices does not)."""
     for fd in os.listdir("/proc/self/fd"):
         try:
             target = os.readlink(f"/proc/self/fd/{fd}")
@@ -158,7 +158,7 @@ def sweep_scratch(scratch: str, leader: int = 0) -> None:
 
 
 def sweep_scratches(folder: str) -> None:
-    """Remove what is left of the scratch folders of a node's workers, who have ended, and ``folder`` itself."""
+    """Remove what is left of the scratch folders of a node's workers, which have ended, and ``folder`` itself."""
     with contextlib.suppress(OSError):
         for name in os.listdir(folder):
             sweep_scratch(os.path.join(folder, name))
@@ -189,10 +189,10 @@ def _unlink_unused(prefix: str) -> None:
 
 
 def _in_use(path: str) -> bool:
-    """Whether any process of the machine has ``path`` open or mapped; also where the kernel does not tell."""
+    """True if any process of the machine has ``path`` open or mapped; also where the kernel does not tell."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        # Granted only where nobody else has the file open (man 2 fcntl), whatever the namespaces.
+        # Granted only where no other process has the file open (man 2 fcntl), whatever the namespaces.
         fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
     except OSError:
         return True

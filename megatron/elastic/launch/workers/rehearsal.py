@@ -55,7 +55,7 @@ class Rehearsal:
                 self.say("again", generation=change.generation)
                 continue
             steps = [json.loads(report)["step"] for report in decision.reports.values()]
-            # Members stand within a step of each other; the newest is everybody's.
+            # Members are within a step of each other; all go on from the newest.
             self.step = max(steps, default=self.step)
             self.say(
                 "decided",

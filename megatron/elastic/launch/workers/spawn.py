@@ -1,4 +1,4 @@
-"""How a worker of this node comes to life: its descriptors, its environment, its segments, its scratch folder."""
+"""The start of a worker on this node: its descriptors, its environment, its segments, its scratch folder."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Spawner:
         return {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": device}
 
     def _scratch_of(self, worker: Worker) -> str:
-        """Where the worker shall make its own, below one of this node; empty when none can be made."""
+        """The scratch folder for a worker, below that of this node; empty when none can be made."""
         if self._scratch is None:
             try:
                 self._scratch = tempfile.mkdtemp(prefix="mel-")

@@ -37,7 +37,7 @@ Kind = Literal["script", "module", "program"]
 
 @dataclass
 class WorkerSpec:
-    """What to run, and as whom. ``fds``: control socket, slot, standard output, standard error."""
+    """The program of a worker and its environment. ``fds``: control socket, slot, standard output, standard error."""
 
     number: int
     """The agent's name for this incarnation, unique in the agent's life."""
@@ -133,10 +133,10 @@ def run_script(spec: WorkerSpec, slot_fd: int) -> int:
         code = _exit_code(end)
     except BaseException as error:
         error.__traceback__ = _users_part(error.__traceback__)
-        Slot(slot_fd).say_last_words("".join(traceback.format_exception(error)), reason_of(error))
+        Slot(slot_fd).record_error("".join(traceback.format_exception(error)), reason_of(error))
         sys.stdout.flush()
         if isinstance(error, CommError):
-            # Somebody else's end before there was a state to go on from; the launcher says whose.
+            # Another process ended before there was a state to go on from; the launcher reports which.
             print(f"rank {os.environ.get('RANK', '?')}: {error}", file=sys.stderr, flush=True)
             return 1
         # The program's own hook, where it has set one, as the interpreter would.
@@ -189,7 +189,7 @@ def _exit_code(end: SystemExit) -> int:
 
 
 def _refresh_interpreter() -> None:
-    """What a process forked from a long-lived one must not share with its siblings."""
+    """Renew the parts that a process forked from a long-lived one must not share with its siblings."""
     for stream in (sys.stdout, sys.stderr):
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:
