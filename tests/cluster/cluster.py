@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import pairwise
 from typing import Any, NoReturn
 
@@ -267,7 +268,8 @@ class Cluster:
         for agent in self.agents:
             self.scheduler.spawn(agent.process, "serves", agent.run)
         self.scheduler.over = lambda: all(agent.over for agent in self.agents)
-        with _default_group_kept(), _quick_collections():
+        _set_imports_apart()
+        with _default_group_kept():
             try:
                 self.scheduler.run()
             finally:
@@ -289,14 +291,11 @@ def _default_group_kept() -> Iterator[None]:
         c10d._world._default_pg = before
 
 
-@contextmanager
-def _quick_collections() -> Iterator[None]:
-    """A newcomer collects garbage before it is admitted: of this run, not of all that the tests have imported."""
+@cache
+def _set_imports_apart() -> None:
+    """A newcomer collects garbage before it is admitted: of this process's runs, not of all that it has imported."""
+    gc.collect()
     gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def run(scenario: Scenario) -> Cluster:

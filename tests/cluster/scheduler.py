@@ -4,8 +4,8 @@ A task is a thread that belongs to a process. It runs until it waits (:meth:`Sch
 the next among those whose condition holds. So a run is a function of the seed and of the code that runs. When no
 condition holds, the clock goes on to the next time-out. A task waits in no other way, and holds no lock while it does.
 
-A process ends by :meth:`Scheduler.end`: each of its tasks is thrown :class:`Killed` where it stands. One task in four
-is slow, which is drawn when it begins, so that schedules are tried in which some thread is late for long.
+A process ends by :meth:`Scheduler.end`: each of its tasks is thrown :class:`Killed` where it stands. Now and then a
+task stalls, so that schedules are tried in which some thread is late for long, though none is for ever.
 
 A run ends with the first error of any task, in a :class:`Deadlock` (nobody can go on), or when it is said to be over.
 """
@@ -28,8 +28,10 @@ TICK = 1e-4
 """Seconds that pass with every choice of a task."""
 IDLE = 60.0
 """Nothing but a time-out longer than this is left to wait for: nobody can go on."""
-HASTE = 0.05
-"""How often a slow task is considered together with the others."""
+STALLS = 0.1
+"""How often a task stalls: something keeps it for long from its next turn."""
+HASTE = 0.02
+"""How often one that stalls is considered together with the others."""
 
 
 class Killed(BaseException):
@@ -55,7 +57,7 @@ class Task:
 
     name: str
     process: Process
-    slow: bool
+    stalls: bool
     ready: Callable[[], bool]
     until: float | None = None
     over: bool = False
@@ -99,7 +101,7 @@ class Scheduler:
 
     def spawn(self, process: Process, name: str, body: Callable[[], None]) -> Task:
         """Have ``body`` run as a task of ``process``."""
-        task = Task(f"{process.name} {name}", process, self.random.random() < 0.25, _always)
+        task = Task(f"{process.name} {name}", process, self.random.random() < STALLS, _always)
         task.thread = threading.Thread(target=self._life, args=(task, body), name=task.name, daemon=True)
         task.turn.acquire()
         self._tasks.append(task)
@@ -172,14 +174,19 @@ class Scheduler:
         return self._tasks[0]
 
     def _able(self) -> Task | None:
-        """One that can go on, drawn: a slow one rarely before the others."""
-        late = []
-        for task in self.random.sample(self._tasks, len(self._tasks)):
-            if task.slow and self.random.random() >= HASTE:
+        """One that can go on, drawn: one that stalls rarely before the others."""
+        late, found = [], None
+        first = int(self.random.random() * len(self._tasks))
+        for task in (*self._tasks[first:], *self._tasks[:first]):
+            if task.stalls and self.random.random() >= HASTE:
                 late.append(task)
             elif self._is_able(task):
-                return task
-        return next(filter(self._is_able, late), None)
+                found = task
+                break
+        found = found or next(filter(self._is_able, late), None)
+        if found is not None:
+            found.stalls = self.random.random() < STALLS
+        return found
 
     def _is_able(self, task: Task) -> bool:
         return task.ready() or task.process.dead or (task.until is not None and self.now >= task.until)

@@ -27,7 +27,7 @@ def test_a_run_is_a_function_of_its_seed() -> None:
 @pytest.mark.parametrize("rank", range(4))
 @pytest.mark.parametrize("point", POINTS)
 def test_kill(point: str, rank: int) -> None:
-    cluster = run(Scenario(f"kill:rank={rank},step=2,point={point}", seed=rank, steps=4))
+    cluster = run(Scenario(f"kill:rank={rank},step=2,point={point}", seed=rank, steps=3))
     assert cluster.processes[0].cluster.reached[rank, point]
     assert any(process.recoveries for process in cluster.processes)
     check(cluster)

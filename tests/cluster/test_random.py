@@ -1,0 +1,65 @@
+"""Any script of a few kills, in any order of events: the run ends as the undisturbed one.
+
+A failing example is shrunk to the fewest and earliest kills, and printed as a :class:`Scenario`.
+"""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from megatron.elastic.engine.inject import KILL_POINTS
+from tests.cluster.checks import check
+from tests.cluster.cluster import Scenario, run
+
+RANKS, STEPS = 4, 4
+ELSEWHERE = ("in_setup", "in_save", "save_writing", "save_finish", "save_whole", "save_named", "save_tracked")
+"""Points outside of what a cluster of one process runs: the host's set-up, checkpoints."""
+POINTS = [point for point in KILL_POINTS if point not in ELSEWHERE]
+
+
+@st.composite
+def kills(draw: st.DrawFn) -> str:
+    """One line of a script, for the first life of a rank, or for its second."""
+    rank, point = draw(st.integers(0, RANKS - 1)), draw(st.sampled_from(POINTS))
+    step = draw(st.integers(0, STEPS))
+    where = f",step={step}" if step else ""
+    return f"kill:rank={rank},point={point}{where},incarnation={draw(st.integers(0, 1))}"
+
+
+def scripts(most: int) -> st.SearchStrategy[str]:
+    """Up to ``most`` kills."""
+    return st.lists(kills(), min_size=1, max_size=most).map(";".join)
+
+
+def survives(script: str, seed: int, respawn_after: float, mirrors: int, heavy: bool = False) -> None:
+    chosen = {"mirrors": mirrors, "migrate_after": 1}
+    check(run(Scenario(script, seed, STEPS, respawn_after=respawn_after, settings=chosen, heavy=heavy)))
+
+
+SEEDS, DELAYS = st.integers(0, 10_000), st.sampled_from([0.01, 0.05, 0.3])
+QUICK = settings(
+    max_examples=12, deadline=None, derandomize=True, database=None, print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow], phases=[Phase.explicit, Phase.generate, Phase.shrink],
+)  # fmt: skip
+LONG = settings(QUICK, max_examples=1000)
+
+
+@QUICK
+@given(scripts(most=2), SEEDS, DELAYS)
+def test_two_kills_with_two_mirrors(script: str, seed: int, respawn_after: float) -> None:
+    survives(script, seed, respawn_after, mirrors=2)
+
+
+@QUICK
+@given(scripts(most=3), SEEDS, DELAYS)
+def test_three_kills_with_three_mirrors_while_layers_move(script: str, seed: int, respawn_after: float) -> None:
+    survives(script, seed, respawn_after, mirrors=3, heavy=True)
+
+
+@pytest.mark.slow
+@LONG
+@given(scripts(most=3), SEEDS, DELAYS, st.booleans())
+def test_many_scripts(script: str, seed: int, respawn_after: float, heavy: bool) -> None:
+    survives(script, seed, respawn_after, mirrors=3, heavy=heavy)

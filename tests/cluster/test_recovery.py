@@ -1,0 +1,62 @@
+"""A rank is killed while the others recover from a loss: recovery begins anew with what is held then."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.cluster.checks import check
+from tests.cluster.cluster import Cluster, Scenario, run
+
+IN_RECOVERY = (
+    "in_recovery_freeze", "in_recovery_decide", "in_recovery_edit", "in_recovery_promote", "in_recovery_resume"
+)  # fmt: skip
+BEFORE_THE_VOTE, AFTER_THE_VOTE = "after_ship", "mid_update"
+
+
+def killed(cluster: Cluster) -> list[int]:
+    """Ranks that were lost, in order."""
+    return [p.rank for p in cluster.processes if p.process.dead and p.norm is None]
+
+
+@pytest.mark.parametrize("first", [BEFORE_THE_VOTE, AFTER_THE_VOTE])
+@pytest.mark.parametrize("second", IN_RECOVERY)
+def test_a_second_loss_in_the_recovery(first: str, second: str) -> None:
+    """With two mirrors no two losses lose anything. Which rank goes second changes with the case."""
+    rank = 1 + IN_RECOVERY.index(second) % 3
+    faults = f"kill:rank=0,step=2,point={first};kill:rank={rank},point={second}"
+    cluster = run(Scenario(faults, seed=rank, steps=4, settings={"mirrors": 2}))
+    assert set(killed(cluster)) == {0, rank}
+    check(cluster)
+
+
+def test_the_two_ranks_of_a_stage_are_lost() -> None:
+    """Copies of its state lie elsewhere, but no rank computes it: the members wait for these to come back."""
+    faults = "kill:rank=0,step=2,point=after_reduce;kill:rank=1,point=in_recovery_edit"
+    cluster = run(Scenario(faults, seed=3, steps=4, settings={"mirrors": 2}))
+    assert killed(cluster) == [0, 1] or killed(cluster) == [1, 0]
+    assert any("are gone" in line for process in cluster.finished for line in process.notices)
+    check(cluster)
+    assert {process.rank for process in cluster.finished} == {0, 1, 2, 3}
+
+
+def test_state_without_a_copy_is_not_made_up() -> None:
+    """Without mirrors any loss takes state along, and each rank that is left says so."""
+    cluster = run(Scenario("kill:rank=3,step=2,point=before_vote", steps=4, settings={"mirrors": 0}))
+    errors = [process.error for process in cluster.processes if process.error is not None]
+    assert errors and not cluster.finished
+    assert "state of step 1 is lost" in str(errors[0])
+
+
+@pytest.mark.parametrize("point", ["mid_backward", "after_vote", "mid_gather"])
+def test_exact_mode_ends_with_the_same_bits(point: str) -> None:
+    cluster = run(Scenario(f"kill:rank=2,step=2,point={point}", seed=1, steps=4, settings={"exact": True}))
+    check(cluster)
+    reference = run(Scenario(steps=4, settings={"exact": True})).finished[0]
+    assert {process.norm for process in cluster.finished} == {reference.norm}
+
+
+@pytest.mark.parametrize("point", ["mid_update", "after_update", "mid_gather"])
+def test_copies_that_receive_the_result(point: str) -> None:
+    """``--elastic-snapshot state``: mirrors are sent stepped blocks, so a loss may take all back by one version."""
+    cluster = run(Scenario(f"kill:rank=1,step=2,point={point}", seed=2, steps=4, settings={"snapshot": "state"}))
+    check(cluster)
