@@ -74,6 +74,8 @@ class Scenario:
     """(step, what a user asks for once the first rank has ended it)."""
     fenced: Callable[[RankProcess, int], None] = lambda rank, step: None
     """What the program does after each step, on each rank: ``fenced(rank, step)``."""
+    died: Callable[[RankProcess], None] = lambda rank: None
+    """Told of each kill, before anything follows from it."""
 
     @property
     def ranks(self) -> int:
@@ -168,6 +170,7 @@ class RankProcess:
         """Be killed here."""
         self.fabric.break_off()
         self.cluster.scheduler.end(self.process)
+        self.cluster.scenario.died(self)
         raise Killed
 
     def _publish(self, activity: Activity) -> None:
