@@ -44,11 +44,14 @@ check "mypy --strict (tests: not strict)" mypy --no-error-summary -p megatron.el
 check "import-linter" lint-imports --no-cache --no-logo
 [[ ${#shell[@]} -eq 0 ]] || check "shellcheck" shellcheck -x --severity=warning "${shell[@]}"
 [[ ${#native[@]} -eq 0 ]] || check "clang-format" clang-format --dry-run --Werror "${native[@]}"
-# One worker more than cores: tests/scheduling.py gives as many as there are cores to jobs of several processes, the
-# other to unit tests. What fails is run once more, and named as unstable if it passes then: tests with real processes
-# and time-outs share the cores with whatever else runs. --kill-after: a hung test must not outlive the run.
+# One worker more than cores (up to eight of those): tests/scheduling.py keeps the last one for unit tests, so that no
+# more jobs of several processes run at once than there are cores. What fails is run once more, and named as unstable if
+# it passes then: tests with real processes and time-outs share the cores with whatever else runs. --kill-after: a hung
+# test must not outlive the run.
 run_pytest() {
-    timeout --signal=INT --kill-after=30 "$limit" python -m pytest -q -n "$(($(nproc) + 1))" --dist loadscope \
+    local cores
+    cores="$(nproc)"
+    timeout --signal=INT --kill-after=30 "$limit" python -m pytest -q -n "$(((cores < 8 ? cores : 8) + 1))" --dist loadscope \
         --max-worker-restart 3 --reruns 1 --durations=30 "${selection[@]}"
 }
 check "subjects of commits" python tools/commit_subjects.py

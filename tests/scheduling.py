@@ -1,8 +1,8 @@
 """Order and place of the tests in a run of several processes (pytest-xdist), and a list of the unstable ones.
 
-Training jobs fill the cores for tens of seconds and have time-outs, so no more of them run at once than there are
-cores: that many workers take jobs first, the others take unit tests alone. Tests of a file whose fixtures are made
-once a module run in one worker, one after the other; they are the longest, and come first.
+Training jobs fill the cores for tens of seconds and have time-outs. So there is one worker more than cores, and it
+takes unit tests alone: no more jobs run at once than there are cores. Tests of a file whose fixtures are made once a
+module run in one worker, one after the other; they are the longest, and come first.
 
 A plugin of the ``conftest.py`` beside ``tests/``; without xdist only the time-outs apply.
 """
@@ -10,7 +10,6 @@ A plugin of the ``conftest.py`` beside ``tests/``; without xdist only the time-o
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -44,9 +43,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any | None:
     from xdist.scheduler import LoadScopeScheduling
 
     class JobsFirst(LoadScopeScheduling):
-        """The first workers, one a core, take jobs and then unit tests; the others take unit tests alone.
+        """All workers but the last take jobs and then unit tests; the last takes unit tests alone.
 
-        A unit of work is a test, or a whole file that stays together.
+        At least two take jobs. A unit of work is a test, or a whole file that stays together.
         """
 
         def _split_scope(self, nodeid: str) -> str:
@@ -56,7 +55,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any | None:
         def _next(self, node: Any) -> str | None:
             """Return the unit that ``node`` takes next, ``None`` if there is none for it."""
             # By its place, not its name: the others move up when a worker has crashed.
-            takes_jobs = self.nodes.index(node) < max(2, os.cpu_count() or 1)
+            takes_jobs = self.nodes.index(node) < max(2, self.numnodes - 1)
             units = [unit for unit in self.workqueue if takes_jobs or not unit.startswith(JOBS)]
             return min(units, key=lambda unit: (unit.startswith(JOBS) is not takes_jobs, "::" in unit), default=None)
 

@@ -12,6 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 CORES = max(2, os.cpu_count() or 1)
+PLUGINS = ("xdist", "pytest_timeout", "pytest_rerunfailures", "tests.scheduling")
 SHARED = """
 import pytest
 @pytest.fixture(scope="module")
@@ -39,11 +40,17 @@ def run(folder: Path, tests: dict[str, str], *options: str) -> subprocess.Comple
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     (folder / "pytest.ini").write_text("[pytest]\naddopts = --import-mode=importlib -ra\n")
+    ours = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    plugins = [word for name in PLUGINS for word in ("-p", name)]
     return subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "tests.scheduling", "--dist", "loadscope", "--reruns", "1", *options],
-        cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=200,
+        [sys.executable, "-m", "pytest", *plugins, "--dist", "loadscope", "--reruns", "1", *options],
+        cwd=folder,
+        env={**ours, "PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
         check=False,
-    )  # fmt: skip
+    )
 
 
 def test_jobs_run_in_as_many_workers_as_there_are_cores_and_shared_fixtures_are_made_once(tmp_path: Path) -> None:
