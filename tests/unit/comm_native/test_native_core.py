@@ -160,9 +160,9 @@ def test_a_broken_link_is_opened_anew_also_when_one_end_has_not_noticed(shared_m
 @pytest.mark.parametrize(
     "target",
     [
-        "short-address",
+        "short-plain",
         *(pytest.param(f"run-{kind}", marks=pytest.mark.slow) for kind in ("plain", "thread", "address")),
-        pytest.param("short-thread", marks=pytest.mark.slow),
+        *(pytest.param(f"short-{kind}", marks=pytest.mark.slow) for kind in ("thread", "address")),
     ],
 )
 def test_native_tests(target: str) -> None:
