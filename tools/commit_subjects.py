@@ -18,7 +18,7 @@ from pathlib import Path
 __all__ = ["fault", "main", "subjects"]
 
 ROOT = Path(__file__).resolve().parent.parent
-BASE = "b8f9626c455bb3bfa2110bc9523cd2e0233a4d82"
+BASE = "9f5339c7bfaf040008d6c09fb6d9ea21e800d923"
 LENGTH = 72
 AREA = re.compile(r"[\w./,-]+(?: [\w./,-]+)?: ")
 NOT_IMPERATIVE = frozenset({
