@@ -18,7 +18,9 @@ from functools import cache
 from itertools import pairwise
 from typing import Any, NoReturn
 
+import torch
 from torch.distributed import distributed_c10d as c10d
+from torch.utils.data import Dataset
 
 from megatron.elastic.config import ElasticConfig
 from megatron.elastic.control.events import Wanted
@@ -76,6 +78,7 @@ class Scenario:
     """What the program does after each step, on each rank: ``fenced(rank, step)``."""
     died: Callable[[RankProcess], None] = lambda rank: None
     """Told of each kill, before anything follows from it."""
+    samples: Dataset[torch.Tensor] = field(default_factory=Samples)
 
     @property
     def ranks(self) -> int:
@@ -219,7 +222,7 @@ class RankProcess:
             # A loss before all agents know of it is no matter of the engine's: the launcher starts all ranks anew.
             self.cluster.scheduler.wait(lambda: not any(agent.state.preparing for agent in self.cluster.agents))
         self.engine = engine
-        source = DatasetSource(Samples(), lambda sample: sample, collate=collate)
+        source = DatasetSource(scenario.samples, lambda sample: sample, collate=collate)
         for iteration in range(began, scenario.steps):
             began = iteration
             self.cluster.wish(iteration)

@@ -1,0 +1,25 @@
+"""A bit of a state block changes in memory: the wrong copy goes, the right one comes in its place (``certify.py``)."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.cluster.checks import check
+from tests.cluster.cluster import Scenario, run
+
+
+@pytest.mark.parametrize("copy", ["owner", "mirror"])
+@pytest.mark.parametrize("tensor", ["master", "exp_avg"])
+def test_a_changed_copy_is_made_anew(copy: str, tensor: str) -> None:
+    """Among three copies two say which one is wrong."""
+    faults = f"flip:rank=1,step=2,point=after_gather,copy={copy},tensor={tensor}"
+    cluster = run(Scenario(faults, seed=3, steps=8, settings={"mirrors": 2, "verify_interval": 1}))
+    check(cluster, settled=True)
+    moved = sum(process.engine.state_bytes for process in cluster.finished if process.engine is not None)
+    assert moved > 0, "the copy came over a stream"
+
+
+def test_a_changed_copy_and_a_loss_before_it_is_found() -> None:
+    """The rank with the wrong copy is lost: what is left was never wrong."""
+    faults = "flip:rank=1,step=2,point=after_gather,copy=owner;kill:rank=1,step=3,point=before_reduce"
+    check(run(Scenario(faults, seed=1, steps=6, settings={"mirrors": 2, "verify_interval": 1})))
