@@ -46,7 +46,7 @@ from tests.cluster.fabric import ClusterFabric, Style, Wire
 from tests.cluster.model import Samples, TinyModel, collate, forward_step
 from tests.cluster.scheduler import ClusterThreads, Killed, Process, Scheduler
 
-__all__ = ["Cluster", "RankProcess", "Scenario", "run"]
+__all__ = ["Cluster", "RankProcess", "Scenario", "default_group_kept", "run"]
 
 UNITS, MICRO_BATCH, MICRO_BATCHES = 4, 1, 2
 """Units of the model, rows of a micro-batch, micro-batches a replica and step."""
@@ -275,7 +275,7 @@ class Cluster:
             self.scheduler.spawn(agent.process, "serves", agent.run)
         self.scheduler.over = lambda: all(agent.over for agent in self.agents)
         _set_imports_apart()
-        with _default_group_kept():
+        with default_group_kept():
             try:
                 self.scheduler.run()
             finally:
@@ -289,7 +289,8 @@ class Cluster:
 
 
 @contextmanager
-def _default_group_kept() -> Iterator[None]:
+def default_group_kept() -> Iterator[None]:
+    """``torch.distributed``'s default group, which changes with the rank that runs, is afterwards what it was."""
     before = c10d._world._default_pg
     try:
         yield
