@@ -118,6 +118,8 @@ class Generations(msgspec.Struct, forbid_unknown_fields=True):
     _left: set[int] = set()
     _preparing: set[int] = set()
     """Ranks that said they have nothing yet that could outlive a loss."""
+    _begun: set[int] = set()
+    """Those of them that have something now. Each says so once, whatever is being agreed then."""
 
     def __post_init__(self) -> None:
         slots = sorted(rank for node in self.nodes.values() for rank in node.ranks)
@@ -279,6 +281,7 @@ class Generations(msgspec.Struct, forbid_unknown_fields=True):
             state.incarnation, state.standing, state.entry = loss.incarnation, "lost", None
             state.may_return = state.may_return and self.respawn
             self._preparing.discard(loss.rank)
+            self._begun.discard(loss.rank)
             self.reports.pop(loss.rank, None)
             self.losses.append(loss)
         if changed:
@@ -353,6 +356,13 @@ class Generations(msgspec.Struct, forbid_unknown_fields=True):
         what = event.what
         if what is Request.SETUP:
             self._preparing |= set(event.ranks) & self.ranks.keys()
+            self._begun -= set(event.ranks)
+            return
+        if what is Request.BEGIN:
+            self._begun |= set(event.ranks) & self._preparing
+            if self._begun >= self._preparing & set(self.members):
+                self._preparing.clear()
+                self._begun.clear()
             return
         if event.generation != self.decided or not self.quiet or self.fresh:
             return
@@ -367,9 +377,6 @@ class Generations(msgspec.Struct, forbid_unknown_fields=True):
         match what:
             case Request.CHECKPOINT:
                 self._checkpoint = False
-                del self._requests[what]
-            case Request.BEGIN:
-                self._preparing.clear()
                 del self._requests[what]
             case Request.STAY:
                 self.drain = None if self.drain else self.drain

@@ -197,6 +197,23 @@ def test_until_every_member_has_begun_a_loss_finds_the_others_preparing() -> Non
     assert not state.preparing and not state.quiet, "now the others go on"
 
 
+def test_who_has_begun_has_whatever_is_agreed_in_between() -> None:
+    """Each rank says it once; a generation that is agreed anew before the last one does must not forget the others."""
+    state = machine(3)
+    for rank in state.ranks:
+        state.apply(Requested(Request.SETUP, (rank,), 0))
+        state.apply(Waiting((entry(rank),)))
+    state.apply(Decided(1, 0))
+    state.apply(Requested(Request.BEGIN, (0,), 1))
+    state.apply(Reformed(1, "link"))
+    state.apply(Requested(Request.BEGIN, (1,), 1))
+    report_all(state)
+    state.apply(Decided(2, 0))
+    assert state.preparing, "rank 2 has nothing yet"
+    state.apply(Requested(Request.BEGIN, (2,), 2))
+    assert not state.preparing
+
+
 def test_without_respawn_losing_everybody_is_the_end() -> None:
     state = started(2, respawn=False)
     state.apply(loss(0))
