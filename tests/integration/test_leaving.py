@@ -135,7 +135,7 @@ def drained_while_waiting(folder: Path, seconds: float, *launch: str) -> JobResu
     with RunningJob(folder / "events", command) as job:
         job.wait_for(r"ranks \[2, 3\] are gone.*: waiting up to")
         job.launcher.send_signal(signal.SIGTERM)
-        job.wait_for(r"nothing can be saved before ranks \[2, 3\] are back")
+        job.wait_for(r"cannot save before ranks \[2, 3\] are back")
         result = job.finish()
     assert "Traceback" not in result.output
     return result

@@ -1,13 +1,13 @@
 """From a broken step to the next generation (docs/design.md §3, §4).
 
-    report   what this rank holds, and where in the program it stands
-    decide   wait for the one record everybody reads (control plane)
-    edit     links and groups follow the members; nothing of a survivor is rebuilt
-    promote  mirrors of lost blocks become owners where they lie: no byte moves
-    resolve  which version is finished: roll forward, vote again, or run again
+    report   hand in the state this rank holds and its place in the program
+    decide   wait for the decision, one record that all members read (control plane)
+    edit     change links and groups to the new members; a survivor keeps its own
+    promote  make mirrors of lost blocks owners in place: no byte is sent
+    resolve  choose the version to finish: roll forward, vote again, or run again
 
-All of it is a pure function of the decision record but the edit. Any further
-loss raises a ``CommError``; the caller reports again with what it holds then.
+Promotion and resolution are pure functions of the decision record. Any further
+loss raises a ``CommError``; the caller then calls again with a new report.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ __all__ = ["Agreement", "RecoveryOutcome", "StateLost"]
 
 
 class StateLost(RuntimeError):
-    """No survivor holds some block: only the persistent checkpoint does. Names what was lost."""
+    """Some block has no copy on a survivor; only the checkpoint on disk has it. Names the lost blocks."""
 
     def __init__(self, version: int, blocks: tuple[BlockKey, ...]) -> None:
         units = sorted({unit for unit, _, _ in blocks})
@@ -53,26 +53,26 @@ class StateLost(RuntimeError):
 
 @dataclass(frozen=True)
 class RecoveryOutcome:
-    """What a generation has to do before work goes on, the same on every rank."""
+    """The work of a new generation before steps go on, equal on every rank."""
 
     decision: Decision
     lost: tuple[Loss, ...]
-    """Who was lost since the last generation that came about, those of decisions that did not among them."""
+    """Ranks lost since the last generation in which steps went on, including losses of abandoned decisions."""
     resolution: Resolution
     phase_over: bool
     first_open: int
-    """The first phase that is not over among the members."""
+    """Number of the first phase that some member has yet to finish."""
     newcomers: tuple[int, ...]
-    """Members that have to be told everything (:mod:`join`)."""
+    """Members that receive a :class:`JoinState` (:mod:`join`)."""
     named: Configuration
-    """What the newest record names."""
+    """The configuration that the newest record names."""
     step_committed: bool
-    """The step under way here was committed before the loss: only its end had to be finished."""
+    """Whether the step under way was committed before the loss, so that only update and gather remain."""
     lost_steps: int
-    """Steps that some survivor knew to be committed and that could not be kept."""
+    """Number of committed steps that some survivor knows and that cannot be kept."""
     oldest_parameters: int
     failure: tuple[int, str] | None
-    """(phase, why): the fenced action that some member could not do, so that nobody does it."""
+    """(phase, why) of a fenced action that failed on some member and therefore fails on every rank."""
     promoted: tuple[BlockKey, ...]
     """Blocks that changed owner."""
     seconds: Mapping[str, float]
@@ -81,7 +81,7 @@ class RecoveryOutcome:
 
 @dataclass
 class Agreement:
-    """The steps above for one rank, and which losses and members are not reported yet."""
+    """The steps above for one rank, with the losses that no listener has been told of yet."""
 
     membership: Membership
     views: ViewFactory
@@ -90,9 +90,9 @@ class Agreement:
     """Seconds that an agreement or an edit of the groups may take."""
     threads: Threads = OS_THREADS
     members: tuple[int, ...] = ()
-    """Ranks, but newcomers, of a decision whose generation has yet to come about, ascending."""
+    """Members without newcomers of a decision after which steps have not gone on yet, ascending."""
     unreported: tuple[Loss, ...] = ()
-    """Losses of decisions since the last generation that came about: each is told once, with the next that does."""
+    """Losses decided since steps last went on. Each is reported once, when steps go on again."""
 
     def agree(
         self,
@@ -101,9 +101,9 @@ class Agreement:
         history: History,
         attempted: int,
     ) -> tuple[View, RecoveryOutcome]:
-        """One attempt. Raises ``CommError`` when a newer generation began meanwhile, :class:`StateLost`.
+        """Make one attempt to agree on a view. Raises ``CommError`` if a newer one began, and :class:`StateLost`.
 
-        ``attempted`` is the version that the step under way leads to.
+        ``attempted``: version that the step under way leads to.
         """
         seconds = dict[str, float]()
         decision, edit = self._decided(error, report, seconds)
@@ -119,7 +119,7 @@ class Agreement:
         if promotion.lost:
             raise StateLost(report.holdings.newest, promotion.lost)
         lost_steps = _lost_steps(reports, resolution)
-        # Somebody may have made room for units of which it has no parameters.
+        # Some rank may have made room for units whose parameters it lacks.
         undefined = assignment != named.assignment or lost_steps > 0 or bool(newcomers(decision))
         view = self.views.build_view(decision, Configuration(promotion.placement, assignment), resolution.record)
         seconds["plan"] = time.monotonic() - started
@@ -142,7 +142,7 @@ class Agreement:
         return view, outcome
 
     def _decided(self, error: CommError, report: Report, seconds: dict[str, float]) -> tuple[Decision, EditReport]:
-        """The record everybody reads, and links and groups as it has them; ``seconds`` takes what that took."""
+        """Return the decision after links and groups were edited to it. Adds the time of both to ``seconds``."""
         step = report.holdings.newest
         if isinstance(error, PeerLost) and not error.heard:
             self.membership.suspect(error.rank, error.why)
@@ -162,9 +162,9 @@ class Agreement:
     def _resolved(
         self, decision: Decision, reports: Mapping[int, Report], named: Configuration, voting: Configuration | None
     ) -> tuple[Resolution, Configuration, list[tuple[BlockKey, int]]]:
-        """Which version is finished, under what, and which of its copies (block, rank) do not count.
+        """Return the resolution, its configuration, and the copies (block, rank) that do not count.
 
-        ``voting``: what the vote under way was to name. Raises :class:`StateLost`.
+        ``voting``: configuration that the vote under way was to name. Raises :class:`StateLost`.
         """
         joined_since = joined_since_vote(reports)
         held = {
@@ -173,14 +173,14 @@ class Agreement:
         counted = all_copies({key: copies.ranks for key, copies in named.placement.copies.items()}, held, joined_since)
         again = None
         if voting is not None and not joined_since and not newcomers(decision):
-            # Those have no gradients to vote on; nobody knows of the vote, so the step may as well be run again.
+            # Ranks that joined have no gradients to vote on. No survivor knows the vote: the step may be run again.
             again = all_copies({key: copies.ranks for key, copies in voting.placement.copies.items()}, held)
         resolution = resolve(held, counted, self.views.launch_topology.grid.global_batch_size, again)
         if resolution.kind == "lost":
             raise StateLost(resolution.version, resolution.missing)
         gone = [(key, rank) for rank, r in reports.items() for key in r.holdings.torn]
         if resolution.kind == "revote":
-            assert voting is not None and again is not None, "by whom it is taken again is known"
+            assert voting is not None and again is not None, "a vote taken again has a configuration"
             return resolution, replace(voting, placement=voting.placement.with_copies(again)), gone
         placement = named.placement.with_copies(counted)
         gone += [(key, rank) for key, copies in placement.copies.items() for rank in copies.ranks
@@ -189,7 +189,7 @@ class Agreement:
 
 
 def _without_copies(held: Holdings) -> Holdings:
-    """What a stranger knows, without copies: those it was given since the vote are void and given again."""
+    """The report of a rank that joined after the last vote, without copies: it receives its copies again."""
     return Holdings(held.rank, records=held.records, statistics=held.statistics)
 
 

@@ -1,11 +1,11 @@
-"""Between two steps: everything that changes who is here, who holds what and who computes what (docs/design.md §6, §7).
+"""The boundary between two steps: changes of membership, placement and plan (docs/design.md §6, §7).
 
-    come and go   newcomers are let in as the last vote agreed, who was asked to leave goes
-    proceed       of a migration that all are ready for the last follows: the vote of this step names its target
-    move          copies that are missing begin; else what balance, a better cut or a leaving rank ask for
-    pace          plans and clocks follow measured speeds
+    membership   admit newcomers as the last vote agreed; release ranks that were asked to leave
+    proceed      conclude a migration that all ranks are ready for: the vote of the next step names its target
+    move         begin missing copies; else a migration for balance, for a better cut or for a leaving rank
+    rebalance    change plans and clocks according to measured speeds
 
-Every rank decides from the record and from what all know alike, so nobody asks anybody.
+Every rank decides from the record and from values that are equal on all ranks, so no message is needed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["Boundary"]
 
 
 class Boundary:
-    """``considered``: the generation in which units are where they should be to begin with, or -1."""
+    """The changes of one rank at a boundary. ``considered``: generation whose cut needs no review, or -1."""
 
     def __init__(
         self, context: Context, migrator: Migrator, rebalancer: Rebalancer, recovery: Recovery, considered: int
@@ -35,17 +35,17 @@ class Boundary:
         self._rebalancer = rebalancer
         self._recovery = recovery
         self._considered = considered
-        """Generation in which it was last asked whether units should change place."""
+        """Generation in which the cut was last reviewed."""
         self._refused: tuple[int, ...] = ()
-        """Ranks whose wish to leave was turned down last."""
+        """Ranks whose request to leave was refused last."""
 
     def cross(self) -> None:
-        """Pass this boundary. Raises ``Released`` on ranks that leave here, and what a recovery raises."""
+        """Pass this boundary. Raises ``Released`` on ranks that leave here, and the errors of a recovery."""
         at = self._context
         agreed = at.record.agreed if at.acted_on < at.record.version else ()
         at.acted_on = at.record.version
         if "join" in agreed:
-            # No phase of its own, nor is leaving: whoever is kept from it by a loss is not a phase behind afterwards.
+            # Neither joining nor leaving is a phase: a rank that a loss keeps from it is not a phase behind afterwards.
             self._recovery.ask(Request.JOIN)
         self._migrator.proceed()
         self._move(self._part(leaving_of(agreed)))
@@ -61,11 +61,11 @@ class Boundary:
                 self._recovery.recover(error)
 
     def _move(self, leaving: tuple[int, ...]) -> None:
-        """Begin what is asked for, unless something moves already."""
+        """Begin the migration that is due, unless one is under way."""
         at = self._context
         if self._migrator.under_way:
             return
-        # Some hear of a loss between steps, others in one: the first boundary that is the same for all follows a vote.
+        # Some ranks learn of a loss between steps, others in one: the first boundary common to all follows a vote.
         needs_rebalance = at.needs_rebalance and at.record.version > at.settled_at
         if needs_rebalance and self._migrator.replenish():
             return
@@ -80,14 +80,14 @@ class Boundary:
                 self._wait_for_migration()
 
     def _recut(self) -> Recut | None:
-        """Units that should change place; asked once a generation, when it is time, by all ranks at one boundary."""
+        """Return the better cut, if any. Computed once a generation, by all ranks at the same boundary."""
         views, view = self._context.views, self._context.view
         asked, patience = self._considered == view.generation, views.config.steps_before_migration
         if asked or not views.moves_units:
             return None
         steps = self._context.record.version - self._context.settled_at
         due = everybody_is_here(view.assignment, view.living) or steps >= patience
-        if not due or steps == 0:  # before a vote of this generation not everybody knows the same measurements
+        if not due or steps == 0:  # before a vote of this generation measurements differ between ranks
             return None
         self._considered = view.generation
         costs = self._rebalancer.measured or views.profile
@@ -96,11 +96,11 @@ class Boundary:
             return better_assignment(
                 view.assignment, view.living, costs, views.hardware.memory_bytes, speeds, self._outlook()
             )
-        except PlanError:  # nothing better is known to fit; the plan that runs goes on
+        except PlanError:  # no better cut fits; the present plan goes on
             return None
 
     def _outlook(self) -> DecisionOptions:
-        """How long a cut made now is of use: to the next expected change, or to the end of the run."""
+        """The time over which a new cut must pay off: to the next expected loss, or to the end of the run."""
         at = self._context
         steps = at.tools.settings.steps
         return DecisionOptions(
@@ -109,7 +109,7 @@ class Boundary:
         )
 
     def _part(self, asked: tuple[int, ...]) -> tuple[int, ...]:
-        """Ranks leave on request, once nothing is left of them; returns those whose state has to move first."""
+        """Release ranks that were asked to leave and hold no copies; return those whose copies have to move first."""
         at = self._context
         leaving = tuple(rank for rank in asked if rank in at.view.living)
         obstacle = at.views.indispensable(at.view, leaving) if leaving else ""

@@ -1,9 +1,9 @@
-"""A transition proves itself before work goes on: statements of all ranks, compared by all (``state.certificate``).
+"""A certificate for each transition: every rank compares the statements of all ranks (``state.certificate``).
 
-Tables are compared everywhere. Contents are hashed where something moved, all of them
-at a start or a load, at most :data:`LOOKED_AT_BYTES` while others wait; what is left
-over is compared later, by the rolling verification. One exchange, no rank decides alone:
-each certifies the same statements and comes to the same end.
+Tables are always compared in full. Contents are hashed only of blocks that moved: all of
+them at a start or a load, at most :data:`LOOKED_AT_BYTES` while other ranks wait. The rolling
+verification compares the rest later. There is one exchange of messages. Every rank certifies
+the same statements and therefore comes to the same result.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ __all__ = [
 
 Transition = Literal["start", "load", "recovery", "join", "migration", "rolling"]
 LOOKED_AT_BYTES = 4 << 20
-"""State of which contents are hashed while everybody waits for a rank that joined, or that was lost."""
+"""Bytes of state that are hashed while all ranks wait, after a join or a loss."""
 Keys = tuple[BlockKey, ...]
 Marks = tuple[dict[BlockKey, Fingerprint], dict[BlockKey, str]]
-"""Of one rank: of its copies, and of the parameters it computes with."""
+"""Hashes of one rank: of its copies, and of the parameters it computes with."""
 ALL_BYTES = 1 << 62
-"""At a start or a load: nobody is kept from training yet."""
+"""Limit at a start or a load, when no training waits."""
 
 
 @dataclass(frozen=True)
 class CertificateOutcome:
-    """How one certificate ended, for the event log."""
+    """The result of one certificate, for the event log."""
 
     transition: Transition
     step: int
@@ -69,7 +69,7 @@ class CertificateOutcome:
 def looked_at(
     layouts: Mapping[tuple[int, int], UnitLayout], keys: Iterable[BlockKey], turn: int, limit: int
 ) -> frozenset[BlockKey]:
-    """As many of ``keys`` as ``limit`` bytes allow, others each ``turn``; the same on every rank."""
+    """Return as many of ``keys`` as ``limit`` bytes allow, different ones each ``turn``; equal on every rank."""
     ordered, chosen = sorted(keys), set[BlockKey]()
     start, left = (turn * 31) % max(1, len(ordered)), limit
     for key in ordered[start:] + ordered[:start]:
@@ -81,7 +81,7 @@ def looked_at(
 
 
 def parameter_hashes(arena: Arena, keys: Collection[BlockKey]) -> dict[BlockKey, str]:
-    """Content hashes of the parameters this rank computes with, of those of ``keys`` it has."""
+    """Return content hashes of the parameters of those ``keys`` that this rank computes with."""
     hashes = {}
     for key in keys:
         place = arena.slices.get(key[0])
@@ -94,7 +94,7 @@ def parameter_hashes(arena: Arena, keys: Collection[BlockKey]) -> dict[BlockKey,
 def statement(
     tools: Tools, view: View, record: StepRecord, parameters: int, contents: Collection[BlockKey]
 ) -> Statement:
-    """What this rank holds and will do. ``parameters`` is their version; ``contents`` are the blocks hashed in full."""
+    """Return this rank's statement. ``parameters``: their version; ``contents``: the blocks to hash in full."""
     arena, pool = tools.arena, tools.pool
     hashes = parameter_hashes(arena, contents)
     held = (block.key for place in arena.slices.values() for block in place.layout.blocks)
@@ -121,14 +121,14 @@ def examine(
     mine: Statement,
     transition: Transition,
 ) -> CertificateOutcome:
-    """Exchange statements and certify them. Never raises for a finding: the verdict has it."""
+    """Exchange statements and certify them. Findings are in the result, not raised. Collective."""
     began, step = time.monotonic(), mine.record.version
     texts = gather_messages(tools.fabric, str, mine.text)
     statements = {rank: Statement.from_json(text) for rank, text in texts.items()}
     due = {key: len(copies.mirrors) for key, copies in view.placement.copies.items()}
     rows = view.plan.grid.global_batch_size
     try:
-        # Right after a loss the only copy may lie with a rank that does not compute its unit.
+        # Right after a loss the only copy may be on a rank that does not compute its unit.
         parked = transition != "start"
         passed = certify(statements, groups, due, rows, view.living, parked, view.plan.skipped)
     except CertificateError as error:
@@ -137,7 +137,7 @@ def examine(
 
 
 def name_disputes(tools: Tools, view: View, record: StepRecord, mine: Disputes) -> CertificateOutcome:
-    """Which copies were not made as their owners' were: a bug, that ends the job. Collective."""
+    """Return the copies whose history differs from their owner's. That is a bug and ends the job. Collective."""
     findings = tuple(
         f"block {key} at rank {rank} was not made as its owner's (rank {view.placement.owner(key)})"
         for rank, keys in gather_messages(tools.fabric, Keys, mine.marks).items()
@@ -149,10 +149,10 @@ def name_disputes(tools: Tools, view: View, record: StepRecord, mine: Disputes) 
 def examine_memory(
     tools: Tools, view: View, record: StepRecord, mine: Disputes
 ) -> tuple[tuple[Change, ...], CertificateOutcome]:
-    """Copies made alike differ. What is to be promoted and dropped for it, and what was found. Collective.
+    """Compare copies that have the same history but differ; return the repairs and the findings. Collective.
 
-    To be called between the vote and the update, while the parameters are still those
-    that owners gathered out. No changes: nobody can tell which copy is right.
+    Call it between the vote and the update, while the parameters still come from the
+    owners' last gather. Returns no changes if the right copy cannot be told from the wrong one.
     """
     began = time.monotonic()
     suspects = sorted({key for keys in gather_messages(tools.fabric, Keys, mine.contents).values() for key in keys})

@@ -1,8 +1,8 @@
-"""What one rank does about proofs: takes certificates, and stops or mends what fails them (docs/design.md §6).
+"""Certificates of one rank, and the repair of changed memory (docs/design.md §6).
 
-A failed certificate ends the transition, and with it the job, on every rank alike. A
-copy found changed by itself is dropped while another is known to be right, and made
-anew with the next migration; where nobody can tell which one is right the job ends too.
+A failed certificate ends the job on every rank. A copy whose memory changed is dropped if
+another copy is known to be right, and the next migration makes it anew. If the right copy
+cannot be told from the wrong one, the job ends.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ __all__ = ["Certifier"]
 
 @dataclass(frozen=True)
 class Certifier:
-    """Collective, all of it: every rank comes to the same end."""
+    """Takes certificates. Every method is collective and has the same result on every rank."""
 
     context: Context
 
     def certify(self, transition: Transition, moved: Iterable[BlockKey]) -> None:
-        """Have everybody compare what all hold and will do. Raises ``CertificateError``."""
+        """Have every rank compare the statements of all. Raises ``CertificateError``."""
         at = self.context
         limit = ALL_BYTES if transition in ("start", "load") else LOOKED_AT_BYTES
         contents = looked_at(at.views.layouts, moved, at.record.version, limit)
@@ -49,16 +49,17 @@ class Certifier:
         at.certificate = verdict.certificate
 
     def dispute(self, mine: Disputes) -> NoReturn:
-        """Copies were not made as their owners' were: a bug. Raises ``CertificateError`` with everybody's."""
+        """Raise ``CertificateError`` with every rank's copies whose history differs from their owner's: a bug."""
         at = self.context
         verdict = name_disputes(at.tools, at.view, at.record, mine)
         at.listener.examined(at.view, verdict)
         raise CertificateError(verdict.findings)
 
     def mend_memory(self, mine: Disputes) -> None:
-        """Copies made alike differ: go on without the wrong one. Raises ``SilentCorruption`` where none can be told.
+        """Drop the wrong one of copies that have the same history but differ.
 
-        Between the vote and the update, with no migration under way.
+        Call it between the vote and the update, with no migration under way. Raises
+        ``SilentCorruption`` if the right copy cannot be told from the wrong one.
         """
         at = self.context
         changes, verdict = examine_memory(at.tools, at.view, at.record, mine)

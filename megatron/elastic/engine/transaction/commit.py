@@ -1,11 +1,11 @@
-"""A step as a transaction, from one attempt at it to the state it leads to (docs/design.md §3).
+"""The commit of a step, from one attempt at it to the state it leads to (docs/design.md §3).
 
     commit   compute, reduce and ship, then vote: with the vote's sum every rank makes the same
              record, and the step can no longer be undone
     finish   update every copy held here, then gather parameters; safe to repeat
 
-What an attempt has gathered is kept until the step is over: if everybody who had the
-vote's sum is lost, :meth:`StepCommit.vote_again` takes it over the retained gradients.
+An attempt is kept until the step is over. If every rank that had the vote's sum is lost,
+:meth:`StepCommit.vote_again` repeats the vote over the retained gradients.
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ from megatron.elastic.state.record import GradientKey, Vote, advance
 __all__ = ["StepCommit"]
 
 Contents = tuple[dict[int, int], dict[int, int]]
-"""Sample number → contents as read at the first unit, and at the loss."""
+"""Sample number → digest of its contents, as read for the first unit and for the loss."""
 
 
 @dataclass
 class _Attempt:
-    """What one attempt at a step has gathered so far."""
+    """The results of one attempt at a step so far."""
 
     step: StepInput
     key: GradientKey
-    """Of its gradients."""
+    """Key of its gradients."""
     skipped: tuple[int, ...]
     """Rows that the plan of this attempt leaves out."""
     named: Configuration
-    """What its vote is to name, whose copies its gradients are shipped to."""
+    """The configuration that its vote is to name; gradients are shipped to the copies of it."""
     tally: Tally | None = None
     """Set once every gradient is reduced and shipped: from then on the vote can be taken again."""
     requests: Pending = field(default_factory=Pending)
-    """What was pending when this rank voted."""
+    """Requests that were pending when this rank voted."""
     disputes: Disputes = field(default_factory=Disputes)
-    """Copies here that are not what their owners' are, as the shipping showed."""
+    """Copies of this rank that differ from their owners', as found while shipping."""
     contents: Contents = field(default_factory=lambda: ({}, {}))
-    """Sample → digest of what this rank read of it, for the first unit and for the loss."""
+    """Digests of the samples that this rank read."""
 
 
 def _never() -> bool:
@@ -63,7 +63,7 @@ def _never() -> bool:
 
 
 class StepCommit:
-    """The step of one rank. ``StepCommit`` and the host agree on saves through two questions, asked at each vote."""
+    """The step of one rank. Each vote calls ``save_due`` and ``share_written``, by which ranks agree on saves."""
 
     def __init__(self, context: Context, migrator: Migrator, certifier: Certifier, rebalancer: Rebalancer) -> None:
         self._context = context
@@ -72,16 +72,16 @@ class StepCommit:
         self._rebalancer = rebalancer
         self._blocks = block_index(context.views.layouts)
         self.save_due: Callable[[], bool] = _never
-        """Whether this rank knows of a checkpoint to be written at the next boundary: an agreement between all."""
+        """Tells whether this rank needs a checkpoint at the next boundary; one such rank is enough."""
         self.share_written: Callable[[], bool] = _never
-        """Whether this rank's share of the checkpoint under way is written."""
+        """Tells whether this rank has written its share of the checkpoint under way."""
         self.computed = 0
         """Samples computed in the newest step: fewer than consumed where the policy lets the batch shrink."""
         self.followed = -1
         """Version that all mirrors are known to have (``state`` mode)."""
         self._attempt: _Attempt | None = None
         self._key: GradientKey | None = None
-        """Of the newest gradients computed here."""
+        """Key of the newest gradients computed here."""
         self._zeros = 0
 
     # -- the present attempt -------------------------------------------------------
@@ -97,31 +97,31 @@ class StepCommit:
         return self._context.record.version if self._attempt is None else self._attempt.step.step
 
     def known_rows(self) -> dict[GradientKey, list[tuple[int, int]]]:
-        """Ranges of rows whose loss this rank could tell in a vote taken again, by gradient."""
+        """Return the ranges of rows whose loss this rank can report in a repeated vote, by gradient."""
         attempt = self._attempt
         if attempt is None or attempt.tally is None:
             return {}
-        known = (*attempt.tally.rows, *attempt.skipped)  # of a row left out there is nothing to know
+        known = (*attempt.tally.rows, *attempt.skipped)  # a row left out has no loss to report
         return {attempt.key: [(row, row + 1) for row in known]}
 
     @property
     def voting(self) -> Configuration:
-        """What the vote under way is to name, or was when its gradients were shipped."""
+        """The configuration that the vote under way is to name, as of the shipping of its gradients."""
         return self._context.view.configuration if self._attempt is None else self._attempt.named
 
     def void(self) -> None:
-        """The attempt's gradients were discarded: no vote can be taken over them."""
+        """Note that the attempt's gradients were discarded, so that no vote can be repeated over them."""
         if self._attempt is not None:
             self._attempt.tally = None
 
     def close(self) -> None:
-        """The step is over on every rank."""
+        """Forget the attempt: the step is over on every rank."""
         self._attempt = None
 
     # -- up to the vote ------------------------------------------------------------
 
     def commit(self, work: StepInput) -> None:
-        """Compute, reduce, ship, vote. On return the position's record is that of ``work.step``."""
+        """Compute, reduce, ship, vote. On return the context's record is that of ``work.step``."""
         at, body, step = self._context, self._context.body, work.step
         reach, timer = at.tools.reach, at.timer
         self._key = key = self._next_key(step)
@@ -154,27 +154,27 @@ class StepCommit:
         self._vote(attempt, attempt.tally)
 
     def _next_key(self, step: int) -> GradientKey:
-        """Of the gradients of a new attempt: every rank has seen the votes on the attempts before it refused."""
+        """Return the key of a new attempt's gradients; equal on every rank, since all saw the same refused votes."""
         key, before = GradientKey(step - 1, self._context.view.generation), self._key
         if before is None or (before.step, before.generation) != (key.step, key.generation):
             return key
         return key._replace(attempt=before.attempt + 1)
 
     def vote_again(self, key: GradientKey) -> None:
-        """Over the gradients of an earlier generation, retained under ``key``, which are complete."""
+        """Repeat the vote over the complete gradients of an earlier generation, retained under ``key``."""
         attempt = self._attempt
         if attempt is None or attempt.tally is None:
-            raise RuntimeError("a vote is to be taken again that this rank was not ready for")
+            raise RuntimeError("the vote must be repeated, but this rank has not shipped its gradients")
         attempt.key = key
         attempt.tally.steady, attempt.tally.times, attempt.tally.clocks = 0, {}, {}  # measured under another plan
-        attempt.tally.ready = 0  # what moved then has ended with its generation
+        attempt.tally.ready = 0  # the migration of that generation has ended with it
         self._context.body.weigh(attempt.tally, key)
         self._vote(attempt, attempt.tally)
 
     def _vote(self, attempt: _Attempt, tally: Tally) -> None:
-        """The commit point: with the vote's sum every rank computes the same record."""
+        """Take the vote, the commit point: from its sum every rank computes the same record."""
         at, step, address = self._context, attempt.step.step, attempt.step.address
-        named = self._migrator.heading  # of a vote taken again: what its attempt was to name, without the ranks lost
+        named = self._migrator.heading  # in a repeated vote: the configuration of its attempt without the lost ranks
         tally.plan = plan_digest(at.view.plan_hash, named.digest, at.record.digest, str(address))
         with at.timer.phase("vote"):
             rates = at.tools.settings.hyper.schedule.rates(at.record.scheduler_steps)
@@ -202,7 +202,7 @@ class StepCommit:
         at.tools.reach("after_vote", step)
 
     def _refuse(self, total: Tally, attempt: _Attempt) -> None:
-        """Raises for a sum that must not become a record; the same on every rank."""
+        """Raise for a sum that must not become a record; the same on every rank."""
         step = attempt.step.step
         if total.disputes:
             self._certifier.dispute(attempt.disputes)
@@ -211,7 +211,7 @@ class StepCommit:
             raise NotFinite(f"step {step}: a gradient is not finite (--no-check-for-nan-in-loss-and-grad lets it pass)")
 
     def _check_ledger(self, ledger: Ledger, attempt: _Attempt) -> None:
-        """Compare what all ranks computed with the plan of the attempt. Raises ``LedgerError``."""
+        """Compare the samples that all ranks computed with the plan of the attempt. Raises ``LedgerError``."""
         at, address, skipped = self._context, attempt.step.address, frozenset(attempt.skipped)
         per_token = at.tools.settings.per_token_loss
         expected = Expected(
@@ -246,7 +246,7 @@ class StepCommit:
     # -- after it ------------------------------------------------------------------
 
     def update(self) -> None:
-        """Every copy held here to the record's version. Safe to repeat."""
+        """Bring every copy held here to the record's version. Safe to repeat."""
         at = self._context
         pool, step = at.tools.pool, at.record.version
         with at.timer.phase("update"):
@@ -261,9 +261,9 @@ class StepCommit:
             self.followed = step
 
     def finish(self, catching_up: bool = False) -> None:
-        """From a committed record to parameters: update, then gather. Safe to repeat.
+        """Update copies to the committed record, then gather parameters. Safe to repeat.
 
-        ``catching_up``: a skipped step is gathered as well, since a gather before it may have been cut short.
+        ``catching_up``: gather also after a skipped step, because an earlier gather may have been interrupted.
         """
         self.update()
         self._migrator.updated()
@@ -279,7 +279,7 @@ class StepCommit:
         self._migrator.prove()
 
     def result(self) -> StepResult:
-        """The newest step as the host's loop wants it."""
+        """Return the newest step in the form that the host's loop expects."""
         record, settings = self._context.record, self._context.tools.settings
         losses = {key: total / count if count else 0.0 for key, (total, count) in record.losses.items()}
         zeros = self._zeros if settings.count_zeros else None

@@ -1,9 +1,8 @@
-"""Where one rank is: the record it is at, what it stands on, and the version of its parameters.
+"""The mutable state of one rank: its newest record, its view, and the version of its parameters.
 
-The parts of the engine (a step, a migration, a recovery) each change some of it, and
-know nothing else of one another. What is derived from the standing, the phases of a
-step among them, is derived anew when it is replaced, so that no part can go on with
-what belonged to the standing before.
+The parts of the engine (step, migration, recovery) share this object and otherwise do not
+know one another. Objects that depend on the view, such as the phases of a step, are made
+anew when the view is replaced, so that no part works with an old view.
 """
 
 from __future__ import annotations
@@ -28,57 +27,57 @@ __all__ = ["Context"]
 
 @dataclass
 class Context:
-    """Belongs to the training thread."""
+    """One rank's context. Only the training thread uses it."""
 
     tools: Tools
     views: ViewFactory
     agreement: Agreement
     record: StepRecord
-    """Of the newest committed step."""
+    """Record of the newest committed step."""
     view: View
     history: History
-    """Placements that may be in force after a loss."""
+    """Configurations that may be in force after a loss."""
     injector: Injector
     timer: PhaseTimer
     listener: Listener = field(default_factory=Listener)
     parameters: int = 0
-    """Version of the parameters; older than the record's until the step's gather."""
+    """Version of the parameters; lower than the record's until the step's gather."""
     needs_rebalance: bool = False
-    """Placement may be out of balance or short of mirrors."""
+    """Whether blocks may be out of balance or short of mirrors."""
     settled_at: int = 0
-    """Version from which this generation does work of its own."""
+    """Version at which the present generation began its own steps."""
     admitted: int = 0
-    """Generation that let this rank in, until it has voted."""
+    """Generation that admitted this rank; 0 once this rank has voted."""
     acted_on: int = -1
-    """Newest version whose agreed requests were acted on, or are void."""
+    """Newest version whose agreed requests were carried out or are void."""
     certificate: Certificate | None = None
-    """The newest that passed."""
+    """The newest certificate that passed."""
     report_keys: tuple[str, ...] = ()
-    """Names the loss functions report, as far as the ranks have told each other."""
+    """Names of the values that the loss functions report, as exchanged between the ranks."""
     _keys_of: int = -1
-    """Generation in which they did."""
+    """Generation in which the names were exchanged."""
     _body: tuple[View, StepBody] | None = field(default=None, repr=False)
 
     @property
     def body(self) -> StepBody:
-        """The phases of a step on the present standing."""
+        """The phases of a step under the present view."""
         if self._body is None or self._body[0] is not self.view:
             interval = self.views.config.verify_interval
             self._body = self.view, StepBody(self.tools, self.view, interval)
         return self._body[1]
 
     def take_configuration(self, configuration: Configuration) -> None:
-        """The same generation on another basis."""
+        """Change this generation's configuration."""
         self.history.enter(configuration)
         if configuration.assignment != self.view.assignment:
-            self.parameters = -1  # of units that came here there are none yet
+            self.parameters = -1  # units that were moved here have no parameters yet
         self.view = self.views.with_configuration(self.view, configuration)
 
     def agree_on_keys(self, mine: Mapping[str, tuple[float, float]], anew: bool = False) -> tuple[str, ...]:
-        """Names of what loss functions report, ascending. Collective once a generation, and where ``anew`` is asked."""
+        """Return the names of the reported values, ascending. Collective once a generation, and if ``anew``."""
         if anew or self._keys_of != self.view.generation:
-            told = gather_messages(self.tools.fabric, tuple[str, ...], tuple(mine))
-            found = {key for keys in told.values() for key in keys}
+            by_rank = gather_messages(self.tools.fabric, tuple[str, ...], tuple(mine))
+            found = {key for keys in by_rank.values() for key in keys}
             self.report_keys = tuple(sorted(found | set(self.report_keys)))
             self._keys_of = self.view.generation
         return self.report_keys

@@ -1,8 +1,8 @@
-"""Links opened before they are needed: what a waiting rank does with its time.
+"""Links that a waiting rank opens before it is admitted.
 
-A newcomer that is told who the members are connects to them on a thread of its own,
-while they train and notice nothing; the edit that admits it finds the links standing
-(``Fabric.prepare``). A spare thereby takes a lost rank's place without opening one.
+A newcomer connects to the members on a thread of its own, while they train. The edit that
+admits it uses these links (``Fabric.prepare``). A spare can so replace a lost rank without
+opening a link.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["LinksAhead"]
 
 
 class LinksAhead:
-    """One thread of a process that waits to be admitted. ``timeout``: seconds a round of connecting may take."""
+    """The connecting thread of a process that waits to be admitted. ``timeout``: seconds for one round."""
 
     def __init__(self, fabric: Fabric, timeout: float, threads: Threads = OS_THREADS) -> None:
         self._fabric, self._timeout = fabric, timeout
@@ -26,13 +26,13 @@ class LinksAhead:
         threads.start("elastic-links", self._run)
 
     def members_are(self, members: Mapping[int, Address]) -> None:
-        """Whom to be linked to from now on. Any thread; returns at once."""
+        """Set the members to connect to from now on. Any thread; returns at once."""
         with self._changed:
             self._members = members
             self._changed.notify_all()
 
     def stop(self) -> None:
-        """No more are wanted; an edit ends the round under way. Idempotent."""
+        """Start no further round; an edit ends the one under way. Idempotent."""
         with self._changed:
             self._over = True
             self._changed.notify_all()

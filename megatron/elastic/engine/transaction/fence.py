@@ -1,13 +1,13 @@
-"""Where one rank is in the host's loop, and the actions outside a step that are repeated after a loss.
+"""One rank's place in the host's loop, and the actions outside a step that are repeated after a loss.
 
-Each step and each fenced action ('phase') has a number, equal on all ranks that stand at
-the same place (:mod:`report` says when a phase is over). A rank that joins begins with the
-step the members are in, or did last: the host's loop knows no other place to begin at. What
-they have done since it runs through with the results it is told (:class:`EntryPoint`), until it
-comes to the phase they are in.
+Each step and each fenced action is a *phase*. Its number is equal on all ranks at the same
+place of the loop; :mod:`report` defines when a phase is over. A newcomer begins with the step
+that the members are in or finished last, because the host's loop can begin only at a step. It
+passes the phases that are already over with the results it received (:class:`EntryPoint`),
+until it reaches the phase that the members are in.
 
 Invariant: a fenced action ends alike on every rank, with equal results or with the same
-failure; so the host's loop goes the same way wherever it is told them.
+failure. Therefore the host's loop takes the same branches on a newcomer.
 """
 
 from __future__ import annotations
@@ -29,114 +29,115 @@ T = TypeVar("T")
 
 
 Result = bool | int | float | str | dict[str, tuple[float, float]] | None
-"""What a fenced action may return: a newcomer is told it."""
+"""Types that a fenced action may return: newcomers receive the result in a message."""
 
 
 @dataclass(frozen=True)
 class PhaseEnd:
-    """How a fenced action ended on every rank."""
+    """The end of a fenced action, equal on every rank."""
 
     result: Result = None
     failure: str = ""
-    """Why nobody did it; empty when all did."""
+    """Reason for which it failed on every rank; empty if it was done."""
 
 
 @dataclass(frozen=True)
 class EntryPoint:
-    """Where a newcomer begins, and what it is told of the phases from there on."""
+    """The phase at which a newcomer begins, and the ends of the phases that are over since then."""
 
     phase: int
     """Number of the phase before its first."""
     inside: bool
-    """Whether its first is the step that the members are in, or did last: they have passed the boundary before it."""
+    """Whether its first phase is a step whose boundary the members have passed already."""
     first_open: int
-    """The first phase in which it is needed; those before are over."""
+    """The first phase in which it takes part; earlier ones are over."""
     ended: Mapping[int, PhaseEnd]
-    """Fenced actions among them, by number."""
+    """Ends of the fenced actions that are over, by number."""
     hopeless: tuple[int, str] | None
+    """(phase, why) of a fenced action that failed on some rank, if any."""
 
 
 @dataclass
 class Program:
-    """Position in the host's program; reported at FREEZE."""
+    """One rank's place in the host's loop. Part of its report for a frozen generation."""
 
     phase: int = 0
-    """Number of the phase entered last, equal on all ranks that stand at the same place of the program."""
+    """Number of the phase entered last, equal on all ranks at the same place of the loop."""
     under_way: bool = False
-    """Whether that phase is not over yet, as far as this rank knows."""
+    """Whether that phase is still open, as far as this rank knows."""
     done: bool = False
-    """Whether this rank has done its part of a fenced action and waits for the others."""
+    """Whether this rank has done its part of a fenced action and waits for the other ranks."""
     failure: str = ""
-    """Why the present fenced action could not be done here."""
+    """Reason for which the present fenced action failed on this rank."""
     hopeless: tuple[int, str] | None = None
-    """(phase, why) of a fenced action that failed on some rank: perhaps one this rank has yet to reach."""
+    """(phase, why) of a fenced action that failed on some rank. This rank may not have reached it yet."""
     inside: bool = False
-    """Let in while the members were in a step: they have passed the boundary before it."""
+    """Admitted while the members were in a step, whose boundary they have passed."""
     end_only: bool = False
-    """Let in at the end of a step that was committed before."""
+    """Admitted at the end of a step that was already committed."""
     behind: bool = False
-    """Running through what was over when this rank was let in."""
+    """In a phase that was over when this rank was admitted."""
     _step: int = 0
     """Number of the newest step; 0 before the first."""
     _ended: dict[int, PhaseEnd] = field(default_factory=dict)
-    """Fenced actions since the newest step that this rank has done or was told of."""
+    """Ends of fenced actions since the newest step, done by this rank or received in its join state."""
     _first_open: int = 0
-    """The first phase that was not over when this rank was let in."""
+    """The first phase that was open when this rank was admitted."""
 
     def enter(self) -> None:
-        """The next fenced action begins."""
+        """Begin the next fenced action."""
         self.phase += 1
         self.under_way, self.done = True, False
         self.failure = ""
         self.behind = self.phase < self._first_open
 
     def enter_step(self) -> None:
-        """The next step begins."""
+        """Begin the next step."""
         self.enter()
         self._step = self.phase
         self._ended = {phase: ended for phase, ended in self._ended.items() if phase > self._step}
 
     def told(self) -> PhaseEnd | None:
-        """How the present fenced action ended before this rank was let in; None when it is yet to be done."""
+        """Return the end of the present fenced action if it was over before this rank was admitted, else None."""
         return self._ended[self.phase] if self.behind else None
 
     def did(self, result: Any) -> None:
-        """This rank has done its part of the present fenced action."""
+        """Note that this rank has done its part of the present fenced action, with ``result``."""
         self.done = True
         self._ended[self.phase] = PhaseEnd(result)
 
     def over(self, failure: str = "") -> None:
-        """The present phase is over on every rank. ``failure``: why nobody does the fenced action."""
+        """Note that the present phase is over on every rank. ``failure``: why the fenced action failed."""
         self.under_way = False
         if failure:
             self._ended[self.phase] = PhaseEnd(failure=failure)
 
     def place(self, first_open: int) -> EntryPoint:
-        """For a newcomer, where phase ``first_open`` is the first that is not over among the members."""
+        """Return a newcomer's entry point. ``first_open``: the members' first open phase."""
         begun = self.under_way and self._step > 0
         before = max(0, self._step - 1) if self.under_way else self.phase  # with no step so far: from the start
         ended = {phase: ended for phase, ended in self._ended.items() if phase < first_open}
         return EntryPoint(before, begun, first_open, ended, self.hopeless)
 
     def take(self, place: EntryPoint) -> None:
-        """Begin there."""
+        """Begin at the entry point ``place``."""
         self.phase, self.inside, self.hopeless = place.phase, place.inside, place.hopeless
         self._first_open, self._ended = place.first_open, dict(place.ended)
         self.behind = place.phase + 1 < place.first_open
 
 
 class Recovers(Protocol):
-    """What a fence needs of a recovery."""
+    """The part of a recovery that a fence uses."""
 
     def recover(self, error: CommError) -> bool:
-        """Settle in the next generation; whether the present phase is over."""
+        """Recover in the next generation. Returns whether the present phase is over."""
 
     def ask(self, what: Request) -> bool:
-        """Have a generation begin and settle in it; whether the present phase is over."""
+        """Request a generation and recover in it. Returns whether the present phase is over."""
 
 
 class Fence:
-    """Collective actions outside a step."""
+    """Runs collective actions outside a step."""
 
     def __init__(self, program: Program, fabric: Fabric, recovery: Recovers) -> None:
         self._program = program
@@ -147,20 +148,20 @@ class Fence:
     def run(self, body: Callable[[], T], together: bool = False) -> T:
         """Run a collective action; repeat it in the next generation if one begins before all have finished.
 
-        ``body`` must be repeatable. Returns its last result on this rank. Inside
-        another fenced action it is part of that one. ``together``: an ``OSError`` in it
-        on any rank is :class:`ActionFailed` on every rank. A newcomer for which it was over
-        before is told the result, so that it has to be the same on every rank, and small.
+        ``body`` must be repeatable. Returns its last result on this rank. A call inside
+        another fenced action is part of that action. ``together``: an ``OSError`` on any rank
+        raises :class:`ActionFailed` on every rank. A newcomer may receive the result in a
+        message, so the result must be equal on every rank, and small.
         """
         if self._inside:
             return body()
         self._program.enter()
-        told = self._program.told()
-        if told is not None:
-            self._program.over(told.failure)
-            if told.failure:
-                raise ActionFailed(told.failure)
-            return cast(T, told.result)
+        end = self._program.told()
+        if end is not None:
+            self._program.over(end.failure)
+            if end.failure:
+                raise ActionFailed(end.failure)
+            return cast(T, end.result)
         self._inside = True
         try:
             return self._repeated(body, together)
@@ -184,7 +185,7 @@ class Fence:
             except CommError as error:
                 over = self._recovery.recover(error)
             except OSError as error:
-                # The others wait inside the action: a generation ends that, and its reports tell them why.
+                # The other ranks wait inside the action. A new generation ends their wait; its reports give the reason.
                 if not together:
                     raise
                 program.failure = " ".join(str(error).split())

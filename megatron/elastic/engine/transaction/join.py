@@ -1,12 +1,11 @@
-"""How a rank that was not here becomes part of the job.
+"""The admission of a newcomer to a running job.
 
-A newcomer runs the user's script in a world of one and waits to be admitted. At
-a step boundary all members let it in (a generation like any other, reason
-``join``), or wherever they are when they cannot go on without it (:mod:`wait_for_ranks`).
-What it cannot know it is told once, in a :class:`JoinState`: the layouts, the
-placement, the record, the place in the program and the host's counters. Parameters
-come with the gather that follows, state blocks with the next rebalancing; until
-then the newcomer owns nothing and computes already.
+A newcomer runs the user's script in a world of one and waits to be admitted. The members
+admit it at a step boundary, in a generation with reason ``join``. If they cannot go on
+without it, they admit it at once (:mod:`wait_for_ranks`). One :class:`JoinState` gives it the
+layouts, the placement, the record, its place in the loop and the host's counters. The gather
+that follows gives it parameters, and it computes from then on. It receives state blocks with
+the next migration and owns none before.
 """
 
 from __future__ import annotations
@@ -30,23 +29,23 @@ __all__ = ["JoinState", "receive_join_state", "send_join_state"]
 
 @dataclass(frozen=True)
 class JoinState:
-    """Everything a newcomer needs besides tensors."""
+    """Everything a newcomer receives besides tensors."""
 
     catalog: Mapping[tuple[int, int], tuple[ParamSpec, ...]]
     hardware: Hardware
     configuration: Configuration
-    """Who holds what, as promoted for the generation that admits it."""
+    """The configuration of the generation that admits it, after promotion."""
     confirmed: Configuration
-    """What ``record`` names: where to start from should this generation end at once."""
+    """The configuration that ``record`` names, in force again should this generation end before its vote."""
     record_text: str
-    """:attr:`record` as its text, which its digest is of: there 2 and 2.0 differ, in a message of types they do not."""
+    """:attr:`record` as text. Its digest is of this text, in which 2 and 2.0 differ; in a typed message they do not."""
     place: EntryPoint
-    """Where in the host's program it begins."""
+    """Its place in the host's loop."""
     step_committed: bool
-    """Whether the step it begins with is committed, and only its end is left."""
+    """Whether the step it begins with is committed, so that only update and gather remain."""
     report_keys: tuple[str, ...]
     host: str
-    """The host's own counters, as a text that is opaque here."""
+    """The host's own counters, as text that the engine does not read."""
 
     @cached_property
     def record(self) -> StepRecord:
@@ -54,22 +53,22 @@ class JoinState:
         return StepRecord.from_json(self.record_text)
 
     def history(self) -> History:
-        """What a member knows of placements."""
+        """Return the configurations that a member knows."""
         return History(self.confirmed, self.configuration)
 
 
 def send_join_state(fabric: Fabric, decision: Decision, join_state: Callable[[], JoinState]) -> None:
-    """Members' side: the lowest of them sends ``join_state()`` to each newcomer."""
-    if fabric.rank == _speaker(decision):
+    """Send ``join_state()`` to each newcomer, if this is the lowest member; for members."""
+    if fabric.rank == _lowest_member(decision):
         message = join_state()
         for rank in newcomers(decision):
             send(fabric, rank, message)
 
 
 def receive_join_state(fabric: Fabric, decision: Decision) -> JoinState:
-    """A newcomer's side: what the lowest member sends."""
-    return receive(fabric, _speaker(decision), JoinState)
+    """Return the message of the lowest member; for newcomers."""
+    return receive(fabric, _lowest_member(decision), JoinState)
 
 
-def _speaker(decision: Decision) -> int:
+def _lowest_member(decision: Decision) -> int:
     return min(set(decision.members) - set(newcomers(decision)))

@@ -1,7 +1,7 @@
-"""Whom the engine tells what it did: the host, which logs it.
+"""The interface through which the engine reports events to the host, which logs them.
 
-Nothing depends on what a listener does with it; each method is called on every
-living rank unless it says otherwise, after the fact unless it says otherwise.
+The engine does not depend on a listener's actions. Each method is called on every living
+rank, after the event, unless its docstring says otherwise.
 """
 
 from __future__ import annotations
@@ -23,43 +23,43 @@ __all__ = ["Listener", "Stepped"]
 
 @dataclass(frozen=True)
 class Stepped:
-    """What a committed step took on this rank."""
+    """Times and counts of one committed step on this rank."""
 
     address: StepAddress
     seconds: float
     phases: Mapping[str, int]
     """Nanoseconds by phase."""
     attempts: int
-    """How often it was computed; 0 where it was only finished."""
+    """Number of times this rank computed it; 0 if this rank only finished it."""
     computed: int
     """Samples computed by all ranks."""
     state_bytes: int
-    """Bytes of state received in added copies since this rank began."""
+    """Bytes of state received in added copies since this process began."""
 
 
 class Listener:
-    """Hears nothing; override what is of interest."""
+    """Ignores every event; override the methods of interest."""
 
     def stepped(self, record: StepRecord, view: View, step: Stepped) -> None:
-        """``record`` was committed."""
+        """A step was committed: ``record``."""
 
     def settled(self, outcome: RecoveryOutcome, view: View, seconds: float) -> None:
         """A recovery is finished, ``seconds`` after it began."""
 
     def noticed(self, why: str) -> None:
-        """A line for the log: what was asked for and is not done, what is done again."""
+        """A line for the log, such as the refusal of a request. Called on the ranks that it concerns."""
 
     def paced(self, record: StepRecord, before: View, view: View) -> None:
         """Measured speeds changed the plan from that of ``before`` to that of ``view``."""
 
     def recut(self, record: StepRecord, view: View, recut: Recut) -> None:
-        """Units are about to change place."""
+        """Units are about to move. Called before the migration begins."""
 
     def moved(self, record: StepRecord, view: View, moved: Moved) -> None:
-        """Copies, and perhaps units, have changed place."""
+        """A migration of copies, and perhaps of units, has ended."""
 
     def protected(self, record: StepRecord, view: View, protected: Protected) -> None:
-        """Every block has its mirrors again after a loss."""
+        """Every block has all its mirrors again after a loss."""
 
     def examined(self, view: View, verdict: CertificateOutcome) -> None:
-        """A certificate was taken; one that failed is raised next."""
+        """A certificate was taken. If it failed, the engine raises its findings next."""

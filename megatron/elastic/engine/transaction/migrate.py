@@ -1,13 +1,13 @@
-"""One migration after the other, as one rank takes part in them (the stages are those of :mod:`migration`).
+"""The migrations of one rank, one after the other (:mod:`streams` describes the stages).
 
-replenish in a recovery: copies that are missing begin at once, before anything else moves
-begin     at a boundary; its streams run beside the steps, where layers change place from the next boundary on
-agree     in a step, where copies were missing: when all are ready, this step's vote names the target
-conclude  at the boundary after the vote in which all were ready: the next one names the target
+replenish in a recovery: begin the missing copies at once, before any other migration
+begin     at a boundary: start the streams, which run beside the steps; if layers move, from the next boundary on
+agree     in a step, for missing copies: once all ranks are ready, the vote of this step names the target
+conclude  at the boundary after the vote in which all ranks were ready: the next vote names the target
 arrive    in that step, before it is shipped: added copies count, though no vote has named them
-confirm   the vote: everybody stands on the target, copies that were to go are gone
-prove     parameters are gathered under it: a certificate
-forget    the generation ended before the vote: what was in force still is, and copies that came whole are kept
+confirm   after the vote: every rank works under the target and drops the copies that leave
+prove     after the gather of that step: take a certificate
+forget    if the generation ends before the vote: keep the old configuration and the copies that arrived whole
 """
 
 from __future__ import annotations
@@ -32,41 +32,44 @@ from megatron.elastic.state.transfer import commit, prune
 __all__ = ["Migrator"]
 
 _WINDOW_BYTES = 64 << 20
-"""Gradients kept for copies under way to one rank, before blocks are given up and sent again later."""
+"""Bytes of gradients kept for copies on their way to one rank. Beyond that, blocks are sent anew later."""
 
 
 class Migrator:
-    """Belongs to the training thread; every method but ``forget`` is called at the same place on every rank."""
+    """The migrations of one rank. For the training thread.
+
+    Every rank calls every method except ``forget`` at the same place of the loop.
+    """
 
     def __init__(self, context: Context, certifier: Certifier) -> None:
         self._context = context
         self._certifier = certifier
         self.due = False
-        """All ranks are ready: the vote of the next step is to name the target."""
+        """Whether all ranks are ready, so that the vote of the next step is to name the target."""
         self._streams: Streams | None = None
         """The migration under way."""
         self._concluded = False
-        """The vote of the present step is to name its target."""
+        """Whether the vote of the present step is to name its target."""
         self._seconds: dict[str, float] = {}
-        """What this rank has waited for it."""
+        """Seconds this rank has waited for it, by stage."""
         self._ended: Streams | None = None
         """A migration that the vote of the present step has ended."""
         self.came = frozenset[int]()
-        """Units that came to somebody with it."""
+        """Units that some cell gained with it."""
         self._prepared = False
-        """Storage and modules for its target are made, or being made."""
+        """Whether storage and modules for its target are made, or being made."""
         self._begun = 0
-        """Migrations of this generation."""
+        """Number of migrations begun in this generation."""
         self._common = -1
-        """Newest version that all ranks were known to have when the migration under way began, or was concluded."""
+        """Newest version that all ranks were known to have when the migration began or, later, was concluded."""
         self._pace = float(context.views.hardware.link_bytes_per_s)
         """Bytes a second at which state leaves this rank beside a step."""
         self._abandoned: list[Streams] = []
-        """Kept until the next edit has made sure that nobody writes into their buffers."""
+        """Kept until the next edit: only then does no peer write into their buffers."""
         self._exposure = Exposure(context.tools.fabric.rank)
         self._arrived = 0
         self._gone: list[object] = []
-        """Memory that nobody uses any more: the kernel takes milliseconds to take it back."""
+        """Unused memory. It is released while this rank waits, since the kernel takes milliseconds to reclaim it."""
 
     @property
     def under_way(self) -> bool:
@@ -75,14 +78,14 @@ class Migrator:
 
     @property
     def heading(self) -> Configuration:
-        """What the vote of the present step is to name."""
+        """The configuration that the vote of the present step is to name."""
         view = self._context.view
         return self._under_way().migration.target if self._concluded else view.configuration
 
     def ready(self, seconds: float) -> bool:
-        """Whether this rank's part is done, or should be while the next step computes ``seconds``, as this one did.
+        """Return whether this rank's part is done, or should be after ``seconds``, the computing time of a step.
 
-        Raises what a stream ran into.
+        Raises the error of a stream that failed.
         """
         if self._streams is None:
             return False
@@ -94,7 +97,7 @@ class Migrator:
         return self._arrived + (0 if self._streams is None else self._streams.bytes_received)
 
     def begin(self, migration: Migration) -> bool:
-        """Start ``migration`` in the background; with none under way. False where there is nothing to do."""
+        """Start ``migration`` in the background; none may be under way. Returns False if there is nothing to do."""
         if self._streams is not None:
             raise RuntimeError("a migration is under way")
         at = self._context
@@ -111,14 +114,14 @@ class Migrator:
         return True
 
     def replenish(self) -> bool:
-        """Begin the copies that a loss left missing; with none under way. False where none is missing."""
+        """Begin the copies that a loss left missing; no migration may be under way. False if none is missing."""
         migration = self._context.views.replenishment(self._context.view)
         return migration is not None and self.begin(migration)
 
     def exposed(self, since: float, newcomers: Collection[int] = ()) -> None:
-        """Copies were lost, noticed at ``since`` (monotonic seconds): time until they are made anew counts from there.
+        """Start to measure the time with too few copies: their loss was noticed at ``since`` (monotonic seconds).
 
-        ``newcomers`` came later.
+        ``newcomers`` joined after that.
         """
         at = self._context
         self._tell(self._exposure.settled(self._short(), at.view.living, at.record.version, since, newcomers))
@@ -131,10 +134,11 @@ class Migrator:
             self._context.listener.protected(self._context.record, self._context.view, protected)
 
     def agree(self, seconds: float) -> None:
-        """Between reducing and shipping: urgent copies that are here, or nearly, on all ranks count from here on.
+        """Conclude an urgent migration between reducing and shipping, if all ranks have nearly sent their copies.
 
-        What is left is waited for, about ``seconds`` at most: what this step took to compute. Else streams go on beside
-        the next step. Collective where urgent copies are under way. Raises ``CommError``.
+        The rest should take at most about ``seconds``, the computing time of this step; :meth:`arrive` waits for it.
+        Otherwise the streams go on beside the next step. Collective if an urgent migration is under way. Raises
+        ``CommError``.
         """
         streams, at = self._streams, self._context
         if streams is None or self._concluded or not streams.migration.urgent:
@@ -146,12 +150,12 @@ class Migrator:
             self.conclude()
 
     def link_is_free(self) -> None:
-        """This rank computes, or is between steps: streams are in nobody's way."""
+        """Let streams send: this rank computes or is between steps and does not need the link."""
         if self._streams is not None:
             self._streams.link_is_free(True)
 
     def link_is_taken(self) -> None:
-        """This rank has computed and waits for messages of the step: it is processor time that there is now."""
+        """Have streams pause: the step's messages need the link now. Use the free processor time for preparation."""
         self._gone.clear()
         if self._streams is None:
             return
@@ -163,24 +167,24 @@ class Migrator:
             self._prepared = True
 
     def updated(self) -> None:
-        """State stays as it is until the next vote, and this rank waits for parameters."""
+        """Copy the bases of a held migration while this rank waits for parameters: state is constant until the vote."""
         if self._streams is not None and self._streams.held:
             self._context.tools.threads.start("elastic-bases", self._streams.copy_bases)
 
     def voted(self, ready: bool) -> None:
-        """The vote of a step is known; ``ready``: all were, so that the next one may end the migration."""
+        """Take in a vote. ``ready``: all ranks were ready, so the next vote may end the migration."""
         self.due = ready and self._streams is not None and not self._concluded
 
     def proceed(self) -> None:
-        """At a boundary: what all ranks are ready for is concluded, what was held begins."""
+        """At a boundary: conclude a migration that all ranks are ready for, else release held streams."""
         if self.due:
             self.conclude()
         elif self._streams is not None:
             self._streams.release()
 
     def conclude(self) -> None:
-        """At a boundary, or between reducing and shipping, as all ranks agreed."""
-        self.due = False  # no phase of its own: whoever was kept from it by a loss does not come back to it
+        """Have the next vote name the target; at a boundary or between reducing and shipping, as all ranks agreed."""
+        self.due = False  # not a phase: a rank that a loss keeps from it does not repeat it
         streams, at = self._under_way(), self._context
         at.history.enter(streams.migration.target)
         self._common = at.record.version
@@ -189,7 +193,7 @@ class Migrator:
         self._concluded, self._seconds = True, {}
 
     def arrive(self) -> None:
-        """Added copies count from here on; nothing to do where none are due. Raises ``CommError``."""
+        """Wait for the added copies and count them from now on, if they are due. Raises ``CommError``."""
         if not self._concluded or "finish" in self._seconds:
             return
         streams, at = self._under_way(), self._context
@@ -200,9 +204,10 @@ class Migrator:
             commit(at.tools.pool, streams.migration.changes, streams.received, at.record.version)
 
     def gather_owners(self) -> None:
-        """Blocks that only ranks elsewhere kept come to those who compute their units, now: nobody can go on before.
+        """Move owners to the ranks that compute their units, and wait: no rank can go on before.
 
-        What they leave stays as it is until the next vote, which does not name it.
+        Only blocks whose copies are all on other ranks are moved. The old copies stay until the next vote,
+        which does not name them.
         """
         views, view = self._context.views, self._context.view
         if views.owner_is_outside_group(view):
@@ -212,7 +217,7 @@ class Migrator:
             self._build_view()
 
     def confirm(self) -> None:
-        """The vote has named :attr:`heading`: everybody stands on that, and other copies go."""
+        """Work under :attr:`heading`, which the vote has named, and drop all other copies."""
         at, version = self._context, self._context.record.version
         at.history.confirm(self.heading)
         at.tools.pool.forget_torn()
@@ -228,7 +233,7 @@ class Migrator:
             self._tell(self._exposure.voted(self._short(), version))
 
     def prove(self) -> None:
-        """The step is over that ended a migration: all compare what they hold. Raises ``CertificateError``."""
+        """Take a certificate after the step that ended a migration. Raises ``CertificateError``."""
         if self._ended is None:
             return
         at, streams, seconds = self._context, self._ended, self._seconds
@@ -241,17 +246,17 @@ class Migrator:
         at.listener.moved(at.record, at.view, Moved(streams.migration, streams.bytes_received, beside, seconds))
 
     def forget(self, keep: bool = True) -> None:
-        """The generation ends: the next one begins what it lacks. Idempotent.
+        """End the migration under way without a vote, as its generation ends. Idempotent.
 
-        Copies that have come whole stay: they count from here on, as they would after :meth:`arrive`. Not without
-        ``keep``: the generation goes on, whose placement does not name them.
+        With ``keep``, copies that arrived whole stay and count, as after :meth:`arrive`. Without it they are
+        discarded: the generation goes on, and its placement does not name them.
         """
         if self._streams is not None:
             at, streams = self._context, self._streams
             self._abandoned.append(streams)
             self._end(streams)
             pool, kept = at.tools.pool, streams.keep(at.record)
-            # In ``state`` mode others may go back behind a version that not all have; a copy that came cannot.
+            # In ``state`` mode ranks may go back before a version that not all have; an arrived copy cannot.
             keep = keep and (pool.snapshot == "gradient" or at.record.version == self._common)
             for copy in (copy for key, copy in kept.items() if keep and key not in pool):
                 pool.take_in(copy)
@@ -259,7 +264,7 @@ class Migrator:
         self._context.tools.arena.spare = None
 
     def renew(self) -> None:
-        """The next generation's links are edited: nothing of the last one writes here any more."""
+        """Release the buffers of abandoned migrations: after the edit no peer writes into them."""
         self._abandoned.clear()
         self._begun = 0
 
@@ -268,10 +273,10 @@ class Migrator:
         streams.prepare()
 
     def _build_view(self) -> None:
-        """The target of what moved is what everybody works under."""
+        """End the migration and work under its target."""
         streams, arena = self._under_way(), self._context.tools.arena
         self._end(streams)
-        if arena.device.type == "cpu":  # a device's memory is taken back at once, and scarce
+        if arena.device.type == "cpu":  # device memory is scarce and freed at once
             self._gone.append((arena.parameters, arena.gradients))
         self._context.take_configuration(streams.migration.target)
 
@@ -284,7 +289,7 @@ class Migrator:
 
     def _under_way(self) -> Streams:
         if self._streams is None:
-            raise RuntimeError("no migration is under way: ranks are counted ready only while something moves")
+            raise RuntimeError("no migration is under way, but the vote counted ranks as ready for one")
         return self._streams
 
 

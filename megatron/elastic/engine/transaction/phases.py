@@ -7,10 +7,9 @@
     update   owners step their blocks, mirrors replay
     gather   parameters from masters
 
-Everything up to the vote may be thrown away and run again; everything after it
-is finished by whoever survives. A rank joins the vote when its reduces are done
-and the gradients it mirrors have arrived, so a committed step is complete on
-every copy.
+Phases up to the vote may be discarded and run again; survivors finish the phases after
+it. A rank joins the vote when its reduces are done and the gradients it mirrors have
+arrived, so every copy can finish a committed step.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ _SHIP_TAG = 1 << 30
 
 @dataclass(frozen=True)
 class Tools:
-    """What every phase works with, for the life of the process."""
+    """The objects that every phase uses; they live as long as the process."""
 
     interface: ModelInterface
     arena: Arena
@@ -68,17 +67,17 @@ class Tools:
     drag: Callable[[int, int], None]
     """Fault injection: (step, nanoseconds just computed); a slowed rank sleeps in proportion."""
     timeline: Timeline = field(default_factory=Timeline)
-    """What this process did when, if anybody wants to know."""
+    """Records the times of this process's actions, if tracing is on."""
     steady_clock: bool = True
-    """Whether this process has its processor to itself, so that the time a piece takes says something about it."""
+    """Whether this process has its processor to itself, so that times of pieces measure the rank's speed."""
     exact: ExactGradients | None = None
-    """Where gradients are summed in exact mode."""
+    """The gradient sums of exact mode; None in the default mode."""
     threads: Threads = OS_THREADS
 
 
 @dataclass(frozen=True)
 class StepInput:
-    """What a step computes: ``step`` is the version it produces."""
+    """The input of a step; ``step`` is the version that it produces."""
 
     step: int
     address: StepAddress
@@ -114,7 +113,7 @@ class StepBody:
     # -- compute ---------------------------------------------------------------
 
     def train(self, step: StepInput, loss_scale: float) -> PassResult:
-        """:meth:`compute` once, or in exact mode until all ranks' gradients are in range. Raises ``OutOfRange``."""
+        """Run :meth:`compute` once, or in exact mode until all gradients are in range. Raises ``OutOfRange``."""
         exact = self._tools.exact
         if exact is None:
             return self.compute(step, loss_scale)
@@ -126,7 +125,7 @@ class StepBody:
         raise OutOfRange(f"step {step.step}: gradients are out of the range of --elastic-exact")
 
     def compute(self, step: StepInput, loss_scale: float, *, training: bool = True) -> PassResult:
-        """Forward (and backward) of this rank's pieces; a parked rank computes nothing."""
+        """Run forward (and backward) of this rank's pieces; a parked rank computes nothing."""
         tools = self._tools
         if training:
             tools.arena.zero_gradients()
@@ -146,8 +145,8 @@ class StepBody:
             timeline=tools.timeline,
             loss_scale=loss_scale,
             per_token=tools.settings.per_token_loss,
-            # Of one nominal replica, as Megatron counts them: replicas are averaged with the vote's denominator, so
-            # that a loss scale overflows where it does there.
+            # Micro-batches of one replica at launch, as in Megatron. The vote's denominator averages over replicas, so
+            # a loss scale overflows at the same values as in Megatron.
             microbatches=self._view.plan.rows / (grid.micro_batch_size * grid.data_parallel_size),
             training=training,
             folded=tools.exact.fold if tools.exact is not None and training else _nothing,
@@ -159,7 +158,7 @@ class StepBody:
         return result
 
     def _batches(self, step: StepInput, pieces: Sequence[Piece]) -> Callable[[Piece], PieceBatch]:
-        """Where this rank's pieces get their samples; only the first rank of a cell reads the data set."""
+        """Return the samples of this rank's pieces; only the first rank of a cell reads the data set."""
         if step.source is None:
             return lambda piece: PieceBatch.as_planned(step.address.samples(piece))
         if not self._tools.interface.reads_data():
@@ -173,7 +172,7 @@ class StepBody:
     # -- reduce and ship -------------------------------------------------------
 
     def reduce(self, key: GradientKey) -> None:
-        """Owners receive the sum over their unit group and retain it under ``key``."""
+        """Sum gradients over each unit group. Owners receive the sums and retain them under ``key``."""
         tools = self._tools
         for span in self._view.spans:
             if span is self._view.spans[-1]:
@@ -192,11 +191,11 @@ class StepBody:
             self._tools.fabric.reduce_scatter_blocks(span.group, values, span.blocks)
 
     def ship(self, gradient_key: GradientKey, named: Placement) -> None:
-        """Reduced blocks from owners to the copies that the vote is to name, each with a seal.
+        """Send reduced blocks from owners to the copies that the vote is to name, each with a checksum.
 
-        ``disputes`` has what does not match. In ``state`` mode only to ranks that are to be owners: mirrors
-        :meth:`follow`. Contents are not compared where copies are about to go: with an owner that leaves
-        nobody could tell afterwards which one was right.
+        Copies whose checksums differ are added to ``disputes``. In ``state`` mode blocks go only to future owners;
+        mirrors receive state by :meth:`follow`. Contents are not compared while copies are about to leave: once an
+        owner has left, the right copy could no longer be told from the wrong one.
         """
         tools, way = self._tools, self._view.routes
         pool, self.disputes, interval = tools.pool, Disputes(), self._verify_interval
@@ -218,10 +217,10 @@ class StepBody:
         self._exchange(way, pack, unpack, 1, CHECKSUM_SLOTS, _SHIP_TAG + ((gradient_key.step + 1) & 0xFF))
 
     def follow(self, record: StepRecord) -> None:
-        """``state`` mode: stepped blocks from owners to mirrors, with their lineage.
+        """Send updated blocks from owners to mirrors, with their lineage; ``state`` mode only.
 
-        Returns when every mirror has them, everywhere: nobody may begin the next step
-        while somebody could still have to go back behind this one.
+        Returns when every mirror of every rank has them: no rank may begin the next step
+        while a loss could still force another rank back before this one.
         """
         pool = self._tools.pool
 
@@ -240,7 +239,7 @@ class StepBody:
         dist.barrier(group=self._tools.fabric.world)
 
     def share(self, version: int) -> None:
-        """Whole state (master and moments) from owners to mirrors, as after a start or a load."""
+        """Send whole state (master and moments) from owners to mirrors, after a start or a load."""
         pool = self._tools.pool
 
         def unpack(blocks: tuple[StateBlock, ...], parts: tuple[torch.Tensor, ...], _: torch.Tensor) -> None:
@@ -262,9 +261,9 @@ class StepBody:
         extra: int,
         tag: int,
     ) -> None:
-        """Send one message from every owner to each rank it has blocks for.
+        """Send one message from every owner to each rank that its blocks go to.
 
-        It has ``width`` fp32 an element, and ``extra`` a block behind them.
+        It has ``width`` fp32 values an element, followed by ``extra`` values a block.
         """
         tools = self._tools
         group = tools.fabric.group("mirror", range(tools.fabric.slots))
@@ -287,7 +286,7 @@ class StepBody:
     # -- vote ------------------------------------------------------------------
 
     def tally(self, result: PassResult, key: GradientKey) -> Tally:
-        """What this rank's computing adds to the vote on the gradients of ``key``."""
+        """Return this rank's tally for the vote on the gradients of ``key``."""
         tools, view = self._tools, self._view
         counted = view.shard == 0
         tally = Tally(
@@ -311,7 +310,7 @@ class StepBody:
         return {(cell, *span): spent for span, spent in result.times(self._executor.pieces).items()}
 
     def weigh(self, tally: Tally, key: GradientKey) -> None:
-        """(Re)compute what follows from the gradients owned in this generation: norms, overflow."""
+        """Compute norms and overflows of the gradients that this rank owns in this generation."""
         pool, layouts = self._tools.pool, self._tools.layouts
         squares = {block: pool.norm_sq(block.key, key) for block in self._view.owned}
         tally.norms = {
@@ -322,7 +321,7 @@ class StepBody:
         tally.overflows = sum(not math.isfinite(square) for square in squares.values())
 
     def vote(self, layout: VoteLayout, tally: Tally) -> Tally:
-        """The sum over all living ranks. Raises ``RuntimeError`` when plans disagree."""
+        """Return the sum over all living ranks. Raises ``RuntimeError`` when plans differ."""
         tools = self._tools
         tools.publish("vote", self._view.living)
         vector = layout.pack(tally)
@@ -332,13 +331,13 @@ class StepBody:
             raise RuntimeError(f"{total.voters} of {len(self._view.living)} ranks voted")
         if total.plan != tally.plan * total.voters:
             raise RuntimeError(
-                "ranks disagree about the plan of this generation, about which ranks hold which state, "
-                "about the record of the step before, or about the samples of this one"
+                "ranks disagree about the plan of this generation, the placement of state, "
+                "the record of the previous step, or the samples of this step"
             )
         return total
 
     def _zeros(self) -> int:
-        """Zero gradient elements of the blocks this rank owns (padding excluded)."""
+        """Count the zero gradient elements of the blocks that this rank owns, without padding."""
         count = 0
         for block in self._view.owned:
             layout = self._tools.layouts[block.unit, block.shard]
@@ -353,10 +352,10 @@ class StepBody:
     # -- after the vote --------------------------------------------------------
 
     def gather(self, step: int, came: Collection[int] = ()) -> None:
-        """Parameters of every held unit from the masters of their owners.
+        """Gather the parameters of every held unit from the masters of their owners.
 
-        Units that ``came`` to somebody with this step (the same on all ranks) from everybody's own copies, where
-        all who hold the unit have some of every block: they are of this very version.
+        ``came``: units that moved with this step, equal on all ranks. If all ranks that compute such a unit have
+        copies of all its blocks, each uses its own copies, which are of this version.
         """
         tools, view = self._tools, self._view
         mirrored = (block for block in view.mirrored if block.unit in came and block.unit in tools.arena.slices)
@@ -373,7 +372,7 @@ class StepBody:
                 tools.fabric.all_gather_blocks(span.group, tools.arena.parameters[start:stop], blocks)
 
     def _gathered(self, span: GroupSpan, came: Collection[int]) -> Iterator[tuple[int, int, Sequence[BlockRange]]]:
-        """Elements ``[start, stop)`` of the arena, and the blocks in there relative to ``start``."""
+        """Yield ranges ``[start, stop)`` of the arena to gather, with their blocks relative to ``start``."""
         pieces = [p for p in self._tools.arena.slices.values() if span.start <= p.start < span.stop]
         if not any(piece.unit in came for piece in pieces):
             yield span.start, span.stop, span.blocks

@@ -1,8 +1,8 @@
-"""How long blocks had fewer mirrors than they should have after a loss, as one rank that was there saw it.
+"""The time after a loss during which blocks have too few mirrors, measured by one rank.
 
-The time begins when the loss is noticed. It ends with the first vote that names k mirrors of every block among
-the living, or as many as there are ranks for: from then on any k ranks may be lost. A further loss before that
-lengthens it. A rank that is let in meanwhile does not know when it began, and says nothing.
+It begins when the loss is noticed. It ends with the first vote that names k mirrors of every block on living
+ranks, or as many as there are ranks for: from then on any k ranks may be lost. A further loss before that
+lengthens it. A rank admitted meanwhile does not know when it began and does not report it.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ class Protected:
     """Every block has its mirrors again."""
 
     seconds: float
-    """Since the loss was noticed."""
+    """Seconds since the loss was noticed."""
     steps: int
-    """Committed since, the one whose vote names the last copy included."""
+    """Steps committed since then, including the one whose vote names the last copy."""
     blocks: int
-    """The most that were short of a mirror at one time."""
+    """Largest number of blocks that were short of a mirror at one time."""
     speaks: bool
-    """Whether this is the lowest rank that was there all the time."""
+    """Whether this rank logs the event: the lowest rank that was a member all the time."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class _Open:
 
 
 class Exposure:
-    """The time under way, if any. Belongs to the training thread; ``clock`` gives monotonic seconds."""
+    """Measures the time with too few mirrors. For the training thread; ``clock`` returns monotonic seconds."""
 
     def __init__(self, rank: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._rank = rank
@@ -46,15 +46,15 @@ class Exposure:
 
     @property
     def open(self) -> bool:
-        """Whether some block was short of a mirror when last asked."""
+        """Whether some block was short of a mirror at the last call."""
         return self._open is not None
 
     def settled(
         self, short: int, living: Collection[int], version: int, since: float, newcomers: Collection[int] = ()
     ) -> Protected | None:
-        """Work goes on after ``version`` with ``short`` blocks short of a mirror; what to tell if it is over.
+        """Take in a recovery at ``version`` with ``short`` blocks short of a mirror. Returns the event if it is over.
 
-        ``since``: when the loss behind it was noticed; ``newcomers``: those of the ``living`` that were not there then.
+        ``since``: time at which the loss was noticed; ``newcomers``: those of ``living`` that joined later.
         """
         known, here = self._open, frozenset(living) - frozenset(newcomers)
         if known is not None:
@@ -64,7 +64,7 @@ class Exposure:
         return self.voted(short, version)
 
     def voted(self, short: int, version: int) -> Protected | None:
-        """The vote of ``version`` leaves ``short`` blocks short of a mirror; what to tell if it is over."""
+        """Take in the vote of ``version``; ``short`` blocks still lack a mirror. Returns the event if it is over."""
         known = self._open
         if known is None or short:
             return None

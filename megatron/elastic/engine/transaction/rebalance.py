@@ -1,8 +1,8 @@
-"""What votes say about the speed of devices, and what follows from it at the next boundary (docs/design.md §7).
+"""Measured speeds of the cells, and the change of the plan that follows at the next boundary (docs/design.md §7).
 
-Every rank takes in the same sums and changes its plan at the same boundary, alone: the
-next vote compares the plans. A new generation keeps the speeds that the record carries
-and forgets the measurements behind them, which not everybody has.
+Every rank takes in the same sums of votes and computes the new plan at the same boundary
+without a message; the next vote compares the plans. A new generation keeps the speeds that
+the record carries. It discards the measurements behind them, which newcomers lack.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ class Rebalancer:
     clocks: Clocks | None = None
     """The frequency axis; None where it is off."""
     measured: Profile | None = None
-    """Costs of units as the votes of this generation have them; ``None`` while measuring is off or not steady."""
+    """Measured costs of units in this generation; None until a vote in which all ranks had steady clocks."""
     _clocked: tuple[tuple[int, int], ...] | None = None
-    """(cell, kHz) to go on with from the next boundary."""
+    """(cell, kHz) to set at the next boundary, if the clocks change."""
     _changed: bool = False
-    """Published speeds changed: plan again at the next boundary."""
+    """Whether published speeds changed, so that the next boundary plans again."""
 
     def clocked_cells(self) -> tuple[int, ...]:
         """Cells that have a slot for their clock in the vote."""
         return () if self.clocks is None else tuple(cell.id for cell in self.context.view.plan.cells)
 
     def add_to(self, tally: Tally) -> None:
-        """This rank's clock."""
+        """Add this rank's clock to its tally."""
         cell = self.context.view.cell
         if self.clocks is not None and cell is not None:
             tally.clocks = {cell.id: self.clocks.state()}
 
     def observe(self, total: Tally) -> None:
-        """Take in a vote's sum. What follows from it begins at the next boundary, on every rank alike."""
+        """Take in a vote's sum. The next boundary acts on it, alike on every rank."""
         plan, times, profile = self.context.view.plan, total.times, self.context.views.profile
         if self.clocks is not None:
             chosen = self.clocks.observe(plan, times, total.clocks, profile)
@@ -74,7 +74,7 @@ class Rebalancer:
         at.listener.paced(at.record, before, at.view)
 
     def renew(self) -> None:
-        """A generation begins."""
+        """Begin a generation: keep its record's speeds and discard measurements."""
         at = self.context
         self._changed, self._clocked, self.measured = False, None, None
         if self.clocks is not None:
@@ -82,6 +82,6 @@ class Rebalancer:
         self.pace.resume(at.view.speeds(), at.record.version)
 
     def close(self) -> None:
-        """This rank leaves: put its clock back. Idempotent."""
+        """Restore this rank's clock before it leaves. Idempotent."""
         if self.clocks is not None:
             self.clocks.restore()

@@ -1,13 +1,13 @@
-"""A rank's way through a loss: from the error in the middle of something to work going on (docs/design.md §3, §4).
+"""The recovery of one rank from a loss, from the error to the next step (docs/design.md §3, §4).
 
-    agree    on a generation, with what everybody holds (:mod:`agreement`)
-    settle   every survivor at the same version, with parameters to match: roll forward, vote
-             again, or back to where the step is run again; copies that are missing begin at once
-    wait     for ranks that come back, where a stage has none left (:mod:`wait_for_ranks`)
-    join     the same from the other side: a newcomer takes the members' position
+    agree    on a generation and a resolution, from the reports of all survivors (:mod:`agreement`)
+    settle   bring every survivor to the same version, with matching parameters: roll forward, vote
+             again, or prepare to run the step again; begin to make missing copies
+    wait     for ranks to be started again, if a stage has too few left (:mod:`wait_for_ranks`)
+    join     for a newcomer: take over the members' context
 
-Any further loss on the way begins it anew with what is held then. Nothing is committed
-here that a vote has not agreed on.
+A further loss starts the recovery anew, from the state held then. A recovery commits
+nothing without a vote.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ __all__ = ["Recovery"]
 
 
 class Recovery:
-    """Belongs to the training thread. ``host_state``: the host's counters, for whoever joins."""
+    """The recovery of one rank. For the training thread. ``host_state``: returns the host's counters for newcomers."""
 
     def __init__(
         self,
@@ -59,12 +59,12 @@ class Recovery:
         self._step_commit = step_commit
         self._host_state = host_state
         self._unexplained = -1
-        """The version held when communication last failed with nobody lost."""
+        """Version at which communication last failed without the loss of a rank."""
 
     # -- members -------------------------------------------------------------------
 
     def ask(self, what: Request) -> bool:
-        """Have a generation begin (JOIN, LEAVE or REFORM), and settle in it; whether the present phase is over."""
+        """Request a generation (JOIN, LEAVE or REFORM) and recover in it. Returns whether the present phase is over."""
         at = self._context
         at.agreement.membership.request(what)
         return self.recover(GenerationChanged(at.view.generation + 1))
@@ -72,7 +72,7 @@ class Recovery:
     def recover(self, error: CommError) -> bool:
         """Agree on a generation and settle in it. Returns whether the present phase is over.
 
-        Raises ``StateLost``, ``PlanError``, ``CertificateError``, ``CommunicationFault``: the end of the job.
+        ``StateLost``, ``PlanError``, ``CertificateError`` and ``CommunicationFault`` end the job.
         """
         at, started = self._context, time.monotonic()
         while True:
@@ -99,12 +99,12 @@ class Recovery:
                 error = again
 
     def _explain(self, error: CommError) -> None:
-        """Of an error that speaks of no loss nobody else may know: groups are formed anew for it, once a step."""
+        """Request new groups for an error without a loss, which other ranks may not have seen; once a step."""
         if type(error) is not CommError:
             return
         version = self._context.record.version
         if self._unexplained == version:
-            raise CommunicationFault(f"after step {version}: {error}, also in groups formed anew") from error
+            raise CommunicationFault(f"after step {version}: {error}, again after groups were formed anew") from error
         self._unexplained = version
         self._context.agreement.membership.request(Request.REFORM)
 
@@ -124,27 +124,27 @@ class Recovery:
         )
 
     def _settle(self, outcome: RecoveryOutcome) -> None:
-        """Bring every survivor to the same version, with parameters to match."""
+        """Bring every survivor to the same version, with matching parameters."""
         at, resolution = self._context, outcome.resolution
         record, pool = resolution.record, at.tools.pool
         assert record is not None, "only a lost state has no record"
         revote = resolution.kind == "revote"
-        # What the record names goes with a vote only: this one may be lost before it is taken again.
+        # Keep the copies that the record names until a vote: the repeated vote may fail too.
         prune(pool, at.view.placement, *([outcome.named.placement] if revote else []))
         if pool.snapshot == "state":
-            # Possibly one step back; what the record of the lost step named stays in force.
+            # Possibly one step back; the configuration that the lost step's record named stays in force.
             record = replace(record, placement=outcome.named.digest)
             pool.revert(record)
             self._step_commit.followed = -1
         pool.remember(record)
-        # What was agreed before is void: some may not have got to ask for it, and the next vote agrees anew.
+        # Requests agreed before are void: some ranks may not have asked for them yet. The next vote agrees anew.
         at.record, at.acted_on = record, record.version
         at.history.enter(at.view.configuration)
         if outcome.newcomers:
             send_join_state(at.tools.fabric, outcome.decision, lambda: self._join_state(outcome.first_open))
         self._rebalancer.renew()
         pool.discard(resolution.gradient_key, record.version)
-        # Everybody gathers when anybody has to: a gather cut short left some parameters behind.
+        # All ranks gather if one has to: an interrupted gather left some parameters at an older version.
         at.parameters = min(outcome.oldest_parameters, record.version)
         self._step_commit.update()
         refused = None
@@ -165,8 +165,8 @@ class Recovery:
             raise refused
 
     def _vote_again(self, key: GradientKey | None) -> NotFinite | None:
-        """Over retained gradients; what everybody found wrong with them is raised when all have settled."""
-        assert key is not None, "a vote that is taken again is over gradients"
+        """Repeat the vote over retained gradients. Returns the vote's refusal, to be raised once all have settled."""
+        assert key is not None, "a repeated vote has the key of its gradients"
         try:
             self._step_commit.vote_again(key)
         except NotFinite as error:
@@ -177,10 +177,10 @@ class Recovery:
         return tuple(block.key for layout in self._context.views.layouts.values() for block in layout.blocks)
 
     def _wait_for_ranks(self, gone: StageGone) -> CommError:
-        """Wait until a newer generation is being agreed, which may bring ranks that compute the lost stage again."""
+        """Wait until a newer generation is frozen, which may bring back ranks of the lost stage."""
         at = self._context
         try:
-            if newcomers(gone.decision):  # some have come, not all
+            if newcomers(gone.decision):  # some ranks have come back, not all that are needed
                 first = first_open(reports_of(gone.decision).values())
                 send_join_state(at.tools.fabric, gone.decision, lambda: self._join_state(first))
             config, membership = at.views.config, at.agreement.membership
@@ -193,7 +193,7 @@ class Recovery:
     # -- newcomers -----------------------------------------------------------------
 
     def _join_state(self, first: int) -> JoinState:
-        """``first``: the first phase that is not over among the members."""
+        """Return the join state. ``first``: the members' first open phase."""
         at = self._context
         place, in_step = self._program.place(first), self._step_commit.under_way
         committed = not in_step or at.record.version == self._step_commit.present_step
@@ -210,7 +210,7 @@ class Recovery:
         )
 
     def join(self, join_state: JoinState) -> None:
-        """A newcomer's first act as a member: take the members' position, then the parameters."""
+        """Take over the members' context, then gather parameters; a newcomer's first call."""
         at, program = self._context, self._program
         at.record, at.history, at.report_keys = join_state.record, join_state.history(), join_state.report_keys
         at.acted_on, at.admitted = at.record.version, at.view.generation

@@ -1,14 +1,14 @@
-"""The state of one version brought to whoever writes it, while steps go on (docs/design.md §6).
+"""The transfer of one version's state to the ranks that write a checkpoint, while steps go on (docs/design.md §6).
 
-Owners hold blocks; a checkpoint has whole parameters. Each rank says which runs of
-which unit's flat state it will write (:class:`Want`); owners send exactly these, so
-that what travels is what is written, once. A :class:`StateStream` is opened between
-two steps and run by a thread: owners read from a copy-on-write view of their pool,
-so a block costs memory only if it is stepped before it was sent.
+Owners hold blocks; a checkpoint has whole parameters. Each rank states the ranges of the
+units' flat state that it will write (:class:`Want`). Owners send exactly these, so each value
+is sent and written once. A :class:`StateStream` is opened between two steps and run by a
+thread. Owners read from a copy-on-write view of their pool, so a block takes extra memory
+only if it is updated before it is sent.
 
 Invariant: sender and receiver derive every message (pieces, order, length) from the
 same table of wants and the placement at opening. A new generation voids the stream:
-its communication fails in every thread, and the view lets go.
+its communication fails in every thread, and the view is released.
 """
 
 from __future__ import annotations
@@ -59,12 +59,15 @@ class _Piece:
 
     @property
     def stop(self) -> int:
-        """End of it."""
+        """End (exclusive), counted in the unit."""
         return min(self.want.stop, self.block.stop)
 
 
 class StateStream:
-    """``wants``: rank → what it writes, the same table on every rank. Open and abandon on the training thread."""
+    """The transfer of one version. Open and abandon it on the training thread.
+
+    ``wants``: rank → ranges that it writes, the same table on every rank.
+    """
 
     def __init__(
         self,
@@ -80,7 +83,7 @@ class StateStream:
         self._layouts = layouts
         self._wants = {rank: tuple(sorted(set(wanted))) for rank, wanted in sorted(wants.items())}
         self._units = sorted({(want.unit, want.shard) for wanted in self._wants.values() for want in wanted})
-        # A group of its own: the thread's messages never meet those of the steps that go on.
+        # A separate group keeps the thread's messages apart from those of the steps.
         self._group = fabric.group("save", range(fabric.slots))
         mine = {
             piece.block.key
@@ -93,7 +96,7 @@ class StateStream:
         self._view = CheckpointView(pool, mine, record)
 
     def run(self, deliver: Callable[[Want, torch.Tensor], None]) -> None:
-        """Bring everything to its writer; ``deliver(want, values)`` gets fp32 ``[stop − start]``, to be copied.
+        """Send and receive all wants. Calls ``deliver(want, values)``, fp32 ``[stop − start]``, which has to copy.
 
         For one thread a rank. Raises the communicator's typed errors and ``ViewAbandoned``.
         """
@@ -122,7 +125,7 @@ class StateStream:
                 work.wait()
 
     def abandon(self, why: str) -> None:
-        """Void: a reading thread gets ``ViewAbandoned``. Idempotent."""
+        """Void the stream: a reading thread raises ``ViewAbandoned``. Idempotent."""
         self._view.abandon(why)
 
     def _outgoing(self, unit: UnitShard, blocks: dict[BlockKey, torch.Tensor]) -> Iterator[tuple[int, torch.Tensor]]:
@@ -132,7 +135,7 @@ class StateStream:
                 yield rank, torch.cat([self._cut(piece, blocks) for piece in pieces])
 
     def _cut(self, piece: _Piece, blocks: dict[BlockKey, torch.Tensor]) -> torch.Tensor:
-        """Values of a piece of an owned block; each block is read from the view once."""
+        """Return the values of a piece of an owned block; each block is read from the view once."""
         key = piece.block.key
         if key not in blocks:
             blocks[key] = self._view.read(key)
@@ -142,7 +145,7 @@ class StateStream:
         return (want for want in self._wants.get(rank, ()) if (want.unit, want.shard) == unit)
 
     def _pieces(self, unit: UnitShard, rank: int) -> dict[int, tuple[_Piece, ...]]:
-        """Owner → what it has of what ``rank`` wants of ``unit``, in the order of the message."""
+        """Return owner → the pieces of ``unit`` that it sends to ``rank``, in the order of the message."""
         table: dict[int, list[_Piece]] = {}
         for want in self._wanted(unit, rank):
             for block in self._layouts[unit].blocks:

@@ -1,28 +1,27 @@
-"""Copies change place while steps go on (docs/design.md §6; the rules are those of ``state.transfer``).
+"""The streams of one migration: copies are sent while steps go on (docs/design.md §6; rules in ``state.transfer``).
 
     begin     at a boundary every rank derives the same :class:`Migration`; sources and
-              destinations start one thread a peer, and nobody waits. Where layers change place
-              streams are held for a step, beside which memory, modules and the plan are made
-    ready     each vote counts the ranks whose bases have left, or are to leave while the next step is computed
-    conclude  at the boundary after a vote in which all have: what is left is on its way, the
-              record and the gradients of that step among it, while the next one is computed
-    arrive    added copies count, and get gradients of that step in place of those that leave
-    switch    with its vote, which names the target, the others go and the target is in force
+              destinations start one thread a peer and do not wait. If layers move, the streams
+              are held for one step, during which memory, modules and the plan are prepared
+    ready     each vote counts the ranks whose bases are sent, or will be while the next step is computed
+    conclude  at the boundary after a vote in which all ranks were ready: the streams send the rest,
+              including the record and the gradients of that step, while the next step is computed
+    arrive    added copies count, and receive gradients of that step instead of the copies that leave
+    switch    the vote of that step names the target: it is in force, and the other copies are dropped
 
-Copies that a loss left missing are *urgent*: they begin in the recovery itself, on the survivors, and nothing
-else moves before. Their streams send whatever the step does; between reducing and shipping all ranks ask one
-another whether the copies are there, or nearly (:meth:`Migrator.agree`). Then this very step's vote names them.
+Copies that a loss left missing are *urgent*. The survivors begin them in the recovery, before any other
+migration, and their streams also send while a step communicates. Between reducing and shipping all ranks
+agree whether these copies have nearly arrived (:meth:`Migrator.agree`). If so, the vote of this step names them.
 
-A loss at any instant before that vote is known leaves the old placement in force, with every
-old copy there (:mod:`configuration`): an unfinished migration ends, and the next generation begins one for what is
-missing.
-Copies that came whole by then are kept, and count (``BlockReceiver.keep``, ``protocol.all_copies``).
+A loss before that vote is known leaves the old configuration in force, with every old copy
+(:mod:`configuration`). The migration ends, and the next generation begins one for the copies that are
+missing then. Copies that arrived whole are kept and count (``BlockReceiver.keep``, ``protocol.all_copies``).
 
-Between the last of a rank's computing and its gather, steps send as fast as they can; a stream that sent then
-would make them wait for every byte of it. It sends while its rank computes.
+Between the end of a rank's computation and its gather, the step itself uses the full link. A stream that sent
+then would delay the step, so streams send while their rank computes.
 
-In memory: a sender holds one block and at most ``window_bytes`` of gradients, a
-receiver one message beside the copies it has taken in.
+Memory: a sender holds one block and at most ``window_bytes`` of gradients, a
+receiver one message beside the copies it has received.
 """
 
 from __future__ import annotations
@@ -45,28 +44,28 @@ from megatron.elastic.state.sender import BlockSender
 __all__ = ["Moved", "Streams"]
 
 _OVERRUN = 4 / 3
-"""Bases that leave a step before their vote are followed by its gradients, a third of their bytes: as much may be
-late instead, and be waited for."""
+"""Factor on the bytes that fit into a step's computing time. A base sent a step earlier also sends that step's
+gradients, a third of its bytes; the same amount may be late instead, and be waited for."""
 _PATIENCE = 0.05
-"""Seconds after which a sender that was told nothing looks whether it should send all the same."""
+"""Seconds after which a waiting sender checks again whether it has to send."""
 
 
 @dataclass(frozen=True)
 class Moved:
-    """A migration that has ended, as this rank saw it."""
+    """A migration that has ended, with this rank's times."""
 
     migration: Migration
     bytes_received: int
-    """Of state, in added copies."""
+    """Bytes of state in added copies."""
     background: float
-    """Seconds from its begin to the end of the step whose vote named its target, without those this rank waited."""
+    """Seconds from its begin to the end of the step whose vote named its target, without the time of waiting."""
     seconds: Mapping[str, float]
-    """What this rank waited for it, by what for: ``finish`` (the last bytes, before shipping), ``build_view`` (plan,
-    modules, groups, after the vote), ``certificate`` (after the step's gather)."""
+    """Seconds this rank waited, by stage: ``finish`` (the last bytes, before shipping), ``stand`` (plan, modules
+    and groups, after the vote), ``certificate`` (after the step's gather)."""
 
     @property
     def stall(self) -> float:
-        """Seconds this rank waited for it."""
+        """Seconds this rank waited in all."""
         return sum(self.seconds.values())
 
 
@@ -84,7 +83,7 @@ class _Incoming:
     def _run(self) -> None:
         try:
             while self.receiver.take():
-                if self._urgent:  # a copy is of use to a recovery as soon as it is verified
+                if self._urgent:  # a recovery can use a copy as soon as it is verified
                     self.receiver.verify()
             if not self._urgent:
                 self._idle.wait()
@@ -103,7 +102,7 @@ class _Outgoing:
         self.sender, self._channel = sender, channel
         self._given_up, self._link_is_free, self._threads = given_up, link_is_free, threads
         self.bytes, self.seconds = 0, 0.0
-        """Of bases that were sent, and what that took."""
+        """Bytes of the bases that were sent, and the seconds it took."""
         self.error: Exception | None = None
         self.thread = threads.start(f"elastic-to-{sender.peer}", self._run)
 
@@ -129,23 +128,22 @@ class _Outgoing:
 
 
 class Streams:
-    """This rank's part in one migration, from its begin to its end.
+    """This rank's streams in one migration. For the training thread.
 
-    Every member makes one at the same boundary, also without a part in it. Belongs to
-    the training thread.
+    Every member makes one at the same boundary, even if it neither sends nor receives.
     """
 
     def __init__(
         self, migration: Migration, pool: StatePool, fabric: Fabric, number: int, window_bytes: int, held: bool = False,
         threads: Threads = OS_THREADS,
     ) -> None:
-        """``held``: nothing is sent before :meth:`release`."""
+        """Start the streams. ``held``: nothing is sent before :meth:`release`."""
         self.migration = migration
         self.began = time.monotonic()
         self._given_up = threads.event()
         self._link_is_free = threads.event()
         self._idle = threads.event()
-        """This rank has computed: there is processor time."""
+        """Set once this rank has computed and has processor time to spare."""
         self._held, self._free = held, True
         if not held:
             self._link_is_free.set()
@@ -163,7 +161,7 @@ class Streams:
                 self._outgoing.append(_Outgoing(sender, channel, self._given_up, self._link_is_free, threads))
 
     def prepare(self) -> None:
-        """Have memory for all that is to come, if nothing does yet. On any thread, beside a step."""
+        """Allocate memory for the copies of held streams. On any thread, beside a step."""
         if self._held:
             for part in self._incoming:
                 part.receiver.prepare(part.blocks)
@@ -174,58 +172,58 @@ class Streams:
         return self._held
 
     def copy_bases(self) -> None:
-        """Have what is to be sent from here ready for it. On any thread, beside a step that is committed."""
+        """Copy the bases that this rank sends. On any thread, beside a committed step."""
         for part in self._outgoing:
             part.sender.prepare()
 
     def release(self) -> None:
-        """Streams that were held begin. Idempotent."""
+        """Start held streams. Idempotent."""
         self._held = False
         self.link_is_free(self._free)
 
     def ready(self, seconds: float, bytes_a_second: float) -> bool:
-        """Whether the bases sent from here have left, or about should within ``seconds``, those of a step's computing.
+        """Return whether this rank's bases are sent, or should be within about ``seconds`` of computing.
 
-        Raises what a thread ran into.
+        Raises the error of a thread that failed.
         """
         self._raise_findings()
         pending = sum(part.sender.pending_bytes for part in self._outgoing)
         return pending <= _OVERRUN * seconds * bytes_a_second
 
     def pace(self, usual: float) -> float:
-        """Bytes a second at which bases left here beside steps; ``usual`` where none did."""
+        """Return the bytes a second at which this rank sent bases beside steps; ``usual`` if it sent none."""
         seconds = max((part.seconds for part in self._outgoing), default=0.0)
         return sum(part.bytes for part in self._outgoing) / seconds if seconds else usual
 
     @property
     def peers(self) -> tuple[int, ...]:
-        """Ranks this one sends to or receives from."""
+        """Ranks that this one sends to or receives from."""
         sources = {part.receiver.source for part in self._incoming}
         return tuple(sorted(sources | {part.sender.peer for part in self._outgoing}))
 
     @property
     def bytes_received(self) -> int:
-        """Bytes of state in the copies that have arrived here."""
+        """Bytes of state in the copies received so far."""
         return sum(copy.state.nbytes for copy in self.received.values())
 
     @property
     def received(self) -> dict[BlockKey, BlockCopy]:
-        """Copies taken in so far, uncounted."""
+        """Copies received so far. They do not count yet."""
         return {key: copy for part in self._incoming for key, copy in list(part.receiver.blocks.items())}
 
     def link_is_free(self, free: bool) -> None:
-        """Send only while ``free``, unless gradients pile up, or the copies are urgent."""
+        """Send only while ``free``, unless gradients pile up or the copies are urgent."""
         self._free = free = free or self.migration.urgent
         (self._idle.clear if free else self._idle.set)()
         (self._link_is_free.set if free and not self._held else self._link_is_free.clear)()
 
     def conclude(self, version: int) -> None:
-        """All added copies are to be brought to ``version``, that of the boundary: what is left follows by itself."""
+        """Have senders bring all added copies to ``version``, the boundary's; the threads send the rest."""
         for leaving in self._outgoing:
             leaving.sender.conclude(version)
 
     def finish(self) -> None:
-        """Wait until they are. Raises ``CommError``, ``TransferError``."""
+        """Wait until all added copies are at that version. Raises ``CommError``, ``TransferError``."""
         self._channel.hurry()
         self.release()
         self.link_is_free(True)
@@ -235,13 +233,13 @@ class Streams:
         self._raise_findings()
 
     def keep(self, record: StepRecord) -> dict[BlockKey, BlockCopy]:
-        """After :meth:`abandon`: copies that are whole, verified and at ``record``'s version."""
+        """Return the copies that are whole, verified and at ``record``'s version; call after :meth:`abandon`."""
         return {key: copy for part in self._incoming for key, copy in part.receiver.keep(record).items()}
 
     def abandon(self) -> None:
-        """Forget the migration: threads end by themselves, no copy counts. Idempotent, returns at once.
+        """End the streams without waiting for their threads; no copy counts. Idempotent.
 
-        Keep this object until the next edit: messages under way still use its buffers.
+        Keep this object until the next edit: messages on their way still use its buffers.
         """
         self._given_up.set()
         self._idle.set()

@@ -1,19 +1,19 @@
-"""A stage nobody can compute, although its state survives: wait for its ranks to come back (docs/design.md §4, §6).
+"""The wait for ranks of a stage that no survivor can compute, although its state survives (docs/design.md §4, §6).
 
-When both ranks of a stage die and mirrors of its blocks lie elsewhere, or when every
-tensor-parallel group of a stage has lost a member, nothing is lost but the means to
-compute. Members then keep what they hold and ask, at once and not at a boundary, for
-whoever is being started again to be let in. Each admission is a generation of its own;
-the first in which every unit has a whole tensor-parallel group goes on with the step.
+This happens if all ranks of a stage are lost but mirrors of its blocks are on other ranks,
+or if every tensor-parallel group of a stage has lost a member. The members then keep their
+state and request at once, not at a boundary, the admission of ranks that are being started
+again. Each admission is a generation of its own. Work goes on with the first generation in
+which every unit has a whole tensor-parallel group.
 
-Ranks that are not started again are not waited for where others can take their layers
-over (``Recovery.agree``). When that becomes known later, a member that waits asks for
-another decision, which says so.
+Members do not wait for ranks that are not started again if other ranks can take over their
+layers (``Agreement.agree``). If that becomes known later, a waiting member requests another
+decision.
 
-Bounded by the time a phase may last that was never seen to end (``control.timing``),
-since a newcomer's start is such a phase. A request to drain does not end it: without
-these ranks there is nothing to save, with them the job drains at the next boundary;
-the launcher ends it, saying for whom it waited, when that takes longer than its notice.
+The limit is the time that an unknown phase may last (``control.timing``), because a
+newcomer's start is such a phase. A request to drain does not end the wait: without these
+ranks no complete state can be saved, and with them the job drains at the next boundary. If
+the wait exceeds the notice, the launcher ends the job and names the missing ranks.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ def await_ranks(
     membership: Membership, gone: StageGone, step: int, respawn: bool, detection_timeout: float,
     say: Callable[[str], None], threads: Threads = OS_THREADS,
 ) -> None:
-    """Ask for newcomers until a newer generation is frozen. Raises ``PlanError`` when none is to be expected.
+    """Request newcomers until a newer generation is frozen. Raises ``PlanError`` when none is to be expected.
 
-    ``say``: one line about what is going on.
+    ``say``: logs one line for the user.
     """  # fmt: skip
     if not respawn:
         raise gone.final("lost ranks are not started again (--no-elastic-respawn)")
     patience = Timing.derive(detection_timeout).hang_unknown
     end, asked, leaving = threads.monotonic() + patience, set[Request](), False
     started = set(gone.missing) & set(gone.decision.returning)
-    hint = "" if started else " (none of them is at present: a new agent of their node, or ctl admit, would do it)"
-    say(f"{gone}: waiting up to {patience:.0f} s until they are started again{hint}")
+    hint = "" if started else " (none is being started now: start an agent on their node, or use ctl admit)"
+    say(f"{gone}: waiting up to {patience:.0f} s for these ranks to be started again{hint}")
     while membership.frozen() <= gone.decision.generation:
         pending = membership.pending()
         if pending.drain and not leaving:
             leaving = True
-            say(f"the job is to save and end, but nothing can be saved before ranks {list(gone.missing)} are back")
+            say(f"the job was asked to save and end, but cannot save before ranks {list(gone.missing)} are back")
         for due, request in ((pending.join, Request.JOIN), (pending.reform, Request.REFORM)):
             if due and request not in asked:
                 asked.add(request)
