@@ -1,6 +1,6 @@
-"""The step as a transaction: executor, optimizer, dropout, data source, recovery.
+"""The engine, which runs each step as a transaction: executor, optimizer, dropout, data source, recovery.
 
-The engine knows no argparse, no ``get_args()`` and no training loop. A host
-(``mcore``) hands it a model behind :class:`~megatron.elastic.engine.compute.model_interface.ModelInterface`
+The engine has no argument parser and no training loop, and does not call ``get_args()``. A host
+(``mcore``) gives it a model as a :class:`~megatron.elastic.engine.compute.model_interface.ModelInterface`
 and calls ``step``, ``evaluate`` and ``fenced``.
 """

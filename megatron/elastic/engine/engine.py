@@ -1,21 +1,20 @@
 """The engine's surface: ``step``, ``evaluate``, ``fenced``.
 
-A call returns when its work is committed on every living rank. In between,
-ranks may be lost at any instant: whoever survives agrees on a generation
-(:mod:`recover`), finishes or re-runs the step, and the caller notices nothing
-but the time it took. No committed step is undone, no process that is still
-healthy is restarted.
+A call returns when its work is committed on every living rank. Meanwhile ranks may be
+lost at any instant. The survivors then agree on a generation (:mod:`recover`) and finish or
+re-run the step; the caller only sees a longer call. No committed step is undone, and no
+healthy process is restarted.
 
-A step, from the inside:
+The parts of a step:
 
-    boundary      who comes, who goes, what moves                        :mod:`boundary`
-    prepare       the samples of this step, the plan of this generation
+    boundary      admit and release ranks, begin migrations              :mod:`boundary`
+    prepare       take the samples of this step, the plan of this generation
     compute, reduce, ship, vote                                          :mod:`commit`, :mod:`phases`
     update, gather                                                       the same
-    recover       instead of any of it, whenever something is lost       :mod:`recover`
+    recover       after a loss in any of them                            :mod:`recover`
 
-All parts work on one :class:`Context`; each knows only those before it in this list:
-position, proofs, mover, pacing, commitment, regroup, boundary and fence, engine.
+All parts share one :class:`Context`. Each part knows only those before it in this list:
+context, certifier, migrator, rebalancer, step commit, recovery, boundary and fence, engine.
 """
 
 from __future__ import annotations
@@ -56,10 +55,10 @@ T = TypeVar("T")
 
 
 class Engine:
-    """One rank's part in the job.
+    """One rank's engine.
 
-    ``host_state``: the host's counters, for whoever joins. ``newcomer``: :meth:`join` comes first, as somebody who
-    knows nothing; else everybody starts together with :meth:`resume`.
+    ``host_state``: returns the host's counters for newcomers. ``newcomer``: this rank's first call is :meth:`join`;
+    otherwise all ranks start together with :meth:`resume`.
     """
 
     def __init__(
@@ -71,7 +70,7 @@ class Engine:
     ) -> None:
         self.context = context
         self.attempts = 0
-        """How often the present step was computed."""
+        """Number of times the present step was computed."""
         self._program = Program()
         self._certifier = Certifier(context)
         self._migrator = Migrator(context, self._certifier)
@@ -89,7 +88,7 @@ class Engine:
     # -- before the first step -----------------------------------------------------
 
     def adopt_parameters(self) -> None:
-        """Masters of owned blocks are what the model's parameters say; moments are zero."""
+        """Set masters of owned blocks to the model's parameters, and moments to zero."""
         at = self.context
         for block in at.view.owned:
             values = at.tools.arena.unit_parameters(block.unit)[block.start : block.stop]
@@ -99,7 +98,7 @@ class Engine:
     def resume(self, record: StepRecord, units: Mapping[int, torch.Tensor] | None) -> None:
         """Go on from a loaded state: ``units[u]`` fp32 ``[3, numel]``, or ``None`` to take masters from parameters.
 
-        Collective. Mirrors and every replica's parameters are brought to what the owners hold.
+        Collective. Mirrors and the parameters of all replicas are set from the owners' state.
         """
         at = self.context
         at.record = record
@@ -117,23 +116,23 @@ class Engine:
         self._certifier.certify("start" if units is None else "load", everything)
 
     def join(self, join_state: JoinState) -> None:
-        """A newcomer's first act as a member: take the members' position. Raises ``CommError``: to be tried again."""
+        """Take over the members' context; a newcomer's first call. Raises ``CommError``: the caller tries again."""
         self._recovery.join(join_state)
 
     def empty_state(self) -> dict[int, torch.Tensor]:
-        """Zeros for the whole state of every held unit: fp32 ``[3, numel]`` (master, exp_avg, exp_avg_sq)."""
+        """Return zeros for the whole state of every held unit: fp32 ``[3, numel]`` (master, exp_avg, exp_avg_sq)."""
         arena = self.tools.arena
         rows = torch.zeros((3, arena.parameters.numel()), dtype=torch.float32)
         return {unit: rows[:, piece.start : piece.stop] for unit, piece in arena.slices.items()}
 
     def agree_on_saves(self, due: Callable[[], bool], written: Callable[[], bool]) -> None:
-        """Have each vote ask whether, as far as this rank knows, a checkpoint is due, and its share of one written."""
+        """Have each vote carry this rank's ``due()`` (needs a checkpoint) and ``written()`` (has written its share)."""
         self._step_commit.save_due, self._step_commit.share_written = due, written
 
     # -- a step ----------------------------------------------------------------------
 
     def step(self, forward_step: ForwardStep, source: SampleSource | None, address: StepAddress) -> StepResult:
-        """Compute and commit the next step; ``address`` says which samples it consumes."""
+        """Compute and commit the next step, on the samples of ``address``."""
         at, program = self.context, self._program
         at.tools.reach("between_steps", at.record.version)
         if not program.inside:
@@ -161,7 +160,7 @@ class Engine:
         return self._step_commit.result()
 
     def _attempted(self, work: StepInput) -> bool:
-        """Compute and commit once, or finish what is committed. False: something was lost, try again."""
+        """Compute and commit once, or finish a committed step. Returns False if the attempt must be repeated."""
         try:
             try:
                 if self.record.version < work.step:
@@ -172,7 +171,7 @@ class Engine:
             except CommError as error:
                 self._recovery.recover(error)
         except NotFinite as error:
-            # Every rank sees it in the same vote. A fault of the machine is gone when computed again.
+            # Every rank sees it in the same vote. A transient hardware fault disappears when the step is run again.
             if self._doubted == (work.step, self.view.generation):
                 raise
             self._doubted = (work.step, self.view.generation)
@@ -188,7 +187,7 @@ class Engine:
     def evaluate(
         self, forward_step: ForwardStep, source: SampleSource | None, addresses: Sequence[StepAddress]
     ) -> dict[str, tuple[float, float]]:
-        """Sums of what the loss function reports over whole batches, forward only: name → (total, count)."""
+        """Run whole batches forward only; return the loss function's sums: name → (total, count)."""
 
         def body() -> dict[str, tuple[float, float]]:
             self.tools.interface.train(False)
@@ -216,7 +215,7 @@ class Engine:
         return total_of_all.report
 
     def _added_up(self, tally: Tally) -> Tally:
-        """Sums over all ranks of what their loss functions report, and of the ledgers."""
+        """Return the sum over all ranks of reported values and ledgers."""
         at, anew = self.context, False
         while True:
             layout = VoteLayout((), at.agree_on_keys(tally.report, anew))
@@ -235,7 +234,7 @@ class Engine:
             raise LedgerError(f"evaluation after step {self.record.version}: {'; '.join(findings)}")
 
     def parameter_norm(self) -> float:
-        """L2 norm of all parameters, each counted once, from the masters of their owners."""
+        """Return the L2 norm of all parameters, each counted once, from the masters of their owners."""
 
         def body() -> float:
             layouts, total = self.views.layouts, torch.zeros(1, dtype=torch.float64)
@@ -248,45 +247,45 @@ class Engine:
         return self.fenced(body)
 
     def flip_bit(self, copy: str, tensor: str) -> None:
-        """Damage the first block this rank owns (``copy`` "owner") or mirrors (fault injection)."""
+        """Flip a bit of the first block that this rank owns (``copy`` "owner") or mirrors (fault injection)."""
         blocks = self.view.owned if copy == "owner" else self.view.mirrored
         self.tools.pool.flip_bit(blocks[0].key, tensor)
 
     def close(self) -> None:
-        """This rank leaves: stop what runs in the background, put its clock back. Idempotent."""
+        """Stop background work and restore this rank's clock before it leaves. Idempotent."""
         self._rebalancer.close()
         self._migrator.forget()
 
-    # -- what others may know ------------------------------------------------------------
+    # -- read by other parts -------------------------------------------------------------
 
     @property
     def tools(self) -> Tools:
-        """What every phase works with."""
+        """The objects that every phase uses."""
         return self.context.tools
 
     @property
     def views(self) -> ViewFactory:
-        """What is constant over generations."""
+        """Makes this rank's plans and views."""
         return self.context.views
 
     @property
     def agreement(self) -> Agreement:
-        """How generations are agreed on, and the membership."""
+        """The agreement on generations, with the membership."""
         return self.context.agreement
 
     @property
     def record(self) -> StepRecord:
-        """Of the newest committed step."""
+        """Record of the newest committed step."""
         return self.context.record
 
     @property
     def view(self) -> View:
-        """What this rank stands on in the present generation."""
+        """This rank's view of the present generation."""
         return self.context.view
 
     @property
     def computed(self) -> int:
-        """Samples computed in the newest step: fewer than consumed where the policy lets the batch shrink."""
+        """Samples computed in the newest step: fewer than consumed if the policy lets the batch shrink."""
         return self._step_commit.computed
 
     @property
@@ -296,7 +295,7 @@ class Engine:
 
     @property
     def draining(self) -> bool:
-        """Everybody was asked to save and leave at this boundary."""
+        """Whether all ranks were asked to save and leave at this boundary."""
         return "drain" in self.record.agreed
 
     @property
@@ -311,11 +310,11 @@ class Engine:
 
     @property
     def behind(self) -> bool:
-        """Whether this rank was let in late and runs through what is over: the others have told of that."""
+        """Whether this rank joined late and passes phases that are over, which other ranks have logged."""
         return self._program.behind
 
     @property
     def is_reporter(self) -> bool:
-        """Whether this rank speaks for the job: the highest living one of the launch, as Megatron's last rank does."""
+        """Whether this rank logs for the job: the highest living rank of the launch, like Megatron's last rank."""
         living, launched = self.view.living, self.view.assignment.launch_topology.slots
         return max((rank for rank in living if rank < launched), default=living[-1]) == self.tools.fabric.rank

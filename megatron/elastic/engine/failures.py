@@ -1,4 +1,4 @@
-"""What a job cannot go on from by itself; each is the same on every rank, where nothing else is said."""
+"""Errors that end a job, or an action. Every rank raises the same one unless its docstring says otherwise."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ __all__ = ["ActionFailed", "CommunicationFault", "NotFinite", "SilentCorruption"
 
 
 class SilentCorruption(RuntimeError):
-    """Copies of a state block differ although they were stepped alike: memory has changed by itself."""
+    """Copies of a state block differ although their updates were equal: memory has changed by itself."""
 
 
 class ActionFailed(RuntimeError):
-    """A fenced action could not be done on some rank (disk full, no such folder); raised on every rank alike."""
+    """A fenced action failed on some rank (disk full, no such folder); raised on every rank."""
 
 
 class CommunicationFault(RuntimeError):
-    """Communication failed though no rank was lost, and failed again after its groups had been formed anew.
+    """Communication failed without the loss of a rank, and failed again after groups were formed anew.
 
-    The ranks disagree about their messages. Known to the rank that found it.
+    Ranks then disagree about a message. Raised only on the rank that found it.
     """
 
 
 class NotFinite(RuntimeError):
-    """A gradient is not finite and the run does not allow it; the same on every rank."""
+    """A gradient is not finite and the run does not allow it."""

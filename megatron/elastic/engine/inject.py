@@ -1,4 +1,4 @@
-"""Faults on demand: a script says who fails, when and how.
+"""Fault injection by a script that names rank, time and kind of each fault.
 
 Grammar of ``--elastic-inject``::
 
@@ -6,9 +6,9 @@ Grammar of ``--elastic-inject``::
 
     kill:rank=2,step=5,point=after_reduce       SIGKILL
     stop:rank=0|1,step=5                        SIGSTOP, in two ranks
-    exit:rank=3,step=4,code=7                   leaves at once with a status
+    exit:rank=3,step=4,code=7                   exits at once with a status
     raise:rank=1,step=2,point=mid_forward,nth=3 an exception, at the third time this step gets there
-    oom:rank=1,step=2                           an allocation no machine can serve
+    oom:rank=1,step=2                           an allocation too large for any machine
     delay:rank=1,step=3|4,seconds=0.5           sleeps: a straggler
     slow:rank=1,step=5-20,factor=2              every computation of these steps takes twice as long
     flip:rank=2,step=6,point=after_gather,copy=mirror,tensor=exp_avg
@@ -16,7 +16,7 @@ Grammar of ``--elastic-inject``::
     random:seed=7,rate=0.001                    each rank, each step, with this probability
 
     kill:rank=1,losses=3,point=mid_update       the first step after three ranks were lost and all are back
-    kill:rank=2,rejoin=4,point=in_recovery_edit while the rank that makes the job whole again is let in
+    kill:rank=2,rejoin=4,point=in_recovery_edit while the last missing rank is being admitted
 
 ``|`` separates alternatives, ``step=5-20`` is 5 to 20. Left out: ``rank`` is every rank, ``step`` every step,
 ``point`` is before_step, ``nth`` 1, ``count`` 1 (how often in one process; 0: no limit),
@@ -24,17 +24,17 @@ Grammar of ``--elastic-inject``::
 ``rejoin``). ``random`` also takes ``kinds=kill|stop`` and ``points=...``. ``copy`` is owner (or
 mirror), ``tensor`` master, exp_avg or exp_avg_sq.
 
-Many losses in one job are ordered by how many went before: with every rank present, the
-sum of their incarnations is the number of losses so far, and every process can count it.
-``losses=k`` holds while all are present after k losses, with every copy of state where it
-belongs, until the loss that follows is recovered from; ``rejoin=k`` from the entry of the
-generation that makes them all present until copies are in place; ``missing=1`` while some
-rank is missing. ``wait=n`` lets n steps pass with all present and in place first.
+Many losses in one job are ordered by the number of losses before them: while every rank is
+present, the sum of their incarnations is that number, and every process can compute it.
+``losses=k`` holds from the time when all ranks are present after k losses and every copy of
+state is in place, until the recovery from the next loss. ``rejoin=k`` holds from the entry of
+the generation in which all are present again until copies are in place, ``missing=1`` while
+some rank is missing. ``wait=n`` first lets n steps pass with all ranks present and in place.
 
-Invariant: a seed decides everything, per (rank, incarnation, step), so a run can be
-repeated and no two processes need talk about it. Without faults, a point costs one test.
+Invariant: faults are a function of the seed, per (rank, incarnation, step), so a run can be
+repeated and processes need no communication. Without faults, a point costs one test.
 
-The shape, faults written like a script, is that of torchft's ``EventInjector``.
+The syntax follows torchft's ``EventInjector``.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ from megatron.elastic.config import ConfigError
 __all__ = ["FIRST_INCARNATION", "KILL_POINTS", "STEP_POINTS", "Effects", "Fault", "InjectedFault", "Injector", "parse"]
 
 FIRST_INCARNATION = 0
-"""Number of a rank's first life."""
+"""Number of a rank's first incarnation."""
 
 KILL_POINTS: Mapping[str, str] = MappingProxyType(
     {
         "in_setup": "before the first step: about to form the engine (nth 1), state resumed (2), building data (3)",
         "before_step": "the step's samples are not yet known",
-        "after_prepare": "samples and plan of the step are fixed, nothing computed",
+        "after_prepare": "samples and plan of the step are fixed, no piece is computed",
         "mid_forward": "between two forwards of the schedule table (nth: which)",
         "mid_backward": "between two backwards of the schedule table (nth: which)",
         "before_reduce": "all gradients are accumulated, none reduced",
@@ -70,9 +70,9 @@ KILL_POINTS: Mapping[str, str] = MappingProxyType(
         "after_reduce": "owners hold reduced blocks, mirrors not yet",
         "after_ship": "mirrors hold the reduced blocks too",
         "before_vote": "about to join the vote",
-        "after_vote": "the step is committed, no block is stepped",
-        "mid_update": "some owned blocks are stepped, others not",
-        "after_update": "all blocks are stepped, parameters not gathered",
+        "after_vote": "the step is committed, no block is updated",
+        "mid_update": "some owned blocks are updated, others not",
+        "after_update": "all blocks are updated, parameters not gathered",
         "mid_gather": "some units have their new parameters",
         "after_gather": "all parameters are of the new version",
         "after_step": "the step is over, its record kept",
@@ -81,21 +81,21 @@ KILL_POINTS: Mapping[str, str] = MappingProxyType(
         "in_save": "a checkpoint is about to be planned",
         "save_writing": "in the background, about to write a file of a checkpoint",
         "save_finish": "the files of a checkpoint are written, it has not its name yet",
-        "save_whole": "a checkpoint is complete, about to have its name (the rank that does this)",
-        "save_named": "a checkpoint has its name, the tracker file names an older one (the same rank)",
-        "save_tracked": "the tracker file names a new checkpoint, the others do not know yet (the same rank)",
-        "in_recovery_freeze": "has promised to act on no older generation",
-        "in_recovery_decide": "knows the decision, has not acted on it",
+        "save_whole": "a checkpoint is complete, about to be renamed (on the rank that renames it)",
+        "save_named": "a checkpoint has its name, the tracker file names an older one (on the same rank)",
+        "save_tracked": "the tracker file names a new checkpoint, other ranks do not know it yet (on the same rank)",
+        "in_recovery_freeze": "the rank has stopped acting on older generations",
+        "in_recovery_decide": "the rank knows the decision, has not acted on it",
         "in_recovery_edit": "groups are being edited",
         "in_recovery_promote": "mirrors are being promoted, blocks moved",
         "in_recovery_resume": "recovered, about to finish or re-run the step",
         "in_migration_begin": "copies have begun to move in the background",
-        "in_migration_finish": "in the step whose vote is to name the copies that move, about to take them in",
-        "in_migration_switch": "a vote has named the copies that have moved, none is updated, the others are gone",
-        "in_join": "a joiner is receiving state",
+        "in_migration_finish": "in the step whose vote is to name the moved copies, about to count them",
+        "in_migration_switch": "a vote has named the moved copies, none is updated, the old ones are dropped",
+        "in_join": "a newcomer is receiving state",
     }
 )
-"""Every named point → what holds there. The engine reports reaching them; tests walk them all."""
+"""Name of each point → the state of the rank there. The engine calls them; tests cover all of them."""
 
 STEP_POINTS: tuple[str, ...] = tuple(list(KILL_POINTS)[1 : list(KILL_POINTS).index("between_steps")])
 """The points that every undisturbed step passes, in order."""
@@ -128,7 +128,7 @@ _FIELDS = {
 
 
 class InjectedFault(RuntimeError):
-    """What ``raise`` raises."""
+    """The exception of the fault ``raise``."""
 
 
 @dataclass(frozen=True)
@@ -141,13 +141,13 @@ class Fault:
     points: tuple[str, ...] = ("before_step",)
     incarnations: frozenset[int] = frozenset({FIRST_INCARNATION})
     losses: int | None = None
-    """Only while all ranks are present after so many losses, and nothing is left to move."""
+    """Only while all ranks are present after this many losses, with all copies in place."""
     rejoin: int | None = None
-    """Only while all are present again after so many losses, and copies are not in place yet."""
+    """Only while all ranks are present again after this many losses, with copies not in place yet."""
     missing: bool = False
     """Only while some rank is missing."""
     wait: int = 0
-    """Only after so many steps with all ranks present."""
+    """Only after this many steps with all ranks present."""
     nth: int = 1
     count: int = 1
     code: int = 1
@@ -175,7 +175,7 @@ def _whole(field: str, text: str, least: int = 0) -> int:
 
 
 def _span(field: str, text: str) -> range:
-    """``7`` or ``5-20``."""
+    """Return the numbers of ``7`` or ``5-20``."""
     first, dash, last = text.partition("-")
     start = _whole(field, first)
     return range(start, (_whole(field, last, least=start) if dash else start) + 1)
@@ -200,7 +200,7 @@ def _names(field: str, text: str, known: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _with_field(fault: Fault, field: str, text: str) -> Fault:  # noqa: C901, PLR0912 - a case for each field
-    """``fault`` with one ``field=text`` applied."""
+    """Return ``fault`` with one ``field=text`` applied."""
     points = tuple(KILL_POINTS)
     match field:
         case "rank":
@@ -278,7 +278,7 @@ def _parse_one(text: str) -> Fault:
 
 
 def parse(text: str | None) -> tuple[Fault, ...]:
-    """The faults of an ``--elastic-inject`` script; none for ``None`` or an empty one.
+    """Return the faults of an ``--elastic-inject`` script; none for ``None`` or an empty one.
 
     Raises ``ConfigError``, one line that names the flag.
     """
@@ -286,22 +286,22 @@ def parse(text: str | None) -> tuple[Fault, ...]:
 
 
 class Effects:
-    """What faults do to the process that they strike."""
+    """The effects of faults on this process."""
 
     def kill(self) -> None:
-        """End it by SIGKILL."""
+        """End the process by SIGKILL."""
         os.kill(os.getpid(), signal.SIGKILL)
 
     def stop(self) -> None:
-        """Stop it by SIGSTOP."""
+        """Stop the process by SIGSTOP."""
         os.kill(os.getpid(), signal.SIGSTOP)
 
     def exit(self, code: int) -> None:
-        """End it as a crashing library would: no handlers run."""
+        """End the process as a crashing library would, without running handlers."""
         os._exit(code)
 
     def sleep(self, seconds: float) -> None:
-        """Keep its thread waiting."""
+        """Block the thread."""
         time.sleep(seconds)
 
 
@@ -310,10 +310,7 @@ def _nothing_to_flip(copy: str, tensor: str) -> None:
 
 
 class Injector:
-    """Carries out a fault script in one process.
-
-    ``device`` is where ``oom`` asks for memory.
-    """
+    """Carries out a fault script in one process. ``device``: device on which ``oom`` allocates."""
 
     def __init__(
         self,
@@ -335,7 +332,7 @@ class Injector:
         self._reached: Counter[tuple[int, str]] = Counter()
         self._drawn: dict[tuple[Fault, int], Fault | None] = {}
         self.flip: Callable[[str, str], None] = _nothing_to_flip
-        """Flips one bit of a block: (copy, tensor). Set by whoever holds the state."""
+        """Flips one bit of a block: (copy, tensor). Set by the owner of the pool."""
         self._entering: int | None = None
         """Losses so far, if every rank is present in the generation decided last."""
         self._settled: int | None = None
@@ -345,20 +342,20 @@ class Injector:
         self._whole_steps = 0
 
     def enter(self, incarnations: Collection[int], slots: int) -> None:
-        """A generation of members with these ``incarnations`` is decided."""
+        """Note that a generation of members with these ``incarnations`` is decided."""
         self._entering = sum(incarnations) if len(incarnations) == slots else None
 
     def settle(self) -> None:
-        """The generation entered last is the one in which work goes on."""
+        """Note that work goes on in the generation entered last."""
         self._settled, self._present = self._entering, None
         self._whole_steps = 0
 
     def restore(self) -> None:
-        """Copies of state are where they belong; told at every step."""
+        """Note that all copies of state are in place; called at every such step."""
         self._present = self._settled
 
     def _holds(self, fault: Fault) -> bool:
-        """Whether as many ranks are present, and were lost before, as ``fault`` asks for."""
+        """Return whether the present ranks and the losses so far meet the conditions of ``fault``."""
         if fault.missing and self._settled is not None:
             return False
         if fault.wait and (self._present is None or self._whole_steps <= fault.wait):
@@ -368,7 +365,7 @@ class Injector:
         return fault.rejoin is None or (fault.rejoin == self._entering and self._present is None)
 
     def reach(self, point: str, step: int) -> None:
-        """The process is at ``point`` of ``step``. Returns, unless the script wants otherwise.
+        """Carry out the faults of the script for ``point`` of ``step``, at which this process is now.
 
         Raises ``InjectedFault`` (``raise``), torch's out-of-memory error (``oom``), ``ValueError`` for a
         point that is not in ``KILL_POINTS``.
@@ -393,13 +390,14 @@ class Injector:
             self._fire(fault, point, step)
 
     def drag(self, step: int, nanoseconds: int) -> None:
-        """A computation of ``step`` took so long here; a slowed rank sleeps until it took ``factor`` times that."""
+        """Slow down a computation of ``step`` that took ``nanoseconds``, by sleeping until it took ``factor`` times as
+        long."""
         for fault in self._faults:
             if fault.kind == "slow" and (not fault.steps or step in fault.steps):
                 self._effects.sleep(nanoseconds * (fault.factor - 1.0) / 1e9)
 
     def _draw(self, fault: Fault, step: int) -> Fault | None:
-        """What a ``random`` fault means for this process at ``step``: the same answer however often asked."""
+        """Return the fault drawn from a ``random`` fault for this process at ``step``; equal at every call."""
         if (fault, step) not in self._drawn:
             words = (fault.seed, self._seed, self._rank, self._incarnation, step)
             dice = random.Random("/".join(map(str, words)))

@@ -1,4 +1,4 @@
-"""What the engine is told once, in its own words (the host translates its arguments)."""
+"""The engine's settings, which the host makes from its arguments, and the result of a step."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ __all__ = ["Settings", "StepResult"]
 
 @dataclass(frozen=True)
 class Settings:
-    """Numerics of the run: part of the job, never of a generation."""
+    """Numerics of the run, constant over its generations."""
 
     seed: int
     hyper: Hyper
     per_token_loss: bool = False
     count_zeros: bool = False
     check_finite: bool = True
-    """A gradient that is not finite ends the job (Megatron's default) instead of being applied."""
+    """Whether a gradient that is not finite ends the job (Megatron's default)."""
     communication_timeout: float = 600.0
-    """Seconds a wait inside a healthy generation may last."""
+    """Seconds that a wait inside a healthy generation may last."""
     steps: int | None = None
-    """Steps of the whole run, where that is known: nothing moves that would not pay back before its end."""
+    """Steps of the whole run, if known: units do not move if that would not pay off before its end."""
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """One committed step as the host's loop wants it."""
+    """One committed step in the form that the host's loop expects."""
 
     losses: dict[str, float]
     """Reported quantities over the whole global batch."""

@@ -1,4 +1,4 @@
-"""What one generation is made of: launch topology, assignment, configuration, view, and the reports it is decided from.
+"""The values of one generation: launch topology, assignment, configuration, view, and the reports of ranks.
 
-Values here are immutable: a new generation replaces them, nothing edits them.
+All of them are immutable: a new generation replaces them.
 """

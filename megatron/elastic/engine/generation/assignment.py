@@ -1,12 +1,11 @@
-"""Which units each cell holds, now.
+"""The assignment of units to cells.
 
-At launch that is Megatron's own cut; afterwards it changes only together with
-the placement of state, at a step boundary, on all ranks at once. Everything
-that depends on who holds what follows from it: the topology the planner sees,
-unit groups, and what a rank keeps in its arena.
+At launch it is Megatron's own cut. Afterwards it changes only together with the placement
+of state, at a step boundary, on all ranks at once. It determines the planner's topology,
+the unit groups, and the units in a rank's arena.
 
-Cells keep the number they were given at launch. A cell that is listed and not
-alive has lost its segments; a cell that is alive and not listed waits.
+A cell keeps its number from launch. A listed cell that is not alive has lost its
+segments; a living cell that is not listed waits.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class Assignment:
 
     @classmethod
     def at_launch(cls, launch_topology: LaunchTopology) -> Assignment:
-        """Megatron's own cut."""
+        """Return Megatron's own cut."""
         replicas = tuple(
             Replica(
                 tuple(
@@ -45,12 +44,12 @@ class Assignment:
 
     @property
     def is_nominal(self) -> bool:
-        """Whether every cell holds what it held at launch."""
+        """Whether every cell holds the units of the launch."""
         return self == Assignment.at_launch(self.launch_topology)
 
     @cached_property
     def cells(self) -> Mapping[int, Cell]:
-        """Every cell there is room for, by number."""
+        """Every cell of the launch topology, extra ones included, by number."""
         return {cell.id: cell for cell in self.launch_topology.cells}
 
     @cached_property
@@ -67,14 +66,14 @@ class Assignment:
         return {cell: tuple(sorted(units)) for cell, units in held.items()}
 
     def units_of(self, rank: int) -> tuple[int, ...]:
-        """Units whose parameters ``rank`` holds, ascending."""
+        """Return the units whose parameters ``rank`` holds, ascending."""
         return self._units.get(self.launch_topology.cell_of(rank).id, ())
 
     def gained(self, before: Assignment) -> dict[int, frozenset[int]]:
-        """Rank → units whose parameters it has yet to be given, that it had not under ``before``; others left out.
+        """Return rank → units that it holds here but not under ``before``; ranks without such units are left out.
 
-        A weight shared by the ends of the model is the embedding's where that is, else the output layer's: whoever
-        gains or loses the embedding has another one from then on.
+        The weight tied between the ends of the model is the embedding's where the rank holds that, else the output
+        layer's. A rank that gains or loses the embedding therefore needs the tied unit anew.
         """
         found = dict[int, frozenset[int]]()
         for rank in (rank for cell in self.cells.values() for rank in cell.ranks):
@@ -86,7 +85,7 @@ class Assignment:
         return found
 
     def state_groups(self) -> dict[tuple[int, int], tuple[int, ...]]:
-        """(unit, shard) → ranks that hold it, living or not, those nearer the start of their pipeline first."""
+        """Return (unit, shard) → ranks that hold it, living or not, those nearer the start of their pipeline first."""
         groups: dict[tuple[int, int], list[tuple[int, int]]] = {}
         for replica in self.replicas:
             for segment in replica.segments:
@@ -99,7 +98,7 @@ class Assignment:
         }
 
     def topology(self, living: Collection[int]) -> Topology:
-        """What is there when only ``living`` ranks are: whole cells compute, the rest are parked."""
+        """Return the topology of the ``living`` ranks: whole cells compute, the other ranks are parked."""
         whole = tuple(self.cells[number] for number in self.whole(living))
         computing = {rank for cell in whole for rank in cell.ranks}
         parked = tuple(rank for rank in sorted(living) if rank not in computing)
@@ -108,25 +107,25 @@ class Assignment:
         return Topology(launch_topology.grid, launch_topology.compute_units, whole, self.replicas, tied, parked)
 
     def whole(self, living: Collection[int]) -> tuple[int, ...]:
-        """Cells of which every rank is in ``living``, ascending."""
+        """Return the cells of which every rank is in ``living``, ascending."""
         return tuple(number for number, cell in self.cells.items() if all(rank in living for rank in cell.ranks))
 
     @property
     def cut(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """Unit ranges of each pipeline, whoever computes them."""
+        """Unit ranges of each pipeline, without the cells that compute them."""
         return tuple(tuple((s.first, s.end) for s in replica.segments) for replica in self.replicas)
 
     def broken(self, living: Collection[int]) -> tuple[int, ...]:
-        """Cells with units that are not whole, ascending."""
+        """Return the cells that hold units but are not whole, ascending."""
         whole = frozenset(self.whole(living))
         return tuple(cell for cell in sorted(self._units) if cell not in whole)
 
     def waiting(self, living: Collection[int]) -> tuple[int, ...]:
-        """Whole cells that hold no unit, ascending."""
+        """Return the whole cells that hold no unit, ascending."""
         return tuple(cell for cell in self.whole(living) if cell not in self._units)
 
     def seated(self, living: Collection[int]) -> Assignment:
-        """The same cut, with waiting cells in the places of those that are not whole, as far as there are any."""
+        """Return the same cut with waiting cells in place of broken ones, as far as there are waiting cells."""
         taken = dict(zip(self.broken(living), self.waiting(living), strict=False))
         if not taken:
             return self
@@ -136,11 +135,11 @@ class Assignment:
         ))  # fmt: skip
 
     def uncovered(self, living: Collection[int]) -> tuple[int, ...]:
-        """Units that no whole living cell holds, ascending."""
+        """Return the units that no whole living cell holds, ascending."""
         held = {unit for cell in self.topology(living).cells for unit in self._units.get(cell.id, ())}
         return tuple(unit for unit in range(self.launch_topology.compute_units) if unit not in held)
 
     def digest(self) -> str:
-        """Hash to compare between processes."""
+        """Return a hash to compare between processes."""
         spans = [[(s.cell, s.first, s.end) for s in replica.segments] for replica in self.replicas]
         return hashlib.sha256(repr(spans).encode()).hexdigest()[:32]

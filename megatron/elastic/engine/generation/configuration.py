@@ -1,13 +1,12 @@
-"""What a generation starts from: which placement is in force, as the newest record says.
+"""The configuration that is in force: placement and assignment, named by the newest record.
 
-A placement changes at a boundary, with it at times which units a cell holds, and
-again whenever copies are promoted after a loss. Ranks learn of it at different
-instants, so none of them may conclude from its own memory which one holds after the
-next loss. The record does: every vote carries the digest of the basis that is in force from it on, and
-survivors go on from what the newest record among them names (docs/design.md §6; ``tests/unit/protocol``).
-Each rank therefore keeps every basis since that of its newest record: the one agreed by
-vote and those entered since, which no vote has confirmed yet. It enters a basis before it
-joins the vote that names it.
+A configuration changes at boundaries, and whenever copies are promoted after a loss. Ranks
+learn of a change at different instants, so no rank may decide from its own memory which
+configuration holds after the next loss. The record decides: every vote carries the digest of
+the configuration in force from then on, and survivors go on from the one that the newest record
+among them names (docs/design.md §6; ``tests/unit/protocol``). Each rank therefore keeps every
+configuration since that of its newest record: the one confirmed by a vote and those entered
+since then. It enters a configuration before it joins the vote that names it.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ class Configuration:
     """Everything about the state that a vote confirms; ``digest`` names it in the StepRecord."""
 
     placement: Placement
-    """Who holds which copies."""
+    """Owner and mirrors of every block."""
     assignment: Assignment
-    """Which units each cell holds."""
+    """Units of each cell."""
 
     @cached_property
     def digest(self) -> str:
@@ -41,21 +40,21 @@ class Configuration:
 
 
 class History:
-    """The bases that may turn out to be in force, by digest."""
+    """The configurations that may be in force after a loss, by digest."""
 
     def __init__(self, *bases: Configuration) -> None:
         self._known = {configuration.digest: configuration for configuration in bases}
 
     def enter(self, configuration: Configuration) -> None:
-        """``configuration`` is worked under from now on, or named by the next vote; none has confirmed it yet."""
+        """Add a configuration that no vote has confirmed yet: ranks work under it, or the next vote names it."""
         self._known[configuration.digest] = configuration
 
     def confirm(self, configuration: Configuration) -> None:
-        """A vote has named ``configuration``: nothing older can come back."""
+        """Keep only ``configuration``, which a vote has named: no older one can be in force again."""
         self._known = {configuration.digest: configuration}
 
     def in_force(self, records: Collection[StepRecord]) -> Configuration:
-        """The basis that the newest of ``records`` names. Raises ``RuntimeError`` when this rank never knew it."""
+        """Return the configuration that the newest of ``records`` names. Raises ``RuntimeError`` if it is unknown."""
         newest = max(records, key=lambda record: record.version)
         configuration = self._known.get(newest.placement)
         if configuration is None:
@@ -65,10 +64,10 @@ class History:
         return configuration
 
     def common(self, digests: Iterable[str]) -> Configuration | None:
-        """The basis that all of ``digests`` name; None where they differ."""
+        """Return the configuration that all ``digests`` name; None if they differ."""
         first, *others = set(digests)
         return None if others else self._known.get(first)
 
     def of(self, record: StepRecord) -> Configuration:
-        """The basis that ``record`` names."""
+        """Return the configuration that ``record`` names."""
         return self.in_force((record,))

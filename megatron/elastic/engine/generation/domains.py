@@ -13,12 +13,12 @@ __all__ = ["failure_domains", "placement_rules"]
 
 
 def failure_domains(decision: Decision) -> FailureDomains:
-    """The failure domains of the members, by the labels of their addresses."""
+    """Return the failure domains of the members, from the labels of their addresses."""
     labels = {rank: address.domain or address.host.replace("/", "-") for rank, address in decision.members.items()}
     return FailureDomains.of(labels, {rank: address.host for rank, address in decision.members.items()})
 
 
 def placement_rules(config: ElasticConfig, domains: FailureDomains, ranks: Collection[int] | None = None) -> Rules:
-    """How copies are spread over ``ranks`` (left out: over all of ``domains``)."""
+    """Return the rules for spreading copies over ``ranks`` (None: over all ranks of ``domains``)."""
     nodes = {rank: node for rank, node in domains.nodes.items() if ranks is None or rank in ranks}
     return Rules(config.mirrors, config.scatter_width, nodes, config.ownership, domains.wider)

@@ -1,8 +1,8 @@
-"""Plans, views and migrations as pure answers to a decision, for one rank.
+"""Plans, views and migrations that follow from a decision, for one rank.
 
-Invariant: every answer is a function of the decision, the configuration and the record (all the same on every rank) and
-of what is constant over the run, so every rank of a generation comes to the same plan and the same migrations. Nothing
-here changes but the arena, which makes room for the units of a view.
+Invariant: every result is a function of the decision, the configuration, the record (all equal on every rank) and
+constants of the run. Therefore all ranks of a generation have the same plan and the same migrations. Only the arena
+is changed: it allocates memory for the units of a view.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = ["StageGone", "ViewFactory"]
 
 
 class StageGone(PlanError):
-    """No whole tensor-parallel group is left for some units; ``missing`` ranks would make one each."""
+    """Some units have no whole tensor-parallel group left. Ranks ``missing`` would complete the groups."""
 
     def __init__(self, decision: Decision, units: Collection[int], missing: Collection[int]) -> None:
         self.decision = decision
@@ -48,13 +48,13 @@ class StageGone(PlanError):
         )
 
     def final(self, why: str) -> PlanError:
-        """The same as the end of the job."""
+        """Return the error that ends the job, with the reason ``why`` no rank comes back."""
         return PlanError(f"{self}; {why}; resume from the last checkpoint (--load)")
 
 
 @dataclass(frozen=True)
 class ViewFactory:
-    """What is constant over the generations of one rank, and the answers that follow from it."""
+    """Makes plans, views and migrations from decisions and the constants of the run."""
 
     fabric: Fabric
     launch_topology: LaunchTopology
@@ -63,7 +63,7 @@ class ViewFactory:
     """(unit, tensor-parallel shard) → layout of its state."""
     arena: Arena
     choose: Choice
-    """The policy's plan for the living."""
+    """Chooses the policy's plan for the living ranks."""
     moves_units: bool
     """Whether units may change place after a loss."""
     profile: Profile
@@ -73,9 +73,9 @@ class ViewFactory:
     # -- views -----------------------------------------------------------------
 
     def build_view(self, decision: Decision, configuration: Configuration, record: StepRecord) -> View:
-        """This rank's view of a decided generation, whose work goes on from ``record``.
+        """Return this rank's view of a decided generation that goes on from ``record``.
 
-        Raises :class:`StageGone` when no rank is left to compute some unit.
+        Raises :class:`StageGone` if some unit has no whole living cell.
         """
         assignment = configuration.assignment
         units = assignment.uncovered(decision.members)
@@ -90,7 +90,7 @@ class ViewFactory:
         return replace(view, domains=failure_domains(decision), unproven=frozenset(unproven))
 
     def with_configuration(self, view: View, configuration: Configuration) -> View:
-        """The same generation under another configuration."""
+        """Return the view of the same generation under another configuration."""
         if configuration.assignment == view.assignment:
             return with_configuration(view, self.fabric.rank, configuration, self.layouts, self.arena, self.fabric)
         plan = self._plan(configuration.assignment, view.living, view.speeds())
@@ -98,12 +98,12 @@ class ViewFactory:
         return replace(fresh, domains=view.domains, unproven=view.unproven)
 
     def replan(self, view: View, record: StepRecord) -> View:
-        """The same view under a plan made from the speeds of ``record``."""
+        """Return the same view with a plan made from the speeds of ``record``."""
         plan = self._plan(view.assignment, view.living, record.speeds)
         return with_plan(view, replace(plan, frequencies_khz=view.plan.frequencies_khz))
 
     def prepare(self, view: View, target: Assignment) -> None:
-        """Have ready what :meth:`with_configuration` on ``target`` would have to make. On any thread, beside a step."""
+        """Make plan and memory for :meth:`with_configuration` to ``target``. On any thread, beside a step."""
         self._plan(target, view.living, view.speeds())
         self.arena.prepare(target.units_of(self.fabric.rank))
 
@@ -115,7 +115,7 @@ class ViewFactory:
     # -- plans -----------------------------------------------------------------
 
     def indispensable(self, view: View, leaving: Collection[int]) -> str:
-        """Why the others cannot go on without ``leaving``; empty when they can."""
+        """Return why the other ranks cannot go on without ``leaving``; empty if they can."""
         try:
             staying = [rank for rank in view.living if rank not in leaving]
             self.choose(view.assignment.topology(staying), self.profile)
@@ -124,7 +124,7 @@ class ViewFactory:
         return ""
 
     def taken_over(self, assignment: Assignment, decision: Decision) -> Assignment:
-        """``assignment`` with waiting cells in lost places; re-cut if a stage is lost and will not be back."""
+        """Return ``assignment`` with waiting cells in place of lost ones; re-cut if a lost stage will not come back."""
         living = decision.members
         seated = assignment.seated(living)
         comes_back = not seated.uncovered({*living, *decision.returning})
@@ -132,7 +132,7 @@ class ViewFactory:
             return seated
         try:
             recut = better_assignment(seated, living, self.profile, self.hardware.memory_bytes)
-        except PlanError:  # no shape fits: as if units could not move
+        except PlanError:  # no cut fits the memory: keep the present one
             return seated
         return seated if recut is None else recut.target
 
@@ -143,16 +143,16 @@ class ViewFactory:
     # -- placement -------------------------------------------------------------
 
     def groups(self, view: View) -> tuple[UnitGroup, ...]:
-        """Living holders of every (unit, shard) that has any."""
+        """Return the living holders of every (unit, shard) that has any."""
         return unit_groups(view.assignment, self.layouts, view.living)
 
     def owner_is_outside_group(self, view: View) -> bool:
-        """Whether some block is owned by a rank that does not compute its unit, so that it cannot be gathered."""
+        """Return whether the owner of some block does not compute its unit, so that the block cannot be gathered."""
         holders = {(group.unit, group.shard): group.holders for group in self.groups(view)}
         return any(copies.owner not in holders.get(key[:2], ()) for key, copies in view.placement.copies.items())
 
     def migration(self, view: View, target: Assignment | None = None, leaving: Collection[int] = ()) -> Migration:
-        """To balance and redundancy among the ranks that stay, with units where ``target`` has them."""
+        """Return the migration to balance and full redundancy on the ranks that stay, under assignment ``target``."""
         assignment = target or view.assignment
         staying = [rank for rank in view.living if rank not in leaving]
         groups = unit_groups(assignment, self.layouts, staying)
@@ -160,14 +160,14 @@ class ViewFactory:
         return Migration(Configuration(placement, assignment), changes)
 
     def short_of_mirrors(self, view: View) -> tuple[BlockKey, ...]:
-        """Blocks that could have more mirrors among the living and should, ascending."""
+        """Return the blocks with fewer mirrors than configured and possible among the living ranks, ascending."""
         return short_of_mirrors(view.placement, self.config.mirrors, view.living)
 
     def replenishment(self, view: View) -> Migration | None:
-        """The copies that blocks are short of, and nothing else; None where none is missing.
+        """Return the urgent migration that only adds missing copies; None if none is missing.
 
-        On ranks whose copies count from the moment they are there, if these suffice: those of a rank that has not voted
-        since it was let in do not.
+        New copies go to ranks that have voted since they were admitted, if there are enough of them: copies on other
+        ranks do not count before the next vote.
         """
         if not self.short_of_mirrors(view):
             return None
@@ -179,6 +179,6 @@ class ViewFactory:
 
 
 def _speeds_for(record: StepRecord, decision: Decision, launch_topology: LaunchTopology) -> tuple[tuple[int, int], ...]:
-    """Published speeds that hold in a generation: of a cell with a new process nothing is known yet."""
+    """Return the record's speeds without those of cells with a new process, which are not measured yet."""
     new = {launch_topology.cell_of(rank).id for rank in newcomers(decision)}
     return tuple((cell, speed) for cell, speed in record.speeds if cell not in new)

@@ -1,14 +1,14 @@
-"""The topology at launch, which stays part of the job for ever.
+"""The topology at launch, constant for the whole job.
 
 Ranks are numbered as Megatron does (tensor, then data, then pipeline):
 ``rank = t + TP · (d + DP · p)``. Cell ``d · PP + p`` is the tensor-parallel
 group of stage ``p`` in replica ``d``; its id never changes, also when a new
 incarnation takes a rank.
 
-Ranks from W on are *extra*: started beside those of the launch, to take a lost
-one's place or to make the job wider. Each ``TP`` of them, in order, are a
-tensor-parallel group too, numbered on from ``DP · PP``; they belong to no replica
-and no stage until an assignment gives them units.
+Ranks from W on are *extra*: they are started beside those of the launch to replace lost
+ranks or to add replicas. Each ``TP`` of them, in order, form a tensor-parallel group, with
+cell numbers from ``DP · PP`` on. They belong to no replica and no stage until an assignment
+gives them units.
 """
 
 from __future__ import annotations
@@ -36,35 +36,35 @@ class LaunchTopology:
     tied_unit: int | None = None
     """State-only unit shared by the first and last stage, if embeddings are tied."""
     extra: int = 0
-    """Ranks that may come beyond those of the launch, a multiple of ``tensor``."""
+    """Number of possible ranks beyond those of the launch, a multiple of ``tensor``."""
 
     @property
     def slots(self) -> int:
-        """W: ranks at launch."""
+        """W, the number of ranks at launch."""
         return self.tensor * self.pipeline * self.data
 
     @property
     def compute_units(self) -> int:
-        """U."""
+        """U, the number of units that compute."""
         return self.chunks[-1][1]
 
     @property
     def cells(self) -> tuple[Cell, ...]:
-        """Every cell there is room for, by number: those of the launch, then the extra ones."""
+        """All cells by number: those of the launch, then the extra ones."""
         places = ((replica, stage) for replica in range(self.data) for stage in range(self.pipeline))
         beyond = (self.cell_of(rank) for rank in range(self.slots, self.slots + self.extra, self.tensor))
         return (*(self.cell(*place) for place in places), *beyond)
 
     def rank(self, shard: int, replica: int, stage: int) -> int:
-        """Global rank at a place of the launch."""
+        """Return the global rank at a place of the launch."""
         return shard + self.tensor * (replica + self.data * stage)
 
     def shard(self, rank: int) -> int:
-        """Tensor-parallel rank of any rank."""
+        """Return the tensor-parallel rank of any rank."""
         return rank % self.tensor
 
     def place(self, rank: int) -> tuple[int, int, int] | None:
-        """(tensor-parallel rank, replica, stage) of a rank of the launch; ``None`` of an extra one."""
+        """Return (tensor-parallel rank, replica, stage) of a rank of the launch; ``None`` for an extra rank."""
         if rank >= self.slots:
             return None
         rest, shard = divmod(rank, self.tensor)
@@ -72,12 +72,12 @@ class LaunchTopology:
         return shard, replica, stage
 
     def cell(self, replica: int, stage: int) -> Cell:
-        """The cell of the launch at (replica, stage)."""
+        """Return the cell of the launch at (replica, stage)."""
         ranks = tuple(self.rank(shard, replica, stage) for shard in range(self.tensor))
         return Cell(replica * self.pipeline + stage, ranks)
 
     def cell_of(self, rank: int) -> Cell:
-        """The tensor-parallel group a rank belongs to."""
+        """Return the cell that a rank belongs to."""
         place = self.place(rank)
         if place is not None:
             return self.cell(*place[1:])

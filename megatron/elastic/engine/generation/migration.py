@@ -1,4 +1,4 @@
-"""A migration as agreed: the configuration to reach and the copies to add, promote and drop on the way.
+"""A migration: the target configuration and the copies to add, promote and drop.
 
 :mod:`~megatron.elastic.engine.transaction.migrate` carries it out.
 """
@@ -16,19 +16,19 @@ __all__ = ["Migration"]
 
 @dataclass(frozen=True)
 class Migration:
-    """A configuration to reach, and the changes of copies that lead there; the same on every rank.
+    """A target configuration, and the changes of copies that lead there; equal on every rank.
 
-    An added copy may go from any rank that holds the block to any other, whatever
-    units either computes.
+    An added copy may go from any rank that holds the block to any other, independent of
+    the units that the two compute.
     """
 
     target: Configuration
     changes: tuple[Transition, ...]
     urgent: bool = False
-    """Only adds copies that blocks are short of after a loss."""
+    """Whether it only adds the copies that a loss left missing."""
 
     def adds(self) -> dict[tuple[int, int], tuple[BlockKey, ...]]:
-        """(source, destination) → blocks, ascending."""
+        """Return (source, destination) → blocks to copy, ascending."""
         pairs: dict[tuple[int, int], list[BlockKey]] = {}
         for change in self.changes:
             if change.kind == "add":

@@ -1,14 +1,13 @@
-"""Whether units should change place, and where to: the steady answer to who is here.
+"""The choice of a new assignment for the living ranks: the steady plan.
 
-Pure functions of what every rank knows alike (assignment, living ranks, agreed
-costs), evaluated at the same boundary everywhere. The instant answer needs no
-unit to move and is already running; the steady one is taken when it pays back
-(``plan/search/steady.py``), and the launch's own cut as soon as there are cells enough for it again, whichever.
-With more cells than at launch the best cut of all of them is asked for: usually
-further replicas.
+These are pure functions of values that are equal on every rank (assignment, living ranks,
+agreed costs), evaluated at the same boundary. The instant plan moves no unit and already
+runs. The steady plan replaces it if it pays off (``plan/search/steady.py``). The launch's own
+cut is taken as soon as there are as many cells as at launch, whichever cells they are. With
+more cells than at launch, the best cut for all of them is taken, usually with further replicas.
 
-Before anything is measured, a unit's cost is taken from what it multiplies: two
-floating-point operations a parameter and position forward, four backward.
+Before costs are measured, a unit's cost is estimated from its matrices: two floating-point
+operations a parameter and position forward, four backward.
 """
 
 from __future__ import annotations
@@ -27,25 +26,25 @@ from megatron.elastic.state.layout import UnitLayout
 __all__ = ["Recut", "better_assignment", "everybody_is_here", "unmeasured_profile"]
 
 _OPERATIONS_PER_NS = 10
-"""Assumed speed of a cell before anything is measured; ratios between units do not depend on it."""
+"""Assumed speed of a cell before costs are measured; ratios between units do not depend on it."""
 _GRADIENT_BYTES = 4
 _NO_WORK_SHARE = 20
-"""A unit that multiplies nothing (an embedding looks rows up) costs a layer's time over this."""
+"""Divisor: a unit without matrix products (an embedding) is assumed to cost a layer's time divided by this."""
 
 
 @dataclass(frozen=True)
 class Recut:
-    """A change of assignment that pays back. Times in ns a step, 0 where there is no way to go on without it."""
+    """A change of assignment that pays off. Times in ns a step; 0 if work cannot go on without the change."""
 
     target: Assignment
     now_ns: int
     then_ns: int
     moved_units: int
-    """(unit, cell) pairs that are new."""
+    """Number of (unit, cell) pairs that are new."""
 
 
 def everybody_is_here(assignment: Assignment, living: Collection[int]) -> bool:
-    """Whether there are as many whole cells as at launch."""
+    """Return whether there are at least as many whole cells as at launch."""
     return len(assignment.whole(living)) >= assignment.launch_topology.data * assignment.launch_topology.pipeline
 
 
@@ -57,13 +56,13 @@ def better_assignment(
     speeds: Mapping[int, int] | None = None,
     options: DecisionOptions | None = None,
 ) -> Recut | None:
-    """The assignment to move to, or ``None`` to stay.
+    """Return the assignment to move to, or ``None`` to keep the present one.
 
-    ``memory_bytes``: what a rank has; ``speeds``: ppm of cells slower than their peers; ``options``: how long a cut is
-    expected to be of use.
+    ``memory_bytes``: memory of a rank; ``speeds``: cell → ppm, of cells slower than their peers; ``options``: time
+    over which a cut must pay off.
 
-    With as many cells as at launch that is the launch's cut. Raises :class:`PlanError` when some
-    unit has no living holder and no shape of the living cells fits their memory.
+    With as many cells as at launch it is the launch's cut. Raises :class:`PlanError` if some
+    unit has no living holder and no cut over the living cells fits their memory.
     """
     launch_topology = assignment.launch_topology
     if len(assignment.whole(living)) == launch_topology.data * launch_topology.pipeline:
@@ -74,7 +73,7 @@ def better_assignment(
     topology = with_speeds(assignment.topology(living), dict(speeds or {}))
     topology = replace(topology, cells=tuple(replace(cell, memory_bytes=memory_bytes) for cell in topology.cells))
     if not topology.cells:
-        raise PlanError("no tensor-parallel group is whole: nothing can be computed")
+        raise PlanError("every tensor-parallel group has lost a rank: no cell can compute")
     decision = decide(topology, profile, options)
     if decision.steady is None:
         return None
@@ -98,10 +97,10 @@ def unmeasured_profile(
     activation_bytes: Callable[[int], int],
     state_bytes: int,
 ) -> Profile:
-    """Costs from sizes alone: ``sequence`` positions and ``boundary_bytes`` a row, ``itemsize`` bytes a parameter.
+    """Return costs from sizes: ``sequence`` positions and ``boundary_bytes`` a row, ``itemsize`` bytes a parameter.
 
-    ``activation_bytes(unit)``: what a row's forward keeps; ``state_bytes``: what all copies of a parameter's
-    optimizer state take together.
+    ``activation_bytes(unit)``: bytes that a row's forward keeps; ``state_bytes``: bytes of all copies of a
+    parameter's optimizer state together.
     """
     multiplied = [_multiplied(launch_topology, layouts, unit) for unit in range(launch_topology.compute_units)]
     typical = sorted(multiplied)[len(multiplied) // 2]
@@ -128,7 +127,7 @@ def unmeasured_profile(
 
 
 def _multiplied(launch_topology: LaunchTopology, layouts: Mapping[tuple[int, int], UnitLayout], unit: int) -> int:
-    """Elements of a unit's matrices on one shard; the head's is the tied one where embeddings are tied."""
+    """Return the elements of a unit's matrices on one shard; the output layer has the tied matrix, if any."""
     own = [slot.spec for slot in layouts[unit, 0].slots]
     if unit == launch_topology.compute_units - 1 and launch_topology.tied_unit is not None:
         own += [slot.spec for slot in layouts[launch_topology.tied_unit, 0].slots]

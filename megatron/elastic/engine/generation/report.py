@@ -1,12 +1,12 @@
-"""What a rank reports at FREEZE: versions, gradients, and where in the program it stands.
+"""The report of a rank for a frozen generation: versions, gradients, and its place in the host's loop.
 
-The control plane carries the text without reading it; every member reads every
+The control plane carries the text without reading it. Every member reads every
 report from the decision record and draws the same conclusion.
 
 Phases: each step and each fenced action of the host's loop has a number, equal
-on all ranks. ``done`` says that this rank finished the action's body and was
-only waiting for the others. If anybody is past the phase, or all are done,
-it is over for everybody; otherwise it is repeated.
+on all ranks. ``done`` means that this rank finished the action's body and only waited
+for the other ranks. If some rank is past the phase, or all ranks are done, the phase is
+over on every rank; otherwise all repeat it.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ NEWCOMER = ""
 
 @dataclass(frozen=True)
 class Report:
-    """One rank's answer to FREEZE."""
+    """One rank's report for a frozen generation."""
 
     holdings: Holdings
     phase: int
     done: bool
     parameters: int
-    """Version of the parameters; older than the state when a gather was cut short."""
+    """Version of the parameters; lower than the state's if a gather was interrupted."""
     failure: str = ""
-    """Why the present fenced action cannot be done, where it failed on this rank."""
+    """Reason for which the present fenced action failed on this rank; empty if it did not."""
     under_way: bool = True
-    """Whether the phase is not over, as far as this rank knows."""
+    """Whether the phase is still open, as far as this rank knows."""
     voting: str = ""
-    """Digest of the basis that the vote under way here is to name."""
+    """Digest of the configuration that the vote under way is to name."""
     admitted: int = 0
-    """Generation that let this rank in, if it has not voted since: no vote named a copy it holds."""
+    """Generation that admitted this rank, if it has not voted since (no vote has named its copies), else 0."""
 
     @property
     def first_open(self) -> int:
-        """The first phase that is not over, as far as this rank knows."""
+        """The first open phase, as far as this rank knows."""
         return self.phase + (not self.under_way)
 
     def to_text(self) -> str:
-        """One line of JSON."""
+        """Return one line of JSON."""
         return json.dumps(
             {
                 "holdings": self.holdings.to_json(),
@@ -80,33 +80,34 @@ class Report:
 
 
 def first_open(reports: Iterable[Report]) -> int:
-    """The first phase that is not over, if not all have done it (a newcomer has not)."""
+    """Return the first open phase, unless all ranks have done it (a newcomer has not)."""
     return max(report.first_open for report in reports)
 
 
 def phase_is_over(phase: int, reports: Mapping[int, Report], members: int) -> bool:
-    """Whether fenced phase ``phase`` need not be repeated, as every one of ``members`` concludes alike.
+    """Return whether fenced phase ``phase`` is over; all members conclude alike. ``members``: their number.
 
-    A newcomer, which has no report, has done nothing of it.
+    A newcomer has no report and has not begun the phase.
     """
     newest = first_open(reports.values())
-    # Who is still in the phase before has done nothing of this one, and needs the others for it.
-    everybody = len(reports) == members and all(report.phase == phase for report in reports.values())
-    return newest > phase or (everybody and all(report.done for report in reports.values()))
+    # A rank that is still in an earlier phase has not begun this one and needs the other ranks for it.
+    all_in_phase = len(reports) == members and all(report.phase == phase for report in reports.values())
+    return newest > phase or (all_in_phase and all(report.done for report in reports.values()))
 
 
 def newcomers(decision: Decision) -> tuple[int, ...]:
-    """Members that have to be told everything, ascending."""
+    """Return the members without a report, which receive a join state, ascending."""
     return tuple(sorted(rank for rank in decision.members if decision.reports.get(rank, NEWCOMER) == NEWCOMER))
 
 
 def reports_of(decision: Decision) -> dict[int, Report]:
-    """Rank → its report, of the members that are no newcomers."""
+    """Return rank → its report, of the members that are no newcomers."""
     return {rank: Report.from_text(text) for rank, text in decision.reports.items() if text != NEWCOMER}
 
 
 def joined_since_vote(reports: Mapping[int, Report]) -> set[int]:
-    """Ranks that came after the newest vote: the copies that it named under their number died with an earlier life."""
+    """Return the ranks that joined after the newest vote: copies that it names on them were lost with an earlier
+    incarnation."""
     records = [record for report in reports.values() for record in report.holdings.records]
     newest = max(records, key=lambda record: record.version)
     voted = 0 if newest.gradient is None else newest.gradient.generation

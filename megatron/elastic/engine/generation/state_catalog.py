@@ -1,8 +1,8 @@
-"""What state the job consists of, known to every rank.
+"""The catalogue of the job's state: the parameters of every unit and shard, known to every rank.
 
-Each rank lays out its own units from its parameters; mirrors may lie on other
-stages, so every rank also needs the layouts of the others. They are exchanged
-once, at the start (a joiner is handed them): afterwards layouts are constants.
+Each rank lays out its own units from its parameters. Mirrors may be on ranks of other
+stages, so every rank also needs the layouts of all other ranks. Ranks exchange them once, at the
+start, and a newcomer receives them: afterwards layouts are constant.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ Catalog = dict[tuple[int, int], tuple[ParamSpec, ...]]
 
 
 def own_catalog(interface: ModelInterface, shard: int) -> Catalog:
-    """(unit, shard) → parameter specs, of the units held here."""
+    """Return (unit, shard) → parameter specs, of the units that this rank holds."""
     return {
         (unit, shard): tuple(item.spec for item in interface.unit_parameters(unit)) for unit in interface.held_units()
     }
 
 
 def exchange_catalog(interface: ModelInterface, shard: int, fabric: Fabric) -> Catalog:
-    """(unit, shard) → parameter specs, of the whole job. Collective over ``fabric.world``.
+    """Return (unit, shard) → parameter specs, of the whole job. Collective over ``fabric.world``.
 
     Raises ``ValueError`` when two holders of a unit disagree about it.
     """
@@ -42,7 +42,7 @@ def exchange_catalog(interface: ModelInterface, shard: int, fabric: Fabric) -> C
 def build_layouts(catalog: Mapping[tuple[int, int], tuple[ParamSpec, ...]], block_bytes: int) -> dict[
     tuple[int, int], UnitLayout
 ]:
-    """The layout of every (unit, shard)."""
+    """Return the layout of every (unit, shard)."""
     return {
         (unit, shard): UnitLayout.build(unit, shard, specs, block_bytes)
         for (unit, shard), specs in sorted(catalog.items())

@@ -1,9 +1,8 @@
-"""What one rank stands on for the length of a generation.
+"""A rank's view of one generation: placement, assignment, plan and groups. Immutable.
 
-Derived, by pure functions, from a decision, the assignment of units to cells and
-the placement of state: the plan, this rank's cell, which slices of the arena are reduced over which group and who owns
-each block, and who ships gradients to whom. Replaced as a whole at the next
-generation; nothing in it is edited.
+Pure functions derive it from a decision and a configuration: the plan, this rank's cell,
+the process group that reduces each slice of the arena, the blocks this rank owns and
+mirrors, and the peers it ships gradients to. The next generation replaces it as a whole.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ UnitShard = tuple[int, int]
 
 @dataclass(frozen=True)
 class GroupSpan:
-    """Neighbouring units of the arena with the same holders: one collective call.
+    """Adjacent units of the arena with the same holders: one collective call.
 
     Elements ``[start, stop)`` of the arena; ``blocks`` are relative to ``start``.
     """
@@ -56,17 +55,17 @@ class GroupSpan:
 
 @dataclass(frozen=True)
 class Routes:
-    """Which blocks this rank sends to whom, and is sent by whom."""
+    """The blocks that this rank sends to and receives from each peer."""
 
     outgoing: Mapping[int, tuple[StateBlock, ...]]
-    """Rank → blocks owned here."""
+    """Destination → blocks that this rank owns."""
     incoming: Mapping[int, tuple[StateBlock, ...]]
     """Owner → blocks."""
 
 
 @dataclass(frozen=True)
 class View:
-    """See the module docstring."""
+    """One rank's view of one generation. Immutable."""
 
     rank: int
     generation: int
@@ -74,7 +73,7 @@ class View:
     plan: Plan
     plan_hash: str
     cell: Cell | None
-    """This rank's cell, ``None`` when the rank is parked."""
+    """This rank's cell; ``None`` if the rank is parked."""
     shard: int
     """This rank's place in its tensor-parallel group."""
     spans: tuple[GroupSpan, ...]
@@ -82,34 +81,34 @@ class View:
     owned: tuple[StateBlock, ...]
     mirrored: tuple[StateBlock, ...]
     routes: Routes
-    """From owners to mirrors."""
+    """Messages from owners to mirrors."""
     domains: FailureDomains = field(default_factory=FailureDomains)
-    """Failure domains of the living."""
+    """Failure domains of the living ranks."""
     unproven: frozenset[int] = frozenset()
-    """Members that had not voted since they were let in when this generation was decided."""
+    """Members that had not voted since their admission when this generation was decided."""
 
     @property
     def placement(self) -> Placement:
-        """Who holds which copies."""
+        """Owner and mirrors of every block."""
         return self.configuration.placement
 
     @property
     def assignment(self) -> Assignment:
-        """Which units each cell holds."""
+        """Units of each cell."""
         return self.configuration.assignment
 
     @property
     def lowest(self) -> bool:
-        """Whether this rank is the lowest living one, which tells what all know alike."""
+        """Whether this is the lowest living rank, which logs events that all ranks know."""
         return self.rank == self.living[0]
 
     def speeds(self) -> tuple[tuple[int, int], ...]:
-        """(cell, parts per million) of the cells the plan takes to be slower than their peers."""
+        """Return (cell, parts per million) of the cells that are slower than their peers in the plan."""
         return tuple((cell.id, cell.speed_ppm) for cell in self.plan.cells if cell.speed_ppm != PPM)
 
 
 def with_plan(view: View, plan: Plan) -> View:
-    """The same standing under another plan of the same cells."""
+    """Return the same view under another plan of the same cells."""
     mine = None if view.cell is None else view.cell.id
     cell = next((cell for cell in plan.cells if cell.id == mine), None)
     return replace(view, plan=plan, plan_hash=plan_hash(plan), cell=cell)
@@ -125,7 +124,7 @@ def build_view(
     fabric: Fabric,
     plan: Plan,
 ) -> View:
-    """``arena`` holds what the basis gives this rank; ``plan`` is the policy's answer to who is living."""
+    """Return ``rank``'s view. ``arena`` must hold its units of the configuration; ``plan`` is made for ``living``."""
     alive = tuple(sorted(living))
     cell = next((c for c in plan.cells if rank in c.ranks), None)
     bare = View(
@@ -153,13 +152,13 @@ def with_configuration(
     arena: Arena,
     fabric: Fabric,
 ) -> View:
-    """The same generation, assignment and plan on another placement."""
+    """Return the view with the same generation, assignment and plan under another placement."""
     spans = _spans(rank, view.living, configuration, arena, fabric)
     return _placed(replace(view, spans=spans, configuration=configuration), rank, layouts)
 
 
 def routes(rank: int, owners: Placement, holders: Placement, layouts: Mapping[UnitShard, UnitLayout]) -> Routes:
-    """From the owners of one placement to the copies of ``holders``: the same, or one that is about to hold."""
+    """Return ``rank``'s messages from the owners of placement ``owners`` to the copies of placement ``holders``."""
     outgoing: list[tuple[int, StateBlock]] = []
     incoming: list[tuple[int, StateBlock]] = []
     for key, copies in holders.copies.items():
@@ -172,7 +171,7 @@ def routes(rank: int, owners: Placement, holders: Placement, layouts: Mapping[Un
 
 
 def _placed(view: View, rank: int, layouts: Mapping[UnitShard, UnitLayout]) -> View:
-    """``view`` with everything that follows from its placement."""
+    """Return ``view`` with the blocks and routes of its placement."""
     placement = view.placement
     blocks = {block.key: block for layout in layouts.values() for block in layout.blocks}
     return replace(
@@ -212,14 +211,14 @@ def _spans(
 
 
 def block_index(layouts: Mapping[UnitShard, UnitLayout]) -> tuple[BlockKey, ...]:
-    """Every block of the job, ascending: the order of the vote's norm slots."""
+    """Return every block of the job, ascending: the order of the vote's norm slots."""
     return tuple(sorted(block.key for layout in layouts.values() for block in layout.blocks))
 
 
 def unit_groups(
     assignment: Assignment, layouts: Mapping[UnitShard, UnitLayout], living: Collection[int]
 ) -> tuple[UnitGroup, ...]:
-    """Living holders of every (unit, shard) that has any."""
+    """Return the living holders of every (unit, shard) that has any."""
     alive = frozenset(living)
     groups = []
     for (unit, shard), members in assignment.state_groups().items():

@@ -101,7 +101,7 @@ class Agreement:
         history: History,
         attempted: int,
     ) -> tuple[View, RecoveryOutcome]:
-        """Make one attempt to agree on a view. Raises ``CommError`` if a newer one began, and :class:`StateLost`.
+        """Try once to agree on a view. Raises ``CommError`` if a newer generation began, and :class:`StateLost`.
 
         ``attempted``: version that the step under way leads to.
         """
