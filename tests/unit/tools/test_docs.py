@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 from pathlib import Path
@@ -9,6 +10,9 @@ from pathlib import Path
 import pytest
 
 from megatron.elastic.config import ElasticConfig, flag_name
+from tools.bench.record import STANDARD
+from tools.benchmark_docs import SECTIONS
+from tools.benchmark_docs import page as benchmarks_page
 from tools.simulation_docs import rewritten, sections
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -37,6 +41,51 @@ def test_elastic_flags_that_a_page_names_exist(page: Path) -> None:
 def test_figures_of_the_simulators_page_are_the_recorded_ones() -> None:
     page = (ROOT / "docs" / "simulation.md").read_text()
     assert rewritten(page, sections(ROOT / "docs" / "measured")) == page, "run python tools/simulation_docs.py"
+
+
+def test_the_page_of_benchmarks_is_written_from_the_recorded_figures() -> None:
+    written = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    assert written == benchmarks_page(ROOT / "docs" / "measured"), (
+        "run python -m tools.benchmark_docs --write docs/benchmarks.md"
+    )
+
+
+def test_every_benchmark_has_a_section() -> None:
+    assert {section.name for section in SECTIONS} == STANDARD.keys()
+
+
+def test_a_changed_figure_changes_the_page_of_benchmarks(tmp_path: Path) -> None:
+    figures = json.loads((ROOT / "docs" / "measured" / "checkpoint.json").read_text())
+    pages = []
+    for state_mib in (208.0, 209.0):
+        (tmp_path / "checkpoint.json").write_text(json.dumps({**figures, "state_mib": state_mib}))
+        pages.append(benchmarks_page(tmp_path))
+    assert "208 MiB" in pages[0]
+    assert pages[1] == pages[0].replace("208 MiB", "209 MiB")
+
+
+def test_a_file_without_a_section_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "other.json").write_text("{}")
+    with pytest.raises(KeyError, match="other"):
+        benchmarks_page(tmp_path)
+
+
+def test_the_readme_quotes_the_recorded_recovery() -> None:
+    killed = json.loads((ROOT / "docs" / "measured" / "recovery.json").read_text())["kill"]["elastic"]
+    overhead, step = killed["overhead_s"]["median"], killed["normal_step_s"]
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"| megatron-elastic | {overhead + step:.2f} |" in readme
+    assert f"a normal step of {step:.2f} s and {overhead:.2f} s of overhead" in readme
+
+
+def test_links_to_sections_name_a_heading() -> None:
+    """``page.md#section`` as GitHub makes it of the heading."""
+    for source in PAGES:
+        for name, anchor in re.findall(r"\]\(([\w./-]*\.md)?#([^)]+)\)", source.read_text(encoding="utf-8")):
+            target = source.parent / name if name else source
+            headings = re.findall(r"^#+ (.+)$", target.read_text(encoding="utf-8"), flags=re.M)
+            slugs = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+            assert anchor in slugs, f"{source.name} links to {name}#{anchor}"
 
 
 def test_every_requirement_has_its_reason() -> None:
