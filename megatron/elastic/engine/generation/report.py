@@ -106,8 +106,10 @@ def reports_of(decision: Decision) -> dict[int, Report]:
 
 
 def joined_since_vote(reports: Mapping[int, Report]) -> set[int]:
-    """Return the ranks that joined after the newest vote: copies that it names on them were lost with an earlier
-    incarnation."""
+    """Return the ranks that joined after the newest vote.
+
+    Copies that the vote names on them were lost with an earlier incarnation.
+    """
     records = [record for report in reports.values() for record in report.holdings.records]
     newest = max(records, key=lambda record: record.version)
     voted = 0 if newest.gradient is None else newest.gradient.generation
