@@ -390,7 +390,7 @@ class Injector:
             self._fire(fault, point, step)
 
     def drag(self, step: int, nanoseconds: int) -> None:
-        """Slow down a computation of ``step`` that took ``nanoseconds``: sleep until it took ``factor`` times as long."""
+        """Sleep until a computation of ``step`` that took ``nanoseconds`` has taken ``factor`` times as long."""
         for fault in self._faults:
             if fault.kind == "slow" and (not fault.steps or step in fault.steps):
                 self._effects.sleep(nanoseconds * (fault.factor - 1.0) / 1e9)
