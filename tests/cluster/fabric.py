@@ -22,9 +22,10 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from megatron.elastic.comm import registry
+from megatron.elastic.comm.address import Address
 from megatron.elastic.comm.call_arguments import op_in, tensor_list
 from megatron.elastic.comm.errors import CommError, GenerationChanged, PeerLost
-from megatron.elastic.comm.fabric import Address, BlockRange, EditReport, Fabric
+from megatron.elastic.comm.fabric import BlockRange, EditReport, Fabric
 from megatron.elastic.comm.gloo.seating import Seating
 from megatron.elastic.comm.side_channel import AWAITED, BACKGROUND_ROLE, BESIDE_A_STEP, SideChannel
 from tests.cluster.scheduler import Scheduler

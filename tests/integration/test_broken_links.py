@@ -17,7 +17,7 @@ from tests.integration.launcher_cluster import Cluster
 LINKED = """
 import json, os, sys, time
 import torch, torch.distributed as dist
-from megatron.elastic.comm import install
+from megatron.elastic.comm.backend import install
 from megatron.elastic.comm.errors import CommError, GenerationChanged, PeerLost
 from megatron.elastic.comm.native import NativeFabric
 from megatron.elastic.control import env

@@ -23,7 +23,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.elastic.comm import CommError, install, make_fabric
+from megatron.elastic.comm.backend import install, make_fabric
+from megatron.elastic.comm.errors import CommError
 from megatron.elastic.config import ElasticConfig
 from tests.unit.comm.fabric_checks import addresses
 from tools.bench._common import Here, Ranks

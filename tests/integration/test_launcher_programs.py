@@ -30,7 +30,7 @@ MEMBER = (
     HEADER
     + """
 from megatron.elastic.control.client import WorkerMembership
-from megatron.elastic.comm.fabric import Address
+from megatron.elastic.comm.address import Address
 from megatron.elastic.comm.errors import GenerationChanged
 from megatron.elastic.control.membership import Activity
 m = WorkerMembership.from_env()

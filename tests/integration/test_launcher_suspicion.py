@@ -11,7 +11,7 @@ from tests.integration.launcher_cluster import Cluster, cluster
 PROGRAM = """
 import json, os, sys, time
 from megatron.elastic.comm.errors import GenerationChanged
-from megatron.elastic.comm.fabric import Address
+from megatron.elastic.comm.address import Address
 from megatron.elastic.control.client import WorkerMembership
 from megatron.elastic.control.membership import Activity
 

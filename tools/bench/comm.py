@@ -23,7 +23,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.elastic.comm import Address, Fabric, make_fabric
+from megatron.elastic.comm.address import Address
+from megatron.elastic.comm.backend import make_fabric
+from megatron.elastic.comm.fabric import Fabric
 from megatron.elastic.config import ConfigError, ElasticConfig
 from tools.bench._common import Here, Ranks, median_of, print_result
 

@@ -46,7 +46,10 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from megatron.elastic.comm import Address, CommError, Fabric, make_fabric
+from megatron.elastic.comm.address import Address
+from megatron.elastic.comm.backend import make_fabric
+from megatron.elastic.comm.errors import CommError
+from megatron.elastic.comm.fabric import Fabric
 from megatron.elastic.config import ElasticConfig
 from tools.bench._common import Here, Ranks, median_of, print_result
 

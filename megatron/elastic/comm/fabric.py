@@ -23,33 +23,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated
 
-import msgspec
 import torch
 import torch.distributed as dist
 
+from megatron.elastic.comm.address import Address
 from megatron.elastic.comm.side_channel import SideChannel
 
-__all__ = ["Address", "BlockRange", "EditReport", "EndpointValue", "Fabric", "Rank"]
-
-Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
-"""A global rank."""
-_Int64 = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
-EndpointValue = _Int64 | str | list[_Int64 | str | list[_Int64]]
-"""A field of a transport's endpoint: a number, a text, or a list of both or of lists of numbers."""
-
-
-class Address(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How to reach one incarnation of a rank. ``endpoint`` is the transport's own."""
-
-    rank: Rank
-    incarnation: _Int64
-    host: str
-    endpoint: Mapping[str, EndpointValue] = {}
-    domain: str = ""
-    """Label of the failure domains that it is in (:mod:`megatron.elastic.state.domains`); empty: its host."""
-
+__all__ = ["BlockRange", "EditReport", "Fabric"]
 
 @dataclass(frozen=True)
 class BlockRange:

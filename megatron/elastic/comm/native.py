@@ -23,8 +23,9 @@ import torch.distributed as dist
 
 from megatron.elastic import _comm
 from megatron.elastic.comm import registry
+from megatron.elastic.comm.address import Address, EndpointValue
 from megatron.elastic.comm.errors import CommError
-from megatron.elastic.comm.fabric import Address, BlockRange, EditReport, EndpointValue, Fabric
+from megatron.elastic.comm.fabric import BlockRange, EditReport, Fabric
 from megatron.elastic.comm.reconfigure import Driven, Reconfigurable, handle_of, reconfigure
 from megatron.elastic.comm.side_channel import AWAITED, BACKGROUND_ROLE, BESIDE_A_STEP, PIECE_BYTES, SideChannel
 

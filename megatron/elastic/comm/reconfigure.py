@@ -28,8 +28,9 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from megatron.elastic.comm.address import Address
 from megatron.elastic.comm.errors import CommError
-from megatron.elastic.comm.fabric import Address, EditReport
+from megatron.elastic.comm.fabric import EditReport
 
 __all__ = ["Driven", "Reconfigurable", "handle_of", "members_of", "reconfigure"]
 

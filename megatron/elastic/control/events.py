@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-from megatron.elastic.comm.fabric import Address, Rank
+from megatron.elastic.comm.address import Address, Rank
 from megatron.elastic.control.membership import Loss
 from megatron.elastic.control.requests import Request, Wish
 from megatron.elastic.control.wire import Int64

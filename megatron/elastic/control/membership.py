@@ -20,7 +20,7 @@ from typing import Literal, Protocol
 
 import msgspec
 
-from megatron.elastic.comm.fabric import Address, Rank
+from megatron.elastic.comm.address import Address, Rank
 from megatron.elastic.control.exits import Ending
 from megatron.elastic.control.requests import Pending, Request
 from megatron.elastic.control.wire import Int64

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from megatron.elastic.comm.fabric import Address, Rank
+from megatron.elastic.comm.address import Address, Rank
 from megatron.elastic.control.membership import Decision
 from megatron.elastic.control.requests import Pending, Request
 from megatron.elastic.control.wire import Codec, Int64

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
+from megatron.elastic.comm.address import Address
 from megatron.elastic.comm.errors import CommTimeout, GenerationChanged
-from megatron.elastic.comm.fabric import Address
 from megatron.elastic.control.membership import Activity, Decision, Loss, Released
 from megatron.elastic.control.messages import (
     Ask,

@@ -11,7 +11,7 @@ from enum import StrEnum
 
 import msgspec
 
-from megatron.elastic.comm.fabric import Rank
+from megatron.elastic.comm.address import Rank
 from megatron.elastic.control.wire import Codec
 
 __all__ = ["COMMANDS", "Admit", "Command", "Drain", "Pending", "Request", "SaveCheckpoint", "Status", "Stop", "Wish"]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from megatron.elastic.comm import install, make_fabric
+from megatron.elastic.comm.backend import install, make_fabric
 from megatron.elastic.comm.fabric import Fabric
 from megatron.elastic.config import ConfigError, ElasticConfig
 from megatron.elastic.control import env

@@ -14,9 +14,9 @@ import torch._dynamo  # what functional collectives load when first used: here, 
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
 
-from megatron.elastic.comm import CommError, CommTimeout, Fabric
-from megatron.elastic.comm.errors import BadMessage
+from megatron.elastic.comm.errors import BadMessage, CommError, CommTimeout
 from megatron.elastic.comm.exchange import gather_messages
+from megatron.elastic.comm.fabric import Fabric
 from megatron.elastic.comm.messages import receive, send
 from tests.unit.comm.fabric_checks import FLOATS, INTEGERS, WORLD, Check, same, sum_of, values
 from tools.bench._common import Here

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
-from megatron.elastic.comm import Address, Fabric
+from megatron.elastic.comm.address import Address
+from megatron.elastic.comm.fabric import Fabric
 from tools.bench._common import Here
 
 SEED = 20240607

@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron.elastic.comm import BlockRange, CommError, Fabric, GenerationChanged, PeerLost
+from megatron.elastic.comm.errors import CommError, GenerationChanged, PeerLost
+from megatron.elastic.comm.fabric import BlockRange, Fabric
 from megatron.elastic.comm.registry import Living, LivingRanks
 from megatron.elastic.control.suspicion import sinks
 from tests.unit.comm.fabric_checks import SEED, WORLD, Check, addresses, edit, same, sum_of, values

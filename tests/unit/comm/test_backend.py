@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from megatron.elastic.comm import CommError, Fabric, install, make_fabric, register_backend
-from megatron.elastic.comm.backend import REPLACED
+from megatron.elastic.comm.backend import REPLACED, install, make_fabric, register_backend
+from megatron.elastic.comm.errors import CommError
+from megatron.elastic.comm.fabric import Fabric
 from megatron.elastic.comm.gloo.fabric import GlooFabric
 from megatron.elastic.config import ConfigError, ElasticConfig
 from megatron.elastic.platform.cpu import CpuPlatform

@@ -18,7 +18,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.elastic.comm import BlockRange, CommError, GenerationChanged, install
+from megatron.elastic.comm.backend import install
+from megatron.elastic.comm.errors import CommError, GenerationChanged
+from megatron.elastic.comm.fabric import BlockRange
 from megatron.elastic.comm.vendor.library import RESPAWN_EXIT_CODE
 from megatron.elastic.comm.vendor.nccl import NcclCommunicator, NcclLibrary
 from tests.unit.comm.fabric_checks import edit, same

@@ -10,7 +10,8 @@ from collections.abc import Callable
 
 import pytest
 
-from megatron.elastic.comm import Fabric, install, make_fabric
+from megatron.elastic.comm.backend import install, make_fabric
+from megatron.elastic.comm.fabric import Fabric
 from megatron.elastic.config import ElasticConfig
 from tests.unit.comm import collective_checks, fabric_checks, membership_checks
 from tools.bench._common import Here, Ranks

@@ -15,7 +15,9 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from megatron.elastic.comm import Address, CommError, GenerationChanged, install
+from megatron.elastic.comm.address import Address
+from megatron.elastic.comm.backend import install
+from megatron.elastic.comm.errors import CommError, GenerationChanged
 from megatron.elastic.comm.gloo.fabric import GlooFabric
 from megatron.elastic.comm.gloo.sockets import created_listener
 from tools.bench._common import Here, Ranks

@@ -16,8 +16,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.elastic.comm import CommError, Fabric, install, make_fabric, register_backend
+from megatron.elastic.comm.backend import install, make_fabric, register_backend
 from megatron.elastic.comm.contract import VERSIONS, fetch, read
+from megatron.elastic.comm.errors import CommError
+from megatron.elastic.comm.fabric import Fabric
 from megatron.elastic.comm.reconfigure import Driven, members_of
 from megatron.elastic.config import ElasticConfig
 from tools.bench._common import Here, Ranks

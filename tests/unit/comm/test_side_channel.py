@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.elastic.comm import Fabric
+from megatron.elastic.comm.fabric import Fabric
 from megatron.elastic.comm.gloo.fabric import GlooFabric
 from megatron.elastic.comm.side_channel import PIECE_BYTES
 from tests.unit.comm.fabric_checks import same, values

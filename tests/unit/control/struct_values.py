@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import strategies as st
 from msgspec import inspect
 
-from megatron.elastic.comm.fabric import Address
+from megatron.elastic.comm.address import Address
 from megatron.elastic.control.generations import Generations, Node
 from megatron.elastic.control.membership import Decision
 

@@ -11,8 +11,8 @@ from typing import TypeVar
 
 import pytest
 
+from megatron.elastic.comm.address import Address
 from megatron.elastic.comm.errors import CommTimeout, GenerationChanged
-from megatron.elastic.comm.fabric import Address
 from megatron.elastic.control.client import NotUnderLauncher, WorkerMembership
 from megatron.elastic.control.membership import Activity, Decision, Loss
 from megatron.elastic.control.messages import (

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.elastic.comm.fabric import Address
+from megatron.elastic.comm.address import Address
 from megatron.elastic.control.events import Entry, Event, Reported
 from megatron.elastic.control.journal import _ENTRY, _FLOORS, _Entry, _Floor
 from megatron.elastic.control.membership import Decision, Loss

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.elastic.comm.fabric import Address
+from megatron.elastic.comm.address import Address
 from megatron.elastic.control.events import Decided, Entry, Lifted, Lost, NodeLost, Readmitted, Reported, Waiting
 from megatron.elastic.control.exits import Ending
 from megatron.elastic.control.generations import Generations, Node

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.elastic.comm.fabric import Address
+from megatron.elastic.comm.address import Address
 from megatron.elastic.control.events import Decided, Entry, Lost, NodeBack, NodeLost, Readmitted, Reported, Requested
 from megatron.elastic.control.events import Waiting as Arrived
 from megatron.elastic.control.generations import Generations, Node

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.elastic.comm.fabric import Address
+from megatron.elastic.comm.address import Address
 from megatron.elastic.control import events as ev
 from megatron.elastic.control.channel import Credentials
 from megatron.elastic.control.failures import Failures

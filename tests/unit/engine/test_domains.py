@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.elastic.comm.fabric import Address
+from megatron.elastic.comm.address import Address
 from megatron.elastic.config import ElasticConfig
 from megatron.elastic.control.membership import Decision
 from megatron.elastic.control.wire import Codec, encode

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.elastic.comm.fabric import Address
+from megatron.elastic.comm.address import Address
 from megatron.elastic.control.clock import JobClock
 from megatron.elastic.control.events import Decided, Entry, Event, Lost, Reported, Requested, Waiting
 from megatron.elastic.control.generations import Generations, Node

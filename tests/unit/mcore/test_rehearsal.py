@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron.elastic.comm import install
+from megatron.elastic.comm.backend import install
 from megatron.elastic.comm.native import NativeFabric
 from megatron.elastic.config import ElasticConfig
 from megatron.elastic.engine.compute.buffers import Arena

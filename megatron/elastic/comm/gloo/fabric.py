@@ -33,8 +33,9 @@ import torch
 import torch.distributed as dist
 
 from megatron.elastic.comm import registry
+from megatron.elastic.comm.address import Address, EndpointValue
 from megatron.elastic.comm.errors import CommError, CommTimeout, GenerationChanged, PeerLost
-from megatron.elastic.comm.fabric import Address, BlockRange, EditReport, EndpointValue, Fabric
+from megatron.elastic.comm.fabric import BlockRange, EditReport, Fabric
 from megatron.elastic.comm.gloo.build import Build, bury
 from megatron.elastic.comm.gloo.group import GlooGroup
 from megatron.elastic.comm.gloo.guarded_store import GuardedStore

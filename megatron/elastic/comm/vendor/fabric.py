@@ -32,8 +32,9 @@ import torch
 import torch.distributed as dist
 
 from megatron.elastic.comm import registry
+from megatron.elastic.comm.address import Address
 from megatron.elastic.comm.errors import CommError, GenerationChanged
-from megatron.elastic.comm.fabric import Address, BlockRange, EditReport
+from megatron.elastic.comm.fabric import BlockRange, EditReport
 from megatron.elastic.comm.native import NativeFabric
 from megatron.elastic.comm.vendor.group import DeviceGroup
 from megatron.elastic.comm.vendor.host_staging import through_host

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from megatron.elastic.comm.fabric import Address, Fabric
+from megatron.elastic.comm.address import Address
+from megatron.elastic.comm.fabric import Fabric
 from megatron.elastic.platform.threads import OS_THREADS, Threads
 
 __all__ = ["LinksAhead"]

@@ -16,8 +16,8 @@ import os
 import sys
 import time
 
+from megatron.elastic.comm.address import Address
 from megatron.elastic.comm.errors import GenerationChanged
-from megatron.elastic.comm.fabric import Address
 from megatron.elastic.control.client import WorkerMembership
 from megatron.elastic.control.exits import ExitCode
 from megatron.elastic.control.membership import Activity, Decision
