@@ -20,11 +20,11 @@ What newer releases of torch call is held by :mod:`megatron.elastic.comm.contrac
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping
 from datetime import timedelta
 from typing import Any, Protocol
 
+import msgspec
 import torch
 import torch.distributed as dist
 
@@ -57,7 +57,7 @@ class Options(Protocol):
 
 def handle_of(fabric: Reconfigurable) -> str:
     """How peers reach this process, as text."""
-    return json.dumps(vars(fabric.address()), sort_keys=True)
+    return msgspec.json.encode(fabric.address(), order="deterministic").decode()
 
 
 def members_of(handles: Collection[str]) -> dict[int, Address]:
@@ -68,8 +68,8 @@ def members_of(handles: Collection[str]) -> dict[int, Address]:
     members: dict[int, Address] = {}
     for handle in handles:
         try:
-            address = Address(**json.loads(handle))
-        except (TypeError, ValueError) as error:
+            address = msgspec.json.decode(handle, type=Address)
+        except (TypeError, ValueError, msgspec.DecodeError) as error:
             raise CommError(f"not a reconfigure handle of this backend: {handle!r}") from error
         if address.rank in members:
             raise CommError(f"two handles for rank {address.rank}")
