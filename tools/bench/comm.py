@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 
@@ -66,7 +67,7 @@ def connect(here: Here, kind: str) -> tuple[dist.ProcessGroup, Fabric | None]:
         return dist.group.WORLD, None  # type: ignore[return-value]
     config = ElasticConfig(transport="shm" if kind == "shm" else "tcp")
     fabric = make_fabric(config, here.rank, here.size, 0, f"bench{here.port}", b"bench", here.store, timeout=120.0)
-    found = here.exchange("address", vars(fabric.address()), range(here.size))
+    found = here.exchange("address", msgspec.to_builtins(fabric.address()), range(here.size))
     fabric.edit(1, {rank: Address(**value) for rank, value in found.items()}, 60.0)
     return fabric.group("bench", range(here.size)), fabric
 

@@ -43,6 +43,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, cast
 
+import msgspec
 import torch
 import torch.distributed as dist
 
@@ -138,7 +139,7 @@ class Worker:
     def agree(self, kind: str, living: Sequence[int], generation: int) -> dict[int, Address]:
         """Every member's address, from one record; nobody polls."""
         place = f"agree/{kind}/{generation}"
-        self.records.set(f"{place}/{self.here.rank}", json.dumps(vars(self.fabrics[kind].address())))
+        self.records.set(f"{place}/{self.here.rank}", json.dumps(msgspec.to_builtins(self.fabrics[kind].address())))
         if self.here.rank == living[0]:
             reports = self.records.multi_get([f"{place}/{rank}" for rank in living])
             self.records.set(place, json.dumps([json.loads(report) for report in reports]))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
+import msgspec
 import torch
 
 from megatron.elastic.comm.address import Address
@@ -36,7 +37,9 @@ def same(got: torch.Tensor, wanted: torch.Tensor, what: object) -> None:
 
 def addresses(here: Here, fabric: Fabric, ranks: Iterable[int], generation: int) -> dict[int, Address]:
     """Swap addresses as the control plane would."""
-    found: Mapping[int, dict[str, object]] = here.exchange(f"{generation}", vars(fabric.address()), ranks)
+    found: Mapping[int, dict[str, object]] = here.exchange(
+        f"{generation}", msgspec.to_builtins(fabric.address()), ranks
+    )
     return {rank: Address(**value) for rank, value in found.items()}  # type: ignore[arg-type]
 
 

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Sequence
 
+import msgspec
 import torch
 import torch.distributed as dist
 
@@ -30,7 +31,10 @@ def make(here: Here, incarnation: int = 0) -> GlooFabric:
 def swap(here: Here, fabric: GlooFabric, ranks: Sequence[int], generation: int) -> dict[int, Address]:
     """Exchange addresses of ``ranks`` through the store, as the control plane would."""
     own = fabric.address()
-    return {rank: Address(**value) for rank, value in here.exchange(f"{generation}", vars(own), ranks).items()}
+    return {
+        rank: Address(**value)
+        for rank, value in here.exchange(f"{generation}", msgspec.to_builtins(own), ranks).items()
+    }
 
 
 def total(group: dist.ProcessGroup | None = None) -> float:
