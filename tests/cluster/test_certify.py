@@ -19,6 +19,23 @@ def test_a_changed_copy_is_made_anew(copy: str, tensor: str) -> None:
     assert moved > 0, "the copy came over a stream"
 
 
+@pytest.mark.parametrize("rank", range(4))
+def test_the_next_owner_computes_the_unit(rank: int) -> None:
+    """With copies on every rank most right ones are with ranks of other stages, which cannot gather parameters."""
+    faults = f"flip:rank={rank},step=2,point=after_gather,copy=owner"
+    cluster = run(Scenario(faults, seed=rank, steps=6, settings={"mirrors": 3, "verify_interval": 1}))
+    check(cluster, settled=True)
+
+
+@pytest.mark.parametrize("rank", range(3))
+def test_no_other_rank_computes_the_unit(rank: int) -> None:
+    """One pipeline: the right copies are all with other stages, and one comes back to where its unit is computed."""
+    faults = f"flip:rank={rank},step=2,point=after_gather,copy=owner"
+    settings = {"mirrors": 2, "verify_interval": 1}
+    cluster = run(Scenario(faults, seed=rank, steps=6, data=1, pipeline=3, settings=settings))
+    check(cluster, settled=True)
+
+
 def test_a_changed_copy_and_a_loss_before_it_is_found() -> None:
     """The rank with the wrong copy is lost: what is left was never wrong."""
     faults = "flip:rank=1,step=2,point=after_gather,copy=owner;kill:rank=1,step=3,point=before_reduce"

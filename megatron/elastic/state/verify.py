@@ -15,7 +15,7 @@ share of the blocks at each (:func:`due`), the fingerprints are gathered, and
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -97,11 +97,11 @@ def compare(
         held = {rank: mark for rank, mark in held.items() if mark.version == held[owner].version}
         if len(set(held.values())) > 1:
             witness = {table[key] for table in (parameters or {}).values() if key in table}
-            found += _hang_arbiter(key, owner, held, witness)
+            found += _wrong_copies(key, owner, held, witness)
     return tuple(found)
 
 
-def _hang_arbiter(key: BlockKey, owner: int, held: Mapping[int, Fingerprint], witness: set[str]) -> list[Corruption]:
+def _wrong_copies(key: BlockKey, owner: int, held: Mapping[int, Fingerprint], witness: set[str]) -> list[Corruption]:
     counts = Counter(held.values())
     right, votes = counts.most_common(1)[0]
     if 2 * votes <= len(held):
@@ -122,11 +122,13 @@ def _differing(a: Fingerprint, b: Fingerprint) -> tuple[str, ...]:
     return tuple(name for name in TENSORS if getattr(a, name) != getattr(b, name))
 
 
-def repairs(found: Iterable[Corruption], placement: Placement) -> tuple[Transition, ...]:
+def repairs(
+    found: Iterable[Corruption], placement: Placement, groups: Mapping[tuple[int, int], Collection[int]] | None = None
+) -> tuple[Transition, ...]:
     """Transitions that replace each corrupted copy from a healthy one; undecided findings have none.
 
-    A corrupted owner hands over to a healthy mirror first. The dropped copy comes back
-    as a mirror, streamed from the (new) owner.
+    A corrupted owner hands over to a healthy mirror first, to one that computes the unit where there is one: ``groups``
+    has the ranks of each (unit, shard). The dropped copy comes back as a mirror, streamed from the (new) owner.
     """
     bad: dict[BlockKey, set[int]] = {}
     for corruption in found:
@@ -137,9 +139,10 @@ def repairs(found: Iterable[Corruption], placement: Placement) -> tuple[Transiti
         healthy = [rank for rank in placement.copies[key].ranks if rank not in ranks]
         if not healthy:
             continue
+        group = (groups or {}).get(key[:2], ())
         owner = placement.owner(key)
         if owner in ranks:
-            owner = healthy[0]
+            owner = next((rank for rank in healthy if rank in group), healthy[0])
             changes.append(Transition("promote", key, owner))
         for rank in sorted(ranks):
             changes += [Transition("drop", key, rank), Transition("add", key, rank, owner)]

@@ -163,7 +163,8 @@ def examine_memory(
         view.placement,
         {rank: hashes for rank, (_, hashes) in tables.items()},
     )
-    changes = tuple(change for change in repairs(found, view.placement) if change.kind != "add")
+    repaired = repairs(found, view.placement, view.assignment.state_groups())
+    changes = tuple(change for change in repaired if change.kind != "add")
     dropped = {(change.block, change.rank) for change in changes if change.kind == "drop"}
     if any((corruption.block, corruption.rank) not in dropped for corruption in found):
         changes = ()
