@@ -16,7 +16,7 @@ import torch
 
 from megatron.elastic.engine.engine import Engine
 from megatron.elastic.engine.settings import StepResult
-from tests.cluster.cluster import Cluster, RankProcess, Scenario, run
+from tests.cluster.cluster import Cluster, RankProcess, Scenario, named, run
 
 __all__ = ["check", "undisturbed"]
 
@@ -40,6 +40,11 @@ def undisturbed(scenario: Scenario) -> RankProcess:
 
 def check(cluster: Cluster, settled: bool = False) -> None:
     """Raises ``AssertionError`` for what does not hold. ``settled``: copies are to be in place again at the end."""
+    with named(cluster.scenario):
+        _check(cluster, settled)
+
+
+def _check(cluster: Cluster, settled: bool) -> None:
     scenario = cluster.scenario
     errors = {process.process.name: process.error for process in cluster.processes if process.error is not None}
     assert not errors, errors

@@ -46,7 +46,7 @@ from tests.cluster.fabric import ClusterFabric, Style, Wire
 from tests.cluster.model import Samples, TinyModel, collate, forward_step
 from tests.cluster.scheduler import ClusterThreads, Killed, Process, Scheduler
 
-__all__ = ["Cluster", "RankProcess", "Scenario", "default_group_kept", "run"]
+__all__ = ["Cluster", "RankProcess", "Scenario", "default_group_kept", "named", "run"]
 
 UNITS, MICRO_BATCH, MICRO_BATCHES = 4, 1, 2
 """Units of the model, rows of a micro-batch, micro-batches a replica and step."""
@@ -74,11 +74,11 @@ class Scenario:
     """Units are taken to cost so much that it pays to move them."""
     wishes: tuple[tuple[int, Wanted], ...] = ()
     """(step, what a user asks for once the first rank has ended it)."""
-    fenced: Callable[[RankProcess, int], None] = lambda rank, step: None
+    fenced: Callable[[RankProcess, int], None] = field(default=lambda rank, step: None, repr=False)
     """What the program does after each step, on each rank: ``fenced(rank, step)``."""
-    died: Callable[[RankProcess], None] = lambda rank: None
+    died: Callable[[RankProcess], None] = field(default=lambda rank: None, repr=False)
     """Told of each kill, before anything follows from it."""
-    samples: Dataset[torch.Tensor] = field(default_factory=Samples)
+    samples: Dataset[torch.Tensor] = field(default_factory=Samples, repr=False)
 
     @property
     def ranks(self) -> int:
@@ -270,12 +270,12 @@ class Cluster:
             self.journal.append(event)
 
     def go(self) -> None:
-        """Run to the end of the job. Raises what any rank did not expect, :class:`Deadlock`."""
+        """Run to the end of the job. Raises what any rank did not expect, :class:`Deadlock`; with the scenario."""
         for agent in self.agents:
             self.scheduler.spawn(agent.process, "serves", agent.run)
         self.scheduler.over = lambda: all(agent.over for agent in self.agents)
         _set_imports_apart()
-        with default_group_kept():
+        with default_group_kept(), named(self.scenario):
             try:
                 self.scheduler.run()
             finally:
@@ -286,6 +286,16 @@ class Cluster:
     def finished(self) -> list[RankProcess]:
         """Those whose program came to its end."""
         return [process for process in self.processes if process.norm is not None]
+
+
+@contextmanager
+def named(scenario: Scenario) -> Iterator[None]:
+    """An error in here says which scenario repeats it."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(repr(scenario))
+        raise
 
 
 @contextmanager

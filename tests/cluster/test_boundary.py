@@ -36,3 +36,16 @@ def test_a_rank_is_killed_while_another_leaves() -> None:
     cluster = run(scenario)
     check(cluster)
     assert 2 not in {process.rank for process in cluster.finished}
+
+
+def test_a_rank_comes_and_one_leaves_at_the_same_boundary() -> None:
+    """Both were agreed in one vote. The newcomer begins behind that boundary, and cannot ask there for the leaving."""
+    wishes = ((2, Wanted(Drain((3,)))),)
+    faults = "kill:rank=3,step=2,point=before_reduce"
+    settings = {"migrate_after": 0, "verify_interval": 1}
+    scenario = Scenario(
+        faults, 600012, steps=9, pipeline=3, respawn_after=0.03, settings=settings, heavy=True, wishes=wishes
+    )
+    cluster = run(scenario)
+    check(cluster)
+    assert 3 not in {process.rank for process in cluster.finished}

@@ -47,6 +47,7 @@ class Boundary:
         if "join" in agreed:
             # Neither joining nor leaving is a phase: a rank that a loss keeps from it is not a phase behind afterwards.
             self._recovery.ask(Request.JOIN)
+            agreed = ()  # newcomers begin behind this boundary: what else was agreed waits for a vote of theirs
         self._migrator.proceed()
         self._move(self._part(leaving_of(agreed)))
         self._rebalancer.at_boundary()
