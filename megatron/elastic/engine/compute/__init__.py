@@ -1,4 +1,4 @@
-"""What a rank computes: schedule tables, samples, buffers, transfers between stages, the vote, dropout.
+"""The computation of one rank: schedule tables, samples, buffers, transfers between stages, the vote, dropout.
 
-Nothing here knows about generations, losses or recovery: an interrupted call raises, and the caller decides.
+These modules do not depend on generations or recovery: an interrupted call raises, and the caller recovers.
 """

@@ -1,15 +1,15 @@
-"""What an owner says of a block when it ships the reduced gradient, and what its mirror finds.
+"""The checksums that an owner ships with a block's reduced gradient, and their comparison by the mirror.
 
-Sixteen bytes a block ride at the end of each message:
+Each message ends with two checksums a block:
 
-    mark      lineage of the copy and hash of the gradient. Equal marks: both copies were made
-              alike and will be made alike by this step (``state.hashing``). Unequal: a bug, and
-              the vote of this very step says so, before it is committed
-    contents  of a share of the blocks, taking turns (``state.verify.due``), the hash of the state
-              itself. Unequal with equal marks: memory has changed by itself
+    mark      lineage of the copy and hash of the gradient. If marks are equal, both copies have the
+              same history and make the same update (``state.hashing``). If they differ, there is a bug,
+              and the vote refuses this step
+    contents  hash of the state itself, for a share of the blocks each step (``state.verify.due``). If
+              contents differ but marks are equal, memory has changed by itself
 
-so that lineages are compared in every step, contents once in ``interval`` steps, and
-nobody waits for it.
+Lineages are thus compared in every step and contents once in ``interval`` steps, without an
+extra message.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ from megatron.elastic.state.verify import due
 __all__ = ["CHECKSUM_SLOTS", "Disputes", "block_checksums", "disputes"]
 
 CHECKSUM_SLOTS = 4
-"""fp32 slots of a message that one block's seal takes."""
+"""fp32 slots that one block's checksums take in a message."""
 _NOT_DUE = bytes(8)
 
 
 @dataclass
 class Disputes:
-    """Blocks on which this rank and their owner do not agree."""
+    """Blocks whose copies on this rank and on their owner differ."""
 
     marks: tuple[BlockKey, ...] = ()
-    """Made from other state or another gradient."""
+    """Blocks whose histories differ: made from other state or another gradient."""
     contents: tuple[BlockKey, ...] = ()
-    """Made alike, and yet different."""
+    """Blocks with the same history whose contents differ."""
 
     def add(self, other: Disputes) -> None:
-        """Extend by what another message showed."""
+        """Add the blocks of ``other``."""
         self.marks += other.marks
         self.contents += other.contents
 
 
 def block_checksums(pool: StatePool, keys: Sequence[BlockKey], gradient: GradientKey, interval: int) -> torch.Tensor:
-    """fp32 ``[CHECKSUM_SLOTS · blocks]`` (bits, not numbers) over this rank's copies, which retain ``gradient``."""
+    """Return fp32 ``[CHECKSUM_SLOTS · blocks]``, raw bits: checksums of this rank's copies, which retain ``gradient``."""
     words = bytearray()
     for key in keys:
         copy = pool.get(key)
@@ -61,7 +61,7 @@ def block_checksums(pool: StatePool, keys: Sequence[BlockKey], gradient: Gradien
 def disputes(
     pool: StatePool, keys: Sequence[BlockKey], gradient: GradientKey, interval: int, received: torch.Tensor
 ) -> Disputes:
-    """Compare the owner's seals (as :func:`block_checksums` made them) with those of the copies here."""
+    """Compare the owner's checksums (of :func:`block_checksums`) with those of this rank's copies."""
     theirs = received.contiguous().view(torch.uint8).numpy().tobytes()
     ours = block_checksums(pool, keys, gradient, interval).view(torch.uint8).numpy().tobytes()
     if ours == theirs:

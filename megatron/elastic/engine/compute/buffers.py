@@ -1,17 +1,16 @@
 """Flat parameter and gradient storage of the units this process holds.
 
 Each unit has one flat parameter tensor (model type) and one flat fp32 gradient
-tensor in the element order of its :class:`UnitLayout`; neighbouring units lie
-side by side in one arena, so that units with the same holders are reduced and
-gathered by one call. Parameters become views of the arena: writing a block of
-the flat tensor writes the model.
+tensor in the element order of its :class:`UnitLayout`. Units are adjacent in one
+arena, so one call can reduce or gather units with the same holders. Parameters
+become views of the arena: writing a block of the flat tensor writes the model.
 
 Invariant: ``arena.gradients`` is the only place gradients accumulate, in fp32,
 unscaled by anything but the loss scale; ``param.grad`` is ``None`` between
 backward passes of non-fp32 parameters.
 
-Units come and go between steps (:meth:`Arena.hold`): the arena is laid out anew,
-parameters of units that stay are copied, so for a moment both layouts exist.
+The held units can change between steps (:meth:`Arena.hold`): the arena is laid out
+anew and parameters of units that stay are copied. Both layouts exist meanwhile.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ __all__ = ["Arena", "UnitSlice"]
 
 @dataclass(frozen=True)
 class UnitSlice:
-    """Where a unit lies in the arena: elements ``[start, start + layout.numel)``."""
+    """The elements ``[start, start + layout.numel)`` of the arena that a unit takes."""
 
     unit: int
     start: int
@@ -37,18 +36,18 @@ class UnitSlice:
 
     @property
     def stop(self) -> int:
-        """One past the unit's last element in the arena."""
+        """End (exclusive) of the unit in the arena."""
         return self.start + self.layout.numel
 
 
 class Arena:
-    """Storage for all held units; see the module docstring.
+    """Storage for all held units (module docstring).
 
     Raises ``ValueError`` when the parameters are of more than one type.
     """
 
     def __init__(self, interface: ModelInterface, layouts: Mapping[int, UnitLayout]) -> None:
-        """``layouts``: of every unit this process may ever hold."""
+        """``layouts``: layouts of every unit that this process may hold."""
         self._interface = interface
         self._layouts = layouts
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
@@ -56,15 +55,15 @@ class Arena:
         self._view_of: dict[torch.nn.Parameter, torch.Tensor] = {}
         self.slices: dict[int, UnitSlice] = {}
         self.spare: tuple[torch.Tensor, torch.Tensor] | None = None
-        """Storage made ready for other units (parameters, gradients; zeros)."""
+        """Storage prepared for other units (parameters, gradients; zeros)."""
         self.dtype, self.device = torch.float32, torch.device("cpu")
         self.parameters = self.gradients = torch.empty(0)
         self._lay()
 
     def prepare(self, units: Collection[int]) -> None:
-        """Have storage and modules for exactly ``units`` ready for :meth:`hold`. On any thread, beside a step.
+        """Prepare storage and modules for exactly ``units``, for :meth:`hold`. On any thread, beside a step.
 
-        On a CPU most of a change's time is the kernel's, which hands out pages at the first touch.
+        On a CPU this saves most of the time of :meth:`hold`, since the kernel allocates pages at the first touch.
         """
         if self.device.type == "cpu" and tuple(sorted(units)) != tuple(self.slices):
             self._interface.prepare(units)
@@ -73,7 +72,7 @@ class Arena:
             self.spare = made[0].zero_(), made[1].zero_()
 
     def hold(self, units: Collection[int]) -> bool:
-        """Hold exactly ``units``. Returns whether anything changed: parameters of new units are then undefined."""
+        """Hold exactly ``units``. Returns whether the units changed: parameters of new units are then undefined."""
         if tuple(sorted(units)) == tuple(self.slices):
             return False
         self.release()
@@ -87,7 +86,7 @@ class Arena:
         return True
 
     def _lay(self, known: Collection[int] | None = None) -> None:
-        """Storage for what the port holds; only units ``known`` (left out: all) have values to keep."""
+        """Lay out storage for the units of the model interface. Only units ``known`` (None: all) keep their values."""
         self.slices, start = {}, 0
         for unit in self._interface.held_units():
             self.slices[unit] = UnitSlice(unit, start, self._layouts[unit])
@@ -119,7 +118,7 @@ class Arena:
         value = self.parameters[start:stop].view(item.spec.shape)
         gradient = self.gradients[start:stop].view(item.spec.shape)
         with torch.no_grad():
-            if keep and item.parameter.numel():  # else it was given up earlier
+            if keep and item.parameter.numel():  # else its storage was freed earlier
                 value.copy_(item.parameter)
             item.parameter.data = value
         if self.dtype == torch.float32:
@@ -129,7 +128,7 @@ class Arena:
         return gradient
 
     def zero_gradients(self) -> None:
-        """Before a step; re-attaches fp32 views that someone's ``zero_grad`` dropped."""
+        """Zero all gradients before a step, and attach fp32 views again that a ``zero_grad`` call dropped."""
         self.gradients.zero_()
         if self.dtype == torch.float32:
             for unit, views in self._views.items():
@@ -137,20 +136,20 @@ class Arena:
                     item.parameter.grad = view
 
     def accumulate(self, parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
-        """Add a gradient that was formed outside of autograd, exactly as autograd's own is added."""
+        """Add a gradient that was computed outside of autograd, as autograd adds its own."""
         self._view_of[parameter].add_(gradient)
 
     def gradient_views(self) -> Mapping[int, Sequence[torch.Tensor]]:
-        """fp32 gradient of each parameter, shaped like it, per unit."""
+        """Return the fp32 gradient of each parameter, in its shape, per unit."""
         return self._views
 
     def unit_parameters(self, unit: int) -> torch.Tensor:
-        """Flat parameters of a unit: 1-D, model type, a view."""
+        """Return the flat parameters of a unit: 1-D, model type, a view."""
         where = self.slices[unit]
         return self.parameters[where.start : where.stop]
 
     def unit_gradients(self, unit: int) -> torch.Tensor:
-        """Flat fp32 gradients of a unit: 1-D, a view."""
+        """Return the flat fp32 gradients of a unit: 1-D, a view."""
         where = self.slices[unit]
         return self.gradients[where.start : where.stop]
 

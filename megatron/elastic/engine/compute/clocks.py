@@ -1,15 +1,15 @@
-"""The frequency axis in a run: devices with slack run slower, the step hardly longer.
+"""Device clocks in a run: devices with slack run slower, while a step takes hardly longer.
 
-Every vote carries what each cell's devices can do and run at, and how long its
-pieces took. From the same numbers every rank derives the same clocks, which
+Every vote carries the clock range and present clock of each cell's devices, and the
+times of its pieces. From these numbers every rank derives the same clocks, which
 become part of the plan (``Plan.frequencies_khz``); each rank then sets its own
-device. Until a cell has been seen at two clocks it is taken to be bound by its
-clock entirely, which only ever errs towards too little saving; with two, ``t(f) =
-a / f + b`` is fitted.
+device. Until a cell was measured at two clocks, its time is assumed to be proportional
+to 1/f, which can only save too little energy. With two clocks, ``t(f) = a / f + b`` is
+fitted.
 
-Invariant: what is remembered (samples, nominal clocks) is of one generation and
-equal on all its ranks; a generation begins at the clocks devices had before the
-job. What was set is put back by ``platform/frequency.py``, also after a crash.
+Invariant: remembered values (times, launch clocks) are of one generation and
+equal on all its ranks; a generation begins at the clocks that devices had before the
+job. ``platform/frequency.py`` restores a changed clock, also after a crash.
 
 Source: ElasWave (arXiv 2510.00606), its frequency dimension.
 """
@@ -28,42 +28,42 @@ from megatron.elastic.platform.frequency import Applied, FrequencyControl, Frequ
 __all__ = ["ClockState", "Clocks"]
 
 ClockState = tuple[int, int, int, int]
-"""Of one device, or summed over a cell's: (devices that can be set, lowest, highest, present clock), kHz."""
+"""(number of devices that can be set, lowest, highest, present clock), kHz; of one device or summed over a cell."""
 
 _SETTLE = 4
 """Steps at unchanged clocks before clocks are chosen again."""
 _WINDOW = 8
-"""Newest samples a clock keeps."""
+"""Number of newest times that are kept for a clock."""
 _TOLERANCE_PPM = 20_000
-"""How much longer a step may get: in a pipeline every cell is part of fill and drain, so no clock is free."""
+"""Allowed increase of the step time. It cannot be 0: every cell takes part in the pipeline's fill and drain."""
 _STEPS = 15
-"""A device's range is offered to the planner in so many steps; the device takes its own next higher one."""
+"""Number of steps into which a device's range is divided for the planner; the device takes its next higher clock."""
 
 
 @dataclass
 class Clocks:
-    """One rank's device, and what all ranks know of everybody's.
+    """The clock of this rank's device, and the measured times of all cells.
 
-    ``say`` is told the one line when the device refuses; ``note`` of every setting that was applied.
+    ``say`` logs one line if the device refuses a clock; ``note`` records every clock that was set.
     """
 
     control: FrequencyControl
     say: Callable[[str], None]
     note: Callable[[Applied, int | None], None]
     _before: int = 0
-    """The clock found before anything was set."""
+    """Clock of the device before the job set one."""
     _asked: int = 0
     _usable: bool = True
-    _launch_topology: dict[int, int] = field(default_factory=dict)
+    _launch_khz: dict[int, int] = field(default_factory=dict)
     _samples: dict[tuple[int, int], list[int]] = field(default_factory=dict)
     """(cell, kHz) → newest times of one row through the cell's units, ns."""
     _profile: Profile | None = None
-    """Unit costs at nominal clocks."""
+    """Unit costs at the launch's clocks."""
     _present: dict[int, int] = field(default_factory=dict)
     _steady: int = 0
 
     def state(self) -> ClockState:
-        """This device's part of the vote; zeros when it cannot be set."""
+        """Return this device's part of the vote; zeros if its clock cannot be set."""
         if not self._usable or not self.control.available():
             return 0, 0, 0, 0
         try:
@@ -74,8 +74,8 @@ class Clocks:
         return 1, limits.min_khz, limits.max_khz, present
 
     def forget(self) -> None:
-        """A generation begins: everybody runs at the clocks found before the job."""
-        self._launch_topology.clear()
+        """Begin a generation: discard measurements and restore the clock of before the job."""
+        self._launch_khz.clear()
         self._samples.clear()
         self._present.clear()
         self._profile, self._steady = None, 0
@@ -83,7 +83,7 @@ class Clocks:
             self._set(self._before)
 
     def observe(self, plan: Plan, times: Times, states: Mapping[int, ClockState], profile: Profile) -> Plan | None:
-        """Take in one committed step. The plan with other clocks, when they should change; the same on every rank."""
+        """Take in one committed step. Returns the plan with new clocks if they should change; equal on every rank."""
         able = {cell.id: _of_cell(cell, states.get(cell.id, (0, 0, 0, 0))) for cell in plan.cells}
         ranges = {}
         per_row = _per_row(plan, times)
@@ -91,8 +91,8 @@ class Clocks:
             if found is None or cell not in per_row:
                 continue
             lowest, highest, present = found
-            launch_topology = self._launch_topology.setdefault(cell, present)
-            ranges[cell] = ClockRange(_steps(lowest, highest, launch_topology), launch_topology)
+            launch_khz = self._launch_khz.setdefault(cell, present)
+            ranges[cell] = ClockRange(_steps(lowest, highest, launch_khz), launch_khz)
             kept = self._samples.setdefault((cell, present), [])
             kept.append(per_row[cell])
             del kept[:-_WINDOW]
@@ -109,26 +109,26 @@ class Clocks:
         return chosen
 
     def at_nominal(self, times: Times) -> dict[Range, tuple[int, int]]:
-        """``times`` as they would be at nominal clocks: a device that was slowed on purpose is not a slow one."""
+        """Return ``times`` scaled to the launch's clocks, so that a lowered clock does not count as a slow device."""
         found: dict[Range, tuple[int, int]] = {}
         for key, (forward, backward) in times.items():
-            launch_topology, present = self._launch_topology.get(key[0], 0), self._present.get(key[0], 0)
-            if not present or launch_topology == present:  # a device that refused is where it was
+            launch_khz, present = self._launch_khz.get(key[0], 0), self._present.get(key[0], 0)
+            if not present or launch_khz == present:  # a device that refused keeps its clock
                 found[key] = (forward, backward)
                 continue
             fit = self._fit(key[0])
-            here, there = fit.time_ns(present), fit.time_ns(launch_topology)
+            here, there = fit.time_ns(present), fit.time_ns(launch_khz)
             found[key] = (forward * there // here, backward * there // here)
         return found
 
     def apply(self, plan: Plan, cell: Cell | None) -> None:
-        """Set this rank's device as ``plan`` has it; one that runs so already is left alone."""
+        """Set this rank's device to the clock of ``plan``, unless it has that clock already."""
         wanted = dict(plan.frequencies_khz).get(cell.id) if cell is not None else None
         if self._usable and wanted is not None and wanted != (self._asked or self._before):
             self._set(wanted)
 
     def restore(self) -> None:
-        """Put the device back as it was found. Idempotent."""
+        """Restore the device's clock of before the job. Idempotent."""
         if self._asked:
             self._asked = 0
             try:
@@ -160,14 +160,14 @@ class Clocks:
 
 
 def _of_cell(cell: Cell, total: ClockState) -> tuple[int, int, int] | None:
-    """(lowest, highest, present) when every device of the cell can be set."""
+    """Return (lowest, highest, present) if the clock of every device of the cell can be set."""
     able, lowest, highest, present = total
     size = len(cell.ranks)
     return (lowest // size, highest // size, present // size) if able == size else None
 
 
 def _per_row(plan: Plan, times: Times) -> dict[int, int]:
-    """Cell → measured ns of one row through all units it runs."""
+    """Return cell → measured ns of one row through all its units."""
     rows: dict[Range, int] = {}
     for piece in plan.pieces:
         key = (piece.cell, piece.first, piece.end)
@@ -179,12 +179,12 @@ def _per_row(plan: Plan, times: Times) -> dict[int, int]:
     return found
 
 
-def _steps(lowest: int, highest: int, launch_topology: int) -> tuple[int, ...]:
+def _steps(lowest: int, highest: int, launch_khz: int) -> tuple[int, ...]:
     span = highest - lowest
-    return tuple(sorted({launch_topology, *(lowest + span * step // _STEPS for step in range(_STEPS + 1))}))
+    return tuple(sorted({launch_khz, *(lowest + span * step // _STEPS for step in range(_STEPS + 1))}))
 
 
 def _near(one: int, other: int, clocks: ClockRange) -> bool:
-    """At most one step apart: not worth a change."""
+    """Return whether two clocks are at most one step apart, too little for a change."""
     allowed = clocks.allowed_khz
     return abs(one - other) <= (allowed[-1] - allowed[0]) // _STEPS

@@ -1,16 +1,15 @@
-"""Dropout whose masks belong to samples, not to ranks.
+"""Dropout whose masks depend on samples, not on ranks.
 
 The mask of an element is a function of (seed, step, global sample number, unit,
-site) and the element's coordinate in the whole activation, formed by a
-counter-based generator (Philox4x32-10; ``csrc/random``). No state advances.
+site) and the element's coordinate in the whole activation, made by a counter-based
+generator (Philox4x32-10; ``csrc/random``). The generator has no state.
 
-Invariant: whoever computes a sample, in whatever piece, on whatever stage, with
-whatever tensor- or sequence-parallel slice, first time or in a recomputation,
-drops the same elements. (docs/design.md §7, RNG axis; ElasWave, arXiv 2510.00606,
-"computation consistency".)
+Invariant: every computation of a sample drops the same elements, independent of rank,
+piece, stage and tensor- or sequence-parallel slice, also in a recomputation.
+(docs/design.md §7, RNG axis; ElasWave, arXiv 2510.00606, "computation consistency".)
 
-The engine says which samples a piece holds by entering :func:`dropout_scope`
-around its forward *and* its backward, where recomputation runs the forward again.
+The engine enters :func:`dropout_scope` with a piece's samples around its forward *and*
+its backward, where recomputation runs the forward again.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ _SCOPE = "megatron.elastic.engine.compute.dropout.key"
 
 
 class Site(IntEnum):
-    """Where in a unit dropout stands; part of the key, so numbers never change meaning."""
+    """A place of dropout within a unit. Part of the key: a number must never change its meaning."""
 
     EMBEDDING = 0
     ATTENTION_PROBS = 1
@@ -58,9 +57,9 @@ class Site(IntEnum):
 
 @dataclass(frozen=True)
 class DropoutKey:
-    """Which step and which samples a piece computes.
+    """The step and the samples of a piece.
 
-    ``samples`` are the global sample numbers of the piece's rows, in batch order.
+    ``samples``: global sample numbers of the piece's rows, in batch order.
     """
 
     seed: int
@@ -83,9 +82,9 @@ class Split:
 
 @contextmanager
 def dropout_scope(key: DropoutKey) -> Iterator[None]:
-    """Dropout inside uses ``key``; scopes nest. Local to the thread and to the backward passes it starts.
+    """Have dropout inside use ``key``. Scopes nest; each is local to the thread and the backward passes it starts.
 
-    Kept in torch's thread-local state rather than a ``ContextVar``: autograd hands that
+    The key is in torch's thread-local state, not in a ``ContextVar``: autograd passes that
     state to its device threads, where recomputation runs the forward again.
     """
     before = current_key()
@@ -97,7 +96,7 @@ def dropout_scope(key: DropoutKey) -> Iterator[None]:
 
 
 def current_key() -> DropoutKey | None:
-    """The innermost scope's key, or None outside any."""
+    """Return the innermost scope's key, or None outside of any scope."""
     if not torch._C._is_key_in_tls(_SCOPE):
         return None
     key: DropoutKey | None = torch._C._get_obj_in_tls(_SCOPE)
@@ -106,12 +105,13 @@ def current_key() -> DropoutKey | None:
 
 @cache
 def _odds(p: float) -> tuple[int, float]:
-    """(an element goes when its 32-bit word is below this: p to within 2^-33; what kept ones are multiplied by)."""
+    """Return (threshold, scale): an element is dropped if its 32-bit word is below the threshold (p to within 2^-33),
+    else multiplied by the scale."""
     return min(round(p * 2**32), 2**32 - 1), 1.0 / (1.0 - p)
 
 
 class _Mask(NamedTuple):
-    """Everything that determines one mask: 100 bytes kept for backward instead of a tensor."""
+    """Everything that determines one mask; backward keeps these few bytes instead of a tensor."""
 
     key: DropoutKey
     p: float
@@ -122,7 +122,7 @@ class _Mask(NamedTuple):
     offset: tuple[int, ...]
 
     def apply(self, x: Tensor, residual: Tensor | None) -> Tensor:
-        """``dropout(x)`` (+ residual), new and contiguous; rounds as separate operators would."""
+        """Return ``dropout(x)`` (+ residual), new and contiguous; rounded as by separate operators."""
         x = x.contiguous()
         residual = None if residual is None else residual.contiguous()
         if not x.is_cpu or x.dtype not in _DTYPES:
@@ -137,7 +137,7 @@ class _Mask(NamedTuple):
         return out
 
     def _on_device(self, x: Tensor, residual: Tensor | None) -> Tensor:
-        """One Triton kernel where it can say the layout, else tensor operations; the same bits."""
+        """Run one Triton kernel if it supports the layout, else tensor operations; the same bits."""
         key, where = self.key, (self.sample_dim, self.extent, self.offset)
         drop_below, scale = _odds(self.p)
         drawn: dict[str, Any] = {
@@ -164,7 +164,7 @@ class _Mask(NamedTuple):
 
 @cache
 def _triton_kernel() -> Any | None:
-    """The kernel's module; None, said once, where there is no Triton."""
+    """Return the kernel's module; None, with one warning, if Triton is missing."""
     try:
         from megatron.elastic.engine.compute import dropout_triton
     except ImportError as error:
@@ -174,9 +174,9 @@ def _triton_kernel() -> Any | None:
 
 
 class _Dropout(torch.autograd.Function):
-    """Linear in x: backward is the same mask on the gradient, formed again rather than kept.
+    """Dropout as an autograd function: backward applies the same mask to the gradient.
 
-    (Kept masks were measured as well: ``tools/bench/dropout.py``.)
+    Backward computes the mask again instead of keeping it (``tools/bench/dropout.py`` measures both).
     """
 
     @staticmethod
@@ -207,11 +207,11 @@ def sample_dropout(
     offset: tuple[int, ...],
     residual: Tensor | None = None,
 ) -> Tensor:
-    """``dropout(x, p)``, or ``residual + dropout(x, p)`` in one pass.
+    """Return ``dropout(x, p)``, or ``residual + dropout(x, p)`` in one pass.
 
     ``extent`` holds the global sizes of all dimensions of ``x`` but ``sample_dim``, in
-    order, and ``offset`` where this rank's slice begins in each. Kept elements are scaled
-    by 1/(1-p); a dropped one is 0 whatever it held. Always active (no training flag):
+    order, and ``offset`` the start of this rank's slice in each. Kept elements are scaled
+    by 1/(1-p); a dropped element is 0 whatever its value. Always active (no training flag):
     see :class:`SampleDropout`. ``residual`` has x's shape and dtype.
 
     Raises ``RuntimeError`` outside :func:`dropout_scope`, ``ValueError`` when the key's
@@ -235,14 +235,14 @@ def _drop(
     extent: tuple[int, ...],
     offset: tuple[int, ...],
 ) -> Tensor:
-    """:func:`sample_dropout` of a slice known to lie inside its extent."""
+    """Return :func:`sample_dropout` of a slice that is known to be inside its extent."""
     if p == 0.0:
         return x if residual is None else residual + x
     if p == 1.0:
         return x * 0.0 if residual is None else residual + x * 0.0
     key = current_key()
     if key is None:
-        raise RuntimeError("sample-keyed dropout ran outside dropout_scope: no step and samples to draw its mask for")
+        raise RuntimeError("sample-keyed dropout ran outside dropout_scope: step and samples of its mask are unknown")
     if x.shape[sample_dim] != len(key.samples):
         raise ValueError(
             f"dropout got {x.shape[sample_dim]} rows along dimension {sample_dim}; the scope names "
@@ -265,7 +265,7 @@ def _check(x: Tensor, sample_dim: int, extent: tuple[int, ...], offset: tuple[in
 
 
 def _place(x: Tensor, sample_dim: int, split: Split | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(extent, offset) of a tensor that is whole but for ``split``."""
+    """Return (extent, offset) of a tensor that is sliced by ``split`` only."""
     extent, offset = [], []
     for dim, size in enumerate(x.shape):
         if dim == sample_dim:
@@ -277,9 +277,9 @@ def _place(x: Tensor, sample_dim: int, split: Split | None) -> tuple[tuple[int, 
 
 
 class SampleDropout(nn.Module):
-    """In the place of ``nn.Dropout``; identity in eval mode and at p = 0.
+    """A replacement of ``nn.Dropout``; identity in eval mode and at p = 0.
 
-    ``unit`` is the unit's number in the whole model (it stays when stages move),
+    ``unit`` is the unit's number in the whole model (constant when units move),
     ``sample_dim`` the batch dimension of the input, ``split`` the dimension that tensor
     or sequence parallelism slices. At Megatron's sites: attention probabilities
     [b, np, sq, sk]: sample_dim 0, split dim 1 (heads); hidden states and embeddings
@@ -291,7 +291,7 @@ class SampleDropout(nn.Module):
         if not 0.0 <= p <= 1.0:
             raise ValueError(f"dropout probability must be in [0, 1], not {p}")
         if split is not None and split.dim == sample_dim:
-            raise ValueError("samples are told apart by number: the sample dimension cannot be split")
+            raise ValueError("the sample dimension cannot be split: masks depend on sample numbers")
         self.p = p
         self.unit = unit
         self.site = site
@@ -299,7 +299,7 @@ class SampleDropout(nn.Module):
         self.split = None if split is None or split.count == 1 else split
 
     def forward(self, x: Tensor) -> Tensor:
-        """Same shape and dtype as ``x``."""
+        """Return ``x`` after dropout, in the same shape and dtype."""
         if not self.training or self.p == 0.0:
             return x
         extent, offset = _place(x, self.sample_dim, self.split)
@@ -311,7 +311,7 @@ class SampleDropout(nn.Module):
 
 @dataclass(frozen=True)
 class BiasDropoutAdd:
-    """In the place of a layer's ``get_bias_dropout_add``: ``bda(training, fused)(x_with_bias, residual, p)``.
+    """A replacement of a layer's ``get_bias_dropout_add``: ``bda(training, fused)(x_with_bias, residual, p)``.
 
     Not a module, so that it adds nothing to the layer's state. Tensors are [s, b, h].
     """
@@ -324,7 +324,7 @@ class BiasDropoutAdd:
     def __call__(
         self, training: bool, fused: bool = False
     ) -> Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]:
-        """``fused`` is accepted and means nothing: dropout and addition are one pass anyhow."""
+        """Return the function for one call. ``fused`` has no effect: dropout and addition are always one pass."""
 
         def bias_dropout_add(x_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, prob: float) -> Tensor:
             x, bias = x_with_bias

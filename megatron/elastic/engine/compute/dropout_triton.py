@@ -31,7 +31,7 @@ _WORD = (1 << 32) - 1
 
 @dataclass(frozen=True)
 class RowLayout:
-    """[outer, samples, run]: row (o, b) holds coordinates ``first + o·stride`` and on of sample b."""
+    """A tensor [outer, samples, run]: row (o, b) has coordinates from ``first + o·stride`` on, of sample b."""
 
     outer: int
     samples: int
@@ -41,7 +41,7 @@ class RowLayout:
 
 
 def row_layout(sizes: Sequence[int], sample_dim: int, extent: Sequence[int], offset: Sequence[int]) -> RowLayout | None:
-    """The layout of a slice as rows; None when it is cut in more dimensions than rows can say."""
+    """Return the layout of a slice as rows; None if it is cut in more dimensions than rows can express."""
     outer, inner = sizes[:sample_dim], sizes[sample_dim + 1 :]
     whole = [size == full for size, full in zip([*outer, *inner], extent, strict=True)]
     before, behind = whole[: len(outer)], whole[len(outer) :]
@@ -54,7 +54,7 @@ def row_layout(sizes: Sequence[int], sample_dim: int, extent: Sequence[int], off
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _rounded(value, dtype: tl.constexpr):  # type: ignore[no-untyped-def]  # Triton reads annotations
-    """fp32 → ``dtype`` to nearest even; bf16 in integers, as Triton's interpreter truncates there."""
+    """Round fp32 to ``dtype``, to nearest even; bf16 in integers, since Triton's interpreter truncates there."""
     if dtype == tl.bfloat16:
         raw = value.to(tl.uint32, bitcast=True)
         raw = (raw + 0x7FFF + ((raw >> 16) & 1)) >> 16
@@ -104,7 +104,7 @@ def launch(
     drop_below: int,
     scale: float,
 ) -> Tensor:
-    """``dropout(x)`` (+ residual), new. ``x`` and ``residual`` contiguous, of one of ``DTYPES``."""
+    """Return ``dropout(x)`` (+ residual), new. ``x`` and ``residual`` must be contiguous, of one of ``DTYPES``."""
     d0, d1, d2, d3 = (int(word) for word in philox((step & _WORD, step >> 32, unit, site), (seed & _WORD, seed >> 32)))
     key = d0 | d1 << 32
     words = [key - (1 << 64) if key >> 63 else key, drop_below]
@@ -118,6 +118,6 @@ def launch(
     _kernel[(rows, triton.cdiv(groups * 16, _BLOCKS))](
         x, x if residual is None else residual, out, torch.tensor(words, dtype=torch.int64, device=x.device), scale,
         layout.samples, layout.run, layout.first, layout.stride, ADD=residual is not None, BLOCKS=_BLOCKS,
-        enable_fp_fusion=False,  # the product is rounded before it is added, as everywhere else
+        enable_fp_fusion=False,  # round the product before the addition, as the other implementations do
     )  # fmt: skip
     return out

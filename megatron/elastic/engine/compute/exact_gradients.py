@@ -1,17 +1,17 @@
-"""Gradients whose sum has the same bits whoever computed which sample (docs/design.md §8).
+"""Gradients whose sum has the same bits for any distribution of the samples over ranks (docs/design.md §8).
 
-Activations and input gradients of a sample do not depend on where or beside
-which others it is computed; sums over samples do. So in exact mode a piece is
-one sample, its parameter gradients are rounded once to 64-bit fixed point, and
-everything after that is integer addition: over the samples of a rank, over the
-ranks of a cell, over the cells of a unit group. Only the total becomes fp32 again.
+Activations and input gradients of a sample do not depend on the rank or on the other
+samples of the piece; sums over samples do. In exact mode a piece is therefore one sample. Its
+parameter gradients are rounded once to 64-bit fixed point. Everything after that is
+integer addition: over the samples of a rank, over the ranks of a cell, over the cells of
+a unit group. Only the total is converted to fp32 again.
 
-Uses of a shared weight are contributions of their own: tied embeddings give the
-same bits whether both ends lie on one cell or on two.
+Each use of a shared weight is a contribution of its own: tied embeddings give the
+same bits whether both ends are on one cell or on two.
 
-A contribution out of range, which the sum could not hold, is agreed on by all
-ranks before any gradient is kept; the step is then computed again at a coarser
-resolution. A function of the step's data alone, so every run does the same.
+If a contribution is out of the range of the sum, all ranks agree on that before any
+gradient is kept and compute the step again at a coarser resolution. This depends on the
+step's data alone, so every run does the same.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from megatron.elastic.plan.policies.registry import Choice
 __all__ = ["ExactGradients", "OutOfRange", "one_sample_pieces", "resolutions"]
 
 _FINEST = 36
-"""Gradients are rounded to 2^-36 at first (times the loss scale): fp32's own step at 2^-13."""
+"""Binary places of the first attempt, before the loss scale; 2^-36 is fp32's own step at 2^-13."""
 _COARSER = 8
 _ATTEMPTS = 6
 _CONVERTIBLE = 51
@@ -40,17 +40,17 @@ _OUT_OF_RANGE, _NOT_FINITE = 1, 2
 
 
 class OutOfRange(RuntimeError):
-    """Gradients so large that no resolution holds them; the same on every rank."""
+    """Gradients are too large for every resolution; raised on every rank."""
 
 
 def resolutions(loss_scale: float) -> list[int]:
-    """Binary places behind the point to try, finest first: what the loss scale multiplies is taken off."""
+    """Return the binary places to try, finest first, reduced by the exponent of the loss scale."""
     finest = _FINEST - math.floor(math.log2(loss_scale))
     return [finest - _COARSER * attempt for attempt in range(_ATTEMPTS)]
 
 
 def one_sample_pieces(choice: Choice) -> Choice:
-    """``choice`` on a grid of single samples."""
+    """Return ``choice`` on a grid of single samples."""
 
     def choose(topology: Topology, profile: Profile) -> Plan:
         grid = topology.grid
@@ -61,7 +61,7 @@ def one_sample_pieces(choice: Choice) -> Choice:
 
 
 class ExactGradients:
-    """The sums of one rank, one int64 an element of the arena. ``uses``: of a weight in one model, at most."""
+    """The sums of one rank, one int64 an element of the arena. ``uses``: most uses of one weight in the model."""
 
     def __init__(self, arena: Arena, samples: int, uses: int = 2) -> None:
         self._arena = arena
@@ -73,7 +73,7 @@ class ExactGradients:
         self._finite = True
 
     def begin(self, places: int) -> None:
-        """Before a pass: sums are zero, contributions are rounded to ``2^-places``."""
+        """Begin a pass: set sums to zero; contributions are rounded to ``2^-places``."""
         if self._sums.shape != self._arena.gradients.shape:
             self._sums = torch.zeros_like(self._arena.gradients, dtype=torch.int64)
         else:
@@ -81,11 +81,11 @@ class ExactGradients:
         self._scale, self._flags, self._finite = math.ldexp(1.0, places), 0, True
 
     def fold(self) -> None:
-        """Take up what a backward pass left in the arena's gradients, which are zero afterwards."""
+        """Add the arena's gradients of a backward pass to the sums, and set them to zero."""
         self._fold(self._arena.gradients, self._sums)
 
     def contribute(self, unit: int, name: str, gradient: torch.Tensor) -> None:
-        """Take up the gradient of one use of a parameter that has several."""
+        """Add the gradient of one use of a parameter that has several uses."""
         where = self._arena.slices[unit]
         start = where.start + where.layout.slot(name).start
         flat = gradient.detach().to(torch.float32, copy=True).reshape(-1)
@@ -96,7 +96,7 @@ class ExactGradients:
         self._flags |= _state.fold(gradient.data_ptr(), sums.data_ptr(), count, self._scale, self._limit)
 
     def views(self) -> Mapping[int, Sequence[torch.Tensor]]:
-        """Sums of each parameter, shaped like it, per unit: what a cell adds up among its ranks."""
+        """Return the sums of each parameter, in its shape, per unit, for addition within a cell."""
         views: dict[int, list[torch.Tensor]] = {}
         for unit, gradients in self._arena.gradient_views().items():
             starts = [view.storage_offset() for view in gradients]
@@ -106,17 +106,17 @@ class ExactGradients:
             ]
         return views
 
-    def agreed(self, everybody: dist.ProcessGroup) -> bool:
-        """Whether every contribution of every rank was in range. Collective; before anything is kept."""
+    def agreed(self, world: dist.ProcessGroup) -> bool:
+        """Return whether all contributions of all ranks were in range. Collective; call before gradients are kept."""
         flags = torch.tensor([self._flags & _OUT_OF_RANGE, self._flags & _NOT_FINITE])
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=everybody)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=world)
         self._finite = not bool(flags[1])
         return not self._finite or not bool(flags[0])
 
     def reduce(self, start: int, stop: int, reduce_blocks: Callable[[torch.Tensor], None]) -> None:
-        """Sum ``[start, stop)`` of the arena over a unit group, and write it as fp32 where gradients belong.
+        """Sum ``[start, stop)`` of the arena over a unit group, and write the sum as fp32 to the arena's gradients.
 
-        A contribution that was not finite, anyone's, makes all of them not a number: the vote says so.
+        If a contribution of any rank was not finite, all gradients become NaN, and the vote refuses the step.
         """
         sums, gradients = self._sums[start:stop], self._arena.gradients[start:stop]
         reduce_blocks(sums)

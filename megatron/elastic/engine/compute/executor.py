@@ -1,18 +1,17 @@
-"""Runs one cell's line of a schedule table.
+"""The execution of one cell's schedule table.
 
-The table is data (``plan/schedule/table.py``): the executor knows no pipeline
-schedule. It performs actions strictly in order; receives are posted when their
-action comes up and waited for by the action that consumes them; sends are
-asynchronous. Between two pieces of one cell the tensor stays where it is. Whatever
-order the table prescribes, a piece's backward runs in the process that ran its
-forward. Where the table splits a backward, its input
-part leaves the weight gradients to the model's queue and its weight part runs
-them; activations live until then, as ``plan/schedule/validate.py`` counts them.
+The table is data (``plan/schedule/table.py``): the executor has no pipeline schedule
+of its own. It performs actions strictly in order. A receive is posted by its action and
+waited for by the action that consumes it; sends are asynchronous. Between two pieces of
+one cell the tensor is not copied. For any order of the table, a piece's backward runs in
+the process that ran its forward. If the table splits a backward, its input part queues
+the weight gradients in the model, and its weight part computes them. Activations live
+until then, as ``plan/schedule/validate.py`` counts them.
 
-Loss weights are those of the nominal sample grid (docs/design.md §7): with per-token
-loss the plain sum, divided by the step's token count after the vote; otherwise
-each nominal micro-batch's own mean over their number on a nominal replica, the
-replicas averaged after the vote.
+Loss weights are those of the launch's sample grid (docs/design.md §7). With per-token
+loss they are the plain sum, divided by the step's token count after the vote. Otherwise they
+are each micro-batch's own mean, divided by the number of micro-batches of a replica at
+launch; the replicas are averaged after the vote.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ _BACKWARD_OPS = frozenset({Op.BACKWARD, Op.SEND_BACKWARD, Op.RECV_BACKWARD, Op.B
 
 @dataclass(frozen=True)
 class Pass:
-    """One pass over the batch: what to run it on and how to weigh its losses."""
+    """One pass over the batch: its samples, callbacks and loss weights."""
 
     step: int
     address: StepAddress
@@ -57,36 +56,36 @@ class Pass:
     scope: Callable[[Piece], AbstractContextManager[None]]
     """Entered around forward and backward of a piece: dropout keys."""
     reach: Callable[[str], None]
-    """Told of named points (fault injection)."""
+    """Called at named points (fault injection)."""
     drag: Callable[[int], None]
-    """Told of every computation's nanoseconds; returns when a slowed rank would have been done with it."""
+    """Called after every computation with its nanoseconds; sleeps on a rank that is slowed by fault injection."""
     timeline: Timeline
     folded: Callable[[], None]
-    """Told whenever a backward has left one piece's gradients (exact mode takes them up)."""
+    """Called after each backward of a piece (exact mode then adds up its gradients)."""
     loss_scale: float = 1.0
     per_token: bool = False
     microbatches: float = 1.0
-    """Nominal micro-batches of the step a nominal replica, those that nobody computes left out."""
+    """Micro-batches of the step on one replica at launch, without those that the plan leaves out."""
     training: bool = True
 
 
 @dataclass
 class PassResult:
-    """What this cell's last segments saw: sums of what the loss function reported."""
+    """The results of a pass on this cell: sums of reported values, and the ledger."""
 
     tokens: float = 0.0
     report: dict[str, tuple[float, float]] = field(default_factory=dict)
     rows: list[int] = field(default_factory=list)
     """Rows of the global batch whose loss was computed here."""
     ledger: Ledger = field(default_factory=Ledger)
-    """Samples that all this was really computed from."""
+    """Samples that the results were really computed from."""
     contents: tuple[dict[int, int], dict[int, int]] = field(default_factory=lambda: ({}, {}))
-    """Sample → digest of its contents, as read at the first unit and at the loss: they explain a refused vote."""
+    """Sample → digest of its contents, as read for the first unit and for the loss; to explain a refused vote."""
     actions: list[Timed] = field(default_factory=list)
     """Computations in the order they ran."""
 
     def times(self, pieces: Mapping[int, Piece]) -> dict[tuple[int, int], tuple[int, int]]:
-        """(first unit, end unit) → nanoseconds of (forwards, backwards)."""
+        """Return (first unit, end unit) → nanoseconds of (forwards, backwards)."""
         sums: dict[tuple[int, int], tuple[int, int]] = {}
         for action in self.actions:
             piece, spent = pieces[action.piece], action.end_ns - action.start_ns
@@ -97,7 +96,7 @@ class PassResult:
 
 
 class Timed(NamedTuple):
-    """When a computation ran, by this process's monotonic clock; waiting for its inputs is not in it."""
+    """The time of a computation by this process's monotonic clock, without waiting for its inputs."""
 
     op: Op
     piece: int
@@ -116,7 +115,7 @@ class _Running:
 class Executor:
     """Executes ``plan``'s table for ``cell`` at tensor-parallel ``position``.
 
-    ``accumulate(parameter, gradient)`` takes weight gradients formed outside of autograd.
+    ``accumulate(parameter, gradient)`` adds weight gradients computed outside of autograd.
     """
 
     def __init__(
@@ -154,11 +153,11 @@ class Executor:
 
     @property
     def pieces(self) -> Mapping[int, Piece]:
-        """Every piece of the plan by number."""
+        """All pieces of the plan by number."""
         return self._pieces
 
     def data_pieces(self) -> tuple[Piece, ...]:
-        """Pieces of this cell that read the data set, in order of their forwards."""
+        """Return the pieces of this cell that read the data set, in order of their forwards."""
         order = [a.piece for a in self._plan.table(self._cell.id) if a.op is Op.FORWARD]
         ends = {0, self._interface.compute_units}
         return tuple(p for p in (self._pieces[i] for i in order) if {p.first, p.end} & ends)
@@ -174,7 +173,7 @@ class Executor:
                 if action.op in _GRADIENT_OPS:
                     work.folded()
             if self._deferred:
-                raise RuntimeError(f"the schedule forms no weight gradients for pieces {sorted(self._deferred)}")
+                raise RuntimeError(f"the schedule computes no weight gradients for pieces {sorted(self._deferred)}")
             if work.training and self._running:
                 raise RuntimeError(f"the schedule has no backward for pieces {sorted(self._running)}")
             self._transport.flush()
@@ -235,7 +234,7 @@ class Executor:
             self._running[piece.id] = _Running(source, output)
 
     def _enter(self, piece: Piece, batch: PieceBatch, work: Pass, result: PassResult) -> None:
-        """Compare what a piece was computed from with the plan, and keep it for the vote."""
+        """Compare the samples of a piece with the plan, and enter them into the ledger for the vote."""
         if self._position > 0:  # the first rank of a cell reads the data set and sends it to the others
             return
         units, reading = self._interface.compute_units, batch.reading
@@ -258,23 +257,23 @@ class Executor:
             self._local[(-1 - piece.id, True)] = running.source.grad
 
     def _hand_over(self, piece: Piece, tensor: torch.Tensor, *, backward: bool) -> None:
-        """What ``piece`` made, to those of its neighbours that this cell computes: tables have no transfer for it."""
+        """Keep the output of ``piece`` for adjacent pieces of this cell: tables have no transfer within a cell."""
         for index in (self._into if backward else self._out_of).get(piece.id, ()):
             edge = self._plan.edges[index]
             if self._peer(edge, backward=not backward) == self._cell.id:
                 self._local[(index, backward)] = _rows(tensor, edge.target_at if backward else edge.source_at)
 
     def _peer(self, edge: Edge, *, backward: bool) -> int:
-        """The cell that ``edge`` brings something from."""
+        """Return the cell that ``edge`` receives from."""
         return self._pieces[edge.target if backward else edge.source].cell
 
     def _sent(self, piece: Piece) -> list[int]:
-        """Edges over which the output of ``piece`` leaves this cell, in the order of its table."""
+        """Return the edges on which this cell sends the output of ``piece``, in the order of its table."""
         edges = self._plan.edges
         return [i for i in self._out_of.get(piece.id, ()) if self._pieces[edges[i].target].cell != self._cell.id]
 
     def _assemble(self, piece: Piece, *, backward: bool) -> torch.Tensor:
-        """Rows from every edge of ``piece`` as one ``[s, rows, h]`` tensor."""
+        """Return the rows of every edge of ``piece`` as one ``[s, rows, h]`` tensor."""
         edges = (self._out_of if backward else self._into).get(piece.id, [])
         if len(edges) == 1 and _positions(self._plan.edges[edges[0]], backward) == tuple(range(len(piece.rows))):
             return self._take(edges[0], backward)
@@ -320,7 +319,7 @@ def _timed(action: Action, piece: Piece, work: Pass, result: PassResult) -> Iter
 
 
 def _rows(tensor: torch.Tensor, at: Sequence[int]) -> torch.Tensor:
-    """Rows ``at`` of ``[s, rows, h]``; the tensor itself where that is all of them."""
+    """Return rows ``at`` of ``[s, rows, h]``; the tensor itself if that is all of them."""
     if tuple(at) == tuple(range(tensor.shape[ROW_DIM])):
         return tensor
     return tensor.index_select(ROW_DIM, torch.tensor(tuple(at), device=tensor.device))
@@ -344,11 +343,11 @@ def _record(output: LossOutput, piece: Piece, result: PassResult) -> None:
 
 
 def _weighted(output: LossOutput, piece: Piece, plan: Plan, work: Pass, result: PassResult) -> torch.Tensor:
-    """The scalar whose gradient is this piece's share of the step's, times the loss scale."""
+    """Return the scalar whose gradient is this piece's share of the step's gradient, times the loss scale."""
     if work.per_token:
         if output.tokens is None:
             raise ConfigError(
-                "--calculate-per-token-loss needs a loss function that returns (sum, tokens, report), and this one "
+                "--calculate-per-token-loss needs a loss function that returns (sum, tokens, report), but this one "
                 "returns a mean: leave the flag out, or return the sum over tokens and their number"
             )
         loss = output.loss

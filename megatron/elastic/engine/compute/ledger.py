@@ -1,16 +1,16 @@
-"""The ledger of a pass: which samples its results were really computed from.
+"""The ledger of a pass: the samples from which its results were really computed.
 
-A plan promises that every sample of the step is read once at the first unit and once at the loss, that both read
-the same tokens and labels, that every unit's gradient has a share of every sample, and that the weights of the losses
-add up to the nominal ones. A :class:`Ledger` says what happened, from what the data loader delivered and from the
+A plan requires that every sample of the step is read once at the first unit and once at the loss, that both read
+the same tokens and labels, that every unit's gradient has a share of every sample, and that the loss weights add up
+to those of the launch's grid. A :class:`Ledger` records the samples that the data loader delivered and the
 computations that ran.
 
-- What one rank can see by itself, it refuses before it reduces a gradient: :meth:`Ledger.read` compares the samples
-  that a piece was given with those that the plan assigns to it.
-- What only all ranks can see, the vote refuses: ledgers add up, and :meth:`Ledger.findings` compares the sum with the
-  promise.
+- A rank refuses its own faults before it reduces a gradient: :meth:`Ledger.read` compares the samples of a piece
+  with those that the plan assigns to it.
+- The vote refuses faults that only all ranks together can see: ledgers are added, and :meth:`Ledger.findings`
+  compares the sum with the plan.
 
-Entries are sums of digests, so that they do not depend on which rank computed what, or in which order. Every sum
+Entries are sums of digests, so they do not depend on the distribution over ranks or on the order. Every sum
 of digests is an exact integer.
 """
 
@@ -46,12 +46,12 @@ _ROUNDING = 1e-6
 
 
 class LedgerError(RuntimeError):
-    """A piece or a step was not computed from the samples that belong to it."""
+    """A piece or a step was computed from other samples than planned."""
 
 
 @dataclass(frozen=True)
 class PieceReading:
-    """What one piece was given to compute: global sample numbers in row order, and a digest of each one's contents."""
+    """The samples that a piece read: global sample numbers in row order, and a digest of each one's contents."""
 
     samples: tuple[int, ...]
     contents: tuple[int, ...]
@@ -59,40 +59,40 @@ class PieceReading:
 
 @dataclass(frozen=True)
 class Expected:
-    """What a plan promises for one step, or for the batches of an evaluation."""
+    """The ledger that a plan requires for one step, or for the batches of an evaluation."""
 
     samples: Sequence[int]
-    """Global numbers, each once."""
+    """Global sample numbers, each once."""
     units: int
     """Compute units of the model."""
     weights: float = 0.0
-    """Of all losses of a step: nominal replicas, or 0 with per-token loss, which has no weights."""
+    """Sum of all loss weights of a step: the number of replicas at launch, or 0 with per-token loss."""
     training: bool = True
     complete: bool = True
-    """Whether all who computed have added their ledger: of a vote taken again only the losses are known to be."""
+    """Whether all ranks that computed have added their ledger; in a repeated vote only the losses are complete."""
 
 
 @dataclass
 class Ledger:
-    """What one rank's computations add, and, summed, what all ranks did."""
+    """The computations of one rank, or of all ranks when summed."""
 
     samples: int = 0
-    """How many samples have a loss."""
+    """Number of samples that have a loss."""
     numbers: int = 0
-    """Digests of the numbers of those samples."""
+    """Sum of digests of the numbers of those samples."""
     losses: int = 0
-    """Digests of (number, contents) of the samples at the loss."""
+    """Sum of digests of (number, contents) of the samples at the loss."""
     inputs: int = 0
-    """The same of the samples at the first unit."""
+    """Sum of digests of (number, contents) of the samples at the first unit."""
     gradients: int = 0
-    """Digest of the samples × digest of the units of each backward that ran."""
+    """Sum over backwards of (digest of its samples × digest of its units)."""
     weights: float = 0.0
-    """Weights of the micro-batch losses."""
+    """Sum of the weights of the micro-batch losses."""
 
     def read(self, piece: Piece, planned: tuple[int, ...], reading: PieceReading | None, units: int) -> None:
-        """Enter what ``piece`` was computed from, where it starts or ends the ``units`` of the model.
+        """Enter the samples of ``piece``, if it is the first or last of the ``units`` of the model.
 
-        Raises :class:`LedgerError` when it was given other samples than ``planned``.
+        Raises :class:`LedgerError` if it read other samples than ``planned``.
         """
         first, last = piece.first == 0, piece.end == units
         if not first and not last:
@@ -115,7 +115,7 @@ class Ledger:
             self.losses += total
 
     def accumulated(self, piece: Piece, samples: Iterable[int]) -> None:
-        """Enter a backward that has left the gradients of ``piece``."""
+        """Enter a finished backward of ``piece``."""
         self.gradients += _shares(samples, piece.first, piece.end)
 
     def add(self, other: Ledger) -> None:
@@ -125,7 +125,7 @@ class Ledger:
         self.gradients, self.weights = self.gradients + other.gradients, self.weights + other.weights
 
     def findings(self, expected: Expected) -> list[str]:
-        """What differs between this sum over all ranks and the promise; empty when the step may be committed."""
+        """Return the differences between this sum over all ranks and ``expected``; empty if the step may commit."""
         found = []
         if self.samples != len(expected.samples) or self.numbers != sum(map(sample_digest, expected.samples)):
             found.append(
@@ -144,12 +144,12 @@ class Ledger:
 
     @property
     def digest(self) -> str:
-        """Of the samples and of their contents, as hex digits; equal in runs over the same data."""
+        """Digest of the samples and their contents, as hex digits; equal in runs over the same data."""
         return f"{self.numbers:x}.{self.losses:x}"
 
 
 def differences(readings: Mapping[int, Sequence[Mapping[int, int]]]) -> list[str]:
-    """One line for each pair of ranks that read different contents of a sample.
+    """Return one line for each pair of ranks that read different contents of a sample.
 
     ``readings``: by rank, sample number → contents as read at the first unit, and at the loss.
     """
@@ -168,9 +168,9 @@ def differences(readings: Mapping[int, Sequence[Mapping[int, int]]]) -> list[str
 
 
 def content_digests(batch: Any, rows: int) -> tuple[int, ...]:
-    """One digest a row of all integer tensors in ``batch`` whose first dimension is ``rows``: tokens, labels.
+    """Return one digest a row over all integer tensors in ``batch`` whose first dimension is ``rows``: tokens, labels.
 
-    ``batch`` is what a collate function makes: tensors in dictionaries (entered by name) and sequences.
+    ``batch`` is the result of a collate function: tensors in dictionaries (in order of names) and sequences.
     """
     hashes = [xxhash.xxh3_64() for _ in range(rows)]
     for tensor in _integers(batch):
@@ -194,12 +194,12 @@ def _integers(batch: Any) -> Iterable[torch.Tensor]:
 
 
 def sample_digest(sample: int, contents: int = 0) -> int:
-    """Digest of one sample's number and contents, :data:`DIGEST_BITS` long."""
+    """Return the digest of one sample's number and contents, :data:`DIGEST_BITS` long."""
     return xxhash.xxh3_64_intdigest(sample.to_bytes(8, "little") + contents.to_bytes(8, "little")) & _MASK
 
 
 def _shares(samples: Iterable[int], first: int, end: int) -> int:
-    """Digest of all pairs (sample, unit in ``[first, end)``); those of disjoint sets add up modulo the prime."""
+    """Return the digest of all pairs (sample, unit in ``[first, end)``); disjoint sets add up modulo the prime."""
     return sum(map(sample_digest, samples)) * _units_digest(first, end) % _PRIME
 
 
@@ -209,7 +209,7 @@ def _units_digest(first: int, end: int) -> int:
 
 
 def _ranges(samples: Sequence[int]) -> str:
-    """``3-5, 9`` for 3, 4, 5, 9; at most eight ranges."""
+    """Return ``3-5, 9`` for 3, 4, 5, 9; at most eight ranges."""
     spans: list[list[int]] = []
     for sample in samples:
         if spans and sample == spans[-1][1] + 1:

@@ -1,9 +1,9 @@
-"""What the engine needs of a model, and nothing more.
+"""The interface through which the engine uses a model.
 
-The model stays whoever's it is (Megatron's ``GPTModel`` behind
-``mcore/model/gpt.py``; a few linear layers in unit tests). It is cut into *units*:
-compute units ``0 … U-1`` in pipeline order, then state-only units (a weight
-that several compute units share, such as tied embeddings).
+Implementations are Megatron's ``GPTModel`` (``mcore/model/gpt.py``) and a few linear
+layers in unit tests. A model is cut into *units*: compute units ``0 … U-1`` in pipeline
+order, then state-only units (a weight that several compute units share, such as tied
+embeddings).
 
 Tensors between units are ``[sequence, rows, hidden]``: rows, the samples of a
 piece, are dimension 1 everywhere, as in Megatron.
@@ -31,10 +31,10 @@ ForwardStep = Callable[[Iterator[Any], Any], tuple[torch.Tensor, Callable[[torch
 
 @dataclass(frozen=True)
 class LossOutput:
-    """What the last segment of a pipeline yields for one piece.
+    """The output of a pipeline's last segment for one piece.
 
-    ``loss`` is a scalar: the sum over the piece's tokens when ``tokens`` is
-    given, else the piece's own mean. ``report`` holds what is logged, each a
+    ``loss`` is a scalar: the sum over the piece's tokens if ``tokens`` is
+    given, else the piece's own mean. ``report`` holds the logged values, each a
     tensor of one (mean) or two elements (sum, count).
     """
 
@@ -45,7 +45,7 @@ class LossOutput:
 
 @dataclass(frozen=True)
 class UnitParameter:
-    """One parameter of a unit: how it is laid out, and the live tensor whose storage the engine re-homes."""
+    """One parameter of a unit: its layout, and the live tensor whose storage the engine moves into its arena."""
 
     spec: ParamSpec
     parameter: torch.nn.Parameter
@@ -55,35 +55,35 @@ class DeferredWeights(Protocol):
     """Weight gradients that a piece's backward pass left out."""
 
     def run(self, accumulate: Callable[[torch.nn.Parameter, torch.Tensor], None]) -> None:
-        """Form them, in the order the backward pass met them, and hand each to ``accumulate``; then forget them."""
+        """Compute them in the order of the backward pass, pass each to ``accumulate``, and forget them."""
 
 
 class ModelInterface(Protocol):
     """The part of a model that this process holds."""
 
     compute_units: int
-    """U: how many units a whole pipeline computes."""
+    """U, the number of units of a whole pipeline."""
 
     def prepare(self, units: Collection[int]) -> None:
-        """Have ready what ``hold(units)`` would have to build, as far as it can be; on any thread, beside a step."""
+        """Build as much as possible of the modules for ``hold(units)``; on any thread, beside a step."""
 
     def hold(self, units: Collection[int]) -> None:
-        """Hold exactly ``units`` from now on: build what is missing (values undefined), free the rest.
+        """Hold exactly ``units`` from now on: build missing ones (values undefined), free the others.
 
-        Raises ``ValueError`` when these units cannot be held together.
+        Raises ``ValueError`` if one rank cannot hold these units together.
         """
 
     def held_units(self) -> tuple[int, ...]:
-        """Units whose parameters live here (compute and state-only), ascending."""
+        """Return the units whose parameters this process holds (compute and state-only), ascending."""
 
     def unit_parameters(self, unit: int) -> Sequence[UnitParameter]:
-        """Parameters of a held unit, in an order that is the same on every holder."""
+        """Return the parameters of a held unit, in the same order on every holder."""
 
     def boundary(self, rows: int) -> tuple[torch.Size, torch.dtype]:
-        """Shape and type of the tensor that enters and leaves a segment of ``rows`` rows."""
+        """Return shape and type of the tensor that enters and leaves a segment of ``rows`` rows."""
 
     def activation_bytes(self, unit: int) -> int:
-        """Bytes that a compute unit's forward keeps for its backward, a row; any unit, held here or not."""
+        """Return the bytes a row that a compute unit's forward keeps for its backward; for any unit."""
 
     def forward(
         self,
@@ -93,21 +93,21 @@ class ModelInterface(Protocol):
         source: torch.Tensor | None,
         batches: Iterator[Any],
     ) -> torch.Tensor | LossOutput:
-        """Run ``piece`` through its units, any contiguous ones of those held.
+        """Run ``piece`` through its units, any contiguous range of the held ones.
 
-        ``place``: (position, count) of the piece in its pipeline, as far as it matters: whether it is the
-        first and the last.
+        ``place``: (position, count) of a stage that is the first, or the last, exactly if the piece is
+        (:func:`place_of`).
         ``source``: ``[s, rows, h]`` from the units before, ``None`` for the first.
         """
 
     def deferring(self, piece: Piece) -> AbstractContextManager[DeferredWeights]:
-        """For a piece whose backward is split: entered around its forward, and again around its input gradients.
+        """Return a context in which backward passes of ``piece`` defer their weight gradients to the yielded object.
 
-        Backward passes that run inside leave weight gradients in what the context yields.
+        For a piece whose backward is split: enter it around the forward, and again around the input gradients.
         """
 
     def reads_data(self) -> bool:
-        """Whether this rank reads the data set itself (others of its cell are sent it by the model code)."""
+        """Return whether this rank reads the data set itself; the model code sends the data to the rest of the cell."""
 
     def finish_gradients(self, grads: Mapping[int, Sequence[torch.Tensor]]) -> None:
         """Complete gradients inside the cell (layer norms under sequence parallelism), in place.
@@ -116,16 +116,16 @@ class ModelInterface(Protocol):
         """
 
     def separate_uses(self, contribute: Callable[[int, str, torch.Tensor], None]) -> None:
-        """Hand the gradient of every use of a shared weight but one to ``contribute(unit, name, gradient)``.
+        """Pass the gradient of every use of a shared weight but one to ``contribute(unit, name, gradient)``.
 
         Without this call autograd adds them up in ``parameter.grad`` (:mod:`exact_gradients`).
         """
 
     def train(self, mode: bool) -> None:
-        """Switch dropout and the like on or off."""
+        """Switch between training and evaluation mode (dropout)."""
 
 
 def place_of(first: int, end: int, units: int) -> tuple[int, int]:
-    """(position, count) of units ``[first, end)`` of ``units`` in the shortest pipeline that has such a stage."""
+    """Return (position, count) of units ``[first, end)`` of ``units`` in the shortest pipeline with such a stage."""
     before, after = int(first > 0), int(end < units)
     return before, before + 1 + after

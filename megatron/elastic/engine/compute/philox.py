@@ -1,8 +1,8 @@
-"""The same masks as ``csrc/random``, written with tensor operations.
+"""The masks of ``csrc/random``, computed with tensor operations.
 
-Any device torch knows can form a mask here, in int64 arithmetic that is exact;
-on CPU the native kernel does the work and this module is its independent check.
-See ``csrc/random/philox.h`` and ``keep_bits.h`` for what is computed.
+This works on any device of torch, in exact int64 arithmetic. On CPU the native kernel
+is used, and tests compare it with this module. ``csrc/random/philox.h`` and
+``keep_bits.h`` define the computation.
 
 Source: Salmon, Moraes, Dror, Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3"
 (SC 2011), section 3.3 (Philox4x32-10).
@@ -26,13 +26,13 @@ Word = Tensor | int
 
 
 def _halves(value: Word, multiplier: int) -> tuple[Word, Word]:
-    """High and low 32 bits of a product; int64 wraps modulo 2^64, which loses none of them."""
+    """Return the high and low 32 bits of a product; int64 wraps modulo 2^64, so no bit is lost."""
     product = value * multiplier
     return (product >> 32) & _WORD, product & _WORD
 
 
 def philox(counter: Sequence[Word], key: Sequence[int]) -> tuple[Word, Word, Word, Word]:
-    """One block (ints) or a tensor of blocks (int64 tensors that broadcast): four 32-bit words each."""
+    """Return four 32-bit words of one block (ints) or of a tensor of blocks (int64 tensors that broadcast)."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(_ROUNDS):
@@ -46,7 +46,7 @@ def philox(counter: Sequence[Word], key: Sequence[int]) -> tuple[Word, Word, Wor
 def _coordinates(
     sizes: Sequence[int], sample_dim: int, extent: Sequence[int], offset: Sequence[int], device: torch.device
 ) -> Tensor:
-    """Global row-major coordinate over the non-sample dimensions, int64, size 1 along ``sample_dim``."""
+    """Return the global row-major coordinate over the non-sample dimensions, int64, size 1 along ``sample_dim``."""
     coordinate = torch.zeros([1] * len(sizes), dtype=torch.int64, device=device)
     stride = 1
     others = [d for d in range(len(sizes)) if d != sample_dim]
@@ -74,7 +74,7 @@ def keep_mask(
     drop_below: int,
     device: torch.device,
 ) -> Tensor:
-    """Boolean tensor of shape ``sizes``: True where the element is kept."""
+    """Return a boolean tensor of shape ``sizes``: True where the element is kept."""
     d0, d1, d2, d3 = philox((step & _WORD, step >> 32, unit, site), (seed & _WORD, seed >> 32))
     assert isinstance(d0, int) and isinstance(d1, int)
     shape = [1] * len(sizes)

@@ -1,10 +1,10 @@
-"""Activations and their gradients between the cells of a pipeline.
+"""The transfer of activations and their gradients between the cells of a pipeline.
 
 One message per :class:`~megatron.elastic.plan.model.Edge` and direction: the
-rows of the edge, ``[s, rows, h]``, contiguous. A tensor-parallel rank talks to
-the rank at the same position of the neighbouring cell. Tags are a pure function
-of (step, edge, direction), so that order of posting never matters and messages
-of two consecutive steps cannot meet.
+rows of the edge, ``[s, rows, h]``, contiguous. A tensor-parallel rank exchanges
+messages with the rank at the same position of the adjacent cell. Tags are a pure function
+of (step, edge, direction), so the order of posting does not matter and messages
+of two consecutive steps cannot be confused.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _FORWARD, _BACKWARD = 0, 1
 
 @dataclass
 class Receipt:
-    """A posted receive: ``wait`` yields the rows of one edge."""
+    """A posted receive: ``wait`` returns the rows of one edge."""
 
     buffer: torch.Tensor
     peer: int
@@ -30,7 +30,7 @@ class Receipt:
     blocking: Callable[[int], None]
 
     def wait(self) -> torch.Tensor:
-        """The received ``[s, rows, h]``; raises the communicator's typed errors."""
+        """Wait for and return ``[s, rows, h]``; raises the communicator's typed errors."""
         if not self.work.is_completed():
             self.blocking(self.peer)
         self.work.wait()
@@ -39,7 +39,7 @@ class Receipt:
 
 @dataclass
 class BoundaryTransport:
-    """Point-to-point over ``group``; ``blocking(peer)`` is told before a wait that may last."""
+    """Point-to-point messages over ``group``. Calls ``blocking(peer)`` before a wait that may last."""
 
     group: dist.ProcessGroup
     blocking: Callable[[int], None]
@@ -59,7 +59,7 @@ class BoundaryTransport:
         return Receipt(buffer, peer, work, self.blocking)
 
     def flush(self) -> None:
-        """Wait until every send of the step has left; storage may be reused after."""
+        """Wait until every message of the step is sent; its storage may be reused afterwards."""
         for work, _, peer in self._sent:
             if not work.is_completed():
                 self.blocking(peer)
@@ -67,17 +67,17 @@ class BoundaryTransport:
         self._sent.clear()
 
     def abandon(self) -> None:
-        """Forget what is in flight: its generation is void."""
+        """Forget messages in flight, because their generation is void."""
         self._sent.clear()
 
 
 def _tag(step: int, edge: int, backward: bool) -> int:
-    """31 bits: 1 of direction, 26 of edge, 4 of step."""
+    """Return a tag of 31 bits: 1 of direction, 26 of edge, 4 of step."""
     return ((step & 0xF) << 27) | ((edge & 0x3FFFFFF) << 1) | (_BACKWARD if backward else _FORWARD)
 
 
 def started(work: dist.Work | None) -> dist.Work:
-    """The work of an ``isend`` or ``irecv``; raises ``RuntimeError`` when this rank is not in the group."""
+    """Return the work of an ``isend`` or ``irecv``; raises ``RuntimeError`` if this rank is not in the group."""
     if work is None:
         raise RuntimeError("a message for a rank that is not part of its group")
     return work

@@ -1,14 +1,13 @@
-"""Samples by address, so that any rank can read any sample of any step.
+"""Samples by address: any rank can read any sample of any step.
 
-The nominal grid consumes sample ``first + row`` at row ``row`` of a step that
-starts at ``first`` consumed samples. Which rank reads it is the plan's choice,
-made anew at each generation; a source therefore never advances by being read,
-and reading twice gives the same bytes.
+Row ``row`` of a step that starts at ``first`` consumed samples is sample
+``first + row``. Each generation's plan chooses the rank that reads it. A source therefore
+has no position that advances, and reading twice gives the same bytes.
 
 Prefetching is torch's ``DataLoader`` over an endless batch sampler that follows
-the present plan. A batch carries its sample numbers through the loader, so that what
-a piece was computed from is known and not assumed (:mod:`ledger`). A change of plan, a
-dead loader worker, or a step that was not read to its end starts the loader anew.
+the present plan. A batch carries its sample numbers through the loader, so the samples of a
+piece are known and not assumed (:mod:`ledger`). A change of plan, a dead loader worker, or
+a step that was not read to its end starts the loader anew.
 """
 
 from __future__ import annotations
@@ -30,32 +29,32 @@ __all__ = ["DatasetSource", "PieceBatch", "SampleSource", "StepAddress"]
 
 _PR_SET_PDEATHSIG = 1
 Numbered = tuple[tuple[int, ...], Any]
-"""Global sample numbers, and the batch that was made of those samples."""
+"""Global sample numbers, and the batch made of those samples."""
 
 
 @dataclass(frozen=True)
 class StepAddress:
-    """``first``: samples consumed before the step; ``size``: rows in it."""
+    """The samples of a step. ``first``: number of samples consumed before it; ``size``: its rows."""
 
     first: int
     size: int
 
     def samples(self, piece: Piece) -> tuple[int, ...]:
-        """Global numbers of the samples of ``piece``, in row order."""
+        """Return the global numbers of the samples of ``piece``, in row order."""
         return tuple(self.first + row for row in piece.rows)
 
 
 class PieceBatch(Iterator[Any]):
-    """The batch of one piece, as Megatron's ``data_iterator``: it yields once, and is fetched when asked for."""
+    """The batch of one piece as Megatron's ``data_iterator``: yields once, and is fetched only then."""
 
     def __init__(self, fetch: Callable[[], Numbered] | None = None, reading: PieceReading | None = None) -> None:
         self._fetch = fetch
         self.reading = reading
-        """What was handed out; ``None`` as long as nothing was."""
+        """The samples that were yielded; ``None`` before that."""
 
     @classmethod
     def as_planned(cls, samples: tuple[int, ...]) -> PieceBatch:
-        """For a model that makes its own inputs: no data, and the planned samples as their number says."""
+        """Return an empty batch that reports the planned samples, for a model that makes its own inputs."""
         return cls(reading=PieceReading(samples, (0,) * len(samples)))
 
     def __next__(self) -> Any:
@@ -68,20 +67,20 @@ class PieceBatch(Iterator[Any]):
 
 
 class SampleSource(Protocol):
-    """Where a step's samples come from."""
+    """The source of a step's samples."""
 
     def plan(self, pieces: Sequence[Piece]) -> None:
-        """The pieces this rank reads each step, in reading order, until told otherwise."""
+        """Set the pieces that this rank reads each step from now on, in reading order."""
 
     def begin(self, address: StepAddress) -> Callable[[Piece], PieceBatch]:
-        """Reader of one step: ``reader(piece)`` yields that piece's collated batch once."""
+        """Return the reader of one step: ``reader(piece)`` yields that piece's collated batch once."""
 
 
 class DatasetSource:
     """A map-style data set behind :class:`SampleSource`.
 
     ``order(sample)`` gives the data set index of a global sample number. Raises
-    ``IndexError`` (from the data set or ``order``) past the end of the data, when a batch is asked for.
+    ``IndexError`` (from the data set or ``order``) past the end of the data, when a batch is fetched.
     """
 
     def __init__(
@@ -99,13 +98,13 @@ class DatasetSource:
         self._loader: _PieceLoader | None = None
 
     def plan(self, pieces: Sequence[Piece]) -> None:
-        """See :class:`SampleSource`; prefetched batches of an older plan are dropped."""
+        """Set the pieces of each step (:class:`SampleSource`); drops prefetched batches of an older plan."""
         if tuple(pieces) != self._pieces:
             self._pieces = tuple(pieces)
             self.close()
 
     def begin(self, address: StepAddress) -> Callable[[Piece], PieceBatch]:
-        """See :class:`SampleSource`."""
+        """Return the reader of one step (:class:`SampleSource`)."""
         if self._workers == 0 or not self._pieces:
             return lambda piece: PieceBatch(lambda: self._read(address, piece))
         if self._loader is None or self._loader.position != (address, 0):
@@ -121,13 +120,13 @@ class DatasetSource:
         return samples, self._collate([self._dataset[self._order(sample)] for sample in samples])
 
     def _prefetched(self, address: StepAddress, piece: Piece) -> Numbered:
-        """The loader's next batch where that is the piece's; otherwise the samples are read here."""
+        """Return the loader's next batch if it is the piece's; otherwise read the samples in this process."""
         if self._loader is not None and self._loader.offers(address, piece):
             try:
                 return self._loader.take()
             except (RuntimeError, StopIteration, EOFError, OSError):
-                # A loader worker died, perhaps before its batch was fetched from its shared memory. Workers are
-                # started anew with the next step.
+                # A loader worker died, perhaps before its batch was read from its shared memory. The next step
+                # starts workers again.
                 pass
         self.close()
         return self._read(address, piece)
@@ -137,7 +136,7 @@ class _PieceLoader:
     """Loader workers that read a plan's pieces, step after step.
 
     Invariant: ``position`` is (step, index of the piece) of the batch that :meth:`take` returns next. It moves when a
-    batch is taken, not when a step begins: a step may be cut short anywhere.
+    batch is taken, not when a step begins: a loss may interrupt a step anywhere.
     """
 
     def __init__(
@@ -164,12 +163,12 @@ class _PieceLoader:
         )
 
     def offers(self, address: StepAddress, piece: Piece) -> bool:
-        """Whether the next batch is that of ``piece`` in the step at ``address``."""
+        """Return whether the next batch is that of ``piece`` in the step at ``address``."""
         there, index = self.position
         return there == address and self._pieces[index] == piece
 
     def take(self) -> Numbered:
-        """The next batch with its sample numbers. Raises what a dead loader worker leads to."""
+        """Return the next batch with its sample numbers. Raises the errors that a dead loader worker causes."""
         numbered: Numbered = next(self._batches)
         address, index = self.position
         following = index + 1 < len(self._pieces)
@@ -178,7 +177,7 @@ class _PieceLoader:
 
 
 class _Numbered(Dataset[Any]):
-    """A data set asked for (sample number, index) that answers with (sample number, item)."""
+    """A data set that maps (sample number, index) to (sample number, item)."""
 
     def __init__(self, dataset: Dataset[Any]) -> None:
         self._dataset = dataset
@@ -189,7 +188,7 @@ class _Numbered(Dataset[Any]):
 
 
 class _NumberedCollate:
-    """Collates the items, and keeps their numbers beside them."""
+    """Collates items and returns them with their sample numbers."""
 
     def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
         self._collate = collate
@@ -222,9 +221,9 @@ def _after(address: StepAddress) -> StepAddress:
 
 
 def _quiet(loader: Any) -> Iterator[Any]:
-    """Keep torch's SIGCHLD handler from raising about these workers wherever the rank happens to be.
+    """Keep torch's SIGCHLD handler from raising in unrelated code when such a worker ends.
 
-    Their death is then noticed where it matters, by the reader that waits for one.
+    The reader that waits for the worker notices its end.
     """
     if loader._worker_pids_set:
         signal_handling._remove_worker_pids(id(loader))
@@ -233,7 +232,7 @@ def _quiet(loader: Any) -> Iterator[Any]:
 
 
 def _die_with(parent: int) -> Callable[[int], None]:
-    """Loader workers end with the rank that started them, also when it is killed."""
+    """Return an initialiser that ends loader workers with the rank that started them, also if it is killed."""
 
     def init(_: int) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

@@ -1,14 +1,14 @@
 """The one all-reduce by which a step commits.
 
 Every living rank adds a float64 vector: one slot a state block for the squared
-gradient norm (its owner's), and a few counters. When it has arrived everywhere
-the step is decided: the ``StepRecord`` is a pure function of the record
-before and of this vector, the same on every rank.
+gradient norm (its owner's), and a few counters. The sum decides the step: the
+``StepRecord`` is a pure function of the record before and of this sum, equal on every
+rank.
 
 A slot has one contributor or holds integers below 2^53, so the sum does not
-depend on who contributed or in which order; loss sums are the exception, they
+depend on the contributors' number or order. The exception are loss sums, which
 are added over cells in member order. A digest is too long for one slot: it is cut
-into limbs of 21 bits, each summed in a slot of its own, so that sums over 2^32
+into limbs of 21 bits, each summed in a slot of its own, so sums over 2^32
 contributors are exact.
 """
 
@@ -61,65 +61,65 @@ class _Slot(IntEnum):
 
 
 def _limbs(value: int) -> list[float]:
-    """``value`` (not negative) cut into limbs, lowest first; the last one holds what is left."""
+    """Return ``value`` (not negative) cut into limbs, lowest first; the last one holds the rest."""
     mask = (1 << _LIMB_BITS) - 1
     low = [float(value >> (_LIMB_BITS * i) & mask) for i in range(_LIMBS - 1)]
     return [*low, float(value >> (_LIMB_BITS * (_LIMBS - 1)))]
 
 
 def _joined(values: Sequence[float], slot: _Slot) -> int:
-    """The integer whose summed limbs begin at ``slot``."""
+    """Return the integer whose summed limbs begin at ``slot``."""
     return sum(int(values[slot + i]) << (_LIMB_BITS * i) for i in range(_LIMBS))
 
 
 @dataclass
 class Tally:
-    """What one rank adds, and, summed, what all ranks agree on."""
+    """One rank's contribution to the vote, or the sum over all ranks."""
 
     norms: dict[BlockKey, float] = field(default_factory=dict)
-    """Sum of squares of the raw reduced gradient, of the blocks this rank owns (those that count)."""
+    """Sum of squares of the raw reduced gradient, for each block of this rank that counts in the norm."""
     voters: int = 1
     tokens: float = 0.0
     overflows: int = 0
     zeros: int = 0
     ledger: Ledger = field(default_factory=Ledger)
-    """Samples that the gradients here were computed from."""
+    """Samples from which this rank's gradients were computed."""
     plan: int = 0
-    """Sum of digests of what each voter takes for the plan."""
+    """Sum of the voters' plan digests (:func:`plan_digest`)."""
     joins: int = 0
     """Voters that know of a newcomer waiting to be admitted."""
     drains: int = 0
     """Voters that were asked to save and leave."""
     ready: int = 0
-    """Voters whose part in the migration under way is all but done."""
+    """Voters whose part in the migration under way is done or nearly done."""
     disputes: int = 0
-    """Copies that were not made as their owner's were."""
+    """Copies whose history differs from their owner's."""
     suspects: int = 0
-    """Copies made like their owner's that differ from it."""
+    """Copies with their owner's history whose contents differ from it."""
     leaves: int = 0
-    """Sum of digests of the ranks that are to leave, as each voter knows them; 0: none."""
+    """Sum of the voters' digests of the ranks that are to leave; 0: none."""
     saves: int = 0
-    """Voters for which a checkpoint is due: one was asked for, or the last was cut short."""
+    """Voters that need a checkpoint: one was requested, or the last one was interrupted."""
     written: int = 0
     """Voters whose share of the checkpoint under way is written."""
     steady: int = 0
-    """Voters whose measured times say something about their devices."""
+    """Voters whose measured times are valid for their devices."""
     times: dict[Range, tuple[int, int]] = field(default_factory=dict)
     """Nanoseconds of (forwards, backwards) by cell and unit range, from the first rank of each cell."""
     clocks: dict[int, ClockState] = field(default_factory=dict)
-    """By cell: what its devices' clocks can be and are, summed over its ranks."""
+    """Cell → clock range and present clock of its devices, summed over its ranks."""
     report: dict[str, tuple[float, float]] = field(default_factory=dict)
     unannounced: int = 0
     """Voters whose loss function reports a name that the layout has no slot for."""
     rates: tuple[Rate, ...] = ()
-    """By parameter group, from the lowest living rank alone: two ranks' cosines may differ in the last bit."""
+    """Rates by parameter group, from the lowest living rank alone: cosines of two ranks may differ in the last bit."""
     rows: tuple[int, ...] = ()
-    """Rows behind ``ledger.samples``, ascending; not part of the vector, reported if the vote is cut short."""
+    """Rows of ``ledger.samples``, ascending. Not part of the vector; part of the report if the vote is interrupted."""
 
 
 @dataclass(frozen=True)
 class VoteLayout:
-    """Where what stands in the vector; the same on every rank of a generation."""
+    """The layout of the vector, equal on every rank of a generation."""
 
     blocks: tuple[BlockKey, ...]
     report_keys: tuple[str, ...]
@@ -140,7 +140,7 @@ class VoteLayout:
         return plain + 2 * len(self.ranges) + 4 * len(self.clocked)
 
     def pack(self, tally: Tally) -> torch.Tensor:
-        """``tally`` as a float64 vector. Report keys that the layout lacks are left out, and counted."""
+        """Return ``tally`` as a float64 vector. Report keys without a slot are left out and counted."""
         vector = torch.zeros(self.size, dtype=torch.float64)
         counters = {
             _Slot.VOTERS: tally.voters, _Slot.TOKENS: tally.tokens, _Slot.OVERFLOWS: tally.overflows,
@@ -177,7 +177,7 @@ class VoteLayout:
         return vector
 
     def unpack(self, vector: torch.Tensor) -> Tally:
-        """The summed vector as a tally of the whole step."""
+        """Return the summed vector as the tally of the whole step."""
         values: list[float] = vector.tolist()
         start = _Slot.SIZE + len(self.blocks)
         times = start + 2 * len(self.report_keys)
@@ -226,7 +226,7 @@ _LEAVE = "leave:"
 
 
 def leaving_of(agreed: Iterable[str]) -> tuple[int, ...]:
-    """Ranks that are to leave by what a record has ``agreed``, ascending."""
+    """Return the ranks that are to leave according to a record's ``agreed``, ascending."""
     for request in agreed:
         if request.startswith(_LEAVE):
             return tuple(int(rank) for rank in request.removeprefix(_LEAVE).split(","))
@@ -234,19 +234,19 @@ def leaving_of(agreed: Iterable[str]) -> tuple[int, ...]:
 
 
 def wishes(tally: Tally, requests: Pending) -> None:
-    """Put what was asked of this rank from outside into its vote."""
+    """Put the requests from outside that this rank knows into its tally."""
     tally.joins, tally.drains = requests.join, requests.drain
     tally.leaves = _digest_of_ranks(requests.leave) if requests.leave else 0
 
 
 def agreed_by(total: Tally, requests: Pending) -> tuple[str, ...]:
-    """What follows from the sum, the same on every rank; ``requests``: what this one put in.
+    """Return the agreed requests, equal on every rank; ``requests``: those that this rank put in.
 
-    A request from outside counts when every voter knew of it (of the very same ranks,
-    for those that are to leave); a checkpoint is due when it is for anybody.
+    A request from outside is agreed if every voter knew it (with the same ranks, for a request
+    to leave). A checkpoint is agreed if one voter needs it.
     """
-    everybody = {"join": total.joins, "drain": total.drains, "written": total.written}
-    agreed = [name for name, count in everybody.items() if count == total.voters]
+    unanimous = {"join": total.joins, "drain": total.drains, "written": total.written}
+    agreed = [name for name, count in unanimous.items() if count == total.voters]
     if total.saves:
         agreed.append("save")
     leaving = requests.leave
@@ -260,7 +260,7 @@ def _digest_of_ranks(ranks: Iterable[int]) -> int:
 
 
 def plan_digest(*agreed: str) -> int:
-    """What every voter must take for the same (plan, state, record, samples), short enough for a vote."""
+    """Return the digest of the values that must be equal on all voters (plan, state, record, samples)."""
     return _text_digest("|".join(agreed))
 
 
