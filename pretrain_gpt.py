@@ -1,11 +1,11 @@
-"""Pretrain a GPT with Megatron-LM's own loop; with ``--elastic`` it outlives the loss of workers.
+"""Pretrain a GPT with Megatron-LM's own loop; with ``--elastic`` the job survives the loss of workers.
 
     torchrun --nproc-per-node 4 pretrain_gpt.py --tensor-model-parallel-size 2 ... --mock-data
     python -m megatron.elastic.launch --nproc-per-node 4 pretrain_gpt.py --elastic ...
 
-A thin script in Megatron-LM's shape: model, batch, loss, datasets. Flags, loop,
-logging and checkpoints are ``megatron.training``'s. The first import makes it run
-without a GPU as well; any other Megatron-LM script becomes elastic the same way.
+The script provides model, batch, loss and datasets, as usual with Megatron-LM. Flags, loop,
+logging and checkpoints are ``megatron.training``'s. The first import also makes it run
+without a GPU; the same import makes any other Megatron-LM script elastic.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Batch = tuple[torch.Tensor | None, ...]
 
 
 def layer_spec(args: Namespace, config: Any, vp_stage: int | None) -> Any:
-    """The modules a layer is made of: Transformer Engine's where asked for, else megatron.core's own."""
+    """Return the modules of a layer: Transformer Engine's if requested, else megatron.core's own."""
     transformer_engine = args.transformer_impl == "transformer_engine"
     if args.hybrid_layer_pattern is not None:
         raise ValueError("--hybrid-layer-pattern: this script builds GPT models only; leave it out")
@@ -73,7 +73,7 @@ def model_provider(
     config: Any = None,
     pg_collection: Any = None,
 ) -> GPTModel:
-    """This rank's part of the model. ``pre_process``: holds the embedding; ``post_process``: holds the head."""
+    """Return this rank's part of the model. ``pre_process``: with the embedding; ``post_process``: with the head."""
     args = get_args()
     config = config or core_transformer_config_from_args(args)
     spec = layer_spec(args, config, vp_stage)
@@ -103,7 +103,7 @@ def model_provider(
 
 
 def holds_mtp(vp_stage: int | None) -> bool:
-    """Whether layers that predict further tokens are here: they read tokens and positions, like the first stage."""
+    """Return whether this rank holds layers that predict further tokens: these read tokens, like the first stage."""
     args = get_args()
     if args.mtp_num_layers is None:
         return False
@@ -111,7 +111,10 @@ def holds_mtp(vp_stage: int | None) -> bool:
 
 
 def get_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None = None) -> Batch:
-    """(tokens, labels, loss_mask, attention_mask, position_ids), each [micro-batch, sequence]; Nones mid-pipeline."""
+    """Return (tokens, labels, loss_mask, attention_mask, position_ids), each [micro-batch, sequence].
+
+    All are None in the middle of a pipeline.
+    """
     first = mpu.is_pipeline_first_stage(ignore_virtual=vp_stage is None, vp_stage=vp_stage)
     last = mpu.is_pipeline_last_stage(ignore_virtual=vp_stage is None, vp_stage=vp_stage)
     predicts_ahead = holds_mtp(vp_stage)
@@ -124,7 +127,7 @@ def get_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None = None) 
 def loss_func(
     loss_mask: torch.Tensor | None, output: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-    """Sum of the unmasked token losses, their count, and what to report: ``[sum, count]``.
+    """Return the sum of the unmasked token losses, their count, and the values to log: ``[sum, count]``.
 
     ``loss_mask``, ``output``: [micro-batch, sequence]. Megatron divides by the count,
     per micro-batch or (``--calculate-per-token-loss``) once over the global batch.
@@ -139,7 +142,7 @@ def loss_func(
 
 
 def forward_step(data_iterator: Iterator[Any] | None, model: GPTModel) -> tuple[torch.Tensor, Any]:
-    """One micro-batch forward: (per-token losses or activations, loss function)."""
+    """Run one micro-batch forward; return (per-token losses or activations, loss function)."""
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
     vp_stage = get_attr_wrapped_model(model, "vp_stage")
@@ -150,7 +153,7 @@ def forward_step(data_iterator: Iterator[Any] | None, model: GPTModel) -> tuple[
 
 
 def reads_data(vp_stage: int | None = None) -> bool:
-    """Whether this rank feeds a pipeline: first or last stage, first of its tensor-parallel group."""
+    """Return whether this rank feeds a pipeline: first or last stage, first of its tensor-parallel group."""
     ignore = vp_stage is None
     ends = mpu.is_pipeline_first_stage(ignore_virtual=ignore, vp_stage=vp_stage) or mpu.is_pipeline_last_stage(
         ignore_virtual=ignore, vp_stage=vp_stage
@@ -159,7 +162,7 @@ def reads_data(vp_stage: int | None = None) -> bool:
 
 
 def dataset_config(args: Namespace) -> GPTDatasetConfig:
-    """What Megatron's dataset builder needs, from Megatron's flags."""
+    """Return the configuration of Megatron's dataset builder from Megatron's flags."""
     blend, blend_per_split = get_blend_and_blend_per_split(args)
     return GPTDatasetConfig(
         random_seed=args.seed,
@@ -187,7 +190,7 @@ def dataset_config(args: Namespace) -> GPTDatasetConfig:
 
 
 def datasets_provider(sample_counts: list[int], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
-    """Train, validation and test datasets of at least ``sample_counts`` samples each."""
+    """Return train, validation and test datasets of at least ``sample_counts`` samples each."""
     args = get_args()
     print_rank_0("> building train, validation, and test datasets for GPT ...")
     check_tokens(args, args.padded_vocab_size)
@@ -205,7 +208,7 @@ datasets_provider.is_distributed = True  # type: ignore[attr-defined]  # every r
 
 
 def main() -> None:
-    """Megatron-LM's loop over the four functions above."""
+    """Run Megatron-LM's loop with the functions above."""
     run(datasets_provider, model_provider, forward_step, {"tokenizer_type": "GPT2BPETokenizer"})
 
 

@@ -1,13 +1,13 @@
-"""One import that makes a Megatron-LM script run without a GPU, and, with ``--elastic``, outlive lost ranks.
+"""The import that makes a Megatron-LM script run without a GPU, and with ``--elastic`` survive the loss of ranks.
 
     import megatron.elastic.adaptor   # first line of any pretrain_*.py
 
-or, with no line at all, ``python -m megatron.elastic.launch --adapt script.py``.
+or, without a change of the script, ``python -m megatron.elastic.launch --adapt script.py``.
 
-Importing it readies the platform (on a CPU: redirects ``torch.cuda``) and waits
-for the script to import ``megatron.training``; only then are its argument
-functions replaced, and only with ``--elastic`` anything of the training step.
-Must come before any import of Megatron: Megatron binds names by value.
+The import prepares the platform (on a CPU: redirects ``torch.cuda``) and installs a hook.
+When the script imports ``megatron.training``, the hook replaces its argument functions,
+and with ``--elastic`` also functions of the training step. This import must precede all
+imports of Megatron, because Megatron binds names by value.
 """
 
 from __future__ import annotations

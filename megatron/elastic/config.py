@@ -1,9 +1,9 @@
-"""Everything a user can set, in one dataclass.
+"""All user settings of the elastic runtime, in one dataclass.
 
 Each field becomes one ``--elastic-*`` flag (``mcore/args/arguments.py`` derives the
 flags, ``docs/flags.md`` is generated); the string under a field is its help
-text. Nothing outside ``mcore`` and ``launch`` sees argparse: the engine is
-handed an :class:`ElasticConfig`.
+text. Only ``mcore`` and ``launch`` use argparse: the engine receives an
+:class:`ElasticConfig`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any, Literal, Union, get_args, get_origin
 __all__ = ["ConfigError", "ElasticConfig", "flag_name", "plain_type"]
 
 STEPS_BEFORE_MIGRATION = 50
-"""Steps that a lost rank has to return in before its layers move, unless a flag says otherwise."""
+"""Default number of steps within which a lost rank may return before its layers move."""
 
 
 class ConfigError(ValueError):
-    """Settings that cannot be honoured; each text names the flag and the fix."""
+    """Invalid settings; each text names the flag and the fix."""
 
     def __init__(self, *texts: str) -> None:
         super().__init__("; ".join(texts))
@@ -28,12 +28,12 @@ class ConfigError(ValueError):
 
 
 def flag_name(field_name: str) -> str:
-    """``"mirror_count"`` → ``"--elastic-mirror-count"``."""
+    """Return ``"--elastic-mirror-count"`` for ``"mirror_count"``."""
     return "--elastic-" + field_name.replace("_", "-")
 
 
 def plain_type(annotation: Any) -> Any:
-    """``str | None`` → ``str``; anything else as it is."""
+    """Return ``str`` for ``str | None``, and any other type unchanged."""
     if get_origin(annotation) in (Union, types.UnionType):
         return next(part for part in get_args(annotation) if part is not type(None))
     return annotation
@@ -56,28 +56,28 @@ class ElasticConfig:
     2 of any two. Use 2 where several ranks fail together."""
 
     domain: str | None = None
-    """What fails together with this node: names from the outermost on, e.g. 'rack7/host12'. Copies of a block go to
-    different racks, then to different nodes. Left out: MEGATRON_ELASTIC_DOMAIN of the node's environment, else its
-    machine (boot id)."""
+    """Failure domains of this node, outermost first, e.g. 'rack7/host12'. Copies of a block go to different racks, then
+    to different nodes. Default: MEGATRON_ELASTIC_DOMAIN of the node's environment, else the machine (boot id). Set it
+    where nodes of one rack fail together."""
 
     scatter_width: int = 4
     """Number of ranks over which the copies of one owner's blocks are spread, at most all others of its data-parallel
-    group. More: each of them holds less, and two losses are likelier to share a block."""
+    group. With more, each rank holds fewer copies, but two losses more often share a block."""
 
     ownership: Literal["interleaved", "contiguous"] = "interleaved"
-    """How optimizer state is divided over a data-parallel group. 'interleaved': each layer over all ranks.
-    'contiguous': each stage in one cut, as Megatron's distributed optimizer does; moves more when layers move, for
+    """Division of optimizer state over a data-parallel group. 'interleaved': each layer over all ranks. 'contiguous':
+    each stage in one cut, like Megatron's distributed optimizer. It moves more state when layers move; use it for
     comparison."""
 
     block_bytes: int = 1 << 18
     """Largest size of one block of optimizer state, in bytes of fp32. Blocks are owned, copied and moved whole."""
 
     snapshot: Literal["gradient", "state"] = "gradient"
-    """How copies follow their owner. 'gradient': they receive the reduced gradient and compute the same step. 'state':
-    they receive the result."""
+    """Update of the copies of a block. 'gradient': copies receive the reduced gradient and compute the same update.
+    'state': copies receive the updated state, which is more traffic."""
 
     policy: str = "elaswave"
-    """What happens to the samples of a lost rank."""
+    """Policy for the samples of a lost rank."""
 
     schedule: Literal["1f1b", "zero-bubble"] = "1f1b"
     """Pipeline schedule. '1f1b': Megatron's. 'zero-bubble': ZB-H1, which computes weight gradients where ranks would
@@ -87,69 +87,68 @@ class ElasticConfig:
     """Give slower ranks fewer samples. 'auto': where each rank has a processor of its own."""
 
     frequency: str = "off"
-    """Run devices that wait for others at lower clocks. 'auto': with the library of the platform.
-    KIND:DEVICE[:LIBRARY]: with this one, e.g. 'nvml:{local_rank}'; kinds are nvml, dcmi and cpufreq."""
+    """Lower the clocks of devices that wait for others. 'auto': by the library of the platform. KIND:DEVICE[:LIBRARY]:
+    by this library, e.g. 'nvml:{local_rank}'; kinds are nvml, dcmi and cpufreq. 'off': clocks do not change."""
 
     exact: bool = False
-    """End with the same weights, to the bit, whether or not ranks were lost. Slower; on CPUs only."""
+    """Make the final weights equal, bit by bit, to those of a run without losses. Slower; on CPUs only."""
 
     secret_file: str | None = None
     """File with the job's secret, at least 32 hex digits (openssl rand -hex 16), readable by its owner alone, the same
-    on every node. Needed for several nodes and with etcd, unless MEGATRON_ELASTIC_SECRET holds the secret itself."""
+    on every node. Required for several nodes and with etcd, unless MEGATRON_ELASTIC_SECRET holds the secret itself."""
 
     detection_timeout: float = 1.0
-    """Unit of all time-outs, in seconds: a stopped process is killed after 0.5 times this, a node that is not heard of
-    counts as lost after 10 times, a hang is looked for after 30 times (docs/operations.md lists all). Raise it where
-    machines stall for seconds."""
+    """Unit of all time-outs, in seconds: a stopped process is killed after 0.5 times this, a silent node counts as lost
+    after 10 times, a hang is searched for after 30 times (docs/operations.md lists all). Raise it where machines stall
+    for seconds."""
 
     max_losses_per_hour: int = 0
     """Largest number of ranks that may be lost within an hour; with one more the job ends. 0: no limit."""
 
     quarantine_after: int = 3
-    """A node is left out when it lost ranks this many times more within an hour than the median of the other nodes: its
-    lost ranks are started again only after 60 times --elastic-detection-timeout (doubled each further time, up to an
-    hour), or when training cannot go on without them. 0: never."""
+    """Number of losses by which a node must exceed the median of the other nodes within an hour to be quarantined. Its
+    lost ranks are then started again only after 60 times --elastic-detection-timeout (doubled each further time, up to
+    an hour), or when training cannot go on without them. 0: never."""
 
     respawn: bool = True
-    """Start lost ranks again; they rejoin at a step boundary. Without it the job goes on with the ranks that are
-    left."""
+    """Start lost ranks again; they rejoin at a step boundary. Without it the job goes on with the remaining ranks."""
 
     migrate_after: int | None = None
-    """Steps after a loss before layers move to other ranks. Left out: 50 while the lost rank is being started again, 0
+    """Steps after a loss before layers move to other ranks. Default: 50 while the lost rank is being started again, 0
     with --no-elastic-respawn. -1: layers never move."""
 
     mean_time_between_losses: float = 3600.0
-    """Seconds expected between two changes of membership. Layers move only if that makes up for its cost within this
-    time, or before the end of the run."""
+    """Expected seconds between two changes of membership. Layers move only if the gain exceeds the cost of moving
+    within this time, or before the end of the run."""
 
     migration: Literal["background", "blocking"] = "background"
-    """How state moves between ranks. 'background': while steps go on. 'blocking': between two steps, while all ranks
-    wait; for comparison."""
+    """Time at which state moves between ranks. 'background': while steps go on. 'blocking': between two steps, while
+    all ranks wait; use it for comparison."""
 
     spares: int = 0
-    """Number of highest-numbered ranks kept as hot spares, a multiple of the tensor-parallel size. A spare takes a lost
-    rank's place at once."""
+    """Number of highest-numbered ranks kept as hot spares, a multiple of the tensor-parallel size. A spare replaces a
+    lost rank at once."""
 
     verify_interval: int = 100
     """Steps between comparisons of the hashes of owners and copies, a part of the blocks each time. 0: never."""
 
     background_save: bool = True
-    """Write checkpoints while training goes on. Without it each save is finished before the next step."""
+    """Write checkpoints while training goes on. Without it each save ends before the next step begins."""
 
     strict_flags: bool = False
-    """Refuse Megatron flags that this machine cannot honour. Without it they are replaced, and a table at start lists
-    them."""
+    """Refuse Megatron flags that this machine does not support. Without it they are replaced, and a table at start
+    lists them."""
 
     check: bool = False
-    """Print all that would be refused, replaced or without effect, and end without training: exit status 0 if the job
-    would start, 1 if not. One process is enough; no other node is waited for."""
+    """Print all flags that would be refused, replaced or without effect, and end without training: exit status 0 if the
+    job would start, 1 if not. One process is enough; it does not wait for other nodes."""
 
     print_patches: bool = False
     """Print every function of Megatron that is replaced, then train."""
 
     event_log: str | None = None
     """Directory of the event log: one file a rank, one JSON line an event (generations, losses, plans, phases,
-    certificates, what can be lost). Left out: none is written."""
+    certificates, tolerated losses). Default: no event log."""
 
     trace: bool = False
     """Add the times of each phase and computation to the event log; python -m megatron.elastic.observe.run_trace draws

@@ -1,4 +1,4 @@
-"""What connects, builds, warms up and reports one rank; between the Megatron adapter (``mcore``) and the engine.
+"""Connection, construction, warm-up and logging of one rank, between the Megatron adapter (``mcore``) and the engine.
 
-Nothing here imports Megatron: another training loop could use it as it is.
+This folder does not import Megatron, so another training loop could use it unchanged.
 """

@@ -1,6 +1,6 @@
-"""An engine from its parts: links, a model, and what a generation decided.
+"""The construction of an engine from links, a model and the decision of a generation.
 
-The same for whoever begins together and whoever comes later (:mod:`start`).
+It is the same for ranks of the first start and for newcomers (:mod:`start`).
 """
 
 from __future__ import annotations
@@ -62,17 +62,17 @@ from megatron.elastic.state.record import StepRecord
 __all__ = ["EngineParts", "Layouts", "assemble", "beginning"]
 
 _EVIDENCE_NS = 500_000_000
-"""Computing time that must show a rank slow before plans follow: the moods of a machine pass."""
+"""Computing time in which a rank must be slow before plans change, so that short disturbances have no effect."""
 
 _BAND_PPM = 150_000
-"""Smaller differences of speed change no plan."""
+"""Differences of speed below this change no plan."""
 
 Layouts = Mapping[tuple[int, int], UnitLayout]
 
 
 @dataclass(frozen=True)
 class EngineParts:
-    """What an engine is built from besides links: the model and what is constant over the run."""
+    """The parts of an engine besides links: the model and the constants of the run."""
 
     interface: ModelInterface
     launch_topology: LaunchTopology
@@ -82,22 +82,22 @@ class EngineParts:
     host_state: Callable[[], str]
     on_notice: Callable[[str], None]
     choose: Choice | None = None
-    """In place of the configured policy."""
+    """Chooses plans in place of the configured policy, if given."""
     profile: Profile | None = None
-    """Costs of units where they are known beforehand; else all alike."""
+    """Costs of units, if known beforehand; None: estimated from sizes."""
     assignment: Assignment | None = None
-    """Who holds what at launch, where it is not Megatron's cut."""
+    """Assignment of units at launch, if it is not Megatron's cut."""
 
     @property
     def launched(self) -> Assignment:
-        """Who holds what at launch."""
+        """Assignment of units at launch."""
         return self.assignment or Assignment.at_launch(self.launch_topology)
 
 
 def beginning(
     job: EngineParts, assignment: Assignment, layouts: Layouts, decision: Decision
 ) -> tuple[Configuration, StepRecord]:
-    """Who holds what when the members of ``decision`` found the job, and the record that names it."""
+    """Return the first configuration of a job that starts with the members of ``decision``, and its record."""
     config = job.config
     rules = placement_rules(config, failure_domains(decision))
     configuration = Configuration(initial(unit_groups(assignment, layouts, decision.members), rules), assignment)
@@ -114,9 +114,9 @@ def assemble(
     record: StepRecord,
     hardware: Hardware,
 ) -> Engine:
-    """The engine of this rank in the generation of ``decision``, at ``record``, with copies as in ``configuration``.
+    """Return this rank's engine in the generation of ``decision``, at ``record``, under ``configuration``.
 
-    It holds no state yet. Raises :class:`StageGone` when nobody is left to compute some unit.
+    It holds no state yet. Raises :class:`StageGone` if some unit has no whole living cell.
     """
     fabric, rank = links.fabric, links.fabric.rank
     timeline = Timeline(job.config.trace)
@@ -185,7 +185,7 @@ def assemble(
 
 
 def _profile(job: EngineParts, layouts: Layouts, arena: Arena, hardware: Hardware) -> Profile:
-    """Costs before anything is measured."""
+    """Return the costs of units before any measurement."""
     shape, dtype = job.interface.boundary(1)
     copies, gradient = 1 + job.config.mirrors, job.config.snapshot == "gradient"
     costs = unmeasured_profile(
@@ -196,20 +196,20 @@ def _profile(job: EngineParts, layouts: Layouts, arena: Arena, hardware: Hardwar
 
 
 def _first_serves_all() -> bool:
-    """Whether other nodes depend on the first one, whose launcher serves the store."""
+    """Return whether other nodes depend on the first one because its launcher serves the store."""
     nodes = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
     return nodes > 1 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _has_steady_clock(config: ElasticConfig) -> bool:
-    """Whether times measured here may change plans: ranks that share a core measure each other."""
+    """Return whether times measured by this rank may change plans. Times of ranks that share a core are invalid."""
     if config.fail_slow == "auto" and select().name == "cpu":
         return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= len(os.sched_getaffinity(0))
     return config.fail_slow != "off"
 
 
 def _clocks(links: Links, config: ElasticConfig, timer: PhaseTimer) -> Clocks | None:
-    """The frequency axis, if asked for; the first rank of a node says what is controlled, or why nothing is."""
+    """Return the clocks of ``--elastic-frequency``, if given; the first rank of a node prints its status."""
     if config.frequency == "off":
         return None
     local = os.environ.get("LOCAL_RANK", "0")
@@ -229,7 +229,7 @@ def _clocks(links: Links, config: ElasticConfig, timer: PhaseTimer) -> Clocks | 
 
 @dataclass(frozen=True)
 class _Narrator(Listener):
-    """Writes what the engine did into the event log, and hands on what the host prints."""
+    """Writes the engine's events to the event log, and forwards to the host the lines that it prints."""
 
     events: EventLog
     timeline: Timeline

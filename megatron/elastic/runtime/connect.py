@@ -1,7 +1,7 @@
-"""From the launcher to the others: the control plane and the communicator of this process.
+"""The connection of this process to the control plane and to the other ranks.
 
-They come first, before Megatron's own initialisation, which then finds a default group. A
-first start is linked to everybody when this returns, a joiner to nobody yet.
+It is made before Megatron's own initialisation, which then finds a default group. At the
+first start a rank is then linked to all ranks; a newcomer has no links yet.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ __all__ = ["Links", "linked", "open_links"]
 
 @dataclass(frozen=True)
 class Links:
-    """This process's connection to the others: control plane and communicator."""
+    """This process's control plane and communicator."""
 
     membership: WorkerProtocol
     fabric: Fabric
     events: EventLog
     injector: Injector
     decision: Decision | None
-    """The first generation; ``None`` for a joiner that is yet to be admitted."""
+    """Decision of the first generation; ``None`` for a newcomer, which waits to be admitted."""
     threads: Threads = OS_THREADS
 
 
 def open_links(config: ElasticConfig, timeout: float) -> Links:
-    """Join the control plane, listen, and (unless joining later) connect to everybody.
+    """Join the control plane, listen, and connect to all ranks unless this is a newcomer.
 
     Raises ``NotUnderLauncher`` outside the elastic launcher.
     """
@@ -74,10 +74,10 @@ def linked(
     membership: WorkerProtocol, fabric: Fabric, events: EventLog, injector: Injector, timeout: float,
     threads: Threads = OS_THREADS,
 ) -> Links:  # fmt: skip
-    """The links of a process that has started its membership: connected to all ranks, unless it joins later."""
+    """Return the links of a process that has started its membership: to all ranks, unless it is a newcomer."""
     decision = None
     if not membership.newcomer:
-        membership.request(Request.SETUP)  # until "begin", nobody here holds what could outlive a loss
+        membership.request(Request.SETUP)  # before "begin" no rank holds state, so a loss restarts the setup
         decision = membership.decide(fabric.address(), "", timeout)
         fabric.edit(decision.generation, decision.members, timeout)
         events.generation = decision.generation
@@ -85,7 +85,7 @@ def linked(
 
 
 def _agent_store(timeout: float) -> dist.Store:
-    """The first agent's store. Raises :class:`ConfigError` where there is none (native links need none)."""
+    """Return the first agent's store. Raises :class:`ConfigError` if there is none (native links need none)."""
     host, _, port = os.environ.get(env.STORE, "").rpartition(":")
     if not host:
         raise ConfigError("--elastic-comm gloo needs a store in the first agent: leave out --rdzv-backend etcd")

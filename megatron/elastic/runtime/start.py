@@ -1,8 +1,8 @@
-"""How a process comes to its engine: founding it with everybody, or joining those who train.
+"""The start of a rank's engine: together with all ranks, or as a newcomer of a running job.
 
-A joiner runs the user's script from the top while the others train: links and groups
-first (alone), then Megatron's own initialisation, the model, and only then the engine,
-once it is admitted. Whatever it can do before they wait for it, it does before.
+A newcomer runs the user's script from the top while the members train. It makes links and
+groups (alone), runs Megatron's own initialisation, builds the model, and makes its engine
+once it is admitted. It does as much as possible before the members wait for it.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ __all__ = ["JobGone", "found", "join"]
 
 
 class JobGone(RuntimeError):
-    """Whoever held anything is gone while a newcomer waited: there is nothing to join.
+    """All members were lost while a newcomer waited, so there is no job to join.
 
-    ``begins_anew``: that was decided already; else it depends on whether there is a checkpoint.
+    ``begins_anew``: a new start was decided already; otherwise it depends on a checkpoint.
     """
 
     def __init__(self, begins_anew: bool) -> None:
@@ -38,8 +38,8 @@ class JobGone(RuntimeError):
 
 
 def found(links: Links, job: EngineParts) -> Engine:
-    """The engine at the start of a job, together with everybody. Its state is what the model's parameters say."""
-    assert links.decision is not None, "a newcomer joins, it does not found"
+    """Return the engine at the start of a job, with state from the model's parameters. Collective."""
+    assert links.decision is not None, "a newcomer calls join"
     shard = job.launch_topology.shard(links.fabric.rank)
     catalog = exchange_catalog(job.interface, shard, links.fabric)
     layouts = build_layouts(catalog, job.config.block_bytes)
@@ -53,10 +53,10 @@ def found(links: Links, job: EngineParts) -> Engine:
 
 
 def join(links: Links, job: EngineParts) -> tuple[Engine, JoinState]:
-    """The engine of a rank that comes later: waits to be admitted, then takes the members' position.
+    """Wait to be admitted, take over the members' context, and return the engine; for newcomers.
 
-    What can be made without them (its arena) is made before anybody waits for it, and the rest is
-    rehearsed. Raises ``ValueError`` when its model is not the job's, :class:`JobGone` when there is no job any more.
+    The arena is made, and the rest rehearsed, before any member waits. Raises ``ValueError`` if the model is not
+    the job's, :class:`JobGone` if the job has ended.
     """
     fabric, timeout = links.fabric, job.settings.communication_timeout
     shard = job.launch_topology.shard(fabric.rank)
@@ -78,7 +78,7 @@ def join(links: Links, job: EngineParts) -> tuple[Engine, JoinState]:
             join_state = receive_join_state(fabric, decision)
             layouts = build_layouts(join_state.catalog, job.config.block_bytes)
             if any(layouts.get(key) != layout for key, layout in own.items()):
-                raise ValueError(f"rank {fabric.rank}: the parameters of its model are not those of the job's")
+                raise ValueError(f"rank {fabric.rank}: its model has other parameters than the job's model")
             known.update(_of_shard(layouts, shard))
             engine = assemble(
                 links, job, decision, layouts, arena, join_state.configuration, join_state.record, join_state.hardware
@@ -86,18 +86,18 @@ def join(links: Links, job: EngineParts) -> tuple[Engine, JoinState]:
             engine.join(join_state)
             links.events.generation = decision.generation
             return engine, join_state
-        except StageGone as gone:  # others are waited for as well
+        except StageGone as gone:  # more ranks are needed
             respawn, patience = job.config.respawn, job.config.detection_timeout
-            await_ranks(links.membership, gone, -1, respawn, patience, _unsaid, links.threads)
+            await_ranks(links.membership, gone, -1, respawn, patience, _silent, links.threads)
         except CommError as error:
             if isinstance(error, PeerLost) and not error.heard:
                 links.membership.suspect(error.rank, error.why)
 
 
-def _unsaid(line: str) -> None:
-    """The members say it."""
+def _silent(line: str) -> None:
+    """Drop the line: the members log it."""
 
 
 def _of_shard(layouts: Layouts, shard: int) -> dict[int, UnitLayout]:
-    """Unit → layout, as tensor-parallel rank ``shard`` holds it."""
+    """Return unit → layout on tensor-parallel rank ``shard``."""
     return {unit: layout for (unit, of), layout in layouts.items() if of == shard}

@@ -1,7 +1,6 @@
-"""What a recovery looks like from outside: readable lines, and events.
+"""Log lines and events of recoveries, steps, migrations and certificates.
 
-Every rank writes its own events; the lowest living rank prints the summary, in
-the field's words.
+Every rank writes its own events; the lowest living rank prints the lines.
 """
 
 from __future__ import annotations
@@ -90,7 +89,7 @@ def report_recovery(
     events.write(agreement)
     if speaks:
         if any(loss.rank < view.living[0] for loss in outcome.lost):
-            events.write_held()  # whoever spoke before may have died before it could say that its last step was over
+            events.write_held()  # the rank that logged before may be lost and may not have logged its last step
         events.write(_plan(step, view))
         recovered = recovery_line(agreement, decision.generation, losses, parked)
         for line in (recovered, *batch_lines(view.plan)):
@@ -98,7 +97,7 @@ def report_recovery(
 
 
 def batch_lines(plan: model.Plan) -> tuple[str, ...]:
-    """One line when the policy lets the batch shrink: it is another batch from then on."""
+    """Return one line if the policy lets the batch shrink."""
     if not plan.skipped:
         return ()
     whole = plan.grid.global_batch_size
@@ -106,7 +105,7 @@ def batch_lines(plan: model.Plan) -> tuple[str, ...]:
 
 
 def rows_of(plan: model.Plan) -> dict[int, int]:
-    """Cell → rows of the global batch it computes, ascending."""
+    """Return cell → number of rows of the global batch that it computes, ascending."""
     rows: dict[int, set[int]] = {}
     for piece in plan.pieces:
         rows.setdefault(piece.cell, set()).update(piece.rows)
@@ -127,7 +126,7 @@ def _plan(step: int, view: View) -> PlanEvent:
 def narrate_step(
     events: EventLog, timeline: Timeline, record: StepRecord, view: View, stepped: Stepped
 ) -> None:
-    """Record one committed step: times on every rank, what everybody knows on the lowest living one."""
+    """Record one committed step: its times on every rank, the rest on the lowest living rank."""
     if not events.enabled:
         return
     events.write(PhasesEvent(record.version, dict(stepped.phases), stepped.state_bytes))
@@ -154,21 +153,21 @@ def narrate_step(
 
 
 def narrate_recut(record: StepRecord, view: View, recut: Recut) -> None:
-    """Say that layers begin to change place, and why."""
+    """Print that layers begin to move, and why."""
     if not view.lowest:
         return
     if recut.target.is_nominal:
-        why = "all ranks are back, layers return to where they were at launch"
+        why = "all ranks are back, layers return to the cut of the launch"
     elif recut.now_ns:
         why = f"a step is expected to take {recut.then_ns / recut.now_ns:.0%} of its present time"
     else:
-        why = "no rank is left to compute some of them"
+        why = "no rank is left that could compute some of them"
     what = f"{recut.moved_units} layers (embedding and head count) move to other ranks"
     print(f"step {record.version}: {what}; {why}", flush=True)
 
 
 def narrate_migration(events: EventLog, record: StepRecord, view: View, moved: Moved) -> None:
-    """Record copies of state that have changed place, and the plan from there on."""
+    """Record a finished migration, and the plan after it."""
     if view.lowest:
         events.write(_plan(record.version, view))
     kinds = Counter(change.kind for change in moved.migration.changes)
@@ -188,15 +187,15 @@ def narrate_migration(events: EventLog, record: StepRecord, view: View, moved: M
 
 
 def narrate_protection(events: EventLog, record: StepRecord, protected: Protected) -> None:
-    """Record, and say once, that every block has its mirrors again."""
-    told = ProtectionEvent(record.version, protected.seconds, protected.steps, protected.blocks)
-    events.write(told)
+    """Record that every block has all its mirrors again; one rank prints it."""
+    event = ProtectionEvent(record.version, protected.seconds, protected.steps, protected.blocks)
+    events.write(event)
     if protected.speaks:
-        print(protection_line(told), flush=True)
+        print(protection_line(event), flush=True)
 
 
 def narrate_verdict(events: EventLog, view: View, verdict: CertificateOutcome) -> None:
-    """Record how a certificate ended; what it found is also printed, by the lowest living rank."""
+    """Record the result of a certificate; the lowest living rank prints its findings."""
     passed = verdict.certificate
     events.write(
         CertificateEvent(
@@ -217,7 +216,7 @@ def narrate_verdict(events: EventLog, view: View, verdict: CertificateOutcome) -
 
 
 def narrate_pace(events: EventLog, record: StepRecord, before: View, view: View) -> None:
-    """Record that measured speeds changed the plan; the lowest living rank says who is slow and what that means."""
+    """Record that measured speeds changed the plan; the lowest living rank prints the slow ranks and their samples."""
     if not view.lowest:
         return
     step = record.version
@@ -248,7 +247,7 @@ def narrate_clock(events: EventLog, step: int, applied: Applied, power_mw: int |
 
 
 def _outcome(outcome: RecoveryOutcome, in_step: bool) -> str:
-    if outcome.newcomers:  # some perhaps let in by a decision before, whose generation did not come about
+    if outcome.newcomers:  # some may be from an earlier decision, after which steps did not go on
         joined = "joined by " + ", ".join(map(str, outcome.newcomers))
         if not outcome.lost or not in_step:
             return joined

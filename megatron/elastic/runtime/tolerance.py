@@ -1,7 +1,7 @@
-"""Report what the job can lose now, whenever it changes: in the log, as an event, and to every agent (``ctl status``).
+"""The report of the losses that the job survives now: a log line, an event, and a text for agents (``ctl status``).
 
-The lowest living rank reports it. It looks after every committed step, recovery and migration, and computes it only
-where another placement or other domains are in force than at the look before.
+The lowest living rank makes it whenever it changes. The rank checks after every committed step, recovery and
+migration, and computes the report only if the placement or the failure domains have changed since the last check.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ __all__ = ["Tolerances", "line"]
 
 
 class Tolerances:
-    """``announce``: tells the agents; ``store``: whether the first agent serves it."""
+    """Reports the losses that the job survives.
+
+    ``announce``: sends the text to the agents; ``store``: whether the first agent serves the store.
+    """
 
     def __init__(
         self, rank: int, mirrors: int, log: events.EventLog, announce: Callable[[str], None], store: bool
@@ -27,18 +30,18 @@ class Tolerances:
         self._rank, self._mirrors = rank, mirrors
         self._log, self._announce, self._store = log, announce, store
         self._seen: tuple[Placement, FailureDomains] | None = None
-        self._told = ""
+        self._reported = ""
 
     def look(self, view: View, step: int) -> None:
-        """``view`` is in force after ``step``."""
+        """Report if ``view``, in force after ``step``, changes the report."""
         present = view.placement, view.domains
         if view.living[0] != self._rank or self._is_seen(*present):
             return
         self._seen = present
         found = tolerance(*present, self._mirrors)
         text = line(found, present[1], self._store)
-        if text != self._told:
-            self._told = text
+        if text != self._reported:
+            self._reported = text
             print(text, flush=True)
             self._announce(text)
             self._log.write(_event(found, present[1], step, text))
@@ -49,7 +52,7 @@ class Tolerances:
 
 
 def line(found: Tolerance, domains: FailureDomains, store: bool) -> str:
-    """One line. ``store``: the loss of the first node ends the job whatever its state."""
+    """Return the log line. ``store``: the loss of the first node ends the job in any case."""
     ranks, nodes, *wider = found.levels
     kinds = [(ranks, "rank"), (nodes, "node"), *((level, _around_nodes(up)) for up, level in enumerate(wider, 1))]
     able = [f"any {level.any} {kind}{'s' * (level.any > 1)}" for level, kind in kinds if level.any]
@@ -67,7 +70,7 @@ def _around_nodes(level: int) -> str:
 
 
 def _fatal(level: Level, kind: str, domains: FailureDomains) -> str:
-    """``nodes a and b (8 of 28 pairs)``."""
+    """Return a text like ``nodes a and b (8 of 28 pairs)``."""
     first = level.fatal[0]
     if kind == "node":
         names = [domains.names[node] for node in first]

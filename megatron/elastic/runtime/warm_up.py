@@ -1,7 +1,7 @@
-"""An admission gone through before it comes: what a process does for the first time keeps others waiting longest.
+"""The rehearsal of an admission, so that members wait less for the real one.
 
-Python takes two to three times as long over code it runs for the first time as over the
-same code a moment later (``docs/log.md``), and a newcomer's part of an admission is all of that kind.
+Python runs code slower for the first time than later (``docs/log.md``), and a newcomer runs
+all code of its admission for the first time.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ __all__ = ["rehearse"]
 
 
 def rehearse(links: Links, job: EngineParts, own: Catalog, arena: Arena) -> None:
-    """Be admitted, alone and for nothing, to a job of which everybody of the launch is here.
+    """Run the admission of this rank to an imaginary job in which all ranks of the launch are present.
 
-    ``own``: the catalog of this rank's units; those of others are taken to be like one of them. Nothing is sent or
-    logged, no state is made, ``arena`` stays as it is. Must be called before the first edit of the fabric.
+    ``own``: the catalog of this rank's units; other units are assumed to be like one of them. The rehearsal sends
+    and logs nothing, makes no state and leaves ``arena`` unchanged. Call it before the first edit of the fabric.
     """
-    _be_admitted(links, job, own, arena)
-    gc.collect()  # now, and not when enough has come together, in the middle of the admission
+    _rehearse_admission(links, job, own, arena)
+    gc.collect()  # now, so that it does not run during the admission
 
 
-def _be_admitted(links: Links, job: EngineParts, own: Catalog, arena: Arena) -> None:
+def _rehearse_admission(links: Links, job: EngineParts, own: Catalog, arena: Arena) -> None:
     rank, here = links.fabric.rank, links.fabric.address()
     assignment, living = _in_a_place(job.launched, rank, tuple(arena.slices))
     if rank not in living:
-        return  # its model is no stage's of the launch: there is no place to try
+        return  # its model is not that of any stage at launch, so no place is known for a rehearsal
     like = next(iter(own.values()))
     layouts = build_layouts({key: own.get(key, like) for key in assignment.state_groups()}, job.config.block_bytes)
     decision = Decision(0, {peer: msgspec.structs.replace(here, rank=peer) for peer in living}, "join")
     configuration, record = beginning(job, assignment, layouts, decision)
-    told = JoinState(
+    sent = JoinState(
         own,
         Hardware(1, 1),
         configuration,
@@ -58,7 +58,7 @@ def _be_admitted(links: Links, job: EngineParts, own: Catalog, arena: Arena) -> 
         (),
         "",
     )
-    join_state: JoinState = decode(JoinState, encode(told), rank)
+    join_state: JoinState = decode(JoinState, encode(sent), rank)
     alone = replace(links, injector=Injector((), rank), events=EventLog(None, rank))
     quiet = replace(job, config=replace(job.config, frequency="off", trace=False, exact=False))
     at = assemble(
@@ -67,12 +67,12 @@ def _be_admitted(links: Links, job: EngineParts, own: Catalog, arena: Arena) -> 
     mine = statement(
         at.tools, at.view, record, 0, looked_at(layouts, configuration.placement.copies, 0, LOOKED_AT_BYTES)
     )
-    # What it finds is of no account: of the others there is nothing to compare.
+    # Its findings are ignored: there are no statements of other ranks to compare.
     examine(at.tools, at.view, at.views.groups(at.view), mine, "join")
 
 
 def _in_a_place(assignment: Assignment, rank: int, units: tuple[int, ...]) -> tuple[Assignment, tuple[int, ...]]:
-    """Who computes what, and who is here, where ``rank`` computes ``units``: as launched, or in a lost rank's place."""
+    """Return (assignment, living ranks) in which ``rank`` computes ``units``: as launched, or replacing a lost rank."""
     launch_topology, present = assignment.launch_topology, range(assignment.launch_topology.slots)
     if assignment.units_of(rank) == units:
         return assignment, tuple(present)

@@ -48,7 +48,7 @@ class Disputes:
 
 
 def block_checksums(pool: StatePool, keys: Sequence[BlockKey], gradient: GradientKey, interval: int) -> torch.Tensor:
-    """Return fp32 ``[CHECKSUM_SLOTS · blocks]``, raw bits: checksums of this rank's copies, which retain ``gradient``."""
+    """Return fp32 ``[CHECKSUM_SLOTS · blocks]``, raw bits: checksums of this rank's copies, which keep ``gradient``."""
     words = bytearray()
     for key in keys:
         copy = pool.get(key)
