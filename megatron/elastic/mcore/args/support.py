@@ -305,22 +305,22 @@ def docs() -> str:
     """The support page, Markdown."""
     lines = [
         "# What is supported", "",
-        "Checked at start: what is refused ends the run with one line each and exit status 1; `--elastic-check` checks",
-        "without a run. Written by",
+        "Every start checks its flags. Each refused flag prints one line, and the run ends with exit status 1. `--elastic-check`",
+        "makes the same checks without a run. This page is written by",
         "`python -m megatron.elastic.mcore.args.support --write-docs docs/support.md`.", "",
         "## Features", "",
         *_table(("feature", "flags", "CPU", "with --elastic", ""), (
             (row.name, " ".join(f"`{flag}`" for flag in row.flags[:4]), row.cpu, row.elastic, row.fix)
             for row in FEATURES)), "",
-        "## Substituted where what they need is missing", "",
-        "Printed as a table at start; `--elastic-strict-flags` refuses them instead.", "",
+        "## Which flags are substituted where a dependency is missing?", "",
+        "The start prints them as a table; `--elastic-strict-flags` refuses them instead.", "",
         *_table(("flag", "needs", "used instead", "why"), (
             (f"`{row.flag}`", ", ".join(row.needs), str(row.used), row.reason) for row in substitutions.ROWS)), "",
-        "## Without effect under --elastic", "",
-        "Accepted with one line each: they tune hardware, or the engine has its own.", "",
+        "## Which flags have no effect under --elastic?", "",
+        "Each is accepted with one line: it tunes hardware, or the engine has its own setting.", "",
         *_table(("flag", "why"), ((f"`{row.flag}`", row.reason) for row in substitutions.ELASTIC_ROWS)), "",
         "## The most used flags", "",
-        "The flags most frequent in Megatron-LM's GPT configurations and example scripts, in that order.", "",
+        "The most frequent flags of Megatron-LM's GPT configurations and example scripts, in that order.", "",
         *_table(("flag", "CPU", "with --elastic"), (
             (f"`{flag}`", *(classify(flag) or ("?", "?"))) for flag in flag_table.MOST_USED)),
     ]
