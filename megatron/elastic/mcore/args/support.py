@@ -305,8 +305,8 @@ def docs() -> str:
     """The support page, Markdown."""
     lines = [
         "# What is supported", "",
-        "Every start checks its flags. Each refused flag prints one line, and the run ends with exit status 1. `--elastic-check`",
-        "makes the same checks without a run. This page is written by",
+        "Every start checks its flags. Each refused flag prints one line, and the run ends with exit status 1.",
+        "`--elastic-check` makes the same checks without a run. This page is written by",
         "`python -m megatron.elastic.mcore.args.support --write-docs docs/support.md`.", "",
         "## Features", "",
         *_table(("feature", "flags", "CPU", "with --elastic", ""), (
