@@ -20,7 +20,7 @@ EndpointValue = _Int64 | str | list[_Int64 | str | list[_Int64]]
 
 
 class Address(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How to reach one incarnation of a rank. ``endpoint`` is the transport's own."""
+    """The address of one incarnation of a rank. ``endpoint`` is the transport's own."""
 
     rank: Rank
     incarnation: _Int64

@@ -1,7 +1,7 @@
 """The fabric under ``torch.distributed``: default group, ``new_group``, backend name ``elastic``.
 
-``install`` makes the fabric's world the default process group. Nobody waits for
-anybody: a joiner does it alone, in a world of one. What is replaced in
+``install`` makes the fabric's world the default process group. No rank waits for
+another: a joiner does it alone, in a world of one. What is replaced in
 ``torch.distributed`` is listed in :data:`REPLACED` and undone by
 ``Installation.undo``:
 
@@ -59,7 +59,7 @@ def make_fabric(
     dense_world: bool = False,
     platform: Platform | None = None,
 ) -> Fabric:
-    """The fabric ``config.comm`` names, connected to nobody yet.
+    """The fabric that ``config.comm`` names, not connected yet.
 
     ``store`` (or a function that connects to it: clients do not survive a fork)
     is served outside the ranks; only gloo needs it. ``secret`` authenticates
@@ -96,7 +96,7 @@ def make_fabric(
 
 @dataclass
 class Installation:
-    """What :func:`install` changed, and how to undo it."""
+    """The changes of :func:`install`, and their undo."""
 
     fabric: Fabric
     originals: dict[str, Any] = field(default_factory=dict)
@@ -225,7 +225,7 @@ def register_backend(make: Callable[[dist.Store, int, int, timedelta, bool], Fab
     """Teach torch the backend name ``elastic`` (CPU).
 
     ``init_process_group(backend="elastic")`` then calls ``make(store, rank,
-    world_size, timeout, dense_world)`` for a fabric connected to nobody, connects
+    world_size, timeout, dense_world)`` for an unconnected fabric, connects
     the ranks through ``store`` and uses the fabric's world as the default group.
     With ``enable_reconfigure=True`` (torch 2.14 and later; before, by ``driven``) it
     stays a world of one, and dense, until a manager's ``_reconfigure``.

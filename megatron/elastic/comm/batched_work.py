@@ -11,7 +11,7 @@ __all__ = ["BatchedWork"]
 
 
 class BatchedWork(dist.Work):
-    """Done when all of ``works`` are; raises what the first of them raises."""
+    """Done when all of ``works`` are; raises the first exception of them."""
 
     def __init__(self, works: Sequence[dist.Work]) -> None:
         super().__init__()

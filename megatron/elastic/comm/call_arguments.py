@@ -1,4 +1,4 @@
-"""What c10d's Python callers pass to a process group, in whichever of its spellings.
+"""Arguments that c10d's Python callers pass to a process group, in any of its spellings.
 
 A collective may come as (tensors, options), (tensor, op), or with keywords,
 depending on the caller and the release of torch.

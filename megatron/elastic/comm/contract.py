@@ -1,4 +1,4 @@
-"""What newer releases of torch expect of a process group that changes, read from their wheels without installing them.
+"""Newer torch's contract for process groups that change, read from the wheels without installing them.
 
     python -m megatron.elastic.comm.contract --record tests/unit/comm/torch_reconfigure.json
 

@@ -1,4 +1,4 @@
-"""What can go wrong in communication, as types.
+"""Errors of communication, as types.
 
 ``GenerationChanged`` is not a failure: it says that membership is being agreed
 anew and that whatever was in flight is void. ``PeerLost`` is evidence, handed
@@ -18,7 +18,7 @@ class PeerLost(CommError):
     """The link to ``rank`` broke while something was in flight on it.
 
     ``heard``: another member's link did, and said so; this process's own stands. Then it
-    is no evidence of its own: whoever lost the link gives it.
+    is no evidence of its own: the rank that lost the link gives it.
     """
 
     def __init__(self, rank: int, why: str = "connection lost", heard: bool = False) -> None:
@@ -37,7 +37,7 @@ class GenerationChanged(CommError):
 
 
 class BadMessage(CommError):
-    """``rank`` sent what is no message of the type that was due."""
+    """``rank`` sent a value that is not of the expected message type."""
 
     def __init__(self, rank: int, why: str) -> None:
         super().__init__(f"rank {rank} sent {why}")

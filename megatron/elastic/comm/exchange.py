@@ -1,4 +1,4 @@
-"""What every living rank has to say, known to all of them: one collective where it is short.
+"""Exchange of one message of every living rank with all: one collective where they are short.
 
 ``torch.distributed.all_gather_object`` takes two, the first for lengths, and ranks that share cores wait for one
 another in each. Here the first carries lengths and what fits beside them; a second one is for what does not.

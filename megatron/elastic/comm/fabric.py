@@ -43,7 +43,7 @@ class BlockRange:
 
 @dataclass(frozen=True)
 class EditReport:
-    """What one edit did, in seconds by phase and counts."""
+    """The report of one edit: seconds by phase, and counts."""
 
     generation: int
     seconds: Mapping[str, float]
@@ -79,7 +79,7 @@ class Fabric(ABC):
     def prepare(self, members: Mapping[int, Address], timeout: float) -> int:
         """Open links to ``members`` ahead of the edit that may admit this process; how many stand now.
 
-        For a spare or a newcomer while the members train, who notice nothing. Never
+        For a spare or a newcomer while the members train, undisturbed. Never
         raises for a peer that does not answer: the edit opens the rest. Ended early
         by :meth:`interrupt` and :meth:`edit`. A fabric that cannot opens none.
         """

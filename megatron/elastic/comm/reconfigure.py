@@ -1,7 +1,7 @@
 """torch's own protocol for process groups that change (torch 2.14 and later), over ``Fabric.edit``.
 
 There, a manager (torchft's, for one) collects ``_get_reconfigure_handle()`` of
-everybody who is to take part and calls ``_reconfigure(uuid, handles)`` on each;
+all processes that are to take part and calls ``_reconfigure(uuid, handles)`` on each;
 ``torch.distributed`` hands both to the group's ``get_reconfigure_handle`` and
 ``reconfigure``. Here a handle is an :class:`Address` as JSON, and ``uuid`` the
 generation, which must grow.
@@ -36,7 +36,7 @@ __all__ = ["Driven", "Reconfigurable", "handle_of", "members_of", "reconfigure"]
 
 
 class Reconfigurable(Protocol):
-    """What the protocol needs of a fabric."""
+    """The part of a fabric that the protocol needs."""
 
     timeout: float
 
@@ -48,7 +48,7 @@ class Reconfigurable(Protocol):
 
 
 class Options(Protocol):
-    """What is read of torch's ``ReconfigureOptions``."""
+    """The fields of torch's ``ReconfigureOptions`` that are read."""
 
     uuid: int
     handles: Collection[str]
@@ -56,7 +56,7 @@ class Options(Protocol):
 
 
 def handle_of(fabric: Reconfigurable) -> str:
-    """How peers reach this process, as text."""
+    """The address of this process for its peers, as text."""
     return msgspec.json.encode(fabric.address(), order="deterministic").decode()
 
 
@@ -82,7 +82,7 @@ def members_of(handles: Collection[str]) -> dict[int, Address]:
 
 
 def reconfigure(fabric: Reconfigurable, uuid: int, handles: Collection[str], timeout: timedelta | None) -> dist.Work:
-    """Void what is in flight, then make the processes behind ``handles`` the living ones (generation ``uuid``)."""
+    """Void pending operations, then make the processes behind ``handles`` the living ones (generation ``uuid``)."""
     members = members_of(handles)
     fabric.interrupt(uuid)
     fabric.edit(uuid, members, timeout.total_seconds() if timeout else fabric.timeout)

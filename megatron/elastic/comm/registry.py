@@ -1,4 +1,4 @@
-"""What ``torch.distributed``'s Python layer remembers about a group, kept true.
+"""The tables of ``torch.distributed``'s Python layer about a group, kept true.
 
 ``dist.get_rank(group)``, ``get_process_group_ranks`` and every collective that
 takes a global root read ``_world.pg_group_ranks``, not the group. The tables put
@@ -29,7 +29,7 @@ def group_name(role: str, members: Sequence[int]) -> str:
 
 
 class Living:
-    """Who takes part now, for all tables that follow it. ``ranks`` is replaced as a whole, never changed."""
+    """The present members, for all tables that follow it. ``ranks`` is replaced as a whole, never changed."""
 
     def __init__(self, ranks: Container[int]) -> None:
         self.ranks = ranks
@@ -89,7 +89,7 @@ def register(group: dist.ProcessGroup, name: str, store: dist.Store, members: Se
 
 
 def set_ranks(group: dist.ProcessGroup, members: Sequence[int], living: Living) -> None:
-    """Say that those of ``members`` take part who are in ``living``."""
+    """Record that the members in ``living`` take part."""
     c10d._world.pg_group_ranks[group] = cast("dict[int, int]", LivingRanks(members, living))
 
 

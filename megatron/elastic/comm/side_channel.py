@@ -1,4 +1,4 @@
-"""Messages between two ranks beside the step: what background transfers travel over.
+"""Messages between two ranks beside the step, for background transfers.
 
 One group of its own, so nothing here can meet a message of a step. Waits happen
 on threads of their own and are not counted in what this process waits for: a
@@ -10,7 +10,7 @@ pieces, the next one when the receiver has confirmed the last: a step's message
 waits for one piece of a stream at most (1 ms at 1 Gbit/s), and what is in nobody's
 way still goes as fast as it can. The aim is that of LEDBAT (RFC 6817), a transport
 for what has time; its means, measured delays, would be blurred here by busy
-processors. Where everybody waits for the stream (:meth:`SideChannel.hurry`) many
+processors. Where all ranks wait for the stream (:meth:`SideChannel.hurry`) many
 pieces are under way at once.
 """
 
@@ -44,7 +44,7 @@ class SideChannel(Protocol):
         """Wait until ``peer`` has confirmed everything: nothing of this channel is left on the way there."""
 
     def hurry(self) -> None:
-        """From now on everybody waits for what is sent here. Raises ``CommError``."""
+        """Declare that all ranks wait for these messages from now on. Raises ``CommError``."""
 
     def give_up(self) -> None:
         """End every wait here with a ``CommError``, where the transport allows; otherwise the next generation does."""

@@ -125,7 +125,7 @@ class PhasesEvent(Event):
 
 @dataclass(frozen=True)
 class TraceEvent(Event):
-    """What one rank did when since the line before (``--elastic-trace``), by its monotonic clock."""
+    """Timeline of one rank since the line before (``--elastic-trace``), by its monotonic clock."""
 
     kind: ClassVar[str] = "trace"
     step: int
@@ -150,7 +150,7 @@ class RecoveryEvent(Event):
     links_opened: int = 0
     """Links to other ranks that this rank opened while all waited for it."""
     links_ahead: int = 0
-    """Links to newcomers that stood before: opened while everybody trained."""
+    """Links to newcomers that existed before: opened while the members trained."""
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ class MigrationEvent(Event):
     background_seconds: float
     """From the first byte to the end of the step whose vote named the new placement, without the stall."""
     stall_seconds: float
-    """What this rank waited for it."""
+    """Seconds that this rank waited for it."""
     seconds: dict[str, float] = field(default_factory=dict)
     """The same by what for: finish (before shipping), stand (after the vote), certificate (after the gather)."""
     urgent: bool = False
@@ -192,7 +192,7 @@ class ProtectionEvent(Event):
 
 @dataclass(frozen=True)
 class ToleranceEvent(Event):
-    """What can be lost from here on without losing state; written when it changes, by the lowest living rank."""
+    """Losses that the state survives from here on; written when it changes, by the lowest living rank."""
 
     kind: ClassVar[str] = "tolerance"
     step: int
@@ -223,7 +223,7 @@ class CertificateEvent(Event):
     blocks: int
     mirrors: int
     seconds: float
-    """What everybody waited for it."""
+    """Seconds that all ranks waited for it."""
     contents: int = 0
     """Copies whose contents were hashed; of the others tables and lineages were compared."""
     digest: str = ""
@@ -339,7 +339,7 @@ def _from_json(hint: Any, value: Any) -> Any:
 
 
 _FIRST = b'{"kind":'
-"""How every line begins."""
+"""The beginning of every line."""
 
 
 class EventLog:
@@ -463,7 +463,7 @@ def _is_json(line: bytes) -> bool:
 
 
 def _torn(line: bytes) -> bool:
-    """Whether ``line`` can be the beginning of one of ours."""
+    """True if ``line`` can be the beginning of one of our lines."""
     return line[: len(_FIRST)] == _FIRST[: len(line)] and not line.endswith(b"}}")
 
 

@@ -22,7 +22,7 @@ IDLE = "idle"
 
 @dataclass(frozen=True)
 class Moment:
-    """What a process is doing and since when (``time.monotonic_ns``)."""
+    """The activity of a process and its begin (``time.monotonic_ns``)."""
 
     step: int
     phase: str

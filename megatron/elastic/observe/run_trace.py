@@ -90,7 +90,7 @@ def _noticed(records: Iterable[EventRecord]) -> dict[tuple[int, int], int]:
 def _of(
     record: EventRecord, shift: int, traced: set[tuple[int, int, int]], known: Mapping[tuple[int, int], int]
 ) -> Iterator[Span]:
-    """What one line has to show."""
+    """Yield the spans of one event record."""
     event, track, now = record.event, _TRACKS * record.rank, record.monotonic_ns + shift
     if isinstance(event, TraceEvent):
         for name, start, end in event.phases:

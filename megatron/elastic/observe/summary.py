@@ -56,7 +56,7 @@ def _group_text(group: tuple[int, ...], loss: RankLostEvent, idle: Sequence[int]
 def recovery_line(
     recovery: RecoveryEvent, generation: int, losses: Sequence[RankLostEvent] = (), parked: Iterable[int] = ()
 ) -> str:
-    """One line: who is missing, what became of the step, how many were lost, how long it took and where."""
+    """One line: missing ranks, result of the step, steps lost, and the time by phase."""
     total = sum(recovery.seconds.values())
     phases = ", ".join(f"{name} {seconds:.3f}" for name, seconds in recovery.seconds.items())
     steps = "1 step lost" if recovery.lost_steps == 1 else f"{recovery.lost_steps} steps lost"

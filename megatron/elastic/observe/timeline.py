@@ -1,4 +1,4 @@
-"""What one process did when: phases and computations, collected between two lines of the event log.
+"""Timeline of one process: phases and computations, collected between two lines of the event log.
 
 Off unless asked for (``--elastic-trace``): a step of many micro-batches is many
 spans. Collecting one is an append; the log line is written once a step. Times
@@ -41,7 +41,7 @@ class Timeline:
             self._phases.append((left.phase, left.since_ns, moment.since_ns))
 
     def take(self) -> tuple[tuple[Phase, ...], tuple[Work, ...]]:
-        """What was collected; it is forgotten here."""
+        """Return the collected entries and clear them."""
         phases, work = tuple(self._phases), tuple(self._work)
         self._phases.clear()
         self._work.clear()

@@ -41,7 +41,7 @@ NAMES: Mapping[str, str] = {
     "F": "forward", "B": "backward", "BI": "input gradient", "BW": "weight gradient", "slow": "slow rank",
     "recover": "recovery",
 }  # fmt: skip
-"""What categories are called in legends, where not by their own name."""
+"""Names of categories in legends, where they differ from their own."""
 
 
 @dataclass(frozen=True)

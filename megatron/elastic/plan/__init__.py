@@ -1,10 +1,10 @@
-"""Who computes what: pure functions from integers to plans.
+"""Assignment of work to cells: pure functions from integers to plans.
 
 Nothing in this package imports torch, torch.distributed or Megatron. Every
 process of a generation calls the same functions on the same integers and gets
-the same bytes; ``planner.plan_hash`` is what they compare.
+the same bytes; they compare ``planner.plan_hash``.
 
-Vocabulary: ``model`` (data), ``topology`` (who sits where), ``cost`` (ns and
+Vocabulary: ``model`` (data), ``topology`` (places of ranks), ``cost`` (ns and
 bytes of pieces). Dataflow: ``dataflow`` (rows to cells), ``planner`` (nominal
 and instant plans). Tables: ``schedule`` (fixed orders), ``listing`` (anything
 else), ``orders`` (which of them), ``timing`` (how long), ``validate`` (whether

@@ -1,4 +1,4 @@
-"""Clocks for a plan: what slack its tables leave, turned into lower clocks (or a boost of the busiest cells).
+"""Clocks for a plan: the slack of its tables, turned into lower clocks (or a boost of the busiest cells).
 
 Idea: ``frequency.balance_clocks`` levels how long cells are busy, but in a
 pipeline a cell that waits is also passed through by every fill and drain, so

@@ -1,4 +1,4 @@
-"""What pieces and edges cost on given cells: integers only.
+"""Costs of pieces and edges on given cells: integers only.
 
 Idea: every consumer (list scheduler, simulator, planner) reads the same table
 of nanoseconds, so that they cannot disagree. Ceiling division throughout: a

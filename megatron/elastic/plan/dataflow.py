@@ -118,7 +118,7 @@ def apportion(total: int, weights: Sequence[int], rotation: int = 0) -> tuple[in
 
 
 def deal(count: int, quotas: Sequence[int], rotation: int = 0) -> tuple[int, ...]:
-    """Who gets item ``0 … count-1``: smooth, so that each prefix is split almost like ``quotas``.
+    """The receiver of each item ``0 … count-1``: smooth, so that each prefix is split almost like ``quotas``.
 
     ``sum(quotas) == count``. The ``j``-th item of a holder with quota ``q`` stands
     at ``(2 j + 1) / (2 q)`` of the way (ties go round from ``rotation``);
@@ -224,7 +224,7 @@ def _least_loaded(claims: dict[int, _Holder], cells: Sequence[int], work: int, r
 
 
 class _Dealer:
-    """Deals orphaned rows wave by wave: own work of a wave first, then what was lost in it.
+    """Deals the rows of lost cells wave by wave: own work of a wave first, then the rows lost in it.
 
     Loads grow with the step, so every prefix of the step is balanced, not only its end.
     """
@@ -236,7 +236,7 @@ class _Dealer:
         self.turn = 0
 
     def own(self, share: Share) -> None:
-        """Count what a living cell computes anyway."""
+        """Count the work that a living cell computes anyway."""
         self.claims[share.cell].load += self.work(share.first, share.end, len(share.rows))
 
     def work(self, first: int, end: int, rows: int) -> int:

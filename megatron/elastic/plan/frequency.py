@@ -82,7 +82,7 @@ def balance_clocks(
     Busy time is not step time (``clocks.with_clocks`` accounts for fill and drain).
 
     ``loads[cell]`` is how often the fitted piece runs in a step. With ``boost`` off
-    nobody exceeds the nominal clock. Cells without fit or range keep theirs (absent).
+    no cell exceeds the nominal clock. Cells without fit or range keep theirs (absent).
     """
     cells = [cell for cell in sorted(loads) if cell in fits and cell in ranges and loads[cell] > 0]
     if not cells:

@@ -1,4 +1,4 @@
-"""What a plan is: plain, immutable, hashable data.
+"""Plans as plain, immutable, hashable data.
 
 Nothing here computes. Planner inputs are integers (nanoseconds, bytes), so that
 every process gets the same plan from the same record and can compare hashes.
@@ -94,12 +94,12 @@ class Profile:
     link_bytes_per_s: int = 10_000_000_000
     latency_ns: int = 20_000
     state_in_memory: bool = True
-    """Whether optimizer state lies in cells' memory; else in that of the host of an accelerator."""
+    """True if optimizer state lies in cells' memory; otherwise it lies in that of the host of an accelerator."""
 
 
 @dataclass(frozen=True)
 class Topology:
-    """What is there: living cells, and which units each holds now.
+    """The living cells, and the units that each holds now.
 
     ``replicas`` are the pipelines as they stood before the change, with dead
     cells' segments still listed: a segment whose cell is not in ``cells`` is lost.
@@ -141,7 +141,7 @@ class Edge:
 
 
 class Op(Enum):
-    """What a rank does next in the schedule table."""
+    """One action of a rank in the schedule table."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -164,7 +164,7 @@ class Action:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a generation runs. ``tables[cell id]`` is executed in order by every rank of the cell."""
+    """The plan of one generation. ``tables[cell id]`` is executed in order by every rank of the cell."""
 
     grid: Grid
     cells: tuple[Cell, ...]
@@ -178,7 +178,7 @@ class Plan:
     """Ranks that are members for state only."""
     labels: tuple[str, ...] = field(default=())
     skipped: tuple[int, ...] = ()
-    """Rows of the global batch that nobody computes, ascending: a policy that drops replicas lets the batch shrink."""
+    """Rows of the global batch that no cell computes, ascending: a policy that drops replicas lets the batch shrink."""
 
     @property
     def rows(self) -> int:

@@ -2,7 +2,7 @@
 
 Idea: cells that run the same unit range are each other's yardstick. What a row
 of that range should take is the lower median over them, so embedding and head
-need no cost model, and a stage that is slow everywhere blames nobody. A range
+need no cost model, and a stage that is slow everywhere accuses no cell. A range
 that only one cell runs has no yardstick and says nothing.
 
 Times are integers (ns) and travel in the vote: every rank feeds its tracker the

@@ -57,7 +57,7 @@ NEVER = 1 << 60
 
 
 def uniform_profile(units: int) -> Profile:
-    """Every unit alike (backward twice the forward): what is assumed before anything was measured."""
+    """The profile before any measurement: every unit alike, backward twice the forward."""
     unit = UnitCost(1_000_000, 2_000_000, 1_000_000, 0, 0, 1, 0)
     return Profile((unit,) * units, latency_ns=0)
 

@@ -2,14 +2,14 @@
 
 Idea: every cell reports (work, measured ns) per step, where work is what its
 pieces should take at nominal speed. Its speed is work / measured, relative to
-the median cell of the same step, so that a slow step of everybody (a garbage
-collection, a checkpoint) blames nobody. Where two differ, the faster one is
+the median cell of the same step, so that a slow step of all cells (a garbage
+collection, a checkpoint) accuses no cell. Where two differ, the faster one is
 taken for normal: noise only ever slows. For the same reason the estimate is the
 upper quartile over a window of steps: a cell is slow only if nearly all of its
 steps are. The *published* speed, the one the planner sees, only moves when the
 estimate has left a dead band around it for several steps in a row, and for long
 enough: noise re-plans nothing, a real slowdown shows within a few steps, and a
-recovery gives the work back: all of it, once the estimate is one for which nobody
+recovery gives the work back: all of it, once the estimate is one for which no cell
 is called slow.
 
 A cell so slow that the plan gives it nothing is not measured, and would have nothing
@@ -49,7 +49,7 @@ class SpeedOptions:
     patience: int = 3
     """Steps in a row the estimate must be outside the dead band before the published speed moves."""
     evidence_ns: int = 0
-    """Time those steps must add up to, by who computed longest: a machine's moods outlast three short steps."""
+    """Least sum of those steps, by the cell that computed longest: noise of a machine outlasts three short steps."""
     band_ppm: int = 100_000
     """Half-width of the dead band around the published speed."""
     slow_ppm: int = 850_000
@@ -85,7 +85,7 @@ class _CellSpeed:
     rested: int = 0
     """Steps without work."""
     trials: int = 0
-    """How often it was given work to see, and was still slow."""
+    """Number of trials with work after which it was still slow."""
 
 
 @dataclass

@@ -1,6 +1,6 @@
-"""Topologies from a launch's sizes, and what is left of them after losses.
+"""Topologies from a launch's sizes, and their rest after losses.
 
-Idea: one place builds the nominal picture (who sits where), so that launch,
+Idea: one place builds the nominal topology (places of ranks), so that launch,
 simulator and tests mean the same thing by "DP 2 x PP 8". Cells are numbered
 replica by replica; rank numbers are the cell's TP slice.
 """
@@ -66,14 +66,14 @@ def without_ranks(topology: Topology, lost: Collection[int]) -> Topology:
 
 
 def living_replicas(topology: Topology) -> tuple[Replica, ...]:
-    """Replicas with only the segments of living cells: what is held where after the loss."""
+    """Replicas with only the segments of living cells: the holders after the loss."""
     alive = {cell.id for cell in topology.cells}
     kept = (Replica(tuple(s for s in r.segments if s.cell in alive)) for r in topology.replicas)
     return tuple(replica for replica in kept if replica.segments)
 
 
 def is_whole(replica: Replica, units: int) -> bool:
-    """Whether the replica's segments hold every unit once, in order (dead cells' segments count as listed)."""
+    """True if the replica's segments hold every unit once, in order (dead cells' segments count as listed)."""
     at = 0
     for segment in replica.segments:
         if segment.first != at:

@@ -22,7 +22,7 @@ __all__ = ["Memory", "Platform", "PlatformUnavailable", "Stream", "StreamEvent"]
 
 
 class PlatformUnavailable(RuntimeError):
-    """The platform asked for is not on this machine; the text says what is missing."""
+    """The requested platform is not on this machine; the text names the missing part."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Platform(ABC):
     @classmethod
     @abstractmethod
     def available(cls) -> bool:
-        """Whether this machine has such a device. Cheap, and without side effects."""
+        """True if this machine has such a device. Cheap, and without side effects."""
 
     @abstractmethod
     def prepare(self) -> None:
@@ -138,4 +138,4 @@ class Platform(ABC):
 
     @abstractmethod
     def set_rng_state(self, state: torch.Tensor) -> None:
-        """Put back what :meth:`rng_state` returned."""
+        """Restore the state that :meth:`rng_state` returned."""

@@ -39,7 +39,7 @@ class RedirectionTooLate(RuntimeError):
 
 @dataclass(frozen=True)
 class Row:
-    """Names of one object and what they become. ``make(original, name)`` gives the replacement."""
+    """Names of one object and their replacement. ``make(original, name)`` gives the replacement."""
 
     owner: str
     names: tuple[str, ...]
@@ -70,7 +70,7 @@ def _constant(value: Any) -> Callable[[Any, str], Any]:
 
 
 def _own_copy(function: Callable[..., Any]) -> Callable[..., Any]:
-    # torch._dynamo, where somebody imports it, maps function objects to rules and asserts that none occurs twice.
+    # torch._dynamo, where a module imports it, maps function objects to rules and asserts that none occurs twice.
     @functools.wraps(function)
     def redirected(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""What the redirected names of ``torch.cuda`` do on a CPU (table: ``cpu_redirect``).
+"""Substitutes on a CPU for the redirected names of ``torch.cuda`` (table: ``cpu_redirect``).
 
 Each function keeps the signature's shape that Megatron calls and answers truly:
 memory figures are this process's, events are timed by the host clock, the one
@@ -342,7 +342,7 @@ RENAMED = r"`torch\.distributed\.\w+` is deprecated"
 
 
 def silence_upstream_warnings() -> Callable[[], None]:
-    """Filter what only Megatron's authors can act on, said by every rank; returns the undo."""
+    """Filter warnings of every rank that only Megatron's authors can act on; returns the undo."""
     rules: list[object] = []
     for message, category in ((NO_KERNELS, UserWarning), (RENAMED, FutureWarning)):
         warnings.filterwarnings("ignore", message=message, category=category)

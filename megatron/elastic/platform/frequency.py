@@ -57,12 +57,12 @@ if module.guard(int(sys.argv[2]), *sys.argv[3:7]):
 
 
 class FrequencyUnavailable(RuntimeError):
-    """Clocks cannot be read or set here; one line that says why and what would help."""
+    """Clocks cannot be read or set here; one line with the reason and the remedy."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What can be asked for, in kHz. Without ``steps_khz`` any value between the two."""
+    """Clocks that can be requested, in kHz. Without ``steps_khz`` any value between the two."""
 
     min_khz: int
     max_khz: int
@@ -71,13 +71,13 @@ class Limits:
 
 @dataclass(frozen=True)
 class Applied:
-    """What became of a request."""
+    """The result of a request."""
 
     asked_khz: int
     set_khz: int
     """The lowest step that is not below the request (the highest, if all are)."""
     observed_khz: int
-    """What the device ran at when last read; a hot or power-capped device runs slower than it was set to."""
+    """The clock of the device at the last read; a hot or power-capped device runs slower than it was set to."""
     verified: bool
     """The setting was read back, or its clock was seen."""
 
@@ -86,10 +86,10 @@ class FrequencyControl(Protocol):
     """One device's clock."""
 
     def available(self) -> bool:
-        """Whether there is anything to set. That it is *permitted* only :meth:`set` finds out."""
+        """True if there is a clock to set. Only :meth:`set` finds out that it is *permitted*."""
 
     def why(self) -> str:
-        """One line: what is controlled, or why nothing is."""
+        """One line: the controlled clocks, or the reason why there are none."""
 
     def limits(self) -> Limits:
         """Raises ``FrequencyUnavailable``."""
@@ -101,7 +101,7 @@ class FrequencyControl(Protocol):
         """Raises ``FrequencyUnavailable``; then nothing was changed."""
 
     def restore(self) -> None:
-        """Back to what was found before the first :meth:`set`. Idempotent."""
+        """Restore the setting from before the first :meth:`set`. Idempotent."""
 
     def power_mw(self) -> int | None:
         """Milliwatts; None where the platform does not say. CPUs: the mean since the call before."""
@@ -243,7 +243,7 @@ class NativeFrequency:
         return guard
 
     def _guard_died(self) -> bool:
-        """Whether somebody ended the guard; then the clocks go back at once, so that the next one finds them so."""
+        """True if the guard has ended; then the clocks are restored at once, so that the next guard finds them so."""
         if self._guard is None or self._guard.poll() is None:
             return False
         self._driver.restore(self._before)

@@ -41,7 +41,7 @@ class HostEvent:
 
 
 class HostStream:
-    """Holds no queue: what is called has been done."""
+    """No queue: a call has ended when it returns."""
 
     def __init__(self, device: object | None = None, priority: int = 0, **_: object) -> None:
         self.device = torch.device("cpu")

@@ -1,4 +1,4 @@
-"""What CUDA and Ascend share: torch gives both the same module of functions.
+"""The common part of CUDA and Ascend: torch gives both the same module of functions.
 
 ``torch.cuda`` and ``torch.npu`` have the same names for devices, streams, memory
 and generators, so one class drives either; a subclass says which module, which

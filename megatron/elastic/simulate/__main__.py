@@ -237,7 +237,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     goodput.add_argument("--correlated-cells", type=_positive, default=8, metavar="N", help="cells of such a block")
     goodput.add_argument("--spares", type=_positive, default=16, metavar="N", help="waiting cells of policy 'spares'")
-    hsdp = command("ft-hsdp", "FT-HSDP's arithmetic, and everyone on one trace of its rate")
+    hsdp = command("ft-hsdp", "FT-HSDP's arithmetic, and all policies on one trace of its rate")
     hsdp.add_argument("--days", type=_above_zero, default=7.0, metavar="DAYS", help="simulated time")
     table = command("table", "one schedule table: its time, its picture")
     table.add_argument("--dp", type=_positive, default=2, metavar="N", help="replicas")

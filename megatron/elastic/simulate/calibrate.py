@@ -1,4 +1,4 @@
-"""What computing costs, from traces of real runs: the simulator's cost model for a machine one can measure.
+"""Computing costs from traces of real runs: the simulator's cost model for a machine that can be measured.
 
 Idea: what a forward or backward of a stage takes is a fixed part *of each piece* (the data it reads, the model's
 wrapper, autograd's start) and the sum of its units' costs; least squares over stages of several jobs tell the two
@@ -65,7 +65,7 @@ class Stage(NamedTuple):
 
     @property
     def ends(self) -> tuple[bool, bool]:
-        """Whether it has the embedding, and the head."""
+        """Two flags: the stage has the embedding, the stage has the head."""
         return self.first == 0, self.end == self.units
 
     @property
@@ -126,7 +126,7 @@ class Line(NamedTuple):
 
 @dataclass(frozen=True)
 class Between:
-    """What lies between actions, ns."""
+    """Gaps between actions, ns."""
 
     after: Mapping[str, Line]
     """Op → from the end of such an action to the start of the next, where that waits for nothing."""
@@ -203,7 +203,7 @@ def _medians(job: TracedJob) -> dict[tuple[str, Stage], float]:
 
 
 def _between(jobs: Sequence[TracedJob]) -> Between:
-    """What lies between the actions of ``jobs``."""
+    """Gaps between the actions of ``jobs``."""
     gaps: dict[tuple[str, Stage], list[int]] = {}
     around: dict[Stage, list[int]] = {}
     for job in jobs:

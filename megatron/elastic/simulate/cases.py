@@ -1,4 +1,4 @@
-"""What emulation and simulation both run: a damage, a policy's answer, and how long waits last.
+"""Cases that emulation and simulation both run: a damage, a policy's answer, and the length of waits.
 
 Idea: the emulated job (``tools/bench/throughput.py``) and the simulator are given
 one :class:`Case` and derive plans from it by the same pure functions, so that
@@ -115,7 +115,7 @@ def answer(policy: str, topology: Topology, profile: Profile) -> Plan:
 
 
 def predict(case: Case) -> Predicted:
-    """What the simulator says of ``case``."""
+    """The simulator's result for ``case``."""
     before, after = scenario_topology(case.scenario)
     second = case.seconds_per_ns()
     whole, damaged = nominal_plan(before, case.profile), answer(case.policy, after, case.profile)

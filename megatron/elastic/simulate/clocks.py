@@ -2,7 +2,7 @@
 
 Idea: the answer to a damage is planned as ever; what imbalance whole units and
 whole micro-batches leave is then taken up by clocks (``plan.clocks``), either
-lowered where cells wait (same step, less energy) or raised where everybody waits
+lowered where cells wait (same step, less energy) or raised where all others wait
 for them (shorter step). Both are timed by the plan's own tables.
 
 Assumed, since no measurement of an accelerator is at hand: ``t(f) = a/f + b``

@@ -27,7 +27,7 @@ Rule = Literal["elaswave", "recycle", "shrink", "batch", "mindspeed", "restart",
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What published figures do not fix. Seconds, watts."""
+    """Assumptions that published figures do not fix. Seconds, watts."""
 
     step_s: float = 20.0
     recover_s: float = 2.0

@@ -53,7 +53,7 @@ class FtHsdp:
 
     interval_s: float = 18 * 60
     restart_s: float = 10 * 60
-    """What is restarted is back: all GPUs of synchronous training, one replica of FT-HSDP."""
+    """Time until the restarted part is back: all GPUs of synchronous training, one replica of FT-HSDP."""
     replica_stall_s: float = 3 * 60
     """FT-HSDP's other replicas stand still."""
     replicas: int = 12
@@ -67,7 +67,7 @@ FT_HSDP = FtHsdp()
 
 @dataclass(frozen=True)
 class Stall:
-    """A failure every ``interval_s`` stops everyone for ``stall_s`` and one of ``replicas`` for ``away_s``. Seconds."""
+    """A failure every ``interval_s`` stops all for ``stall_s`` and one of ``replicas`` for ``away_s``. Seconds."""
 
     interval_s: float
     stall_s: float
@@ -76,10 +76,10 @@ class Stall:
 
     @property
     def running(self) -> float:
-        """Share of time in which somebody trains."""
+        """Share of time in which at least one replica trains."""
         return 1 - self.stall_s / self.interval_s
 
     @property
     def effective(self) -> float:
-        """The same, less the part of those who train that is away."""
+        """The same, less the share of replicas that are away."""
         return self.running - (self.away_s - self.stall_s) / self.interval_s / self.replicas

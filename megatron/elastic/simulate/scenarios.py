@@ -55,7 +55,7 @@ PEERS: Mapping[str, Policy] = {
     **{name: make() for name, make in POLICIES.items() if name != "elaswave"},
     "recycle-barrier": ReCycle(staggered=False),
 }
-"""What ``elaswave`` is compared with."""
+"""Policies that ``elaswave`` is compared with."""
 
 PLAIN = DecisionOptions(horizon_ns=NEVER_PAYS)
 FULL = DecisionOptions(horizon_ns=NEVER_PAYS, split_backward=True)
@@ -94,7 +94,7 @@ class ScenarioRow:
     elaswave_1f1b: float
     """Without the split: whole-backward tables before and after."""
     elaswave_staggered: float
-    """The tables of ``elaswave`` if no stage waited for the vote: what the vote costs."""
+    """The tables of ``elaswave`` if no stage waited for the vote: shows the cost of the vote."""
     instant: float
     kind: str
     kind_1f1b: str
@@ -102,7 +102,7 @@ class ScenarioRow:
     ideal_reroute: float
     """ReCycle's limit: the busiest cell never waits."""
     bound: float
-    """What no set of pipelines can beat under the same memory, whatever its schedule (``plan.bound``)."""
+    """Bound for any set of pipelines under the same memory, with any schedule (``plan.bound``)."""
     bound_1f1b: float
     """Best set of 1F1B pipelines by their closed form."""
     work_bound: float
@@ -216,7 +216,7 @@ def _relative(outcome: PolicyOutcome, nominal: int, rows: int) -> float:
 
 
 def _staggered(outcome: PolicyOutcome, after: Topology, profile: Profile, nominal: int) -> float:
-    """What the answer's tables reach without a barrier between steps."""
+    """Throughput of the answer's tables without a barrier between steps."""
     if outcome.answer is None:
         return 0.0
     return nominal / regime(outcome.plan(after, profile, FULL.split_backward), profile, after.tied).period_ns

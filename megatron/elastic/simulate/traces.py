@@ -3,7 +3,7 @@
 Idea: losses arrive as a Poisson process with a published rate per device-day
 and strike uniformly; a share of them is correlated and takes a whole block of
 neighbouring cells (a rack, a switch). Each loss carries its own repair time
-(exponential). Same seed, same trace, whoever reads it: policies are compared on
+(exponential). Same seed, same trace, for every reader: policies are compared on
 the same events.
 """
 
@@ -28,7 +28,7 @@ class TraceLoss:
 
 @dataclass(frozen=True)
 class TraceOptions:
-    """What is drawn. ``correlated_share`` of the losses takes ``correlated_cells`` cells at once."""
+    """Parameters of the drawn trace. ``correlated_share`` of the losses takes ``correlated_cells`` cells at once."""
 
     cells: int
     devices_per_cell: int

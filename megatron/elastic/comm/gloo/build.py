@@ -1,8 +1,8 @@
-"""Connecting one gloo group without anybody standing still.
+"""Connecting one gloo group without stopping other ranks.
 
 gloo's constructor returns when every member is connected. So each group is
 built by a thread of its own: members may make their groups in any order, and a
-member that makes one late delays only those who use it. A build that an edit
+member that makes one late delays only the ranks that use it. A build that an edit
 has overtaken ends by itself: its store refuses to wait any longer.
 """
 
@@ -33,7 +33,7 @@ class Build:
         self._dropped = False
 
     def start(self, store: dist.Store, device: Any, timeout: float, threads: int) -> None:
-        """Connect over ``store``'s keys; aside when there is anybody to wait for."""
+        """Connect over ``store``'s keys; on a thread when there is a rank to wait for."""
         self._store = store  # torch keeps only the C++ half of a Python store
         options = cast(Any, dist.ProcessGroupGloo)._Options()
         options._devices = [device]

@@ -8,12 +8,12 @@ keys (run, generation, group name) of a store that lives outside the ranks.
 Three things gloo does not give are made here.
 - *Local groups*: connecting a gloo group waits for all its members, so it is
   done aside (:mod:`megatron.elastic.comm.gloo.build`); only the first operation
-  on a group waits for it. (gloo's lazy connections would wait for nobody, but
+  on a group waits for it. (gloo's lazy connections would wait for no rank, but
   hang or abort the process when several operations start at once.)
 - *Waking*: :meth:`GlooFabric.interrupt` shuts this process's own gloo sockets
   down (:mod:`megatron.elastic.comm.gloo.sockets`) until nothing waits any more. A wait
   that gloo then forgets ends by itself (:mod:`megatron.elastic.comm.gloo.wait`).
-- *Who died*: gloo's error names no rank. Every fabric keeps a listening socket;
+- *The lost rank*: gloo's error names no rank. Every fabric keeps a listening socket;
   a member whose socket refuses is gone. A broken link to a member that is there
   usually means that it was interrupted first, so our own interruption is
   awaited for a moment before the wait ends as ``CommTimeout``.
@@ -56,9 +56,9 @@ __all__ = ["GlooFabric"]
 
 WORLD_ROLE = "world"
 PROBE_SECONDS = 0.2
-"""How long one liveness probe may take."""
+"""Time-out of one liveness probe, seconds."""
 GRACE_SECONDS = 1.0
-"""How long a broken link to a living member may precede our own interruption."""
+"""Longest time between a broken link to a living member and our own interruption, seconds."""
 
 
 class GlooFabric(Fabric):
@@ -167,7 +167,7 @@ class GlooFabric(Fabric):
         return GlooSideChannel(self.group(BACKGROUND_ROLE, range(self.slots)), number, self._settle)
 
     def _settle(self, work: dist.Work) -> None:
-        """Wait on a thread beside the step. gloo's messages complete only where somebody waits."""
+        """Wait on a thread beside the step. gloo's messages complete only while a thread waits for them."""
         me = threading.get_ident()
         self._unseen.add(me)
         try:
@@ -280,7 +280,7 @@ class GlooFabric(Fabric):
             self._waits.pop(me, None)
 
     def void(self, generation: int) -> bool:
-        """Whether ``generation`` is over and gloo has closed what was shut, so that it writes to no tensor any more."""
+        """True if ``generation`` is over and gloo has closed its shut sockets, so it writes to no tensor any more."""
         if max(self._frozen, self.generation) <= generation:
             return False
         with self._lock:

@@ -1,7 +1,7 @@
 # mypy: disable-error-code="override, assignment"
 """A process group whose object lives for ever while the gloo group inside is rebuilt.
 
-Who takes part and under which rank is a :class:`~megatron.elastic.comm.gloo.seating.Seating`,
+The members and their ranks are a :class:`~megatron.elastic.comm.gloo.seating.Seating`,
 replaced as a whole by an edit; how tensors travel is :mod:`~megatron.elastic.comm.gloo.tensors`.
 
 (Type checking of overrides is off here: torch's stubs give each collective
@@ -33,7 +33,7 @@ Tensors = list[torch.Tensor]
 
 
 class GroupHost(Waits, Reconfigurable, Protocol):
-    """What a group needs from its fabric."""
+    """The part of its fabric that a group needs."""
 
     timeout: float
     waiters: Waiters
@@ -314,7 +314,7 @@ class GlooGroup(Driven, dist.ProcessGroup):
         return self._work([inner.barrier()], seating, [], None)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """A barrier; who is missing is named by ``CommTimeout`` or ``PeerLost``."""
+        """A barrier; ``CommTimeout`` or ``PeerLost`` names the missing ranks."""
         self.barrier().wait(timeout or timedelta(seconds=self._host.timeout))
 
     def _start_coalescing(self, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""Who sits where in one group in one generation: group ranks that callers use, inner ranks of the living.
+"""Ranks of one group in one generation: group ranks that callers use, inner ranks of the living.
 
 *Group ranks* are positions among the living members, or, in the slot space (the
 default group), global slots. *Inner ranks* are positions among those who take
@@ -14,7 +14,7 @@ __all__ = ["Seating"]
 
 @dataclass(frozen=True)
 class Seating:
-    """Who takes part in one group in one generation."""
+    """The members of one group in one generation."""
 
     generation: int
     living: tuple[int, ...]
@@ -24,7 +24,7 @@ class Seating:
     slots: int | None
     """Number of slots for the default group; None for a sub-group."""
     members: tuple[int, ...] = ()
-    """Everybody the group was made of. Before the first edit sizes and ranks are theirs (a model is
+    """All ranks that the group was made of. Before the first edit sizes and ranks are theirs (a model is
     built to nominal sizes), and collectives run over this process alone."""
 
     @property

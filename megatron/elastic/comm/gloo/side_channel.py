@@ -32,7 +32,7 @@ class GlooSideChannel:
         self._unconfirmed: dict[int, deque[tuple[dist.Work, torch.Tensor]]] = {}
         """Peer → confirmations to come, and where to."""
         self._kept: list[tuple[dist.Work, torch.Tensor]] = []
-        """Messages nobody waited for to the end: a peer may still write into them until the next edit."""
+        """Messages that no thread waited for to the end: a peer may still write into them until the next edit."""
 
     def hurry(self) -> None:
         """See ``SideChannel``."""

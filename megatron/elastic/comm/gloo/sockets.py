@@ -67,7 +67,7 @@ def still_open(sockets: Collection[int]) -> set[int]:
 
 
 def refused(endpoint: Endpoint, timeout: float) -> bool:
-    """True when nobody listens at ``endpoint`` any more. Unreachable or slow is not a refusal."""
+    """True when no process listens at ``endpoint`` any more. Unreachable or slow is not a refusal."""
     try:
         socket.create_connection(endpoint, timeout=timeout).close()
     except ConnectionRefusedError:
@@ -112,7 +112,7 @@ def _endpoint(address: object) -> Endpoint:
 
 
 def _descriptors() -> list[int]:
-    """What is open, that of the listing itself left out: its number is the next one to be given away."""
+    """Open descriptors, without that of the listing itself: its number is the next one to be given away."""
     folder = "/proc/self/fd"
     return [int(name) for name in os.listdir(folder) if os.path.lexists(f"{folder}/{name}")]
 

@@ -2,14 +2,14 @@
 
 When a connection closes, gloo tells the operations that stand in its queues. A
 message of which a part has been written or read, or that was about to be
-written, stands in none of them: whoever waits for it waits until the time is
+written, stands in none of them: a thread that waits for it waits until the time is
 up, though nothing of it can come any more. So a wait here does not rely on gloo
 to end it. It also ends, with :class:`Forgotten`, when ``void`` says that
 nothing can arrive; what waits inside gloo is then left behind, to end with its
 own time-out and without touching the tensor.
 
 A collective is run by gloo's threads and can be asked again and again. A
-message completes only where somebody waits for it, and a wait that runs out of
+message completes only while a thread waits for it, and a wait that runs out of
 time breaks the connection: so a thread that can be left behind waits for it.
 """
 
@@ -27,7 +27,7 @@ import torch.distributed as dist
 __all__ = ["Forgotten", "Waiters", "await_collective"]
 
 LOOK_SECONDS = 0.05
-"""How often a wait looks whether it is void. What gloo does end wakes it at once."""
+"""Interval at which a wait checks that it is not void. An operation that gloo ends wakes it at once."""
 
 
 class Forgotten(RuntimeError):

@@ -22,13 +22,13 @@ __all__ = ["GlooWork", "UntilDone", "Waits"]
 
 
 class Waits(Protocol):
-    """What a work needs from its fabric."""
+    """The part of its fabric that a work needs."""
 
     def waiting(self, peers: tuple[int, ...], generation: int) -> AbstractContextManager[None]:
         """Publish, for as long as it lasts, that this thread is blocked on ``peers`` in ``generation``."""
 
     def void(self, generation: int) -> bool:
-        """Whether nothing that was begun in ``generation`` can arrive any more."""
+        """True if no operation begun in ``generation`` can arrive any more."""
 
     def translate(self, error: BaseException, peers: tuple[int, ...], generation: int, seconds: float) -> CommError:
         """The typed form of gloo's ``RuntimeError``."""
@@ -115,7 +115,7 @@ class GlooWork(dist.Work):
     _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """A future of the result; completed by gloo's thread, also when nobody waits."""
+        """A future of the result; completed by gloo's thread, also when no thread waits."""
         futures = [work.get_future() for work in self._inner]
         return torch.futures.collect_all(futures).then(self._settle)
 

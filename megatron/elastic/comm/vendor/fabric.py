@@ -52,7 +52,7 @@ class Held:
 
     communicator: VendorCommunicator
     making: bytes = bytes(MAKING_BYTES)
-    """Names the communicator: the same on all its members, and on nobody else."""
+    """Names the communicator: the same on all its members, and on no other rank."""
     settled: int = 0
     """Generation in which its members were last agreed."""
     busy: int = 0
@@ -97,7 +97,7 @@ class DeviceFabric(NativeFabric):
         self._held: dict[DeviceGroup, Held] = {}
         self._settling = threading.RLock()
         self.edits: list[tuple[str, Edit | str]] = []
-        """What became of communicators, newest last: (group, change)."""
+        """Changes of communicators, newest last: (group, change)."""
         super().__init__(rank, slots, incarnation, **native)
 
     def _make(self, role: str, members: tuple[int, ...], *, slot_space: bool) -> DeviceGroup:
@@ -128,7 +128,7 @@ class DeviceFabric(NativeFabric):
             except VendorHang as hang:
                 exit_into_respawn(hang)
             except VendorError:
-                held.communicator.order = ()  # of no use to anybody: made anew
+                held.communicator.order = ()  # of no use to any member: made anew
 
     def waiting_for(self) -> tuple[int, ...]:
         busy = [held.communicator.order for held in list(self._held.values()) if held.busy]
@@ -138,11 +138,11 @@ class DeviceFabric(NativeFabric):
     # -- communicators --------------------------------------------------------
 
     def takes(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType | None) -> bool:
-        """Whether the library moves (and reduces) such a tensor."""
+        """True if the library moves (and reduces) such a tensor."""
         return self._asked.takes(tensor, op)
 
     def shares_device(self, living: Sequence[int]) -> bool:
-        """Whether two of ``living`` are on one device, which vendor libraries refuse."""
+        """True if two of ``living`` are on one device, which vendor libraries refuse."""
         names = [self._devices.get(rank, "") for rank in living]
         return len(set(names)) < len(names)
 
@@ -190,12 +190,12 @@ class DeviceFabric(NativeFabric):
             raise GenerationChanged(frozen)
 
     def _meaning(self, error: VendorError, generation: int) -> CommError:
-        """What a refusal means: a revoked communicator refuses everything."""
+        """The error that a refusal means: a revoked communicator refuses everything."""
         frozen = self._hub.frozen()
         return GenerationChanged(frozen) if frozen > generation else error
 
     def _settle(self, group: DeviceGroup, held: Held) -> None:
-        """Agree over host links what all hold, and change it to the living members."""
+        """Agree over host links on the communicators held, and change them to the living members."""
         living, own = group.living(), held.communicator
         table = group.host_table(bytes([held.state()]) + held.making)
         states = {rank: (row[0], row[1:]) for rank, row in zip(living, table, strict=True)}

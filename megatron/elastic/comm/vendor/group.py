@@ -42,7 +42,7 @@ HostCall = Callable[[Tensors, Tensors], dist.Work]
 
 
 class DeviceHost(Reconfigurable, Protocol):
-    """What a group needs of its fabric."""
+    """The part of its fabric that a group needs."""
 
     rank: int
     device: torch.device
@@ -106,7 +106,7 @@ class DeviceGroup(NativeGroup):
     # -- the choice -----------------------------------------------------------
 
     def by_vendor(self, *tensors: torch.Tensor, op: dist.ReduceOp.RedOpType | None = None) -> bool:
-        """Whether the library takes these tensors now; the same answer on every member."""
+        """True if the library takes these tensors now; the same answer on every member."""
         if self._devices.generation == 0 or any(tensor.device.type != self._devices.device.type for tensor in tensors):
             return False
         living = self.living()

@@ -36,7 +36,7 @@ RESPAWN_EXIT_CODE = 75
 """Exit status of a worker that a vendor library has locked up (EX_TEMPFAIL: start it again)."""
 
 Edit = Literal["kept", "shrunk", "grown", "replaced", "rebuilt"]
-"""What an edit came to: nothing, dropped members, added, both, or all made anew."""
+"""The result of an edit: nothing, dropped members, added, both, or all made anew."""
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -61,17 +61,17 @@ class VendorCommunicator(ABC):
 
     order: tuple[int, ...]
     revoked: bool
-    """What was in flight has been stopped: nothing can be begun, members can still be dropped."""
+    """Pending operations have been stopped: none can be begun, members can still be dropped."""
     can_shrink: bool
     can_grow: bool
 
     def rebuilds(self, lost: bool, joined: bool, damaged: bool) -> bool:
-        """Whether such a change makes all anew; the same answer on every process of a job."""
+        """True if such a change makes all anew; the same answer on every process of a job."""
         return damaged or (lost and not self.can_shrink) or (joined and not self.can_grow)
 
     @abstractmethod
     def new_identity(self) -> bytes:
-        """What the first of the members hands to the others for :meth:`start`; may be empty."""
+        """The bytes that the first member passes to the others for :meth:`start`; may be empty."""
 
     @abstractmethod
     def start(self, members: Sequence[int], identity: bytes) -> None:
@@ -96,17 +96,17 @@ class VendorCommunicator(ABC):
 
     @abstractmethod
     def revoke(self) -> None:
-        """End what is in flight, from another thread. Raises :class:`VendorHang`."""
+        """End pending operations, from another thread. Raises :class:`VendorHang`."""
 
     @abstractmethod
     def close(self) -> None:
-        """Free everything, aborting what is in flight. Idempotent."""
+        """Free everything and abort pending operations. Idempotent."""
 
     # -- operations: ``root``, ``to`` and ``source`` are vendor ranks ------------
 
     @abstractmethod
     def takes(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType | None = None) -> bool:
-        """Whether the library moves (and, with ``op``, reduces) tensors of this type."""
+        """True if the library moves (and, with ``op``, reduces) tensors of this type."""
 
     @abstractmethod
     def batch(self) -> AbstractContextManager[None]:
@@ -150,7 +150,7 @@ def bounded(action: Callable[[], T], seconds: float, what: str) -> T:
 
 
 def exit_into_respawn(hang: VendorHang) -> NoReturn:
-    """End this process at once: a thread stuck in the vendor library holds locks nobody can free."""
+    """End this process at once: a thread stuck in the vendor library holds locks that no other thread can free."""
     _log.critical("%s: this worker ends and is started again", hang)
     logging.shutdown()
     os._exit(RESPAWN_EXIT_CODE)

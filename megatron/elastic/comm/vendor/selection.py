@@ -24,7 +24,7 @@ from megatron.elastic.config import ConfigError
 __all__ = ["ABORT_SECONDS", "Vendor", "vendor_of"]
 
 ABORT_SECONDS = 10.0
-"""How long a vendor call that can block may take before the process ends into a respawn."""
+"""Time-out in seconds of a vendor call that can block; then the process ends and is started again."""
 
 
 @dataclass(frozen=True)

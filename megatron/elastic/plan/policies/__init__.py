@@ -1,1 +1,1 @@
-"""Policies: what each system runs when cells are lost, at once and after migration."""
+"""Policies: the plans of each system when cells are lost, at once and after migration."""

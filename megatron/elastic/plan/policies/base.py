@@ -1,4 +1,4 @@
-"""A policy: what a system runs when cells are lost.
+"""A policy: the plans that a system runs when cells are lost.
 
 Idea: a policy has two answers to (topology, profile). :meth:`Policy.instant` is the plan that the engine runs at
 once, while units stay where they are. :meth:`Policy.respond` is everything the policy may do, migration included,
@@ -25,7 +25,7 @@ __all__ = ["STOPPED", "Policy", "PolicyOutcome", "TableOptions", "damaged_replic
 
 @dataclass(frozen=True)
 class TableOptions:
-    """What a job asks of all its tables."""
+    """Options that all tables of a job share."""
 
     split_backward: bool = False
     """Every backward in two parts: input gradients, then weight gradients."""
@@ -47,7 +47,7 @@ class PolicyOutcome:
     """Lower limit of ``step_ns`` where the policy overlaps steps, else 0."""
     instant: Plan | Shape | None = None
     instant_ns: int = 0
-    """What runs until units have moved; equal to the answer when nothing moves."""
+    """The plan that runs until units have moved; equal to the answer when nothing moves."""
     moves: tuple[Move, ...] = ()
     migration_ns: int = 0
 
@@ -71,13 +71,13 @@ class Policy(ABC):
     """One system's answer to a loss. Pure: equal arguments, equal answers."""
 
     summary: ClassVar[str]
-    """What happens to the samples of a lost rank, in one clause: for the flag and the documentation."""
+    """The treatment of a lost rank's samples, in one clause: for the flag and the documentation."""
     in_engine: ClassVar[bool] = True
-    """Whether ``--elastic-policy`` offers it; else the simulator alone knows it."""
+    """True if ``--elastic-policy`` offers it; otherwise only the simulator has it."""
     moves_units: ClassVar[bool] = False
-    """Whether units may change place later (``--elastic-migrate-after``)."""
+    """True if units may change place later (``--elastic-migrate-after``)."""
     keeps_batch: ClassVar[bool] = True
-    """Whether every row of the global batch is computed after a loss."""
+    """True if every row of the global batch is computed after a loss."""
 
     @abstractmethod
     def instant(self, topology: Topology, profile: Profile, options: TableOptions) -> Plan:

@@ -53,7 +53,7 @@ def engine_policies() -> tuple[str, ...]:
 
 
 def choice_of(policy: Policy, split_backward: bool = False, cut_microbatches: bool = False) -> Choice:
-    """What the engine runs at once under ``policy``. ``cut_microbatches``: see :class:`TableOptions`."""
+    """Return the instant plan of the engine under ``policy``. ``cut_microbatches``: see :class:`TableOptions`."""
     options = TableOptions(split_backward, cut_microbatches)
 
     @lru_cache(maxsize=_KEPT)

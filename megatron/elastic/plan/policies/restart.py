@@ -1,4 +1,4 @@
-"""A restart from the last checkpoint after any loss, with the replicas that are whole: what most jobs do today."""
+"""A restart from the last checkpoint after any loss, with the replicas that are whole, as most jobs do."""
 
 from __future__ import annotations
 

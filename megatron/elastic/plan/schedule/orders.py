@@ -6,7 +6,7 @@ job runs what Megatron runs. Anything else is list-scheduled with several
 memory caps and preferences, and the fastest result is kept (ties: the first,
 which holds least). Deterministic.
 
-Which is fastest is asked of one step from a common beginning; who judges orders
+Which is fastest is asked of one step from a common beginning; a caller that judges orders
 otherwise (``policy``: steps that overlap) tries them all (:data:`ORDERINGS`).
 """
 
@@ -106,7 +106,7 @@ ORDERINGS: tuple[Ordering, ...] = (
 
 
 def _even(stages: Sequence[tuple[int, list[int]]], costs: Costs) -> bool:
-    """Whether all stages take equally long: then no order is faster than ZB-H1's."""
+    """True if all stages take equally long: then no order is faster than ZB-H1's."""
     return len({(costs.pieces[own[0]].forward, costs.pieces[own[0]].backward) for _, own in stages}) == 1
 
 
@@ -147,7 +147,7 @@ def memory_rows(pieces: Sequence[Piece], topology: Topology, profile: Profile) -
 
 
 def _weight_delays(stages: Sequence[tuple[int, list[int]]], work: OrderInput) -> list[int] | None:
-    """How many micro-batches late each stage's weight gradients may come; None if not even 1F1B fits."""
+    """The delay of each stage's weight gradients in micro-batches; None if not even 1F1B fits."""
     delays = []
     for at, (cell, own) in enumerate(stages):
         room = work.limit[cell] // max(len(work.pieces[number].rows) for number in own)

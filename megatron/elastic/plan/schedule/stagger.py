@@ -30,7 +30,7 @@ __all__ = ["Regime", "regime", "unit_peers"]
 
 @dataclass(frozen=True)
 class Regime:
-    """What staggered steps settle to: every ``steps`` steps all cells begin ``shift_ns`` later than before."""
+    """The regime of staggered steps: every ``steps`` steps all cells begin ``shift_ns`` later than before."""
 
     shift_ns: int
     steps: int
@@ -60,7 +60,7 @@ def unit_peers(plan: Plan, tied: Sequence[tuple[int, int]] = ()) -> dict[int, fr
 
 
 def regime(plan: Plan, profile: Profile, tied: Sequence[tuple[int, int]] = ()) -> Regime:
-    """What ``plan`` settles to when no step waits for stages that share no unit.
+    """The regime of ``plan`` when no step waits for stages that share no unit.
 
     Reduction and update cost nothing, as in ``timing``. Raises ``ValueError`` if the tables deadlock.
     """

@@ -1,4 +1,4 @@
-"""Schedule tables as data: what each cell does, in order.
+"""Schedule tables as data: the actions of each cell, in order.
 
 Idea: a table is a list of actions per cell. A compute order (which piece's
 forward or backward comes next) is turned into a table by putting each receive
@@ -44,7 +44,7 @@ Step = tuple[Op, int]
 
 @dataclass(frozen=True)
 class EdgeIndex:
-    """Edge indices by piece id: what comes in, what goes out (local edges included)."""
+    """Edge indices by piece id: incoming and outgoing (local edges included)."""
 
     incoming: tuple[tuple[int, ...], ...]
     outgoing: tuple[tuple[int, ...], ...]

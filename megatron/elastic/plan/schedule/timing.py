@@ -1,4 +1,4 @@
-"""How long a plan takes: its tables executed with costs instead of kernels.
+"""The time of a plan: its tables executed with costs instead of kernels.
 
 Idea: the very tables the engine runs are walked cell by cell; a send starts its
 transfer when its producer is done and costs the cell nothing (isend), a receive

@@ -1,4 +1,4 @@
-"""Checks any plan, whoever made it.
+"""Checks of any plan, from any source.
 
 Idea: believe nothing a generator says. Coverage is recomputed from pieces,
 edges from rows, and tables are *run* with asynchronous sends (a send never

@@ -1,4 +1,4 @@
-"""What no plan can beat: least step times by counting, whatever the schedule.
+"""Lower bounds on step times by counting, for any schedule.
 
 Idea: take any set of pipelines in which a cell serves one of them. For a deadline
 ``T`` and ``n`` micro-batches, a stage ``[a, b)`` can only keep up if a few sums
@@ -70,7 +70,7 @@ class Reach:
         return math.gcd(*steps) if self.speed == PPM else 1
 
     def room(self, first: int, end: int) -> int:
-        """How many micro-batches the memory of a stage ``[first, end)`` holds."""
+        """Number of micro-batches that fit the memory of a stage ``[first, end)``."""
         return self.native.room(first, end)
 
     def least(self, first: int, end: int, count: int, room: int | None = None) -> int:

@@ -75,7 +75,7 @@ class GraphOptions:
     pool_replicas: int = 12
     """Most healthy replicas dissolved beside the damaged ones."""
     every_pool: bool = True
-    """A larger pool need not beat a smaller one by the closed form: for who ranks by tables afterwards."""
+    """A larger pool need not beat a smaller one by the closed form: for callers that rank by tables afterwards."""
 
 
 @dataclass(frozen=True)
@@ -203,11 +203,11 @@ class _Search:
         return self.healthy + [line for line in again if line is not None]
 
     def few_microbatches(self) -> bool:
-        """Whether pipelines compute fewer micro-batches than they could hold: memory then depends on quotas."""
+        """True if pipelines compute fewer micro-batches than they could hold: memory then depends on quotas."""
         return self.total * self.longest < (self.longest - 1) * len(self.places)
 
     def fits_memory(self, shape: Shape) -> bool:
-        """Whether every stage fits with the micro-batches its pipeline really computes."""
+        """True if every stage fits with the micro-batches that its pipeline really computes."""
         for pipeline in shape.pipelines:
             stages = len(pipeline.segments)
             for stage, s in enumerate(pipeline.segments):
@@ -374,7 +374,7 @@ def pipeline_bound(topology: Topology, profile: Profile, split_backward: bool = 
     minimax cut) gives the most micro-batches that any set of pipelines can finish;
     bisection gives the least sufficient deadline. Unequal cells are taken at their
     mean speed and smallest memory. The closed form is somewhat pessimistic for uneven
-    stages: what no schedule can beat is ``bound.schedule_bound``. Where units are
+    stages: ``bound.schedule_bound`` holds for any schedule. Where units are
     now is ignored. Raises :class:`PlanError` if nothing fits.
     """
     search = _Search(topology, profile, GraphOptions(split_backward=split_backward))

@@ -35,7 +35,7 @@ __all__ = ["CellCapacity", "Model", "PipelineTime", "cut_pipeline", "nearest_cut
 
 
 class CellCapacity(NamedTuple):
-    """What partitioning needs to know of a cell."""
+    """The properties of a cell that partitioning needs."""
 
     speed_ppm: int = PPM
     memory_bytes: int = 1 << 62

@@ -1,4 +1,4 @@
-"""What a shape is worth: its plan, its hash, and how long its tables take.
+"""Evaluation of a shape: its plan, its hash, and the time of its tables.
 
 Idea: shapes are compared by the time of their tables, not by a closed form. The
 pipelines of a shape are independent of each other, and a plain one is the same few
@@ -53,7 +53,7 @@ def shape_plan(
 
 
 def shape_hash(shape: Shape) -> str:
-    """SHA-256 (hex) of who holds what and computes how much: what processes compare before they expand a shape."""
+    """SHA-256 (hex) of holders and quotas, which processes compare before they expand a shape."""
     packed = array("q")
     for pipeline in shape.pipelines:
         packed.extend((pipeline.quota, len(pipeline.segments)))
@@ -91,7 +91,7 @@ class ShapeTimer:
         return found
 
     def least(self, shape: Shape) -> int:
-        """What no tables of the shape's pipelines can beat, ns."""
+        """Lower bound on any tables of the shape's pipelines, ns."""
         spans = {(s.first, s.end, pipeline.quota) for pipeline in shape.pipelines for s in pipeline.segments}
         return max((self.reach.least(*span) for span in spans if span[2]), default=0)
 

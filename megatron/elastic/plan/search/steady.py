@@ -1,4 +1,4 @@
-"""From shapes to plans: the steady plan, what has to move for it, and whether it pays back.
+"""From shapes to plans: the steady plan, its moves, and their pay-back.
 
 Idea: after a change there are two answers. The *instant* one moves nothing:
 rows of lost cells go to peers, or damaged pipelines rest and the others take
@@ -52,7 +52,7 @@ class Move:
 
 @dataclass(frozen=True)
 class DecisionOptions:
-    """What the planner may use (ablations switch axes off)."""
+    """Axes that the planner may use (ablations switch them off)."""
 
     graph: GraphOptions | None = field(default_factory=GraphOptions)
     """None: units never move."""
@@ -82,7 +82,7 @@ class SteadyDecision:
 
     @property
     def instant(self) -> Plan | Shape | None:
-        """What needs no unit to move; tables of a rerouted plan are written when it is first asked for."""
+        """The plan that moves no unit; tables of a rerouted plan are written at the first access."""
         return self.at_once.plan if isinstance(self.at_once, Draft) else self.at_once
 
 
@@ -205,7 +205,7 @@ def _shapes(topology: Topology, profile: Profile, options: DecisionOptions) -> l
     wanted = replace(wanted, every_pool=by_tables)
     for split, late in ((True, True), (True, False), (False, False)) if options.split_backward else ((False, False),):
         if not by_tables and (shapes or (split and not late)):
-            continue  # only tables say whether what is too hopeful holds
+            continue  # only tables can tell whether an optimistic estimate holds
         try:
             shapes += candidate_shapes(topology, profile, replace(wanted, split_backward=split, late_weights=late))
         except PlanError:

@@ -27,7 +27,7 @@ _ABOVE = (0, 2, 4, 7, 10, 14, 20, 30)
 
 
 def few_microbatches(topology: Topology) -> bool:
-    """Whether pipelines compute fewer micro-batches than they have stages."""
+    """True if pipelines compute fewer micro-batches than they have stages."""
     longest = max(len(replica.segments) for replica in topology.replicas)
     return microbatches(topology.grid) * longest < (longest - 1) * len(topology.cells)
 
