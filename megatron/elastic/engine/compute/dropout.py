@@ -105,8 +105,10 @@ def current_key() -> DropoutKey | None:
 
 @cache
 def _odds(p: float) -> tuple[int, float]:
-    """Return (threshold, scale): an element is dropped if its 32-bit word is below the threshold (p to within 2^-33),
-    else multiplied by the scale."""
+    """Return (threshold, scale) of the drop probability ``p``, met to within 2^-33.
+
+    An element is dropped if its 32-bit word is below the threshold, and else multiplied by the scale.
+    """
     return min(round(p * 2**32), 2**32 - 1), 1.0 / (1.0 - p)
 
 
