@@ -338,7 +338,9 @@ class ClusterGroup(dist.ProcessGroup):
 
     # -- collectives ----------------------------------------------------------
 
-    def exchange(self, kind: str, parts: Mapping[int, Any], needed: Iterable[int]) -> dict[int, Any]:
+    def exchange(
+        self, kind: str, parts: Mapping[int, torch.Tensor | None], needed: Iterable[int]
+    ) -> dict[int, Any]:
         """Send ``parts`` (rank → value), wait for those of the ranks ``needed``. One call of a collective."""
         fabric, seating = self._fabric, self.seating
         fabric.begin(seating.generation)
@@ -346,8 +348,9 @@ class ClusterGroup(dist.ProcessGroup):
         count = count + 1 if generation == seating.generation else 1
         self._calls = seating.generation, count
         key = seating.generation, "collective", self.role, self.members, count
+        sent = {id(part): part.clone() for part in parts.values() if part is not None}
         for rank, part in parts.items():
-            fabric.put(rank, key, (kind, part.clone() if isinstance(part, torch.Tensor) else part))
+            fabric.put(rank, key, (kind, sent.get(id(part))))
         places = {rank: fabric.ask(rank, key) for rank in needed}
         missing = [rank for rank, place in places.items() if not fabric.has(place)]
         fabric.settle(seating.generation, missing, lambda: all(map(fabric.has, places.values())))
