@@ -21,7 +21,7 @@ from tests.cluster.checks import check
 from tests.cluster.cluster import Cluster, RankProcess, Scenario
 
 SEED = 20261122
-FIRST, STEPS = 2, 5
+FIRST, STEPS = 1, 4
 SOON = ("in_recovery_edit", "in_recovery_promote", "in_recovery_resume", "in_migration_begin", "in_migration_finish")
 """While the others recover from the first loss, or make its copies anew."""
 
