@@ -1,7 +1,9 @@
 """What holds after every run of a cluster, whatever was lost in it.
 
-    told      a step's result and record are the same on every rank, in every life of it, and come once
-    computed  losses, norms and evaluations are those of the undisturbed run: to the bit in exact mode, else to 1e-5
+    told      a step's result and record are the same on every rank that finishes, and come once. (A rank that is lost
+              may alone have known of a vote that the others then took again, over the same gradients.)
+    computed  losses, norms and evaluations of every life are those of the undisturbed run, to 1e-5; in exact mode but
+              for the order in which the reports of ranks are added up
     held      parameters are what the masters of their owners say; the copies that the placement names are there, at
               the last version, with the same bits
     settled   every block has as many mirrors as it should
@@ -51,7 +53,7 @@ def _check(cluster: Cluster, settled: bool) -> None:
     assert cluster.finished, "no rank came to the end"
     _check_told(cluster)
     tolerance = 0.0 if scenario.config.exact else TOLERANCE
-    for process in cluster.finished:
+    for process in cluster.processes:
         _check_computed(process, undisturbed(scenario), tolerance)
     _check_held(cluster, settled)
 
@@ -62,10 +64,11 @@ def _check_told(cluster: Cluster) -> None:
         steps = sorted(process.results)
         assert steps == list(range(steps[0], max(wanted) + 1)), f"{process.process.name} went through {steps}"
     for step in sorted(wanted):
-        lives = [process for process in cluster.processes if step in process.results]
-        assert lives, f"step {step} was seen by no rank"
+        lives = [process for process in cluster.finished if step in process.results]
         told = {process.process.name: (process.results[step], process.records[step]) for process in lives}
-        assert len(set(map(repr, told.values()))) == 1, f"step {step} is not the same everywhere: {told}"
+        # Of the first steps nobody that finishes need have been told.
+        assert len(set(map(repr, told.values()))) <= 1, f"step {step} is not the same everywhere: {told}"
+        assert any(step in process.results for process in cluster.processes), f"step {step} was seen by no rank"
     norms = {process.norm for process in cluster.finished}
     assert len(norms) == 1, f"parameter norms differ: {norms}"
 
@@ -77,7 +80,9 @@ def _check_computed(process: RankProcess, reference: RankProcess, tolerance: flo
         for name, (total, count) in sums.items():
             wanted, of = reference.evaluations[step][name]
             assert count == of and math.isclose(total, wanted, rel_tol=max(tolerance, 1e-6)), (step, sums)
-    assert process.norm is not None and reference.norm is not None
+    assert reference.norm is not None
+    if process.norm is None:
+        return
     assert math.isclose(process.norm, reference.norm, rel_tol=max(tolerance, 1e-7)), (process.norm, reference.norm)
 
 

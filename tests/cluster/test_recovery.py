@@ -39,6 +39,18 @@ def test_the_two_ranks_of_a_stage_are_lost() -> None:
     assert {process.rank for process in cluster.finished} == {0, 1, 2, 3}
 
 
+def test_a_vote_that_only_the_lost_rank_knew_of() -> None:
+    """In one pipeline nothing holds a rank back after the vote: it is lost a step ahead of the others."""
+    scenario = Scenario(
+        "kill:rank=1,step=2,point=mid_forward", 7267, data=1, pipeline=3, heavy=True, respawn_after=0.4,
+        settings={"mirrors": 3, "migrate_after": 50, "verify_interval": 3, "ownership": "contiguous"},
+    )  # fmt: skip
+    cluster = run(scenario)
+    check(cluster)
+    lost = next(process for process in cluster.processes if process.norm is None)
+    assert lost.records[1] not in {process.records.get(1) for process in cluster.finished}
+
+
 def test_state_without_a_copy_is_not_made_up() -> None:
     """Without mirrors any loss takes state along, and each rank that is left says so."""
     cluster = run(Scenario("kill:rank=3,step=2,point=before_vote", steps=4, settings={"mirrors": 0}))
