@@ -23,7 +23,7 @@ FOUND = {
     "swapped_blocks": "was made from other state or gradients than the owner's",
     "two_owners": "has owners [0, 1]",
     "no_owner": "has no owner",
-    "missing_sample": "of the global batch are assigned to nobody",
+    "missing_sample": "of the global batch are assigned to no rank",
     "doubled_sample": "is assigned to ranks [0, 1]",
     "stale_learning_rate": "record field rates",
     "stale_step_counter": "record field adam_step",

@@ -1,4 +1,4 @@
-"""Where state lives: blocks, copies, step records, transfers, certificates.
+"""State: blocks, copies, step records, transfers, certificates.
 
 The layout half (``layout``, ``ownership``, ``record``, ``protocol``) is pure:
 no torch, no torch.distributed, no Megatron. The pool half (``adam``, ``pool``,

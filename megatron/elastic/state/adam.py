@@ -1,15 +1,14 @@
-"""One optimizer update, the same bits wherever it runs.
+"""One optimizer update, with the same bits on every rank.
 
-Host tensors go through one native kernel (``csrc/state/update.hpp``); tensors
-of another device through :func:`adam_step_tensors`, the same sequence of
-individually rounded fp32 operations as separate torch calls, which is bitwise
-equal on CPU (tested) and meant to be on CUDA. Only the square root needs care
-there: torch's fp32 ``sqrt`` on CPU is MKL's, which is off by one unit in the last
-place for about one value in six; taken in fp64 and rounded it is exact.
+Host tensors are updated by one native kernel (``csrc/state/update.hpp``), tensors
+of another device by :func:`adam_step_tensors`: the same sequence of individually
+rounded fp32 operations as separate torch calls. Both are bitwise equal on CPU
+(tested) and should be on CUDA. The square root is taken in fp64 and rounded, which is
+exact: torch's fp32 ``sqrt`` on CPU is MKL's, which may be off by one unit in the last
+place.
 
-Invariant: the result of an element depends on its own inputs and the scalars
-only, never on how the range was split or aligned. NaN payloads are not part of
-the promise.
+Invariant: the result of an element depends only on its own inputs and the scalars,
+not on how the range was split or aligned. NaN payloads may differ.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class AdamScalars:
 
     ``grad_multiplier`` (1/(tokens · loss scale) · clip coefficient) is applied to
     the gradient first. ``bias_correction1/2`` are ``1 - beta**step``, computed once
-    for everybody and carried in the StepRecord. ``decoupled`` chooses AdamW over L2.
+    for all ranks and carried in the StepRecord. ``decoupled`` chooses AdamW over L2.
     """
 
     grad_multiplier: float
@@ -71,7 +70,7 @@ def adam_step(
     scalars: AdamScalars,
     model: torch.Tensor | None = None,
 ) -> None:
-    """Step ``master``, ``exp_avg``, ``exp_avg_sq`` in place (fp32 host tensors, same length).
+    """Update ``master``, ``exp_avg``, ``exp_avg_sq`` in place (fp32 host tensors, same length).
 
     ``model`` (bf16, optional) receives the rounded new master. Raises ``ValueError``
     for tensors of another kind.
@@ -92,7 +91,7 @@ def sgd_step(
     scalars: SgdScalars,
     model: torch.Tensor | None = None,
 ) -> None:
-    """Step ``master`` and the momentum ``buffer`` in place (fp32 host tensors, same length)."""
+    """Update ``master`` and the momentum ``buffer`` in place (fp32 host tensors, same length)."""
     n, s = master.numel(), scalars
     target = 0 if model is None else _address(model, n, torch.bfloat16)
     _state.sgd(
@@ -104,9 +103,9 @@ def sgd_step(
 def adam_step_tensors(
     master: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, grad: torch.Tensor, scalars: AdamScalars
 ) -> None:
-    """The kernel's sequence as separate torch operations, for tensors of any device, in place.
+    """Update tensors of any device in place, by the kernel's sequence as separate torch operations.
 
-    No ``lerp``, ``addcmul``, ``addcdiv`` or ``alpha=``: those may contract to fused
+    ``lerp``, ``addcmul``, ``addcdiv`` and ``alpha=`` are not used: they may be contracted to fused
     multiply-adds.
     """
     s, single = scalars, _to_fp32
@@ -134,8 +133,8 @@ def round_to_bf16(source: torch.Tensor, target: torch.Tensor) -> None:
 
 
 def sum_of_squares(values: torch.Tensor) -> float:
-    """Sum of squares of a host fp32 tensor in fp64, in one fixed order (16 lanes, then a binary tree).
+    """Return the sum of squares of a host fp32 tensor in fp64, in one fixed order (16 lanes, then a binary tree).
 
-    Finite exactly when every element is.
+    The sum is finite exactly if every element is.
     """
     return float(_state.sum_of_squares(_address(values, values.numel()), values.numel()))

@@ -1,14 +1,14 @@
-"""Owners of each unit group brought within one block of each other, moving as little as possible.
+"""The balance of owners within each unit group, to within one block and with few transfers.
 
-Making a mirror the owner is free; making a rank owner that has no copy costs one
-block on the wire. Per unit group the loads are first evened along *free* paths
+Making a mirror the owner is free; making a rank without a copy the owner transfers one
+block. Within a unit group the loads are first balanced along *free* paths
 (rank r gives a block to r' that mirrors it, r' one of its own to r'', …). The
 loads reachable that way form an M-convex set, so steepest descent ends in the
-decreasingly minimal one, which minimises every symmetric convex function of the
+decreasingly minimal one. That minimises every symmetric convex function of the
 loads at once (Frank and Murota, "Decreasing minimization on M-convex sets", 2019),
-the number of paid moves still needed among them. Only those are paid.
+including the number of remaining paid moves. Only those are paid.
 
-Then the ranks that own one block more are evened out over the units, so that
+Then the ranks that own one block more are varied over the units, so that
 ranks holding the same units own nearly the same bytes.
 """
 
@@ -23,11 +23,11 @@ from megatron.elastic.state.placement import Copies, UnitGroup
 __all__ = ["LEVEL_TOLERANCE", "balanced_owners"]
 
 LEVEL_TOLERANCE = 0.02
-"""Ranks with the same units may differ by this share of their owned blocks before bytes are moved for it."""
+"""Share of owned blocks by which ranks with the same units may differ before blocks are transferred for it."""
 
 
 class _Ownership:
-    """Owners of one unit group while they are being moved."""
+    """Owners of one unit group during the search."""
 
     def __init__(self, group: UnitGroup, copies: Mapping[BlockKey, Copies]) -> None:
         self.holders = group.holders
@@ -46,7 +46,7 @@ class _Ownership:
         self.load[rank] += 1
 
     def _free_edges(self) -> dict[int, dict[int, BlockKey]]:
-        """r → r' → a block owned by r that r' mirrors."""
+        """Return r → r' → a block owned by r that r' mirrors."""
         edges: dict[int, dict[int, BlockKey]] = {rank: {} for rank in self.holders}
         for key in sorted(self.owner):
             owner = self.owner[key]
@@ -57,7 +57,7 @@ class _Ownership:
         return edges
 
     def free_path(self, source: int, targets: frozenset[int]) -> list[tuple[BlockKey, int]] | None:
-        """Shortest chain of free moves from ``source`` to the least loaded of ``targets`` at that distance."""
+        """Return the shortest chain of free moves from ``source`` to one of ``targets``, as (block, new owner)."""
         edges, came = self._free_edges(), dict[int, tuple[int, BlockKey]]()
         queue, seen = deque([source]), {source}
         while queue:
@@ -72,7 +72,7 @@ class _Ownership:
         return None
 
     def even_freely(self) -> None:
-        """Free moves from loaded to less loaded ranks (difference 2 or more) until none is left."""
+        """Make free moves from loaded to less loaded ranks (difference 2 or more) until none is left."""
         progress = True
         while progress:
             progress = False
@@ -86,7 +86,7 @@ class _Ownership:
                     break
 
     def adopt_orphans(self, paid: bool) -> None:
-        """Blocks owned outside the group go to the least loaded holder (with a copy, unless ``paid``)."""
+        """Give blocks owned outside the group to the least loaded holder (with a copy, unless ``paid``)."""
         orphans = sorted(key for key, rank in self.owner.items() if rank not in self.load)
         for key in orphans:
             able = self.holders if paid else tuple(r for r in self.held[key] if r in self.load)
@@ -94,12 +94,12 @@ class _Ownership:
                 self.give(key, min(able, key=lambda r: (self.load[r], r)))
 
     def pay(self, source: int, target: int) -> None:
-        """One paid move; a block short of copies first, since it needs a new copy anyway."""
+        """Make one paid move; prefer a block that is short of copies, since it needs a new copy anyway."""
         keys = sorted(key for key, rank in self.owner.items() if rank == source)
         self.give(min(keys, key=lambda key: (len(self.held[key]), key)), target)
 
     def even_by_paying(self, total: Mapping[int, int]) -> None:
-        """Paid moves from the most to the least loaded until within one block; ``total`` breaks ties."""
+        """Make paid moves from the most to the least loaded until within one block; ``total`` breaks ties."""
         while True:
             source = max(self.holders, key=lambda r: (self.load[r], total.get(r, 0), -r))
             target = min(self.holders, key=lambda r: (self.load[r], total.get(r, 0), r))
@@ -118,9 +118,9 @@ def _trace(came: Mapping[int, tuple[int, BlockKey]], source: int, rank: int) -> 
 
 
 def balanced_owners(copies: Mapping[BlockKey, Copies], groups: Sequence[UnitGroup]) -> dict[BlockKey, int]:
-    """Owner of every block of ``groups``: a holder, at most one block apart within a group.
+    """Return the owner of every block of ``groups``: a holder; loads within a group differ by at most one block.
 
-    ``copies`` are those that exist; none of them need be at a holder.
+    ``copies``: the existing copies, which may be outside of the holders.
     """
     states = [_Ownership(group, copies) for group in groups]
     total: dict[int, int] = {}
@@ -142,7 +142,7 @@ def balanced_owners(copies: Mapping[BlockKey, Copies], groups: Sequence[UnitGrou
 
 
 def _level(states: Sequence[_Ownership], total: dict[int, int]) -> None:
-    """Even owned blocks between ranks that hold the same units, freely first."""
+    """Balance owned blocks between ranks that hold the same units, by free moves first."""
     classes: dict[tuple[int, ...], list[int]] = {}
     for rank in sorted(total):
         signature = tuple(i for i, state in enumerate(states) if rank in state.load)
@@ -160,7 +160,7 @@ def _level(states: Sequence[_Ownership], total: dict[int, int]) -> None:
 
 
 def _shift(states: Sequence[_Ownership], high: int, low: int, may_pay: bool) -> bool:
-    """Hand one block from ``high`` to ``low`` in a unit where that keeps the balance."""
+    """Move one block from ``high`` to ``low`` in a unit that stays balanced; return whether there was one."""
     able = [state for state in states if state.load[high] > state.load[low]]
     for state in able:
         path = state.free_path(high, frozenset({low}))

@@ -1,17 +1,16 @@
-"""The proof that a transition left one consistent state behind, or the exact finding.
+"""The certificate that a transition left one consistent state, or the exact findings.
 
 After every change of membership, and after a checkpoint load, each rank makes a
-:class:`Statement` of what it holds and will do; all statements are gathered, and
+:class:`Statement` of its copies, parameters and samples. All statements are gathered, and
 every rank runs :func:`certify` on the same set. It passes only if (docs/design.md
 §6)
 
 - placement, plan, generation and record (learning rates, step counters, loss
-  scale) are the same everywhere;
+  scale) are equal on all ranks;
 - every block has one owner, a holder of its unit, and k mirrors, all at the
   record's version with equal lineages (``hashing``) and, where contents were
-  hashed (what moved), equal contents;
-- every rank computes with parameters that are the owner's masters, tagged with the
-  record's version;
+  hashed (moved blocks), equal contents;
+- every rank's parameters equal the owner's masters and have the record's version;
 - each row of the global batch is assigned once;
 - the random key of the next step is (seed, version), so no mask is used twice.
 
@@ -39,7 +38,7 @@ __all__ = ["Certificate", "CertificateError", "Claim", "ParamClaim", "Statement"
 
 
 class CertificateError(RuntimeError):
-    """The state after a transition is not one consistent state; ``findings`` says what, where."""
+    """The state after a transition is not consistent; ``findings`` names each fault and its place."""
 
     def __init__(self, findings: Sequence[str]) -> None:
         shown = "; ".join(findings[:10]) + (f"; and {len(findings) - 10} more" if len(findings) > 10 else "")
@@ -48,18 +47,18 @@ class CertificateError(RuntimeError):
 
 
 class Claim(NamedTuple):
-    """A rank's word on one copy. ``content`` is the hash of its contents, or '' where not computed."""
+    """A rank's claim about one copy. ``content``: hash of its contents, or '' if not computed."""
 
     role: str
     version: int
     lineage: str
     content: str = ""
     master: str = ""
-    """Hash of what the master is cast to for computing; compared with :class:`ParamClaim`."""
+    """Hash of the master cast to the parameters' type; compared with :class:`ParamClaim`."""
 
 
 class ParamClaim(NamedTuple):
-    """A rank's word on the parameters of one block that it computes with: version tag, and hash or ''."""
+    """A rank's claim about its parameters of one block: version, and hash or ''."""
 
     version: int
     content: str = ""
@@ -67,7 +66,7 @@ class ParamClaim(NamedTuple):
 
 @dataclass(frozen=True)
 class Statement:
-    """Everything one rank asserts after a transition."""
+    """All claims of one rank after a transition."""
 
     rank: int
     generation: int
@@ -77,13 +76,13 @@ class Statement:
     blocks: Mapping[BlockKey, Claim]
     params: Mapping[BlockKey, ParamClaim] = field(default_factory=dict)
     rows: tuple[int, ...] = ()
-    """Rows of the next global batch whose first unit this rank's cell computes (stated by the cell's first rank)."""
+    """Rows of the next global batch whose first unit this rank's cell computes (only from the cell's first rank)."""
     random_key: tuple[int, int] = (0, 0)
     """(seed, step) from which the next step's dropout masks are drawn."""
 
     @cached_property
     def text(self) -> str:
-        """JSON, for an all-gather of objects; of a statement that came as a text, that text."""
+        """JSON for the exchange; a statement made from a text keeps that text."""
         claims = [key + claim for key, claim in sorted(self.blocks.items())]
         params = [key + claim for key, claim in sorted(self.params.items())]
         head = [self.rank, self.generation, self.placement, self.plan, self.record.to_json()]
@@ -91,7 +90,7 @@ class Statement:
 
     @classmethod
     def from_json(cls, text: str) -> Statement:
-        """Inverse of :attr:`text`."""
+        """Parse :attr:`text`."""
         (rank, generation, placement, plan, record), claims, params, rows, key = json.loads(text)
         made = cls(
             rank, generation, placement, plan, StepRecord.from_json(record),
@@ -99,13 +98,13 @@ class Statement:
             {(u, s, i): ParamClaim(*rest) for u, s, i, *rest in params},
             tuple(rows), (key[0], key[1]),
         )  # fmt: skip
-        vars(made)["text"] = text  # a cached property's place
+        vars(made)["text"] = text  # the value of the cached property
         return made
 
 
 @dataclass(frozen=True)
 class Certificate:
-    """A passed check: what the event log and a checkpoint manifest carry."""
+    """A passed check, for the event log and checkpoint manifests."""
 
     generation: int
     version: int
@@ -123,10 +122,10 @@ def state_claims(
     contents: Collection[BlockKey] = (),
     model_dtype: torch.dtype | None = None,
 ) -> dict[BlockKey, Claim]:
-    """Claims over every copy that counts and that ``placement`` gives this rank (others are being retired).
+    """Return claims about this rank's counted copies that ``placement`` names (others are about to be dropped).
 
-    ``contents``: blocks to hash in full (what moved).
-    ``model_dtype``: of those also hash the masters as cast to that type, to compare with parameters.
+    ``contents``: blocks to hash in full (those that moved).
+    ``model_dtype``: also hash the owned masters among them, cast to that type, to compare with parameters.
     """
     claims = {}
     for key in pool:
@@ -149,12 +148,12 @@ def certify(
     parked_owners: bool = False,
     left_out: Collection[int] = (),
 ) -> Certificate:
-    """Check all ``statements`` of ``members``; ``mirrors`` is k, or due block by block; ``rows`` the global batch size.
+    """Check all ``statements`` of ``members``. Raises :class:`CertificateError` with every finding.
 
-    ``parked_owners``: a block may be owned by a rank that does not compute its unit (right
-    after a loss, where the only copy is there). ``left_out``: rows that the plan gives to
-    nobody on purpose. Raises :class:`CertificateError` with
-    every finding. Pure: all ranks agree.
+    ``mirrors``: k, or the number of mirrors of each block; ``rows``: the global batch size.
+    ``parked_owners``: the owner of a block may be a rank that does not compute its unit (right
+    after a loss, if the only copy is there). ``left_out``: rows that the plan deliberately
+    leaves out. Pure, so all ranks have the same result.
     """
     findings = list(_all_findings(statements, groups, mirrors, rows, members, parked_owners, left_out))
     if findings:
@@ -197,11 +196,11 @@ def _all_findings(
     yield from _samples(statements, rows, left_out)
     for rank, statement in sorted(statements.items()):
         if statement.random_key[1] != version:
-            yield f"rank {rank} would draw the masks of step {statement.random_key[1]} again, the state is at {version}"
+            yield f"rank {rank} would use the masks of step {statement.random_key[1]} again, the state is at {version}"
 
 
 def _common(statements: Mapping[int, Statement]) -> Iterator[str]:
-    """Everything that must be the same everywhere, field by field, against the most frequent value."""
+    """Yield findings about values that must be equal on all ranks, compared with the most frequent value."""
     for name in ("generation", "placement", "plan"):
         yield from _odd_ones(name, {rank: getattr(s, name) for rank, s in statements.items()})
     for item in fields(StepRecord):
@@ -215,7 +214,7 @@ def _odd_ones(name: str, values: Mapping[int, object]) -> Iterator[str]:
     usual = min(counts, key=lambda text: (-counts[text], text))
     for rank, value in sorted(values.items()):
         if repr(value) != usual:
-            yield f"rank {rank}: {name} is {value!r}, elsewhere {usual}"
+            yield f"rank {rank}: {name} is {value!r}, on other ranks {usual}"
 
 
 def _copies(
@@ -283,7 +282,7 @@ def _samples(statements: Mapping[int, Statement], rows: int, left_out: Collectio
             takers[row].append(rank)
     missing = [row for row in range(rows) if row not in takers and row not in left_out]
     if missing:
-        yield f"rows {_spans(missing)} of the global batch are assigned to nobody"
+        yield f"rows {_spans(missing)} of the global batch are assigned to no rank"
     for row, ranks in sorted(takers.items()):
         if not 0 <= row < rows:
             yield f"row {row} is outside the global batch of {rows} (ranks {ranks})"

@@ -1,13 +1,12 @@
-"""The state of one version, read at leisure while training goes on: copy on write, a block at a time.
+"""The state of one version, read while training goes on: copy on write, block by block.
 
-A view is opened at a step boundary. A writer thread reads block after block; the
-training thread, before it steps a block the writer has not read yet, sets the old
-contents aside. So training never waits for the disk, and memory beyond the pool's
-own is that of the blocks stepped before they were read, never more than one more
-copy of what is to be written.
+A view is opened at a step boundary. A writer thread reads block after block. Before the
+training thread updates a block that is not read yet, it copies the old contents. So
+training never waits for the disk. The extra memory is that of blocks updated before they
+were read, at most one more copy of the written state.
 
-A change of generation abandons the view (the write, too: a checkpoint is one only
-once it is renamed into place), see :meth:`CheckpointView.abandon`.
+A change of generation abandons the view and the write (:meth:`CheckpointView.abandon`):
+a checkpoint counts only once it is renamed into place.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ __all__ = ["CheckpointView", "ViewAbandoned"]
 
 
 class ViewAbandoned(RuntimeError):
-    """The write this view was for is void: a new generation began, or the view was closed."""
+    """The view is void: a new generation began, or the view was closed."""
 
 
 class CheckpointView:
-    """Blocks ``keys`` of ``pool`` as they are now. Open and close on the training thread, read on any one."""
+    """Blocks ``keys`` of ``pool`` at their present version. Open and close on the training thread; read on any."""
 
     def __init__(self, pool: StatePool, keys: Iterable[BlockKey], record: StepRecord) -> None:
         self.record = record
@@ -46,14 +45,14 @@ class CheckpointView:
 
     @property
     def bytes_aside(self) -> int:
-        """Memory of old contents that are not read yet."""
+        """Bytes of copied old contents that are not read yet."""
         with self._lock:
             return sum(state.numel() * state.element_size() for state in self._aside.values())
 
     def read(self, key: BlockKey) -> torch.Tensor:
-        """State of a block, fp32 [3, numel], at the view's version; each block once.
+        """Return the state of a block, fp32 [3, numel], at the view's version; each block once.
 
-        Raises :class:`ViewAbandoned`, ``KeyError`` for a block not in the view or read already.
+        Raises :class:`ViewAbandoned`, ``KeyError`` for a block that is not in the view or was read already.
         """
         with self._lock:
             if self._why is not None:
@@ -67,7 +66,7 @@ class CheckpointView:
         return state
 
     def abandon(self, why: str) -> None:
-        """Let go of everything; later reads raise. Idempotent."""
+        """Release all blocks; later reads raise. Idempotent."""
         with self._lock:
             if self._unread:
                 self._why = self._why or why
@@ -87,7 +86,7 @@ class CheckpointView:
 
     @contextmanager
     def _around_change(self, copy: BlockCopy, record: StepRecord | None) -> Iterator[None]:
-        """Set the old contents aside; a skipped step changes none."""
+        """Copy the old contents of an unread block before it changes; a skipped step changes none."""
         key = copy.block.key
         with self._lock:
             unread = key in self._unread and key not in self._aside and self._pool.get(key) is copy

@@ -1,8 +1,8 @@
 """Failure domains of the living ranks, from the labels that come with their addresses.
 
 A label names nested domains, outermost first: ``rack7/host12`` is node ``host12`` in rack ``rack7``. Ranks with equal
-labels are in one node; labels that begin alike share what they begin with. Domains are numbered in order of their
-lowest rank, so that every rank derives the same numbers from the same decision.
+labels are in one node; labels with a common prefix share the domains of the prefix. Domains are numbered in order of
+their lowest rank, so every rank derives the same numbers from the same decision.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _LONGEST = 200
 
 
 def check_label(label: str) -> str:
-    """``label``, if it can name domains. Raises ``ValueError`` with one line."""
+    """Return ``label`` if it is valid. Raises ``ValueError`` with one line."""
     parts = label.split("/")
     if len(label) > _LONGEST or not label.isprintable() or not all(part and part == part.strip() for part in parts):
         raise ValueError(f"takes names with '/' between, outermost first, like rack7/host12; got {label[:80]!r}")
@@ -25,16 +25,16 @@ def check_label(label: str) -> str:
 
 @dataclass(frozen=True)
 class FailureDomains:
-    """``nodes``: rank → its innermost domain; the others as in :class:`Rules`."""
+    """The failure domains of ranks. ``nodes``: rank → its innermost domain; ``wider``: as in :class:`Rules`."""
 
     nodes: Mapping[int, int] = field(default_factory=dict)
     wider: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     names: Mapping[int, str] = field(default_factory=dict)
-    """Innermost domain → the hosts in it, as log lines name them."""
+    """Innermost domain → names of its hosts for log lines."""
 
     @classmethod
     def of(cls, labels: Mapping[int, str], hosts: Mapping[int, str]) -> FailureDomains:
-        """Domains of the ranks of ``labels``; ``hosts``: rank → name of its host."""
+        """Return the domains of the ranks of ``labels``; ``hosts``: rank → name of its host."""
         depth = max((label.count("/") + 1 for label in labels.values()), default=1)
         numbers: dict[tuple[str, ...], int] = {}
         nodes, wider, inside = dict[int, int](), dict[int, tuple[int, ...]](), dict[int, list[str]]()

@@ -1,15 +1,15 @@
-"""Hashes of blocks and records, and the chain that makes most of them unnecessary.
+"""Hashes of blocks and records, and lineages: hash chains that replace most comparisons of contents.
 
-Owner and mirror replay the same deterministic update, so their states at t+1 are
+Owner and mirror make the same deterministic update, so their states at t+1 are
 equal if their states at t, the gradients of t and the records are. A copy's
-*lineage* says so by induction: it starts as the hash of the contents and is
-extended with the hash of the gradient and of the record at each step. Comparing
-lineages (a table) is then as good as comparing contents, as long as memory does
-not corrupt, which the rolling verification looks for (``verify``).
+*lineage* follows this induction: it starts as the hash of the contents and is
+extended with the hashes of gradient and record at each step. Equal lineages thus
+mean equal contents, unless memory has changed by itself, which the rolling
+verification detects (``verify``).
 
-xxh3_128 (xxhash 3.5): 10 GB/s on one core; not cryptographic: it guards against
-bugs and bit flips, not against an adversary. Block hashes are keyed with the
-block's name, so two swapped blocks of equal contents do not pass.
+The hash is xxh3_128. It is not cryptographic: it guards against bugs and bit flips,
+not against an adversary. Block hashes are keyed with the block's name, so two swapped
+blocks of equal contents do not pass.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ def _bits(values: torch.Tensor) -> memoryview:
 
 
 def tensor_hash(values: torch.Tensor) -> str:
-    """Hash of the bits of a contiguous host tensor of any type."""
+    """Return the hash of the bits of a contiguous host tensor of any type."""
     return xxhash.xxh3_128_hexdigest(_bits(values))
 
 
 def content_hash(key: BlockKey, values: torch.Tensor) -> str:
-    """Hash of the bits of a block's tensor (state [3, numel], master or gradient [numel]) and of its name."""
+    """Return the hash of a block's tensor (state [3, numel], master or gradient [numel]) and of the block's name."""
     state = xxhash.xxh3_128(struct.pack("<3q", *key))
     state.update(_bits(values))
     return state.hexdigest()
 
 
 def text_hash(text: str) -> str:
-    """Hash of a text."""
+    """Return the hash of a text."""
     return xxhash.xxh3_128_hexdigest(text.encode())
 
 
 def next_lineage(lineage: str, gradient: str, record: str) -> str:
-    """Lineage one step on; ``gradient`` is empty for a skipped step."""
+    """Return the lineage after one more step; ``gradient`` is empty for a skipped step."""
     return text_hash(f"{lineage}|{gradient}|{record}")

@@ -28,21 +28,21 @@ from itertools import pairwise
 __all__ = ["ALIGN", "BlockKey", "ParamSlot", "ParamSpec", "Run", "StateBlock", "UnitLayout"]
 
 ALIGN = 16
-"""Elements; 64 bytes of fp32: one cache line and one AVX-512 register."""
+"""Alignment in elements; 64 bytes of fp32: one cache line and one AVX-512 register."""
 
 BlockKey = tuple[int, int, int]
-"""(unit, shard, index): names a block everywhere, also in messages and reports."""
+"""(unit, shard, index): the name of a block, also in messages and reports."""
 
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """One parameter as this tensor-parallel shard holds it."""
+    """One parameter on this tensor-parallel shard."""
 
     name: str
     numel: int
     shape: tuple[int, ...]
     sharded: bool
-    """Differs between tensor-parallel ranks; otherwise replicated, and counted once in the norm."""
+    """Whether it differs between tensor-parallel ranks; otherwise it is replicated and counts once in the norm."""
     weight_decay_multiplier: float = 1.0
     lr_multiplier: float = 1.0
     group: int = 0
@@ -55,7 +55,7 @@ class ParamSpec:
 
 @dataclass(frozen=True)
 class ParamSlot:
-    """Where a parameter lies in the unit's flat space: elements ``[start, stop)``."""
+    """The elements ``[start, stop)`` of the unit's flat space that a parameter takes."""
 
     spec: ParamSpec
     start: int
@@ -74,12 +74,12 @@ class StateBlock:
 
     @property
     def key(self) -> BlockKey:
-        """Short name, unique in the job."""
+        """Name of the block, unique in the job."""
         return (self.unit, self.shard, self.index)
 
     @property
     def numel(self) -> int:
-        """Elements of the block (padding included)."""
+        """Number of elements, including padding."""
         return self.stop - self.start
 
 
@@ -108,7 +108,7 @@ def _place(params: Sequence[ParamSpec], start: int) -> tuple[list[ParamSlot], in
 
 
 def _cut(start: int, stop: int, limit: int) -> list[tuple[int, int]]:
-    """Nearly equal aligned ranges of at most ``limit`` elements that tile ``[start, stop)``."""
+    """Return nearly equal aligned ranges of at most ``limit`` elements that tile ``[start, stop)``."""
     quanta = (stop - start) // ALIGN
     count = -(-quanta // (limit // ALIGN))
     edges = [start + ALIGN * (quanta * i // count) for i in range(count + 1)] if count else []
@@ -117,7 +117,7 @@ def _cut(start: int, stop: int, limit: int) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class UnitLayout:
-    """See the module docstring. ``numel`` is the length of the flat space in elements."""
+    """The layout of one (unit, shard) (module docstring). ``numel``: length of the flat space in elements."""
 
     unit: int
     shard: int
@@ -125,11 +125,11 @@ class UnitLayout:
     blocks: tuple[StateBlock, ...]
     numel: int
     sharded_stop: int
-    """Where the replicated part begins."""
+    """First element of the replicated part."""
 
     @classmethod
     def build(cls, unit: int, shard: int, params: Sequence[ParamSpec], block_bytes: int) -> UnitLayout:
-        """Lay ``params`` out (in the order given, sharded ones first) and cut at ``block_bytes`` of fp32.
+        """Lay out ``params`` (in the given order, sharded ones first) and cut at ``block_bytes`` of fp32.
 
         Raises ``ValueError`` for duplicate names or a block size below one aligned quantum.
         """
@@ -149,19 +149,19 @@ class UnitLayout:
         return {slot.spec.name: slot for slot in self.slots}
 
     def slot(self, name: str) -> ParamSlot:
-        """Where parameter ``name`` lies. Raises ``KeyError``."""
+        """Return the slot of parameter ``name``. Raises ``KeyError``."""
         return self._by_name[name]
 
     def counts_in_norm(self, block: StateBlock) -> bool:
-        """Whether this shard's copy of the block enters the global gradient norm."""
+        """Return whether this shard's copy of the block counts in the global gradient norm."""
         return self.shard == 0 or block.start < self.sharded_stop
 
     def params_in(self, block: StateBlock) -> tuple[ParamSlot, ...]:
-        """Slots that overlap the block."""
+        """Return the slots that overlap the block."""
         return tuple(s for s in self.slots if s.start < block.stop and block.start < s.stop)
 
     def runs(self, block: StateBlock) -> tuple[Run, ...]:
-        """Runs that tile the block, in order, neighbours with equal hyper-parameters merged."""
+        """Return the runs that tile the block, in order; adjacent runs with equal hyper-parameters are merged."""
         return self._runs[block.index]
 
     @cached_property

@@ -1,13 +1,12 @@
-"""The manifest of a checkpoint: the hash of each of its files, and the state they hold.
+"""The manifest of a checkpoint: the hash of each of its files, and the record of the saved version.
 
-It is the last file written into the folder before the folder gets its name. It carries
-the ``StepRecord`` of the version that was saved and the digest of the newest
-certificate of that state, so a checkpoint can be traced to the proof it came from. Who
-loads the checkpoint compares every file with it; the manifest has a hash of itself, so a
-damaged one is found too.
+It is the last file written into the folder before the folder is renamed. It carries
+the ``StepRecord`` of the saved version and the digest of the newest certificate, so a
+checkpoint can be traced to its certificate. A load compares every file with the manifest.
+The manifest has a hash of itself, so damage to it is found too.
 
-xxh3_128, like block hashes (:mod:`hashing`): against bugs, cuts and bit flips, not
-against an adversary.
+Hashes are xxh3_128, like block hashes (:mod:`hashing`): they guard against bugs, truncation
+and bit flips, not against an adversary.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ _PIECE_BYTES = 1 << 20
 
 
 class ManifestError(ValueError):
-    """There is a manifest, but it cannot be relied on."""
+    """The manifest exists but is damaged or of another format."""
 
 
 @dataclass(frozen=True)
@@ -56,15 +55,15 @@ class FileHash:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What one checkpoint consists of. Paths of ``files`` are relative to its folder, with ``/``."""
+    """The contents of one checkpoint. Paths in ``files`` are relative to its folder, with ``/``."""
 
     generation: int
     incarnation: int
-    """Of the rank that made the checkpoint one."""
+    """Incarnation of the rank that completed the checkpoint."""
     record: str
     """:meth:`StepRecord.to_json` of the version that was saved."""
     certificate: str
-    """Digest of the newest certificate when the save began; empty when there was none."""
+    """Digest of the newest certificate when the save began; empty if there was none."""
     files: Mapping[str, FileHash]
 
     @property
@@ -82,11 +81,11 @@ class Manifest:
 
     @property
     def digest(self) -> str:
-        """Hash of everything in it."""
+        """Hash of the whole manifest."""
         return _hash_of_raw(self._raw)
 
     def to_text(self) -> str:
-        """JSON: all of it, and its hash."""
+        """Return JSON with the manifest and its hash."""
         return json.dumps({"hash": self.digest, "manifest": self._raw}, indent=1, sort_keys=True) + "\n"
 
     @classmethod
@@ -96,7 +95,7 @@ class Manifest:
             whole = json.loads(text)
             raw = whole["manifest"]
             if _hash_of_raw(raw) != whole["hash"]:
-                raise ManifestError("its own hash is another one")
+                raise ManifestError("its contents do not match its own hash")
             if raw["format"] != _FORMAT:
                 raise ManifestError(f"its format is {raw['format']}, this version reads {_FORMAT}")
             files = {str(name): FileHash(int(file["size"]), str(file["hash"])) for name, file in raw["files"].items()}
@@ -115,7 +114,7 @@ def _hash_of_raw(raw: object) -> str:
 
 
 class HashingFile:
-    """A file being written front to back, hashed as it is."""
+    """A file that is written sequentially and hashed meanwhile."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -123,7 +122,7 @@ class HashingFile:
         self._size = 0
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
-        """As a file's."""
+        """Write like a file."""
         view = memoryview(data).cast("B")
         self._file.write(view)
         self._state.update(view)
@@ -131,22 +130,22 @@ class HashingFile:
         return len(view)
 
     def tell(self) -> int:
-        """Bytes written so far."""
+        """Return the number of bytes written so far."""
         return self._size
 
     def flush(self) -> None:
-        """As a file's."""
+        """Flush like a file."""
         self._file.flush()
 
     def sync(self) -> FileHash:
-        """Bring all of it to the disk; what it is."""
+        """Write everything to the disk; return size and hash."""
         self._file.flush()
         os.fsync(self._file.fileno())
         return FileHash(self._size, self._state.hexdigest())
 
 
 def hash_of(path: Path) -> FileHash:
-    """Of a file as it is read. Raises ``OSError``."""
+    """Return size and hash of a file. Raises ``OSError``."""
     state, size = xxhash.xxh3_128(), 0
     with open(path, "rb", buffering=0) as file:
         while piece := file.read(_PIECE_BYTES):
@@ -156,13 +155,13 @@ def hash_of(path: Path) -> FileHash:
 
 
 def files_below(folder: Path) -> list[str]:
-    """Relative paths of all files in ``folder`` but the manifest, ascending."""
+    """Return the relative paths of all files in ``folder`` except the manifest, ascending."""
     found = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
     return sorted(name for name in found if name != MANIFEST)
 
 
 def read(folder: Path) -> Manifest | None:
-    """The manifest of a checkpoint, None when there is none. Raises :class:`ManifestError`."""
+    """Return the manifest of a checkpoint, None if there is none. Raises :class:`ManifestError`."""
     try:
         text = (folder / MANIFEST).read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -173,7 +172,7 @@ def read(folder: Path) -> Manifest | None:
 
 
 def damage(folder: Path, files: Mapping[str, FileHash]) -> list[str]:
-    """What is wrong with ``files`` of a checkpoint, one sentence for each file that is not as it was written."""
+    """Return one sentence for each of ``files`` of a checkpoint that differs from the manifest."""
     found = []
     for name, written in sorted(files.items()):
         try:
@@ -182,14 +181,14 @@ def damage(folder: Path, files: Mapping[str, FileHash]) -> list[str]:
             elif hash_of(folder / name) != written:
                 found.append(f"{name} is not what was written")
         except FileNotFoundError:
-            found.append(f"{name} is not there")
+            found.append(f"{name} is missing")
         except OSError as error:
             found.append(f"{name} cannot be read ({error.strerror or error})")
     return found
 
 
 def shares(files: Mapping[str, FileHash], parts: int) -> Sequence[Mapping[str, FileHash]]:
-    """``files`` in ``parts`` of about the same size: the largest first, each to the part that has least."""
+    """Divide ``files`` into ``parts`` of about the same size: the largest first, each to the smallest part."""
     split: list[dict[str, FileHash]] = [{} for _ in range(parts)]
     sizes = [0] * parts
     for name in sorted(files, key=lambda name: (-files[name].size, name)):

@@ -1,21 +1,21 @@
-"""Mirrors of every block: in other failure domains, declustered, existing copies first.
+"""The choice of mirrors for every block: other failure domains, declustered, existing copies first.
 
-An owner's blocks are mirrored over its *peers*, about S ranks (the scatter width), evenly, so that at its death S
-survivors already hold what is lost and each takes a like share (declustered placement after Holland and Gibson, "Parity
-declustering", ASPLOS 1992). :mod:`peers` chooses them.
+An owner's blocks are mirrored evenly over its *peers*, about S ranks (the scatter width). After its loss S survivors
+already hold its blocks in equal shares (declustered placement after Holland and Gibson, "Parity declustering", ASPLOS
+1992). :mod:`peers` chooses the peers.
 
 Order of preference for one mirror, given the owner and the mirrors chosen so far
-1. failure domains: the rank shares as few of them as possible with any of those copies. So k mirrors lie in k + 1
-   distinct racks where there are as many, and in k + 1 distinct nodes where there are as many;
-2. a rank that computes the unit, since at the owner's death it goes on without moving a byte;
-3. a rank that has the block already: costs nothing;
+1. failure domains: the rank shares as few of them as possible with any of those copies. So owner and k mirrors are in
+   k + 1 distinct racks if there are as many, and in k + 1 distinct nodes if there are as many;
+2. a rank that computes the unit: after a loss of the owner it goes on without a transfer;
+3. a rank that has the block already: no transfer is needed;
 4. one of the owner's peers, with the fewest of its blocks in this unit;
-5. fewest mirrors in this unit, then in all, then nearest.
+5. fewest mirrors in this unit, then in all units, then nearest.
 
 Invariant: 1 and 2 hold for every block in every placement chosen here; no later move worsens them.
-A copy outside the owner's peers is tolerated (moving it only for that would cost
-bytes) and is the first to be moved when a peer has too little. At the end ranks that
-compute the same units are brought within 2% of each other in what they mirror.
+A copy outside the owner's peers is tolerated, because moving it costs a transfer. It is the
+first to be moved when a peer has too few blocks. At the end ranks that compute the same units
+are balanced in the number of their mirrors, within :data:`LEVEL_TOLERANCE`.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ from megatron.elastic.state.placement import Rules, UnitGroup
 __all__ = ["LEVEL_TOLERANCE", "choose_mirrors"]
 
 LEVEL_TOLERANCE = 0.02
-"""Ranks with the same units may mirror this share more or less before bytes are moved for it."""
+"""Share of mirrors by which ranks with the same units may differ before blocks are transferred for it."""
 _ROUNDS = 8
-"""How often what each owner's peers have and what ranks have in all are evened in turn: either may upset the other."""
+"""Largest number of alternations between balancing over each owner's peers and over all ranks: each may upset the
+other."""
 
 
 def choose_mirrors(
@@ -40,13 +41,13 @@ def choose_mirrors(
     owners: Mapping[BlockKey, int],
     held: Mapping[BlockKey, tuple[int, ...]],
 ) -> dict[BlockKey, tuple[int, ...]]:
-    """Mirrors of every block of ``groups``; ``held`` lists the ranks that have a block already."""
+    """Return the mirrors of every block of ``groups``; ``held``: block → ranks that have it already."""
     total: dict[int, int] = {}
-    everybody = Tree(sorted(rules.domains), rules)
+    living = Tree(sorted(rules.domains), rules)
     candidates: dict[tuple[int, ...], Candidates] = {}
     for group in groups:
         if group.holders not in candidates:
-            candidates[group.holders] = Candidates(group.holders, rules, everybody)
+            candidates[group.holders] = Candidates(group.holders, rules, living)
     tables = [_Table(group, candidates[group.holders], owners, held, total) for group in groups]
     for table in tables:
         for key in table.mirrors:
@@ -61,7 +62,7 @@ def choose_mirrors(
 
 
 def _level(tables: Sequence[_Table], total: Mapping[int, int]) -> bool:
-    """Even what ranks that compute the same units mirror in all, within :data:`LEVEL_TOLERANCE`; whether any moved."""
+    """Balance mirrors of ranks that compute the same units, within :data:`LEVEL_TOLERANCE`; return if any moved."""
     moved = False
     classes: dict[tuple[int, ...], list[int]] = {}
     for rank in sorted({rank for table in tables for rank in table.home}):
@@ -75,7 +76,7 @@ def _level(tables: Sequence[_Table], total: Mapping[int, int]) -> bool:
 
 
 def _level_one(tables: Sequence[_Table], ranks: Sequence[int], total: Mapping[int, int]) -> bool:
-    """One move from a rank that mirrors more to one that mirrors less; False when there is none worth it."""
+    """Move one mirror from a rank with more to one with fewer; return False if no move is worth it."""
     ranked = sorted(ranks, key=lambda r: (-total.get(r, 0), r))
     allowed = max(1.0, LEVEL_TOLERANCE * sum(total.get(r, 0) for r in ranks) / len(ranks))
     for high in ranked:
@@ -89,7 +90,7 @@ def _level_one(tables: Sequence[_Table], ranks: Sequence[int], total: Mapping[in
 
 
 class _Table:
-    """Mirrors of one unit group while they are being chosen."""
+    """Mirrors of one unit group during the search."""
 
     def __init__(
         self,
@@ -108,10 +109,10 @@ class _Table:
         self.order = {owner: candidates.order(owner) for owner in sorted({owners[key] for key in self.mirrors})}
         self._peers = {owner: [r for r in order if order[r][0] == 0] for owner, order in self.order.items()}
         self._least = {o: min((self._cost(o, r, ()) for r in order), default=0) for o, order in self.order.items()}
-        """Owner → no further mirror of a block of its costs less."""
+        """Owner → lower bound of the cost of any mirror of its blocks."""
 
     def add_best(self, key: BlockKey) -> bool:
-        """Append the best further mirror of ``key``; False when no rank is left."""
+        """Append the best further mirror of ``key``; return False if no rank is left."""
         owner, taken, held = self.owners[key], self.mirrors[key], self.held[key]
         order = self.order[owner]
 
@@ -127,7 +128,7 @@ class _Table:
                 place,
             )
 
-        # A rank that is no peer and has no copy is chosen only where it costs less than all that are one or have one.
+        # A rank that is no peer and has no copy is chosen only if it costs less than all peers and ranks with a copy.
         near = {*self._peers[owner], *(rank for rank in held if self._place(owner, rank))}.difference(taken)
         best = min(near, key=preference, default=None)
         if best is None or preference(best)[0] > self._least[owner]:
@@ -146,7 +147,7 @@ class _Table:
         self.mirrors[key] = (*rest, rank) if sign > 0 else rest
 
     def spread(self) -> bool:
-        """Move mirrors until every owner's are spread evenly over its peers (within one block); whether any moved."""
+        """Spread every owner's mirrors evenly over its peers (within one block); return whether any moved."""
         moved = False
         blocks: dict[int, list[BlockKey]] = {}
         for key in self.mirrors:
@@ -157,7 +158,7 @@ class _Table:
         return moved
 
     def _spread_one(self, owner: int, keys: list[BlockKey]) -> bool:
-        """One move to a peer with too few of ``owner``'s blocks, from the rank with most; False when even."""
+        """Move one of ``owner``'s blocks to a peer with too few, from the rank with most; return False if balanced."""
         counts = {r: n for (o, r), n in self.pairs.items() if o == owner and n > 0}
         place = {r: self._place(owner, r) or (1, r) for r in {*self._peers[owner], *counts}}
         for low in sorted(self._peers[owner], key=lambda r: (counts.get(r, 0), self.total.get(r, 0), place[r][1])):
@@ -172,7 +173,7 @@ class _Table:
         return False
 
     def shift(self, high: int, low: int) -> bool:
-        """Move one mirror from ``high`` to ``low``; False if no owner's would stay among its peers and as even."""
+        """Move one mirror from ``high`` to ``low``; return False if that would unbalance every owner's mirrors."""
         surplus = {owner: self._surplus(owner, high, low) for owner in self.order if owner not in (high, low)}
         owners = {owner for owner, more in surplus.items() if more < 0}
         if not owners:
@@ -186,7 +187,7 @@ class _Table:
         return True
 
     def _surplus(self, owner: int, high: int, low: int) -> int:
-        """Below 0 where ``owner``'s blocks stay as even when ``low`` mirrors one of them in place of ``high``."""
+        """Return a number below 0 if ``owner``'s mirrors stay as balanced with one moved from ``high`` to ``low``."""
         there, place = self._place(owner, high), self._place(owner, low)
         if place is None or there is None or place[0] > there[0]:
             return 0
@@ -196,7 +197,7 @@ class _Table:
         return here - self.pairs.get((owner, high), 0)
 
     def _movable(self, key: BlockKey, high: int, low: int) -> bool:
-        """Whether the mirror of ``key`` may go from ``high`` to ``low`` at no higher cost."""
+        """Return whether the mirror of ``key`` may move from ``high`` to ``low`` at no higher cost."""
         taken, owner = self.mirrors[key], self.owners[key]
         if high not in taken or low in taken:
             return False

@@ -1,10 +1,10 @@
-"""Balanced, redundant placement with little movement: the considered stage of a change of membership.
+"""Balanced, redundant placement with few transfers: the second stage of a change of membership.
 
 :func:`rebalance` restores balance (owners of a unit group differ by at most one
 block) and k declustered mirrors with few adds. Adds run in the background;
 promotions and drops follow at a boundary (docs/design.md §6).
 
-Pure functions of integers, so that each process derives the same placement from
+All are pure functions of integers: each process derives the same placement from
 the same decision and compares ``Placement.digest()``.
 """
 
@@ -40,7 +40,7 @@ __all__ = [
 
 
 def initial(groups: Sequence[UnitGroup], rules: Rules) -> Placement:
-    """Balanced placement of a job that has no state yet: contiguous ranges of each unit per holder.
+    """Return the balanced placement of a job without state: contiguous ranges of each unit per holder.
 
     The ranks that own one block more rotate from unit to unit.
     """
@@ -62,9 +62,9 @@ def initial(groups: Sequence[UnitGroup], rules: Rules) -> Placement:
 def rebalance(
     placement: Placement, groups: Sequence[UnitGroup], rules: Rules
 ) -> tuple[Placement, tuple[Transition, ...]]:
-    """Restore balance and redundancy for ``groups`` with few adds; all adds, then promotions, then drops.
+    """Restore balance and redundancy for ``groups`` with few adds. Changes are ordered: adds, promotions, drops.
 
-    Blocks that ``placement`` does not know raise ``KeyError``: they have no state to copy.
+    Raises ``KeyError`` for blocks that ``placement`` lacks: they have no state to copy.
     """
     contiguous = rules.ownership == "contiguous"
     owners = _contiguous(groups) if contiguous else balanced_owners(placement.copies, groups)
@@ -77,7 +77,7 @@ def rebalance(
 def after(
     placement: Placement, groups: Sequence[UnitGroup], rules: Rules
 ) -> tuple[Placement, tuple[Transition, ...], tuple[BlockKey, ...]]:
-    """Both stages at once, for simulators and tests: (placement, transitions, lost blocks)."""
+    """Run both stages, for simulators and tests; return (placement, transitions, lost blocks)."""
     first = promote_only(placement, rules.domains.keys(), groups)
     if first.lost:
         return first.placement, first.transitions, first.lost
@@ -86,7 +86,7 @@ def after(
 
 
 def _contiguous(groups: Sequence[UnitGroup]) -> dict[BlockKey, int]:
-    """Units of a shard with the same holders end to end, cut once into as many even parts as there are holders."""
+    """Return owners: units of a shard with the same holders are concatenated and cut into one equal part a holder."""
     runs: dict[tuple[int, tuple[int, ...]], list[BlockKey]] = {}
     for group in sorted(groups, key=lambda g: (g.shard, g.unit)):
         runs.setdefault((group.shard, group.holders), []).extend(block.key for block in group.blocks)
@@ -108,7 +108,7 @@ def _mirrored(
 
 
 def _difference(before: Mapping[BlockKey, Copies], now: Mapping[BlockKey, Copies]) -> tuple[Transition, ...]:
-    """Adds (each from the copy whose rank sends least so far), then promotions, then drops."""
+    """Return adds (each from the copy whose rank sends least so far), then promotions, then drops."""
     adds, promotions, drops = list[Transition](), list[Transition](), list[Transition]()
     sent: dict[int, int] = {}
     for key, new in sorted(now.items()):

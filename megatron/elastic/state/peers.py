@@ -1,18 +1,19 @@
-"""The ranks that may mirror an owner's blocks, and the few of them, its peers, that do so by preference.
+"""The candidates for mirrors of an owner's blocks, and its peers: the few preferred ones.
 
-Failure domains form a tree: a rack holds nodes, a node holds ranks. A mirror costs the more, the more domains it shares
-with another copy of its block (:meth:`Candidates.cost`); with equal sharing a rank that does not compute the unit costs
-more, because at the owner's death its copies must be moved before parameters can be gathered.
+Failure domains form a tree: a rack holds nodes, a node holds ranks. The cost of a mirror grows with the number of
+domains that it shares with another copy of its block (:meth:`Candidates.cost`). At equal sharing a rank that does not
+compute the unit costs more: after a loss of the owner its copies must move before parameters can be gathered.
 
-An owner's peers are the ranks that a few of its blocks would be given if each took the cheapest ranks, and unused ones
-among equals, until the scatter width is reached. So the peers hold enough distinct domains for every block, in equal
-parts where the tree allows, and few domains besides: a block's copies lie in few different sets of nodes, of which few
-can be lost together (Cidon et al., "Copysets", ATC 2013).
+The peers of an owner are found by placing blocks one after the other on the cheapest ranks, preferring unused ranks at
+equal cost, until the scatter width is reached. So the peers cover enough distinct domains for every block, in equal
+parts if the tree allows, and few further domains. The copies of blocks are then in few different sets of nodes, of
+which few can be lost together (Cidon et al., "Copysets", ATC 2013).
 
-Among equals the nearest come first: on the ring of sibling domains, on both sides (neighbours are peers of each other,
-and a change of membership alters few peer sets), and within a domain from the rank that corresponds to the owner's on,
-so that the owners of a domain do not all choose the same ranks. Where that rank is lost, the one that corresponds in a
-further domain comes before the others of the same domain: what is left of a node does not mirror for its lost ranks.
+At equal cost the nearest ranks come first. Between sibling domains, nearness is the distance on a ring, on both sides:
+adjacent domains are peers of each other, and a change of membership alters few peer sets. Within a domain the order
+begins with the rank that corresponds to the owner's, so the owners of a domain do not all choose the same ranks. If
+that rank is lost, the corresponding rank of a further domain comes before the others of the same domain: the remaining
+ranks of a node do not take over the mirrors of its lost ranks.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ Path = tuple[int, ...]
 
 
 class Tree:
-    """The failure domains of ``ranks`` in that order, and how near two of the ranks are."""
+    """The failure domains of ``ranks``, in their order, and the distances between the ranks."""
 
     def __init__(self, ranks: Sequence[int], rules: Rules) -> None:
         self._reach = -(-max(rules.scatter_width, rules.mirrors) // max(2, rules.mirrors))
-        """How many ranks of a neighbouring domain an owner uses, if all are there."""
+        """Number of ranks of an adjacent domain that an owner uses, if all are there."""
         self.paths: dict[int, Path] = {rank: (*rules.path(rank), rank) for rank in ranks}
         self._inside: dict[Path, dict[int, int]] = {}
-        """Domain → what it consists of, numbered in order of the first rank."""
+        """Domain → its parts, numbered in order of their first rank."""
         self._ends: dict[Path, tuple[int, int]] = {}
         """Domain → its lowest and its highest rank."""
         for rank, path in self.paths.items():
@@ -47,11 +48,11 @@ class Tree:
             domain: max(high - low + 1 for low, high in (self._ends[*domain, child] for child in children))
             for domain, children in self._inside.items()
         }
-        """Domain → over how many rank numbers the widest of its parts extends."""
+        """Domain → span of rank numbers of its widest part."""
         self._stride = self._gaps()
 
     def _gaps(self) -> dict[Path, int]:
-        """Domain → the least distance between two ranks of one of its parts; 1 where no part has two."""
+        """Return domain → the least distance between two ranks of one of its parts; 1 if no part has two."""
         gaps, before = dict[Path, int](), dict[Path, int]()
         for rank, path in sorted(self.paths.items()):
             for level in range(len(path) - 1):
@@ -62,14 +63,14 @@ class Tree:
         return {domain: gaps.get(domain, 1) for domain in self._inside}
 
     def widths(self) -> tuple[int, ...]:
-        """Number of domains at each level, the outermost first."""
+        """Return the number of domains at each level, the outermost first."""
         depth = max(map(len, self.paths.values()), default=1) - 1
         return tuple(len({path[: level + 1] for path in self.paths.values()}) for level in range(depth))
 
     def near(self, owner: int, breadth: int) -> list[int]:
-        """Ranks near ``owner``, the nearest first: of ``breadth`` domains next to each of its own, as many each.
+        """Return ranks near ``owner``, the nearest first: ``breadth`` from each of ``breadth`` domains next to its own.
 
-        So each level has ``breadth`` domains besides the owner's among them, or all there are.
+        At each level they cover ``breadth`` domains besides the owner's, or all that exist.
         """
         path, found = self.paths[owner], list[int]()
         for level in range(len(path)):
@@ -81,7 +82,7 @@ class Tree:
         return sorted(found, key=lambda rank: self._distance(owner, rank))
 
     def _first(self, domain: Path, owner: int, breadth: int, span: int) -> Iterator[int]:
-        """Ranks of ``domain`` from the one that corresponds to ``owner`` on."""
+        """Yield ranks of ``domain``, beginning with the one that corresponds to ``owner``."""
         if domain not in self._inside:
             yield domain[-1]
             return
@@ -90,48 +91,48 @@ class Tree:
             yield from self._first(part, owner, breadth, span)
 
     def _distance(self, owner: int, rank: int) -> tuple[int, ...]:
-        """Sorts ranks by how they lie to ``owner``: in other domains first, near ones first."""
+        """Return a sort key of ``rank`` relative to ``owner``: ranks in other domains first, near ones first."""
         here, there = self.paths[owner], self.paths[rank]
         level = next(i for i, (mine, its) in enumerate(zip(here, there, strict=True)) if mine != its)
         parent = here[:level]
         siblings = self._inside[parent]
         ahead = (siblings[there[level]] - siblings[here[level]]) % len(siblings)
         turn = (rank - owner) % self._span[parent] // self._stride[parent]
-        # A domain that lost ranks is not used more for it: what corresponds to the owner in a further one comes first.
+        # A domain that lost ranks gets no more mirrors: the corresponding rank of a further domain comes first.
         return level, int(turn >= self._reach), min(ahead, len(siblings) - ahead), turn, ahead
 
 
 def _both_sides(count: int) -> list[int]:
-    """Steps forward to all the others on a ring of ``count``, the nearest first."""
+    """Return the steps forward to all other places on a ring of ``count``, the nearest first."""
     return sorted(range(1, count), key=lambda ahead: (min(ahead, count - ahead), ahead))
 
 
 class Candidates:
-    """Candidates of every owner among ``holders``, the ranks that compute a unit; ``everybody``: all living ranks."""
+    """Candidates for the blocks of one unit. ``holders``: the ranks that compute it; ``living``: all living ranks."""
 
-    def __init__(self, holders: tuple[int, ...], rules: Rules, everybody: Tree) -> None:
+    def __init__(self, holders: tuple[int, ...], rules: Rules, living: Tree) -> None:
         self.home = frozenset(holders)
-        self._everybody = everybody
+        self._living = living
         self._group = Tree(holders, rules)
         self._mirrors, self._width = rules.mirrors, max(rules.scatter_width, rules.mirrors)
-        self._domains = {rank: path[:-1] for rank, path in everybody.paths.items()}
+        self._domains = {rank: path[:-1] for rank, path in living.paths.items()}
         self._shared: dict[tuple[Path, Path], int] = {}
-        enough = (min(rules.mirrors + 1, width) for width in everybody.widths())
+        enough = (min(rules.mirrors + 1, width) for width in living.widths())
         self._alone = len(holders) > rules.mirrors and all(
             width >= least for width, least in zip(self._group.widths(), enough, strict=True)
         )
-        """The holders lie in as many domains as a block needs: no other rank has to mirror."""
+        """Whether the holders are in as many domains as a block needs, so that no other rank has to mirror."""
         self._orders: dict[int, dict[int, tuple[int, int]]] = {}
 
     def cost(self, owner: int, rank: int, taken: tuple[int, ...]) -> int:
-        """Cost of a mirror at ``rank`` beside those ``taken``; of equal costs none is better for the block."""
+        """Return the cost of a mirror on ``rank`` in addition to those on ``taken``."""
         shared = self._sharing(rank, owner)
         for copy in taken:
             shared = max(shared, self._sharing(rank, copy))
         return 2 * shared + (rank not in self.home)
 
     def _sharing(self, one: int, other: int) -> int:
-        """In how many nested domains, from the outermost on, both ranks lie."""
+        """Return the number of nested domains, from the outermost on, that contain both ranks."""
         pair = self._domains[one], self._domains[other]
         found = self._shared.get(pair)
         if found is None:
@@ -139,13 +140,13 @@ class Candidates:
         return found
 
     def order(self, owner: int) -> dict[int, tuple[int, int]]:
-        """Rank → (0 for a peer or 1, place), the nearest first. Some rank in it costs least, whatever is taken."""
+        """Return rank → (0 for a peer, else 1; place), the nearest first. For any ``taken`` it has a cheapest rank."""
         if owner not in self._orders:
             self._orders[owner] = self._ordered(owner)
         return self._orders[owner]
 
     def place(self, owner: int, rank: int) -> tuple[int, int] | None:
-        """As in :meth:`order`, also for ranks further off; None for one that is no candidate."""
+        """Return the entry of :meth:`order`, also for more distant ranks; None for a rank that cannot mirror."""
         found = self.order(owner).get(rank)
         if found is not None or rank == owner or self._mirrors == 0:
             return found
@@ -161,12 +162,12 @@ class Candidates:
         breadth = max(self._width, self._mirrors + 1)
         ranked = self._group.near(owner, breadth) if owner in self.home else sorted(self.home)
         if not self._is_enough(owner):
-            ranked += [rank for rank in self._everybody.near(owner, breadth) if rank not in self.home]
+            ranked += [rank for rank in self._living.near(owner, breadth) if rank not in self.home]
         peers = self._peers(owner, ranked)
         return {rank: (0 if rank in peers else 1, place) for place, rank in enumerate(ranked)}
 
     def _peers(self, owner: int, ranked: Sequence[int]) -> set[int]:
-        """The ranks that successive blocks take, each block the cheapest ones, unused ones among equals."""
+        """Return the ranks that successive blocks take: the cheapest ones, unused ones at equal cost."""
         peers = set[int]()
         while True:
             taken: tuple[int, ...] = ()

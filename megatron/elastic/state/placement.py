@@ -1,16 +1,16 @@
-"""Which rank owns each state block, which ranks mirror it, and the instant reaction to a loss.
+"""The placement of state blocks on owners and mirrors, and its instant change after a loss.
 
-A :class:`Placement` names, for every block, one owner and its mirrors. It
+A :class:`Placement` names one owner and the mirrors of every block. It
 changes only by three transitions: *add* a copy, *promote* a mirror to owner,
-*drop* a copy (docs/design.md §6). A change of membership has two stages; this
+*drop* a copy (docs/design.md §6). A change of membership has two stages. This
 file has the first, ``ownership.rebalance`` is the second:
 
-- :func:`promote_only`, instant: where an owner died a surviving mirror becomes
-  owner. No byte moves; balance and redundancy may be off.
+- :func:`promote_only`, instant: for each lost owner a surviving mirror becomes
+  owner. No byte is sent; balance and redundancy may be incomplete.
 - ``rebalance``: adds, promotions and drops that restore both.
 
-Everything here is a pure function of integers, so that each process derives the
-same placement from the same decision and compares :meth:`Placement.digest`.
+All are pure functions of integers: each process derives the same placement from
+the same decision and compares :meth:`Placement.digest`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class UnitGroup:
 
 @dataclass(frozen=True)
 class Copies:
-    """Ranks that hold one block; mirrors ascending (sorted here), so that equal copies compare equal."""
+    """The ranks that hold one block. Mirrors are sorted, so equal copies compare equal."""
 
     owner: int
     mirrors: tuple[int, ...] = ()
@@ -63,19 +63,19 @@ class Copies:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Owner first."""
+        """All ranks with a copy, the owner first."""
         return (self.owner, *self.mirrors)
 
 
 Ownership = Literal["interleaved", "contiguous"]
-"""Interleaved: each unit is dealt over all its holders. Contiguous: the units with the same holders, laid end to
-end, are cut once, as Megatron's distributed optimizer cuts its buffers: a unit has one owner or two, and moving one
-moves the cuts of all (kept for comparison)."""
+"""Interleaved: each unit is divided over all its holders. Contiguous: the units with the same holders are concatenated
+and cut once, as Megatron's distributed optimizer cuts its buffers. A unit then mostly has one owner or two, and moving
+a unit moves the cuts of all (for comparison)."""
 
 
 @dataclass(frozen=True)
 class Rules:
-    """How copies are spread."""
+    """The rules for spreading copies."""
 
     mirrors: int
     scatter_width: int
@@ -83,22 +83,22 @@ class Rules:
     """Every living rank → its innermost failure domain (a node)."""
     ownership: Ownership = "interleaved"
     wider: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    """Innermost domain → the domains around it (racks), outermost first; as many for every one. Missing: none."""
+    """Innermost domain → the domains around it (racks), outermost first; the same number for each. Missing: none."""
 
     def path(self, rank: int) -> tuple[int, ...]:
-        """The failure domains of ``rank``, outermost first."""
+        """Return the failure domains of ``rank``, outermost first."""
         domain = self.domains[rank]
         return (*self.wider.get(domain, ()), domain)
 
 
 def shared_levels(one: tuple[int, ...], other: tuple[int, ...]) -> int:
-    """In how many nested domains two :meth:`Rules.path` lie both, from the outermost on."""
+    """Return the number of nested domains, from the outermost on, that two :meth:`Rules.path` share."""
     return sum(takewhile(bool, (mine == its for mine, its in zip(one, other, strict=True))))
 
 
 @dataclass(frozen=True)
 class Transition:
-    """One change of one copy. ``source`` is whom an add streams from, else -1."""
+    """One change of one copy. ``source``: the rank that sends an added copy, else -1."""
 
     kind: Literal["add", "promote", "drop"]
     block: BlockKey
@@ -113,41 +113,41 @@ class Placement:
     copies: Mapping[BlockKey, Copies]
 
     def owner(self, key: BlockKey) -> int:
-        """The rank that steps the block and contributes it to all-gathers."""
+        """Return the rank that updates the block and contributes it to all-gathers."""
         return self.copies[key].owner
 
     def owned_by(self, rank: int) -> tuple[BlockKey, ...]:
-        """Blocks ``rank`` owns, ascending."""
+        """Return the blocks that ``rank`` owns, ascending."""
         return tuple(sorted(key for key, copies in self.copies.items() if copies.owner == rank))
 
     def mirrored_by(self, rank: int) -> tuple[BlockKey, ...]:
-        """Blocks ``rank`` mirrors, ascending."""
+        """Return the blocks that ``rank`` mirrors, ascending."""
         return tuple(sorted(key for key, copies in self.copies.items() if rank in copies.mirrors))
 
     def held_by(self, rank: int) -> tuple[BlockKey, ...]:
-        """Blocks of which ``rank`` has a copy, ascending."""
+        """Return the blocks of which ``rank`` has a copy, ascending."""
         return tuple(sorted(key for key, copies in self.copies.items() if rank in copies.ranks))
 
     def owners_only(self) -> Placement:
-        """The same without mirrors."""
+        """Return the placement without mirrors."""
         return Placement({key: Copies(copies.owner) for key, copies in self.copies.items()})
 
     def apply(self, transitions: Iterable[Transition]) -> Placement:
-        """The placement after ``transitions``, in order. Raises ``ValueError`` on one that makes no sense."""
+        """Return the placement after ``transitions``, in order. Raises ``ValueError`` on an impossible one."""
         copies = dict(self.copies)
         for change in transitions:
             copies[change.block] = _applied(copies[change.block], change)
         return Placement(copies)
 
     def with_copies(self, copies: Mapping[BlockKey, Sequence[int]]) -> Placement:
-        """The same owners, with every rank of ``copies`` that is not named here as a mirror."""
+        """Return the placement with the same owners, and all other ranks of ``copies`` as mirrors."""
         return Placement({
             key: held if held.ranks == tuple(copies[key]) else Copies(held.owner, _others(copies[key], held.owner))
             for key, held in self.copies.items()
         })  # fmt: skip
 
     def to_json(self) -> str:
-        """Compact text: per (unit, shard) the copies of blocks 0, 1 and so on."""
+        """Return compact JSON: per (unit, shard) the copies of blocks 0, 1, …"""
         ordered = sorted(self.copies.items())
         rows = [
             [unit, shard, [copies.ranks for _, copies in items]]
@@ -165,7 +165,7 @@ class Placement:
         })  # fmt: skip
 
     def digest(self) -> str:
-        """Hash to compare between processes."""
+        """Return a hash to compare between processes."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:32]
 
 
@@ -186,7 +186,7 @@ def _applied(copies: Copies, change: Transition) -> Copies:
 
 @dataclass(frozen=True)
 class Promotion:
-    """Result of the instant stage. ``lost`` blocks have no copy left: the persistent checkpoint holds them."""
+    """Result of the instant stage. ``lost`` blocks have no copy left; only a checkpoint on disk has them."""
 
     placement: Placement
     transitions: tuple[Transition, ...]
@@ -199,12 +199,12 @@ def promote_only(
     groups: Sequence[UnitGroup] = (),
     gone: Collection[tuple[BlockKey, int]] = (),
 ) -> Promotion:
-    """Make a surviving mirror the owner where the owner is gone, and forget dead copies. Moves nothing.
+    """Make a surviving mirror the owner of each block whose owner is lost, and drop lost copies. Sends nothing.
 
     With ``groups`` (those of the new topology) an owner that no longer computes the
-    unit (parked) hands over to a mirror that does, where there is one. Among equals
-    the one that owns least of the unit so far is chosen. ``gone``: single copies (block, rank)
-    that count no more though their ranks survive.
+    unit (parked) is replaced by a mirror that does, if there is one. Of several candidates
+    the one that owns the fewest blocks of the unit is chosen. ``gone``: copies (block, rank)
+    that no longer count although their ranks survive.
     """
     alive, unusable = frozenset(survivors), frozenset(gone)
     holders = {(g.unit, g.shard): frozenset(g.holders) for g in groups}
@@ -229,7 +229,7 @@ def promote_only(
             lost.append(key)
     load = _loads(copies, {key[:2] for _, key, _, _ in orphans})
     changes: list[Transition] = []
-    for _, key, able, left in sorted(orphans):  # those with the least choice first
+    for _, key, able, left in sorted(orphans):  # blocks with the fewest candidates first
         unit, shard, _ = key
         chosen = min(able, key=lambda r: (load.get((unit, shard, r), 0), r))
         load[unit, shard, chosen] = load.get((unit, shard, chosen), 0) + 1
@@ -238,17 +238,17 @@ def promote_only(
     return Promotion(Placement(copies), tuple(changes), tuple(sorted(lost)))
 
 
-_NOBODY = -1
+_NO_RANK = -1
 
 
 def _usable(key: BlockKey, held: Copies, gone: Collection[tuple[BlockKey, int]]) -> tuple[int, tuple[int, ...]]:
-    """(owner or :data:`_NOBODY`, mirrors) without the copies that are ``gone``."""
-    owner = _NOBODY if (key, held.owner) in gone else held.owner
+    """Return (owner or :data:`_NO_RANK`, mirrors) without the copies that are ``gone``."""
+    owner = _NO_RANK if (key, held.owner) in gone else held.owner
     return owner, tuple(rank for rank in held.mirrors if (key, rank) not in gone)
 
 
 def _loads(copies: Mapping[BlockKey, Copies], units: Collection[tuple[int, int]]) -> dict[tuple[int, int, int], int]:
-    """(unit, shard, rank) → blocks it owns there, for ``units``."""
+    """Return (unit, shard, rank) → number of its owned blocks, for ``units``."""
     load: dict[tuple[int, int, int], int] = {}
     for key, held in copies.items():
         if key[:2] in units:

@@ -1,18 +1,18 @@
-"""This rank's copies of state blocks, in host memory.
+"""The state pool: this rank's copies of state blocks, in host memory.
 
-Owned and mirrored blocks are kept alike: master, exp_avg, exp_avg_sq (fp32), a
+Owned and mirrored blocks are stored alike: master, exp_avg, exp_avg_sq (fp32), a
 version, and up to two retained reduced gradients keyed (step, generation, attempt).
 :meth:`StatePool.apply` brings copies to the version of a StepRecord with one
-native kernel, so owner and mirror end with the same bits (ElasWave's snapshot
+native kernel, so owner and mirror have the same bits (ElasWave's snapshot
 pool, arXiv 2510.00606, "gradient" mode; docs/design.md §3, §6).
 
 Invariants
 - A gradient is dropped only when its copy has applied it, or when a decision
-  named another key (:meth:`discard`). A third one is refused: that is the
-  back-pressure, see :meth:`may_vote`.
+  named another key (:meth:`discard`). A third one is refused: this is the
+  back-pressure (:meth:`may_vote`).
 - ``apply`` is atomic per block and idempotent: a block at the record's version or
-  beyond is left alone; a block interrupted half-way is *torn* and counts as no
-  copy.
+  beyond is not changed; a block whose update was interrupted is *torn* and counts as
+  no copy.
 - A copy being added does not count until :meth:`admit`.
 """
 
@@ -45,7 +45,7 @@ class StateError(RuntimeError):
 
 @dataclass
 class BlockCopy:
-    """One block as this rank holds it. ``state``: fp32 [3, numel]: master, exp_avg, exp_avg_sq."""
+    """This rank's copy of one block. ``state``: fp32 [3, numel]: master, exp_avg, exp_avg_sq."""
 
     block: StateBlock
     runs: tuple[Run, ...]
@@ -54,37 +54,37 @@ class BlockCopy:
     version: int
     counted: bool = True
     lineage: str = ""
-    """Hash chain over everything the copy was made from: equal lineages mean equal bits (``hashing``)."""
+    """Hash chain over the copy's history: equal lineages mean equal bits (``hashing``)."""
     previous: tuple[int, torch.Tensor, str] | None = None
     """(version, state, lineage) before the last change, in ``state`` mode."""
     gradients: dict[GradientKey, torch.Tensor] = field(default_factory=dict)
     hashes: dict[GradientKey, str] = field(default_factory=dict)
-    """Content hashes of those gradients, taken when first asked for."""
+    """Content hashes of those gradients, computed at first use."""
     spare: list[torch.Tensor] = field(default_factory=list)
 
     @property
     def master(self) -> torch.Tensor:
-        """fp32 [numel]."""
+        """Master parameters, fp32 [numel]."""
         return self.state[0]
 
     @property
     def exp_avg(self) -> torch.Tensor:
-        """fp32 [numel]; the momentum under SGD."""
+        """First moment, fp32 [numel]; the momentum under SGD."""
         return self.state[1]
 
     @property
     def exp_avg_sq(self) -> torch.Tensor:
-        """fp32 [numel]; unused under SGD."""
+        """Second moment, fp32 [numel]; unused under SGD."""
         return self.state[2]
 
     def gradient_hash(self, key: GradientKey) -> str:
-        """Content hash of a retained gradient. Raises ``KeyError``."""
+        """Return the content hash of a retained gradient. Raises ``KeyError``."""
         if key not in self.hashes:
             self.hashes[key] = content_hash(self.block.key, self.gradients[key])
         return self.hashes[key]
 
     def release(self, key: GradientKey) -> None:
-        """Forget a gradient, keep its buffer for the next."""
+        """Forget a gradient and keep its buffer for the next one."""
         tensor = self.gradients.pop(key)
         self.hashes.pop(key, None)
         if len(self.spare) < _SLOTS:
@@ -96,7 +96,7 @@ Watcher = Callable[[BlockCopy, GradientKey], None]
 
 
 class StatePool:
-    """See the module docstring. ``layouts`` must cover every (unit, shard) this rank may hold blocks of."""
+    """The copies of one rank (module docstring). ``layouts`` must cover every (unit, shard) that it may hold."""
 
     def __init__(
         self,
@@ -118,26 +118,26 @@ class StatePool:
     # --- which blocks -------------------------------------------------------------------------
 
     def layout(self, unit: int, shard: int) -> UnitLayout:
-        """Layout of (unit, shard). Raises ``KeyError``."""
+        """Return the layout of (unit, shard). Raises ``KeyError``."""
         return self._layouts[unit, shard]
 
     def block(self, key: BlockKey) -> StateBlock:
-        """The block of that name. Raises ``KeyError``."""
+        """Return the block named ``key``. Raises ``KeyError``."""
         return self._layouts[key[0], key[1]].blocks[key[2]]
 
     def shape(self, key: BlockKey, state: torch.Tensor, version: int, lineage: str = "") -> BlockCopy:
-        """A copy made of ``state`` (fp32 [3, numel], kept, not copied), not yet in the pool."""
+        """Return a copy made of ``state`` (fp32 [3, numel], not cloned), not yet in the pool."""
         layout, block = self._layouts[key[0], key[1]], self.block(key)
         lineage = lineage or content_hash(key, state)
         return BlockCopy(block, layout.runs(block), layout.counts_in_norm(block), state, version, lineage=lineage)
 
     def take_in(self, copy: BlockCopy) -> None:
-        """Put a finished copy into the pool; it counts from now on."""
+        """Add a complete copy to the pool; it counts from now on."""
         self._copies[copy.block.key] = copy
 
     def put(self, key: BlockKey, master: torch.Tensor, version: int, exp_avg: torch.Tensor | None = None,
             exp_avg_sq: torch.Tensor | None = None, counted: bool = True) -> BlockCopy:  # fmt: skip
-        """Take in a copy (values are copied; moments default to zero). ``counted=False`` while it is being added."""
+        """Add a copy (values are cloned; moments default to zero). ``counted=False`` while it is being added."""
         state = torch.zeros((3, self.block(key).numel), dtype=torch.float32)
         for row, values in zip(state, (master, exp_avg, exp_avg_sq), strict=True):
             if values is not None:
@@ -161,11 +161,11 @@ class StatePool:
         self._condemned.add(key)
 
     def forget_torn(self) -> None:
-        """The placement in force no longer names the condemned copies."""
+        """Stop reporting condemned copies, which the placement in force no longer names."""
         self._condemned.clear()
 
     def get(self, key: BlockKey) -> BlockCopy:
-        """The copy of ``key``. Raises :class:`StateError` when this rank has none."""
+        """Return the copy of ``key``. Raises :class:`StateError` if this rank has none."""
         copy = self._copies.get(key)
         if copy is None:
             raise StateError(f"rank {self.rank} has no copy of block {key}")
@@ -175,28 +175,28 @@ class StatePool:
         return key in self._copies
 
     def __iter__(self) -> Iterator[BlockKey]:
-        """All blocks held, ascending, those being added included."""
+        """Iterate over all held blocks, ascending, including those being added."""
         return iter(sorted(self._copies))
 
     def bytes_held(self) -> int:
-        """Host memory of states, of the states before them (``state`` mode) and of gradient buffers."""
+        """Return the bytes of states, of previous states (``state`` mode) and of gradient buffers."""
         copies = self._copies.values()
         tensors = [t for c in copies for t in (c.state, *c.gradients.values(), *c.spare)]
         tensors += [c.previous[1] for c in copies if c.previous is not None]
         return sum(t.numel() * t.element_size() for t in tensors)
 
     def flip_bit(self, key: BlockKey, tensor: str) -> None:
-        """Damage one element of a copy, as failing memory would: nothing else is told (fault injection)."""
+        """Flip one bit of a copy, as failing memory would (fault injection)."""
         values: torch.Tensor = getattr(self.get(key), tensor)
         values.view(torch.int32)[values.numel() // 2] ^= 1 << 20
 
     # --- gradients ----------------------------------------------------------------------------
 
     def retain(self, key: BlockKey, gradient: GradientKey, values: torch.Tensor) -> None:
-        """Keep the reduced gradient (fp32 [numel], copied) of one block until it is applied.
+        """Keep the reduced gradient (fp32 [numel], cloned) of one block until it is applied.
 
-        Replaces one of the same step and an older attempt. Raises :class:`StateError`
-        for an older attempt or step, and when both slots are taken.
+        It replaces a gradient of an older attempt at the same step. Raises :class:`StateError`
+        for an older attempt or step, and if both slots are taken.
         """
         copy = self.get(key)
         if copy.version == TORN or gradient.step < copy.version:
@@ -215,18 +215,18 @@ class StatePool:
             watcher(copy, gradient)
 
     def may_vote(self, gradient: GradientKey, keys: Collection[BlockKey] | None = None) -> bool:
-        """Whether every counted copy is at ``gradient.step`` (earlier replays done) and retains that gradient.
+        """Return whether every counted copy is at ``gradient.step`` (earlier updates done) and retains that gradient.
 
-        ``keys``: only these (in ``state`` mode those it owns; its mirrors get no gradients).
+        ``keys``: check only these (in ``state`` mode the owned ones, since mirrors receive no gradients).
         """
         copies = [c for k, c in self._copies.items() if c.counted and (keys is None or k in keys)]
         return all(c.version == gradient.step and gradient in c.gradients for c in copies)
 
     def norm_sq(self, key: BlockKey, gradient: GradientKey) -> float:
-        """Sum of squares of the raw retained gradient, fp64 in a fixed order; finite exactly when all elements are.
+        """Return the sum of squares of the raw retained gradient, fp64 in a fixed order.
 
-        Also given for blocks that do not count in the norm (for the finiteness check):
-        see ``BlockCopy.counts_in_norm``.
+        It is finite exactly if all elements are. Also defined for blocks that do not count in the norm
+        (``BlockCopy.counts_in_norm``), for the check of finiteness.
         """
         copy = self.get(key)
         if gradient not in copy.gradients:
@@ -234,11 +234,11 @@ class StatePool:
         return sum_of_squares(copy.gradients[gradient])
 
     def found_nonfinite(self, gradient: GradientKey, keys: Iterable[BlockKey]) -> bool:
-        """Whether any of the blocks' retained gradients has an infinity or NaN."""
+        """Return whether any of the blocks' retained gradients has an infinity or NaN."""
         return not all(math.isfinite(self.norm_sq(key, gradient)) for key in keys)
 
     def discard(self, keep: GradientKey | None, step: int) -> None:
-        """Drop gradients of ``step`` and later under any key but ``keep``: what DECIDE did not name is void."""
+        """Drop gradients of ``step`` and later under any key except ``keep``: only the decision's key is valid."""
         for copy in self._copies.values():
             for key in [k for k in copy.gradients if k.step >= step and k != keep]:
                 copy.release(key)
@@ -246,7 +246,7 @@ class StatePool:
     # --- versions -----------------------------------------------------------------------------
 
     def start(self, record: StepRecord) -> None:
-        """Hold the record of the state just loaded or initialised."""
+        """Begin with the record of the state just loaded or initialised."""
         self.records = {record.version: record}
 
     def apply(
@@ -255,11 +255,11 @@ class StatePool:
         keys: Collection[BlockKey] | None = None,
         model: Mapping[BlockKey, torch.Tensor] | None = None,
     ) -> tuple[BlockKey, ...]:
-        """Bring copies (all, or ``keys``) to ``record.version``; returns those that moved, ascending.
+        """Bring copies (all, or ``keys``) to ``record.version``; returns the updated ones, ascending.
 
         ``model``: bf16 tensors [numel] that receive the new masters. Idempotent. Raises
-        :class:`StateError` when a copy is neither at the version nor one step before it
-        with the gradient the record names; copies before it in order have been stepped.
+        :class:`StateError` if a copy is neither at the version nor one step before it with the
+        gradient that the record names; copies earlier in the order are then already updated.
         """
         self.remember(record)
         moved = []
@@ -271,11 +271,11 @@ class StatePool:
         return tuple(moved)
 
     def replay(self, copy: BlockCopy, record: StepRecord) -> None:
-        """Step a copy outside the pool (one being added) by ``record``, with a gradient it retains."""
+        """Update a copy outside the pool (one being added) by ``record``, with a gradient that it retains."""
         self._step(copy, record, None)
 
     def adopt(self, key: BlockKey, state: torch.Tensor, record: StepRecord, lineage: str) -> None:
-        """``state`` mode: take the owner's stepped block (fp32 [3, numel], copied) instead of replaying."""
+        """Take the owner's updated block (fp32 [3, numel], cloned) instead of replaying; ``state`` mode only."""
         copy = self.get(key)
         if self.snapshot != "state" or copy.version not in (record.version - 1, record.version):
             raise StateError(f"rank {self.rank}: block {key} at {copy.version} cannot adopt version {record.version}")
@@ -289,9 +289,9 @@ class StatePool:
             copy.release(gradient)
 
     def revert(self, record: StepRecord) -> None:
-        """``state`` mode: bring every copy back to ``record``'s version, at most one before; discard later records.
+        """Bring every copy back to ``record``'s version, at most one step; discard later records. ``state`` mode only.
 
-        ``record`` takes the place of the one held of that version.
+        ``record`` replaces the held record of that version.
         """
         version = record.version
         for key in self:
@@ -309,7 +309,7 @@ class StatePool:
             copy.previous = (copy.version, copy.state.clone(), copy.lineage)
 
     def remember(self, record: StepRecord) -> None:
-        """Hold a record from the moment the vote is done: from now on the step is committed."""
+        """Hold a record as soon as the vote is known: from now on the step is committed."""
         held = self.records.get(record.version)
         if held is not None and held != record:
             raise StateError(f"rank {self.rank}: another record of version {record.version} is held")
@@ -365,15 +365,15 @@ class StatePool:
         named: Placement | None = None,
         voting: Placement | None = None,
     ) -> Holdings:
-        """What this rank reports at FREEZE. ``statistics``: rows whose tokens and losses it knows, by key.
+        """Return the holdings of this rank's report. ``statistics``: rows whose tokens and losses it knows, by key.
 
-        ``named``: the placement of its newest record; copies that are here besides are offered. ``voting``: the one
-        that the vote under way is to name, whose copies are those that need its gradients (left out: all).
+        ``named``: placement of its newest record; this rank offers its further copies. ``voting``: placement that the
+        vote under way is to name; the copies that it names need its gradients (None: all copies).
         """
         counted = [c for c in self._copies.values() if c.counted]
         whole = [c for c in counted if c.version != TORN]
         versions = [c.version for c in whole] or [NOTHING]
-        # Whoever has nothing that needs a gradient is ready to vote as soon as it knows its statistics.
+        # A rank without copies that need a gradient is ready to vote as soon as it knows its statistics.
         keys = {key for c in whole for key in c.gradients} | set(statistics or ())
         spans = tuple((key, tuple(sorted(rows))) for key, rows in sorted((statistics or {}).items()))
         torn = tuple(sorted({c.block.key for c in counted if c.version == TORN} | self._condemned))
@@ -384,27 +384,27 @@ class StatePool:
         records = tuple(self.records[v] for v in sorted(self.records))
         floors = [c.version if c.previous is None else c.previous[0] for c in whole] or [NOTHING]
         floor = max(floors) if self.snapshot == "state" else None
-        # Who takes an offered copy takes it for one that can do all that is reported of the others.
+        # An offered copy must retain all reported gradients, since recovery treats it like the rank's other copies.
         more = [] if named is None else [k for k in sorted(here) if self.rank not in named.copies[k].ranks]
         offered = tuple(k for k in more if all(self._retains(gradient, (k,)) for gradient in complete))
         return Holdings(self.rank, min(versions), max(versions), tuple(complete), records, spans, torn, floor, offered)
 
     def _retains(self, gradient: GradientKey, keys: Iterable[BlockKey]) -> bool:
-        """Whether all of ``keys`` are here and either beyond that step or with its gradient."""
+        """Return whether this rank has all of ``keys``, each beyond that step or with its gradient."""
         copies = (self._copies.get(key) for key in keys)
         return all(c is not None and (c.version > gradient.step or gradient in c.gradients) for c in copies)
 
     def add_guard(self, guard: Guard) -> Callable[[], None]:
-        """Have every change of a copy happen inside ``guard(copy, record)``, a context manager.
+        """Run every change of a copy inside ``guard(copy, record)``, a context manager.
 
-        It is entered before the copy is brought to ``record.version`` (its gradient still
-        there) or, with ``None``, before it goes. Returns how to remove it.
+        It is entered before the copy is brought to ``record.version`` (its gradient is still
+        retained) or, with ``None``, before it is dropped. Returns a function that removes the guard.
         """
         self._guards.append(guard)
         return lambda: self._guards.remove(guard)
 
     def add_watcher(self, watcher: Watcher) -> Callable[[], None]:
-        """Have ``watcher(copy, key)`` called whenever a gradient is retained. Returns how to remove it."""
+        """Call ``watcher(copy, key)`` whenever a gradient is retained. Returns a function that removes it."""
         self._watchers.append(watcher)
         return lambda: self._watchers.remove(watcher)
 

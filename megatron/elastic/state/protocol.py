@@ -1,28 +1,28 @@
-"""What survivors can still do after a loss: the rules of the step transaction, as one pure function.
+"""The resolution of a step after a loss, as one pure function.
 
-At FREEZE every survivor reports what it holds (:class:`Holdings`); DECIDE carries
-all reports; every process calls :func:`resolve` on the same bytes and acts alike
+When a generation is frozen, every survivor reports its :class:`Holdings`. The decision
+carries all reports. Every process calls :func:`resolve` on the same bytes and acts alike
 (docs/design.md §3.5, §3.6):
 
 - a copy at version t that holds the reduced gradient of step t counts as t+1 once
   the vote on that gradient is known, owner or mirror alike;
 - recovery goes to the newest version for which every block has a copy among the
-  survivors; if the record of t+1 exists anywhere, that is rolling forward;
-- if nobody has the record but every survivor has the gradients of step t under one
-  key, and the statistics of all samples are there, the vote is taken again: by the
-  copies that it was to name, of which every block needs one;
+  survivors; if some survivor has the record of t+1, that is rolling forward;
+- if no survivor has the record, but every survivor has the gradients of step t under one
+  key and the statistics of all samples are known, the vote is repeated by the copies that
+  it was to name; every block needs one of them;
 - otherwise step t is run again from t, its gradients discarded;
-- a copy that has changed place, or was made anew after a loss, counts as soon as it is there in full,
-  also before a vote has named it: its rank *offers* it, if it retains every gradient that the
-  rank reports, and :func:`all_copies` adds it to those that were named, or that a vote taken again is to name;
-- never a mixture of versions: if no version is complete, the blocks are named.
+- a copy that was moved, or made anew after a loss, counts as soon as it is complete,
+  also before a vote has named it. Its rank *offers* it if it retains every gradient that the
+  rank reports. :func:`all_copies` adds it to the copies that were named, or that a repeated vote is to name;
+- versions are never mixed: if no version is complete, the missing blocks are named.
 
-Reports are per rank, not per block: a rank's copies move together, so its oldest
-and newest version and the gradient keys complete over all of its copies say
-everything; blocks that break the rule (torn by an interrupted update) are listed.
+Reports are per rank, not per block: a rank's copies are updated together, so its oldest
+and newest version and the gradient keys that are complete over all of its copies
+suffice; blocks that break the rule (torn by an interrupted update) are listed.
 
-In ``state`` mode mirrors receive stepped blocks instead of replaying. There a copy
-keeps the version before as well and can go back to it: the last step may be lost.
+In ``state`` mode mirrors receive updated blocks instead of replaying. There a copy
+also keeps its previous version and can go back to it, so the last step may be lost.
 """
 
 from __future__ import annotations
@@ -38,34 +38,34 @@ from megatron.elastic.state.record import GradientKey, StepRecord
 __all__ = ["NOTHING", "Holdings", "Resolution", "all_copies", "resolve"]
 
 NOTHING = -1
-"""Version reported by a rank without copies (a joiner, a surplus spare)."""
+"""Version reported by a rank without copies (a newcomer, a surplus spare)."""
 
 
 @dataclass(frozen=True)
 class Holdings:
-    """What one survivor holds when asked. Copies still being added are not counted."""
+    """The copies, gradients and records of one survivor. Copies still being added do not count."""
 
     rank: int
     oldest: int = NOTHING
     newest: int = NOTHING
     """Lowest and highest version of its copies; differ only while an update is under way."""
     gradients: tuple[GradientKey, ...] = ()
-    """Keys of steps s such that every copy at a version ≤ s retains that reduced gradient. Of the step whose record is
-    not known here: every copy that its vote is to name, one that is to come included, one that is to go not."""
+    """Keys of steps s such that every copy at a version ≤ s retains that reduced gradient. For a step whose record this
+    rank does not know, only the copies that its vote is to name: added ones included, leaving ones excluded."""
     records: tuple[StepRecord, ...] = ()
     statistics: tuple[tuple[GradientKey, tuple[tuple[int, int], ...]], ...] = ()
-    """Per key for which it was ready to vote the rows ``[start, stop)`` of the global batch whose tokens and losses
-    this rank knows."""
+    """For each key on which this rank was ready to vote: rows ``[start, stop)`` of the global batch whose tokens and
+    losses it knows."""
     torn: tuple[BlockKey, ...] = ()
-    """Blocks whose update was interrupted half-way: no copy."""
+    """Blocks whose update was interrupted; they count as no copy."""
     floor: int | None = None
-    """Lowest version every copy can go back to (``state`` mode keeps the one before); None: ``newest``."""
+    """Lowest version to which every copy can go back (``state`` mode keeps the previous one); None: ``newest``."""
     offered: tuple[BlockKey, ...] = ()
-    """Blocks whose copies came here since the vote of the newest of ``records``, which does not name them. Each is at
-    a version among this rank's, and has the :attr:`gradients` that its other copies have."""
+    """Blocks whose copies arrived since the vote of the newest of ``records``, which does not name them. Each is at
+    a version of this rank's copies, and has the :attr:`gradients` of its other copies."""
 
     def to_json(self) -> str:
-        """Text for the membership report."""
+        """Return the text for the membership report."""
         return json.dumps(
             [self.rank, self.oldest, self.newest, self.gradients, [r.to_json() for r in self.records],
              self.statistics, self.torn, self.floor, self.offered], separators=(",", ":"))  # fmt: skip
@@ -89,14 +89,14 @@ class Holdings:
 
 @dataclass(frozen=True)
 class Resolution:
-    """What every survivor does next.
+    """The next action of every survivor.
 
     ``roll_forward``: bring every copy to ``version`` by ``record`` (committed).
     ``revote``: bring every copy to ``record``'s version, vote again over the
     gradients ``gradient_key``; success commits ``version``, one above the record.
     ``rerun``: every copy to ``version`` by ``record``, discard all gradients of that
     step, compute it again. ``lost``: ``missing`` blocks have no copy at one common
-    version; back to the persistent checkpoint.
+    version; the job goes back to a checkpoint.
     """
 
     kind: Literal["roll_forward", "revote", "rerun", "lost"]
@@ -111,12 +111,12 @@ class Resolution:
 def all_copies(
     named: Mapping[BlockKey, Sequence[int]], reports: Mapping[int, Holdings], void: Collection[int] = ()
 ) -> dict[BlockKey, tuple[int, ...]]:
-    """Block → ranks that have a copy: those ``named`` by a record or a vote, first, and those that offer one.
+    """Return block → ranks that have a copy: first those ``named`` by a record or a vote, then those that offer one.
 
-    A copy that the vote under way is to name moves with its rank's others from the moment it is there: it is shipped
-    gradients, and without them its rank joins no vote. Any other is offered only while it has what they have.
-    So what is true of its rank's copies is true of it. ``void``: ranks without
-    copies that count, whatever named or offered.
+    A copy that the vote under way is to name is updated with its rank's other copies as soon as it has arrived: it
+    receives gradients, and without them its rank joins no vote. Any other copy is offered only while it has the same
+    gradients as they. So the rank's report holds for it too. ``void``: ranks whose copies do not count, named or
+    offered.
     """
     copies = {key: tuple(rank for rank in ranks if rank not in void) for key, ranks in named.items()}
     for rank in sorted(set(reports) - set(void)):
@@ -132,11 +132,10 @@ def resolve(
     rows: int,
     again: Mapping[BlockKey, Sequence[int]] | None,
 ) -> Resolution:
-    """Apply the rules.
+    """Apply the rules. Pure; raises ``ValueError`` on two different records of one version.
 
-    ``needed`` lists for every block the ranks that had a copy (dead ones included),
-    ``rows`` is the global batch size, ``again`` lists the copies that the vote under way was to name; ``None`` where
-    survivors do not agree about that. Pure; raises ``ValueError`` on two different records of one version.
+    ``needed``: block → ranks that had a copy (lost ones included); ``rows``: the global batch size; ``again``: the
+    copies that the vote under way was to name, ``None`` if survivors do not agree on that.
     """
     records = _records(reports.values())
     lost_at: dict[int, tuple[BlockKey, ...]] = {}
@@ -162,7 +161,7 @@ def _records(reports: Iterable[Holdings]) -> dict[int, StepRecord]:
 
 
 def _reaches(held: Holdings, version: int, records: Mapping[int, StepRecord]) -> bool:
-    """Whether all copies of a rank can be brought to exactly ``version`` with what is known."""
+    """Return whether all copies of a rank can be brought to exactly ``version`` with the known records."""
     if held.newest == NOTHING:
         return False
     if held.newest > version and (held.floor is None or held.floor > version):
@@ -193,7 +192,7 @@ def _without_copy(
 def _continue_from(
     version: int, records: Mapping[int, StepRecord], reports: Mapping[int, Holdings], able: set[int], rows: int | None
 ) -> Resolution:
-    """``rows``: of the batch, where a vote could be taken again."""
+    """Return the resolution at ``version``. ``rows``: size of the batch if a vote could be repeated, else None."""
     record = records[version]
     holding = {rank: held for rank, held in reports.items() if held.newest != NOTHING}
     stale = tuple(sorted(set(holding) - able))
@@ -207,7 +206,7 @@ def _continue_from(
 
 
 def _votable(version: int, survivors: Collection[Holdings], rows: int) -> GradientKey | None:
-    """The newest key of step ``version`` for which every survivor was ready to vote, with all samples' statistics."""
+    """Return the newest key of step ``version`` on which every survivor was ready to vote, with all statistics."""
     keys = [{key for key, _ in held.statistics if key.step == version and key in held.gradients} for held in survivors]
     for key in sorted(set.intersection(*keys) if keys else (), reverse=True):
         intervals = [span for held in survivors for k, spans in held.statistics if k == key for span in spans]

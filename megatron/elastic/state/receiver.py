@@ -1,4 +1,4 @@
-"""The end of a transfer to which copies come (:mod:`transfer`)."""
+"""The receiving end of a transfer (:mod:`transfer`)."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ __all__ = ["BlockReceiver"]
 
 
 class BlockReceiver:
-    """Takes in what one :class:`BlockSender` streams. ``take()`` blocks on the channel; run it on its own thread.
+    """Receives the copies of one :class:`BlockSender`. ``take()`` blocks on the channel; run it on its own thread.
 
-    ``keep()`` belongs to the training thread: it ends the transfer at any instant, and nothing is changed afterwards.
+    ``keep()`` is for the training thread: it ends the transfer at any instant, and no copy changes afterwards.
     """
 
     def __init__(self, pool: StatePool, channel: Channel, source: int) -> None:
         self._pool, self._channel, self.source = pool, channel, source
         self._memory: dict[BlockKey, torch.Tensor] = {}
-        """For the state of blocks to come; the kernel is done with its pages."""
+        """Memory for blocks to come, with its pages already allocated."""
         self._unverified: dict[BlockKey, str] = {}
-        """Hashes that bases are to have which have come."""
+        """Expected hashes of received bases that are not verified yet."""
         self.blocks: dict[BlockKey, BlockCopy] = {}
         """Copies received so far, uncounted; ``commit`` moves them into the pool."""
-        self._lock = threading.Lock()  # over the fields above, while a message is acted on
+        self._lock = threading.Lock()  # over the fields above, while a message is processed
         self._kept = False
 
     def take(self) -> bool:
-        """Receive and act on one message; False after the last: :meth:`verify` is due.
+        """Receive and process one message; returns False after the last, when :meth:`verify` is due.
 
-        Raises :class:`TransferError` and ``CommError``.
+        Raises :class:`TransferError`, ``CommError``.
         """
         raw = torch.empty(HEADER_BYTES, dtype=torch.uint8)
         self._channel.recv(self.source, raw)
@@ -55,7 +55,7 @@ class BlockReceiver:
         return True
 
     def prepare(self, keys: Iterable[BlockKey]) -> None:
-        """Have memory for these blocks. On any thread, while there is processor time."""
+        """Allocate memory for these blocks. On any thread, while there is processor time."""
         for key in keys:
             if key not in self.blocks:
                 self._memory[key] = torch.zeros((3, self._pool.block(key).numel), dtype=torch.float32)
@@ -76,18 +76,18 @@ class BlockReceiver:
             self.blocks[header.key] = copy
 
     def verify(self) -> None:
-        """Compare what has come with its hashes, before any of it is stepped or counts.
+        """Compare received bases with their hashes, before any of them is updated or counts.
 
-        Raises :class:`TransferError`; what does not match is not kept.
+        Raises :class:`TransferError`; a base that does not match is discarded.
         """
         with self._lock:
             self._check_open()
             self._verify()
 
     def keep(self, record: StepRecord) -> dict[BlockKey, BlockCopy]:
-        """End the transfer, wherever it is: the copies that are whole, verified, and at ``record``'s version.
+        """End the transfer at any point; return the copies that are whole, verified, and at ``record``'s version.
 
-        A copy that is one step behind and has its gradient is stepped. The others are forgotten.
+        A copy that is one step behind and has its gradient is updated. The others are discarded.
         """
         with self._lock:
             self._kept = True
@@ -129,7 +129,7 @@ class BlockReceiver:
                 if record.gradient is not None and values.numel():
                     copy.gradients[record.gradient] = values
                 self._pool.replay(copy, record)
-                copy.spare.clear()  # a part of what came: kept, it would keep all of it
+                copy.spare.clear()  # a view of the whole message, which it would keep in memory
 
     def _text(self, header: Header) -> Any:
         raw = torch.empty(header.length, dtype=torch.uint8)
@@ -137,7 +137,7 @@ class BlockReceiver:
         return json.loads(raw.numpy().tobytes())
 
     def _gradients(self, header: Header, table: list[list[int]]) -> list[tuple[BlockCopy, torch.Tensor]]:
-        """The blocks of ``table`` and what follows for each, possibly nothing."""
+        """Receive the gradients of the blocks of ``table``; a block's gradient may be empty."""
         arrived = []
         lengths = [max(0, length) for *_, length in table]
         gradients = torch.empty(sum(lengths), dtype=torch.float32)

@@ -1,22 +1,22 @@
-"""The record of one committed step, and how the vote makes the next one.
+"""The record of one committed step, and its computation from the vote.
 
 ``StepRecord(t+1) = advance(StepRecord(t), vote, hyper)`` is the commit point of
-the step transaction (docs/design.md §3). It holds every scalar the update
-needs, so that whoever replays the step, now or later, does exactly the same:
+the step transaction (docs/design.md §3). It holds every scalar that the update
+needs, so every replay of the step gives the same result:
 gradient multiplier, loss scale and its counters, rates, Adam's step and bias
-corrections. It is immutable, on every rank, and part of the version.
+corrections. It is immutable and equal on every rank.
 
 Semantics are Megatron's (megatron.core.optimizer): norm of the unscaled
 gradients over all parameters once; clip coefficient ``clip / (norm + 1e-6)`` if
-below 1; a step with non-finite gradients is skipped only where there is a loss
+below 1; a step with non-finite gradients is skipped only with a loss
 scaler; ``DynamicGradScaler`` holds its scale in fp32; a skipped step advances
 neither learning rate schedule nor Adam's step, but does consume its samples.
 
-Sums over blocks and ranks use ``math.fsum`` (exactly rounded), so a vote taken
-again in another order gives the same record.
+Sums over blocks and ranks use ``math.fsum`` (exactly rounded), so a repeated vote
+with another order of additions gives the same record.
 
-Invariant: nothing in a record depends on a rank's own mathematical library, since two
-versions of one, or two kinds of processor, may differ in the last bit of a power or a
+Invariant: no value of a record depends on a rank's own mathematical library, since two
+versions or two kinds of processor may differ in the last bit of a power or a
 cosine. Powers of the betas are products, which IEEE 754 defines to the bit; learning rates
 and weight decay come from one rank, in the vote.
 """
@@ -49,17 +49,14 @@ __all__ = [
 ]
 
 _NOTHING = 2.0**-64
-"""Less of a power changes nothing: 1 less 2 ** -54 is 1."""
+"""Powers below this count as 0, which does not change the bias correction: 1 - 2 ** -54 is 1 in fp64."""
 
 
 class GradientKey(NamedTuple):
-    """The computation that a reduced gradient comes from.
+    """The name of one computation of a gradient: step (version t), generation, and number of earlier attempts.
 
-    That is the step it was computed in (version t), the generation, and how often the step was computed in that
-    generation before.
-
-    A rank that knows a vote was refused computes the step again; another may not know yet, and still hold the refused
-    gradients. Without the attempt both would go by one name, and a vote taken again would mix them.
+    A rank that knows a vote was refused computes the step again, while another may not know yet and still hold the
+    refused gradients. Without the attempt both would have one name, and a repeated vote would mix them.
     """
 
     step: int
@@ -79,27 +76,27 @@ class Schedule(Protocol):
     """Megatron's parameter scheduler as a pure function."""
 
     def rates(self, scheduler_steps: int) -> tuple[Rate, ...]:
-        """Rates by parameter group when ``scheduler_steps`` (samples) have been scheduled."""
+        """Return the rates by parameter group after ``scheduler_steps`` (samples)."""
 
 
 @dataclass(frozen=True)
 class ConstantSchedule:
-    """The same rates for ever."""
+    """Constant rates."""
 
     constant: tuple[Rate, ...]
 
     def rates(self, scheduler_steps: int) -> tuple[Rate, ...]:
-        """See :class:`Schedule`."""
+        """Return the constant rates (:class:`Schedule`)."""
         return self.constant
 
 
 @dataclass(frozen=True)
 class Hyper:
-    """What does not change from step to step."""
+    """Hyper-parameters that are constant over the run."""
 
     schedule: Schedule
     clip_grad: float = 1.0
-    """0: neither clipped nor, in Megatron, measured; the norm is recorded all the same."""
+    """0: no clipping. The norm is recorded nevertheless (Megatron does not compute it then)."""
     optimizer: Literal["adam", "sgd"] = "adam"
     decoupled_weight_decay: bool = True
     beta1: float = 0.9
@@ -107,7 +104,7 @@ class Hyper:
     eps: float = 1e-8
     sgd_momentum: float = 0.9
     scaler: Literal["none", "constant", "dynamic"] = "none"
-    """none: bf16 and fp32 without --loss-scale; non-finite gradients are applied, as Megatron does."""
+    """none: bf16 and fp32 without --loss-scale; non-finite gradients are applied, as in Megatron."""
     initial_loss_scale: float = 1.0
     min_loss_scale: float = 1.0
     growth_factor: float = 2.0
@@ -118,9 +115,9 @@ class Hyper:
 
 @dataclass(frozen=True, eq=False)
 class StepRecord:
-    """Everything global about the state at ``version``: the number of committed steps.
+    """All global values of the state at ``version``, the number of committed steps.
 
-    Records are equal when their texts are: a norm that is not a number equals itself.
+    Records are equal if their texts are, so a NaN norm equals itself.
 
     Fields up to ``gradient`` describe the update that led from ``version - 1`` to
     ``version``; the rest is carried forward.
@@ -129,10 +126,10 @@ class StepRecord:
     version: int
     skipped: bool = False
     grad_multiplier: float = 1.0
-    """What the raw reduced gradient is multiplied by: 1/(denominator · loss scale) · clip coefficient."""
+    """Factor on the raw reduced gradient: 1/(denominator · loss scale) · clip coefficient."""
     clip_coefficient: float = 1.0
     grad_norm: float = 0.0
-    """Of the unscaled gradients, before clipping."""
+    """Norm of the unscaled gradients, before clipping."""
     rates: tuple[Rate, ...] = ()
     bias_correction1: float = 1.0
     """1 - ``beta_power1``."""
@@ -144,45 +141,45 @@ class StepRecord:
     ledger_hash: str = ""
     plan_hash: str = ""
     gradient: GradientKey | None = None
-    """The gradients this version was made from; None for an initial or loaded state."""
+    """Key of the gradients of this version's update; None for an initial or loaded state."""
     placement: str = ""
-    """Digest of the placement under which the vote was taken. It settles which of two holds when a
-    generation ends between a change of placement and its first vote (``transfer``)."""
+    """Digest of the configuration that the vote named. It decides which of two is in force when a generation ends
+    between a change of configuration and its first vote (``transfer``)."""
 
     agreed: tuple[str, ...] = ()
-    """What every rank knew when it voted and all act on at the boundary after this step ('drain', 'join', …). It
-    belongs to the record because a rank that missed the vote and rolled forward must do the same as the others."""
+    """Requests that all ranks carry out at the boundary after this step ('drain', 'join', …). They are in the record
+    because a rank that missed the vote and rolled forward must act like the others."""
 
     loss_scale: float = 1.0
-    """For the next step."""
+    """Loss scale of the next step."""
     growth_tracker: int = 0
     hysteresis_tracker: int = 2
     adam_step: int = 0
     beta_power1: float = 1.0
-    """``beta1 ** adam_step`` as :func:`next_power` makes it, a factor a step."""
+    """``beta1 ** adam_step``, computed by :func:`next_power` with one factor a step."""
     beta_power2: float = 1.0
     scheduler_steps: int = 0
     """Megatron's OptimizerParamScheduler.num_steps: samples of steps that were not skipped."""
     consumed_samples: int = 0
     skipped_steps: int = 0
     speeds: tuple[tuple[int, int], ...] = ()
-    """(cell, parts per million) of the cells measured to be slower than their peers: what plans are made from."""
+    """(cell, parts per million) of the cells measured to be slower than their peers; plans use them."""
 
     @classmethod
     def initial(cls, hyper: Hyper, version: int = 0) -> StepRecord:
-        """Record of a state that no step has led to."""
+        """Return the record of an initial state."""
         return cls(version, loss_scale=_fp32(hyper.initial_loss_scale), hysteresis_tracker=hyper.hysteresis)
 
     def at_adam_step(self, step: int, hyper: Hyper) -> StepRecord:
-        """The same with Adam ``step`` steps on, as after the load of a checkpoint.
+        """Return the record with Adam's counter at ``step``, for the load of a checkpoint.
 
-        The powers are those of a run that took all these steps, to the bit.
+        The powers have the same bits as in a run that took all these steps.
         """
         power1, power2 = power_of(hyper.beta1, step), power_of(hyper.beta2, step)
         return replace(self, adam_step=step, beta_power1=power1, beta_power2=power2)
 
     def to_json(self) -> str:
-        """Text; floats keep all their bits (Python writes the shortest that reads back equal)."""
+        """Return JSON; floats keep all their bits (Python writes the shortest text that reads back equal)."""
         return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
 
     def __eq__(self, other: object) -> bool:
@@ -193,7 +190,7 @@ class StepRecord:
 
     @cached_property
     def digest(self) -> str:
-        """Hash of everything in the record, to compare between processes and to chain (32 hex digits)."""
+        """Hash of the whole record, to compare between processes and for lineages (32 hex digits)."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:32]
 
     @classmethod
@@ -210,14 +207,14 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class Vote:
-    """The sums every rank has after the vote's all-reduce."""
+    """The sums of the vote's all-reduce, equal on every rank."""
 
     gradient: GradientKey
     norm_sq: Mapping[BlockKey, float] | Sequence[float]
-    """Per block that counts in the norm: sum of squares of the raw reduced gradient."""
+    """Sum of squares of the raw reduced gradient, for each block that counts in the norm."""
     found_nonfinite: bool
     denominator: float
-    """What summed gradients are divided by: all tokens with --calculate-per-token-loss, else 1."""
+    """Divisor of summed gradients: all tokens with --calculate-per-token-loss, else the replicas at launch."""
     tokens: float
     samples: int
     """Samples of the global batch (consumed also by a skipped step)."""
@@ -229,11 +226,11 @@ class Vote:
     speeds: tuple[tuple[int, int], ...] = ()
     """Published speeds after this step's measurements."""
     rates: tuple[Rate, ...] = ()
-    """By parameter group, of the one rank that looked them up."""
+    """Rates by parameter group, from one rank."""
 
 
 def _fp32(value: float) -> float:
-    """``value`` rounded to fp32, infinity where it does not fit."""
+    """Return ``value`` rounded to fp32; infinity if it does not fit."""
     try:
         return float(struct.unpack("<f", struct.pack("<f", value))[0])
     except OverflowError:
@@ -241,13 +238,13 @@ def _fp32(value: float) -> float:
 
 
 def next_power(power: float, beta: float) -> float:
-    """``power * beta``; 0 once 1 less the power is 1, before products become subnormal, which some processors flush."""
+    """Return ``power * beta``, or 0 below :data:`_NOTHING`: some processors flush subnormal products."""
     product = power * beta
     return product if product >= _NOTHING else 0.0
 
 
 def power_of(beta: float, steps: int) -> float:
-    """``beta ** steps`` by ``steps`` products."""
+    """Return ``beta ** steps`` by ``steps`` products."""
     power = 1.0
     for _ in range(steps):
         if power == 0.0 or beta == 1.0:
@@ -257,15 +254,15 @@ def power_of(beta: float, steps: int) -> float:
 
 
 def multiplier_of(loss_scale: float, denominator: float) -> float:
-    """1/(loss scale · denominator) as Megatron forms it: the reciprocal of the scale rounded to fp32 first.
+    """Return 1/(loss scale · denominator) as in Megatron: the reciprocal of the scale is rounded to fp32 first.
 
-    No tokens at all (every label masked) divide by 1.
+    A denominator of 0 (every label is masked) counts as 1.
     """
     return _fp32(1.0 / loss_scale) / (denominator if denominator > 0 else 1.0)
 
 
 def advance(previous: StepRecord, vote: Vote, hyper: Hyper) -> StepRecord:
-    """The record of the next version. Pure; every rank computes the same from the same vote."""
+    """Return the record of the next version. Pure: every rank computes the same from the same vote."""
     if vote.gradient.step != previous.version:
         raise ValueError(f"vote on gradients of step {vote.gradient.step} at version {previous.version}")
     if not vote.rates:
@@ -323,7 +320,7 @@ def _clip_coefficient(norm: float, clip_grad: float) -> float:
 
 
 def _next_scale(previous: StepRecord, found: bool, hyper: Hyper) -> tuple[float, int, int]:
-    """(scale, growth tracker, hysteresis tracker) after DynamicGradScaler.update."""
+    """Return (scale, growth tracker, hysteresis tracker) after DynamicGradScaler.update."""
     scale, growth, hysteresis = previous.loss_scale, previous.growth_tracker, previous.hysteresis_tracker
     if hyper.scaler != "dynamic":
         return scale, growth, hysteresis

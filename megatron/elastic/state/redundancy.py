@@ -1,16 +1,16 @@
-"""Blocks that are short of mirrors after a loss, and where further ones are made at once.
+"""The blocks that are short of mirrors after a loss, and the placement of new mirrors.
 
-``ownership.rebalance`` says where copies belong; it weighs balance, moves owners and may take
-long. After a loss only one thing is urgent: that each block has its mirrors again. This
-file adds what is missing, and nothing else: no owner changes, no copy goes. Balance follows later,
-with ``rebalance``, which keeps a copy that is there already where it can.
+``ownership.rebalance`` finds the balanced placement; it also moves owners, which may take
+long. After a loss it is urgent that each block has all its mirrors again. This file adds only
+the missing mirrors: no owner changes, no copy is dropped. ``rebalance`` follows later and keeps
+existing copies if possible.
 
 Order of preference for one mirror (that of ``mirrors``, without its peers and its fine balance)
 1. the rank shares as few failure domains as possible with any other copy of the block;
 2. it computes the unit;
-3. it receives least so far, so that all receive alike; it holds least.
+3. it receives least so far, so that all receive equal shares; then it holds least.
 
-Pure functions of integers, linear in the missing copies: every process derives the same in a recovery.
+All are pure functions of integers, linear in the missing copies: every process derives the same result.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Path = tuple[int, ...]
 
 
 def short_of_mirrors(placement: Placement, mirrors: int, living: Collection[int]) -> tuple[BlockKey, ...]:
-    """Blocks with fewer than ``mirrors`` mirrors, or fewer than ``living`` ranks allow, ascending."""
+    """Return the blocks with fewer mirrors than ``mirrors`` and than ``living`` ranks allow, ascending."""
     due = min(mirrors, len(living) - 1)
     return tuple(sorted(key for key, copies in placement.copies.items() if len(copies.mirrors) < due))
 
@@ -36,9 +36,9 @@ def short_of_mirrors(placement: Placement, mirrors: int, living: Collection[int]
 def replenish(
     placement: Placement, groups: Sequence[UnitGroup], rules: Rules
 ) -> tuple[Placement, tuple[Transition, ...]]:
-    """Add the mirrors that blocks are short of on ``rules.domains``' ranks; ``groups`` say who computes which unit.
+    """Add missing mirrors on the ranks of ``rules.domains``; ``groups``: the ranks that compute each unit.
 
-    Returns the placement with them, and one add for each, from the rank that sends least so far.
+    Returns the placement with them, and one add for each, sent by the rank that sends least so far.
     """
     living = sorted(rules.domains)
     homes = {(group.unit, group.shard): frozenset(group.holders) for group in groups}
@@ -64,7 +64,7 @@ def replenish(
 def _costs(
     candidates: Sequence[int], held: Copies, home: Collection[int], rules: Rules
 ) -> dict[int, tuple[int, bool]]:
-    """Candidate → (most failure domains shared with a copy, whether it does not compute the unit)."""
+    """Return candidate → (most failure domains shared with a copy, whether it does not compute the unit)."""
     paths = [rules.path(rank) for rank in held.ranks if rank in rules.domains]
     shared = {rank: max((shared_levels(rules.path(rank), path) for path in paths), default=0) for rank in candidates}
     return {rank: (shared[rank], rank not in home) for rank in candidates}

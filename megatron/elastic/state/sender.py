@@ -1,4 +1,4 @@
-"""The end of a transfer that has the copies: bases, gradients ahead, steps (:mod:`transfer`)."""
+"""The sending end of a transfer: bases, gradients ahead, steps (:mod:`transfer`)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megatron.elastic.state.transfer import WENT_AHEAD, Channel, Header, padded
 __all__ = ["BlockSender"]
 
 _Gradient = torch.Tensor | int | None
-"""Of one block for one step: to be sent with it, gone ahead (:data:`WENT_AHEAD`), or none."""
+"""Gradient of one block for one step: to be sent, already sent ahead (:data:`WENT_AHEAD`), or none."""
 _Step = tuple[StepRecord, _Gradient]
 _Message = tuple[Any, ...]
 """A header, and the tensors that follow it."""
@@ -41,7 +41,7 @@ def _length_of(gradient: _Gradient) -> int:
 
 @dataclass(frozen=True)
 class _Base:
-    """A copy's state as it was at ``version``, and what its receiver is told of it."""
+    """A copy's state at ``version``, with its lineage and content hash."""
 
     version: int
     lineage: str
@@ -50,9 +50,9 @@ class _Base:
 
 
 class BlockSender:
-    """Streams copies of this rank's blocks to ``peer``. See :mod:`transfer`.
+    """Streams copies of this rank's blocks to ``peer`` (:mod:`transfer`).
 
-    ``offer``, ``conclude`` and the pool belong to the training thread; ``pump`` may run on
+    ``offer``, ``conclude`` and the pool are for the training thread; ``pump`` may run on
     another. No lock is held while sending.
     """
 
@@ -61,24 +61,24 @@ class BlockSender:
     ) -> None:
         self._pool, self._channel, self.peer = pool, channel, peer
         self._memory = memory_bytes
-        self._lock = threading.Lock()  # over the fields below, and while a block is stepped
-        self._more = threads.condition(self._lock)  # there may be something to send
+        self._lock = threading.Lock()  # over the fields below, and while a block is updated
+        self._more = threads.condition(self._lock)  # notified when there may be a message to send
         self._wire = threading.Lock()  # keeps header and payload together
         self._waiting: deque[BlockKey] = deque()
         self._logs: dict[BlockKey, deque[_Step]] = {}
-        """Blocks whose base is sent → steps since then that are not."""
+        """Blocks whose base is sent → their unsent steps since then."""
         self._ahead: dict[tuple[BlockKey, GradientKey], torch.Tensor] = {}
-        """Gradients that are to go ahead of the vote on them."""
+        """Gradients to be sent ahead of the vote on them."""
         self._went: dict[BlockKey, GradientKey] = {}
-        """Those that went, or are to go, ahead for the next step of a block."""
+        """Block → gradient of its next step that is sent, or will be sent, ahead."""
         self._log_bytes = 0
         self._scratch = torch.empty(0)
-        """Memory of the base that is sent; the processor would be given new pages for each otherwise."""
+        """Memory of the base being sent, reused so that the kernel does not allocate pages for each base."""
         self._prepared: dict[BlockKey, _Base] = {}
         self._last: int | None = None
-        """Version that everything sent is to reach."""
+        """Version at which the transfer is to end, once known."""
         self.ended = False
-        """Whether all is sent, and that it is."""
+        """Whether everything is sent, including the message of the end."""
         self.restarts = 0
         self._remove: tuple[Callable[[], None], ...] = (
             pool.add_guard(self._around_change),
@@ -92,7 +92,8 @@ class BlockSender:
             self._more.notify_all()
 
     def prepare(self) -> None:
-        """Copy and hash bases that wait, within memory; who is not stepped before its turn goes as it is.
+        """Copy and hash waiting bases, within the memory limit. A base whose block changes before it is sent is copied
+        anew.
 
         On any thread, once, while there is processor time.
         """
@@ -107,31 +108,31 @@ class BlockSender:
 
     @property
     def pending(self) -> int:
-        """Blocks whose base has not been sent yet."""
+        """Number of blocks whose base has not been sent yet."""
         with self._lock:
             return len(self._waiting)
 
     @property
     def pending_bytes(self) -> int:
-        """Bytes of their state."""
+        """Bytes of the bases that have not been sent yet."""
         with self._lock:
             return sum(self._pool.get(key).state.nbytes for key in self._waiting)
 
     @property
     def log_bytes(self) -> int:
-        """Memory held for gradients that are not sent yet."""
+        """Bytes of gradients that have not been sent yet."""
         with self._lock:
             return self._log_bytes
 
     @property
     def pressed(self) -> bool:
-        """Whether half of the memory is taken: soon blocks would have to be given up."""
+        """Whether half of the memory limit is used, beyond which blocks would have to be sent anew."""
         return self.log_bytes > self._memory // 2
 
     def pump(self) -> bool:
-        """Send gradients ahead, one version's steps (the oldest) or one base; False when there is nothing to send.
+        """Send gradients ahead, one version's steps (the oldest) or one base; return False if no message is due.
 
-        With nothing left after :meth:`conclude` the receiver is told the version, and the transfer has ended.
+        When all is sent after :meth:`conclude`, it sends the final version, and the transfer has ended.
         """
         with self._wire:
             with self._lock:
@@ -148,27 +149,27 @@ class BlockSender:
         return message is not None
 
     def conclude(self, version: int) -> None:
-        """Follow the pool no further: all of it is at ``version`` and stays there until everything is sent."""
+        """Stop following the pool: all copies are at ``version`` and stay there until everything is sent."""
         with self._lock:
             self._last = version
             self._more.notify_all()
 
     def wait(self, seconds: float) -> None:
-        """Until there may be something to send, at most ``seconds``. Beside :meth:`pump`, on its thread."""
+        """Wait until there may be a message to send, at most ``seconds``; on the thread of :meth:`pump`."""
         with self._lock:
             idle = not (self._ahead or self._waiting or any(self._logs.values())) and self._last is None
             if idle:
                 self._more.wait(seconds)
 
     def finish(self, version: int) -> None:
-        """:meth:`conclude`, and send all that is left."""
+        """Conclude at ``version`` and send everything that is left."""
         self.conclude(version)
         while self.pump():
             pass
         self.close()
 
     def close(self) -> None:
-        """Stop following the pool and forget what is unsent. Idempotent; on the training thread."""
+        """Stop following the pool and discard unsent messages. Idempotent; on the training thread."""
         for remove in self._remove:
             remove()
         self._remove = ()
@@ -180,7 +181,7 @@ class BlockSender:
             self._log_bytes = 0
             self._more.notify_all()
 
-    # --- what to send next (lock held) ----------------------------------------------------------
+    # --- next message (lock held) ---------------------------------------------------------------
 
     def _next_ahead(self) -> _Message | None:
         if not self._ahead:
@@ -220,7 +221,7 @@ class BlockSender:
         return Header("base", key, base.version, base.lineage, base.content, base.state.numel()), base.state
 
     def _copied(self, copy: BlockCopy, into: torch.Tensor) -> _Base:
-        """The training thread, which may step the block, goes on as soon as the lock is released."""
+        """Copy and hash a base. The training thread may update the block once the lock is released."""
         state = into.view_as(copy.state).copy_(copy.state)
         return _Base(copy.version, copy.lineage, content_hash(copy.block.key, state), state)
 
@@ -229,7 +230,7 @@ class BlockSender:
     def _retained(self, copy: BlockCopy, gradient: GradientKey) -> None:
         key = copy.block.key
         with self._lock:
-            # Behind a step that has yet to be applied it would be too early: the log goes first.
+            # If the copy has yet to apply an earlier step, that step's log must be sent first.
             following = self._last is None and key in self._logs and self._pool.get(key) is copy
             if following and copy.version == gradient.step:
                 self._forget_ahead(key, gradient.step)
@@ -240,7 +241,7 @@ class BlockSender:
                 self._more.notify_all()
 
     def _forget_ahead(self, key: BlockKey, step: int | None = None) -> None:
-        """Those of ``step`` not sent yet, or of all steps."""
+        """Discard unsent gradients of ``step``, or of all steps."""
         for queued in [q for q in self._ahead if q[0] == key and step in (None, q[1].step)]:
             self._log_bytes -= _bytes_of(self._ahead.pop(queued))
 
@@ -261,7 +262,7 @@ class BlockSender:
         if record.skipped or gradient is None:
             self._logs[key].append((record, None))
         elif gradient not in copy.gradients:
-            self._begin_again(key)  # ``state`` mode: a mirror has no gradients, the new state must be sent
+            self._begin_again(key)  # ``state`` mode: a mirror has no gradients, so the new state must be sent
         elif gradient == went:
             self._logs[key].append((record, WENT_AHEAD))
         else:
@@ -271,7 +272,7 @@ class BlockSender:
             self._stay_within_memory()
 
     def _stay_within_memory(self) -> None:
-        """Give up the blocks taken up last until within bounds; they start again from a later version."""
+        """Discard the logs of the newest blocks until within the limit; those are sent anew from a later version."""
         while self._log_bytes > self._memory and self._logs:
             self._begin_again(next(reversed(self._logs)))
 

@@ -1,8 +1,8 @@
-"""The losses that state survives now: any so many ranks, nodes or racks at once, and the smallest sets it does not.
+"""The losses that the state survives now: the number of ranks, nodes or racks, and the smallest fatal sets.
 
-A block is lost with a set of domains exactly when all its copies lie in them. So the smallest sets whose loss takes
-state along are the smallest among the sets of domains that hold all copies of a block, on each level of domains.
-Exact, in one pass over the blocks: most of them share their sets of ranks with others.
+A block is lost with a set of domains exactly if all its copies are in them. So the smallest fatal sets of a level are
+the smallest sets of domains that hold all copies of some block. The result is exact and takes one pass over the
+blocks, most of which share their sets of ranks with others.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ __all__ = ["Level", "Tolerance", "tolerance"]
 
 @dataclass(frozen=True)
 class Level:
-    """Domains of one kind: ranks, nodes, or what holds nodes."""
+    """Domains of one level: ranks, nodes, or domains of nodes."""
 
     count: int
-    """How many there are."""
+    """Number of domains."""
     any: int
-    """State survives the loss of any so many of them at once."""
+    """State survives the loss of any this many domains at once."""
     fatal: tuple[tuple[int, ...], ...]
-    """The sets of ``any`` + 1 whose loss takes state along, ascending; of all ``possible`` sets of that size."""
+    """The sets of ``any`` + 1 domains whose loss loses state, ascending; of all ``possible`` sets of that size."""
 
     @property
     def possible(self) -> int:
@@ -36,7 +36,7 @@ class Level:
 
 @dataclass(frozen=True)
 class Tolerance:
-    """What can be lost now; levels from ranks outwards, the second one nodes."""
+    """The tolerated losses; levels from ranks outwards, the second one nodes."""
 
     levels: tuple[Level, ...]
     short: int
@@ -45,7 +45,7 @@ class Tolerance:
 
 
 def tolerance(placement: Placement, domains: FailureDomains, mirrors: int) -> Tolerance:
-    """Of the copies in ``placement`` at living ranks, those of ``domains``, of ``mirrors`` beside the owner wanted."""
+    """Return the tolerance of ``placement`` on the living ranks, those of ``domains``; ``mirrors``: wanted mirrors."""
     sets: dict[tuple[int, ...], int] = {}
     for copies in placement.copies.values():
         ranks = copies.ranks

@@ -1,41 +1,40 @@
-"""Adding a copy while everybody else trains: base, then log, then it counts.
+"""The transfer of an added copy while training goes on: base, then log, then the copy counts.
 
 Every change of placement is made of three transitions (docs/design.md §6). Two
-need no bytes: *promote* changes only who is called owner, *drop* forgets. This
+send no bytes: *promote* changes the owner, *drop* forgets a copy. This
 is the third. To *add* a copy, a rank that has one (:mod:`sender`) streams
 
-    base    the block's state at the version v it has when its turn comes, copied at
-            once, with its content hash;
-    ahead   for every step after v, in one piece, the reduced gradients of all blocks whose base is
-            over there, as soon as they are retained here: while the step is voted on, applied and
-            gathered they travel, so that hardly anything is left to be sent at the boundary;
-    steps   for every version after v, once: the StepRecord, with gradients that did not go ahead
+    base    the block's state at the version v that it has when it is sent, with its content hash;
+    ahead   for every step after v, in one message, the reduced gradients of all blocks whose base is
+            sent. They are sent as soon as this rank retains them, while the step is voted on, applied
+            and gathered, so that little is left to send at the boundary;
+    steps   for every version after v, once: the StepRecord, with gradients that were not sent ahead
 
-and the new holder (:mod:`receiver`) takes the base in uncounted, compares it with its hash
-before anything becomes of it, and replays each step with the kernel everybody uses. A step that is computed again
-replaces what went ahead; one that is skipped leaves it unused. At a boundary
-``BlockSender.conclude`` says at which version the transfer ends: what is left and that version
-follow beside the next step, whose gradients go to the added copies in the ordinary way, once
+The new holder (:mod:`receiver`) receives the base without counting it, compares it with its hash
+before using it, and replays each step with the same kernel as all ranks. A step that is computed again
+replaces gradients sent ahead; a skipped step leaves them unused. At a boundary
+``BlockSender.conclude`` sets the version at which the transfer ends. The rest is sent beside the
+next step. The gradients of that step are shipped to the added copies as to all others, once
 :func:`commit` has made them count. The vote of that step names the new placement, and
-:func:`prune` drops what it does not name. Should the generation end before anybody knows that vote,
-the newest record still names the old placement (``StepRecord.placement``), and every old
-copy is there, without a gradient of that step. Dropping before the vote instead has a
-losing interleaving: ``tests/unit/protocol`` finds it.
+:func:`prune` drops copies that it does not name. If the generation ends before any rank knows
+that vote, the newest record still names the old placement (``StepRecord.placement``), and every old
+copy exists, without a gradient of that step. To drop copies before the vote would lose state in
+one interleaving, which ``tests/unit/protocol`` finds.
 
 Invariants
-- A damaged copy is replaced in place: its drop and its add are one.
-- No copy that the newest record names goes before a newer one does not name it.
-- A block being added is not reported, voted on, or stepped by its rank's own
-  ``apply`` until ``commit``, or until the generation ends and ``BlockReceiver.keep`` says that it is whole;
+- A damaged copy is replaced in place: its drop and its add are one change.
+- A copy that the newest record names is not dropped before a newer record does not name it.
+- A block being added is not reported, voted on, or updated by its rank's own ``apply`` before
+  ``commit``, or before the generation ends and ``BlockReceiver.keep`` returns it as whole;
   a base whose hash does not match never is.
-- The sender holds one base, or ``memory_bytes`` of bases that it was asked to copy ahead
-  (``BlockSender.prepare``), and at most ``memory_bytes`` of unsent gradients, ahead or not: when
-  steps outrun the link, the last blocks taken up are given up and sent again
+- The sender holds one base, or ``memory_bytes`` of bases copied ahead of time
+  (``BlockSender.prepare``), and at most ``memory_bytes`` of unsent gradients, ahead or not. If
+  steps are faster than the link, the newest blocks are discarded and sent anew
   later, so a slow receiver never stalls the step. The receiver holds one message (a base,
-  or one step's gradients), and the gradients that came ahead.
+  or one step's gradients), and the gradients received ahead.
 - Messages of one transfer arrive in order; any loss ends the transfer with a
-  ``CommError``. Copies that are verified and at the record's version then are kept, the others are dropped.
-  Nothing needs undoing.
+  ``CommError``. Copies that are then verified and at the record's version are kept, the others are
+  dropped. Nothing has to be undone.
 """
 
 from __future__ import annotations
@@ -56,11 +55,11 @@ __all__ = ["HEADER_BYTES", "WENT_AHEAD", "Channel", "Header", "TransferError", "
 HEADER_BYTES = 512
 Kind = Literal["base", "ahead", "steps", "end"]
 WENT_AHEAD = -1
-"""In place of a gradient's length: it is over there."""
+"""In place of a gradient's length: the gradient was sent ahead."""
 
 
 class TransferError(RuntimeError):
-    """A block could not be taken in; names block, source and reason."""
+    """A block could not be received; names block, source and reason."""
 
 
 class Channel(Protocol):
@@ -80,11 +79,11 @@ class Header:
     kind: Kind
     key: BlockKey = (0, 0, 0)
     version: int = 0
-    """base: its version; ahead, steps: the version they lead to; end: the version everything sent has reached."""
+    """base: its version; ahead, steps: the version they lead to; end: the version of all copies."""
     lineage: str = ""
     content: str = ""
     length: int = 0
-    """base: elements; ahead, steps: bytes of the text that tells (the record and) which gradients follow."""
+    """base: elements; ahead, steps: bytes of the text with (the record and) the table of the gradients that follow."""
 
     def pack(self) -> torch.Tensor:
         values = [self.kind, *self.key, self.version, self.lineage, self.content, self.length]
@@ -108,8 +107,7 @@ def commit(
 ) -> None:
     """Count this rank's added copies, all of the state at ``version``.
 
-    Raises :class:`StateError` before anything changes when a copy to be added is not
-    there or not at ``version``.
+    Raises :class:`StateError` before any change if a copy to be added is missing or not at ``version``.
     """
     added = [change.block for change in transitions if change.kind == "add" and change.rank == pool.rank]
     for key in added:
@@ -122,9 +120,9 @@ def commit(
 
 
 def prune(pool: StatePool, *placements: Placement) -> dict[BlockKey, BlockCopy]:
-    """Drop copies that none of ``placements`` gives this rank; with the vote or the decision known that says so.
+    """Drop copies that none of ``placements`` names on this rank; call it once the vote or decision is known.
 
-    Returns what went, whose memory the caller may hand back when there is time for it.
+    Returns the dropped copies, whose memory the caller may release when there is time.
     """
     kept = [placement.copies for placement in placements]
     gone = [key for key in pool if not any(key in copies and pool.rank in copies[key].ranks for copies in kept)]

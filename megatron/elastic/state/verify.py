@@ -1,15 +1,14 @@
-"""Rolling verification: silent corruption named by block, tensor and rank, and repaired from another copy.
+"""Rolling verification: silent corruption is located by block, tensor and rank, and repaired from another copy.
 
-Lineages (``hashing``) prove that copies were made alike; they do not see memory that
+Lineages (``hashing``) prove that copies have the same history; they do not detect memory that
 changed by itself. So every block's copies are fingerprinted once in N versions, a
-share of the blocks at each (:func:`due`), the fingerprints are gathered, and
-:func:`compare` finds who is wrong:
+share of the blocks at each (:func:`due`). The fingerprints are gathered, and
+:func:`compare` finds the wrong copy:
 
-- three copies or more: the minority;
-- two copies: the one that disagrees with the parameters gathered from the owner
-  when the other agrees (only the owner can then be wrong: what it gathered out was
-  right, what it holds now is not); otherwise *undecided* between the two, and the
-  persistent checkpoint must settle it. Two mirrors settle every single corruption.
+- with three copies or more, the minority is wrong;
+- with two copies, the owner's is wrong if it differs from the parameters last gathered from
+  it while the mirror's agrees with them. Otherwise the result is *undecided*, and only
+  a checkpoint can replace the state. With two mirrors every single corruption is decided.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ TENSORS = ("master", "exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Hashes of one copy at one version; ``cast``: of the master as parameters hold it."""
+    """Hashes of one copy at one version; ``cast``: hash of the master cast to the parameters' type."""
 
     version: int
     master: str
@@ -43,7 +42,7 @@ class Fingerprint:
 
 @dataclass(frozen=True)
 class Corruption:
-    """``rank``'s copy of ``block`` differs in ``tensors``; -1 when undecided among ``suspects``."""
+    """A corrupted copy: ``rank``'s copy of ``block`` is wrong in ``tensors``; -1: undecided among ``suspects``."""
 
     block: BlockKey
     rank: int
@@ -51,12 +50,12 @@ class Corruption:
     suspects: tuple[int, ...]
 
     def __str__(self) -> str:
-        who = f"rank {self.rank}" if self.rank >= 0 else f"one of ranks {list(self.suspects)}"
-        return f"block {self.block}: {', '.join(self.tensors)} corrupted at {who}"
+        place = f"rank {self.rank}" if self.rank >= 0 else f"one of ranks {list(self.suspects)}"
+        return f"block {self.block}: {', '.join(self.tensors)} corrupted at {place}"
 
 
 def due(key: BlockKey, version: int, interval: int) -> bool:
-    """Whether ``key`` is looked at when ``version`` is reached: once in ``interval``, blocks taking turns."""
+    """Return whether ``key`` is verified at ``version``: once in ``interval`` versions, a share of blocks at each."""
     unit, shard, index = key
     return interval > 0 and (version + 7 * unit + 3 * shard + index) % interval == 0
 
@@ -64,7 +63,7 @@ def due(key: BlockKey, version: int, interval: int) -> bool:
 def fingerprints(
     pool: StatePool, keys: Iterable[BlockKey], model_dtype: torch.dtype = torch.float32
 ) -> dict[BlockKey, Fingerprint]:
-    """Fingerprints of this rank's counted copies among ``keys``."""
+    """Return fingerprints of this rank's counted copies among ``keys``."""
     table = {}
     for key in keys:
         if key in pool and pool.get(key).counted:
@@ -84,7 +83,7 @@ def compare(
     placement: Placement,
     parameters: Mapping[int, Mapping[BlockKey, str]] | None = None,
 ) -> tuple[Corruption, ...]:
-    """Disagreements among the copies of each block. ``parameters``: per rank the hash of a block's parameters.
+    """Return the differences among the copies of each block. ``parameters``: rank → block → hash of its parameters.
 
     Copies of another version than the owner's are left out: they are not due for comparison.
     """

@@ -166,7 +166,7 @@ def test_a_missing_mirror_and_one_too_many(job):
 def test_a_missing_and_a_doubled_sample(job):
     job.rows[1] = (4, 5, 7, 8)
     assert job.findings() == (
-        "rows 6 of the global batch are assigned to nobody",
+        "rows 6 of the global batch are assigned to no rank",
         "row 8 of the global batch is assigned to ranks [1, 2]",
     )
 
@@ -199,9 +199,9 @@ def test_an_all_gather_skipped_after_loading(job):
 
 def test_random_numbers_used_again(job):
     job.random[1] = (SEED, 1)
-    assert job.findings() == ("rank 1 would draw the masks of step 1 again, the state is at 2",)
+    assert job.findings() == ("rank 1 would use the masks of step 1 again, the state is at 2",)
     job.random[1] = (SEED + 1, 2)
-    assert job.findings() == (f"rank 1: random seed is {SEED + 1}, elsewhere {SEED}",)
+    assert job.findings() == (f"rank 1: random seed is {SEED + 1}, on other ranks {SEED}",)
 
 
 def test_an_older_generation_or_another_plan(job):
@@ -210,8 +210,8 @@ def test_an_older_generation_or_another_plan(job):
     with pytest.raises(CertificateError) as found:
         certify(statements, [GROUP], 1, ROWS, RANKS)
     assert found.value.findings == (
-        "rank 1: generation is 2, elsewhere 3",
-        "rank 1: plan is 'other', elsewhere 'plan'",
+        "rank 1: generation is 2, on other ranks 3",
+        "rank 1: plan is 'other', on other ranks 'plan'",
     )
 
 
