@@ -167,7 +167,7 @@ def test_ranks_asked_to_leave_give_up_their_blocks_and_can_come_back(tmp_path: P
     with RunningJob(tmp_path / "events", command) as job:
         job.wait_for(r"iteration +2/")
         assert job.ctl("drain", "--ranks", "3").returncode == 0
-        left = job.wait_for(r"rank 3 leaves as asked").end()
+        left = job.wait_for(r"rank 3 leaves as requested").end()
         job.wait_for(r"iteration +\d+/", left)
         status = json.loads(job.ctl("status").stdout)
         assert status["members"] == [0, 1, 2] and status["ranks"]["3"]["standing"] == "done"
