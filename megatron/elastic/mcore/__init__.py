@@ -1,1 +1,1 @@
-"""The only folder that touches Megatron: patches, model surgery, arguments, checkpoint keys."""
+"""The adapter to Megatron, the only folder that imports it: patches, model units, arguments, checkpoint keys."""

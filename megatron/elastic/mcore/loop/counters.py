@@ -1,9 +1,9 @@
-"""Where Megatron's loop stands, for a rank that comes later and begins in the middle of it.
+"""The counters of Megatron's loop, for a newcomer that begins in the middle of it.
 
-The loop keeps some counts in arguments, which change as it goes; others it takes from
-arguments once, into variables of its own, and the arguments go on saying where the job
-started. A newcomer's loop has to begin with the newest step, its arguments (a checkpoint
-has them in it) have to say what everybody's say.
+The loop keeps some counters in arguments, which change as it runs. It reads others from
+arguments once, into variables of its own, and these arguments keep the values of the job's
+start. A newcomer's loop has to begin with the newest step, but its arguments (which
+checkpoints contain) have to equal those of all ranks.
 """
 
 from __future__ import annotations
@@ -26,33 +26,33 @@ _ARGUMENTS = (
     "do_valid",
     "do_test",
 )
-"""Arguments that the loop changes as it goes, or has from a checkpoint."""
+"""Arguments that the loop changes as it runs, or takes from a checkpoint."""
 
 _STARTS = ("iteration", "num_floating_point_operations_so_far")
-"""Those of them that it only starts from."""
+"""Those of them that it reads once, at its start."""
 
 
 class Counters:
-    """Of one process. A job begins with :meth:`begin`, a newcomer with :meth:`take`."""
+    """The counters of one process. A job begins with :meth:`begin`, a newcomer with :meth:`take`."""
 
     def __init__(self) -> None:
         self._at_step: dict[str, Any] = {}
         self._operations: float = 0
         self._job_started: dict[str, Any] = {}
-        """What this newcomer's arguments are to say once its loop has started from them."""
+        """Values that a newcomer's arguments get once its loop has started from them."""
 
     def told(self) -> Mapping[str, Any]:
-        """Where the loop stood when the present step began: whoever comes begins with it, or its end."""
+        """Return the counters at the begin of the present step, with which a newcomer begins."""
         return self._at_step
 
     def begin(self) -> None:
-        """The job's loop is about to start."""
+        """Note the counters when the job's loop is about to start."""
         args = get_args()
         self._operations = args.num_floating_point_operations_so_far
         self._note(args.iteration)
 
     def take(self, told: Mapping[str, Any]) -> None:
-        """A newcomer's loop is about to start."""
+        """Set a newcomer's counters when its loop is about to start."""
         args = get_args()
         for name, value in {**told["arguments"], **told["loop"]}.items():
             setattr(args, name, value)
@@ -60,7 +60,7 @@ class Counters:
         self._operations, self._at_step = args.num_floating_point_operations_so_far, dict(told)
 
     def step(self) -> None:
-        """A step is about to begin."""
+        """Note the counters when a step is about to begin."""
         args = get_args()
         for name, value in self._job_started.items():
             setattr(args, name, value)
@@ -68,7 +68,7 @@ class Counters:
         self._note(args.curr_iteration)
 
     def boundary(self, operations: float) -> None:
-        """A step is over; ``operations``: floating-point operations so far, as the loop counts them."""
+        """Note the end of a step; ``operations``: floating-point operations so far, as counted by the loop."""
         self._operations = operations
 
     def _note(self, iteration: int) -> None:

@@ -1,10 +1,10 @@
 """Megatron's data sets, addressed by sample.
 
-Megatron's samplers say which samples a data-parallel rank reads as it iterates.
-Turned round: which data set index is global sample ``n``? For ``single`` it is
-``n`` itself; for ``cyclic`` a permutation of each epoch. Both are pure functions
-of the nominal grid, so that any rank can read any sample at any time, and a run
-that lost ranks reads exactly what an undisturbed one does.
+Megatron's samplers yield the samples of a data-parallel rank in sequence. This
+module inverts them: it returns the data set index of global sample ``n``. For ``single``
+it is ``n`` itself; for ``cyclic`` a permutation of each epoch. Both are pure functions
+of the launch's grid, so any rank can read any sample at any time, and a run that lost
+ranks reads exactly the samples of an undisturbed run.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ __all__ = ["cyclic_order", "sample_order", "sequential_order", "source_for"]
 
 
 def source_for(dataset: Any, args: Any, grid: Grid) -> DatasetSource | None:
-    """A sample-addressed source over one of Megatron's data sets, or ``None`` where this rank reads none."""
+    """Return a sample-addressed source over one of Megatron's data sets, or ``None`` if this rank reads none."""
     if dataset is None:
         return None
     return DatasetSource(dataset, sample_order(dataset, args, grid), workers=args.num_workers)
 
 
 def sample_order(dataset: Any, args: Any, grid: Grid) -> Callable[[int], int]:
-    """Global sample number → data set index, as ``--dataloader-type`` has it."""
+    """Return global sample number → data set index, according to ``--dataloader-type``."""
     if args.dataloader_type == "single":
         return sequential_order(len(dataset))
     if args.dataloader_type == "cyclic":
@@ -38,7 +38,7 @@ def sample_order(dataset: Any, args: Any, grid: Grid) -> Callable[[int], int]:
 
 
 def sequential_order(total: int) -> Callable[[int], int]:
-    """Sample ``n`` is index ``n``; raises ``IndexError`` past the end."""
+    """Return the order in which sample ``n`` is index ``n``; it raises ``IndexError`` past the end."""
 
     def order(sample: int) -> int:
         if sample >= total:
@@ -49,10 +49,10 @@ def sequential_order(total: int) -> Callable[[int], int]:
 
 
 def cyclic_order(total: int, grid: Grid, sharded: bool) -> Callable[[int], int]:
-    """The order of Megatron's random sampler: a new permutation each epoch.
+    """Return the order of Megatron's random sampler: a new permutation each epoch.
 
     ``sharded`` (``--no-data-sharding`` off): each data-parallel rank shuffles its
-    own contiguous bucket; otherwise one permutation is dealt out rank by rank.
+    own contiguous bucket; otherwise one permutation is divided rank by rank.
     """
     wave = grid.micro_batch_size * grid.data_parallel_size
     active = total - total % wave

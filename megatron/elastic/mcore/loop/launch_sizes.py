@@ -1,7 +1,7 @@
-"""Megatron's loop keeps the sizes of the launch, and waits for nobody who may be dead.
+"""Patches that keep the launch's sizes in Megatron's loop, and omit barriers that could wait for lost ranks.
 
-Its sizes, ranks and the names it files random states under stay nominal whatever becomes
-of the groups; barriers that only align clocks are left out.
+Sizes, ranks and the names of random states stay those of the launch when groups change.
+Barriers that only align clocks are omitted.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ __all__ = ["pin_sizes", "rows"]
 
 def rows() -> tuple[Row, ...]:
     """(symbol, reason, replacement) for the patch table."""
-    timer, aligns = "megatron.core.timers.Timer.", "a barrier that only aligns clocks would wait for the dead"
+    timer, aligns = "megatron.core.timers.Timer.", "a barrier that only aligns clocks would wait for lost ranks"
     return (
         (
             "megatron.training.checkpointing.get_rng_state",
-            "random states are filed by nominal stage, also when groups have lost members",
+            "random states are named by the launch's stage, also when groups have lost members",
             _nominal_rng_state,
         ),
         ("megatron.training.training.print_datetime", aligns, _without_barrier),
@@ -36,7 +36,7 @@ def rows() -> tuple[Row, ...]:
 
 
 def pin_sizes() -> None:
-    """Megatron's sizes and ranks stay those of the launch, whatever becomes of the groups."""
+    """Pin Megatron's sizes and ranks to those of the launch."""
     parallel_state.set_tensor_model_parallel_rank(parallel_state.get_tensor_model_parallel_rank())
     parallel_state.set_tensor_model_parallel_world_size(parallel_state.get_tensor_model_parallel_world_size())
     parallel_state.set_pipeline_model_parallel_rank(parallel_state.get_pipeline_model_parallel_rank())

@@ -1,11 +1,11 @@
-"""Who writes the job's TensorBoard and Weights & Biases logs: the rank that reports, whoever that is now.
+"""The writers of the job's TensorBoard and Weights & Biases logs, on the rank that reports now.
 
-Megatron opens its writers on its last rank, once. When that rank is lost the highest
-living one opens its own, and gives them up when the last rank is back: for TensorBoard a
+Megatron opens its writers once, on its last rank. When that rank is lost, the highest
+living rank opens its own, and closes them when the last rank is back. For TensorBoard it is a
 further event file in the same folder, for W&B the same run resumed (``wandb.init`` with
 ``WANDB_RUN_ID`` and ``WANDB_RESUME=allow``, which wandb reads from the environment). A rank
-that is started again opens no run before it is let in. TensorBoard's lines are flushed, so
-what a lost rank had logged is there; wandb's own process sends what it was given.
+that is started again opens no run before it is admitted. TensorBoard's lines are flushed, so
+the lines of a lost rank are in its file; wandb's own process sends its queued lines.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Reporter:
 
     def __init__(self) -> None:
         self._waits = os.environ.get(env.NEWCOMER) == "1"
-        """Somebody else reports until this rank is let in."""
+        """Whether another rank reports, because this rank is not admitted yet."""
 
     def rows(self) -> tuple[Row, ...]:
         """(symbol, reason, replacement) for the patch table."""
@@ -43,7 +43,7 @@ class Reporter:
         )
 
     def hand_over(self, reports: bool) -> None:
-        """Open this rank's writers when it has come to report, close them when another does."""
+        """Open this rank's writers if it ``reports`` from now on; close them if another rank does."""
         args, self._waits = get_args(), False
         board, run = global_vars.get_tensorboard_writer(), global_vars.get_wandb_writer()
         if reports:
@@ -61,7 +61,7 @@ class Reporter:
             global_vars._GLOBAL_WANDB_WRITER = None
 
     def flush(self) -> None:
-        """What is logged so far is in TensorBoard's file."""
+        """Write all logged lines to TensorBoard's file."""
         writer = global_vars.get_tensorboard_writer()
         if writer is not None:
             writer.flush()
@@ -80,7 +80,7 @@ class Reporter:
 
 @contextmanager
 def _as_last_rank(args: Any) -> Iterator[None]:
-    """Megatron opens writers where ``args.rank`` is the last."""
+    """Set ``args.rank`` to the last rank inside: only there Megatron opens writers."""
     rank, args.rank = args.rank, args.world_size - 1
     try:
         yield
@@ -89,7 +89,7 @@ def _as_last_rank(args: Any) -> Iterator[None]:
 
 
 def _resume_run(args: Any) -> None:
-    """A log that cannot be opened here costs a line, not the training."""
+    """Open the W&B run; a failure is logged and does not stop training."""
     try:
         global_vars._set_wandb_writer(args)
     except Exception as error:  # wandb's own errors have no common base in all its versions
@@ -98,6 +98,6 @@ def _resume_run(args: Any) -> None:
 
 
 def _run_id() -> str:
-    """The same in every process of one job, and another in the next job of that name."""
+    """Return the id of the W&B run: equal in all processes of one job, different in the next job of that name."""
     words = f"{os.environ[env.RUN_ID]}|{os.environ[env.SECRET]}"
     return hashlib.sha256(words.encode()).hexdigest()[:16]

@@ -1,10 +1,10 @@
-"""What Megatron's ``pretrain()`` builds before its loop begins, built for the engine.
+"""The set-up of a process before Megatron's loop begins: replacements for parts of ``pretrain()``.
 
     initialize   links, membership, then Megatron's own groups over them
-    set up       the model without DDP; the engine with everybody, or, for a rank that comes
-                 later, once the members let it in (:meth:`Setup.admitted`)
+    set up       the model without DDP, and the engine: together with all ranks, or, for a
+                 newcomer, once the members admit it (:meth:`Setup.admitted`)
     load         Megatron's checkpoint, or the initial parameters
-    data         samples addressed by number, so that any rank can read any of them
+    data         samples addressed by number, so any rank can read any of them
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ __all__ = ["DatasetPosition", "Setup"]
 
 @dataclass
 class DatasetPosition:
-    """A validation or test set and how far evaluation has read it (what Megatron's iterator remembers).
+    """A validation or test set with the position of evaluation in it, in place of Megatron's iterator.
 
-    The validation set's position is Megatron's own argument, which a newcomer is told.
+    The validation set's position is an argument of Megatron, which a newcomer receives.
     """
 
     source: SampleSource | None
@@ -64,12 +64,12 @@ class DatasetPosition:
     consumed: int = 0
 
     def position(self) -> int:
-        """Samples read so far."""
+        """Return the number of samples read so far."""
         return int(get_args().consumed_valid_samples) if self.validation else self.consumed
 
 
 class Setup:
-    """One process's way to its engine. ``counters``: the host's, as the present step began, for whoever joins."""
+    """Builds the engine of one process. ``counters``: returns the host's counters for newcomers."""
 
     def __init__(self, config: ElasticConfig, counters: Callable[[], Mapping[str, Any]]) -> None:
         self._config = config
@@ -87,12 +87,12 @@ class Setup:
 
     @property
     def built(self) -> bool:
-        """Whether there is an engine: not before the model is set up, nor before a newcomer is let in."""
+        """Whether the engine exists: once the model is set up and, on a newcomer, once it is admitted."""
         return self._engine is not None
 
     @property
     def engine(self) -> Engine:
-        """The engine; raises ``RuntimeError`` before there is one."""
+        """The engine; raises ``RuntimeError`` before it exists."""
         if self._engine is None:
             raise RuntimeError("the elastic engine is used before the model is set up")
         return self._engine
@@ -104,7 +104,7 @@ class Setup:
 
     @property
     def links(self) -> Links:
-        """This process's connection to the others; raises ``RuntimeError`` before Megatron is initialized."""
+        """This process's control plane and communicator; raises ``RuntimeError`` before Megatron is initialized."""
         if self._links is None:
             raise RuntimeError("the elastic runtime is used before Megatron is initialized")
         return self._links
@@ -125,7 +125,7 @@ class Setup:
             ),
             (
                 loop + "build_train_valid_test_data_iterators",
-                "samples are addressed by number, so that any rank can read any sample of any step",
+                "samples are addressed by number, so any rank can read any sample of any step",
                 self._build_data_iterators,
             ),
         )
@@ -165,7 +165,7 @@ class Setup:
             key_dropout(unwrapped(chunk), parallel_state.get_tensor_model_parallel_rank())
         interface = GptInterface(model, args, groups, parallel_state.get_tensor_model_parallel_rank() == 0)
         launched: Launched = {}
-        if not is_extra(links.fabric, args):  # else it writes nothing
+        if not is_extra(links.fabric, args):  # an extra rank writes no part of a checkpoint
             launched = {unit: tuple(interface.unit_parameters(unit)) for unit in interface.held_units()}
         self._place = LaunchStage(interface, launched)
         self._others = AbsentStages(lambda: training.get_model(provider, model_type, wrap_with_ddp=False), groups)
@@ -196,9 +196,9 @@ class Setup:
         return model, self._optimizer, scheduler
 
     def admitted(self) -> Mapping[str, Any]:
-        """Wait until the members let this newcomer in; the host's counters there. There is an engine afterwards."""
+        """Wait until the members admit this newcomer, make the engine, and return the members' counters."""
         if self._job is None:
-            raise RuntimeError("a newcomer is to be admitted before its model is set up")
+            raise RuntimeError("a newcomer cannot be admitted before its model is set up")
         engine, join_state = join(self.links, self._job)
         self._attach(engine)
         self.reporter.hand_over(engine.is_reporter)
@@ -208,18 +208,18 @@ class Setup:
         return host
 
     def _told(self) -> str:
-        """What a rank that joins has to be told of the host: it has loaded no checkpoint."""
+        """Return the host's state for a newcomer, which has loaded no checkpoint."""
         assert self._schedule is not None
         return json.dumps({**self._counters(), "schedule": self._schedule.told()})
 
     def _attach(self, engine: Engine) -> None:
-        """``engine`` is there: what saves and loads its state can be made."""
+        """Set the engine, and make the objects that save and load its state."""
         assert self._optimizer is not None and self._place is not None and self._others is not None
         self._engine = engine
         self._optimizer.checkpoint = self.checkpoints.attach(self._place, self._others)
 
     def _resume(self, scheduler: Any) -> None:
-        """Start from what was loaded, or from the initial parameters."""
+        """Start from the loaded checkpoint, or from the initial parameters."""
         args, engine = get_args(), self.engine
         assert self._optimizer is not None
         loaded, self._optimizer.loaded = self._optimizer.loaded, None
@@ -242,7 +242,7 @@ class Setup:
     def _build_data_iterators(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def replacement(*args: Any, **kwargs: Any) -> Any:
-            if self._data is None:  # Megatron asks for each model chunk: any of them may come to read any sample
+            if self._data is None:  # Megatron calls this for each model chunk; any chunk may read any sample
                 self._data = self._sources(bound(original, args, kwargs)["build_train_valid_test_datasets_provider"])
             return self._data
 
@@ -255,7 +255,7 @@ class Setup:
         if self._engine is not None:
             self._engine.tools.reach("in_setup", 0)
         reads = getattr(provider, "is_distributed", False) or parallel_state.get_tensor_model_parallel_rank() == 0
-        # Any rank may come to compute an end of a pipeline, and only these have data sets built: all are such here.
+        # Megatron builds data sets only for both ends of a pipeline. Any rank may become an end, so all build them.
         with as_stage(0, 1), unwritable_cache_named(args.data_cache_path):
             datasets = training.build_train_valid_test_datasets(provider) if reads else (None, None, None)
         check_validation(args, *datasets[:2])
@@ -268,18 +268,18 @@ class Setup:
         train, valid, test = (source_for(dataset, args, grid) for dataset in datasets)
         return train, DatasetPosition(valid, True), DatasetPosition(test, False)
 
-    # -- what the engine has to say --------------------------------------------------
+    # -- log lines of the engine -----------------------------------------------------
 
     def _settled(self, outcome: RecoveryOutcome, view: View, seconds: float) -> None:
         engine, links = self.engine, self.links
         self.reporter.hand_over(engine.is_reporter)
-        # A newcomer knows nothing of the recovery that let it in.
+        # A newcomer does not know the recovery that admitted it.
         speaks = min(set(view.living) - set(outcome.newcomers)) == links.fabric.rank
         topology, step = engine.views.launch_topology, engine.present_step
         report_recovery(links.events, topology, outcome, view, step, engine.in_step, seconds, speaks)
 
     def notice(self, why: str) -> None:
-        """Print one line that all ranks know of, on one of them, also in a generation that has yet to come about."""
+        """Print one line on one of the ranks that all call this, also before a decided generation begins its steps."""
         if self._engine is None or self._engine.behind:
             return
         living = self._engine.agreement.members or self._engine.view.living

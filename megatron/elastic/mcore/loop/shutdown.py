@@ -1,7 +1,7 @@
-"""How one process of the job ends, other than by the last iteration: exit codes and one line each (docs/design.md §4).
+"""The end of a process before the last iteration: exit codes with one line each (docs/design.md §4).
 
-What ends a job does so on every rank alike, wherever in Megatron's program it is noticed: in its
-loop, in the evaluations after it, or while the last checkpoint is written.
+An error that ends the job has the same effect on every rank and at every place of Megatron's
+program: in its loop, in the evaluations after it, or while the last checkpoint is written.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ __all__ = ["Shutdown"]
 
 
 class Shutdown:
-    """What the engine cannot go on from, turned into the end of this process or of the job.
+    """Turns errors that the engine cannot recover from into the end of this process or of the job.
 
-    ``respawn``: processes that end are started again, so that all together can go back to a checkpoint.
+    ``respawn``: ended processes are started again, so all ranks together can go back to a checkpoint.
     """
 
     def __init__(self, setup: Setup, respawn: bool) -> None:
@@ -42,11 +42,11 @@ class Shutdown:
         self._respawn = respawn
 
     def named(self, row: Row) -> Row:
-        """A row of the patch table whose replacement ends the job by name where the engine cannot go on."""
+        """Return a row of the patch table whose replacement ends the job when the engine raises a fatal error."""
         return _inside(self._caught, row)
 
     def proven(self, row: Row) -> Row:
-        """The same for what comes before the first step, where only a failed certificate is the engine's to name."""
+        """Return a row for functions before the first step, where only a failed certificate ends the job."""
         return _inside(self._certified, row)
 
     @contextmanager
@@ -62,36 +62,36 @@ class Shutdown:
             yield
         except StateLost as error:
             self._go_back(str(error), error.version, ExitCode.BEGUN_ANEW)
-            # Survivors alone can tell: who was let in with this loss would wait for them.
+            # Only survivors can raise this; ranks admitted after this loss would wait for them.
             self._give_up(ExitCode.STATE_LOST, f"{error}; resume from the last checkpoint (--load)")
         except PlanError as error:
             self._give_up(ExitCode.STATE_LOST, str(error))
         except JobGone as gone:
             if gone.begins_anew or self._step_to_go_back_to() is not None:
                 self._begin_anew(ExitCode.BEGUN_ANEW)
-            self._end(ExitCode.STATE_LOST)  # whoever held the state has ended, and said why
+            self._end(ExitCode.STATE_LOST)  # the ranks that held the state have ended and logged the reason
         except (CertificateError, SilentCorruption) as error:  # the same on every rank, and again if repeated
             self.leave(ExitCode.DETERMINISTIC, str(error))
         except CommunicationFault as error:
             self._give_up(ExitCode.DETERMINISTIC, str(error))
         except ConfigError as error:
-            # Found while computing, perhaps on some ranks only: it would come back on every rank that is started.
+            # Found while computing, perhaps on some ranks only: a restarted rank would find it again.
             self._give_up(ExitCode.FAILED, f"error: {error}")
         except NotFinite as error:
             why = f"{error}, also when computed again"
             self._go_back(why, self._setup.engine.record.version, ExitCode.FELL_BACK)
             raise
         except Released:
-            print(f"rank {self._setup.links.fabric.rank} leaves as asked; the other ranks go on", flush=True)
+            print(f"rank {self._setup.links.fabric.rank} leaves as requested; the other ranks go on", flush=True)
             self._end(0)
 
     def leave(self, code: int, why: str) -> NoReturn:
-        """End this rank on purpose, with one line from whoever speaks."""
+        """End this rank on purpose; the rank that logs prints ``why``."""
         self._setup.notice(why)
         self._end(code)
 
     def _give_up(self, code: int, why: str) -> NoReturn:
-        """End this rank and with it the job, whatever the others know; the launcher's last line says why."""
+        """End this rank and with it the job, independent of other ranks; the launcher's last line gives the reason."""
         if self._setup.built:
             self._setup.engine.close()
         self._setup.links.membership.give_up(code, why)
@@ -107,9 +107,9 @@ class Shutdown:
         return step_to_go_back_to(get_args()) if self._respawn else None
 
     def _go_back(self, why: str, version: int, code: int) -> None:
-        """With all others, be started again from the last checkpoint; returns where that cannot be.
+        """End with all ranks to start again from the last checkpoint; returns if there is none.
 
-        ``version``: the newest step that was committed.
+        ``version``: the newest committed step.
         """
         step = self._step_to_go_back_to()
         if step is None:
@@ -121,7 +121,7 @@ class Shutdown:
         self._begin_anew(code)
 
     def _begin_anew(self, code: int) -> NoReturn:
-        """End this process for its agent to start it again, as all others do."""
+        """End this process, like all others, so that the agents start them again."""
         if self._setup.built:
             self._setup.engine.close()
         sys.stdout.flush()

@@ -1,8 +1,8 @@
 """Megatron-LM's training loop as the host of the engine.
 
-The step and its fenced siblings go to the engine, and whoever is the highest living rank
-prints what Megatron's last rank would. The loop itself, its arguments and its log lines
-stay Megatron's; what is built before it begins is :mod:`setup`'s.
+The engine runs the step and the fenced actions beside it. The highest living rank prints the
+lines of Megatron's last rank. The loop itself, its arguments and its log lines stay
+Megatron's; :mod:`setup` builds the model and the engine before it.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ __all__ = ["TrainingLoop", "patches"]
 
 
 def patches(args: Any, config: ElasticConfig) -> tuple[Patch, ...]:
-    """The elastic rows of the patch table for this process."""
+    """Return the elastic rows of the patch table for this process."""
     return TrainingLoop(config).patches()
 
 
 class TrainingLoop:
-    """One process's side of the bargain between Megatron's loop and the engine."""
+    """Connects Megatron's loop with the engine, on one process."""
 
     def __init__(self, config: ElasticConfig) -> None:
         self._counters = Counters()
@@ -50,9 +50,9 @@ class TrainingLoop:
         return self._setup.engine
 
     def patches(self) -> tuple[Patch, ...]:
-        """The elastic rows of the patch table, bound to this host."""
+        """Return the elastic rows of the patch table, bound to this object."""
         before = map(self._shutdown.proven, self._setup.rows())
-        ending = map(self._shutdown.named, (*self._rows(), *self._checkpoints.rows()))  # also in what follows the loop
+        ending = map(self._shutdown.named, (*self._rows(), *self._checkpoints.rows()))  # also after the loop
         rows = (*before, *ending, *launch_sizes.rows(), *self._setup.reporter.rows())
         return tuple(Patch(symbol, reason, make) for symbol, reason, make in rows)
 
@@ -60,14 +60,14 @@ class TrainingLoop:
         loop = "megatron.training.training."
         repeated = "a collective outside the step: repeated after a loss"
         return (
-            (loop + "train", "a newcomer is admitted before the loop reads where it stands", self._train),
+            (loop + "train", "a newcomer is admitted before the loop reads its counters", self._train),
             (loop + "train_step", "a step is a transaction that survives the loss of ranks", self._train_step),
             (loop + "evaluate", "evaluation is repeated as a phase when ranks are lost in it", self._evaluate),
             (loop + "training_log", repeated, self._training_log),
             ("megatron.core.timers.Timers.log", repeated, self._log_timers),
             (
                 "megatron.training.utils.calc_params_l2_norm",
-                "the norm of the masters, wherever they lie now; repeated after a loss",
+                "the norm of the masters, from their present owners; repeated after a loss",
                 self._parameter_norm,
             ),
             (loop + "checkpoint_and_decide_exit", "a drained job saves and leaves at a boundary", self._decide_exit),
@@ -78,7 +78,7 @@ class TrainingLoop:
             ),
             (
                 "megatron.training.ft_integration.shutdown",
-                "Megatron's last act: leaving now is not a loss",
+                "the end of Megatron's program: a rank that ends now is not lost",
                 self._end_of_training,
             ),
         )
@@ -94,7 +94,7 @@ class TrainingLoop:
         return replacement
 
     def _begin(self) -> None:
-        """From here on the engine holds a state that outlives a loss; a newcomer is admitted. Idempotent."""
+        """Begin the loop: from now on state survives a loss; a newcomer is admitted here. Idempotent."""
         if self._begun:
             return
         self._begun = True
@@ -111,7 +111,7 @@ class TrainingLoop:
             call, settings = bound(original, args, kwargs), get_args()
             self._counters.boundary(call["num_floating_point_operations_so_far"])
             self._checkpoints.at_boundary(call)
-            # Only a time limit has a collective of its own; saving is fenced by itself.
+            # Only a time limit has a collective here; saving has its own fence.
             if settings.exit_duration_in_mins:
                 leaves = self._checkpoints.guarded(lambda: self._engine.fenced(lambda: original(**call), together=True))
             else:
@@ -137,7 +137,7 @@ class TrainingLoop:
             scheduler.step(increment=0)
             losses = {key: torch.tensor(value) for key, value in result.losses.items()}
             values = {
-                "{}": losses,  # what Megatron returns where there is no last stage; here every rank knows the losses
+                "{}": losses,  # Megatron returns {} on ranks that are not the last stage; here every rank knows them
                 "skipped_iter": int(result.skipped),
                 "should_checkpoint": False,
                 "should_exit": False,
@@ -173,7 +173,7 @@ class TrainingLoop:
         def replacement(*args: Any, **kwargs: Any) -> Any:
             call = bound(original, args, kwargs)
             if self._came_later and "is_first_iteration" in call:
-                # Megatron carries a process's first step into its second line; a newcomer's is not the job's first.
+                # Megatron adds a process's first step to its second line; a newcomer's first is not the job's first.
                 call["is_first_iteration"] = False
             if call["iteration"] % get_args().log_interval and not call.get("is_first_iteration"):
                 return original(**call)
@@ -192,7 +192,7 @@ class TrainingLoop:
         return replacement
 
     def _log_timers(self, original: Callable[..., None]) -> Callable[..., None]:
-        """Every rank's times are gathered, also outside the log line: at the end of a save."""
+        """Fence the gathering of all ranks' times, which also happens at the end of a save."""
 
         @functools.wraps(original)
         def replacement(*args: Any, **kwargs: Any) -> None:
@@ -215,7 +215,7 @@ class TrainingLoop:
         def replacement() -> bool:
             if not self._setup.built:
                 return original()
-            # Whoever reported before has told already what a newcomer only runs through.
+            # Another rank has already reported the phases that a newcomer only passes.
             return self._engine.is_reporter and not self._engine.behind
 
         return replacement
@@ -229,7 +229,7 @@ class TrainingLoop:
             if self._setup.connected:
                 if self._checkpoints.unsaved:
                     remedy = f"make room in --save {get_args().save}, or give another folder"
-                    why = f"the last checkpoint is not saved: {self._checkpoints.unsaved}; {remedy}"
+                    why = f"the last checkpoint could not be saved: {self._checkpoints.unsaved}; {remedy}"
                     self._shutdown.leave(ExitCode.STATE_LOST, why)
                 self._setup.links.membership.finish(0)
             return result
@@ -238,5 +238,5 @@ class TrainingLoop:
 
 
 def _of_chunks(found: Any) -> Any:
-    """What Megatron's loop has one of for each model chunk where there are several: here all are the same."""
+    """Return Megatron's value for one model chunk; with several chunks all are the same here."""
     return found[0] if isinstance(found, list) else found

@@ -1,1 +1,1 @@
-"""Megatron's ``parallel_state`` for a stage or a rank other than the one at launch."""
+"""Megatron's ``parallel_state`` for stages and ranks other than those at launch."""

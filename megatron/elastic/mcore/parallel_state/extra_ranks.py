@@ -1,12 +1,12 @@
-"""Ranks beyond the launch, before Megatron: it is told of the launch alone.
+"""Megatron's groups on ranks beyond those of the launch, which are hidden from Megatron.
 
 Megatron derives every size from the number of ranks, and its groups from all of them.
-Where there are more ranks than those of the launch (spares, workers of further nodes),
-it is shown W ranks while it makes its groups. An extra rank borrows, for that
-moment, the place of the same tensor-parallel rank in the first cell, so that its
-arguments and its model are those of a pipeline's first stage; which units it comes to
-hold is the engine's choice. Its tensor-parallel group is its own cell. Every other
-group of Megatron's holds itself alone: nothing may wait for it there.
+If there are more ranks than at launch (spares, workers of further nodes), it sees
+W ranks while it makes its groups. An extra rank meanwhile takes the place of the same
+tensor-parallel rank in the first cell, so its arguments and its model are those of a
+pipeline's first stage; the engine chooses the units that it holds later. Its
+tensor-parallel group is its own cell. Every other group of Megatron contains only the
+rank itself, so that no rank waits for it there.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ __all__ = ["as_of_the_launch", "is_extra"]
 
 
 def is_extra(fabric: Fabric, args: Any) -> bool:
-    """Whether this rank is none of the launch's."""
+    """Return whether this rank is beyond those of the launch."""
     return fabric.rank >= int(args.world_size)
 
 
 @contextmanager
 def as_of_the_launch(fabric: Fabric, args: Any) -> Iterator[None]:
-    """Inside, Megatron initialises its groups for the ``args.world_size`` ranks of the launch."""
+    """Have Megatron initialise its groups for the ``args.world_size`` ranks of the launch, inside the context."""
     world, rank, tensor = args.world_size, fabric.rank, args.tensor_model_parallel_size
     if fabric.slots == world:
         yield
@@ -40,7 +40,7 @@ def as_of_the_launch(fabric: Fabric, args: Any) -> Iterator[None]:
     shard = rank % tensor
     own = {mate: rank - shard + mate for mate in range(tensor)} if rank >= world else {}
     sizes = dist.get_world_size, dist.get_rank
-    new_group: Any = getattr(c10d, "_new_group_with_tag")  # noqa: B009 (as the fabric put it there)
+    new_group: Any = getattr(c10d, "_new_group_with_tag")  # noqa: B009 (set by the fabric)
 
     def world_size(group: Any = None) -> int:
         return world if group is None else sizes[0](group)
@@ -65,7 +65,7 @@ def as_of_the_launch(fabric: Fabric, args: Any) -> Iterator[None]:
 
 
 def _pin(own: dict[int, int], args: Any) -> None:
-    """An extra rank's sizes are the launch's; its ranks are those of the borrowed stage, and of no replica."""
+    """Pin an extra rank's sizes to the launch's, and its ranks to the first stage and to no replica."""
     for name, ranks in vars(parallel_state).items():
         if name.endswith("_GLOBAL_RANKS") and isinstance(ranks, list) and all(isinstance(r, int) for r in ranks):
             setattr(parallel_state, name, [own[rank] for rank in ranks if rank in own])

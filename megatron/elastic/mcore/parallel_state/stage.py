@@ -1,4 +1,4 @@
-"""Another place than the one at launch: Megatron's global idea of the running stage for a time, and groups by value."""
+"""Temporary changes of Megatron's global stage and tensor-parallel group."""
 
 from __future__ import annotations
 
@@ -14,39 +14,39 @@ __all__ = ["GroupStandIn", "as_stage", "whole_tensor_group"]
 
 @dataclass(frozen=True)
 class GroupStandIn:
-    """A parallel group for code that only asks for its rank and size."""
+    """A parallel group for code that only uses its rank and size."""
 
     number: int
     count: int
 
     def rank(self) -> int:
-        """This process's rank in it."""
+        """Return this process's rank in it."""
         return self.number
 
     def size(self) -> int:
-        """Number of members."""
+        """Return the number of members."""
         return self.count
 
 
 @contextmanager
 def as_stage(rank: int, size: int, chunks: int | None = None) -> Iterator[None]:
-    """Inside, ``parallel_state`` says stage ``rank`` of ``size``, with ``chunks`` model chunks (None: not interleaved).
+    """Set ``parallel_state`` to stage ``rank`` of ``size`` with ``chunks`` model chunks (None: not interleaved).
 
-    What it said before returns afterwards.
+    The context restores the previous values at its end.
     """
     before = (
         parallel_state.get_pipeline_model_parallel_rank(),
         parallel_state.get_pipeline_model_parallel_world_size(),
         parallel_state.get_virtual_pipeline_model_parallel_world_size(),
     )
-    _stand_at(rank, size, chunks)
+    _set_stage(rank, size, chunks)
     try:
         yield
     finally:
-        _stand_at(*before)
+        _set_stage(*before)
 
 
-def _stand_at(rank: int, size: int, chunks: int | None) -> None:
+def _set_stage(rank: int, size: int, chunks: int | None) -> None:
     parallel_state.set_pipeline_model_parallel_rank(rank)
     parallel_state.set_pipeline_model_parallel_world_size(size)
     parallel_state.set_virtual_pipeline_model_parallel_world_size(chunks)
@@ -54,9 +54,10 @@ def _stand_at(rank: int, size: int, chunks: int | None) -> None:
 
 @contextmanager
 def whole_tensor_group(model: torch.nn.Module) -> Iterator[None]:
-    """Inside, Megatron finds the tensor-parallel group of the launch, also where a member of it is missing.
+    """Show Megatron the tensor-parallel group of the launch inside the context, also if a member is missing.
 
-    By value only: a parked rank has its cut of every parameter, and says so in a checkpoint, but computes nothing.
+    Only rank and size are shown: a parked rank writes its slice of every parameter to a checkpoint, but computes
+    nothing.
     """
     group = parallel_state.get_tensor_model_parallel_group()
     launch_topology = GroupStandIn(
