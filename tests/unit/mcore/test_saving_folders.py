@@ -127,7 +127,7 @@ def test_who_wakes_up_late_finds_no_file_to_rename_and_none_of_the_others_under_
 def test_a_checkpoint_has_the_hash_of_every_file_and_no_name_when_one_is_not_as_its_writer_says(tmp_path: Path) -> None:
     folders = Folders(nothing, nothing)
     begun(folders, tmp_path, 4)
-    with pytest.raises(OSError, match=r"content of .* is not what its writer says"):
+    with pytest.raises(OSError, match=r"content of .* differs from the file that its writer reported"):
         folders.commit(written(content=FileHash(2, "0" * 32)))
     with pytest.raises(OSError, match="missing of"):
         folders.commit(written(missing=FileHash(0, "0" * 32)))

@@ -1,10 +1,10 @@
-"""Stages of the launch that a rank writes beside its own, because nobody who was launched on them is here.
+"""Stages of the launch that a rank writes beside its own, because all ranks launched on them are lost.
 
-A checkpoint has the launch's shape, and each rank plans what its place at launch would
-write. After the loss of a whole stage (its layers are computed elsewhere, or by spares)
-somebody has to plan for it: Megatron's own model of that stage is built once more, as
-on a rank of it, and keeps no memory: its parameters have their shapes only while a save
-is planned. What is written comes from the state blocks, as everything else does.
+A checkpoint has the launch's shape, and each rank plans the part of its place at launch.
+After the loss of a whole stage (other ranks or spares compute its layers) another
+rank has to plan for it. It builds Megatron's own model of that stage once more, as
+on a rank of it. The model takes no memory: its parameters have their shapes only while a
+save is planned. The written values come from the state blocks, like all others.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ __all__ = ["AbsentStages", "duties"]
 
 
 def duties(launch_topology: LaunchTopology, living: Sequence[int]) -> dict[int, tuple[int, ...]]:
-    """Rank → stages it writes for, besides its own: one of a whole tensor-parallel group, if there is any.
+    """Return rank → stages that it writes besides its own; prefers ranks of whole tensor-parallel groups.
 
-    Raises ``OSError`` where nobody has the tensor-parallel rank to write a stage for.
+    Raises ``OSError`` if no living rank of the launch has the tensor-parallel rank of such a stage.
     """
     places = {rank: place for rank in living if (place := launch_topology.place(rank)) is not None}
     launched = {(shard, stage) for shard, _, stage in places.values()}
@@ -42,20 +42,20 @@ def duties(launch_topology: LaunchTopology, living: Sequence[int]) -> dict[int, 
             able = [rank for rank, place in sorted(places.items()) if place[0] == shard]
             whole = [rank for rank in able if set(launch_topology.cell_of(rank).ranks) <= set(living)]
             if not able:
-                raise OSError(f"no rank of the launch is here that could write tensor-parallel rank {shard}")
+                raise OSError(f"no living rank of the launch could write tensor-parallel rank {shard}")
             found.setdefault((whole or able)[0], []).append(stage)
     return {rank: tuple(stages) for rank, stages in found.items()}
 
 
 @dataclass(frozen=True)
 class AbsentStages:
-    """``build``: the chunks Megatron makes for the stage that ``parallel_state`` says this is."""
+    """Builds models of absent stages. ``build``: makes Megatron's chunks for the stage in ``parallel_state``."""
 
     build: Callable[[], list[torch.nn.Module]]
     groups: GroupKeys
 
     def place(self, stage: int) -> LaunchStage:
-        """What a rank of ``stage`` would write; its parameters are empty."""
+        """Return the launch stage of a rank of ``stage``, with empty parameters."""
         args: Any = get_args()
         initialize, args.perform_initialization = args.perform_initialization, False
         try:
@@ -70,7 +70,7 @@ class AbsentStages:
 
     @contextmanager
     def standing_at(self, stage: int) -> Iterator[None]:
-        """Inside, Megatron takes this process for the first replica's rank of ``stage``."""
+        """Have Megatron treat this process as the first replica's rank of ``stage``, inside the context."""
         args, state = get_args(), parallel_state
         stages, chunks = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size
         before = state._PIPELINE_MODEL_PARALLEL_GROUP, state.get_data_parallel_rank()

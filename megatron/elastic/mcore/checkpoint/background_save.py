@@ -1,20 +1,20 @@
 """Megatron's own checkpoints, written while training goes on.
 
 ``save_checkpoint`` stays Megatron's. It runs as for ``--async-save``: the sharded
-state dict is planned (the only part others wait for) and comes back as a request.
-What it plans over are empty tensors (:mod:`content`); a thread fills them
-from the state blocks of that version and writes the files. When every rank's vote
-says that its share is written, all finish the request together at that boundary.
+state dict is planned (the only part during which ranks wait) and returned as a request.
+It is planned over empty tensors (:mod:`content`). A thread fills them and writes them while
+steps go on. Each vote counts the ranks whose share is written; when all are, all ranks
+finish the request together at the next boundary.
 
-Never half a checkpoint: files are written into ``iter_NNNNNNN.TAG.partial``, which is
-renamed when all are complete; then the tracker file is replaced in one piece. A new
-generation voids the write, and it is begun again at the next boundary.
+A checkpoint is complete or does not exist: files are written into ``iter_NNNNNNN.TAG.partial``,
+which is renamed when all are complete; then the tracker file is replaced atomically. A new
+generation voids the write, and it begins again at the next boundary.
 
-Fencing: a rank that was stopped in the middle of a save may wake up when the others have
-gone on and saved again. TAG, the generation and incarnation that save and a number drawn
-for it, is another one in every save, so a rank only ever writes and renames files of its own
-save; the next save removes these before it begins; and the lease of the rank's node is
-looked at directly before each of the two renames (:meth:`Membership.fence`).
+Fencing: a rank that was stopped during a save may wake up after the other ranks have
+saved again. TAG (generation, incarnation and a random number) differs in every save, so a
+rank writes and renames only files of its own save. The next save removes these before it
+begins. The lease of the rank's node is checked directly before each of the two renames
+(:meth:`Membership.fence`).
 """
 
 from __future__ import annotations
@@ -52,24 +52,24 @@ from megatron.elastic.state.record import StepRecord
 __all__ = ["BackgroundSave", "Folders", "Outcome"]
 
 Outcome = Literal["done", "again", "none"]
-"""Of finishing a save: it is a checkpoint; it was cut short and has to be begun again; there was none."""
+"""Result of finishing a save: complete; interrupted, to be begun again; no save under way."""
 
 _PARTIAL = ".partial"
 _NEW = ".new"
 _TRACKER = "latest_checkpointed_iteration"
 _NOT_YET = "\n"
-"""Ends a tracker that Megatron may read and has not written, though it may name the very same iteration."""
+"""End of a tracker that Megatron may read but has not written yet, even if it names the same iteration."""
 _ROOM_BYTES = 1 << 20
-"""Less free space than this is a full disk."""
+"""A disk with less free space counts as full."""
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 _NICENESS = 10
-"""Of the writing thread: steps come first."""
+"""Niceness of the writing thread, which has a lower priority than steps."""
 
 
 class Folders:
-    """Where a save under way goes, and how it becomes a checkpoint: one rename, one replaced file.
+    """The folder and tracker of a save under way, and their final renames.
 
-    ``reach``: fault injection, (point, step). ``fence`` does not return when this rank may write nothing any more.
+    ``reach``: fault injection, (point, step). ``fence`` does not return if this rank must not write any more.
     """
 
     def __init__(self, reach: Callable[[str, int], None], fence: Callable[[], None]) -> None:
@@ -82,7 +82,7 @@ class Folders:
 
     @contextmanager
     def naming(self, tag: str) -> Iterator[None]:
-        """Inside, what Megatron asks for are the names of what is not finished yet. ``tag``: of this save alone."""
+        """Give Megatron partial names inside the context. ``tag``: unique to this save."""
         self._tag, self._open, self._final, self._tracker = tag, True, None, None
         try:
             yield
@@ -90,7 +90,7 @@ class Folders:
             self._open = False
 
     def named(self, final: str) -> str:
-        """What to call a checkpoint that Megatron calls ``final``."""
+        """Return the present name of the checkpoint ``final``."""
         if not self._open:
             return final
         self._final = final
@@ -103,7 +103,7 @@ class Folders:
         return f"{tracker}.{self._tag}{_NEW}"
 
     def tracked(self, tracker: str) -> str:
-        """What to call its tracker file. Megatron reads there, too, which checkpoint came before."""
+        """Return the present name of its tracker file. Megatron also reads the previous checkpoint there."""
         if not self._open:
             return tracker
         self._tracker = tracker
@@ -113,14 +113,14 @@ class Folders:
         return self._new(tracker)
 
     def final_name(self, path: str) -> str:
-        """The name a checkpoint has once it is whole."""
+        """Return the name of a checkpoint once it is complete."""
         return path.removesuffix(self._partial(""))
 
     def commit(self, manifest: Manifest) -> None:
-        """Everything is written: add the manifest, give the folder its name, then replace the tracker.
+        """Complete a written checkpoint: add the manifest, rename the folder, then replace the tracker.
 
-        On the rank that tracks. ``manifest`` has the files of all writers. Raises ``OSError`` when one of them is
-        not in the folder, or not of its length.
+        On the rank that writes the tracker. ``manifest`` has the files of all writers. Raises ``OSError`` if one of
+        them is missing or of another length.
         """
         if self._final is None or self._tracker is None:
             return
@@ -138,7 +138,7 @@ class Folders:
         self._reach("save_tracked", step)
 
     def is_written(self) -> bool:
-        """Whether Megatron has written the tracker of the save under way."""
+        """Return whether Megatron has written the tracker of the save under way."""
         if self._final is None or self._tracker is None or not os.path.exists(self._new(self._tracker)):
             return False
         number = os.path.basename(self._final).removeprefix("iter_")
@@ -146,7 +146,7 @@ class Folders:
             return number.isdigit() and file.read() == str(int(number))
 
     def sweep(self, save: str) -> None:
-        """Remove what earlier saves left unfinished. On one rank, while none is under way."""
+        """Remove unfinished files of earlier saves. On one rank, while no save is under way."""
         if os.path.isdir(save):
             for name in os.listdir(save):
                 self._fence()
@@ -158,10 +158,10 @@ class Folders:
 
 
 def _complete(folder: Path, manifest: Manifest) -> None:
-    """Write ``manifest`` with what else is in ``folder``: indices and objects common to all, which are small."""
+    """Write ``manifest``, extended by the other files of ``folder``: indices and common objects, which are small."""
     for name, file in manifest.files.items():
         if not (folder / name).is_file() or (folder / name).stat().st_size != file.size:
-            raise OSError(f"{name} of {folder} is not what its writer says it wrote")
+            raise OSError(f"{name} of {folder} differs from the file that its writer reported")
     rest = {}
     for name in files_below(folder):
         if name not in manifest.files:
@@ -174,7 +174,7 @@ def _complete(folder: Path, manifest: Manifest) -> None:
 
 
 def _sync(path: Path) -> None:
-    """Bring a file, or the names in a folder, to the disk."""
+    """Write a file, or the names in a folder, to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -183,13 +183,13 @@ def _sync(path: Path) -> None:
 
 
 def _all_files(fabric: Fabric, mine: Mapping[str, FileHash]) -> dict[str, FileHash]:
-    """What all ranks have written, by name. Collective."""
+    """Return the files that all ranks have written, by name. Collective."""
     texts = gather_messages(fabric, str, json.dumps({name: (file.size, file.hash) for name, file in mine.items()}))
     return {name: FileHash(*file) for text in texts.values() for name, file in json.loads(text).items()}
 
 
 def _put_in_place(partial: str, final: str) -> None:
-    """Rename; with an older checkpoint of that name it changes places, so that at every moment there is one."""
+    """Rename ``partial`` to ``final``; an older checkpoint of that name is exchanged, so one exists at any time."""
     if not os.path.isdir(final):
         os.rename(partial, final)
         return
@@ -197,7 +197,7 @@ def _put_in_place(partial: str, final: str) -> None:
     if libc.renameat2(here, os.fsencode(partial), here, os.fsencode(final), _RENAME_EXCHANGE) == 0:
         shutil.rmtree(partial, ignore_errors=True)
         return
-    # A file system that cannot exchange two names: for a moment there is none.
+    # The file system cannot exchange two names: for a moment neither checkpoint has the name.
     os.rename(final, partial + ".old")
     os.rename(partial, final)
     shutil.rmtree(partial + ".old", ignore_errors=True)
@@ -205,7 +205,7 @@ def _put_in_place(partial: str, final: str) -> None:
 
 @contextmanager
 def _writing(folder: str) -> Iterator[None]:
-    """Whatever goes wrong inside, links between ranks apart, is a checkpoint that cannot be written: ``OSError``."""
+    """Turn errors inside, except communication errors, into ``OSError``: the checkpoint cannot be written."""
     try:
         yield
     except (CommError, OSError):
@@ -215,7 +215,7 @@ def _writing(folder: str) -> Iterator[None]:
 
 
 def _as_os_error(error: BaseException, path: str) -> OSError:
-    """torch tells a full disk as a RuntimeError without the cause."""
+    """Return ``error`` as an ``OSError``; torch reports a full disk as a RuntimeError without the cause."""
     if isinstance(error, OSError):
         return error
     text = " ".join(str(error).split())[:200]
@@ -231,27 +231,27 @@ class _Write:
 
     generation: int
     record: StepRecord
-    """Of the version that is saved."""
+    """Record of the saved version."""
     request: Any
-    """Megatron's; ``None`` on a rank that writes nothing."""
+    """Megatron's request; ``None`` on a rank that writes no file."""
     stream: StateStream
     content: Content
     reach: Callable[[], None]
     """Fault injection."""
     certificate: str
-    """Digest of the newest one when the save began."""
+    """Digest of the newest certificate when the save began."""
     files: dict[str, FileHash] = field(default_factory=dict)
-    """What this rank has written, by name."""
+    """Files that this rank has written, by name."""
     done: threading.Event = field(default_factory=threading.Event)
     error: BaseException | None = None
 
     def run(self) -> None:
-        """The thread: collect, write."""
+        """Collect state and write it; the body of the thread."""
         try:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
             self.stream.run(self.content.deliver)
             self._write()
-        except BaseException as error:  # told to the training thread, which knows what it means
+        except BaseException as error:  # raised again on the training thread
             self.error = error
         finally:
             self.done.set()
@@ -282,24 +282,24 @@ class BackgroundSave:
         self._request: Any = None
         self._again = False
 
-    # -- what the vote asks ----------------------------------------------------------
+    # -- called at each vote -----------------------------------------------------------
 
     def cut_short(self) -> bool:
-        """Whether the save under way is void and has to be begun again."""
+        """Return whether the save under way is void and has to be begun again."""
         return self._again or (self._write is not None and self._write.generation != self._engine.view.generation)
 
     def written(self) -> bool:
-        """Whether this rank's share is written (or has failed: :meth:`finish` tells)."""
+        """Return whether this rank's share is written, or has failed (:meth:`finish` raises the error)."""
         return self._write is not None and not self.cut_short() and self._write.done.is_set()
 
     # -- a save --------------------------------------------------------------------------
 
     def schedule(self, request: Any) -> None:
-        """Megatron hands over what it would have a process of its own write."""
+        """Take over the request for which Megatron would start a writing process."""
         self._request = request
 
     def begin(self, original: Callable[..., Any], call: Mapping[str, Any]) -> None:
-        """Plan together, then write on. Raises ``ActionFailed`` where the folder cannot be made."""
+        """Plan a save with all ranks, then write in the background. Raises ``ActionFailed`` if that is impossible."""
         self._again = True
         try:
             self._engine.fenced(lambda: self._begin(original, call), together=True)
@@ -329,10 +329,10 @@ class BackgroundSave:
         threading.Thread(target=self._write.run, name="elastic-save", daemon=True).start()
 
     def _tag(self) -> str:
-        """What tells the files of this save from those of any other; the same on every rank. Collective.
+        """Return a tag that is unique to this save and equal on every rank. Collective.
 
-        Generation, incarnation of the rank that will name the checkpoint, and a number that it draws: a job that is
-        started again counts both from the start.
+        It has the generation, the incarnation of the rank that renames the checkpoint, and a random number of that
+        rank, because a job that is started again counts the first two anew.
         """
         fabric = self._engine.tools.fabric
         leads, drawn = fabric.rank == fabric.alive[0], torch.zeros(2, dtype=torch.int64)
@@ -343,9 +343,9 @@ class BackgroundSave:
         return f"g{self._engine.view.generation}.i{incarnation}.{number:08x}"
 
     def _plan(self, original: Callable[..., Any], call: Mapping[str, Any], content: Content, tag: str) -> None:
-        """Have Megatron plan the save among the ranks of the launch; others only bring state to those who write.
+        """Have Megatron plan the save among the ranks of the launch; extra ranks only send state to the writers.
 
-        Raises ``OSError`` where nobody is left who could write for some stage.
+        Raises ``OSError`` if no rank is left that could write for some stage.
         """
         engine, fabric = self._engine, self._engine.tools.fabric
         launch_topology = engine.views.launch_topology
@@ -361,7 +361,7 @@ class BackgroundSave:
 
     @contextmanager
     def _asynchronous(self) -> Iterator[None]:
-        """Megatron plans the save and leaves the writing to somebody else."""
+        """Have Megatron plan a save without writing it, inside the context."""
         args = self._args
         before = args.async_save, args.async_strategy
         args.async_save, args.async_strategy = True, "mcore"
@@ -371,9 +371,9 @@ class BackgroundSave:
             args.async_save, args.async_strategy = before
 
     def finish(self) -> Outcome:
-        """Make what is under way a checkpoint, waiting for the slowest writer. The same outcome on every rank.
+        """Complete the save under way, waiting for the slowest writer. The same outcome on every rank.
 
-        Raises ``ActionFailed`` when it could not be written; training can go on.
+        Raises ``ActionFailed`` if it could not be written; training can go on.
         """
         try:
             outcome = self._engine.fenced(self._finish, together=True)
@@ -386,7 +386,7 @@ class BackgroundSave:
 
     def _finish(self) -> Outcome:
         write, engine = self._write, self._engine
-        # A rank that came since the save was begun knows nothing of it.
+        # A rank that joined after the begin of the save does not know it.
         votes = torch.tensor([self.cut_short(), write is not None and not self.cut_short()], dtype=torch.int64)
         dist.all_reduce(votes, group=engine.tools.fabric.world)
         again, valid = votes.tolist()
@@ -402,7 +402,7 @@ class BackgroundSave:
         files = _all_files(engine.tools.fabric, write.files)
         if write.request is not None:
             self._name(write.request, self._manifest(write, files))
-        # Nobody takes it for done before it has its name: with the rank that names it lost, it is begun again.
+        # All ranks wait until it is renamed: if the rank that renames it is lost, the save is begun again.
         dist.barrier(group=engine.tools.fabric.world)
         return "done"
 
@@ -411,7 +411,7 @@ class BackgroundSave:
         return Manifest(write.generation, incarnation, write.record.to_json(), write.certificate, files)
 
     def _name(self, request: Any, manifest: Manifest) -> None:
-        """Have Megatron write what describes the files, then make the folder a checkpoint."""
+        """Have Megatron write the metadata of the files, then complete the checkpoint."""
         engine = self._engine
         with without_holes(engine.tools.fabric, engine.views.launch_topology.slots):
             for finalize in request.finalize_fns:
@@ -421,7 +421,7 @@ class BackgroundSave:
                     self._folders.commit(manifest)
 
     def _give_up(self) -> None:
-        """Remove what is left of a save that failed (it may be what fills the disk), once nobody writes there."""
+        """Remove the files of a failed save, which may fill the disk, once no rank writes there."""
         fabric = self._engine.tools.fabric
         self.abandon("it could not be written")
         self._engine.fenced(lambda: dist.barrier(group=fabric.world))
@@ -429,9 +429,9 @@ class BackgroundSave:
             self._folders.sweep(self._args.save)
 
     def abandon(self, why: str) -> None:
-        """Let go of a save under way, if any."""
+        """Abandon the save under way, if any."""
         write, self._write = self._write, None
         if write is not None:
             write.stream.abandon(why)
-            # Until its thread has let go of the partial folder, no other may write there.
+            # No other save may begin before its thread has stopped writing into the partial folder.
             write.done.wait()

@@ -1,10 +1,10 @@
-"""What a save writes before anybody has it: empty tensors to plan over, filled afterwards.
+"""The tensors of a save: empty while Megatron plans over them, filled afterwards.
 
 Megatron plans a save over tensors: it needs their shapes, not their contents. The
-optimizer's and the model's own tensors are registered here as places in the state of
-a unit; when the plan is about to be made, whatever of them this rank is to write is
-replaced by a tensor of its own. What is not written here is never allocated; what is
-no state (buffers, scalars) is copied at once.
+optimizer's and the model's own tensors are registered here as ranges in the state of
+a unit. Before the plan is made, each tensor that this rank is to write is
+replaced by a new one. Tensors that this rank does not write are not allocated; other
+values (buffers, scalars) are copied at once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["Content", "strategy_for"]
 
 @dataclass(frozen=True)
 class _Part:
-    """A tensor to be written: ``values`` is ``size``/``stride`` from ``offset`` on in the flat want."""
+    """A tensor to be written: ``values`` is the view ``size``/``stride`` from ``offset`` on of the flat want."""
 
     values: torch.Tensor
     size: torch.Size
@@ -45,18 +45,18 @@ class Content:
 
     @property
     def wants(self) -> tuple[Want, ...]:
-        """What this rank has to be brought."""
+        """Ranges of state that this rank has to receive."""
         return tuple(sorted(self._parts))
 
     def register(self, tensor: torch.Tensor, want: Want) -> None:
-        """``tensor`` (contiguous) shows the elements of ``want``; its contents do not matter."""
+        """Register ``tensor`` (contiguous) as the elements of ``want``; its contents do not matter."""
         start = tensor.data_ptr()
         at = bisect.bisect(self._starts, start)
         self._starts.insert(at, start)
         self._known.insert(at, (start + tensor.numel() * tensor.element_size(), tensor, want))
 
     def detach(self, sharded_state_dict: Any) -> None:
-        """Give every tensor that is written here storage of its own."""
+        """Give every tensor that this rank writes new storage."""
         for item in nested_values(sharded_state_dict):
             if isinstance(item, ShardedTensor) and item.data is not None and is_main_replica(item.replica_id):
                 item.data = self._own(item.data.detach())
@@ -72,7 +72,7 @@ class Content:
         return own
 
     def deliver(self, want: Want, values: torch.Tensor) -> None:
-        """Fill in fp32 ``[stop − start]``, rounded to the type that is written. Any thread."""
+        """Fill in fp32 ``[stop − start]``, rounded to the written type. Any thread."""
         for part in self._parts[want]:
             part.values.copy_(values.as_strided(part.size, part.stride, part.offset))
 
@@ -90,7 +90,7 @@ class _Detached(TorchDistSaveShardedStrategy):  # type: ignore[misc]
 
 
 def strategy_for(args: Any, content: Content) -> Any:
-    """The save strategy Megatron would make for these arguments, over ``content``."""
+    """Return the save strategy that Megatron would make for these arguments, over ``content``."""
     strategy = _Detached(content)
     strategy.thread_count = args.dist_ckpt_workers
     if not args.ckpt_fully_parallel_save:

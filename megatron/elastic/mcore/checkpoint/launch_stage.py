@@ -1,4 +1,4 @@
-"""A place of the launch, as checkpoints know it: the model Megatron built there, and its parameters by unit."""
+"""A stage of the launch in checkpoints: the model that Megatron built for it, and its parameters by unit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron.elastic.mcore.model.gpt import GptInterface
 __all__ = ["LaunchStage", "Launched"]
 
 Launched = Mapping[int, Sequence[UnitParameter]]
-"""Unit → parameters of a rank's place at launch. That is what it writes, whatever it computes meanwhile."""
+"""Unit → parameters of a rank's place at launch. The rank writes these, independent of the units it computes."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class LaunchStage:
     launched: Launched
 
     def ordered(self) -> list[UnitParameter]:
-        """Trainable parameters in the order of Megatron's groups."""
+        """Return the trainable parameters in the order of Megatron's groups."""
         items = [item for parameters in self.launched.values() for item in parameters]
         rank = {id(p): i for i, p in enumerate(self.interface.chunks.parameters())}
         return sorted(items, key=lambda item: (item.spec.group, rank[id(item.parameter)]))

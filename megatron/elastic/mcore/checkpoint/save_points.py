@@ -1,8 +1,8 @@
-"""Megatron's saves at the boundaries of the elastic loop: begun, finished, begun again, asked for from outside.
+"""Megatron's saves at the boundaries of the elastic loop: begun, finished, begun again, or requested from outside.
 
-When a save is begun and finished is agreed in the step's record, so that every rank
-does it at the same boundary. A checkpoint that cannot be written costs a line, not
-the training; only the job's last one, if it is missing, shows in the exit status.
+The step's record says when a save is begun and finished, so every rank does it at the
+same boundary. If a checkpoint cannot be written, the job logs a line and training goes on.
+Only a missing last checkpoint changes the exit status.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 def step_to_go_back_to(args: Any) -> int | None:
-    """The step whose checkpoint a job that is started again finds in the folder of ``--load``; None without one."""
+    """Return the step of the checkpoint in ``--load`` from which a restarted job would begin; None without one."""
     if not args.load:
         return None
     try:
@@ -41,12 +41,12 @@ def step_to_go_back_to(args: Any) -> int | None:
     except OSError:
         return None
     if named == "release":
-        return 0  # it counts no steps
+        return 0  # a release checkpoint has no step number
     return int(named) if named.isdecimal() else None
 
 
 class Checkpoints:
-    """``engine`` raises before there is one; ``say``: one line, from whoever speaks for the job."""
+    """The checkpoints of the job. ``engine`` raises before the engine exists; ``say`` prints one line for the job."""
 
     def __init__(self, config: ElasticConfig, engine: Callable[[], Engine], say: Callable[[str], None]) -> None:
         self._config = config
@@ -57,11 +57,11 @@ class Checkpoints:
         )
         self._saves: BackgroundSave | None = None
         self._boundary: Mapping[str, Any] = {}
-        """Megatron's arguments at the newest boundary, to save with."""
+        """Megatron's arguments at the newest boundary, for a save."""
         self._noted = False
-        """The pending request for a checkpoint is honoured already."""
+        """Whether the pending request for a checkpoint has been carried out."""
         self.unsaved = ""
-        """Why the newest checkpoint could not be written; empty when it was."""
+        """Why the newest checkpoint could not be written; empty if it was written."""
 
     def rows(self) -> tuple[Row, ...]:
         """(symbol, reason, replacement) for the patch table."""
@@ -73,7 +73,7 @@ class Checkpoints:
             ),
             (
                 "megatron.training.checkpointing.schedule_async_save",
-                "what Megatron would have a process of its own write",
+                "a thread writes the files for which Megatron would start a process",
                 self._schedule,
             ),
             (
@@ -83,23 +83,23 @@ class Checkpoints:
             ),
             (
                 "megatron.training.checkpointing.get_checkpoint_name",
-                "a checkpoint has a partial name until it is whole",
+                "a checkpoint has a partial name until it is complete",
                 self._checkpoint_name,
             ),
             (
                 "megatron.training.checkpointing.get_checkpoint_tracker_filename",
-                "the tracker file is replaced in one piece, after the checkpoint has its name",
+                "the tracker file is replaced atomically, after the checkpoint is renamed",
                 self._tracker_name,
             ),
             (
                 "megatron.training.wandb_utils.on_save_checkpoint_success",
-                "it is told the partial name",
+                "W&B receives the final name instead of the partial one",
                 self._told_wandb,
             ),
         )
 
     def attach(self, own: LaunchStage, others: AbsentStages) -> OptimizerCheckpoint:
-        """There is an engine now: returns what translates its state."""
+        """Connect to the engine; return the translator of its state."""
         engine = self._engine()
         config, _ = training.get_megatron_optimizer_config(get_args())
         checkpoint = OptimizerCheckpoint(engine, own, config, others)
@@ -110,7 +110,7 @@ class Checkpoints:
     # -- at a boundary -----------------------------------------------------------------
 
     def at_boundary(self, call: Mapping[str, Any]) -> None:
-        """Do what all have agreed on; ``call``: arguments of Megatron's ``checkpoint_and_decide_exit``."""
+        """Carry out the agreed saves; ``call``: arguments of Megatron's ``checkpoint_and_decide_exit``."""
         self._boundary = call
         agreed = self._engine().record.agreed
         if "written" in agreed:
@@ -119,37 +119,37 @@ class Checkpoints:
             self._save_as_asked()
 
     def drain(self, iteration: int) -> tuple[int, str]:
-        """Save, unless this boundary's regular save is under way, and finish: exit code and last line."""
+        """Save, unless this boundary's regular save is under way, and finish; return exit code and last line."""
         save = get_args().save
         if save and not self._regular():
             self._save_here()
         self._complete_all()
         if self.unsaved:
-            return ExitCode.STATE_LOST, f"drained at iteration {iteration}, which is not saved: {self.unsaved}"
+            return ExitCode.STATE_LOST, f"drained at iteration {iteration}, which could not be saved: {self.unsaved}"
         where = f"saved to {save}" if save else "nothing saved: there is no --save"
         return ExitCode.DRAINED, f"drained at iteration {iteration}, {where}"
 
     def guarded(self, action: Callable[[], T]) -> T | None:
-        """``action``, or ``None`` after one line when it failed on some rank."""
+        """Return the result of ``action``, or ``None`` with one line if it failed on some rank."""
         result: T | None = None
         with self._saving():
             result = action()
         return result
 
     def _regular(self) -> bool:
-        """Whether Megatron itself saves at this boundary."""
+        """Return whether Megatron itself saves at this boundary."""
         args = get_args()
         return bool(args.save and args.save_interval) and self._boundary["iteration"] % args.save_interval == 0
 
     @property
     def saves(self) -> BackgroundSave:
-        """Raises ``RuntimeError`` before there is an engine."""
+        """The saves of this rank; raises ``RuntimeError`` before the engine exists."""
         if self._saves is None:
-            raise RuntimeError("a checkpoint is saved before the elastic engine is there")
+            raise RuntimeError("a checkpoint is saved before the elastic engine exists")
         return self._saves
 
     def _save_due(self) -> bool:
-        """Whether a checkpoint has to be begun at the next boundary: asked for from outside, or cut short."""
+        """Return whether a save has to be begun at the next boundary: requested from outside, or interrupted."""
         asked = self._engine().agreement.membership.pending().checkpoint
         self._noted = self._noted and asked
         return self.saves.cut_short() or (asked and not self._noted)
@@ -161,10 +161,10 @@ class Checkpoints:
         if get_args().save:
             self._save_here()
         else:
-            self._say("a checkpoint was asked for, but there is no --save to write it to")
+            self._say("a checkpoint was requested, but --save is not given: no checkpoint is written")
 
     def _save_here(self) -> None:
-        """Megatron's own way to save, at the newest boundary."""
+        """Call Megatron's own save for the newest boundary."""
         call = self._boundary
         training.save_checkpoint_and_time(
             call["iteration"],
@@ -190,16 +190,16 @@ class Checkpoints:
 
     @contextmanager
     def _saving(self) -> Iterator[None]:
-        """A checkpoint that cannot be written costs a line, not the training (issue 1435 of Megatron-LM)."""
+        """Log a line if a checkpoint cannot be written, and go on training (issue 1435 of Megatron-LM)."""
         try:
             yield
         except ActionFailed as error:
             self.unsaved = str(error)
             where = f"a checkpoint could not be written to {get_args().save}"
-            self._say(f"{where}: {error}; training goes on, the checkpoint before it is untouched (--save)")
+            self._say(f"{where}: {error}; training goes on, the previous checkpoint is unchanged (--save)")
 
     def _complete(self) -> str:
-        """Finish the save under way, if any and if it is still worth anything."""
+        """Finish the save under way, if any and if it is valid."""
         outcome = "none"
         with self._saving():
             outcome = self.saves.finish()
@@ -207,7 +207,7 @@ class Checkpoints:
         return outcome
 
     def _complete_all(self) -> None:
-        """Finish it in any case, beginning it again if it was cut short."""
+        """Finish the save under way; begin it again as long as it is interrupted."""
         while self._complete() == "again":
             self._save_here()
 

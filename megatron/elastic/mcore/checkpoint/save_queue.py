@@ -1,9 +1,9 @@
-"""Where the results of a synchronous checkpoint write are handed over: a plain queue, no process.
+"""The queue for results of a synchronous checkpoint write, without a process.
 
 megatron.core starts a ``multiprocessing`` manager for it by 'spawn': at the first
 save a new interpreter imports the training script, torch and Megatron (seconds),
-and when its rank is killed it stays behind. Writer and reader of a synchronous save
-are the same process, for which ``queue.Queue`` does. Megatron's asynchronous saves keep theirs.
+and it survives its rank when that is killed. Writer and reader of a synchronous save
+are the same process, so ``queue.Queue`` is enough. Megatron's asynchronous saves keep their manager.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["make_results_queue"]
 
 
 def make_results_queue(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``get_write_results_queue`` without a manager process unless Megatron itself writes asynchronously."""
+    """Return a ``get_write_results_queue`` without a manager, unless Megatron itself writes asynchronously."""
     present: queue.Queue[Any] = queue.Queue()
 
     @functools.wraps(original)
@@ -27,7 +27,7 @@ def make_results_queue(original: Callable[..., Any]) -> Callable[..., Any]:
         try:
             # Under --elastic a thread of this process writes.
             synchronous = not settings.get_args().async_save or settings.get_args().elastic
-        except AssertionError:  # no arguments in this process: the caller uses megatron.core by itself
+        except AssertionError:  # no arguments in this process: the caller uses megatron.core alone
             synchronous = False
         return present if synchronous else original(*args, **kwargs)
 

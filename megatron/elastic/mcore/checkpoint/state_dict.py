@@ -1,10 +1,10 @@
 """The engine's optimizer state in Megatron's own checkpoint format and keys.
 
-Formats are Megatron's by construction: for saving and loading, the optimizer
-that plain Megatron would have built for these arguments is put together over
-the same parameters, filled from (or read into) the state blocks, and asked for
-its sharded state dict. A checkpoint written here is therefore resumed by plain
-Megatron, and the other way round, at any layout torch_dist can reshard to.
+Formats are Megatron's by construction: for saving and loading, this module builds the
+optimizer that plain Megatron would have built for these arguments over the same
+parameters, fills it from (or reads it into) the state blocks, and takes its sharded state
+dict. Plain Megatron can therefore resume a checkpoint written here, and vice versa, at
+any layout to which torch_dist can reshard.
 
 With ``--use-distributed-optimizer`` the fully reshardable form is written, whose
 tensors have the same keys; the form tied to one data-parallel size is refused.
@@ -56,7 +56,7 @@ class LoadedState:
     adam_step: int
     scaler: Mapping[str, Any]
     groups: Sequence[Mapping[str, Any]]
-    """What the checkpoint says of the schedule of each parameter group, in the order of ours."""
+    """The checkpoint's schedule settings of each parameter group, in the engine's order."""
 
 
 class OptimizerCheckpoint:
@@ -71,10 +71,10 @@ class OptimizerCheckpoint:
         self._config = replace(config, use_distributed_optimizer=False)
         self._reading: Any = None
         self.content: Content | None = None
-        """Of the save being planned."""
+        """Content of the save being planned."""
 
     def save(self, model_state: Any, groups: Sequence[Mapping[str, Any]], metadata: Mapping[str, Any]) -> Any:
-        """Sharded state dict to plan a save over; its tensors are registered in :attr:`content`, and empty."""
+        """Return a sharded state dict to plan a save over; its tensors are empty and registered in :attr:`content`."""
         state = self._saved(self._own, model_state, groups, metadata)
         for stage, place in self._duties.items():
             state[f"stage {stage}"] = self._saved_for(stage, place, groups, metadata)
@@ -82,7 +82,7 @@ class OptimizerCheckpoint:
 
     @contextmanager
     def as_launched(self, stages: Collection[int] = ()) -> Iterator[None]:
-        """Inside, models have the shapes of the launch, for Megatron to plan over; ``stages`` are written here, too."""
+        """Give models the launch's shapes inside the context, for planning; ``stages``: also written by this rank."""
         for stage in stages:
             if stage not in self._built:
                 self._built[stage] = self._others.place(stage)
@@ -103,7 +103,7 @@ class OptimizerCheckpoint:
     def _saved_for(
         self, stage: int, place: LaunchStage, groups: Sequence[Mapping[str, Any]], metadata: Mapping[str, Any]
     ) -> Any:
-        """What a rank of ``stage`` would write: tensors and objects that say themselves where they belong."""
+        """Return the tensors and objects that a rank of ``stage`` would write; each carries its own key."""
         alone = {**metadata, "dp_cp_group": GroupStandIn(0, 1)}
         chunks: Any = place.interface.chunks
         with self._others.standing_at(stage):
@@ -116,12 +116,12 @@ class OptimizerCheckpoint:
         return extract_matching_values(whole, lambda value: isinstance(value, ShardedBase))[0]
 
     def begin_load(self, model_state: Any, groups: Sequence[Mapping[str, Any]], metadata: Mapping[str, Any]) -> Any:
-        """Sharded state dict to read a checkpoint into; :meth:`finish_load` takes what was read."""
+        """Return a sharded state dict to read a checkpoint into; pass the result to :meth:`finish_load`."""
         self._reading = self._shadow(self._own, groups)
         return self._state_dict(self._own, self._reading, model_state, metadata, loading=True)
 
     def finish_load(self, state_dict: Any) -> LoadedState:
-        """What was read, by unit."""
+        """Return the loaded state, by unit."""
         shadow, self._reading = self._reading, None
         if state_dict.get("param_state_sharding_type") == _RESHARDABLE:
             step = _group_step(state_dict["optimizer"]["param_groups"])
@@ -144,10 +144,10 @@ class OptimizerCheckpoint:
         settings = [named.get(_identity(group), {}) for group in shadow.optimizer.param_groups]
         return LoadedState(units, step, dict(state_dict.get("grad_scaler") or {}), settings)
 
-    # -- Megatron's optimizer over our parameters ---------------------------------------
+    # -- Megatron's optimizer over the engine's parameters ------------------------------
 
     def _slots(self, place: LaunchStage) -> Iterator[tuple[int, ParamSlot]]:
-        """(unit, place in its flat state) of each of ``place.ordered()``."""
+        """Return (unit, slot in its flat state) of each of ``place.ordered()``."""
         layouts, shard = self._engine.views.layouts, self._shard
         home = {
             id(item.parameter): (unit, layouts[unit, shard].slot(item.spec.name))
@@ -161,7 +161,7 @@ class OptimizerCheckpoint:
         return self._engine.views.launch_topology.shard(self._engine.tools.fabric.rank)
 
     def _shadow(self, place: LaunchStage, groups: Sequence[Mapping[str, Any]]) -> Any:
-        """Megatron's optimizer for these arguments; its own copies of parameters are fp32."""
+        """Return Megatron's optimizer for these arguments; its own copies of parameters are fp32."""
         ordered = place.ordered()
         filled = [
             {**group, "params": [item.parameter for item in ordered if item.spec.group == index]}
@@ -176,7 +176,7 @@ class OptimizerCheckpoint:
         )
 
     def _lay_out(self, place: LaunchStage, shadow: Any, record: StepRecord) -> None:
-        """Give the shadow a state of the right shapes, and tell the content which tensor shows what."""
+        """Give the shadow optimizer state of the right shapes, and register its tensors in the content."""
         assert self.content is not None, "a save is planned by BackgroundSave"
         step = torch.tensor(float(record.adam_step))
         shard = self._shard
@@ -209,7 +209,7 @@ class OptimizerCheckpoint:
         return self._reshardable(place, shadow, model_state, loading)
 
     def _reshardable(self, place: LaunchStage, shadow: Any, model_state: Any, loading: bool) -> dict[str, Any]:
-        """What ``DistributedOptimizer`` writes in its fully reshardable form."""
+        """Return the state that ``DistributedOptimizer`` writes in its fully reshardable form."""
         if loading:
             shadow.init_state_fn(shadow.optimizer, self._config)
         mains, step = _main_parameters(shadow), self._engine.record.adam_step
@@ -243,7 +243,7 @@ def _main_parameters(shadow: Any) -> list[torch.Tensor]:
 
 
 def _identity(group: Mapping[str, Any]) -> tuple[Any, ...]:
-    """By which Megatron finds a parameter group of a checkpoint again."""
+    """Return the key by which Megatron identifies a parameter group of a checkpoint."""
     return tuple(group.get(name) for name in param_group_identifier_keys)
 
 
@@ -256,10 +256,11 @@ def _group_step(groups: Sequence[Mapping[str, Any]]) -> int:
 
 @contextmanager
 def without_holes(fabric: Fabric, launch_topology: int) -> Iterator[None]:
-    """Make the living of the first ``launch_topology`` ranks the default group, numbered from 0.
+    """Make the living of the first ``launch_topology`` ranks the default group, numbered from 0, inside the context.
 
-    The data-parallel rank is numbered anew as well. Megatron's checkpoint code divides work by world size, has rank 0
-    write metadata and data-parallel rank 0 write what its peers hold too; it knows no empty slots.
+    The data-parallel rank is renumbered too. Megatron's checkpoint code divides work by
+    world size and has rank 0 write metadata and data-parallel rank 0 write for its peers;
+    it does not support empty slots.
     """
     living = [rank for rank in fabric.alive if rank < launch_topology]
     if len(living) == fabric.slots:
@@ -268,7 +269,7 @@ def without_holes(fabric: Fabric, launch_topology: int) -> Iterator[None]:
     dense = fabric.group("checkpoint", living)
     table = c10d._world.pg_group_ranks
     numbered = table[dense]
-    # As a default group's, its ranks are global ranks: what get_rank() says is what a root is named by.
+    # The ranks of a default group are global ranks: a root is named by the result of get_rank().
     table[dense] = {rank: rank for rank in range(len(living))}
     c10d._update_default_pg(dense)
     launch_topology = parallel_state.get_data_parallel_rank()

@@ -1,8 +1,8 @@
-"""A checkpoint is compared with its manifest before it is loaded; one that differs gives way to an older one.
+"""The comparison of a checkpoint with its manifest before it is loaded; a damaged one is skipped for an older one.
 
-Every rank reads its share of the files, so all of it is read once whatever the number of
-ranks, and all come to the same choice: findings are exchanged. What plain Megatron has
-written has no manifest; it is loaded, and one line says that nothing could be verified.
+Every rank reads its share of the files, so all files are read once for any number of
+ranks. Ranks exchange their findings and so make the same choice. A checkpoint of plain
+Megatron has no manifest; it is loaded, and one line says that it could not be verified.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from megatron.elastic.state.manifest import ManifestError, damage, read, shares
 __all__ = ["verified"]
 
 _UNVERIFIED = "-"
-"""In place of a manifest's hash: there is none."""
+"""In place of a manifest's hash: no manifest."""
 _FINDINGS = 16
-"""Of one rank that the others are told."""
+"""Largest number of findings that one rank sends to the others."""
 
 
 @dataclass(frozen=True)
 class _Found:
-    """What the first rank found in the folder."""
+    """The checkpoints that the first rank found in the folder."""
 
     flag: str = ""
     """The flag that names it, with its value."""
@@ -41,15 +41,15 @@ class _Found:
     names: tuple[str, ...] = ()
     """Checkpoints: the one that Megatron would load first, then those of earlier steps, newest first."""
     why: str = ""
-    """Why there can be none; empty also where nothing is to be loaded."""
+    """Why none can be loaded; also empty if no checkpoint is to be loaded."""
 
 
 @contextmanager
 def verified(args: Any, fabric: Fabric, say: Callable[[str], None]) -> Iterator[None]:
-    """Inside, Megatron's loader takes the newest checkpoint that verifies, from the one the tracker names on back.
+    """Have Megatron load the newest checkpoint that verifies, beginning with the tracker's, inside the context.
 
-    With --ckpt-step it is that one or none. Collective. ``say`` prints a line; called on one rank. Raises
-    :class:`BadInput` when there are checkpoints and none verifies.
+    With --ckpt-step it is that one or none. Collective. ``say`` prints a line, on one rank. Raises
+    :class:`BadInput` if checkpoints exist and none verifies.
     """
     step, first = args.ckpt_step, fabric.alive[0]
     speaks = fabric.rank == first
@@ -68,7 +68,7 @@ def _nothing(line: str) -> None:
 
 
 def _choose(found: _Found, step: int | None, fabric: Fabric, say: Callable[[str], None]) -> int | None:
-    """The step to load in place of the one that Megatron would; None to leave it to Megatron."""
+    """Return the step to load instead of Megatron's choice; None to keep Megatron's choice."""
     why = found.why
     for number, name in enumerate(found.names):
         began = time.monotonic()
@@ -86,7 +86,7 @@ def _choose(found: _Found, step: int | None, fabric: Fabric, say: Callable[[str]
 
 
 def _look(args: Any) -> _Found:
-    """As Megatron finds its way to a checkpoint."""
+    """Find the checkpoints in the order in which Megatron looks for them."""
     flag, folder, step = "--load", args.load, args.ckpt_step
     if args.pretrained_checkpoint is not None and not checkpoint_exists(folder):
         flag, folder = "--pretrained-checkpoint", args.pretrained_checkpoint
@@ -116,7 +116,7 @@ def _step(name: str) -> int:
 
 
 def _examine(checkpoint: Path, fabric: Fabric) -> tuple[str, bool]:
-    """What is wrong with a checkpoint (empty: nothing), and whether nothing could be verified; equal on every rank."""
+    """Return the finding about a checkpoint (empty: none), and whether it has no manifest; equal on every rank."""
     mark, findings = _UNVERIFIED, []
     try:
         manifest = read(checkpoint)
@@ -127,9 +127,10 @@ def _examine(checkpoint: Path, fabric: Fabric) -> tuple[str, bool]:
             findings = [_what_is_there(checkpoint)]
     except ManifestError as error:
         findings = [f"its manifest cannot be relied on: {error}"]
-    said = {rank: json.loads(text) for rank, text in gather_messages(fabric, str, json.dumps([mark, findings])).items()}
-    found = [finding for _, findings in said.values() for finding in findings]
-    marks = {mark for mark, _ in said.values()}
+    by_rank = gather_messages(fabric, str, json.dumps([mark, findings]))
+    reports = [json.loads(text) for text in by_rank.values()]
+    found = [finding for _, findings in reports for finding in findings]
+    marks = {mark for mark, _ in reports}
     if not found and len(marks) > 1:
         found = ["ranks do not see the same files"]
     found = sorted(set(found))

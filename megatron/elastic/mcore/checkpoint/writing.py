@@ -1,8 +1,8 @@
-"""One file of a checkpoint, written and hashed in one go.
+"""The write of one checkpoint file, hashed meanwhile.
 
-``FileSystemWriterAsync.write_preloaded_data`` of Megatron opens the file itself, so what
-it writes could only be hashed by reading it back. The same items go through the same
-function of torch here, into a file that hashes what it is given.
+``FileSystemWriterAsync.write_preloaded_data`` of Megatron opens the file itself, so its
+contents could only be hashed by reading them back. Here the same items go through the
+same function of torch into a file that hashes the bytes written to it.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ __all__ = ["write_file"]
 
 
 def write_file(transforms: Sequence[Any], bucket: Any) -> tuple[list[WriteResult], FileHash]:
-    """Write one of Megatron's write buckets; returns where each item is, and the hash of the file.
+    """Write one of Megatron's write buckets; return the place of each item, and the hash of the file.
 
-    On disk when this returns. Raises ``OSError``, or what torch makes of one.
+    The file is on disk when this returns. Raises ``OSError``, or torch's error for one.
     """
     path, key, (texts, tensors) = bucket
     write: Callable[..., WriteResult] = filesystem._write_item
