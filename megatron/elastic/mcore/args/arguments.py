@@ -1,8 +1,8 @@
 """``--elastic`` and one ``--elastic-*`` flag for every field of :class:`ElasticConfig`.
 
 The flags are derived from the dataclass: name, type and default from the field,
-help from the string under it. They are added to Megatron's own parser; there is
-no second one. ``docs/flags.md`` is generated from the same source:
+help from the string under it. They are added to Megatron's own parser.
+``docs/flags.md`` is generated from the same source:
 
     python -m megatron.elastic.mcore.args.arguments --write-docs docs/flags.md
 """
@@ -31,9 +31,9 @@ from megatron.elastic.plan.policies.registry import engine_policies, policy_help
 __all__ = ["SWITCH", "add_arguments", "chained", "config_from_args", "docs", "field_help"]
 
 SWITCH = "--elastic"
-"""Turns the elastic runtime on; without it nothing of Megatron's step is replaced."""
+"""Flag that turns the elastic runtime on; without it Megatron's step is not replaced."""
 
-_SWITCH_HELP = "Run training steps on the elastic engine: the job goes on when ranks fail, and when they return."
+_SWITCH_HELP = "Run training steps on the elastic engine: the job goes on when ranks fail and when they come back."
 
 
 _CHOICES: Mapping[str, Callable[[], tuple[str, ...]]] = MappingProxyType({"policy": engine_policies})
@@ -41,13 +41,13 @@ _CHOICES: Mapping[str, Callable[[], tuple[str, ...]]] = MappingProxyType({"polic
 
 
 def setting_help() -> dict[str, str]:
-    """Setting → its help: the text in :class:`ElasticConfig`, and what a registry adds."""
+    """Return setting → its help: the text in :class:`ElasticConfig`, with the text of a registry."""
     texts = field_help(ElasticConfig)
     return {**texts, "policy": f"{texts['policy']} {policy_help()}."}
 
 
 def field_help(cls: type) -> dict[str, str]:
-    """Field name → the string literal under it, on one line."""
+    """Return field name → the string literal under it, on one line."""
     body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
     assert isinstance(body, ast.ClassDef)
     texts: dict[str, str] = {}
@@ -63,7 +63,7 @@ def field_help(cls: type) -> dict[str, str]:
 
 
 def _options(field: Field[Any], annotation: Any, text: str) -> dict[str, Any]:
-    """Arguments of ``add_argument`` for one field."""
+    """Return the arguments of ``add_argument`` for one field."""
     kind = plain_type(annotation)
     help_text = text.replace("%", "%%")
     options: dict[str, Any] = {"dest": "elastic_" + field.name, "default": field.default, "help": help_text}
@@ -92,7 +92,7 @@ ArgsProvider = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
 
 
 def chained(provider: ArgsProvider | None, faults: Faults) -> ArgsProvider:
-    """The script's own ``extra_args_provider``, then ours; the parser's errors become :class:`BadInput`.
+    """Return the script's own ``extra_args_provider`` followed by ours; the parser's errors become :class:`BadInput`.
 
     Flags that no parser knows are noted in ``faults``, and parsing goes on; other errors are raised. Megatron's
     parser prints its whole usage (over 700 flags) before an error, and exits with 2.
@@ -125,10 +125,10 @@ def _one_line(parser: argparse.ArgumentParser, faults: Faults, message: str) -> 
 
 
 def config_from_args(args: Namespace | Mapping[str, Any]) -> ElasticConfig:
-    """The settings in parsed arguments. Raises ``ConfigError`` with one line that names the flag.
+    """Return the settings in parsed arguments. Raises ``ConfigError`` with one line that names the flag.
 
     Fields that ``args`` lacks (a YAML configuration) keep their defaults; an unknown
-    ``elastic_*`` setting is refused, as a misspelt one would be silently ignored.
+    ``elastic_*`` setting is refused, since a misspelt one would be ignored silently.
     """
     given = dict(args) if isinstance(args, Mapping) else vars(args)
     names = ElasticConfig.field_names()
@@ -159,7 +159,7 @@ def _shown_type(name: str, annotation: Any) -> str:
 
 
 def docs() -> str:
-    """The flag reference, Markdown."""
+    """Return the flag reference as Markdown."""
     hints, texts = get_type_hints(ElasticConfig), setting_help()
     lines = [
         "# Flags",
@@ -182,7 +182,7 @@ def docs() -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """``--write-docs PATH`` writes the reference; without it, it is printed."""
+    """Write the flag reference (``--write-docs PATH``) or print it."""
     parser = argparse.ArgumentParser(prog="python -m megatron.elastic.mcore.args.arguments", description=__doc__)
     parser.add_argument("--write-docs", type=Path, metavar="PATH", help="write the flag reference here")
     path = parser.parse_args(arguments).write_docs

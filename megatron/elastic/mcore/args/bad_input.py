@@ -1,9 +1,9 @@
-"""Bad input ends a run with one line that names the flag and the fix, exit code 1.
+"""Bad input, which ends a run with exit code 1 and one line that names the flag and the fix.
 
-Megatron reports most of it as an ``AssertionError`` deep in a stack, some without
-a text. Checks made here raise :class:`BadInput`; Megatron's own are translated by
-:func:`translated`. :func:`install_hook` prints either as one line instead of a
-traceback; any other exception keeps its traceback.
+Megatron reports most bad input as an ``AssertionError`` deep in a stack, some without
+a text. Checks of this package raise :class:`BadInput`; :func:`translated` translates
+Megatron's own. :func:`install_hook` prints both as one line instead of a traceback; any
+other exception keeps its traceback.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ EXIT_CODE = 1
 
 
 class BadInput(ValueError):
-    """Settings or data that cannot be honoured: one text a fault.
+    """Invalid settings or data: one text a fault.
 
-    ``rank0_only``: every rank finds the same, and rank 0 alone prints it.
+    ``rank0_only``: every rank finds the same faults, and rank 0 alone prints them.
     """
 
     def __init__(self, *texts: str, rank0_only: bool = True) -> None:
@@ -54,7 +54,7 @@ class BadInput(ValueError):
 
 
 class Faults:
-    """The bad input found so far, to be reported all at once."""
+    """The bad input found so far, to be reported together."""
 
     def __init__(self) -> None:
         self._texts: dict[str, None] = {}
@@ -64,13 +64,13 @@ class Faults:
         return bool(self._texts)
 
     def add(self, *texts: str, rank0_only: bool = True) -> None:
-        """Note texts, each once."""
+        """Add texts, each once."""
         self._texts.update(dict.fromkeys(texts))
         self._rank0_only = self._rank0_only and (rank0_only or not texts)
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
-        """Note a :class:`BadInput` or :class:`ConfigError` of the body instead of raising it."""
+        """Add a :class:`BadInput` or :class:`ConfigError` of the body instead of raising it."""
         try:
             yield
         except BadInput as error:
@@ -79,13 +79,13 @@ class Faults:
             self.add(*error.texts)
 
     def raise_if_any(self) -> None:
-        """Raise one :class:`BadInput` with every text noted."""
+        """Raise one :class:`BadInput` with all texts, if there are any."""
         if self._texts:
             raise BadInput(*self._texts, rank0_only=self._rank0_only)
 
 
 def explain_assertion(error: AssertionError) -> str:
-    """The text of a failed assertion, or the asserted source when it has none."""
+    """Return the text of a failed assertion, or the asserted source if it has none."""
     text = " ".join(str(error).split())
     if text:
         return text
@@ -112,16 +112,16 @@ def translated(*kinds: type[Exception]) -> Iterator[None]:
 
 
 _DAMAGED = (AssertionError, OSError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile)
-"""What readers of checkpoints raise over a file that is not there or not whole."""
+"""Errors that readers of checkpoints raise for a missing or truncated file."""
 _DAMAGED_WORDS = ("PytorchStreamReader", "unknown checkpoint format")
-"""The same in the text of errors whose type says less: torch's of a cut file, Megatron's of a folder without files."""
+"""Texts of such errors with a general type: torch's for a truncated file, Megatron's for an empty folder."""
 
 
 @contextmanager
 def unreadable_named(flag: str, folder: str) -> Iterator[None]:
-    """Turn what comes of a checkpoint in ``folder`` that is damaged or not there in full into :class:`BadInput`.
+    """Turn errors of a damaged or incomplete checkpoint in ``folder`` into :class:`BadInput`.
 
-    So are Megatron's assertions that it fits the flags. A rank lost meanwhile is no fault of the checkpoint.
+    Megatron's assertions that it fits the flags are turned too. Errors of a lost rank pass unchanged.
     """
     try:
         with translated():
@@ -132,14 +132,14 @@ def unreadable_named(flag: str, folder: str) -> Iterator[None]:
             raise
         why = " ".join(f"{type(causes[0]).__name__} {causes[0]}".split())[:120]
         raise BadInput(
-            f"{flag} {folder}: the checkpoint cannot be read ({why}), it was cut or damaged: choose another step "
+            f"{flag} {folder}: the checkpoint cannot be read ({why}), it is truncated or damaged: choose another step "
             "(--ckpt-step) or another folder"
         ) from error
 
 
 @contextmanager
 def unwritable_cache_named(folder: str | None) -> Iterator[None]:
-    """Turn Megatron's "failed to write" of its indices of the data into :class:`BadInput`."""
+    """Turn Megatron's error for data indices that cannot be written into :class:`BadInput`."""
     try:
         yield
     except Exception as error:
@@ -154,7 +154,7 @@ def unwritable_cache_named(folder: str | None) -> Iterator[None]:
 
 @contextmanager
 def port_in_use_named() -> Iterator[None]:
-    """Turn torch's error for a taken rendezvous port into :class:`BadInput`; other errors pass."""
+    """Turn torch's error for a rendezvous port in use into :class:`BadInput`; other errors pass."""
     try:
         yield
     except torch.distributed.DistNetworkError as error:

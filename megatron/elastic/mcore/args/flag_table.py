@@ -1,8 +1,8 @@
-"""Megatron flags by what they belong to: data for the support matrix.
+"""Megatron flags by subject: data for the support matrix.
 
-``HONOURED``: flags that mean with ``--elastic`` what they mean without, because the
+``HONOURED``: flags with the same meaning with and without ``--elastic``, because the
 model, the data sets, the loop or the engine's settings take them from the same
-arguments. Flags of a feature with a row of its own stand in that row.
+arguments. Flags of a feature with a row of its own are in that row.
 """
 
 from __future__ import annotations
@@ -120,4 +120,4 @@ MOST_USED = (
     "--seed", "--no-bias-dropout-fusion", "--no-bias-gelu-fusion", "--make-vocab-size-divisible-by",
     "--initial-loss-scale", "--accumulate-allreduce-grads-in-fp32",
 )
-"""By frequency in Megatron-LM's GPT training configurations and example scripts."""
+"""Flags by frequency in Megatron-LM's GPT training configurations and example scripts."""

@@ -1,10 +1,10 @@
-"""Folders that a run reads from and writes to, checked before anything is built.
+"""Checks of the folders that a run reads and writes, before the model is built.
 
-Megatron meets a folder that cannot be written when it saves, hours later, and ends with status 0
-over a tracker file that names no checkpoint. The checks here leave nothing behind: an unnamed file tells
-whether a folder can be written to, or an empty folder that is removed at once where there are no unnamed files.
+Megatron finds a folder that cannot be written only at the first save, hours later, and ends with status 0
+if a tracker file names no checkpoint. The checks leave no files: they make an unnamed file in a
+folder, or, if the file system has no unnamed files, an empty folder that is removed at once.
 
-A rank that joins a running job is not checked: the job writes its checkpoints without it.
+A newcomer to a running job is not checked: the job writes its checkpoints without it.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from megatron.elastic.mcore.args.bad_input import BadInput
 __all__ = ["check_folders", "why_not_writable"]
 
 _NO_UNNAMED_FILES = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL)
-"""What file systems without O_TMPFILE answer (open(2))."""
+"""Errors of file systems without O_TMPFILE (open(2))."""
 _TRACKER = "latest_checkpointed_iteration.txt"
 
 
 def check_folders(args: Namespace, environ: Mapping[str, str] = os.environ) -> None:
-    """Raise one :class:`BadInput` for all folders of ``args`` that cannot serve their purpose."""
+    """Raise one :class:`BadInput` for all folders of ``args`` that cannot be read or written as required."""
     if environ.get(env.NEWCOMER) == "1" or environ.get(env.INCARNATION, "0") != "0":
         return
     faults = (*_unwritable(args), *_untracked(args))
@@ -46,7 +46,7 @@ def _unwritable(args: Namespace) -> Iterator[str]:
 
 
 def why_not_writable(folder: Path) -> str:
-    """Why no file can be made in ``folder``, which need not exist yet; empty when one can. Leaves nothing behind."""
+    """Return why no file can be made in ``folder``, which need not exist yet; empty if one can. Leaves no files."""
     existing = folder.absolute()
     while not os.path.lexists(existing):
         existing = existing.parent
@@ -82,6 +82,6 @@ def _untracked(args: Namespace) -> Iterator[str]:
 
 
 def _present(folder: Path) -> str:
-    """Numbers of the checkpoints in ``folder``, newest first."""
+    """Return the numbers of the checkpoints in ``folder``, newest first."""
     names = [path.name.removeprefix("iter_") for path in folder.glob("iter_*") if path.is_dir()]
     return ", ".join(str(number) for number in sorted((int(n) for n in names if n.isdecimal()), reverse=True)) or "none"

@@ -1,7 +1,7 @@
-"""Checks of sizes and data before anything is built: one line that names the flag and the fix.
+"""Checks of sizes and data before the model is built: one line that names the flag and the fix.
 
 Megatron finds the same faults later, on some ranks only, as assertions inside
-constructors. Here every rank checks alike, before a group or a file is opened.
+constructors. Here every rank makes the same checks before a group or a file is opened.
 The data check reads headers only: the index (``.idx``) begins with a magic, a
 version, a type code and two counts, and fixes the size that ``.bin`` must have.
 """
@@ -36,13 +36,13 @@ _ITEM_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 8, 7: 4, 8: 2}
 """Megatron's type codes (``IndexedDataset``'s DType): uint8, int8, int16, int32, int64, float64, float32, uint16."""
 
 
-def _divides(what: int, what_flag: str, by: int, by_flag: str) -> Iterator[str]:
-    if what % by:
-        yield f"{what_flag} {what} is not a multiple of {by_flag} {by}: change one of the two"
+def _divides(size: int, size_flag: str, by: int, by_flag: str) -> Iterator[str]:
+    if size % by:
+        yield f"{size_flag} {size} is not a multiple of {by_flag} {by}: change one of the two"
 
 
 def check_sizes(args: Namespace) -> None:
-    """Sizes that must divide each other, by flag. Raises one :class:`BadInput` for all that do not."""
+    """Check sizes that must divide each other. Raises one :class:`BadInput` for all that do not."""
     faults = tuple(_size_faults(args))
     if faults:
         raise BadInput(*faults)
@@ -83,7 +83,7 @@ def _model_faults(args: Namespace, tp: int, pp: int) -> Iterator[str]:
 
 
 def _cut_unevenly(args: Namespace) -> bool:
-    """Whether stages may hold different numbers of layers."""
+    """Return whether stages may hold different numbers of layers."""
     uneven = (
         "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "pipeline_model_parallel_layout",
         "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "hybrid_layer_pattern",
@@ -105,7 +105,7 @@ def _batch_faults(args: Namespace, dp: int) -> Iterator[str]:
 
 
 def _interleaving_faults(args: Namespace, pp: int, dp: int) -> Iterator[str]:
-    """What Megatron's interleaved schedule takes for granted, and finds missing in the first step."""
+    """Yield violations of the conditions of Megatron's interleaved schedule, which fails in the first step."""
     chunks = getattr(args, "num_virtual_stages_per_pipeline_rank", None)
     layers = getattr(args, "num_layers_per_virtual_pipeline_stage", None)
     if chunks is None and layers is None:
@@ -141,7 +141,7 @@ _SOURCES = ("--data-path", "--train-data-path", "--valid-data-path", "--test-dat
 
 
 def data_prefixes(args: Namespace) -> tuple[tuple[str, str], ...]:
-    """(flag, path prefix) of every dataset the arguments name; weights of a blend left out.
+    """Return (flag, path prefix) of every dataset that the arguments name, without the weights of a blend.
 
     Raises :class:`BadInput` when a file that lists datasets cannot be read.
     """
@@ -154,7 +154,7 @@ def data_prefixes(args: Namespace) -> tuple[tuple[str, str], ...]:
 
 
 def _prefixes(words: list[str]) -> list[str]:
-    """Megatron's blends: one prefix, or weight and prefix in turn (or prefixes alone)."""
+    """Return the prefixes of a blend: one prefix, or weight and prefix alternating, or prefixes alone."""
     return [word for word in words if not _is_number(word)]
 
 
@@ -179,14 +179,14 @@ def _listed(flag: str, path: str) -> list[str]:
 
 
 def check_sources(args: Namespace) -> None:
-    """Raise :class:`BadInput` where mock data and datasets are asked for at once."""
+    """Raise :class:`BadInput` if both mock data and datasets are given."""
     named = [flag for flag in _SOURCES if getattr(args, flag[2:].replace("-", "_"), None)]
     if args.mock_data and named:
         raise BadInput(f"--mock-data and {named[0]} exclude each other: leave one of them out")
 
 
 def check_data(args: Namespace) -> None:
-    """Every named dataset exists and its index fits its data. Raises one :class:`BadInput` for all faults.
+    """Check that every named dataset exists and its index fits its data. Raises one :class:`BadInput` for all faults.
 
     Datasets in object storage are left to Megatron, as is mock data.
     """
@@ -208,13 +208,13 @@ def check_data(args: Namespace) -> None:
 
 
 def _check_shares(split: str | None, flag: str, prefix: str, sequences: int) -> None:
-    """No share of ``--split`` is without data: Megatron would go on counting the tokens of an empty one for ever."""
+    """Check that every share of ``--split`` has data: Megatron would count the tokens of an empty one endlessly."""
     if split is None:
         return
     from megatron.core.datasets import blended_megatron_dataset_config as config
 
     if not re.search("[1-9]", split):
-        raise BadInput(f"--split {split} has no share in it: give up to three numbers, such as 949,50,1")
+        raise BadInput(f"--split {split} has no share above 0: give up to three numbers, such as 949,50,1")
     with translated():
         shares = config.convert_split_vector_to_split_matrix(config.parse_and_normalize_split(split))
     for name, share in zip(("training", "validation", "test"), shares, strict=True):
@@ -224,7 +224,7 @@ def _check_shares(split: str | None, flag: str, prefix: str, sequences: int) -> 
 
 
 def check_index(flag: str, prefix: str) -> int:
-    """How many sequences there are. ``prefix.idx`` and ``prefix.bin`` are there, well formed, and agree in size."""
+    """Check that ``prefix.idx`` and ``prefix.bin`` exist, are well formed and fit; return the number of sequences."""
     index, data = Path(prefix + ".idx"), Path(prefix + ".bin")
     for path in (index, data):
         if not path.is_file():
@@ -242,7 +242,7 @@ def check_index(flag: str, prefix: str) -> int:
                            "it was cut or damaged; preprocess the data again")
         lengths = file.read(sequences * 4)
         tokens, last = _sum_lengths(lengths), _sum_lengths(lengths[-4:])
-        # Where the last sequence begins, and which one the last document ends with: what else a cut or a hole shows in.
+        # Begin of the last sequence and end of the last document: a truncation or a hole also shows there.
         file.seek((sequences - 1) * 8, os.SEEK_CUR)
         begins = int.from_bytes(file.read(8), "little")
         file.seek((documents - 1) * 8, os.SEEK_CUR)
@@ -259,13 +259,13 @@ def check_index(flag: str, prefix: str) -> int:
 
 
 _WINDOWS, _WINDOW_BYTES = 64, 64 << 10
-"""How much of a dataset is looked at, evenly spread: all of a small one, enough of any to know its vocabulary."""
+"""Windows of a dataset that are read, evenly spread: all of a small one, enough of a large one to check its tokens."""
 
 
 def check_tokens(args: Namespace, vocabulary: int) -> None:
-    """The tokens of every named dataset are in a ``vocabulary`` of that many. Raises :class:`BadInput`.
+    """Check that the tokens of every named dataset are below ``vocabulary``. Raises :class:`BadInput`.
 
-    Of large ones a sample is read: it finds data of another tokenizer, not every damaged byte.
+    Only a sample of a large dataset is read: it finds data of another tokenizer, not every damaged byte.
     """
     if args.mock_data:
         return
@@ -297,9 +297,9 @@ def _check_tokens(flag: str, prefix: str, vocabulary: int) -> None:
 
 
 def check_validation(args: Namespace, training: object, validation: object) -> None:
-    """A rank that reads data has a ``validation`` set if it is to evaluate. Raises :class:`BadInput`.
+    """Check that a rank that reads data has a ``validation`` set if it evaluates. Raises :class:`BadInput`.
 
-    Both are ``None`` where others of its tensor-parallel group read for it.
+    Both are ``None`` if another rank of its tensor-parallel group reads the data.
     """
     if args.eval_iters and training is not None and validation is None:
         raise BadInput(
@@ -309,8 +309,8 @@ def check_validation(args: Namespace, training: object, validation: object) -> N
 
 
 def _sum_lengths(raw: bytes) -> int:
-    """Sum of int32 sequence lengths."""
-    import numpy  # here: only a run with real data needs it at this point
+    """Return the sum of int32 sequence lengths."""
+    import numpy  # imported here: only a run with real data needs it at this point
 
     return int(numpy.frombuffer(raw, dtype=numpy.int32).sum(dtype=numpy.int64))
 
@@ -318,11 +318,14 @@ def _sum_lengths(raw: bytes) -> int:
 # ---------------------------------------------------------------- environment
 
 _PREFETCHED = 2
-"""Batches that torch's loader has under way per worker process."""
+"""Number of batches that torch's loader prefetches in each worker process."""
 
 
 def check_shared_memory(args: Namespace, mount: str = "/dev/shm") -> None:
-    """Loader workers hand batches over in ``mount``; too small a one is a SIGBUS later. Raises :class:`BadInput`."""
+    """Check the size of ``mount``, through which loader workers pass batches. Raises :class:`BadInput`.
+
+    With too little space a worker would end later with SIGBUS.
+    """
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if not args.num_workers or not args.seq_length or not args.micro_batch_size or not os.path.isdir(mount):
         return
@@ -333,15 +336,15 @@ def check_shared_memory(args: Namespace, mount: str = "/dev/shm") -> None:
     found = os.statvfs(mount)
     if found.f_bavail * found.f_frsize < needed:
         raise BadInput(
-            f"{mount} has {found.f_bavail * found.f_frsize >> 10} KiB free, and --num-workers {args.num_workers} hands "
-            f"up to {needed >> 10} KiB of samples over there: mount a larger one, or give --num-workers 0"
+            f"{mount} has {found.f_bavail * found.f_frsize >> 10} KiB free, but --num-workers {args.num_workers} needs "
+            f"up to {needed >> 10} KiB there for samples: mount a larger one, or give --num-workers 0"
         )
 
 
 
 @contextmanager
 def launch_environment(platform: str, args: Namespace) -> Iterator[None]:
-    """Environment that Megatron asserts for NCCL, given where there is no NCCL, taken back afterwards."""
+    """Set the environment that Megatron requires for NCCL, if there is no NCCL; the context restores it."""
     needed = platform == "cpu" and args.deterministic_mode and "NCCL_ALGO" not in os.environ
     if needed:
         os.environ["NCCL_ALGO"] = "Tree"

@@ -1,4 +1,4 @@
-"""Megatron's arguments in the engine's words."""
+"""The translation of Megatron's arguments into the engine's settings."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ __all__ = ["engine_settings", "nominal_topology", "sample_grid"]
 
 
 def sample_grid(args: Any) -> Grid:
-    """The nominal grid of a training step."""
+    """Return the launch's grid of a training step."""
     return Grid(args.global_batch_size, args.micro_batch_size, args.data_parallel_size)
 
 
 def nominal_topology(args: Any, config: Any, tied: bool, slots: int) -> LaunchTopology:
-    """Sizes and cuts at launch, for every model chunk, from arguments alone (no communication).
+    """Return sizes and cuts at launch, for every model chunk, from arguments alone (no communication).
 
-    ``slots``: ranks there can be, those of the launch included. Raises :class:`ConfigError` for a chunk of nothing.
+    ``slots``: number of possible ranks, including those of the launch. Raises :class:`ConfigError` for an empty chunk.
     """
     stages, depth = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size
     last = stages * (depth or 1) - 1
@@ -52,7 +52,7 @@ def nominal_topology(args: Any, config: Any, tied: bool, slots: int) -> LaunchTo
 
 
 def engine_settings(args: Any, schedule: Schedule) -> Settings:
-    """Numerics of the run."""
+    """Return the numerics of the run."""
     scaler: Literal["none", "constant", "dynamic"] = "none"
     if args.loss_scale:
         scaler = "constant"

@@ -1,18 +1,18 @@
-"""Megatron flags that this machine cannot honour, and what is used instead.
+"""Substitutes for Megatron flags that this machine does not support.
 
-Megatron's defaults are a GPU's: Transformer Engine, NCCL, flash attention, fused
-kernels. Where what a flag needs is missing, another implementation of the same
-mathematics takes its place, and the table printed at start says so. A flag whose
-absence would change the result is not substituted but refused (``support``).
+Megatron's defaults are for a GPU: Transformer Engine, NCCL, flash attention, fused
+kernels. If a flag needs a missing package or device, another implementation of the same
+mathematics replaces it, and the table printed at start shows it. A flag whose
+substitution would change the result is refused instead (``support``).
 
 Invariants
-- Applied to parsed arguments before Megatron validates them, so Megatron itself
-  derives everything from what is really used.
-- Nothing is substituted without a line in the table; ``--elastic-strict-flags``
-  makes any line of :data:`ROWS` an error that spells the flags to give.
+- Substitution changes parsed arguments before Megatron validates them, so Megatron
+  derives its settings from the values that are really used.
+- Every substitution has a line in the table; ``--elastic-strict-flags``
+  makes any line of :data:`ROWS` an error that names the flags to give.
 
-:data:`ELASTIC_ROWS` is a second table, for ``--elastic``: flags that only tune how
-Megatron's own gradient buffers, optimizer and streams use the hardware. The engine
+:data:`ELASTIC_ROWS` is a second table, for ``--elastic``: flags that only tune
+Megatron's own gradient buffers, optimizer and streams for the hardware. The engine
 has its own; results are the same.
 """
 
@@ -32,17 +32,17 @@ __all__ = ["ELASTIC_ROWS", "ROWS", "Installed", "Rule", "Substituted", "refuse",
 
 @dataclass(frozen=True)
 class Installed:
-    """What is here: the platform's name and the packages a flag may need."""
+    """The platform's name and the installed packages that a flag may need."""
 
     platform: str
     packages: frozenset[str] = frozenset()
 
     @classmethod
     def detect(cls, platform: str) -> Installed:
-        """Look for the packages that rows ask for, without importing them."""
+        """Return the packages that rows need and that are installed, without importing them."""
         names = {package for row in ROWS for package in row.needs if package not in _DEVICES}
         found = frozenset(name for name in names if importlib.util.find_spec(name) is not None)
-        # Transformer Engine and Apex load CUDA kernels: without CUDA, being installed is of no use.
+        # Transformer Engine and Apex load CUDA kernels: without CUDA they do not work.
         return cls(platform, found if platform == "cuda" else found - _CUDA_ONLY)
 
     def has(self, need: str) -> bool:
@@ -59,9 +59,9 @@ _CUDA_ONLY = frozenset({_TE, "apex", "flash_attn", _GRADIENT_KERNEL, _SOFTMAX_KE
 
 @dataclass(frozen=True)
 class Rule:
-    """``attribute`` of the arguments becomes ``used`` where any of ``needs`` is missing and ``asked`` says it matters.
+    """A rule: set ``attribute`` of the arguments to ``used`` if any of ``needs`` is missing and ``asked(value)`` holds.
 
-    ``spelled``: how a user asks for ``used`` on the command line.
+    ``spelled``: the command-line flag for ``used``.
     """
 
     attribute: str
@@ -82,12 +82,12 @@ def _off(value: Any) -> bool:
 
 
 def _is(*names: str) -> Callable[[Any], bool]:
-    """Whether a value, or the name of an enum member, is one of ``names``."""
+    """Return a test whether a value, or the name of an enum member, is one of ``names``."""
     return lambda value: value is not None and getattr(value, "name", value) in names
 
 
 def _switch(attribute: str, flag: str, needs: tuple[str, ...], spelled: str, reason: str) -> Rule:
-    """A boolean that is turned off."""
+    """Return a rule that turns a boolean off."""
     return Rule(attribute, flag, needs, _on, False, spelled, reason)
 
 
@@ -162,7 +162,7 @@ ROWS: tuple[Rule, ...] = (
 )
 
 _STEP = "megatron's own step"
-"""A need that is never met: rows that have it apply whenever their table is used."""
+"""A need that is never met, so its rows always apply when their table is used."""
 
 _BUFFERS = "tunes Megatron's gradient buffers; the engine has its own"
 _OVERLAP = "overlaps Megatron's own collectives; the engine has its own schedule"
@@ -211,7 +211,7 @@ ELASTIC_ROWS: tuple[Rule, ...] = (
     _unused("log_energy", "--log-energy",
             "sums over all ranks, which a loss would stop; the event log has each rank's power"),
 )
-"""Accepted with ``--elastic`` and one line each: hardware tuning, or replaced by the engine's own."""
+"""Flags that ``--elastic`` accepts with one line each: hardware tuning, or replaced by the engine's own."""
 
 
 @dataclass(frozen=True)
@@ -223,7 +223,7 @@ class Substituted:
 
 
 def substitute(args: Namespace, machine: Installed, rows: Iterable[Rule] = ROWS) -> tuple[Substituted, ...]:
-    """Set what this machine can honour in ``args``; returns what was changed, in table order."""
+    """Replace unsupported values in ``args``; return the changes in table order."""
     changed = []
     for row in rows:
         missing = any(not machine.has(need) for need in row.needs)
@@ -237,13 +237,13 @@ def substitute(args: Namespace, machine: Installed, rows: Iterable[Rule] = ROWS)
 
 
 def _like(asked: Any, used: Any) -> Any:
-    """``used`` as a member of the same enumeration, where ``asked`` is one."""
+    """Return ``used`` as a member of the enumeration of ``asked``, if that is one."""
     members = getattr(type(asked), "__members__", None)
     return members[used] if members is not None and isinstance(used, str) else used
 
 
 def refuse(changed: Iterable[Substituted]) -> None:
-    """Raise :class:`BadInput` that spells the flags which make every substitution unnecessary."""
+    """Raise :class:`BadInput` that names the flags which make every substitution unnecessary."""
     lines = list(changed)
     if not lines:
         return
@@ -258,7 +258,7 @@ def _shown(value: Any) -> str:
 
 
 def table(changed: Iterable[Substituted], title: str) -> str:
-    """The lines as text under ``title``, empty when nothing was changed."""
+    """Return the lines as text under ``title``; empty if there are no changes."""
     lines = [
         (line.row.flag, _shown(line.asked), _shown(line.row.used), line.row.reason) for line in changed
     ]

@@ -157,11 +157,11 @@ FEATURES: tuple[Feature, ...] = (
     Feature("settings from a YAML file", ("--yaml-cfg",), _any("yaml_cfg"), "works", "refused",
             "give the settings as flags"),
 )
-"""In the order the documentation shows them."""
+"""Features in the order of the documentation."""
 
 
 def _given(flags: Sequence[str], command_line: Sequence[str]) -> str:
-    """The one of ``flags`` that was given, else the first."""
+    """Return the one of ``flags`` that was given, else the first."""
     present = {word.split("=")[0] for word in command_line}
     return next((flag for flag in flags if flag in present), flags[0])
 
@@ -169,7 +169,7 @@ def _given(flags: Sequence[str], command_line: Sequence[str]) -> str:
 def check(
     args: Namespace, config: ElasticConfig, platform: str, command_line: Sequence[str] | None = None
 ) -> tuple[str, ...]:
-    """Raise :class:`BadInput` for all that is refused; returns warnings about flags that no table knows.
+    """Raise :class:`BadInput` for all refused flags; return warnings about flags that no table knows.
 
     ``args``: parsed, not yet validated. ``command_line``: defaults to this process's.
     """
@@ -215,9 +215,9 @@ def _spare_faults(args: Namespace, config: ElasticConfig) -> Iterator[str]:
 
 
 def check_launcher(environ: Mapping[str, str], argv: Sequence[str]) -> None:
-    """Raise :class:`BadInput` where ``--elastic`` was started by something else than its launcher.
+    """Raise :class:`BadInput` if ``--elastic`` was not started by the elastic launcher.
 
-    The text has the command to type, from what torchrun or a shell set in ``environ``.
+    The text has the command to use, derived from the variables of torchrun or a shell in ``environ``.
     """
     if env.RUN_ID in environ:
         return
@@ -235,7 +235,7 @@ def check_launcher(environ: Mapping[str, str], argv: Sequence[str]) -> None:
 
 
 def thin_copies(args: Namespace, config: ElasticConfig) -> tuple[str, ...]:
-    """Warnings about a layout whose first loss stops training, as far as flags tell. The sizes fit each other."""
+    """Return warnings about a layout whose first loss stops training, from the flags alone; sizes must be valid."""
     ranks = args.world_size + config.spares
     cell = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
     back = "training goes back to the checkpoint in --load, or ends with status 4 without one"
@@ -258,7 +258,7 @@ def thin_copies(args: Namespace, config: ElasticConfig) -> tuple[str, ...]:
 
 
 def _unknown(words: Sequence[str]) -> tuple[str, ...]:
-    """One warning that names the given flags of which no table says anything."""
+    """Return one warning that names the given flags that no table knows."""
     flags = dict.fromkeys(word.split("=")[0] for word in words if word.startswith("--"))
     strange = [flag for flag in flags if not flag.startswith(("--elastic", "--no-elastic")) and classify(flag) is None]
     if not strange:
@@ -271,7 +271,7 @@ def _unknown(words: Sequence[str]) -> tuple[str, ...]:
 
 
 def classify(flag: str) -> tuple[str, str] | None:
-    """What becomes of a Megatron flag: (on a CPU without ``--elastic``, with ``--elastic``).
+    """Return the treatment of a Megatron flag: (on a CPU without ``--elastic``, with ``--elastic``).
 
     Each is 'honoured', 'substituted', 'no effect' (accepted with one line) or
     'refused'. ``None``: no table knows the flag.
@@ -302,7 +302,7 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 
 
 def docs() -> str:
-    """The support page, Markdown."""
+    """Return the support page as Markdown."""
     lines = [
         "# What is supported", "",
         "Every start checks its flags. Each refused flag prints one line, and the run ends with exit status 1.",
@@ -328,7 +328,7 @@ def docs() -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """``--write-docs PATH`` writes the page; without it, it is printed."""
+    """Write the support page (``--write-docs PATH``) or print it."""
     parser = argparse.ArgumentParser(prog="python -m megatron.elastic.mcore.args.support", description=__doc__)
     parser.add_argument("--write-docs", type=Path, metavar="PATH", help="write the support page here")
     path = parser.parse_args(arguments).write_docs
