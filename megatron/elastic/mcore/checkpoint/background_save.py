@@ -2,9 +2,9 @@
 
 ``save_checkpoint`` stays Megatron's. It runs as for ``--async-save``: the sharded
 state dict is planned (the only part during which ranks wait) and returned as a request.
-It is planned over empty tensors (:mod:`content`). A thread fills them and writes them while
-steps go on. Each vote counts the ranks whose share is written; when all are, all ranks
-finish the request together at the next boundary.
+It is planned over empty tensors (:mod:`content`). A thread fills them from the state blocks
+of that version and writes the files while steps go on. Each vote counts the ranks whose share
+is written; when all are, all ranks finish the request together at the next boundary.
 
 A checkpoint is complete or does not exist: files are written into ``iter_NNNNNNN.TAG.partial``,
 which is renamed when all are complete; then the tracker file is replaced atomically. A new

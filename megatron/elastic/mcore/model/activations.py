@@ -1,21 +1,21 @@
-"""How many bytes a unit's forward keeps for its backward, from the model's sizes.
+"""The bytes that a unit's forward keeps for its backward, estimated from the model's sizes.
 
-Idea: count the tensors that autograd holds between a micro-batch's forward and its
-backward, as Korthikanti et al. do for Megatron's layer (arXiv 2205.05198, §4), but
-for what runs here: keyed dropout recomputes its masks, so none is kept; attention
-keeps its scores, and keys and values repeated for every head, only where Megatron's
-own ``DotProductAttention`` runs (fused and flash kernels do not).
+The estimate counts the tensors that autograd holds between a micro-batch's forward and its
+backward, as Korthikanti et al. do for Megatron's layer (arXiv 2205.05198, §4), adapted to
+this implementation: keyed dropout recomputes its masks, so none is kept; attention keeps
+its scores, and keys and values repeated for every head, only in Megatron's own
+``DotProductAttention`` (fused and flash kernels do not).
 
 In elements of one row (a sequence of length ``s``), sizes of one tensor-parallel rank:
 
     embedding   s h
     layer       s (4 h + 2 q + kv) + s f + 2 a s^2        4 h: both norms, both residuals; q, kv: attention's
-                                                          inputs and output; f: what the MLP keeps
-    head        2 s h + s v, the latter in fp32           what came in, its norm, softmax of the cross entropy
+                                                          inputs and output; f: tensors of the MLP
+    head        2 s h + s v, the latter in fp32           its input, its norm, softmax of the cross entropy
 
 A layer that is recomputed keeps its input.
 
-Compared with what is really allocated in ``tests/unit/mcore/test_memory_model.py``.
+``tests/unit/mcore/test_memory_model.py`` compares the estimate with real allocations.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _FP32 = 4
 
 
 def held_bytes(model: torch.nn.Module, config: Any, sequence: int, vocabulary: int, unit: int, last: int) -> int:
-    """Bytes of one row of ``unit`` (0: embedding, ``last``: head) on one rank; ``sequence``: positions of a row."""
+    """Return the bytes of one row of ``unit`` (0: embedding, ``last``: head); ``sequence``: positions of a row."""
     tensor = config.tensor_model_parallel_size
     own = sequence // tensor if config.sequence_parallel else sequence
     size: int = torch.finfo(config.params_dtype).bits // 8
@@ -50,7 +50,7 @@ def held_bytes(model: torch.nn.Module, config: Any, sequence: int, vocabulary: i
 
 
 def _feed_forward(config: Any) -> int:
-    """Elements a position: what goes into the activation, and what comes out of it."""
+    """Return the elements a position of the activation function's input and output."""
     if not config.gated_linear_unit:
         each = 2 * config.ffn_hidden_size
     else:
@@ -62,7 +62,7 @@ def _feed_forward(config: Any) -> int:
 
 
 def _scores(config: Any, size: int) -> int:
-    """Bytes a head and pair of positions: probabilities as the softmax leaves them, as they multiply the values."""
+    """Return the bytes a head and pair of positions: softmax output, and its copy that multiplies the values."""
     if config.recompute_granularity == "selective" and "core_attn" in (config.recompute_modules or ()):
         return 0
     softmax = _FP32 if config.attention_softmax_in_fp32 and not config.masked_softmax_fusion else size

@@ -1,9 +1,9 @@
-"""Puts sample-keyed dropout in the place of every dropout of a Megatron GPT.
+"""The replacement of every dropout of a Megatron GPT by sample-keyed dropout.
 
 Sites: embedding, attention probabilities (local core attention), the
 bias-dropout-add after attention and after the MLP. A fused attention kernel
-draws its own masks inside and cannot be keyed by sample; :func:`key_dropout`
-names such modules so that the caller can refuse or say so.
+draws its own masks and cannot be keyed by sample; :func:`key_dropout`
+returns the names of such modules, so the caller can refuse them or log a line.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ __all__ = ["key_dropout", "key_module"]
 def key_dropout(model: Any, tensor_parallel_rank: int) -> tuple[str, ...]:
     """Replace dropout throughout ``model`` (an unwrapped GPTModel), in place.
 
-    Returns the names of modules whose dropout lies inside a vendor kernel and
-    stays keyed by rank and history.
+    Returns the names of modules whose dropout is inside a vendor kernel and
+    still depends on rank and history.
     """
     modules = [getattr(model, "embedding", None), *model.decoder.layers]
     found = (key_module(model, module, tensor_parallel_rank) for module in modules if module is not None)
@@ -30,7 +30,7 @@ def key_dropout(model: Any, tensor_parallel_rank: int) -> tuple[str, ...]:
 
 
 def key_module(model: Any, module: Any, tensor_parallel_rank: int) -> list[str]:
-    """:func:`key_dropout` for one embedding or layer of ``model`` (others have no dropout)."""
+    """Replace dropout in one embedding or layer of ``model`` (others have none), like :func:`key_dropout`."""
     config = model.config
     shards = config.tensor_model_parallel_size
     sequence = Split(dim=0, index=tensor_parallel_rank, count=shards) if config.sequence_parallel else None

@@ -1,16 +1,15 @@
 """Megatron's GPTModel behind the engine's :class:`ModelInterface`.
 
-The model is built by Megatron for the nominal place of this rank; which units it
-holds later is the engine's choice (:meth:`GptInterface.hold`). Units: 0 the
-embedding, 1 … L the transformer layers, L+1 final norm and head; where word
-embeddings are tied to the output layer they form one further, state-only unit
-L+2, held by every cell that holds either end.
+Megatron builds the model for this rank's place at launch; the engine chooses the units
+that it holds later (:meth:`GptInterface.hold`). Units: 0 the embedding, 1 … L the
+transformer layers, L+1 final norm and head. If word embeddings are tied to the output
+layer, they form one further, state-only unit L+2, held by every cell that holds
+either end.
 
-Traps this file closes (docs/design.md §2.2): ``args.micro_batch_size`` is scoped to the
-piece around each ``forward_step_func``, and so is Megatron's idea of which
-pipeline stage of how many is running (also in ``args``, which says what a stage
-reads of a batch), and that it is a stage's only chunk, interleaved or not; all
-return to their nominal values afterwards.
+Megatron's global values (docs/design.md §2.2) are set for the piece around each
+``forward_step_func`` and restored afterwards: ``args.micro_batch_size``, and the present
+pipeline stage and number of stages, with one chunk a stage, also in ``args``, from
+which a stage decides what it reads of a batch.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ _TIED_NAME = "word_embeddings.weight"
 
 
 class GptInterface:
-    """The units of Megatron's GPT that are here; ``chunks`` as Megatron's ``get_model`` returns them (without DDP)."""
+    """This rank's units of Megatron's GPT. ``chunks``: the result of Megatron's ``get_model`` (without DDP)."""
 
     def __init__(self, chunks: Sequence[torch.nn.Module], args: Any, groups: GroupKeys, reads_data: bool) -> None:
         self._chunks = torch.nn.ModuleList(chunks)
@@ -61,7 +60,7 @@ class GptInterface:
 
     @property
     def chunks(self) -> torch.nn.ModuleList:
-        """The modules that Megatron's loop knows: the units of this rank's place at launch."""
+        """The modules of Megatron's loop: the units of this rank's place at launch."""
         return self._chunks
 
     @property
@@ -78,11 +77,11 @@ class GptInterface:
         split_te_linears(module, self._linears)
 
     def prepare(self, units: Collection[int]) -> None:
-        """See :class:`ModelInterface`."""
+        """Build modules ahead of :meth:`hold` (:class:`ModelInterface`)."""
         self._anatomy.prepare(units)
 
     def hold(self, units: Collection[int]) -> None:
-        """See :class:`ModelInterface`."""
+        """Hold exactly ``units`` (:class:`ModelInterface`)."""
         self._anatomy.hold([unit for unit in units if unit < self.compute_units])
         self._units = self._sort_parameters()
         if self.held_units() != tuple(sorted(units)):
@@ -90,31 +89,31 @@ class GptInterface:
 
     @contextmanager
     def as_launched(self) -> Iterator[None]:
-        """Give :attr:`chunks` parameters of Megatron's shapes, as checkpoints name them.
+        """Give :attr:`chunks` parameters of Megatron's shapes inside the context, for checkpoints.
 
-        Also for units given up, and in a group that is not whole.
+        This includes units that this rank no longer holds, and groups that are not whole.
         """
         with self._anatomy.as_launched(), whole_tensor_group(self._chunks):
             yield
 
     def held_units(self) -> tuple[int, ...]:
-        """See :class:`ModelInterface`."""
+        """Return the held units (:class:`ModelInterface`)."""
         return tuple(sorted(self._units))
 
     def unit_parameters(self, unit: int) -> Sequence[UnitParameter]:
-        """See :class:`ModelInterface`."""
+        """Return the parameters of a held unit (:class:`ModelInterface`)."""
         return self._units[unit]
 
     def reads_data(self) -> bool:
-        """See :class:`ModelInterface`."""
+        """Return whether this rank reads the data set (:class:`ModelInterface`)."""
         return self._reads_data
 
     def train(self, mode: bool) -> None:
-        """See :class:`ModelInterface`."""
+        """Switch between training and evaluation mode (:class:`ModelInterface`)."""
         self._anatomy.train(mode)
 
     def boundary(self, rows: int) -> tuple[torch.Size, torch.dtype]:
-        """``[s, rows, h]``; the sequence is this rank's slice under sequence parallelism."""
+        """Return ``[s, rows, h]`` and its type; under sequence parallelism ``s`` is this rank's slice."""
         length = self._args.seq_length
         if self._config.sequence_parallel:
             length //= self._config.tensor_model_parallel_size
@@ -122,7 +121,7 @@ class GptInterface:
         return torch.Size((length, rows, self._config.hidden_size)), dtype
 
     def activation_bytes(self, unit: int) -> int:
-        """See :class:`ModelInterface`."""
+        """Return the bytes a row that a unit's forward keeps (:class:`ModelInterface`)."""
         vocabulary = unwrapped(self._chunks[0]).vocab_size
         return held_bytes(self._chunks, self._config, self._args.seq_length, vocabulary, unit, self.compute_units - 1)
 
@@ -134,7 +133,7 @@ class GptInterface:
         source: torch.Tensor | None,
         batches: Iterator[Any],
     ) -> torch.Tensor | LossOutput:
-        """See :class:`ModelInterface`. Raises ``ValueError`` when the output has not the piece's rows."""
+        """Run a piece (:class:`ModelInterface`). Raises ``ValueError`` if the output has another number of rows."""
         with self._running(piece, place):
             segment = self._anatomy.segment(piece.first, piece.end)
             get_attr_wrapped_model(segment, "set_input_tensor")([source])
@@ -148,18 +147,18 @@ class GptInterface:
             return _loss_output(loss_function(output))
 
     def deferring(self, piece: Piece) -> AbstractContextManager[WeightQueue]:
-        """See :class:`ModelInterface`. Tied embeddings are not deferred where a piece passes both ends."""
+        """Defer weight gradients (:class:`ModelInterface`), except tied embeddings if a piece passes both ends."""
         both_ends = self.tied_unit is not None and (piece.first, piece.end) == (0, self.compute_units)
         tied = [item.parameter for item in self._units[self.compute_units]] if both_ends else []
         return self._linears.deferring(tied)
 
     def separate_uses(self, contribute: Callable[[int, str, torch.Tensor], None]) -> None:
-        """See :class:`ModelInterface`. The use of tied embeddings that is handed over is the output layer's."""
+        """Separate the output layer's use of tied embeddings (:class:`ModelInterface`)."""
         self._contribute = contribute
 
     @contextmanager
     def _separate_output(self, model: Any, piece: Piece) -> Iterator[None]:
-        """The output layer's use of tied embeddings as a use of its own, while a piece's forward is running."""
+        """Separate the output layer's use of tied embeddings during a piece's forward."""
         contribute, unit = self._contribute, self.tied_unit
         if contribute is None or unit is None or piece.end < self.compute_units:
             yield
@@ -175,7 +174,7 @@ class GptInterface:
             del model.shared_embedding_or_output_weight
 
     def finish_gradients(self, grads: Mapping[int, Sequence[torch.Tensor]]) -> None:
-        """Sum (or average) over the tensor-parallel group what each rank holds only a part of."""
+        """Sum (or average) partial gradients over the tensor-parallel group."""
         group = parallel_state.get_tensor_model_parallel_group()
         if self._config.tensor_model_parallel_size == 1:
             return
@@ -205,7 +204,7 @@ class GptInterface:
         )
 
     def _sort_parameters(self) -> dict[int, tuple[UnitParameter, ...]]:
-        """Parameters of what is held; a unit's layout is fixed when it is first seen with its values."""
+        """Return the parameters of held units; a unit's specification is fixed when it is first held."""
         units: dict[int, list[tuple[str, torch.nn.Parameter]]] = {
             unit: list(self._anatomy.named_parameters(unit)) for unit in self._anatomy.held()
         }
@@ -233,30 +232,30 @@ class GptInterface:
         )
 
     def _local_name(self, unit: int, name: str) -> str:
-        """A parameter's name within its unit, equal on every holder."""
+        """Return a parameter's name within its unit, equal on every holder."""
         if unit == self.tied_unit:
             return _TIED_NAME
         return name.removeprefix(f"decoder.layers.{unit - 1}.") if 0 < unit < self.compute_units - 1 else name
 
     @contextmanager
     def _running(self, piece: Piece, place: tuple[int, int]) -> Iterator[None]:
-        """Megatron's global idea of stage and micro-batch size, for the time of one piece."""
+        """Set Megatron's global stage and micro-batch size to those of one piece, inside the context."""
         running = {
             "micro_batch_size": len(piece.rows),
             "pipeline_model_parallel_size": place[1],
             "virtual_pipeline_model_parallel_size": None,
         }
-        launch_topology = {name: getattr(self._args, name) for name in running}
+        before = {name: getattr(self._args, name) for name in running}
         vars(self._args).update(running)
         try:
             with as_stage(*place):
                 yield
         finally:
-            vars(self._args).update(launch_topology)
+            vars(self._args).update(before)
 
 
 def _loss_output(result: Any) -> LossOutput:
-    """Megatron's two conventions: (loss, report) is a mean, (sum, tokens, report) a sum."""
+    """Return the loss output of Megatron's two conventions: (loss, report), a mean, or (sum, tokens, report)."""
     if len(result) == 3:
         return LossOutput(result[0], result[1], result[2])
     if len(result) == 2:

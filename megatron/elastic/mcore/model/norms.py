@@ -1,10 +1,10 @@
-"""Layer norms of the local layer spec, where Apex's are not installed.
+"""Layer norms of the local layer spec, used if Apex is not installed.
 
 ``WrappedTorchNorm`` refuses sequence parallelism and zero-centred weights
-(``--apply-layernorm-1p``) although torch's norms need little for either: under
+(``--apply-layernorm-1p``), although torch's norms support both with small changes. Under
 sequence parallelism each rank normalises its own slice, and the weight's partial
 gradients are summed over the tensor-parallel group, which Megatron does for
-parameters marked ``sequence_parallel``; a zero-centred weight is stored less one.
+parameters marked ``sequence_parallel``. A zero-centred weight is stored minus one.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ __all__ = ["ZeroCenteredLayerNorm", "ZeroCenteredRMSNorm", "make_wrapped_norm"]
 
 
 class ZeroCenteredLayerNorm(torch.nn.LayerNorm):
-    """Layer norm whose weight is stored less one, so that weight decay pulls the scale towards one."""
+    """Layer norm whose weight is stored minus one, so that weight decay pulls the scale towards one."""
 
     def reset_parameters(self) -> None:
         torch.nn.init.zeros_(self.weight)
         torch.nn.init.zeros_(self.bias)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """``input`` [..., hidden] → same shape."""
+        """Normalise ``input`` [..., hidden]; return the same shape."""
         return torch.nn.functional.layer_norm(input, self.normalized_shape, self.weight + 1, self.bias, self.eps)
 
 
 class ZeroCenteredRMSNorm(torch.nn.RMSNorm):
-    """RMS norm whose weight is stored less one."""
+    """RMS norm whose weight is stored minus one."""
 
     def reset_parameters(self) -> None:
         torch.nn.init.zeros_(self.weight)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``x`` [..., hidden] → same shape."""
+        """Normalise ``x`` [..., hidden]; return the same shape."""
         return torch.nn.functional.rms_norm(x, self.normalized_shape, self.weight + 1, self.eps)
 
 
@@ -49,7 +49,7 @@ _ZERO_CENTERED: dict[str, type[torch.nn.Module]] = {
 
 
 def make_wrapped_norm(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``WrappedTorchNorm.__new__`` that also serves sequence parallelism and zero-centred weights."""
+    """Return a ``WrappedTorchNorm.__new__`` that also supports sequence parallelism and zero-centred weights."""
 
     @functools.wraps(original)
     def build(cls: type, config: Any, hidden_size: int, eps: float = 1e-5, *args: Any, **kwargs: Any) -> Any:

@@ -1,8 +1,8 @@
-"""What Megatron's loop takes for its optimizer.
+"""The optimizer and scheduler objects for Megatron's loop.
 
-The optimizer itself is the engine's: state blocks, stepped after the vote. The
-loop, the scheduler and the checkpoint code only need parameter groups, the loss
-scale and state dicts; :class:`EngineOptimizer` offers these and refuses to step.
+The engine itself updates the state blocks, after the vote. The loop, the scheduler and
+the checkpoint code only need parameter groups, the loss scale and state dicts;
+:class:`EngineOptimizer` provides these and refuses to step.
 """
 
 from __future__ import annotations
@@ -32,54 +32,54 @@ class EngineOptimizer:
     def __init__(self, groups: GroupKeys, loss_scale: Callable[[], float]) -> None:
         self.param_groups: list[dict[str, Any]] = groups.param_groups()
         self.checkpoint: OptimizerCheckpoint | None = None
-        """Set once there is an engine."""
+        """Set once the engine exists."""
         self.loaded: LoadedState | None = None
-        """What the last load brought, until the engine takes it."""
+        """State of the last load, until the engine takes it."""
         self._loss_scale = loss_scale
 
     def get_loss_scale(self) -> torch.Tensor:
-        """The present loss scale, shape [1]."""
+        """Return the present loss scale, shape [1]."""
         return torch.tensor([self._loss_scale()], dtype=torch.float32)
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """``loss`` times the loss scale (auxiliary losses of Megatron ask for it)."""
+        """Return ``loss`` times the loss scale (used by auxiliary losses of Megatron)."""
         return loss * self._loss_scale()
 
     def sharded_state_dict(
         self, model_sharded_state_dict: Any, is_loading: bool = False, metadata: dict[str, Any] | None = None
     ) -> Any:
-        """Megatron's format; collective when saving."""
+        """Return the state dict in Megatron's format; collective when saving."""
         assert self.checkpoint is not None
         work = self.checkpoint.begin_load if is_loading else self.checkpoint.save
         return work(model_sharded_state_dict, self.param_groups, metadata or {})
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Take what Megatron has read into :meth:`sharded_state_dict`'s tensors."""
+        """Take the values that Megatron has read into the tensors of :meth:`sharded_state_dict`."""
         assert self.checkpoint is not None
         self.loaded = self.checkpoint.finish_load(state_dict)
         adopt(self.param_groups, self.loaded.groups)
 
     def state_dict(self, is_loading: bool = False) -> Any:
-        """Raises: there is no whole state on one rank."""
+        """Raise ``ConfigError``: no rank has the whole state."""
         raise ConfigError("--elastic writes and reads torch_dist checkpoints: use --ckpt-format torch_dist")
 
     def reload_model_params(self, state_dict: Any = None) -> None:
-        """Nothing to do: without loaded optimizer state, masters are taken from the parameters."""
+        """Do nothing: without loaded optimizer state, the engine takes masters from the parameters."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """The engine clears its own gradient arena."""
+        """Do nothing: the engine clears its own gradient arena."""
 
     def step(self) -> None:
-        """Raises: stepping is part of the engine's transaction."""
+        """Raise ``RuntimeError``: the update is part of the engine's transaction."""
         raise RuntimeError("under --elastic the engine steps the optimizer; call the patched train_step")
 
 
 class MegatronSchedule:
     """Megatron's parameter scheduler as a pure function of samples scheduled so far.
 
-    Its settings are those of the arguments until a checkpoint is loaded: with --use-checkpoint-opt_param-scheduler the
-    scheduler takes the checkpoint's, and parameter groups take theirs in any case, as plain Megatron's optimizer does.
-    So a rank that did not load the checkpoint has to be told them (:meth:`told`, :meth:`take`).
+    Its settings are those of the arguments until a checkpoint is loaded. With --use-checkpoint-opt_param-scheduler the
+    scheduler takes the checkpoint's settings. Parameter groups take theirs in any case, like plain Megatron's
+    optimizer. A newcomer, which loads no checkpoint, receives them from a member (:meth:`told`, :meth:`take`).
     """
 
     def __init__(self, scheduler: OptimizerParamScheduler) -> None:
@@ -91,20 +91,20 @@ class MegatronSchedule:
         return groups
 
     def rates(self, scheduler_steps: int) -> tuple[Rate, ...]:
-        """Learning rate and weight decay of every group, by index."""
+        """Return learning rate and weight decay of every group, by index."""
         at = copy.copy(self._scheduler)
         at.num_steps = scheduler_steps
         return tuple(Rate(at.get_lr(group), at.get_wd(group) * group["wd_mult"]) for group in self._groups)
 
     def told(self) -> dict[str, Any]:
-        """The settings, of numbers and texts: of the scheduler by name, and of each parameter group by index."""
+        """Return the settings as numbers and texts: the scheduler's by name, and each parameter group's by index."""
         return {
             "scheduler": {name: value for name, value in vars(self._scheduler).items() if name not in _NOT_SETTINGS},
             "groups": [settings_of(group) for group in self._groups],
         }
 
     def take(self, told: Mapping[str, Any], steps: int) -> None:
-        """Go on as the members do, ``steps`` samples into the schedule."""
+        """Take over the members' settings, ``steps`` samples into the schedule."""
         vars(self._scheduler).update(told["scheduler"])
         adopt(self._groups, told["groups"])
         self._scheduler.num_steps = steps

@@ -1,9 +1,9 @@
-"""Megatron's optimizer parameter groups, without the collective that forms them.
+"""Megatron's optimizer parameter groups, formed without a collective.
 
-Megatron gathers the group keys of every rank in the world to agree on an order;
-a process that joins later cannot. Here a group is named by its overrides, the
-order is that of the sorted names, and the names are those the configuration can
-produce, so that every rank has the same list from its arguments alone.
+Megatron gathers the group keys of every rank in the world to agree on an order, in which
+a newcomer could not take part. Here a group is named by its overrides, the
+order is that of the sorted names, and the names are all that the configuration can
+produce, so every rank has the same list from its arguments alone.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ __all__ = ["GroupKey", "GroupKeys", "adopt", "settings_of"]
 Overrides = tuple[tuple[str, Any], ...]
 
 _SCHEDULED = ("max_lr", "min_lr", "start_wd", "end_wd")
-"""What Megatron's scheduler looks for in a group before it takes its own value."""
+"""Settings that Megatron's scheduler reads from a group before it uses its own value."""
 
 
 @dataclass(frozen=True)
 class GroupKey:
-    """One parameter group: position in the list, and what it overrides."""
+    """One parameter group: its position in the list, and its overrides."""
 
     index: int
     overrides: Overrides
@@ -38,7 +38,7 @@ class GroupKey:
 
 
 class GroupKeys:
-    """All groups ``overrides`` (Megatron's ``config_overrides``) can give rise to."""
+    """All groups that ``overrides`` (Megatron's ``config_overrides``) can produce."""
 
     def __init__(self, config: OptimizerConfig, overrides: Mapping[Any, Mapping[str, Any]] | None) -> None:
         self._config = config
@@ -50,7 +50,7 @@ class GroupKeys:
         self._by_overrides = {key.overrides: key for key in self.keys}
 
     def key(self, name: str, parameter: torch.nn.Parameter) -> GroupKey:
-        """The group of one parameter, by Megatron's own matching rules."""
+        """Return the group of one parameter, by Megatron's own matching rules."""
         merged: Overrides = ()
         for pattern, override in self._overrides.items():
             if pattern.matches(parameter, name):
@@ -58,7 +58,7 @@ class GroupKeys:
         return self._by_overrides[merged]
 
     def param_groups(self) -> list[dict[str, Any]]:
-        """Groups as Megatron's scheduler and checkpoints know them, without tensors."""
+        """Return the groups in the form of Megatron's scheduler and checkpoints, without tensors."""
         groups = []
         for key in self.keys:
             overrides = dict(key.overrides)
@@ -81,12 +81,12 @@ class GroupKeys:
 
 
 def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """What a parameter group says of its own schedule: numbers by name."""
+    """Return the schedule settings of a parameter group: numbers by name."""
     return {name: group[name] for name in _SCHEDULED if name in group}
 
 
 def adopt(groups: Sequence[dict[str, Any]], settings: Sequence[Mapping[str, Any]]) -> None:
-    """Have ``groups`` say of their schedules what ``settings`` say, one for each group."""
+    """Set the schedule settings of ``groups`` to ``settings``, one for each group."""
     for group, setting in zip(groups, settings, strict=True):
         group.update(setting)
 

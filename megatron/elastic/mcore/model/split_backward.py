@@ -2,20 +2,18 @@
 
 Megatron's own linear layers have no such split (their ``backward_dw`` does
 nothing). Here the autograd function of Column- and RowParallelLinear is
-replaced by one whose backward pass, while a piece is *deferring*, forms the
-input gradient (with its all-reduce or reduce-scatter), takes the small
-parameters' gradients along, and queues (input, output gradient) of the weight.
-Running the queue does the products that were left out: the same shapes as the
-whole backward's, added in the order the pieces went through, so every bit is
-the whole backward's. Outside of :meth:`SplitLinears.deferring` Megatron's
-function runs unchanged. Transformer Engine's layers split their backward
-themselves and hand the other half to :mod:`split_te`.
+replaced by one whose backward pass, while a piece is *deferring*, computes the
+input gradient (with its all-reduce or reduce-scatter) and the gradients of small
+parameters, and queues (input, output gradient) of the weight. Running the queue
+computes the deferred products, with the shapes of the whole backward and added in the
+order of the pieces, so every bit equals the whole backward's. Outside of
+:meth:`SplitLinears.deferring` Megatron's function runs unchanged. Transformer Engine's
+layers split their backward themselves and pass the other half to :mod:`split_te`.
 
-The queue keeps the sharded input under sequence parallelism and gathers it
-again when its turn comes, as Megatron's backward does. A weight that the same
-piece also uses otherwise (tied embeddings on a stage that holds both ends) is
-not deferred: autograd adds its two contributions before they are accumulated,
-and the sum must stay that one.
+Under sequence parallelism the queue keeps the sharded input and gathers it again when
+the product is computed, as Megatron's backward does. A weight with another use in the
+same piece (tied embeddings on a stage that holds both ends) is not deferred: autograd
+adds its two contributions before they are accumulated, and that sum must not change.
 
 Source: Zero Bubble Pipeline Parallelism (Qi et al., arXiv 2401.10241), section 2.
 """
@@ -39,13 +37,13 @@ class Deferred(Protocol):
     """Gradients that one layer's backward pass left out."""
 
     def form(self) -> Iterable[tuple[torch.nn.Parameter, torch.Tensor]]:
-        """Each parameter and its gradient, of its shape and type. Once; possibly collective over the cell."""
+        """Return each parameter and its gradient, of its shape and type. Call once; may be collective over the cell."""
         ...
 
 
 @dataclass(frozen=True)
 class _Product:
-    """A weight gradient not yet formed. ``source``: what the layer was given, ``gradient``: its 2-D output gradient."""
+    """A deferred weight gradient. ``source``: the layer's input, ``gradient``: its 2-D output gradient."""
 
     weight: torch.nn.Parameter
     source: torch.Tensor
@@ -53,7 +51,7 @@ class _Product:
     gather: dist.ProcessGroup | None
 
     def form(self) -> tuple[tuple[torch.nn.Parameter, torch.Tensor]]:
-        """See :class:`Deferred`."""
+        """Return the weight and its gradient (:class:`Deferred`)."""
         source = self.source if self.gather is None else _gathered(self.source, self.gather)
         return ((self.weight, self.gradient.t().matmul(_flat(source))),)
 
@@ -68,7 +66,7 @@ class WeightQueue:
         return len(self._left_out)
 
     def run(self, accumulate: Callable[[torch.nn.Parameter, torch.Tensor], None]) -> None:
-        """Form and hand over every gradient left out. Collective over the cell under sequence parallelism."""
+        """Compute and accumulate every deferred gradient. Collective over the cell under sequence parallelism."""
         with torch.no_grad():
             for deferred in self._left_out:
                 for parameter, gradient in deferred.form():
@@ -76,7 +74,7 @@ class WeightQueue:
         self._left_out.clear()
 
     def put(self, deferred: Deferred) -> None:
-        """Leave ``deferred`` for later."""
+        """Add ``deferred`` to the queue."""
         self._left_out.append(deferred)
 
 
@@ -96,9 +94,9 @@ class SplitLinears:
 
     @contextmanager
     def deferring(self, whole: Collection[torch.nn.Parameter] = ()) -> Iterator[WeightQueue]:
-        """Layers that run inside can be split; backward passes that run inside leave weight gradients in the queue.
+        """Make layers that run inside splittable; backward passes inside put weight gradients into the queue.
 
-        ``whole``: weights that take their gradient at once all the same.
+        ``whole``: weights whose gradient is computed at once nevertheless.
         """
         queue = WeightQueue()
         before = self.active, self.queue, self.whole
@@ -109,13 +107,13 @@ class SplitLinears:
             self.active, self.queue, self.whole = before
 
     def defers(self, weight: torch.nn.Parameter) -> WeightQueue | None:
-        """Where to leave the gradient of ``weight``; None when it is to be formed at once."""
+        """Return the queue for the gradient of ``weight``; None if it is to be computed at once."""
         return None if id(weight) in self.whole else self.queue
 
 
 def _splittable(original: Callable[..., torch.Tensor], switch: SplitLinears) -> Callable[..., torch.Tensor]:
     def forward(input: torch.Tensor, weight: torch.nn.Parameter, *args: Any, **kwargs: Any) -> torch.Tensor:
-        # Not a leaf: one use of several of a weight, whose gradient goes elsewhere (exact mode).
+        # Not a leaf: a separate use of a weight, whose gradient goes to a sink (exact mode).
         splits = switch.active and weight.requires_grad and weight.is_leaf and kwargs.get("grad_output_buffer") is None
         if not splits or kwargs.get("gradient_accumulation_fusion"):
             return original(input, weight, *args, **kwargs)
@@ -131,14 +129,14 @@ def _splittable(original: Callable[..., torch.Tensor], switch: SplitLinears) -> 
 class _Settings:
     switch: SplitLinears
     weight: torch.nn.Parameter
-    """The parameter itself: what autograd unpacks need not be the same object."""
+    """The parameter itself: autograd may unpack another object."""
     all_reduce: bool
     sequence_parallel: bool
     group: dist.ProcessGroup | None
 
 
 class _SplitLinear(torch.autograd.Function):
-    """``input`` [s, b, in] times ``weight`` [out, in], transposed; ``s`` is a slice under sequence parallelism."""
+    """The product of ``input`` [s, b, in] and the transposed ``weight`` [out, in]; ``s`` may be a slice."""
 
     @staticmethod
     def forward(
@@ -174,7 +172,7 @@ class _SplitLinear(torch.autograd.Function):
 
 
 def _gathered(slices: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """The whole sequence ``[s, b, h]`` from every rank's slice."""
+    """Return the whole sequence ``[s, b, h]`` from every rank's slice."""
     assert group is not None
     whole = torch.empty((slices.shape[0] * group.size(), *slices.shape[1:]), dtype=slices.dtype, device=slices.device)
     dist.all_gather_into_tensor(whole, slices.contiguous(), group=group)
@@ -182,5 +180,5 @@ def _gathered(slices: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Te
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """``[s, b, h]`` → ``[s·b, h]``, contiguous."""
+    """Return ``[s, b, h]`` as ``[s·b, h]``, contiguous."""
     return tensor.contiguous().view(-1, tensor.shape[-1])

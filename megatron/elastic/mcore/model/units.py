@@ -1,11 +1,11 @@
-"""Takes Megatron's GPTModel apart into units, builds units it lacks, and puts any run of units together.
+"""The units of Megatron's GPTModel: separation, construction of missing units, and assembly of unit ranges.
 
-Idea: the chunks that Megatron built (one, or with an interleaved schedule several)
-stay as they are; a unit that this process gains is one more module, built from the
-same layer specification, and a *segment* is a shallow copy of a chunk that shares
-those modules but lists only the units it runs, as the only chunk of its stage.
-Copies have lists of their own, so that pieces of different segments may lie between
-forward and backward at the same time, also when activations are recomputed in backward.
+The chunks that Megatron built (one, or with an interleaved schedule several) are not
+changed. A unit that this process gains is one more module, built from the same layer
+specification. A *segment* is a shallow copy of a chunk that shares those modules but
+lists only the units that it runs, as the only chunk of its stage. Copies have lists of
+their own, so pieces of different segments may be between forward and backward at the
+same time, also when activations are recomputed in backward.
 
 Invariant: parameters keep Megatron's names, tensor-parallel attributes and
 types, whoever built them; a unit given up frees its memory (the modules of the
@@ -43,7 +43,7 @@ class Anatomy:
     def __init__(self, chunks: Sequence[torch.nn.Module], prepare: Callable[[Any, torch.nn.Module], object]) -> None:
         self._chunks = torch.nn.ModuleList(chunks)
         self._first = chunks[0]
-        """Has what is alike in all: configuration, layer specification, groups, wrappers."""
+        """The first chunk; configuration, layer specification, groups and wrappers are equal in all chunks."""
         self._inner = unwrapped(self._first)
         self._prepare = prepare
         self.units = int(self._inner.config.num_layers) + 2
@@ -64,13 +64,13 @@ class Anatomy:
         return bool(getattr(self._inner, "share_embeddings_and_output_weights", False))
 
     def held(self) -> tuple[int, ...]:
-        """Compute units whose modules are here, ascending."""
+        """Return the held compute units, ascending."""
         return tuple(sorted(self._held))
 
     def named_parameters(self, unit: int) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """Trainable parameters of a held unit with Megatron's names (layers counted from 0 over the whole model).
+        """Yield the trainable parameters of a held unit with Megatron's names (layers counted over the whole model).
 
-        A tied weight is not among them, see :meth:`tied_parameter`.
+        A tied weight is not among them (:meth:`tied_parameter`).
         """
         for path, module in self._held[unit].items():
             for name, parameter in module.named_parameters():
@@ -79,7 +79,7 @@ class Anatomy:
                     yield whole, parameter
 
     def tied_parameter(self) -> torch.nn.Parameter | None:
-        """The one weight that embedding and output layer share here; ``None`` when neither is held."""
+        """Return the weight that embedding and output layer share; ``None`` if neither is held."""
         if 0 in self._held:
             return self._held[0]["embedding"].word_embeddings.weight  # type: ignore[no-any-return]
         if self.units - 1 in self._held:
@@ -87,9 +87,9 @@ class Anatomy:
         return None
 
     def prepare(self, units: Collection[int]) -> None:
-        """Build the layers that :meth:`hold` will find missing; on any thread, while others run.
+        """Build missing layers ahead of :meth:`hold`; on any thread, while other layers run.
 
-        The ends of the model are not built ahead: they draw random numbers that only the training thread may put back.
+        The ends of the model are not built ahead: only the training thread may restore the random state they use.
         """
         for unit in sorted(units):
             with self._building:
@@ -97,7 +97,7 @@ class Anatomy:
                     self._ready[unit] = self._built(unit)
 
     def hold(self, units: Collection[int]) -> None:
-        """Build what is missing of ``units`` and free everything else. Values of new parameters are undefined."""
+        """Build missing ones of ``units`` and free all others. Values of new parameters are undefined."""
         self._segments.clear()
         wanted = frozenset(units)
         with self._building, torch.random.fork_rng(devices=[]):
@@ -119,13 +119,13 @@ class Anatomy:
                         parameter.data, parameter.grad = parameter.data.new_empty(0), None
 
     def _headless(self, modules: Modules, wanted: frozenset[int]) -> bool:
-        """Whether the unit is a head built beside the embedding, without a weight of its own, and now needs one."""
+        """Return whether the unit is a head that was built without its own weight and now needs one."""
         head = modules.get("output_layer")
         return head is not None and head.weight is None and 0 not in wanted
 
     @contextmanager
     def as_launched(self) -> Iterator[None]:
-        """Inside, every parameter of the chunks has its shape, whether it is held or not (values undefined if not)."""
+        """Give every parameter of the chunks its shape inside the context (values undefined if it is not held)."""
         empty = [
             (parameter, shape)
             for parameter, shape in self._shapes
@@ -140,14 +140,14 @@ class Anatomy:
                 parameter.data = parameter.data.new_empty(0)
 
     def train(self, mode: bool) -> None:
-        """Switch dropout and the like on or off, everywhere."""
+        """Switch all modules between training and evaluation mode."""
         self._training = mode
         self._chunks.train(mode)
         for segment in self._segments.values():
             segment.train(mode)
 
     def segment(self, first: int, end: int) -> torch.nn.Module:
-        """What ``forward_step_func`` is handed to run units ``[first, end)``. Raises ``KeyError`` for one not held."""
+        """Return the model of units ``[first, end)``. Raises ``KeyError`` if one is missing."""
         if (first, end) not in self._segments:
             segment = self._assembled(first, end)
             segment.train(self._training)
@@ -182,9 +182,9 @@ class Anatomy:
         return self._wrapped(model, first, end)
 
     def _wrapped(self, model: Any, first: int, end: int) -> torch.nn.Module:
-        """Units ``[first, end)`` inside what Megatron wrapped its own chunks in (16 bits are converted at the ends).
+        """Wrap units ``[first, end)`` like Megatron's own chunks (a wrapper converts to 16 bits at the ends).
 
-        The wrapper is told where they stand: it would ask the pipeline group, which may have lost members.
+        The wrapper receives their place, since it would otherwise use the pipeline group, which may have lost members.
         """
         wrappers, at = [], self._first
         while hasattr(at, "module"):
@@ -201,7 +201,7 @@ class Anatomy:
     # -- building ------------------------------------------------------------------
 
     def _built(self, unit: int) -> Modules:
-        """New modules for ``unit``, on the device and in the type of the chunks; values undefined."""
+        """Return new modules for ``unit``, on the device and in the type of the chunks; values undefined."""
         with _without_values(self._inner.config):
             if unit == 0:
                 modules = {"embedding": self._embedding()}
@@ -226,7 +226,7 @@ class Anatomy:
         specs = [spec for chunk in self._chunks for spec in unwrapped(chunk).decoder.submodules.layer_specs or ()]
         spec = specs[0] if specs else self._inner.transformer_layer_spec
         if any(other != spec for other in specs):
-            raise RuntimeError("layers of different kinds cannot change place between pipeline stages")
+            raise RuntimeError("layers of different kinds cannot move between pipeline stages")
         offset = get_transformer_layer_offset(decoder.config, decoder.vp_stage, get_pg_rank(decoder.pg_collection.pp))
         layer = build_module(
             spec,
@@ -278,7 +278,7 @@ _TIED_NAMES = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
 def unwrapped(module: torch.nn.Module) -> Any:
-    """The GPTModel inside ``Float16Module`` and the like."""
+    """Return the GPTModel inside wrappers such as ``Float16Module``."""
     inner: Any = module
     while hasattr(inner, "module"):
         inner = inner.module
@@ -286,7 +286,7 @@ def unwrapped(module: torch.nn.Module) -> Any:
 
 
 def _units_of(model: Any, count: int) -> dict[int, Modules]:
-    """Modules of the units Megatron built on this process."""
+    """Return the modules of the units that Megatron built in this process."""
     units: dict[int, Modules] = {}
     if model.pre_process:
         units[0] = {"embedding": model.embedding}
@@ -301,7 +301,7 @@ def _units_of(model: Any, count: int) -> dict[int, Modules]:
 
 
 def _copy_with(original: Any, /, **children: torch.nn.Module | None) -> Any:
-    """A shallow copy of ``original`` with its own tables of children and parameters; ``children`` are replaced."""
+    """Return a shallow copy of ``original`` with its own child and parameter tables; ``children`` are replaced."""
     new = copy.copy(original)
     new._modules, new._parameters = dict(original._modules), dict(original._parameters)
     for name, child in children.items():
@@ -316,7 +316,7 @@ def _copy_with(original: Any, /, **children: torch.nn.Module | None) -> Any:
 
 @contextmanager
 def _without_values(config: Any) -> Iterator[None]:
-    """Inside, modules are built without initial values."""
+    """Build modules without initial values inside the context."""
     before = config.perform_initialization
     config.perform_initialization = False
     try:

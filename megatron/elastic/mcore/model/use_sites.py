@@ -1,8 +1,8 @@
-"""A weight used at several places of a model, each with a gradient of its own.
+"""Separate gradients for each use of a weight that a model uses at several places.
 
-Autograd adds the gradients of all uses in fp32 before anybody sees them, which
-gives other bits than adding them later, as two pipeline stages do that hold an
-end each. Exact mode (docs/design.md §8) wants each use for itself.
+Autograd adds the gradients of all uses in fp32. This gives other bits than two
+pipeline stages that hold one end each and add the gradients later. Exact mode
+(docs/design.md §8) therefore needs the gradient of each use.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Sink = Callable[[torch.Tensor], None]
 
 
 class _Use(torch.autograd.Function):
-    """The weight itself; its gradient goes to a sink and no further."""
+    """The weight itself; its gradient goes only to a sink."""
 
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor, sink: Sink) -> torch.Tensor:
@@ -33,5 +33,5 @@ class _Use(torch.autograd.Function):
 
 
 def own_use(weight: torch.nn.Parameter, sink: Sink) -> torch.Tensor:
-    """``weight`` for one use, whose gradient is handed to ``sink`` instead of being added to ``weight.grad``."""
+    """Return ``weight`` for one use, whose gradient goes to ``sink`` instead of ``weight.grad``."""
     return _Use.apply(weight, sink)  # type: ignore[no-any-return, no-untyped-call]

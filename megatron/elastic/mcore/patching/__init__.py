@@ -1,1 +1,1 @@
-"""How names of Megatron are replaced: the patch table, its contract with releases, and what is patched at start."""
+"""The replacement of names of Megatron: the patch table, its contract with releases, and patches at start."""

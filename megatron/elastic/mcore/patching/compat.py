@@ -1,8 +1,8 @@
-"""What a training script calls in Megatron, by signature: the same script over releases 0.17 to 0.19.
+"""Functions of Megatron for training scripts, adapted to releases 0.17 to 0.19 by signature.
 
-From 0.18 on, arguments are parsed by the script, ``pretrain`` takes a container of
-settings, and a batch is read before it is broadcast. Only names that moved are
-here; a script written for one release does not need this file.
+From 0.18 on, the script parses arguments, ``pretrain`` takes a container of
+settings, and a batch is read before it is broadcast. Only names that changed are
+here; a script for one release does not need this file.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _OTHER_KEYS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_size")
 def batch_on_this_rank(
     data_iterator: Iterator[Any] | None, first: bool, last: bool, predicts_ahead: bool
 ) -> Mapping[str, torch.Tensor | None]:
-    """The next micro-batch, broadcast from the first rank of the tensor-parallel group, cut for context parallelism.
+    """Return the next micro-batch, broadcast from the group's first rank and cut for context parallelism.
 
     Keys 'tokens', 'labels', 'loss_mask', 'attention_mask', 'position_ids', each
-    [micro-batch, sequence] or ``None`` where this stage does not need it.
+    [micro-batch, sequence] or ``None`` if this stage does not need it.
     """
     broadcast = getattr(core_utils, "get_batch_on_this_tp_rank", None)
     if broadcast is None:
@@ -69,7 +69,7 @@ def _read(data_iterator: Iterator[Any] | None) -> dict[str, torch.Tensor | None]
 
 
 def _accepted(function: Callable[..., Any], known: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of ``known`` that ``function`` has parameters for."""
+    """Return those of ``known`` that are parameters of ``function``."""
     return {name: known[name] for name in inspect.signature(function).parameters if name in known}
 
 
@@ -79,7 +79,7 @@ def run(
     forward_step: Callable[..., Any],
     defaults: Mapping[str, Any],
 ) -> None:
-    """Megatron-LM's ``pretrain`` over a script's functions; ``defaults``: arguments that have none of their own."""
+    """Run Megatron-LM's ``pretrain`` with a script's functions; ``defaults``: defaults of further arguments."""
     known: dict[str, Any] = {
         "train_valid_test_dataset_provider": datasets_provider,
         "model_provider": model_provider,

@@ -1,11 +1,11 @@
-"""What the patch table expects of Megatron, checked against releases without importing them.
+"""The contract of the patch table with releases of Megatron, checked without importing them.
 
     python -m megatron.elastic.mcore.patching.contract --record tests/unit/mcore/megatron_signatures.json
 
 reads the wheel of every version in :data:`VERSIONS` with ``ast`` and writes, for
 each patched symbol, the names of its parameters and of the values it returns. The
 contract test compares releases with that record: a name or a shape that changed
-in a new release, or a new row, shows as a difference to look at.
+in a new release, or a new row, shows as a difference.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from megatron.elastic.mcore.patching.patches import Patch, in_range
 __all__ = ["VERSIONS", "CallShape", "Wheel", "expected", "fetch", "shapes", "used_names"]
 
 VERSIONS = ("0.17.1", "0.18.2", "0.19.2")
-"""Releases held to the contract; before 0.17 the package has megatron.core only."""
+"""Releases checked by the contract; before 0.17 the package has megatron.core only."""
 
 _CACHE = Path.home() / ".cache" / "megatron-elastic" / "wheels"
 
 
 @dataclass(frozen=True)
 class CallShape:
-    """A function as a caller sees it: parameter names, and the values of its last ``return``."""
+    """The interface of a function: parameter names, and the values of its last ``return``."""
 
     parameters: tuple[str, ...]
     returns: tuple[str, ...]
 
 
 class Wheel:
-    """One release's sources."""
+    """The sources of one release."""
 
     def __init__(self, path: Path) -> None:
         self._archive = zipfile.ZipFile(path)
         self._names = frozenset(self._archive.namelist())
 
     def module(self, dotted: str) -> ast.Module | None:
-        """Syntax tree of a module, ``None`` when the release has none of that name."""
+        """Return the syntax tree of a module, ``None`` if the release lacks it."""
         base = dotted.replace(".", "/")
         for name in (f"{base}.py", f"{base}/__init__.py"):
             if name in self._names:
@@ -54,7 +54,7 @@ class Wheel:
         return None
 
     def find(self, symbol: str) -> ast.FunctionDef | ast.ClassDef | None:
-        """Definition of ``package.module.Class.method`` or ``package.module.function``; imports are followed."""
+        """Return the definition of ``package.module.Class.method`` or ``package.module.function``, through imports."""
         parts = symbol.split(".")
         for cut in range(len(parts) - 1, 0, -1):
             tree = self.module(".".join(parts[:cut]))
@@ -72,7 +72,7 @@ class Wheel:
         return None
 
     def _source(self, node: ast.ImportFrom, module: str) -> str:
-        """Absolute name of the module that an import statement of ``module`` reads."""
+        """Return the absolute name of the module that an import statement of ``module`` reads."""
         if not node.level:
             return node.module or ""
         is_package = f"{module.replace('.', '/')}/__init__.py" in self._names
@@ -82,7 +82,7 @@ class Wheel:
 
 
 def _definitions(tree: ast.AST) -> Iterator[ast.AST]:
-    """Statements of a body, those under ``if`` and ``try`` included, last definition first."""
+    """Yield the statements of a body, including those under ``if`` and ``try``, last definition first."""
     for node in reversed(getattr(tree, "body", [])):
         if isinstance(node, ast.If | ast.Try):
             yield from _definitions(node)
@@ -90,9 +90,9 @@ def _definitions(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 def fetch(version: str, cache: Path = _CACHE) -> Path:
-    """The wheel of megatron-core ``version``, downloaded on first use (no dependencies).
+    """Return the wheel of megatron-core ``version``, downloaded on first use (without dependencies).
 
-    Raises ``OSError`` with pip's last line when it cannot be had.
+    Raises ``OSError`` with pip's last line if the download fails.
     """
     folder = cache / version
     present = sorted(folder.glob("*.whl"))
@@ -109,7 +109,7 @@ def fetch(version: str, cache: Path = _CACHE) -> Path:
 
 
 def shapes(wheel: Wheel, symbols: Sequence[str]) -> dict[str, CallShape | None]:
-    """Shape of every symbol; ``None`` for one the release does not have."""
+    """Return the shape of every symbol; ``None`` for one that the release lacks."""
     return {symbol: _shape(wheel.find(symbol)) for symbol in symbols}
 
 
@@ -131,7 +131,7 @@ def _shape(node: ast.FunctionDef | ast.ClassDef | None) -> CallShape | None:
 
 
 def expected(patches: Sequence[Patch], version: str) -> tuple[str, ...]:
-    """Symbols that ``version`` must have, in table order."""
+    """Return the symbols that ``version`` must have, in table order."""
     found = [patch.symbol for patch in patches if in_range(version, patch.versions)]
     if in_range(version, "<0.17"):
         found = [symbol for symbol in found if symbol.startswith("megatron.core.")]
@@ -139,10 +139,10 @@ def expected(patches: Sequence[Patch], version: str) -> tuple[str, ...]:
 
 
 def used_names(source: str) -> frozenset[str]:
-    """Argument names a replacement reads as ``call["name"]``, from its maker's source.
+    """Return the argument names that a replacement reads as ``call["name"]``, from its maker's source.
 
     Names that are also tested (``"name" in call``) or assigned first are left out:
-    the replacement does without them where a version has none.
+    the replacement works without them if a version lacks them.
     """
     tree = ast.parse(source)
     read: set[str] = set()
@@ -158,7 +158,7 @@ def used_names(source: str) -> frozenset[str]:
 
 
 def as_json(recorded: Mapping[str, Mapping[str, CallShape | None]]) -> str:
-    """``{version: {symbol: {"parameters": [...], "returns": [...]}}}`` as text."""
+    """Return ``{version: {symbol: {"parameters": [...], "returns": [...]}}}`` as text."""
     plain = {
         version: {
             symbol: None if shape is None else {"parameters": shape.parameters, "returns": shape.returns}

@@ -1,8 +1,8 @@
-"""Run a function right after a module was first imported.
+"""A hook that runs a function right after the first import of a module.
 
-The adaptor is imported before anything of Megatron and must stay light: it waits
+The adaptor is imported before Megatron and must import quickly, so it waits
 for ``megatron.training`` instead of importing it. Invariant: the callback runs
-once, after the module's own code, before the importer goes on.
+once, after the module's own code and before the importer goes on.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _HookLoader(Loader):
 
 
 class _Finder(MetaPathFinder):
-    """Finds one module, and wraps its loader."""
+    """Finds one module and wraps its loader."""
 
     def __init__(self, name: str, then: Callable[[], None]) -> None:
         self.name = name
@@ -57,7 +57,7 @@ class _Finder(MetaPathFinder):
 
 
 def after_import(name: str, then: Callable[[], None]) -> None:
-    """Call ``then()`` once, right after module ``name`` was imported; at once when it is there already."""
+    """Call ``then()`` once, right after the import of module ``name``; at once if it is imported already."""
     if name in sys.modules:
         then()
     elif not any(isinstance(finder, _Finder) and finder.name == name for finder in sys.meta_path):

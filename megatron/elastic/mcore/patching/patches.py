@@ -1,17 +1,15 @@
-"""The one table of everything replaced in megatron.training and megatron.core.
+"""The table of all names replaced in megatron.training and megatron.core.
 
-A :class:`Patch` names a symbol, says why, for which versions, and makes the
-replacement from the original. Replacement is by object identity in every loaded
-module, so that ``from megatron.training.training import train_step`` made
-earlier, by anyone's script, is caught as well.
+A :class:`Patch` names a symbol, a reason and versions, and makes the replacement from
+the original. Names are replaced by object identity in every loaded module, so an
+earlier ``from megatron.training.training import train_step`` of a script is
+replaced too.
 
 Invariants
 - Applying twice is applying once; :meth:`PatchSet.undo` restores every place.
-- A symbol that is absent where its row's version range says it must be there is
-  an error, never skipped in silence.
-- Replacements see arguments by name (:func:`bound`), so a longer signature in
-  another version passes through (``train_step`` has 6 to 10 arguments, and
-  returns 7 or 8 values: :func:`return_names`).
+- A missing symbol within its row's version range is an error, never skipped silently.
+- Replacements read arguments by name (:func:`bound`) and derive the returned values
+  (:func:`return_names`), so they work with other signatures of other versions.
 """
 
 from __future__ import annotations
@@ -34,15 +32,15 @@ __all__ = ["TESTED", "Patch", "PatchError", "PatchSet", "Row", "apply", "bound",
            "in_range", "installed_version", "return_names"]
 
 TESTED = ">=0.17,<0.20"
-"""Releases of megatron-core whose signatures the tests hold the patch table against (pyproject.toml has the same)."""
+"""Releases of megatron-core against whose signatures tests check the patch table (pyproject.toml has the same)."""
 
 
 Row = tuple[str, str, Callable[..., Any]]
-"""(symbol, reason, original → replacement): a row of the table before versions and group are added."""
+"""(symbol, reason, original → replacement): a row of the table without versions and group."""
 
 
 class PatchError(RuntimeError):
-    """A symbol of the table is not where this version of Megatron should have it."""
+    """A symbol of the table is missing in this version of Megatron."""
 
 
 @dataclass(frozen=True)
@@ -73,13 +71,13 @@ class _Place:
 
 @dataclass
 class PatchSet:
-    """Patches in force, in order of application, with every place they touched."""
+    """The applied patches, in order, with every changed place."""
 
     applied: list[Patch] = field(default_factory=list)
     _places: list[_Place] = field(default_factory=list)
 
     def undo(self) -> None:
-        """Put every original back, last first. Idempotent."""
+        """Restore every original, last first. Idempotent."""
         while self._places:
             place = self._places.pop()
             setattr(place.owner, place.name, place.original)
@@ -88,7 +86,7 @@ class PatchSet:
     def add(self, patches: Iterable[Patch]) -> None:
         """Apply rows in order, except those whose group has replaced their symbol already.
 
-        Module-level names are looked for in one pass over all loaded modules, at the end.
+        Module-level names are replaced at the end, in one pass over all loaded modules.
         """
         found: dict[int, tuple[Any, Any]] = {}
         for patch in patches:
@@ -122,7 +120,7 @@ class PatchSet:
 
 
 def _as_declared(raw: Any, replacement: Any) -> Any:
-    """A method keeps its kind: static and class methods stay so."""
+    """Return ``replacement`` as the kind of method that ``raw`` is: static, class or instance method."""
     if isinstance(raw, staticmethod):
         return staticmethod(replacement)
     if isinstance(raw, classmethod):
@@ -131,7 +129,7 @@ def _as_declared(raw: Any, replacement: Any) -> Any:
 
 
 def _locate(symbol: str) -> tuple[Any, str]:
-    """(owner, attribute) of a dotted path: the longest importable module, then attributes."""
+    """Return (owner, attribute) of a dotted path: the longest importable module, then attributes."""
     parts = symbol.split(".")
     for cut in range(len(parts) - 1, 0, -1):
         name = ".".join(parts[:cut])
@@ -147,16 +145,16 @@ def _locate(symbol: str) -> tuple[Any, str]:
             break
         return owner, parts[-1]
     raise PatchError(
-        f"megatron-core {installed_version()}: {symbol} is not there, though the patch table expects it; "
-        "run with a version the support matrix lists"
+        f"megatron-core {installed_version()}: {symbol} is missing, though the patch table expects it; "
+        "run with a version that the support matrix lists"
     )
 
 
 def apply(patches: Iterable[Patch], version: str | None = None, into: PatchSet | None = None) -> PatchSet:
-    """Apply every row whose version range holds; returns the set (``into``, when given).
+    """Apply every row whose version range holds; return the set (``into``, if given).
 
-    Raises :class:`PatchError` when an expected symbol is missing; what was applied
-    before it is undone then.
+    Raises :class:`PatchError` if an expected symbol is missing, after undoing the rows
+    applied before it.
     """
     version = version or installed_version()
     patch_set = into if into is not None else PatchSet()
@@ -169,7 +167,7 @@ def apply(patches: Iterable[Patch], version: str | None = None, into: PatchSet |
 
 
 def describe(patches: Sequence[Patch], version: str | None = None) -> str:
-    """The table as text: one row a symbol."""
+    """Return the table as text: one row a symbol."""
     version = version or installed_version()
     lines = [f"replaced in Megatron (megatron-core {version}):"]
     for patch in patches:
@@ -183,13 +181,13 @@ def describe(patches: Sequence[Patch], version: str | None = None) -> str:
 
 
 def installed_version() -> str:
-    """Version of the megatron.core in use, e.g. ``"0.17.1"``."""
+    """Return the version of the megatron.core in use, e.g. ``"0.17.1"``."""
     package_info = importlib.import_module("megatron.core.package_info")
     return str(package_info.__version__)
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """``"0.17.1rc2"`` → (0, 17, 1): release numbers only."""
+    """Return the release numbers of a version: (0, 17, 1) for ``"0.17.1rc2"``."""
     found = re.match(r"\d+(\.\d+)*", version.strip())
     if found is None:
         raise ValueError(f"not a version: {version!r}")
@@ -198,7 +196,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def check_release(version: str) -> None:
-    """Raise :class:`BadInput` for a megatron-core outside :data:`TESTED`, where no row of the table would apply."""
+    """Raise :class:`BadInput` for a megatron-core outside :data:`TESTED`, to which no row of the table applies."""
     if not in_range(version, TESTED):
         raise BadInput(
             f"megatron-core {version} is installed; this release is tested with {TESTED}: "
@@ -216,7 +214,7 @@ _COMPARE: Mapping[str, Callable[[tuple[int, ...], tuple[int, ...]], bool]] = {
 
 
 def in_range(version: str, versions: str) -> bool:
-    """Whether ``version`` meets every comparison of ``versions``."""
+    """Return whether ``version`` meets every comparison of ``versions``."""
     for clause in versions.split(","):
         operator = next(sign for sign in _COMPARE if clause.strip().startswith(sign))
         if not _COMPARE[operator](_numbers(version), _numbers(clause.strip()[len(operator):])):
@@ -228,7 +226,7 @@ def in_range(version: str, versions: str) -> bool:
 
 
 def bound(original: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of a call by parameter name, defaults filled in, as ``original`` would see them."""
+    """Return the arguments of a call of ``original`` by parameter name, with defaults."""
     call = inspect.signature(original).bind(*args, **kwargs)
     call.apply_defaults()
     return dict(call.arguments)
@@ -236,10 +234,10 @@ def bound(original: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
 
 @functools.cache
 def return_names(original: Callable[..., Any]) -> tuple[str, ...]:
-    """Source text of the values in ``original``'s last ``return``, in order.
+    """Return the source text of the values in ``original``'s last ``return``, in order.
 
-    ``return a, b`` → ``("a", "b")``; a single value gives one name. It tells a
-    replacement how many values this version's caller unpacks, and which.
+    ``return a, b`` → ``("a", "b")``; a single value gives one name. A replacement
+    returns the same values, which this version's caller unpacks.
     """
     function = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(original)))).body[0]
     returns = [node for node in _own_nodes(function) if isinstance(node, ast.Return) and node.value is not None]
@@ -251,7 +249,7 @@ def return_names(original: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def _own_nodes(function: ast.AST) -> Iterable[ast.AST]:
-    """Nodes of a function's body, those of nested functions left out."""
+    """Yield the nodes of a function's body, without those of nested functions."""
     pending = list(ast.iter_child_nodes(function))
     while pending:
         node = pending.pop()

@@ -1,8 +1,8 @@
-"""What the adaptor replaces at start: arguments on every platform, a little more where there is no GPU.
+"""The patches at start: argument functions on every platform, and a few more without a GPU.
 
-The rows of ``group="platform"``. With ``--elastic`` the rows of ``host`` follow,
-applied the moment arguments are parsed: before Megatron initialises, after every
-module that binds a name by value is loaded.
+These are the rows of ``group="platform"``. With ``--elastic`` the rows of
+:mod:`training_loop` follow as soon as arguments are parsed: before Megatron initialises,
+and after every module that binds a name by value is loaded.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ __all__ = ["Startup"]
 
 @dataclass
 class Startup:
-    """The patches of one process, in force from the moment ``megatron.training`` is loaded."""
+    """The patches of one process, applied as soon as ``megatron.training`` is loaded."""
 
     platform: Platform
     in_force: PatchSet = field(default_factory=PatchSet)
     _elastic_rows: tuple[Patch, ...] = ()
     _faults: Faults = field(default_factory=Faults)
-    """Bad input found up to the end of validation, where all of it is reported."""
+    """Bad input found up to the end of validation, which reports all of it."""
 
     def begin(self) -> None:
-        """Apply the platform's rows. Idempotent. Raises :class:`BadInput` for a release that was never tested."""
+        """Apply the platform's rows. Idempotent. Raises :class:`BadInput` for a release that is not tested."""
         check_release(installed_version())
         apply(self.rows(), into=self.in_force)
 
@@ -115,7 +115,7 @@ class Startup:
             call["extra_args_provider"] = arguments.chained(call["extra_args_provider"], self._faults)
             parsed = original(**call)
             if not hasattr(parsed, "elastic"):
-                parsed.elastic = False  # a YAML configuration that does not speak of it
+                parsed.elastic = False  # a YAML configuration without this setting
             self._parsed(parsed)
             return parsed
 
