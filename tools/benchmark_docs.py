@@ -49,7 +49,7 @@ def spread(figures: Figures, scale: float = 1.0) -> str:
 
 
 def ratio_of(mine: float, peer: float) -> str:
-    """How many times ``mine`` the figure of the ``peer`` is."""
+    """The figure of the ``peer`` as a multiple of ``mine``."""
     return f"{number(peer / mine)}×"
 
 

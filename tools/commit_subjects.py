@@ -34,7 +34,7 @@ VERBS_LIKE_OTHER_FORMS = frozenset({"bias", "bring", "embed", "feed", "need", "s
 
 
 def fault(subject: str) -> str | None:
-    """Return what is wrong with ``subject``, ``None`` if nothing is."""
+    """Return the fault of ``subject``, ``None`` if it has none."""
     if subject.startswith(("Merge ", "Revert ")):
         return None
     if len(subject) > LENGTH:

@@ -1,4 +1,4 @@
-"""Names what a run ended with by hashes, so that two runs can be compared to the bit.
+"""Names the end state of a run by hashes, so that two runs can be compared to the bit.
 
     python tools/fingerprint.py CHECKPOINT_OR_EVENTS           one line a tensor (or step), then the total
     python tools/fingerprint.py A --compare B                  exit code 1 and the first differences, if any
@@ -8,12 +8,12 @@ A checkpoint is Megatron's ``torch_dist`` format: a directory that holds
 Whole tensors are hashed (dtype, shape, bytes), so neither how the tensors were sharded
 nor how many ranks wrote them matters. Where the checkpoint has a manifest, its files are
 compared with it first, and a file that is not as it was written is an error; ``verified``
-in the last line is the number of files, or null without a manifest. ``--objects`` adds what is no tensor (RNG
-states, arguments, scheduler), which may differ between runs that computed the same.
+in the last line is the number of files, or null without a manifest. ``--objects`` adds entries other than tensors
+(RNG states, arguments, scheduler), which may differ between runs that computed the same.
 
 An event log (``--elastic-event-log``) is a directory with ``rank*.jsonl``: each
 committed step is hashed by loss, gradient norm, samples and their ledger; times,
-attempts and who logged it are left out.
+attempts and the rank that logged it are left out.
 
 Checkpoints are unpickled: only read those you trust.
 """
@@ -238,7 +238,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("path", type=Path, help="checkpoint or event log directory")
     parser.add_argument("--compare", type=Path, help="a second one, to compare with the first")
-    parser.add_argument("--objects", action="store_true", help="hash what is no tensor, too")
+    parser.add_argument("--objects", action="store_true", help="hash entries that are not tensors, too")
     parser.add_argument("--show", type=int, default=20, help="differences to print")
     options = parser.parse_args(arguments)
     try:

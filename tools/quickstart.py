@@ -48,7 +48,7 @@ TRAINING = (
 
 
 class Failed(RuntimeError):
-    """Something did not work out; the text is what the user is told."""
+    """A step failed; the text is the message for the user."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def cached(target: Path, key: str, make: Callable[[], None]) -> bool:
 
 
 def tool(function: Callable[[list[str]], int], arguments: Sequence[str]) -> None:
-    """Call a tool's ``main``; its own line on stderr says what is wrong."""
+    """Call a tool's ``main``; its own line on stderr names the fault."""
     if function(list(arguments)):
         raise Failed("see the line above")
 
@@ -248,7 +248,7 @@ def judge(output: Path, steps: int, undisturbed_cached: bool) -> Result:
 
 
 def run(args: argparse.Namespace) -> Result:
-    """Data, both runs, and what they show."""
+    """Data, both runs, and their comparison."""
     output = args.output_dir.resolve()
     output.mkdir(parents=True, exist_ok=True)
     data = prepare_data(output, args.input)

@@ -42,7 +42,7 @@ Documented = Function | ast.ClassDef | ast.Module
 
 @dataclass(frozen=True)
 class Figures:
-    """What was counted in one checkout. Shares are between 0 and 1."""
+    """Counts of one checkout. Shares are between 0 and 1."""
 
     files: int
     function_lines_median: float

@@ -42,7 +42,7 @@ def sections_of_table(figures: Mapping[str, Any]) -> dict[str, str]:
 
 
 def summary(rows: Sequence[ScenarioRow]) -> str:
-    """What the damage table says, in sentences."""
+    """Summary of the damage table, in sentences."""
     shares = {row.scenario: row.elaswave / row.bound for row in rows}
     below = sorted(((share, s) for s, share in shares.items() if share < 0.95), key=lambda found: found[0])
     lines = [
@@ -73,7 +73,7 @@ def summary(rows: Sequence[ScenarioRow]) -> str:
 
 
 def where(rows: Sequence[ScenarioRow], peer: str, paper: float) -> str:
-    """In which layouts elaswave reaches ``paper`` times ``peer``, and in how many of their scenarios it goes on."""
+    """Layouts in which elaswave reaches ``paper`` times ``peer``, with the number of their scenarios that it survives."""
     reached: dict[tuple[int, int], list[bool]] = {}
     for row in rows:
         if row.peers[peer]:
@@ -85,7 +85,7 @@ def where(rows: Sequence[ScenarioRow], peer: str, paper: float) -> str:
 
 
 def barrier(rows: Sequence[ScenarioRow]) -> str:
-    """What a barrier between steps costs ReCycle's tables and elaswave's, and where the first pass the second."""
+    """Cost of a barrier between steps for ReCycle's tables and elaswave's, and where the first pass the second."""
     gains = [row.peers["recycle"] / row.peers["recycle-barrier"] for row in rows if row.peers["recycle"]]
     costs = [row.elaswave_staggered / row.elaswave for row in rows if row.elaswave]
     ahead = [row for row in rows if row.peers["recycle"] > row.elaswave]
@@ -102,7 +102,7 @@ def barrier(rows: Sequence[ScenarioRow]) -> str:
 
 
 def parting(rows: Sequence[ScenarioRow]) -> str:
-    """How few replicas have to be for policies to part."""
+    """Ratio of the policies by number of replicas."""
     ratios = {
         row.scenario.dp: row.elaswave / row.peers["recycle"]
         for row in rows

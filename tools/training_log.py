@@ -1,6 +1,6 @@
-"""What a training run said: Megatron's log lines, and the events of the elastic runtime.
+"""Output of a training run: Megatron's log lines, and the events of the elastic runtime.
 
-Idea: judge a run by what any user can see. Losses and step times come from
+Idea: judge a run by output that any user can see. Losses and step times come from
 Megatron's own ``iteration N/ M | … lm loss: …`` lines, lost ranks from the event
 log (one JSON line an event).
 

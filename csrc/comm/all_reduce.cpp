@@ -1,4 +1,4 @@
-// All-reduce. Small: everybody sends everything to everybody (few members) or
+// All-reduce. Small: each member sends everything to each (few members) or
 // to member 0, which sends the result round (many): one or two rounds. Large:
 // reduce-scatter and all-gather, pipelined. The sum is in member order in each.
 #include <cstring>

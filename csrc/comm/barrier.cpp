@@ -1,4 +1,4 @@
-// Barrier: everyone to everyone among few, through member 0 among many.
+// Barrier: each member to each among few, through member 0 among many.
 #include "collectives.hpp"
 
 namespace elastic::comm {

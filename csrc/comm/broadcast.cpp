@@ -1,4 +1,4 @@
-// Broadcast: the root writes each chunk once for all who read in place; over
+// Broadcast: the root writes each chunk once for all that read in place; over
 // sockets, large ones are scattered and all-gathered so that the root's wire
 // carries them once, not once a member.
 #include "collectives.hpp"

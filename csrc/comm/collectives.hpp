@@ -35,7 +35,7 @@ void all_to_all(const Call& call, const std::vector<Part>& send, const std::vect
 void gather(const Call& call, const Part& send, const std::vector<Part>& receive, int root);
 void scatter(const Call& call, const std::vector<Part>& send, const Part& receive, int root);
 void barrier(const Call& call);
-// Everyone reports to member 0, which names those missing after the time-out (global ranks).
+// Every member reports to member 0, which names those missing after the time-out (global ranks).
 void monitored_barrier(const Call& call, bool wait_all);
 
 }  // namespace elastic::comm

@@ -1,6 +1,6 @@
 // Congestion control of connections that stay on one host: the plainest there is.
 //
-// Nobody else's packets queue on the loopback, so there is nothing to control, and what a system's default does for
+// No other host's packets queue on the loopback, so there is nothing to control, and what a system's default does for
 // real networks costs: BBR (Cardwell et al., ACM Queue 2016) paces each segment with a timer. To be asked for before a
 // connection stands, since BBR leaves its pacing behind when it is replaced later.
 #pragma once

@@ -1,4 +1,4 @@
-// What can go wrong, as types; each has its twin in megatron/elastic/comm/errors.py.
+// Errors as types; each has its twin in megatron/elastic/comm/errors.py.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// What travels on a link: a 64-byte header and up to `length` bytes of payload.
+// Frames of a link: a 64-byte header and up to `length` bytes of payload.
 //
 // A message is one or more frames with the same key, in order; `offset` and
 // `total` place each. A Reference frame carries no payload: it names a block of

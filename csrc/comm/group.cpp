@@ -98,7 +98,7 @@ Workers::~Workers() {
 
 void Workers::submit(std::function<void()> task) {
   std::unique_lock<std::mutex> lock(mutex_);
-  if (stopping_) {  // nobody would wait for a thread of ours any more
+  if (stopping_) {  // no caller would wait for a thread of ours any more
     lock.unlock();
     return task();
   }

@@ -3,7 +3,7 @@
 // `members` never change; `living` are those of the present generation in the
 // same order. Work on one group runs in the order it was asked for: at once in
 // the caller's thread when nothing is queued, else behind what is. Queued work is
-// run by a worker or by whoever waits for it, whichever comes first.
+// run by a worker or by the thread that waits for it, whichever comes first.
 #pragma once
 
 #include <atomic>
@@ -37,7 +37,7 @@ struct Group {
   void run(Workers& workers, const std::function<void()>& work);
   // Queues `work` (which must not throw) and returns at once.
   void enqueue(Workers& workers, std::function<void()> work);
-  // Runs what is queued, or waits for who does, until done() or the deadline; whether it is done.
+  // Runs queued work, or waits for the thread that does, until done() or the deadline; whether it is done.
   bool help(Workers& workers, const std::function<bool()>& done, std::chrono::steady_clock::time_point deadline);
 
  private:
@@ -48,7 +48,7 @@ struct Group {
   std::mutex mutex_;
   std::condition_variable ran_;
   int waiting_ = 0;
-  bool busy_ = false;       // somebody runs work of this group
+  bool busy_ = false;       // a thread runs work of this group
   bool scheduled_ = false;  // a worker is about to look
   std::deque<std::function<void()>> queue_;
   std::weak_ptr<Group> self_;

@@ -1,4 +1,4 @@
-// Who is there: the four messages that open a link.
+// Handshake: the four messages that open a link.
 //
 //   Hello      dialer → listener   run, (rank, incarnation) of both, nonce
 //   Challenge  listener → dialer   nonce, proof of the secret over both messages
@@ -9,7 +9,7 @@
 // so a recorded exchange is worthless (fresh nonces), and neither side learns
 // more than that the other knows the secret. All messages have fixed sizes: a
 // stranger can make us read at most a few hundred bytes. A state machine driven
-// by whoever polls the socket; never blocks.
+// by the thread that polls the socket; never blocks.
 #pragma once
 
 #include <chrono>

@@ -284,7 +284,7 @@ void Hub::kick() {
   eventfd_write(bell_, 1);
 }
 
-// A message ended: whoever sleeps may have been waiting for it.
+// A message ended: a sleeping thread may have been waiting for it.
 void Hub::wake_local() {
   std::atomic_thread_fence(std::memory_order_seq_cst);
   if (asleep_.load(std::memory_order_relaxed)) kick();
@@ -436,7 +436,7 @@ void Hub::sleep(const WaitScope& scope, const std::function<bool()>& done) {
   waits_.erase(published);
 }
 
-// ---------------------------------------------------------------- messages nobody waits for
+// ---------------------------------------------------------------- messages without a waiting thread
 
 void Hub::background_changed(int by) {
   if (background_.fetch_add(by) != 0 || by < 0) return;

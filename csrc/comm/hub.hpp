@@ -2,7 +2,7 @@
 //
 // Everything that uses links holds the topology lock shared; edit() holds it
 // alone, so it begins only when all work of older generations has left (they
-// are woken by the frozen word) and nobody sees links change under it.
+// are woken by the frozen word) and no thread sees links change under it.
 //
 // Waiting: look at the rings for a moment, yield, then sleep in epoll on the
 // doorbell and all sockets. One thread sleeps there at a time (the leader) and
@@ -75,7 +75,7 @@ struct WaitScope {
   uint64_t generation = 0;
   Clock::time_point deadline{};
   double seconds = 0;                              // the time-out the deadline came from
-  bool background = false;                         // the progress thread: leads only while nobody else waits
+  bool background = false;                         // the progress thread: leads only while no other thread waits
   const Group* group = nullptr;                    // may be lost to an Abort
   std::function<void(std::vector<int>*)> missing;  // ranks still waited for
 };
@@ -207,7 +207,7 @@ class Hub final : public LinkHost {
   std::vector<uint64_t> known_;              // newest incarnation heard of, by rank
   std::vector<uint64_t> linked_;             // incarnation + 1 of the link in use, 0 where none
   std::map<int, int> dialing_;               // ranks being dialed from here
-  std::map<int, int> claims_;                // ranks that dialed us and have proved who they are
+  std::map<int, int> claims_;                // ranks that dialed us and have proved their identity
 
   std::atomic<uint64_t> generation_{0};
   std::atomic<uint64_t> frozen_{0};
@@ -228,7 +228,7 @@ class Hub final : public LinkHost {
   std::mutex background_mutex_;
   std::condition_variable background_cv_;
   std::atomic<int> background_{0};
-  std::atomic<int> waiters_{0};  // threads in wait() on somebody's behalf, not the progress thread
+  std::atomic<int> waiters_{0};  // threads in wait() for a caller, not the progress thread
   bool background_stop_ = false;
   std::thread progress_;
 

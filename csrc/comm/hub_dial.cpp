@@ -1,4 +1,4 @@
-// Opening links: made from what a handshake agreed, dialed, or taken up where the other side dialed.
+// Opening links: from the result of a handshake, by dialing, or where the other side dialed.
 //
 // For a pair the higher rank dials. A link the other side opened waits, parked,
 // until an edit names its incarnation; so a spare can open links ahead of time,
@@ -69,7 +69,7 @@ Parts Hub::make_parts(uint64_t ring_bytes, const std::shared_ptr<SharedMemory>& 
   return parts;
 }
 
-// A rank that dialed us and has proved who it is, until its link is parked or has failed: an edit here waits for
+// A rank that dialed us and has proved its identity, until its link is parked or has failed: an edit here waits for
 // that link and does not dial. Without it two links could come to be, and each end take another one.
 struct Hub::Claim {
   Hub& hub;
@@ -199,7 +199,7 @@ void Hub::redial(Dial& dial) {
   }
 }
 
-// Whether `dial` is over.
+// True if `dial` is over.
 bool Hub::step_dial(Dial& dial, std::map<int, Peer>& missing, std::map<int, LinkPtr>* opened) {
   if (dial.connecting >= 0) {
     int error = 0;
@@ -241,7 +241,7 @@ void Hub::collect_parked(std::map<int, Peer>& missing, std::map<int, LinkPtr>* o
   for (auto it = missing.begin(); it != missing.end();) {
     const auto parked = parked_.find(it->first);
     const bool right = parked != parked_.end() && parked->second->incarnation == it->second.incarnation;
-    if (right) parked->second->probe();  // nobody has looked at it since it was opened
+    if (right) parked->second->probe();  // no thread has read it since it was opened
     if (right && parked->second->dead()) {
       parked_.erase(parked);
       ++it;
@@ -256,8 +256,8 @@ void Hub::collect_parked(std::map<int, Peer>& missing, std::map<int, LinkPtr>* o
 }
 
 // Until every one of `missing` is linked: parked links are taken up, the others dialed. `ahead`: for an edit to come,
-// so that lower ranks dial too and who refuses is left out. Returns how many stood already or had been opened by the
-// other side, whose last word was under way to us; `dials` holds what is half-way.
+// so that lower ranks dial too and ranks that refuse are left out. Returns how many stood already or had been opened by
+// the other side, whose last word was under way to us; `dials` holds what is half-way.
 int Hub::connect(std::map<int, Peer> missing, Clock::time_point deadline, double timeout,
                  const std::function<void()>& check, bool ahead, Dials* dials, std::map<int, LinkPtr>* opened) {
   std::map<int, int> claimed;

@@ -25,7 +25,7 @@ struct Hub::Dial {
   }
   bool ready = false;
   int fd() const { return connecting >= 0 ? connecting : (negotiation ? negotiation->handshake.socket() : -1); }
-  bool over = false;  // kept to the end of the edit: dialing_ says who is not to dial us
+  bool over = false;  // kept to the end of the edit: dialing_ names the ranks that must not dial us
   void end() {
     over = true;
     if (connecting >= 0) ::close(std::exchange(connecting, -1));

@@ -1,4 +1,4 @@
-// The edit: who is living from a generation on, and what becomes of the links to those who are not.
+// The edit: the living ranks from a generation on, and the links to the others.
 //
 // With work of older generations gone and the topology held alone, links to the dead are dropped, missing ones opened
 // (hub_dial.cpp), every group counted anew. Nothing of a survivor's link is touched but what was pending on it, and a
@@ -87,7 +87,7 @@ EditStats Hub::edit(uint64_t generation, const Members& members, double timeout)
     }
     if (want != nullptr && !link) missing.emplace(r, *want);
   }
-  // Unmapping gives back the memory of the dead: nobody need wait for that, nor take turns with it.
+  // Unmapping returns the memory of lost ranks: no thread need wait for that, nor take turns with it.
   if (!gone->empty()) listener_->later(kUnmapAfter, [gone] { gone->clear(); });
   {
     std::lock_guard<std::mutex> lock(parked_mutex_);
@@ -149,9 +149,9 @@ EditStats Hub::edit(uint64_t generation, const Members& members, double timeout)
     if (!link->reads_in_place() || link->has_input() || link->dead()) link->pump();
   }
   alive_[size_t(config_.rank)] = true;
-  // With more ranks than cores, looking again costs whoever we wait for its turn. A yield passes it on where the peer
-  // is there at once, in shared memory. Over sockets whoever sleeps is woken as soon as bytes come, while one that
-  // went on looking, or yields, comes after everybody else who can run.
+  // With more ranks than cores, polling costs the peer that we wait for its turn. A yield passes it on where the peer
+  // is there at once, in shared memory. Over sockets a sleeping thread is woken as soon as bytes come, while one that
+  // polls, or yields, runs after all other runnable threads.
   const bool crowded = unsigned(local) > cores_;
   const bool very = unsigned(local) > 8 * cores_;
   const bool sockets = socket_links_ > 0;

@@ -277,7 +277,7 @@ void Link::send(const SendPtr& s) {
   run_ended();
 }
 
-// Nobody waits for these. What does not go out at once is the progress thread's to send: its sender may be through
+// No thread waits for these. The progress thread sends the rest that does not go out at once: its sender may be through
 // with its collective, and not come back before the peer has done what it waits for.
 void Link::send_copied(const FrameHeader& header, const void* payload, size_t size) {
   struct Owned : Send {
@@ -322,7 +322,7 @@ void Link::send_control(const FrameHeader& header) {
   look_after(*s);
 }
 
-// Outside all locks: what was queued may have gone out with it, and who asked to be told of that is told here.
+// Outside all locks: queued messages may have gone out with it, and their callbacks run here.
 void Link::send_small(const Key& key, const void* data, size_t size) {
   FrameHeader h = header_for(key, host_.generation(), FrameKind::Data);
   h.length = h.total = size;

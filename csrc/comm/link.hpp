@@ -82,7 +82,7 @@ class Link {
   bool needs_flush() const { return queued_.load(std::memory_order_acquire); }
   bool dead() const { return dead_.load(std::memory_order_acquire); }
   void mark_dead(const std::string& why);
-  // Asks the socket, which nobody may have looked at for a while.
+  // Asks the socket, which no thread may have read for a while.
   void probe();
   // Ends everything pending with `error`; frames of older generations are void from now on.
   void purge(const std::exception_ptr& error);

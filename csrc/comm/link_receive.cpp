@@ -249,7 +249,7 @@ Link::Gate Link::gate(const FrameHeader& h) const {
   return h.generation > host_.generation() ? Gate::Shut : Gate::Open;
 }
 
-// The first frame of a message that was not offered: who takes it, or where it is kept.
+// The first frame of a message that was not offered: its receive, or the place where it is kept.
 void Link::begin_message(const FrameHeader& h) {
   if (current_recv_ || current_arrived_) {
     return malformed("a message begins within another one");

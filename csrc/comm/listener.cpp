@@ -23,7 +23,7 @@ namespace {
 
 constexpr size_t kMostHalfWay = 1024;
 constexpr int kBacklog = 1024;
-constexpr int kLookMilliseconds = 50;  // between looks for who has been half-way for too long
+constexpr int kLookMilliseconds = 50;  // between checks for handshakes that take too long
 
 [[noreturn]] void raise(const std::string& what) {
   throw CommError(what + ": " + std::strerror(errno));

@@ -1,4 +1,4 @@
-// Messages in flight: one Send or Recv for each, shared by whoever waits and the link.
+// Messages in flight: one Send or Recv for each, shared by the waiting thread and the link.
 //
 // `state` ends as Done or Failed exactly once, under the link's lock; after that
 // nothing reads (Send) or writes (Recv) the user's memory any more.
@@ -20,7 +20,7 @@ struct Message {
   std::atomic<MessageState> state{MessageState::Pending};
   std::exception_ptr error;     // set before state becomes Failed
   std::function<void()> ended;  // called once, with no lock of the link held; may be empty
-  bool detached = false;        // nobody need wait for it: the progress thread looks after it
+  bool detached = false;        // no thread need wait for it: the progress thread sends it
   bool counted = false;         // the progress thread knows of it; under the link's lock
 
   bool pending() const { return state.load(std::memory_order_acquire) == MessageState::Pending; }

@@ -151,7 +151,7 @@ class Pipeline {
     }
   }
 
-  // Contributions to everybody's chunk c go out.
+  // Contributions to every member's chunk c go out.
   void contribute(uint32_t c) {
     if (job_.inputs == nullptr) return;
     for (int step = 1; step < n_; ++step) {

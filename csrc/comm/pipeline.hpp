@@ -1,6 +1,6 @@
 // Reduce-scatter and all-gather by direct exchange, cut into chunks that overlap.
 //
-// Member j reduces part j: everybody copies its contribution to part j once into
+// Member j reduces part j: each member copies its contribution to part j once into
 // its outbox (or onto the wire), j reads all of them where they lie, reduces in
 // member order, and publishes the result once for all. With shared memory that
 // is one copy in, one reduction pass and one copy out for each byte (Thakur,

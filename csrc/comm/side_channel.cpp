@@ -55,7 +55,8 @@ void SideChannel::send(int to, const char* data, size_t size, const Keep& keep) 
   await([this, to] { return outgoing_[to].queue.empty() && outgoing_[to].unsent == 0; });
 }
 
-// Hands over what may be under way. With the topology held: callers hold it, and so does whoever takes in messages.
+// Hands over what may be under way. With the topology held: callers hold it, and so does the thread that takes in
+// messages.
 void SideChannel::push(int to) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -74,7 +75,7 @@ void SideChannel::push(int to) {
   }
 }
 
-// The next piece that may be under way; else nobody is pushing any more.
+// The next piece that may be under way; else no thread is pushing any more.
 bool SideChannel::next(int to, Piece* piece) {
   std::lock_guard<std::mutex> lock(mutex_);
   Outgoing& out = outgoing_[to];
@@ -177,7 +178,7 @@ void SideChannel::expect_piece(int from, char* into, size_t size, bool confirm, 
   link_to(from).post(r);
 }
 
-// Called where a message ends: nobody is there to be told that there is no link any more.
+// Called where a message ends: no caller is left that could be told of the missing link.
 void SideChannel::confirm(int from) {
   Link* link = hub_.link(from);
   if (link == nullptr || hub_.generation() != generation_) return;

@@ -1,9 +1,9 @@
 // Long messages beside the steps of a job: in pieces, the next one when the receiver has confirmed the last.
 //
 // A link is one queue: what a step sends waits behind whatever was handed over before it, so of a long message one
-// piece at most lies there. No thread runs for a piece: whoever takes in messages, a step's wait or the progress
-// thread, hears of a confirmation and hands the next piece over. The caller sleeps meanwhile, and is not counted in
-// what this process waits for.
+// piece at most lies there. No thread runs for a piece: the thread that takes in messages, a step's wait or the
+// progress thread, hears of a confirmation and hands the next piece over. The caller sleeps meanwhile, and is not
+// counted in what this process waits for.
 //
 // Within one generation. A message of one piece needs no confirmation. Memory handed in is kept by whatever still
 // refers to it, so a channel may be given up at any time.
@@ -25,7 +25,7 @@ namespace elastic::comm {
 class SideChannel : public std::enable_shared_from_this<SideChannel> {
  public:
   // `group`: whose living members talk here; `number` tells channels of one generation apart. `beside`, `hurried`:
-  // unconfirmed pieces to one receiver, beside a step and where everybody waits. The hub must outlive all calls.
+  // unconfirmed pieces to one receiver, beside a step and where all ranks wait. The hub must outlive all calls.
   SideChannel(Hub& hub, GroupPtr group, uint32_t number, size_t piece_bytes, int beside, int hurried);
 
   // One thread at a time for each peer and direction. Until the memory may be written again (send) or read (receive);
@@ -34,7 +34,7 @@ class SideChannel : public std::enable_shared_from_this<SideChannel> {
   void receive(int from, char* into, size_t size, const Keep& keep);
   // Until `to` has confirmed everything: nothing of this channel is left on the way there.
   void drain(int to);
-  // From now on everybody waits for what is sent here.
+  // From now on all ranks wait for these messages.
   void hurry();
   // Ends every wait, from any thread.
   void give_up();
@@ -66,7 +66,7 @@ class SideChannel : public std::enable_shared_from_this<SideChannel> {
   void fail(const std::exception_ptr& error);
   void await(const std::function<bool()>& done);
 
-  Hub& hub_;  // alive whenever somebody calls, and whenever a message ends
+  Hub& hub_;  // alive during every call, and whenever a message ends
   const GroupPtr group_;
   const uint64_t generation_;
   const uint32_t number_;

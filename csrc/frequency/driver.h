@@ -52,7 +52,7 @@ class Driver {
   // Restores all it can, then throws what kept it from the rest.
   virtual void restore(const std::string& snapshot) = 0;
   // Keeps other processes that ask likewise from the clocks until this driver goes. Throws Unavailable when one has
-  // them: what is found then is that one's setting, and who restores last would restore it. Devices of one rank:
+  // them: what is found then is that one's setting, and the last one to restore would restore it. Devices of one rank:
   // nothing.
   virtual void claim() {}
   // Milliwatts, kUnknown where the platform does not say.

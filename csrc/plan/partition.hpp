@@ -1,4 +1,5 @@
-// Cutting the model over the ordered cells of one pipeline (megatron/elastic/plan/search/partition.py says what is asked).
+// Cutting the model over the ordered cells of one pipeline (megatron/elastic/plan/search/partition.py says what is
+// asked).
 #pragma once
 
 #include <cstdint>
@@ -18,7 +19,7 @@ struct Seat {
 
 class Partition {
  public:
-  // work: of one micro-batch, ns; moved: bytes that whoever does not hold a unit has to fetch. Throws
+  // work: of one micro-batch, ns; moved: bytes that a cell has to fetch for a unit it does not hold. Throws
   // std::invalid_argument when the sums are of unequal length.
   Partition(std::vector<Time> work, Memory memory, std::vector<std::int64_t> moved);
 

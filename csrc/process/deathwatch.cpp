@@ -53,7 +53,8 @@ Deathwatch::~Deathwatch() {
 bool Deathwatch::watch(std::uint64_t number, void* where) {
   forget(number);
   auto watch = std::make_unique<Watch>();
-  // The word of a lock that the kernel knows: holder's thread id, whether somebody waits, whether the holder died.
+  // The word of a lock that the kernel knows: holder's thread id, a flag for a waiting thread, a flag for a dead
+  // holder.
   watch->word = reinterpret_cast<Word*>(&static_cast<pthread_mutex_t*>(where)->__data.__lock);
   if (watch->word->load() == 0) return false;
   watch->thread = std::thread([this, number, it = watch.get()] { wait_for(*it, number); });
@@ -64,7 +65,7 @@ bool Deathwatch::watch(std::uint64_t number, void* where) {
 void Deathwatch::wait_for(Watch& watch, std::uint64_t number) {
   std::uint32_t seen = watch.word->load();
   while (!watch.over && !(seen & FUTEX_OWNER_DIED)) {
-    // The kernel wakes somebody only where the word says that somebody waits.
+    // The kernel wakes a waiter only if the word has the flag for a waiting thread.
     if (!(seen & FUTEX_WAITERS)) {
       if (!watch.word->compare_exchange_weak(seen, seen | FUTEX_WAITERS)) continue;
       seen |= FUTEX_WAITERS;

@@ -1,14 +1,14 @@
-// Hears of a process's death at its beginning, not at its end.
+// Reports a process's exit at its beginning, not at its end.
 //
-// A process that is killed is over long before its parent or a pidfd hears of it: first every thread has to have its
-// turn on a processor, then the kernel takes the memory apart, and only then is anybody told. What the kernel does
-// first for a thread that ends is to let go of the robust futexes it holds (exit_mm_release in kernel/exit.c, before
-// the address space goes), waking whoever waits for them. So the watched thread holds a robust lock in memory that it
+// A killed process stops long before its parent or a pidfd is told: first every thread has to have its
+// turn on a processor, then the kernel frees the memory, and only then reports the exit. The first action of the kernel
+// for a thread that ends is to release the robust futexes that it holds (exit_mm_release in kernel/exit.c, before
+// the address space goes), and to wake the waiters. So the watched thread holds a robust lock in memory that it
 // shares with its watcher, for life, and the watcher waits for that lock.
 //
 // Invariant: a number is taken at most once, and only after the thread that held its lock has ended. That says nothing
-// yet of the process's other threads: whoever acts on it kills the process first. What runs no robust futexes
-// (or died before it held its lock) is never reported here; a pidfd is right always, only later.
+// yet of the process's other threads: a caller kills the process before it acts. A process without robust futexes
+// (or that ended before it held its lock) is never reported here; a pidfd always is, but later.
 #pragma once
 
 #include <atomic>
@@ -37,7 +37,7 @@ class Deathwatch {
 
   // Readable when there is something to take.
   int descriptor() const { return event_; }
-  // Begins to wait for the lock at `where`, which somebody holds already; false if nobody does. `where` has to stay
+  // Begins to wait for the lock at `where`, which a thread holds already; false if none does. `where` has to stay
   // mapped until forget() or the end of this.
   bool watch(std::uint64_t number, void* where);
   // Waits for it no longer; silent if it is not watched.

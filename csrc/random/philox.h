@@ -4,7 +4,7 @@
 // 1, 2, 3" (SC 2011), section 3.3. Counter-based: block n of a stream is a pure
 // function of (key, n), so any element of a mask can be formed anywhere, alone.
 //
-// Invariant: nothing here depends on who asks, in which order, or how often.
+// Invariant: nothing here depends on the caller, or on the order or number of calls.
 #pragma once
 
 #include <array>

@@ -1,7 +1,7 @@
-"""What every benchmark (and every test with real processes) shares.
+"""Common parts of every benchmark and of every test with real processes.
 
 - :class:`Ranks` forks ranks that talk to their parent over a pipe, so that the
-  parent can kill one at a named point and collect what the others say.
+  parent can kill one at a named point and collect the answers of the others.
 - :func:`machine` describes where figures were taken, :func:`median_of` repeats a
   measurement, :func:`print_result` writes the one JSON object that ends a bench.
 
@@ -66,11 +66,11 @@ class Here:
         return {rank: json.loads(store.get(key)) for rank, key in keys.items()}
 
     def tell(self, what: Any) -> None:
-        """Say something to the parent."""
+        """Send a message to the parent."""
         self.pipe.send(("said", what))
 
     def ask(self) -> Any:
-        """Wait for the parent's word."""
+        """Wait for a message of the parent."""
         return self.pipe.recv()
 
 
@@ -112,7 +112,7 @@ class Ranks:
         return self._next(rank)[1]
 
     def results(self, ranks: Iterable[int]) -> dict[int, Any]:
-        """What ``body`` returned in each of ``ranks``."""
+        """The result of ``body`` in each of ``ranks``."""
         return {rank: self.hear(rank) for rank in ranks}
 
     def say(self, rank: int, what: Any) -> None:
@@ -128,7 +128,7 @@ class Ranks:
         return int(self._processes[rank].pid)
 
     def exit_code(self, rank: int, seconds: float = 30.0) -> int | None:
-        """How the process of ``rank`` ended (negative: by that signal); None when it has not within ``seconds``."""
+        """Exit status of the process of ``rank`` (negative: by that signal); None if it runs after ``seconds``."""
         self._processes[rank].join(seconds)
         return cast("int | None", self._processes[rank].exitcode)
 

@@ -47,7 +47,7 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def finished(job: Sequence[str], seconds: float = 400.0, **more: str) -> str:
-    """What ``job`` wrote to stdout. Raises ``RuntimeError`` with the end of its output when it fails."""
+    """The output of ``job`` on stdout. Raises ``RuntimeError`` with the end of its output when it fails."""
     done = subprocess.run(
         job, cwd=ROOT, env=environment(**more), capture_output=True, text=True, timeout=seconds, check=False
     )

@@ -1,4 +1,4 @@
-"""``pretrain_gpt.py`` with a clock on what elasticity costs each rank in quiet times; started by ``overhead``.
+"""``pretrain_gpt.py`` with a clock on the costs of elasticity for each rank while nothing fails; see ``overhead``.
 
 Clocks are of thread CPU time, so that waiting for a peer, or for a core that others
 use, is not taken for cost. They nest: what an inner one counts is taken off the outer.
@@ -65,7 +65,7 @@ OWNED: set[tuple[int, int, int]] = set()
 
 
 def main() -> None:
-    """Patch, train, write what was counted."""
+    """Patch, train, write the counts."""
     clocks = Clocks()
     StepBody.ship = clocks.timed("ship", StepBody.ship)  # type: ignore[method-assign]
     StepBody.reduce = clocks.timed("reduce", StepBody.reduce)  # type: ignore[method-assign]

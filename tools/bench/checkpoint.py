@@ -1,4 +1,4 @@
-"""What a save costs the steps around it: Megatron-LM's own, and with --elastic in the background or before a step.
+"""Cost of a save for the steps around it: Megatron-LM's own, and with --elastic in the background or before a step.
 
     python -m tools.bench.checkpoint [--trials 3] [--ranks 2] [--hidden 512]
 
@@ -6,7 +6,7 @@ Each trial runs, in turn, on the same model and data: Megatron-LM without and wi
 save, then --elastic without one, with one in the background and with one that is
 finished before the next step. Every run's clock is the same: when its line of each
 iteration comes. ``stall_X_s``: the gap that holds the save less the median gap of the
-run of that kind without one; ``drag_X_s``: what the gaps after it add up to beyond
+run of that kind without one; ``drag_X_s``: the sum of the gaps after it beyond
 that median, in which the background write goes on. The last line is one JSON object.
 """
 

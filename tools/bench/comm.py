@@ -158,7 +158,7 @@ def table(times: dict[Case, list[float]], copy: float) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Measure what the command line asks for."""
+    """Measure the cases of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", default="2,4,8")
     parser.add_argument("--kinds", default=",".join(KINDS))

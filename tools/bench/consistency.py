@@ -1,11 +1,11 @@
-"""What a loss does to the numbers: this runtime's default and exact modes beside a naive elastic run.
+"""Effect of a loss on the numbers: this runtime's default and exact modes beside a naive elastic run.
 
     python -m tools.bench.consistency [--steps 60] [--at 20] [--ranks 4] [--naive-ranks 2]
 
-Each way trains the same model with dropout twice: undisturbed, and with a loss at step ``--at`` that nobody
+Each way trains the same model with dropout twice: undisturbed, and with a loss at step ``--at`` after which no rank
 returns from.
 
-default     ``--elastic``: the step is finished by those who are left
+default     ``--elastic``: the survivors finish the step
 exact       ``--elastic-exact``, compared by the hashes of its last checkpoint as well (docs/design.md §8)
 smaller     ``--elastic-policy torchft``: the replica is dropped, and its part of every batch with it
 restarted   plain Megatron-LM: saved at the step before, started again with fewer data-parallel ranks and the same

@@ -105,7 +105,7 @@ def measure(case: Case, dtype: torch.dtype, trials: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure what the command line asks for."""
+    """Measure the cases of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trials", type=int, default=15, help="alternating trials of each")
     parser.add_argument("--threads", type=int, default=1, help="threads torch may use; ours uses one")

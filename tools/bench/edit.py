@@ -10,14 +10,14 @@ processes and the same death, four ways to go on:
 
 The groups are those Megatron's own ``parallel_state`` asks for at TP 2 × PP 2 ×
 DP N/4, recorded from its calls. Phases apart: ``abort`` (interrupt → the blocked
-collective has returned), ``agree`` (everybody reports its address, the lowest
-rank writes one record of all, on which the others wait: what FREEZE and DECIDE
+collective has returned), ``agree`` (every rank reports its address, the lowest
+rank writes one record of all, on which the others wait: the parts of FREEZE and DECIDE
 are made of), ``edit`` (the edit proper), ``first`` (a first all-reduce over
-everybody alive), ``every_group`` (an all-reduce on each group).
+every living rank), ``every_group`` (an all-reduce on each group).
 
 Where ranks outnumber cores, one rank's phase would be measured with the others'
-next phase running in its turn. So nobody begins a phase before all have ended
-the one before (:class:`Gate`: who waits there sleeps), in every way alike, the
+next phase running in its turn. So no rank begins a phase before all have ended
+the one before (:class:`Gate`: a rank that waits there sleeps), in every way alike, the
 first not before the dead process has been reaped, as its agent would, and
 
 - a phase's time is from its first rank's begin to its last rank's end (``edit``, ...);
@@ -87,7 +87,7 @@ def megatron_groups(ranks: int) -> Groups:
 
 
 def stock_groups(groups: Groups, living: Sequence[int], chosen: set[int] | None) -> list[Any]:
-    """What a script does with torch alone: ``new_group`` one by one, everybody taking part in each."""
+    """Groups as a script makes them with torch alone: ``new_group`` one by one, all ranks in each call."""
     place = {rank: index for index, rank in enumerate(living)}
     made = []
     for index, (_, members) in enumerate(groups):
@@ -98,11 +98,11 @@ def stock_groups(groups: Groups, living: Sequence[int], chosen: set[int] | None)
 
 
 class Gate:
-    """Nobody passes before all have come. Who waits sleeps in the kernel; one write wakes everybody."""
+    """No rank passes before all have come. A rank that waits sleeps in the kernel; one write wakes all."""
 
     def __init__(self) -> None:
         self._come = os.eventfd(0, os.EFD_SEMAPHORE)
-        # In turns: who is at the next gate already must not take the leave of one who has not woken at this.
+        # In turns: a rank at the next gate must not take the wake-up of a rank that still sleeps at this one.
         self._go = [os.eventfd(0, os.EFD_SEMAPHORE) for _ in range(2)]
 
     def enter(self, rank: int, living: Sequence[int]) -> None:
@@ -137,7 +137,7 @@ class Worker:
         return make_fabric(config, self.here.rank, self.here.size, 0, run, b"bench", self.here.store, timeout=SECONDS)
 
     def agree(self, kind: str, living: Sequence[int], generation: int) -> dict[int, Address]:
-        """Every member's address, from one record; nobody polls."""
+        """Every member's address, from one record; no rank polls."""
         place = f"agree/{kind}/{generation}"
         self.records.set(f"{place}/{self.here.rank}", json.dumps(msgspec.to_builtins(self.fabrics[kind].address())))
         if self.here.rank == living[0]:
@@ -249,7 +249,7 @@ def body(here: Here, groups: Groups, kinds: Sequence[str], deaths: Sequence[int]
 
 
 def times_of(heard: Sequence[Trial]) -> dict[str, float]:
-    """Seconds by phase of one trial, from what each rank measured (see the module docstring)."""
+    """Seconds by phase of one trial, from the times of each rank (see the module docstring)."""
     times: dict[str, float] = {}
     for phase, one in heard[0].items():
         if isinstance(one, float):
@@ -291,7 +291,7 @@ def run(ranks: int, kinds: Sequence[str], trials: int) -> dict[str, dict[str, An
 
 
 def ratios(found: dict[str, Any]) -> dict[str, float]:
-    """How many times faster the native edit is than making the groups by each other way, all ranks each time.
+    """Ratio of each other way of making the groups to the native edit, all ranks each time.
 
     ``gloo`` connects its groups aside, so its figure is the time until every group has been used.
     """
@@ -305,7 +305,7 @@ def ratios(found: dict[str, Any]) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measure what the command line asks for."""
+    """Measure the ways of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", default="8,16,32,64")
     parser.add_argument("--ways", default="native,gloo,full,partial")

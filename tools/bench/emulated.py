@@ -134,7 +134,7 @@ class EmulatedModel:
         self.parameters = [torch.nn.Parameter(torch.zeros(WIDTH)) for _ in self.profile.units]
 
     def seconds(self, piece: Piece, part: Callable[[UnitCost], int]) -> float:
-        """How long that part of ``piece`` lasts."""
+        """Duration of that part of ``piece``."""
         return sum(map(part, self.profile.units[piece.first : piece.end])) * len(piece.rows) * self.second
 
     @contextmanager
@@ -165,13 +165,13 @@ class EmulatedModel:
         return torch.Size((1, rows, WIDTH)), torch.float32
 
     def activation_bytes(self, unit: int) -> int:
-        """What a row of the boundary takes."""
+        """Duration of a row at the boundary."""
         return 4 * WIDTH
 
     def forward(
         self, step: Any, piece: Piece, place: tuple[int, int], source: torch.Tensor | None, batches: Iterator[Any]
     ) -> torch.Tensor | LossOutput:
-        """Wait; the last segment's loss is the mean of what arrives."""
+        """Wait; the last segment's loss is the mean of its input."""
         rows = torch.zeros(self.boundary(len(piece.rows))[0]) if source is None else source
         parameters = self.parameters[piece.first : piece.end]
         output: torch.Tensor = _Timed.apply(rows, self, piece, *parameters)  # type: ignore[no-untyped-call]
@@ -209,7 +209,7 @@ class Everywhere(Assignment):
 
 
 def emulated_job(case: Case, second: float, config: ElasticConfig) -> tuple[EngineParts, EmulatedModel]:
-    """What the engine is built from, and the model that keeps the time: ``second`` of it for a ns of the profile."""
+    """The parts of the engine, and the model that keeps the time: ``second`` of it for a ns of the profile."""
     scenario = case.scenario
     whole, _ = scenario_topology(scenario)
     memory = whole.cells[0].memory_bytes
@@ -237,7 +237,7 @@ def emulated_job(case: Case, second: float, config: ElasticConfig) -> tuple[Engi
 
 
 def no_forward_step(batches: Iterator[Any], model: Any) -> Any:
-    """What the engine hands to the model, which waits instead."""
+    """The engine's interface to the model, which waits instead of computing."""
     raise AssertionError("an emulated unit computes nothing")
 
 

@@ -1,4 +1,4 @@
-"""Layers that move to other workers after a loss: what the steps pay for it, beside moving the same bytes at once.
+"""Layers that move to other workers after a loss: cost for the steps, beside moving the same bytes at once.
 
     python -m tools.bench.migrate [--trials 3] [--link tcp] [--gbit 1] [--hidden 512] [--seq 32] [--batch 16]
                                   [--waiting 0.1]
@@ -10,17 +10,17 @@ its replica is cut anew, then quiet steps follow. A movement is compared with th
 With ``--gbit R`` (root, programs ip and tc) everything runs in a network namespace of
 its own, whose loopback passes R Gbit/s (token bucket): links as slow as between hosts,
 but one medium for all ranks. Without it TCP moves bytes about as fast as the
-processors copy them, so that what moves is paid for in processor time.
+processors copy them, so that a transfer costs processor time.
 
 With ``--waiting S`` every forward and every backward waits S seconds besides, as a host does whose accelerator
-computes: its cores are there for what moves. Without it whoever moves state takes the processor from whoever computes.
+computes: its cores are free for transfers. Without it a transfer takes the processor from a rank that computes.
 
 From the event logs, for the movement with which layers change place:
 
 bytes       state that came to ranks in added copies, all ranks together, and to the busiest rank
 background  seconds from the first byte to the end of the step whose vote names the new placement, the stall not among
             them, and the steps committed in it
-stall       what the slowest rank waited for it in that step, and its parts: the last bytes, before shipping (finish);
+stall       wait of the slowest rank for it in that step, and its parts: the last bytes, before shipping (finish);
             plan, modules and groups, after the vote (stand); certificate, after the gather
 longer      what the steps of the background, that of the vote with them, took longer than the median of the quiet
             ones before them
@@ -29,7 +29,7 @@ exposed     longer and first
 share       exposed, as a share of moving the bytes over an idle link: the busiest rank's over a link of its own, with
             ``--gbit`` all ranks' over the one there is (bandwidth: the same run, two processes, 64 MiB)
 step        the quiet step before, and how far one such step is from the next (median of the distances from the median)
-of_blocking exposed in the background, as a share of what is exposed when everybody waits for the same movement
+of_blocking exposed in the background, as a share of the exposed time when all ranks wait for the same movement
 
 The last line is one JSON object.
 """
@@ -116,7 +116,7 @@ def commits(records: list[EventRecord]) -> dict[int, float]:
 
 
 def migrations(records: list[EventRecord]) -> dict[int, list[EventRecord]]:
-    """Step → what each rank says of the movement that its vote ended."""
+    """Step → the events of each rank about the movement that its vote ended."""
     found: dict[int, list[EventRecord]] = {}
     for record in records:
         if record.kind == "migration":

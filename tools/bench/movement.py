@@ -1,4 +1,4 @@
-"""How much state a change of membership moves, against the least that any balanced layout needs.
+"""State moved by a change of membership, against the least that any balanced layout needs.
 
     python -m tools.bench.movement [--changes 1000] [--ranks 8] [--units 24] [--blocks 48] [--seed 0]
 
@@ -87,7 +87,7 @@ def lower_bounds(
 
 
 def contiguous(groups: Sequence[UnitGroup], mirrors: int) -> dict[BlockKey, Copies]:
-    """Each unit in rank-ordered contiguous ranges, mirrored to the next ranks: what a rebuild by rank order gives."""
+    """Each unit in rank-ordered contiguous ranges, mirrored to the next ranks, as after a rebuild by rank order."""
     copies = {}
     for group in groups:
         n, holders = len(group.blocks), group.holders
@@ -164,7 +164,7 @@ def stages(cut: int, layers: int, blocks: int, data: int) -> list[UnitGroup]:
 
 
 def layer_moves(layers: int, blocks: int, data: int, mirrors: int, ownership: Ownership) -> dict[str, int]:
-    """What the last layer of the first stage of ``data`` ranks moves, in blocks, when the second one takes it over."""
+    """Blocks moved when the last layer of the first stage of ``data`` ranks passes to the second stage."""
     rules = Rules(mirrors, 4, {rank: rank for rank in range(2 * data)}, ownership)
     placement = initial(stages(layers // 2, layers, blocks, data), rules)
     _, changes = rebalance(placement, stages(layers // 2 - 1, layers, blocks, data), rules)

@@ -1,10 +1,10 @@
-"""What elasticity costs while nothing fails: mirrors, votes, heartbeats, verification, as shares of a step.
+"""Cost of elasticity while nothing fails: mirrors, votes, heartbeats, verification, as shares of a step.
 
     python -m tools.bench.overhead [--ranks 4] [--trials 3] [--mirrors 1] [--verify-interval 100]
 
 Two measurements on the quickstart's model, data parallel over all ranks:
 
-share      CPU time, rank by rank and step by step, of what a run without elasticity would not do
+share      CPU time, rank by rank and step by step, of work that a run without elasticity would not do
            (packing and sealing shipped gradients, keeping them, replaying mirrored blocks, voting,
            publishing activity), over the CPU time of the whole step. Waiting is not cost, and the
            other processes of the machine do not count
@@ -41,7 +41,7 @@ COSTS = ("ship", "seals", "retain", "replay_mirrored", "vote", "publish")
 
 
 def run(ranks: int, *flags: str) -> list[dict[str, Any]]:
-    """One job; what each rank counted. Raises ``RuntimeError`` with its output when it fails."""
+    """One job; the counts of each rank. Raises ``RuntimeError`` with its output when it fails."""
     with tempfile.TemporaryDirectory() as folder:
         job = command(ranks, *MODEL, "--train-iters", str(STEPS), "--elastic", *flags, script=WORKER)
         finished(job, OVERHEAD_OUT=folder)

@@ -1,4 +1,4 @@
-"""How long planning takes, from 16 to 100,000 cells.
+"""Duration of planning, from 16 to 100,000 cells.
 
     python -m tools.bench.planner [--repeat 5]
 
@@ -44,7 +44,7 @@ def best(repeat: int, work: Callable[[], object]) -> float:
 
 
 def decision(topology: Topology, profile: Profile, split: bool = False) -> None:
-    """What every process computes at DECIDE."""
+    """The computation of every process at DECIDE."""
     found = decide(topology, profile, DecisionOptions(split_backward=split))
     shape = found.steady if found.steady is not None else found.instant
     if isinstance(shape, Shape):

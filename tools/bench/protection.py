@@ -1,4 +1,4 @@
-"""A rank is lost: how long state blocks have fewer mirrors than they should, over layouts and numbers of mirrors.
+"""Time in which state blocks have fewer mirrors than requested after a loss, over layouts and numbers of mirrors.
 
     python -m tools.bench.protection [--trials 3] [--hidden 128] [--steps 12] [--comm elastic]
 
@@ -10,7 +10,7 @@ unprotected      seconds from noticing the loss to the vote that names the last 
                  further loss before that may cost a block (``time_unprotected_s``)
 steps            committed in that time, the one whose vote it is included
 recovery         the part of it before work goes on
-of_step          what comes after the recovery, as a share of the job's median step: 1 is the step computed again
+of_step          the part after the recovery, as a share of the job's median step: 1 is the step computed again
 blocks           the most that were short of a mirror at one time
 copied_bytes     state that came to survivors in copies made for it, all ranks together
 waited           seconds that the slowest rank waited for these copies, of its shipping

@@ -1,4 +1,4 @@
-"""Run benchmarks as the documentation quotes them, and keep what they print last.
+"""Run benchmarks with the arguments of the documentation, and keep their last lines.
 
     python -m tools.bench.record [NAME ...]          # all of them: about an hour on two quiet cores
 
@@ -80,7 +80,7 @@ def last_object(printed: str) -> dict[str, Any]:
 
 
 def _printed(benchmark: Benchmark) -> str:
-    """What it writes to stdout. Raises ``SubprocessError``; its jobs end with it also when time is up."""
+    """Its output on stdout. Raises ``SubprocessError``; its jobs end with it also when time is up."""
     command = [sys.executable, *benchmark.command[1:]]
     with subprocess.Popen(
         command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True, start_new_session=True

@@ -5,13 +5,13 @@
 For each signal and communicator (the gloo baseline, which rebuilds every group, in the
 same run) one real job under the launcher, default settings: pipeline 2, the rest data
 parallel. Ranks of both stages are lost one after the other, each when the one before is
-back and some steps have passed with everybody. Per loss, from the event logs:
+back and some steps have passed with all ranks. Per loss, from the event logs:
 
 overhead    from the signal to the next committed step, less the median step with all ranks present
-redone      apart from it: what had been computed of the step before the signal, and was computed again
+redone      apart from it: work of the step from before the signal that was computed again
 detect      from the signal to the first survivor that reports
 phases      of the slowest survivor: decide, edit, plan, settle (and freeze, where it is told apart)
-state bytes received by anybody between the two commits: optimizer state that had to move first
+state bytes received by any rank between the two commits: optimizer state that had to move first
 lost steps  that some survivor knew to be committed and that were not kept
 
 The last line is one JSON object: medians over the losses.
@@ -38,7 +38,7 @@ from tools.bench._jobs import QUIET, ROOT, command, environment, faults
 
 MANY_STEPS, PATIENCE = 2000, 600.0
 WHOLE_STEPS = 6
-"""With all ranks present, before each loss: what a normal step is taken from."""
+"""Steps with all ranks present before each loss, of which the normal step is the median."""
 DRAINED = 3
 
 MODEL = QUIET + shlex.split("""
@@ -146,7 +146,7 @@ def _state_bytes(events: list[EventRecord], step: int) -> int:
 
 
 def figures(losses: list[Loss]) -> dict[str, object]:
-    """Medians over losses; the worst of what must be nought."""
+    """Medians over losses; the worst value of figures that must be 0."""
     names = dict.fromkeys(name for loss in losses for name in loss.phases)
     return {
         "losses": len(losses),

@@ -1,4 +1,4 @@
-"""A lost rank comes back: how soon it takes part once it is ready, and what the others wait for it.
+"""Rejoin of a lost rank: time from ready to taking part, and the wait of the other ranks.
 
     python -m tools.bench.rejoin [--trials 3] [--ranks 4] [--comm elastic]
 
@@ -9,13 +9,13 @@ is admitted at a step boundary. From the event logs, per trial:
 admission      from "ready" (model built, waiting) until the generation that admits it is settled: it takes part
 boundary       the part of it until the members get to the boundary where they let it in: the rest of the step under
                way (of the next one, if that had been voted on already), in which they train on
-joining        what is left of it: the machinery's own time
-stall          what the slowest member spent in that generation, from asking for it on, as a share of the median step:
-               where ranks share cores, with what it waits for a turn while others train again
+joining        the rest of it: the runtime's own time
+stall          time of the slowest member in that generation, from asking for it on, as a share of the median step:
+               where ranks share cores, with its wait for a turn while others train again
 stall_mean     the same of all members on average
 longer         by how much the step that begins with it took longer, admission and a newcomer's first pass through the
                model included, as a share of the median of later steps
-switch         what the slowest rank waited where its state copies began to count, as a share of a step
+switch         wait of the slowest rank where its state copies began to count, as a share of a step
 background     seconds in which those copies were made while steps went on
 links_opened   links that the members opened in that generation; links_ahead, those that stood already
 
@@ -43,7 +43,7 @@ MODEL = QUIET + shlex.split("""
 """)
 
 _SETTLED = 8
-"""Steps after an admission that are not looked at for what a step usually takes: its copies are made beside them."""
+"""Steps after an admission that do not count as usual steps: copies are made beside them."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Trial:
 
 
 def run_trial(ranks: int, comm: str, steps: int) -> Trial:
-    """One job. Raises ``RuntimeError`` with its output when it does not finish or nobody came back."""
+    """One job. Raises ``RuntimeError`` with its output when it does not finish or no rank came back."""
     with tempfile.TemporaryDirectory() as folder:
         elastic = ("--elastic", "--elastic-comm", comm, "--elastic-event-log", folder)
         fault = faults("kill:rank=1,step=4,point=mid_forward")

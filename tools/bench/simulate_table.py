@@ -50,7 +50,7 @@ def fleet_goodput(replicas: int, days: float, rate: str, seed: int) -> tuple[lis
 
 
 def summary(rows: Sequence[ScenarioRow]) -> dict[str, object]:
-    """What the table says in a few numbers; ratios only where the peer still runs."""
+    """The table in a few numbers; ratios only where the peer still runs."""
     result: dict[str, object] = {
         "scenarios": len(rows),
         "share_of_bound_at_least_0.95": sum(row.elaswave / row.bound >= 0.95 for row in rows),

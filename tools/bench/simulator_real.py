@@ -1,4 +1,4 @@
-"""The simulator against real training: each job predicted from what pieces cost in the others.
+"""The simulator against real training: each job predicted from the costs of pieces in the others.
 
     python -m tools.bench.simulator_real [--rounds 3] [--steps 12]
 
@@ -58,7 +58,7 @@ class Layout:
     first_stage: int | None = None
     """Layers of the first stage, where cuts are uneven."""
     loses: bool = False
-    """The second rank is killed halfway, and nobody returns."""
+    """The second rank is killed halfway, and no rank returns."""
 
     @property
     def units(self) -> int:
@@ -82,7 +82,7 @@ class Layout:
         return [str(flag) for flag in flags]
 
     def plan(self, lost: bool) -> Plan:
-        """What the job runs: Megatron's plan, or what the first rank does alone."""
+        """The plan of the job: Megatron's, or that of the first rank alone."""
         replicas, profile = 2 // self.pipeline, uniform_profile(self.units)
         topology = regular_topology(
             replicas, self.pipeline, self.units, micro_batch_size=ROWS, waves=self.microbatches, cuts=self.cuts()
@@ -114,7 +114,7 @@ class Seen:
         return median(max(trace.compute_ns for trace in step.values()) for step in self.jobs[lost].steps)
 
     def replayed(self, layout: Layout, lost: bool, lies: Between) -> float:
-        """What the simulator makes of steps whose pieces take what they took, over measured: median over steps."""
+        """Simulated over measured steps, each piece with its measured time: median over steps."""
         plan = layout.plan(lost)
         return median(replay(plan, layout.units, step, lies) for step in self.jobs[lost].steps)
 

@@ -65,7 +65,7 @@ class Refused(RuntimeError):
 
 @dataclass(frozen=True)
 class Emulation:
-    """What a job's committed steps say, and what the simulator says."""
+    """Result of a job's committed steps, and of the simulator."""
 
     devices: int
     before_s: float

@@ -87,7 +87,7 @@ class ElasticProcessGroup : public c10d::ProcessGroup {
   void reduce_scatter_blocks(const at::Tensor& flat, const Blocks& blocks);
   void all_gather_blocks(const at::Tensor& flat, const Blocks& blocks);
 
-  // What torch's reconfiguration protocol asks of the fabric this group belongs to (torch 2.14 and later call it
+  // The requests of torch's reconfiguration protocol to the fabric this group belongs to (torch 2.14 and later call it
   // through the virtual functions below; Python has the same methods in every version).
   struct Reconfiguration {
     std::function<std::string()> handle;
@@ -107,7 +107,7 @@ class ElasticProcessGroup : public c10d::ProcessGroup {
   std::vector<int> living() const;
 
  private:
-  // What an operation needs of the membership, read once. Before the first edit
+  // The part of the membership that an operation needs, read once. Before the first edit
   // this process is alone while sizes and ranks are those of all members: models
   // are built to nominal sizes.
   struct View {

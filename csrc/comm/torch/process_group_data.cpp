@@ -1,4 +1,4 @@
-// ElasticProcessGroup: what moves data without reducing it.
+// ElasticProcessGroup: the operations that move data without reducing it.
 #include <algorithm>
 #include <numeric>
 

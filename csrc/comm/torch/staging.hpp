@@ -21,10 +21,10 @@ inline Span span_of(const at::Tensor& flat) {
   return {static_cast<char*>(flat.data_ptr()), bytes_of(flat)};
 }
 
-// What is read: `t` itself or a contiguous copy in host memory.
+// The input: `t` itself or a contiguous copy in host memory.
 at::Tensor readable(const at::Tensor& t);
 
-// What is written: `flat` now, `target` when store() is called.
+// The output: `flat` now, `target` when store() is called.
 struct Written {
   at::Tensor target;
   at::Tensor flat;

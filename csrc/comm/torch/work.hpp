@@ -32,7 +32,7 @@ class ElasticWork : public c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
 
-// send, recv, recv_anysource: whoever waits also drives the message.
+// send, recv, recv_anysource: the waiting thread also drives the message.
 class RequestWork : public c10d::Work {
  public:
   // `finish` runs once after success, in the waiting thread (copying into a non-contiguous tensor).

@@ -1,4 +1,4 @@
-"""How the ranks of a job are numbered and reached: values that travel through the control plane.
+"""Numbers and addresses of a job's ranks: values that travel through the control plane.
 
 Imports no torch, so that agents and ``ctl`` start without it.
 """
