@@ -73,7 +73,7 @@ def summary(rows: Sequence[ScenarioRow]) -> str:
 
 
 def where(rows: Sequence[ScenarioRow], peer: str, paper: float) -> str:
-    """Layouts in which elaswave reaches ``paper`` times ``peer``, with the number of their scenarios that it survives."""
+    """Layouts in which elaswave reaches ``paper`` times ``peer``, and how many of their scenarios it survives."""
     reached: dict[tuple[int, int], list[bool]] = {}
     for row in rows:
         if row.peers[peer]:
