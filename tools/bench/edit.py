@@ -10,9 +10,8 @@ processes and the same death, four ways to go on:
 
 The groups are those Megatron's own ``parallel_state`` asks for at TP 2 × PP 2 ×
 DP N/4, recorded from its calls. Phases apart: ``abort`` (interrupt → the blocked
-collective has returned), ``agree`` (every rank reports its address, the lowest
-rank writes one record of all, on which the others wait: the parts of FREEZE and DECIDE
-are made of), ``edit`` (the edit proper), ``first`` (a first all-reduce over
+collective has returned), ``agree`` (every rank reports its address, the lowest rank writes one record of all,
+on which the others wait, as in FREEZE and DECIDE), ``edit`` (the edit proper), ``first`` (a first all-reduce over
 every living rank), ``every_group`` (an all-reduce on each group).
 
 Where ranks outnumber cores, one rank's phase would be measured with the others'

@@ -3,7 +3,7 @@
     python -m tools.bench.protection [--trials 3] [--hidden 128] [--steps 12] [--comm elastic]
 
 Each trial of a layout is a real job under the launcher, default settings, with one rank killed (SIGKILL) while it
-computes; its process is started again and comes back when it can, beside or after what is measured. From the event
+computes; its process is started again and comes back when it can, beside or after the measured time. From the event
 logs, per layout over its trials (median, low and high):
 
 unprotected      seconds from noticing the loss to the vote that names the last missing copy, of the slowest rank: a

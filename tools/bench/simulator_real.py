@@ -2,7 +2,7 @@
 
     python -m tools.bench.simulator_real [--rounds 3] [--steps 12]
 
-Two ranks throughout, each on a core of its own: otherwise what is measured is how the machine shares them. The
+Two ranks throughout, each on a core of its own: otherwise the sharing of cores would be measured. The
 executors of six short jobs log when every forward and backward began and ended (waits are not in it). For each job,
 the traces of the *others* give the cost model (``simulate/calibrate.py``): what a piece, an embedding, a layer and the
 head cost, what passes between actions and between ranks, how all that varies. The tables of the job's plan with these

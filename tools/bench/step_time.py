@@ -2,8 +2,8 @@
 
     python -m tools.bench.step_time [--trials 2] [--steps 12] [--ranks 4] [--pipeline 1] [--chunks 1] [--mirrors 1]
 
-Each trial runs all of them in turn on the same model and data, so that the
-machine's moods fall on each alike; per run the median of Megatron's own
+Each trial runs all of them in turn on the same model and data, so that noise of the machine affects each
+alike; per run the median of Megatron's own
 "elapsed time per iteration" after the first few. What counts is the ratios, pair by
 pair. Two trials at DP 4 take about three minutes on two cores, most of it starting;
 with more steps rather than more trials only the medians get quieter. With ``--chunks``

@@ -1,10 +1,9 @@
 """The tables of ``torch.distributed``'s Python layer about a group, kept true.
 
 ``dist.get_rank(group)``, ``get_process_group_ranks`` and every collective that
-takes a global root read ``_world.pg_group_ranks``, not the group. The tables put
-there (:class:`LivingRanks`) follow one :class:`Living` a fabric: an edit changes
-that, and each table is numbered anew when next it is read, so that an edit costs
-the same however many groups there are. All access to torch's tables from this
+takes a global root read ``_world.pg_group_ranks``, not the group. The tables put there (:class:`LivingRanks`)
+follow one :class:`Living` a fabric. An edit changes that object, and each table is numbered anew when it is
+next read. So the cost of an edit does not depend on the number of groups. All access to torch's tables from this
 package goes through here.
 
 Names are (role, members), so that processes with different histories agree.
@@ -40,9 +39,8 @@ class LivingRanks(Mapping[int, int]):
 
     Iteration and length show the living only. A dead member can still be named:
     Megatron keeps source ranks of groups for ever. It answers with a group rank
-    beyond the living ones, ``size + index of the member``, from which the group
-    recognises it: a collective's root is then stood in for by the first living
-    member, a point-to-point peer is reported lost.
+    beyond the living ones, ``size + index of the member``, from which the group recognises it. The first
+    living member then replaces a collective's root; a point-to-point peer is reported lost.
     """
 
     def __init__(self, members: Sequence[int], living: Living) -> None:

@@ -6,9 +6,9 @@ stream that has nothing to send is no hang.
 
 A link is one queue, and so is a port of a switch: a step's message waits behind
 whatever was handed over before it. Beside a step, long messages therefore go in
-pieces, the next one when the receiver has confirmed the last: a step's message
-waits for one piece of a stream at most (1 ms at 1 Gbit/s), and what is in nobody's
-way still goes as fast as it can. The aim is that of LEDBAT (RFC 6817), a transport
+pieces, the next one when the receiver has confirmed the last: a step's message waits for one piece of a
+stream at most (1 ms at 1 Gbit/s). Messages that delay no other still go as fast as they can.
+The aim is that of LEDBAT (RFC 6817), a transport
 for what has time; its means, measured delays, would be blurred here by busy
 processors. Where all ranks wait for the stream (:meth:`SideChannel.hurry`) many
 pieces are under way at once.

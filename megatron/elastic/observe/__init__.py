@@ -1,4 +1,4 @@
 """Output of a run: events, one-line summaries, phase times.
 
-Depends on no other room, so that every room may use it.
+Depends on no other folder, so that every folder may use it.
 """

@@ -5,7 +5,7 @@ plan's table timed by the simulator, or a worker's event log with phases, losses
 and recoveries. Perfetto and chrome://tracing read the JSON array format; times
 there are microseconds.
 
-Depends on no other room: what to draw is handed in.
+Depends on no other folder: callers pass the spans to draw.
 """
 
 from __future__ import annotations

@@ -283,7 +283,7 @@ def _whole(dealer: _Dealer, cells: Sequence[int], rows: Rows, first: int, end: i
 
 
 def _row_by_row(dealer: _Dealer, cells: Sequence[int], rows: Rows, first: int, end: int) -> Dealt:
-    """Each row to the holder that would be done first; a holder's rows are neighbours."""
+    """Each row to the holder that would finish first; a holder's rows are adjacent."""
     counts = dict.fromkeys(cells, 0)
     for _ in rows:
         counts[dealer.give(cells, dealer.work(first, end, 1))] += 1

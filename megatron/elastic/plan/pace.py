@@ -1,6 +1,6 @@
 """Whose pieces take longer than their peers': measured times of one step become samples for the speed tracker.
 
-Idea: cells that run the same unit range are each other's yardstick. What a row
+Idea: cells that run the same unit range are compared with each other. What a row
 of that range should take is the lower median over them, so embedding and head
 need no cost model, and a stage that is slow everywhere accuses no cell. A range
 that only one cell runs has no yardstick and says nothing.

@@ -6,11 +6,9 @@ the median cell of the same step, so that a slow step of all cells (a garbage
 collection, a checkpoint) accuses no cell. Where two differ, the faster one is
 taken for normal: noise only ever slows. For the same reason the estimate is the
 upper quartile over a window of steps: a cell is slow only if nearly all of its
-steps are. The *published* speed, the one the planner sees, only moves when the
-estimate has left a dead band around it for several steps in a row, and for long
-enough: noise re-plans nothing, a real slowdown shows within a few steps, and a
-recovery gives the work back: all of it, once the estimate is one for which no cell
-is called slow.
+steps are. The *published* speed, the one the planner sees, only moves when the estimate has left a dead band
+around it for several steps in a row, and for long enough. So noise causes no new plan, and a real slowdown
+shows within a few steps. A recovery returns the work: all of it, once no cell counts as slow by the estimate.
 
 A cell so slow that the plan gives it nothing is not measured, and would have nothing
 for ever. After some steps without work it is taken to be twice as fast: on trial,

@@ -1,13 +1,12 @@
 """Clocks of the device a rank computes on: GPU (NVML), NPU (DCMI) or CPUs (cpufreq).
 
 The frequency axis absorbs what imbalance is left after the other axes (docs/design.md
-§7). A clock outlives the process that set it, so nothing is set before a
-*guard* stands by: a small process that watches this one through a pidfd and puts
-the clocks back when it ends, however it ends.
+§7). A clock outlives the process that set it, so nothing is set before a *guard* runs. The guard is a small
+process that watches this one through a pidfd and restores the clocks when it ends in any way.
 
-Invariant: between the first ``set`` and ``restore`` a guard is alive, and what it
-restores is what was found before that first ``set``; CPUs that share clocks
-with those of another process that sets them are refused, not fought over. A control that cannot be used
+Invariant: between the first ``set`` and ``restore`` a guard is alive. It restores the setting from before
+that first ``set``. CPUs that share clocks with those that another process sets are refused.
+A control that cannot be used
 says why in one line; it never pretends.
 
 Native part: ``csrc/frequency``.

@@ -2,8 +2,9 @@
 
 Idea: what a forward or backward of a stage takes is a fixed part *of each piece* (the data it reads, the model's
 wrapper, autograd's start) and the sum of its units' costs; least squares over stages of several jobs tell the two
-apart. Without the fixed part, what a stage costs besides its layers goes to the embedding and to the head, twice
-where one stage has both: pipelines come out too fast and plain data parallelism too slow. Between actions something
+apart. Without the fixed part, the costs of a stage besides its layers are counted with the embedding and the
+head, twice where one stage has both. Then pipelines seem too fast and plain data parallelism too slow.
+Between actions something
 lies, too, which is measured where nothing is waited for. And no piece takes its median every time: a step lasts as
 long as the slowest of ranks that wait for each other, so steps are simulated with what pieces of a step took, over
 their medians, drawn from the same traces.

@@ -1,7 +1,7 @@
 """The frequency axis in the ablation: what clocks save, and what they give.
 
-Idea: the answer to a damage is planned as ever; what imbalance whole units and
-whole micro-batches leave is then taken up by clocks (``plan.clocks``), either
+Idea: the answer to a damage is planned as ever; clocks (``plan.clocks``) then compensate the imbalance of
+whole units and whole micro-batches, either
 lowered where cells wait (same step, less energy) or raised where all others wait
 for them (shorter step). Both are timed by the plan's own tables.
 

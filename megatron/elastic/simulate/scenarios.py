@@ -138,7 +138,7 @@ def scenario_topology(scenario: Scenario) -> tuple[Topology, Topology]:
 
 
 def lost_cells(scenario: Scenario) -> list[int]:
-    """Spread: another replica each time, stages far apart. Concentrated: neighbours, filling replica after replica."""
+    """Spread: another replica each time, stages far apart. Concentrated: adjacent cells, replica by replica."""
     if scenario.pattern == "concentrated":
         return list(range(scenario.losses))
     stride = max(1, scenario.pp // 2 - 1)

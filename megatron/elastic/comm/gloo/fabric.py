@@ -1,9 +1,8 @@
 """Every group rebuilt over gloo at every edit: the baseline, ``--elastic-comm gloo``.
 
-What a restart-free runtime can do with stock parts. Group objects live for ever
-(:class:`~megatron.elastic.comm.gloo.group.GlooGroup`); the ``ProcessGroupGloo``
-inside is thrown away at an edit and made anew over the living members, under
-keys (run, generation, group name) of a store that lives outside the ranks.
+The baseline: a restart-free runtime made of stock parts. Group objects live for ever
+(:class:`~megatron.elastic.comm.gloo.group.GlooGroup`). An edit discards the ``ProcessGroupGloo`` inside and
+makes it anew over the living members, under keys (run, generation, group name) of a store outside the ranks.
 
 Three things gloo does not give are made here.
 - *Local groups*: connecting a gloo group waits for all its members, so it is

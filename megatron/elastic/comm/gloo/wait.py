@@ -1,9 +1,8 @@
 """Waiting for one of gloo's works, which gloo itself may forget.
 
-When a connection closes, gloo tells the operations that stand in its queues. A
-message of which a part has been written or read, or that was about to be
-written, stands in none of them: a thread that waits for it waits until the time is
-up, though nothing of it can come any more. So a wait here does not rely on gloo
+When a connection closes, gloo tells the operations that stand in its queues. A message that was written or
+read in part, or that was about to be written, is in none of them. A thread that waits for it waits until its
+time-out, although the message cannot arrive any more. So a wait here does not rely on gloo
 to end it. It also ends, with :class:`Forgotten`, when ``void`` says that
 nothing can arrive; what waits inside gloo is then left behind, to end with its
 own time-out and without touching the tensor.

@@ -1,8 +1,7 @@
 """One collective in flight on a gloo group, with errors as types and results put in place.
 
-A tensor gloo cannot take as it is (not contiguous, a type it cannot add, an
-average) travels as a copy; ``finish`` writes the result back when the transfer
-is done, and only then, so that an aborted collective leaves no late write.
+A tensor that gloo cannot take as it is (not contiguous, a type it cannot add, an average) travels as a copy.
+``finish`` writes the result back only after the transfer, so that an aborted collective leaves no late write.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 Bulk data on accelerators goes through the vendor; membership, errors and
 waiting stay ours. A library may be unable to do part of an edit, or hang while
-aborting (both have). Hence every call that can block runs in a helper with a
-time limit (:func:`bounded`), and a helper that does not come back ends the
-process: the agent starts it again, which is faster than any time-out above it.
+aborting (both have). Hence every call that can block runs in a helper with a time limit (:func:`bounded`). If
+the helper does not return, the process ends and the agent starts it again, which is faster than any time-out
+above it.
 """
 
 from __future__ import annotations

@@ -10,9 +10,9 @@ actions started is the table. Since each action started after its inputs had
 arrived, tables made this way cannot deadlock.
 
 A forward may start only while the cell holds fewer rows than its ``cap``; that
-bounds memory as 1F1B does. Where row ranges cross (a piece waits for rows of a
-piece that the cap holds back) a cap may be too small to make progress: then
-the earliest waiting forward is let in, and ``Listing.forced`` counts it.
+bounds memory as 1F1B does. Where row ranges cross (a piece waits for rows of a piece that the cap holds back)
+a cap may be too small to make progress. Then the earliest waiting forward starts anyway, and
+``Listing.forced`` counts it.
 
 Everything is integer arithmetic on ordered structures: deterministic. The simulation itself is native
 (``csrc/plan/listing.cpp``): a decision runs hundreds of them.

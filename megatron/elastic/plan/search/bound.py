@@ -76,7 +76,7 @@ class Reach:
     def least(self, first: int, end: int, count: int, room: int | None = None) -> int:
         """No schedule of ``count`` micro-batches through ``[first, end)``, ``room`` of them held at once, is shorter.
 
-        ``room`` is what memory allows unless given (at least one).
+        ``room`` defaults to the number that fits memory (at least one).
         """
         return self.native.least(first, end, count, max(1, self.room(first, end)) if room is None else room)
 

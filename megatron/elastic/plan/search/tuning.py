@@ -1,12 +1,10 @@
 """Shapes measured by their tables: cuts that the bound allows, quotas moved until no move helps.
 
-Idea: where pipelines compute fewer micro-batches than they have stages, what
-limits a stage is neither its work nor 1F1B's memory but how long a row is away
-(:mod:`bound`): the middle of a pipeline may hold more units than either end. So
-the pipelines by which the bound meets a deadline are themselves candidates, for
-deadlines from the bound upwards. The bound's conditions are necessary only; the
-tables of each candidate say what it is worth, and micro-batches go from the
-slowest pipeline to another as long as the slower of the two gets faster.
+Idea: where pipelines compute fewer micro-batches than they have stages, neither work nor 1F1B's memory limits
+a stage, but the time until a row returns (:mod:`bound`). So the middle of a pipeline may hold more units than
+either end. The pipelines by which the bound meets a deadline are therefore candidates, for deadlines from the
+bound upwards. The bound's conditions are necessary only. The tables of each candidate show its real time, and
+micro-batches go from the slowest pipeline to another as long as the slower of the two gets faster.
 """
 
 from __future__ import annotations
