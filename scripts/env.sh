@@ -1,12 +1,12 @@
 # shellcheck shell=bash
 # The one place that makes an environment: sourced by quickstart.sh and test.sh.
 #
-#   source scripts/env.sh && elastic_env            # what a run needs
-#   source scripts/env.sh && elastic_env dev        # and what the tests need
+#   source scripts/env.sh && elastic_env            # the packages of a run
+#   source scripts/env.sh && elastic_env dev        # and those of the tests
 #
 # Creates a virtual environment, installs the pins of requirements/ in the order
 # that matters (torch first and alone), builds the native parts, activates it.
-# Each stage leaves a stamp with a hash of what it was made from, so that a
+# Each stage leaves a stamp with a hash of its inputs, so that a
 # second call does nothing.
 #
 #   MEGATRON_ELASTIC_VENV          where the environment lives (default: .venv of the checkout)
@@ -82,7 +82,7 @@ elastic_install_package() {
     (cd "$ELASTIC_ROOT" && elastic_pip --no-build-isolation --no-deps -e .)
 }
 
-# elastic_env [dev]: make what is missing, then activate.
+# elastic_env [dev]: make the missing parts, then activate.
 elastic_env() {
     local venv="${MEGATRON_ELASTIC_VENV:-$ELASTIC_ROOT/.venv}" requirements="$ELASTIC_ROOT/requirements" python native lock
     exec {lock}>"$venv.lock" && flock "$lock" # two calls at once take turns

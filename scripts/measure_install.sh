@@ -22,7 +22,7 @@ seconds() { # seconds COMMAND...: run it, its output to stderr, print how long i
 
 install_seconds=$(seconds bash -c 'source scripts/env.sh && elastic_env')
 mkdir "$work/wheels"
-# The same resolution once more, into a folder, with what is installed not counted as there.
+# The same resolution once more, into a folder, without counting installed packages as present.
 .venv/bin/python -m pip download --quiet --dest "$work/wheels" --constraint requirements/constraints.txt \
     -r requirements/build.txt -r requirements/torch.txt -r requirements/runtime.txt >&2
 .venv/bin/python -m pip download --quiet --dest "$work/wheels" --no-deps --no-build-isolation --ignore-requires-python \
