@@ -1,4 +1,5 @@
-// List scheduling: tables for plans that fit no fixed pattern (megatron/elastic/plan/schedule/listing.py says how and why).
+// List scheduling: tables for plans that fit no fixed pattern (megatron/elastic/plan/schedule/listing.py says how and
+// why).
 //
 // Pieces and cells are numbered from 0. Everything is integer arithmetic on ordered
 // structures, so that every process makes the same tables from the same numbers.

@@ -1,4 +1,5 @@
-// What one plain pipeline takes: the tables of megatron/elastic/plan/schedule/orders.py, timed without being written out.
+// What one plain pipeline takes: the tables of megatron/elastic/plan/schedule/orders.py, timed without being written
+// out.
 //
 // Shapes are compared by thousands; each of their pipelines is the same stages
 // over and over, so neither pieces nor actions need exist to know how long its

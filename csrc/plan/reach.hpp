@@ -1,4 +1,5 @@
-// Which pipelines may meet a deadline, and on how few cells (megatron/elastic/plan/search/bound.py says what is counted).
+// Which pipelines may meet a deadline, and on how few cells (megatron/elastic/plan/search/bound.py says what is
+// counted).
 #pragma once
 
 #include <cstdint>
