@@ -147,7 +147,7 @@ class Placement:
         })  # fmt: skip
 
     def to_json(self) -> str:
-        """Return compact JSON: per (unit, shard) the copies of blocks 0, 1, …"""
+        """Return compact JSON: per (unit, shard) the copies of its blocks, ascending."""
         ordered = sorted(self.copies.items())
         rows = [
             [unit, shard, [copies.ranks for _, copies in items]]

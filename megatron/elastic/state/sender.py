@@ -92,10 +92,9 @@ class BlockSender:
             self._more.notify_all()
 
     def prepare(self) -> None:
-        """Copy and hash waiting bases, within the memory limit. A base whose block changes before it is sent is copied
-        anew.
+        """Copy and hash waiting bases, within the memory limit.
 
-        On any thread, once, while there is processor time.
+        A base whose block changes before it is sent is copied anew. On any thread, once, while there is processor time.
         """
         with self._lock:
             waiting = [self._pool.get(key) for key in self._waiting]
