@@ -213,15 +213,15 @@ class RankProcess:
         log = EventLog(None, self.rank, self.incarnation)
         links = linked(self.membership, self.fabric, log, injector, TIMEOUT, self.threads)
         if links.decision is None:
-            engine, told = join(links, parts)
+            self.engine, told = join(links, parts)
             began = json.loads(told.host)["iteration"]
         else:
-            engine = found(links, parts)
-            engine.resume(engine.record, None)
+            self.engine = found(links, parts)
+            self.engine.resume(self.engine.record, None)
             self.membership.request(Request.BEGIN)
             # A loss before all agents know of it is no matter of the engine's: the launcher starts all ranks anew.
             self.cluster.scheduler.wait(lambda: not any(agent.state.preparing for agent in self.cluster.agents))
-        self.engine = engine
+        engine = self.engine
         source = DatasetSource(scenario.samples, lambda sample: sample, collate=collate)
         for iteration in range(began, scenario.steps):
             began = iteration
