@@ -17,8 +17,24 @@ from megatron.elastic.control.requests import Pending, Request
 from megatron.elastic.control.wire import Codec, Int64
 
 __all__ = [
-    "FROM_WORKER", "TO_WORKER", "Ask", "Decide", "DrainSignal", "End", "Finish", "Freeze", "FromWorker", "GiveUp",
-    "Hello", "Members", "PendingChanged", "Release", "Report", "Suspicion", "ToWorker", "Tolerance",
+    "FROM_WORKER",
+    "TO_WORKER",
+    "Ask",
+    "Decide",
+    "DrainSignal",
+    "End",
+    "Finish",
+    "Freeze",
+    "FromWorker",
+    "GiveUp",
+    "Hello",
+    "Members",
+    "PendingChanged",
+    "Promise",
+    "Release",
+    "Suspicion",
+    "ToWorker",
+    "ToleranceText",
 ]  # fmt: skip
 
 
@@ -33,7 +49,7 @@ class Hello(_Message, frozen=True):
     """The worker has opened its membership, and holds the lock by which its end is noticed."""
 
 
-class Report(_Message, frozen=True):
+class Promise(_Message, frozen=True):
     """The state that the worker holds, and a promise to act on nothing before ``generation`` (0: it asks to join)."""
 
     generation: Int64
@@ -56,7 +72,7 @@ class Suspicion(_Message, frozen=True):
     why: str
 
 
-class Tolerance(_Message, frozen=True):
+class ToleranceText(_Message, frozen=True):
     """The losses that ``generation`` can survive now, in one line."""
 
     generation: Int64
@@ -80,7 +96,7 @@ class Finish(_Message, frozen=True):
     code: Int64
 
 
-FromWorker = Hello | Report | Ask | Suspicion | Tolerance | DrainSignal | GiveUp | Finish
+FromWorker = Hello | Promise | Ask | Suspicion | ToleranceText | DrainSignal | GiveUp | Finish
 FROM_WORKER: Codec[FromWorker] = Codec(FromWorker)
 
 

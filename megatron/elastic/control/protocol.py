@@ -26,10 +26,10 @@ from megatron.elastic.control.messages import (
     Hello,
     Members,
     PendingChanged,
+    Promise,
     Release,
-    Report,
     Suspicion,
-    Tolerance,
+    ToleranceText,
     ToWorker,
 )
 from megatron.elastic.control.requests import Pending, Request
@@ -121,7 +121,7 @@ class WorkerProtocol(ABC):
             promised = 0 if self._decided == 0 else max(self._frozen, known + 1)
         # The node's name and domain; where a transport listens is in its endpoint.
         here = msgspec.structs.replace(address, host=self.host, domain=self.domain)
-        self._send(Report(promised, here, report))
+        self._send(Promise(promised, here, report))
         with self._changed:
             while True:
                 if self._released:
@@ -157,7 +157,7 @@ class WorkerProtocol(ABC):
 
     def announce(self, text: str) -> None:
         """See :meth:`Membership.announce`."""
-        self._send(Tolerance(self._decided, printable(text)))
+        self._send(ToleranceText(self._decided, printable(text)))
 
     def give_up(self, code: int, why: str) -> None:
         """See :meth:`Membership.give_up`."""

@@ -30,10 +30,10 @@ __all__ = [
     "EVENT_KINDS",
     "CertificateEvent",
     "ClockEvent",
-    "Event",
     "EventLog",
     "EventRecord",
     "GenerationEvent",
+    "LogEvent",
     "MigrationEvent",
     "PhasesEvent",
     "PlanEvent",
@@ -51,14 +51,14 @@ __all__ = [
 
 
 @dataclass(frozen=True)
-class Event:
+class LogEvent:
     """Base of what is logged. Fields hold JSON values, tuples and string-keyed dicts of them."""
 
     kind: ClassVar[str] = ""
 
 
 @dataclass(frozen=True)
-class GenerationEvent(Event):
+class GenerationEvent(LogEvent):
     """A generation was decided."""
 
     kind: ClassVar[str] = "generation"
@@ -74,14 +74,14 @@ class GenerationEvent(Event):
 
 
 @dataclass(frozen=True)
-class ReadyEvent(Event):
+class ReadyEvent(LogEvent):
     """A rank that comes later has run everything up to its admission, and waits for it."""
 
     kind: ClassVar[str] = "ready"
 
 
 @dataclass(frozen=True)
-class RankLostEvent(Event):
+class RankLostEvent(LogEvent):
     """One lost incarnation, where it stood, and everything known of its end."""
 
     kind: ClassVar[str] = "loss"
@@ -98,7 +98,7 @@ class RankLostEvent(Event):
 
 
 @dataclass(frozen=True)
-class PlanEvent(Event):
+class PlanEvent(LogEvent):
     """The plan a generation runs."""
 
     kind: ClassVar[str] = "plan"
@@ -113,7 +113,7 @@ class PlanEvent(Event):
 
 
 @dataclass(frozen=True)
-class PhasesEvent(Event):
+class PhasesEvent(LogEvent):
     """Time one rank spent in each phase of one step, nanoseconds."""
 
     kind: ClassVar[str] = "phases"
@@ -124,7 +124,7 @@ class PhasesEvent(Event):
 
 
 @dataclass(frozen=True)
-class TraceEvent(Event):
+class TraceEvent(LogEvent):
     """Timeline of one rank since the line before (``--elastic-trace``), by its monotonic clock."""
 
     kind: ClassVar[str] = "trace"
@@ -136,7 +136,7 @@ class TraceEvent(Event):
 
 
 @dataclass(frozen=True)
-class RecoveryEvent(Event):
+class RecoveryEvent(LogEvent):
     """From noticing a loss to being able to go on, on one rank."""
 
     kind: ClassVar[str] = "recovery"
@@ -154,7 +154,7 @@ class RecoveryEvent(Event):
 
 
 @dataclass(frozen=True)
-class MigrationEvent(Event):
+class MigrationEvent(LogEvent):
     """Copies of state that changed place while steps went on, as one rank saw it."""
 
     kind: ClassVar[str] = "migration"
@@ -176,7 +176,7 @@ class MigrationEvent(Event):
 
 
 @dataclass(frozen=True)
-class ProtectionEvent(Event):
+class ProtectionEvent(LogEvent):
     """Every block has its mirrors again, after a loss left some with fewer; from each rank that was there all along."""
 
     kind: ClassVar[str] = "protection"
@@ -191,7 +191,7 @@ class ProtectionEvent(Event):
 
 
 @dataclass(frozen=True)
-class ToleranceEvent(Event):
+class ToleranceEvent(LogEvent):
     """Losses that the state survives from here on; written when it changes, by the lowest living rank."""
 
     kind: ClassVar[str] = "tolerance"
@@ -212,7 +212,7 @@ class ToleranceEvent(Event):
 
 
 @dataclass(frozen=True)
-class CertificateEvent(Event):
+class CertificateEvent(LogEvent):
     """Outcome of a certificate: what was checked, over how much, how long it took."""
 
     kind: ClassVar[str] = "certificate"
@@ -232,7 +232,7 @@ class CertificateEvent(Event):
 
 
 @dataclass(frozen=True)
-class StepEvent(Event):
+class StepEvent(LogEvent):
     """A committed step."""
 
     kind: ClassVar[str] = "step"
@@ -254,7 +254,7 @@ class StepEvent(Event):
 
 
 @dataclass(frozen=True)
-class SubstitutionEvent(Event):
+class SubstitutionEvent(LogEvent):
     """A setting replaced for this platform."""
 
     kind: ClassVar[str] = "substitution"
@@ -265,7 +265,7 @@ class SubstitutionEvent(Event):
 
 
 @dataclass(frozen=True)
-class ClockEvent(Event):
+class ClockEvent(LogEvent):
     """A rank's device was set to another clock (``--elastic-frequency``)."""
 
     kind: ClassVar[str] = "clock"
@@ -280,7 +280,7 @@ class ClockEvent(Event):
 
 
 @dataclass(frozen=True)
-class SlowRankEvent(Event):
+class SlowRankEvent(LogEvent):
     """A rank's measured speed changed enough to plan anew."""
 
     kind: ClassVar[str] = "slow_rank"
@@ -290,7 +290,7 @@ class SlowRankEvent(Event):
     """Relative to nominal: 500000 is half speed."""
 
 
-EVENT_KINDS: Mapping[str, type[Event]] = {
+EVENT_KINDS: Mapping[str, type[LogEvent]] = {
     event.kind: event
     for event in (
         GenerationEvent,
@@ -356,7 +356,7 @@ class EventLog:
         self.incarnation = incarnation
         self.generation = 0
         self._file: int | None = None
-        self._held: tuple[Event, float, int] | None = None
+        self._held: tuple[LogEvent, float, int] | None = None
         if directory is None:
             return
         path = Path(directory)
@@ -375,7 +375,7 @@ class EventLog:
         """False when nothing would be written: lets a caller skip gathering what it would say."""
         return self._file is not None
 
-    def hold(self, event: Event) -> None:
+    def hold(self, event: LogEvent) -> None:
         """Keep what another rank is to write; should that one die first, :meth:`write_held` says it."""
         self._held = (event, time.time(), time.monotonic_ns())
 
@@ -385,11 +385,11 @@ class EventLog:
         if held is not None:
             self._append(*held)
 
-    def write(self, event: Event) -> None:
+    def write(self, event: LogEvent) -> None:
         """Append one line. Never raises for an unwritable file: says so once and stops logging."""
         self._append(event, time.time(), time.monotonic_ns())
 
-    def _append(self, event: Event, wall: float, monotonic_ns: int) -> None:
+    def _append(self, event: LogEvent, wall: float, monotonic_ns: int) -> None:
         if self._file is None:
             return
         line: dict[str, Any] = {
@@ -432,7 +432,7 @@ class EventRecord:
     rank: int
     incarnation: int
     generation: int
-    event: Event | None
+    event: LogEvent | None
     fields: dict[str, Any]
 
 

@@ -23,7 +23,7 @@ from megatron.elastic.control.messages import (
     Freeze,
     FromWorker,
     PendingChanged,
-    Report,
+    Promise,
     Suspicion,
     ToWorker,
 )
@@ -47,7 +47,7 @@ class Agent:
         self.socket.settimeout(20)
         self._reader = FrameReader(FROM_WORKER)
         self._read: list[FromWorker] = []
-        self.reports: list[Report] = []
+        self.reports: list[Promise] = []
 
     def tell(self, *messages: ToWorker) -> None:
         self.socket.sendall(b"".join(map(frame, messages)))
@@ -58,7 +58,7 @@ class Agent:
 
     def answer(self, generation: int, *ranks: int) -> None:
         """Decide once the worker has reported, as an agent does; returns at once."""
-        later(lambda: (self.reports.append(self.hear(Report)), self.decide(generation, *ranks)))
+        later(lambda: (self.reports.append(self.hear(Promise)), self.decide(generation, *ranks)))
 
     def hear(self, kind: type[T]) -> T:
         while True:
@@ -114,7 +114,7 @@ def test_a_newer_freeze_while_reporting_asks_to_report_anew(agent: Agent) -> Non
     agent.tell(Freeze(2))
     while agent.worker.frozen() < 2:
         time.sleep(0.001)
-    later(lambda: (agent.hear(Report), agent.tell(Freeze(3))))
+    later(lambda: (agent.hear(Promise), agent.tell(Freeze(3))))
     with pytest.raises(GenerationChanged) as changed:
         agent.worker.decide(HERE, "", 20)
     assert changed.value.generation == 3
@@ -124,7 +124,7 @@ def test_a_decision_already_overtaken_is_never_returned(agent: Agent) -> None:
     agent.worker.start(lambda generation: None)
 
     def overtake() -> None:
-        agent.hear(Report)
+        agent.hear(Promise)
         agent.tell(Decide(Decision(1, {1: HERE}, "start")), Freeze(2))
 
     later(overtake)
@@ -148,7 +148,7 @@ def test_losses_of_a_decision_already_overtaken_are_not_forgotten(agent: Agent) 
     agent.tell(Freeze(3))
     while agent.worker.frozen() < 3:
         time.sleep(0.001)
-    later(lambda: (agent.hear(Report), agent.decide(3, 1, 3, lost=(Loss(0, 0, "h", "signal SIGKILL"),))))
+    later(lambda: (agent.hear(Promise), agent.decide(3, 1, 3, lost=(Loss(0, 0, "h", "signal SIGKILL"),))))
     assert [loss.rank for loss in agent.worker.decide(HERE, "", 20).lost] == [0]
     assert [loss.rank for loss in agent.worker.overlooked()] == [2]
     agent.tell(Freeze(4))
@@ -163,7 +163,7 @@ def test_in_quiet_times_a_report_is_for_the_next_generation_and_its_decision_nee
     agent.worker.start(lambda generation: None)
     agent.answer(1, 0, 1)
     agent.worker.decide(HERE, "", 20)
-    later(lambda: (agent.reports.append(agent.hear(Report)), agent.tell(Freeze(2)), agent.decide(2, 0, 1)))
+    later(lambda: (agent.reports.append(agent.hear(Promise)), agent.tell(Freeze(2)), agent.decide(2, 0, 1)))
     assert agent.worker.decide(HERE, "held before the freeze", 20).generation == 2
     assert (agent.reports[-1].generation, agent.reports[-1].report) == (2, "held before the freeze")
 
@@ -172,7 +172,7 @@ def test_a_report_ahead_is_worth_nothing_after_a_second_freeze(agent: Agent) -> 
     agent.worker.start(lambda generation: None)
     agent.answer(1, 0, 1)
     agent.worker.decide(HERE, "", 20)
-    later(lambda: (agent.hear(Report), agent.tell(Freeze(2)), agent.tell(Freeze(3))))
+    later(lambda: (agent.hear(Promise), agent.tell(Freeze(2)), agent.tell(Freeze(3))))
     with pytest.raises(GenerationChanged) as changed:
         agent.worker.decide(HERE, "held before the freeze", 20)
     assert changed.value.generation == 3

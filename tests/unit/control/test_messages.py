@@ -105,7 +105,7 @@ def test_a_field_of_another_type_or_name_is_refused_or_a_message(name: str, data
     assert "more" not in wrong and codec.decode(encode(again)) == again
 
 
-IN_A_REPORT = b'{"t":"report","generation":0,"address":{"rank":0,"incarnation":0,"host":"h","endpoint":{"a":'
+IN_A_REPORT = b'{"t":"promise","generation":0,"address":{"rank":0,"incarnation":0,"host":"h","endpoint":{"a":'
 
 
 @pytest.mark.parametrize("text", [b"[" * 100_000, b'{"a":' * 100_000, IN_A_REPORT + b"[" * 100_000])

@@ -13,7 +13,7 @@ from megatron.elastic.control.clock import JobClock
 from megatron.elastic.control.events import Decided, Entry, Event, Lost, Reported, Requested, Waiting
 from megatron.elastic.control.generations import Generations, Node
 from megatron.elastic.control.membership import Loss
-from megatron.elastic.control.messages import Report, Tolerance
+from megatron.elastic.control.messages import Promise, ToleranceText
 from megatron.elastic.control.requests import Request, Status
 from megatron.elastic.launch.agent.admin import Admin as Answers
 from megatron.elastic.launch.agent.worker_messages import WorkerMessages
@@ -45,7 +45,7 @@ class Admin:
         self.worker_messages.report_if_complete()
 
     def hear(self, rank: int, report: str, generation: int) -> None:
-        self.worker_messages.said(worker(rank), Report(generation, Address(rank, 0, "h"), report))
+        self.worker_messages.said(worker(rank), Promise(generation, Address(rank, 0, "h"), report))
 
     def ask(self, rank: int) -> None:
         self.deliver(Requested(Request.JOIN, (rank,), self.state.decided))
@@ -108,7 +108,7 @@ def test_every_agent_answers_what_a_member_said_last_can_be_lost() -> None:
     answers = Answers("job", admin.state, JobClock(), dict, dict, appended.append)
     assert answers.handle(Status())["tolerance"] == {"generation": 0, "text": ""}
     for generation, text in ((1, "any 2 nodes"), (1, "any 1 node"), (0, "of a generation before")):
-        admin.worker_messages.said(worker(0), Tolerance(generation, text))
+        admin.worker_messages.said(worker(0), ToleranceText(generation, text))
     assert answers.handle(Status())["tolerance"] == {"generation": 1, "text": "any 1 node"}
-    admin.worker_messages.said(worker(0), Tolerance(1, "x" * 10_000))
+    admin.worker_messages.said(worker(0), ToleranceText(1, "x" * 10_000))
     assert admin.state.announced == (1, "x" * 500) and not appended

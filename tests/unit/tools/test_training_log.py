@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.elastic.observe.events import Event, EventLog, EventRecord, RankLostEvent, RecoveryEvent
+from megatron.elastic.observe.events import EventLog, EventRecord, LogEvent, RankLostEvent, RecoveryEvent
 from tools import loss_plot, training_log
 from tools.training_log import Iteration, Loss
 
@@ -20,7 +20,7 @@ LINE = (
 )
 
 
-def records_of(*told: tuple[float, int, Event], generation: int = 0) -> list[EventRecord]:
+def records_of(*told: tuple[float, int, LogEvent], generation: int = 0) -> list[EventRecord]:
     """Records from (wall, rank, event)."""
     return [EventRecord(event.kind, wall, 0, rank, 0, generation, event, {}) for wall, rank, event in told]
 

@@ -29,9 +29,9 @@ from megatron.elastic.control.messages import (
     FromWorker,
     GiveUp,
     Hello,
-    Report,
+    Promise,
     Suspicion,
-    Tolerance,
+    ToleranceText,
 )
 from megatron.elastic.control.requests import Drain
 from megatron.elastic.control.wire import ProtocolError
@@ -68,13 +68,13 @@ class WorkerMessages:
             case Hello():
                 worker.elastic = True
                 self._hello(worker)
-            case Report():
+            case Promise():
                 self._take_report(worker, message)
             case Ask(what, generation):
                 self._append(Requested(what, (worker.rank,), generation))
             case Suspicion():
                 self._take_suspicion(worker, message)
-            case Tolerance(generation, text):
+            case ToleranceText(generation, text):
                 self._append(Announced(generation, text[:_LONGEST_TEXT]))
             case GiveUp(code, why):
                 self._append(JobEnded(code, why))
@@ -106,7 +106,7 @@ class WorkerMessages:
             say(f"rank {worker.rank} was sent a signal to end: the job saves and ends at the next step boundary")
             self._append(Wanted(Drain()))
 
-    def _take_report(self, worker: Worker, message: Report) -> None:
+    def _take_report(self, worker: Worker, message: Promise) -> None:
         address, generation = message.address, message.generation
         if (address.rank, address.incarnation) != (worker.rank, worker.incarnation):
             raise ProtocolError(f"an address of rank {address.rank} from rank {worker.rank}")
