@@ -1,10 +1,10 @@
 """The support matrix, checked at start: works, works without ``--elastic``, or refused.
 
-A feature that would run and give another result, or break later, is refused before
-anything is built, by one line that names the flag and the fix; several refusals are told at once. Flags that only tune
-hardware are accepted (``substitutions.ELASTIC_ROWS``). A flag that no table knows is
-named in one warning: nothing is ignored in silence. ``docs/support.md`` is written
-from the same tables:
+A feature that would give another result, or fail later, is refused before the model is
+built, by one line that names the flag and the fix; all refusals are reported together.
+Flags that only tune hardware are accepted (``substitutions.ELASTIC_ROWS``). Flags that no
+table knows are named in one warning: no flag is ignored silently. ``docs/support.md`` is
+written from the same tables:
 
     python -m megatron.elastic.mcore.args.support --write-docs docs/support.md
 """
@@ -32,7 +32,7 @@ Verdict = Literal["works", "refused", "substituted"]
 
 @dataclass(frozen=True)
 class Feature:
-    """One row: how it is asked for, and what becomes of it on a CPU without ``--elastic`` and with it anywhere."""
+    """One row: the flags of a feature, and its treatment on a CPU without ``--elastic`` and with it anywhere."""
 
     name: str
     flags: tuple[str, ...]

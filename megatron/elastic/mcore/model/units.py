@@ -8,8 +8,8 @@ their own, so pieces of different segments may be between forward and backward a
 same time, also when activations are recomputed in backward.
 
 Invariant: parameters keep Megatron's names, tensor-parallel attributes and
-types, whoever built them; a unit given up frees its memory (the modules of the
-launch stay, empty, since Megatron's loop refers to them).
+types, whether Megatron or this module built them; a unit that is no longer held frees
+its memory (the modules of the launch stay, empty, since Megatron's loop refers to them).
 """
 
 from __future__ import annotations

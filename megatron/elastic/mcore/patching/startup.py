@@ -130,7 +130,7 @@ class Startup:
             with faults.collecting():
                 config = arguments.config_from_args(parsed)
             self._check_flags(parsed, config)
-            if not faults:  # else most of what Megatron finds is a consequence
+            if not faults:  # else most faults that Megatron finds are consequences
                 with (
                     faults.collecting(), translated(), preflight.launch_environment(self.platform.name, parsed),
                     redirect_stdout(io.StringIO()) if config.check else nullcontext(),  # it prints every argument
@@ -150,7 +150,7 @@ class Startup:
         return validate_args
 
     def _check_flags(self, args: Namespace, config: ElasticConfig) -> None:
-        """What the flags alone tell: refusals are noted, warnings and both tables printed."""
+        """Check the flags alone: collect refusals, print warnings and both tables."""
         with self._faults.collecting():
             if args.elastic:
                 support.check_launcher(os.environ, sys.argv)
@@ -166,7 +166,7 @@ class Startup:
                 _say(f"warning: {warning}", args)
 
     def _substitute(self, args: Namespace, strict: bool) -> None:
-        """Set what can be honoured here, and print both tables."""
+        """Replace unsupported flags, and print both tables."""
         name = self.platform.name
         machine = substitutions.Installed.detect(name)
         changed = substitutions.substitute(args, machine)
@@ -197,7 +197,7 @@ class Startup:
         return initialize_megatron
 
     def _parsed(self, args: Namespace) -> None:
-        """Arguments are known: put ``--elastic``'s rows in force, print the table if asked."""
+        """Apply ``--elastic``'s rows once arguments are parsed; print the table if requested."""
         rows = list(self.rows())
         config = ElasticConfig()
         with self._faults.collecting():
@@ -206,9 +206,9 @@ class Startup:
             with self._faults.collecting():
                 folders.check_folders(args)
             self._faults.raise_if_any()
-        if getattr(args, "yaml_cfg", None) is not None:  # Megatron validates such settings in a place of its own
+        if getattr(args, "yaml_cfg", None) is not None:  # Megatron validates such settings elsewhere
             self._faults.raise_if_any()
-        if args.elastic and not self._faults:  # else validation is the end
+        if args.elastic and not self._faults:  # else the run ends at validation
             if not self._elastic_rows:  # Megatron parses more than once (ft_integration)
                 host = importlib.import_module("megatron.elastic.mcore.loop.training_loop")
                 self._elastic_rows = tuple(host.patches(args, config))
