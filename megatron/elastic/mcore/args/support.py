@@ -44,12 +44,12 @@ class Feature:
 
 
 def _any(*attributes: str) -> Callable[[Namespace], bool]:
-    """Whether any of these arguments is set."""
+    """Return a test whether any of these arguments is set."""
     return lambda args: any(bool(getattr(args, name, None)) for name in attributes)
 
 
 def _other_than(attribute: str, *values: Any) -> Callable[[Namespace], bool]:
-    """Whether an argument that this Megatron has is none of ``values``."""
+    """Return a test whether an argument that this Megatron has is none of ``values``."""
     return lambda args: getattr(args, attribute, values[0]) not in values
 
 
