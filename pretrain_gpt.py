@@ -195,9 +195,7 @@ def datasets_provider(sample_counts: list[int], vp_stage: int | None = None) -> 
     print_rank_0("> building train, validation, and test datasets for GPT ...")
     check_tokens(args, args.padded_vocab_size)
     kind = MockGPTDataset if args.mock_data else GPTDataset
-    builder = BlendedMegatronDatasetBuilder(
-        kind, sample_counts, partial(reads_data, vp_stage), dataset_config(args)
-    )
+    builder = BlendedMegatronDatasetBuilder(kind, sample_counts, partial(reads_data, vp_stage), dataset_config(args))
     train, valid, test = builder.build()
     check_validation(args, train, valid)
     print_rank_0("> finished creating GPT datasets ...")

@@ -40,6 +40,7 @@ check() {
 mapfile -t native < <(git ls-files 'csrc/*.cpp' 'csrc/*.hpp' 'csrc/*.h')
 mapfile -t shell < <(git ls-files '*.sh')
 check "ruff" ruff check --quiet .
+check "ruff format" ruff format --quiet --check .
 check "mypy --strict (tests: not strict)" mypy --no-error-summary -p megatron.elastic -p tools -p tests
 check "import-linter" lint-imports --no-cache --no-logo
 [[ ${#shell[@]} -eq 0 ]] || check "shellcheck" shellcheck -x --severity=warning "${shell[@]}"

@@ -176,8 +176,11 @@ def overhead(figures: Figures) -> str:
 
 def step_time(figures: Figures) -> str:
     """Step times and their ratios to plain Megatron-LM."""
-    ratios = {"elastic": "elastic/megatron", "elastic_gloo": "elastic_gloo/megatron",
-              "elastic_no_mirrors": "elastic_no_mirrors/megatron"}  # fmt: skip
+    ratios = {
+        "elastic": "elastic/megatron",
+        "elastic_gloo": "elastic_gloo/megatron",
+        "elastic_no_mirrors": "elastic_no_mirrors/megatron",
+    }
     titles = {
         "megatron": "plain Megatron-LM",
         "elastic": "--elastic",
@@ -203,8 +206,10 @@ def consistency(figures: Figures) -> str:
         "restarted": f"plain Megatron-LM restarted with {figures['naive_ranks']} ranks, same global batch",
         "smaller": "--elastic-policy torchft (the batch shrinks)",
     }
-    rows = [(t, number(figures["deviation"][k]["largest"]), number(figures["deviation"][k]["mean"]))
-            for k, t in titles.items()]  # fmt: skip
+    rows = [
+        (t, number(figures["deviation"][k]["largest"]), number(figures["deviation"][k]["mean"]))
+        for k, t in titles.items()
+    ]
     return (
         f"{figures['ranks']} data-parallel ranks, one rank killed in step {figures['at']} of {figures['steps']}. "
         f"Tensors of the last checkpoint that differ in exact mode: {figures['exact_tensors_that_differ']}.\n\n"
@@ -225,8 +230,14 @@ def dropout(figures: Figures) -> str:
         )
         for case in figures["cases"]
     ]
-    head = ("tensor", "type", "ns an element (this, torch)", "torch / this: dropout", "dropout and add",
-            "kept mask / this: backward")  # fmt: skip
+    head = (
+        "tensor",
+        "type",
+        "ns an element (this, torch)",
+        "torch / this: dropout",
+        "dropout and add",
+        "kept mask / this: backward",
+    )
     return f"p = {figures['p']}, {figures['threads']} thread, {figures['instructions']}.\n\n{table(head, rows)}"
 
 
@@ -300,10 +311,15 @@ def movement(figures: Figures) -> str:
         ("mirrored over the mean, fullest rank (%)", number(figures["mirrored_over_mean"] * 100)),
     )
     layers = [
-        (f"{row['data']}", f"{row['mirrors']}", busiest(row["interleaved"]), busiest(row["contiguous"]),
-         f"{row['saved']:.0%}")
+        (
+            f"{row['data']}",
+            f"{row['mirrors']}",
+            busiest(row["interleaved"]),
+            busiest(row["contiguous"]),
+            f"{row['saved']:.0%}",
+        )
         for row in figures["layer_moves"]
-    ]  # fmt: skip
+    ]
     return (
         f"{figures['changes']:,} random losses and returns among {figures['ranks']} ranks, {figures['units']} units of "
         f"{figures['blocks']} blocks, {figures['mirrors']} mirror.\n\n"

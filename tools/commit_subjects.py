@@ -21,13 +21,16 @@ ROOT = Path(__file__).resolve().parent.parent
 BASE = "9f5339c7bfaf040008d6c09fb6d9ea21e800d923"
 LENGTH = 72
 AREA = re.compile(r"[\w./,-]+(?: [\w./,-]+)?: ")
+# A table: one row a line, which the formatter would break up.
+# fmt: off
 NOT_IMPERATIVE = frozenset({
     "a", "all", "also", "an", "and", "any", "as", "at", "both", "but", "by", "each", "every", "everybody", "for",
     "from", "how", "i", "if", "in", "it", "its", "many", "most", "no", "nobody", "not", "nothing", "now", "of",
     "on", "one", "only", "or", "our", "so", "some", "somebody", "such", "that", "the", "their", "there", "these",
     "they", "this", "those", "to", "two", "we", "what", "when", "where", "whether", "which", "who", "why", "wip",
     "with", "without",
-})  # fmt: skip
+})
+# fmt: on
 """First words of sentences that are about something, rather than saying what the commit does."""
 VERBS_LIKE_OTHER_FORMS = frozenset({"bias", "bring", "embed", "feed", "need", "seed", "shed", "speed", "string"})
 """Imperatives that end as participles or third persons do."""

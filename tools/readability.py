@@ -243,9 +243,10 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("checkouts", nargs="*", type=Path, default=[Path(__file__).resolve().parent.parent])
     parser.add_argument(
-        "--package", default="megatron/elastic",
+        "--package",
+        default="megatron/elastic",
         help="folder that is measured (default: %(default)s; where it is not, all that is no test)",
-    )  # fmt: skip
+    )
     parser.add_argument("--tell", action="store_true", help="first print each sentence that is against the style")
     asked = parser.parse_args(argv)
     try:

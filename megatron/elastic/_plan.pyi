@@ -19,7 +19,6 @@ class Group:
 def pipeline_time(
     stages: Sequence[tuple[int, int, int, int, int]], count: int, rows: int, split_backward: bool
 ) -> int: ...
-
 def knapsack(room: int, values: Sequence[int]) -> list[int]: ...
 
 class Reach:

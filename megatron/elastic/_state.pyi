@@ -1,13 +1,32 @@
 """Types of the native module built from ``csrc/state`` (addresses are ``Tensor.data_ptr()``)."""
 
 def adam(
-    master: int, exp_avg: int, exp_avg_sq: int, grad: int, model: int, count: int,
-    grad_multiplier: float, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float,
-    bias_correction1: float, bias_correction2: float, decoupled: bool,
+    master: int,
+    exp_avg: int,
+    exp_avg_sq: int,
+    grad: int,
+    model: int,
+    count: int,
+    grad_multiplier: float,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    bias_correction1: float,
+    bias_correction2: float,
+    decoupled: bool,
 ) -> None: ...
 def sgd(
-    master: int, buffer: int, grad: int, model: int, count: int,
-    grad_multiplier: float, lr: float, momentum: float, weight_decay: float,
+    master: int,
+    buffer: int,
+    grad: int,
+    model: int,
+    count: int,
+    grad_multiplier: float,
+    lr: float,
+    momentum: float,
+    weight_decay: float,
 ) -> None: ...
 def round_to_bf16(source: int, target: int, count: int) -> None: ...
 def sum_of_squares(values: int, count: int) -> float: ...

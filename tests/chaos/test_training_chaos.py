@@ -98,9 +98,18 @@ def test_losses_at_any_instant_change_no_loss_of_training(tmp_path: Path, layout
     print(f"CHAOS_SEED={seed}")
     saved = ("--save", str(tmp_path / "saved"))
     command = elastic_command(
-        tmp_path / "events", layout.ranks, layout.tensor, layout.pipeline, MANY, *DROPOUT, *RATES, *PHASES, *TWO,
-        *saved, *cached(tmp_path),
-    )  # fmt: skip
+        tmp_path / "events",
+        layout.ranks,
+        layout.tensor,
+        layout.pipeline,
+        MANY,
+        *DROPOUT,
+        *RATES,
+        *PHASES,
+        *TWO,
+        *saved,
+        *cached(tmp_path),
+    )
     watch = Watch(tmp_path / "output.txt", tmp_path / "events")
     with watch.said.open("w") as out:
         job = subprocess.Popen(command, cwd=ROOT, env=environment_of(), stdout=out, stderr=subprocess.STDOUT, text=True)

@@ -1,12 +1,12 @@
 """What holds after every run of a cluster, whatever was lost in it.
 
-    told      a step's result and record are the same on every rank that finishes, and come once. (A rank that is lost
-              may alone have known of a vote that the others then took again, over the same gradients.)
-    computed  losses, norms and evaluations of every life are those of the undisturbed run, to 1e-5; in exact mode but
-              for the order in which the reports of ranks are added up
-    held      parameters are what the masters of their owners say; the copies that the placement names are there, at
-              the last version, with the same bits
-    settled   every block has as many mirrors as it should
+told      a step's result and record are the same on every rank that finishes, and come once. (A rank that is lost
+          may alone have known of a vote that the others then took again, over the same gradients.)
+computed  losses, norms and evaluations of every life are those of the undisturbed run, to 1e-5; in exact mode but
+          for the order in which the reports of ranks are added up
+held      parameters are what the masters of their owners say; the copies that the placement names are there, at
+          the last version, with the same bits
+settled   every block has as many mirrors as it should
 """
 
 from __future__ import annotations
@@ -28,9 +28,7 @@ TOLERANCE = 1e-5
 @cache
 def _reference(steps: int, data: int, pipeline: int, evaluate_every: int, exact: bool) -> RankProcess:
     settings = {"exact": True} if exact else {}
-    scenario = Scenario(
-        steps=steps, data=data, pipeline=pipeline, evaluate_every=evaluate_every, settings=settings
-    )
+    scenario = Scenario(steps=steps, data=data, pipeline=pipeline, evaluate_every=evaluate_every, settings=settings)
     return run(scenario).finished[0]
 
 
@@ -89,8 +87,7 @@ def _check_computed(process: RankProcess, reference: RankProcess, tolerance: flo
 def _alike(result: StepResult, wanted: StepResult, tolerance: float) -> bool:
     """Sums of what was reported are taken over ranks in any order, also in exact mode: there the last bits differ."""
     losses = all(
-        math.isclose(result.losses[name], value, rel_tol=max(tolerance, 1e-6))
-        for name, value in wanted.losses.items()
+        math.isclose(result.losses[name], value, rel_tol=max(tolerance, 1e-6)) for name, value in wanted.losses.items()
     )
     norms = math.isclose(result.grad_norm, wanted.grad_norm, rel_tol=max(tolerance, 1e-9))
     return losses and norms and result.skipped == wanted.skipped

@@ -205,9 +205,15 @@ class RankProcess:
         units = scenario.topology.chunks[self.rank // scenario.data]
         model = TinyModel(UNITS, range(*units))
         parts = EngineParts(
-            model, scenario.topology, scenario.config, settings, settled, counters, self.notices.append,
+            model,
+            scenario.topology,
+            scenario.config,
+            settings,
+            settled,
+            counters,
+            self.notices.append,
             profile=HEAVY if scenario.heavy else None,
-        )  # fmt: skip
+        )
         injector = _Injector(self.cluster.faults, self)
         self.membership.start(self.fabric.interrupt)
         log = EventLog(None, self.rank, self.incarnation)

@@ -73,9 +73,14 @@ class ClusterMembership(WorkerProtocol):
     """A worker's end: messages lie in its agent's queue, and come from one on a thread of its own."""
 
     def __init__(
-        self, launched: Launched, slots: int, host: str, newcomer: bool, threads: ClusterThreads,
+        self,
+        launched: Launched,
+        slots: int,
+        host: str,
+        newcomer: bool,
+        threads: ClusterThreads,
         doing: Callable[[Activity], None],
-    ) -> None:  # fmt: skip
+    ) -> None:
         worker = launched.worker
         super().__init__(worker.rank, worker.incarnation, slots, host, newcomer, threads=threads)
         self._launched, self._doing = launched, doing
@@ -122,8 +127,9 @@ class Agent:
         start: Callable[[int, int, bool], Launched],
     ) -> None:
         self.node, self.process = node, Process(f"agent {node}")
-        self.state = Generations({number: Node(one.host, one.ranks) for number, one in nodes.items()},
-                                 respawn_after is not None)  # fmt: skip
+        self.state = Generations(
+            {number: Node(one.host, one.ranks) for number, one in nodes.items()}, respawn_after is not None
+        )
         self._scheduler, self._journal, self._start = scheduler, journal, start
         self._respawn_after = respawn_after or 0.0
         self._ranks, self._host = nodes[node].ranks, nodes[node].host

@@ -268,9 +268,12 @@ class ClusterFabric(Fabric):
             raise error
 
     def settle(
-        self, generation: int, peers: Iterable[int], done: Callable[[], bool],
+        self,
+        generation: int,
+        peers: Iterable[int],
+        done: Callable[[], bool],
         given_up: Callable[[], bool] = lambda: False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Wait until ``done``. Raises ``PeerLost`` of one of ``peers``, ``GenerationChanged``, ``CommError``."""
         me, others = object(), tuple(peers)
         self._waits[me] = others
@@ -280,9 +283,13 @@ class ClusterFabric(Fabric):
             del self._waits[me]
 
     def _await(
-        self, generation: int, peers: tuple[int, ...], done: Callable[[], bool], members: Mapping[int, Address],
+        self,
+        generation: int,
+        peers: tuple[int, ...],
+        done: Callable[[], bool],
+        members: Mapping[int, Address],
         given_up: Callable[[], bool] = lambda: False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         def void() -> CommError | None:
             return CommError("given up") if given_up() else self._void(generation, peers, members)
 
@@ -338,9 +345,7 @@ class ClusterGroup(dist.ProcessGroup):
 
     # -- collectives ----------------------------------------------------------
 
-    def exchange(
-        self, kind: str, parts: Mapping[int, torch.Tensor | None], needed: Iterable[int]
-    ) -> dict[int, Any]:
+    def exchange(self, kind: str, parts: Mapping[int, torch.Tensor | None], needed: Iterable[int]) -> dict[int, Any]:
         """Send ``parts`` (rank → value), wait for those of the ranks ``needed``. One call of a collective."""
         fabric, seating = self._fabric, self.seating
         fabric.begin(seating.generation)
@@ -417,9 +422,7 @@ class ClusterGroup(dist.ProcessGroup):
 class _Work(dist.Work):
     """Of a message, or of a collective that is over."""
 
-    def __init__(
-        self, finish: Callable[[], None] = lambda: None, is_done: Callable[[], bool] = lambda: True
-    ) -> None:
+    def __init__(self, finish: Callable[[], None] = lambda: None, is_done: Callable[[], bool] = lambda: True) -> None:
         super().__init__()
         self._finish, self._is_done, self._over = finish, is_done, False
 

@@ -40,9 +40,14 @@ def survives(script: str, seed: int, respawn_after: float, mirrors: int, heavy: 
 
 SEEDS, DELAYS = st.integers(0, 10_000), st.sampled_from([0.01, 0.05, 0.3])
 QUICK = settings(
-    max_examples=10, deadline=None, derandomize=True, database=None, print_blob=True,
-    suppress_health_check=[HealthCheck.too_slow], phases=[Phase.explicit, Phase.generate, Phase.shrink],
-)  # fmt: skip
+    max_examples=10,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow],
+    phases=[Phase.explicit, Phase.generate, Phase.shrink],
+)
 LONG = settings(QUICK, max_examples=1000)
 
 

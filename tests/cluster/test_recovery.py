@@ -8,8 +8,12 @@ from tests.cluster.checks import check
 from tests.cluster.cluster import Cluster, Scenario, run
 
 IN_RECOVERY = (
-    "in_recovery_freeze", "in_recovery_decide", "in_recovery_edit", "in_recovery_promote", "in_recovery_resume"
-)  # fmt: skip
+    "in_recovery_freeze",
+    "in_recovery_decide",
+    "in_recovery_edit",
+    "in_recovery_promote",
+    "in_recovery_resume",
+)
 BEFORE_THE_VOTE, AFTER_THE_VOTE = "after_ship", "mid_update"
 
 
@@ -42,9 +46,14 @@ def test_the_two_ranks_of_a_stage_are_lost() -> None:
 def test_a_vote_that_only_the_lost_rank_knew_of() -> None:
     """In one pipeline nothing holds a rank back after the vote: it is lost a step ahead of the others."""
     scenario = Scenario(
-        "kill:rank=1,step=2,point=mid_forward", 7267, data=1, pipeline=3, heavy=True, respawn_after=0.4,
+        "kill:rank=1,step=2,point=mid_forward",
+        7267,
+        data=1,
+        pipeline=3,
+        heavy=True,
+        respawn_after=0.4,
         settings={"mirrors": 3, "migrate_after": 50, "verify_interval": 3, "ownership": "contiguous"},
-    )  # fmt: skip
+    )
     cluster = run(scenario)
     check(cluster)
     lost = next(process for process in cluster.processes if process.norm is None)

@@ -104,10 +104,19 @@ def reused_random_numbers(context: Context) -> None:
 BUGS: dict[str, Callable[[Context], None]] = {
     bug.__name__: bug
     for bug in (
-        stale_moments, swapped_blocks, two_owners, no_owner, missing_sample, doubled_sample, stale_learning_rate,
-        stale_step_counter, other_loss_scale, parameters_unlike_masters, reused_random_numbers,
+        stale_moments,
+        swapped_blocks,
+        two_owners,
+        no_owner,
+        missing_sample,
+        doubled_sample,
+        stale_learning_rate,
+        stale_step_counter,
+        other_loss_scale,
+        parameters_unlike_masters,
+        reused_random_numbers,
     )
-}  # fmt: skip
+}
 SKIPPED_GATHER = "skipped_all_gather"
 """The one bug that is in the code rather than in what it leaves behind."""
 

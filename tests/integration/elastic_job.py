@@ -66,17 +66,40 @@ class JobResult:
 
 
 def elastic_command(
-    folder: Path, world: int, tensor: int, pipeline: int, iterations: int, *flags: str, comm: str = "elastic",
-    launch: tuple[str, ...] = (), script: Path = ROOT / "pretrain_gpt.py", model: Sequence[str] = MODEL,
+    folder: Path,
+    world: int,
+    tensor: int,
+    pipeline: int,
+    iterations: int,
+    *flags: str,
+    comm: str = "elastic",
+    launch: tuple[str, ...] = (),
+    script: Path = ROOT / "pretrain_gpt.py",
+    model: Sequence[str] = MODEL,
 ) -> list[str]:
     """The command line of a job of ``world`` ranks; events go to ``folder``."""
     return [
-        sys.executable, "-m", "megatron.elastic.launch", "--nproc-per-node", str(world), *launch,
-        str(script), *model,
-        "--tensor-model-parallel-size", str(tensor), "--pipeline-model-parallel-size", str(pipeline),
-        "--train-iters", str(iterations), "--elastic", "--elastic-comm", comm,
-        "--elastic-event-log", str(folder), *flags,
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "megatron.elastic.launch",
+        "--nproc-per-node",
+        str(world),
+        *launch,
+        str(script),
+        *model,
+        "--tensor-model-parallel-size",
+        str(tensor),
+        "--pipeline-model-parallel-size",
+        str(pipeline),
+        "--train-iters",
+        str(iterations),
+        "--elastic",
+        "--elastic-comm",
+        comm,
+        "--elastic-event-log",
+        str(folder),
+        *flags,
+    ]
 
 
 def environment_of(more: dict[str, str] | None = None) -> dict[str, str]:
@@ -85,18 +108,33 @@ def environment_of(more: dict[str, str] | None = None) -> dict[str, str]:
 
 
 def elastic_job(
-    folder: Path, world: int, tensor: int, pipeline: int, iterations: int, *flags: str, comm: str = "elastic",
-    seconds: float = 240.0, launch: tuple[str, ...] = (), script: Path = ROOT / "pretrain_gpt.py",
-    environment: dict[str, str] | None = None, model: Sequence[str] = MODEL,
+    folder: Path,
+    world: int,
+    tensor: int,
+    pipeline: int,
+    iterations: int,
+    *flags: str,
+    comm: str = "elastic",
+    seconds: float = 240.0,
+    launch: tuple[str, ...] = (),
+    script: Path = ROOT / "pretrain_gpt.py",
+    environment: dict[str, str] | None = None,
+    model: Sequence[str] = MODEL,
 ) -> JobResult:
     """One finished job of ``world`` ranks; events go to ``folder``."""
     command = elastic_command(
         folder, world, tensor, pipeline, iterations, *flags, comm=comm, launch=launch, script=script, model=model
-    )  # fmt: skip
+    )
     done = subprocess.run(
-        command, cwd=ROOT, env=environment_of(environment), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        timeout=seconds, check=False,
-    )  # fmt: skip
+        command,
+        cwd=ROOT,
+        env=environment_of(environment),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=seconds,
+        check=False,
+    )
     return JobResult(done.returncode, done.stdout, read_events(folder) if folder.is_dir() else [])
 
 
@@ -104,9 +142,13 @@ class RunningJob:
     """A job under way, to be signalled, asked and waited for. Leaves no process behind."""
 
     def __init__(
-        self, folder: Path, command: list[str], seconds: float = 240.0, environ: dict[str, str] | None = None,
+        self,
+        folder: Path,
+        command: list[str],
+        seconds: float = 240.0,
+        environ: dict[str, str] | None = None,
         named: bool = True,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.folder = folder
         self.run_id = uuid.uuid4().hex[:12]
         if named:  # else something else names the job
@@ -116,9 +158,13 @@ class RunningJob:
         self._lines: list[str] = []
         self._more = threading.Condition()
         self.launcher = subprocess.Popen(
-            command, cwd=ROOT, env=environ or environment_of(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            command,
+            cwd=ROOT,
+            env=environ or environment_of(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
             text=True,
-        )  # fmt: skip
+        )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
@@ -157,9 +203,14 @@ class RunningJob:
     def ctl(self, *words: str) -> subprocess.CompletedProcess[str]:
         """One request to this job's launcher."""
         return subprocess.run(
-            [sys.executable, "-m", "megatron.elastic.ctl", *words, "--run-id", self.run_id], cwd=ROOT,
-            env=environment_of(), capture_output=True, text=True, timeout=60, check=False,
-        )  # fmt: skip
+            [sys.executable, "-m", "megatron.elastic.ctl", *words, "--run-id", self.run_id],
+            cwd=ROOT,
+            env=environment_of(),
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
 
     def finish(self) -> JobResult:
         """Wait for the end."""

@@ -36,8 +36,13 @@ def run_rank(job: dict[str, Any], rank: int, port: int, log: Path) -> NoReturn:
         os.dup2(handle, 1)
         os.dup2(handle, 2)
         os.environ.update(
-            RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(job["world"]), LOCAL_WORLD_SIZE=str(job["world"]),
-            MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), **job.get("environ", {}),
+            RANK=str(rank),
+            LOCAL_RANK=str(rank),
+            WORLD_SIZE=str(job["world"]),
+            LOCAL_WORLD_SIZE=str(job["world"]),
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(port),
+            **job.get("environ", {}),
         )
         sys.argv = ["pretrain_gpt.py", *job["arguments"]]
         pretrain_gpt.main()

@@ -253,9 +253,22 @@ def run_walk(
         losses += len(case.faults)
     slow = f"delay:missing=1,rank={'|'.join(map(str, range(layout.ranks)))},count=0,{RETURNS[returns]}"
     command = elastic_command(
-        folder / "events", layout.ranks, layout.tensor, layout.pipeline, MANY, *layout.flags, *DROPOUT, *RATES, *flags,
-        *cached(folder), "--num-workers", "1", "--elastic-allow-inject", "--elastic-inject", ";".join([slow, *script]),
-    )  # fmt: skip
+        folder / "events",
+        layout.ranks,
+        layout.tensor,
+        layout.pipeline,
+        MANY,
+        *layout.flags,
+        *DROPOUT,
+        *RATES,
+        *flags,
+        *cached(folder),
+        "--num-workers",
+        "1",
+        "--elastic-allow-inject",
+        "--elastic-inject",
+        ";".join([slow, *script]),
+    )
     folder.mkdir(parents=True, exist_ok=True)
     watch = Watch(folder / "output.txt", folder / "events")
     with watch.said.open("w") as out:
@@ -286,9 +299,19 @@ def undisturbed(folder: Path, layout: Layout, steps: int, *flags: str) -> JobRes
     """The same training without faults, ended after ``steps``; on fewer ranks (:attr:`Layout.plain`)."""
     plain = layout.plain
     result = elastic_job(
-        folder, plain.ranks, plain.tensor, plain.pipeline, MANY, *plain.flags, *DROPOUT, *RATES, *flags,
-        "--exit-interval", str(steps), seconds=3000.0,
-    )  # fmt: skip
+        folder,
+        plain.ranks,
+        plain.tensor,
+        plain.pipeline,
+        MANY,
+        *plain.flags,
+        *DROPOUT,
+        *RATES,
+        *flags,
+        "--exit-interval",
+        str(steps),
+        seconds=3000.0,
+    )
     assert result.code == 0, result.output[-4000:]
     return result
 
@@ -317,7 +340,7 @@ def check(cases: Sequence[Case], result: JobResult) -> None:
     for case, seen in episodes(cases, faults):
         scripted = [(rank, point) for rank, _, _, point in case.faults]
         assert [(fault.rank, fault.point) for fault in seen] == scripted, f"{case.name}: seen {seen}\n{tail}"
-    assert len(faults) == len(expected), f"more than scripted: {faults[len(expected):]}\n{tail}"
+    assert len(faults) == len(expected), f"more than scripted: {faults[len(expected) :]}\n{tail}"
     assert result.code == DRAINED, tail
     lives = Counter(rank for rank, _ in expected)
     lost = {(record.fields["lost_rank"], record.fields["lost_incarnation"]) for record in result.of("loss")}
@@ -395,9 +418,14 @@ class Walked:
 
 
 def walk(
-    folder: Path, layout: Layout, cases: Sequence[Case], *flags: str, seconds: float = 170.0,
-    shared: Path | None = None, returns: str = "soon",
-) -> Walked:  # fmt: skip
+    folder: Path,
+    layout: Layout,
+    cases: Sequence[Case],
+    *flags: str,
+    seconds: float = 170.0,
+    shared: Path | None = None,
+    returns: str = "soon",
+) -> Walked:
     """Run, check and compare; with an undisturbed run in ``shared``, if other walks are to be held against it, too."""
     result = run_walk(folder, layout, cases, *flags, seconds=seconds, returns=returns)
     check(cases, result)
@@ -455,8 +483,9 @@ def main() -> None:
     if asked.undisturbed is not None and asked.undisturbed_steps:
         kept(asked.undisturbed, layout, asked.undisturbed_steps)
     flags = flags_of(group, asked.folder)
-    walked = walk(asked.folder, layout, cases, *flags, seconds=asked.seconds, shared=asked.undisturbed,
-                  returns=asked.returns)  # fmt: skip
+    walked = walk(
+        asked.folder, layout, cases, *flags, seconds=asked.seconds, shared=asked.undisturbed, returns=asked.returns
+    )
     print(json.dumps({"layout": asked.layout, "group": group, "back": asked.returns, **dataclasses.asdict(walked)}))
 
 

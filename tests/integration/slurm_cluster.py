@@ -64,9 +64,7 @@ class Cluster:
 
     def run(self, *command: str) -> str:
         """Output of one of Slurm's commands."""
-        done = subprocess.run(
-            command, env=self.environment, capture_output=True, text=True, timeout=30, check=False
-        )
+        done = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=30, check=False)
         assert done.returncode == 0, f"{command}: {done.stderr}"
         return done.stdout
 
@@ -90,8 +88,16 @@ def cluster(folder: Path, environment: dict[str, str]) -> Iterator[Cluster]:
     try:
         munge = folder / "munge"
         # The scratch folder's parents are world-writable: --force lets munge have its socket there.
-        start("munged", "--foreground", "--force", f"--key-file={munge}/key", f"--socket={folder}/munge.sock",
-              f"--pid-file={munge}/pid", f"--log-file={munge}/log", f"--seed-file={munge}/seed")  # fmt: skip
+        start(
+            "munged",
+            "--foreground",
+            "--force",
+            f"--key-file={munge}/key",
+            f"--socket={folder}/munge.sock",
+            f"--pid-file={munge}/pid",
+            f"--log-file={munge}/log",
+            f"--seed-file={munge}/seed",
+        )
         start("slurmctld", "-D", "-f", str(folder / "slurm.conf"))
         for node in ("n0", "n1"):
             start("slurmd", "-D", "-N", node, "-f", str(folder / "slurm.conf"))

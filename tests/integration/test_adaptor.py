@@ -16,7 +16,10 @@ def run(code: str, *arguments: str, **environment: str) -> subprocess.CompletedP
     return subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code), *arguments],
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "ELASTIC_PLATFORM": "cpu", **environment},
-        capture_output=True, text=True, timeout=240, check=False,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
     )
 
 
@@ -26,17 +29,20 @@ def succeeded(done: subprocess.CompletedProcess[str]) -> str:
 
 
 def test_importing_it_imports_no_megatron_and_no_engine() -> None:
-    succeeded(run("""
+    succeeded(
+        run("""
         import sys
         import megatron.elastic.adaptor
         loaded = [name for name in sys.modules if name.startswith(("megatron.core", "megatron.training"))]
         assert loaded == [], loaded
         assert "megatron.elastic.engine" not in sys.modules
-    """))
+    """)
+    )
 
 
 def test_names_bound_by_value_before_and_after_are_the_replaced_ones() -> None:
-    succeeded(run("""
+    succeeded(
+        run("""
         import megatron.elastic.adaptor
         from megatron.training import initialize_megatron, pretrain
         from megatron.training.arguments import parse_args
@@ -45,11 +51,13 @@ def test_names_bound_by_value_before_and_after_are_the_replaced_ones() -> None:
         assert initialize.parse_args is arguments.parse_args is parse_args
         assert training.initialize_megatron is initialize.initialize_megatron is initialize_megatron
         assert parse_args.__wrapped__.__module__ == "megatron.training.arguments"
-    """))
+    """)
+    )
 
 
 def test_without_elastic_the_step_and_its_loop_are_megatrons_own() -> None:
-    printed = succeeded(run("""
+    printed = succeeded(
+        run("""
         import sys
         sys.argv = ["script", "--micro-batch-size", "1"]
         import megatron.elastic.adaptor
@@ -66,12 +74,14 @@ def test_without_elastic_the_step_and_its_loop_are_megatrons_own() -> None:
         assert not hasattr(timers.Timer.start, "__wrapped__")
         assert "megatron.elastic.engine.engine" not in sys.modules
         print("untouched")
-    """))
+    """)
+    )
     assert "untouched" in printed
 
 
 def test_a_synchronous_save_starts_no_process_and_an_asynchronous_one_still_does() -> None:
-    succeeded(run("""
+    succeeded(
+        run("""
         import argparse, multiprocessing, queue
         if __name__ == "__main__":
             import megatron.elastic.adaptor
@@ -84,11 +94,13 @@ def test_a_synchronous_save_starts_no_process_and_an_asynchronous_one_still_does
             global_vars.get_args().async_save = True
             assert type(get_write_results_queue()) is not queue.Queue
             assert len(multiprocessing.active_children()) == 1
-    """))
+    """)
+    )
 
 
 def test_with_elastic_the_table_is_printed_and_in_force_once_arguments_are_parsed() -> None:
-    printed = succeeded(run("""
+    printed = succeeded(
+        run("""
         import sys
         sys.argv = ["script", "--micro-batch-size", "1", "--elastic", "--elastic-print-patches"]
         import megatron.elastic.adaptor
@@ -99,7 +111,8 @@ def test_with_elastic_the_table_is_printed_and_in_force_once_arguments_are_parse
         from megatron.training import training
         assert args.elastic and hasattr(training.train_step, "__wrapped__")
         assert train_step is mine is training.train_step, "names in __main__ are replaced as well"
-    """))
+    """)
+    )
     assert "megatron.training.training.train_step  [elastic;" in printed
     assert "megatron.training.arguments.parse_args  [platform;" in printed
 

@@ -38,6 +38,8 @@ class Case:
     """The ranks find what the elastic launcher would have set."""
 
 
+# A table: one row a line, which the formatter would break up.
+# fmt: off
 CASES = (
     Case("missing-data", 2, "--data-path no/such/text --split 98,1,1", ("--data-path no/such/text", "preprocess")),
     Case("damaged-data", 1, "--data-path {damaged} --split 98,1,1", ("--data-path", "not a Megatron index")),
@@ -72,6 +74,7 @@ CASES = (
          ("--num-attention-heads 3",), more=6),
     Case("megatrons-own-check", 1, "--mock-data --min-lr 1.0", ("args.min_lr <= args.lr",)),
 )
+# fmt: on
 
 
 @dataclass(frozen=True)
@@ -113,16 +116,24 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> Outputs:
     folder = tmp_path_factory.mktemp("bad")
     data = datasets(folder)
     jobs = [
-        {"name": case.name, "world": case.world, "seconds": 120,
-         "arguments": [*GOOD, *shlex.split(case.flags.format(**data))],
-         "environ": {"MEGATRON_ELASTIC_RUN_ID": "bad-input"} if case.launcher else {}}
+        {
+            "name": case.name,
+            "world": case.world,
+            "seconds": 120,
+            "arguments": [*GOOD, *shlex.split(case.flags.format(**data))],
+            "environ": {"MEGATRON_ELASTIC_RUN_ID": "bad-input"} if case.launcher else {},
+        }
         for case in CASES
     ]
     (folder / "jobs.json").write_text(json.dumps(jobs))
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, str(ROOT / "tests/integration/forked_ranks.py"), str(folder / "jobs.json")],
-        env=environment, capture_output=True, text=True, timeout=900, check=False,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return Outputs(folder, data, json.loads(done.stdout.splitlines()[-1]))
@@ -145,12 +156,22 @@ def test_a_port_in_use_is_one_line() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         environment = {
-            **os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "RANK": "0", "WORLD_SIZE": "1",
-            "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1]),
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+            "RANK": "0",
+            "WORLD_SIZE": "1",
+            "LOCAL_RANK": "0",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(taken.getsockname()[1]),
         }
         done = subprocess.run(
             [sys.executable, str(ROOT / "pretrain_gpt.py"), *GOOD, "--mock-data"],
-            env=environment, capture_output=True, text=True, timeout=180, check=False,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=180,
+            check=False,
         )
     assert done.returncode == 1
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
@@ -163,11 +184,25 @@ def test_the_launchers_port_in_use_is_one_line() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         done = subprocess.run(
-            [sys.executable, "-m", "megatron.elastic.launch", "--nproc-per-node", "1", "--master-addr", "127.0.0.1",
-             "--master-port", str(taken.getsockname()[1]), str(ROOT / "pretrain_gpt.py"), "--elastic"],
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
-            timeout=180, check=False,
-        )  # fmt: skip
+            [
+                sys.executable,
+                "-m",
+                "megatron.elastic.launch",
+                "--nproc-per-node",
+                "1",
+                "--master-addr",
+                "127.0.0.1",
+                "--master-port",
+                str(taken.getsockname()[1]),
+                str(ROOT / "pretrain_gpt.py"),
+                "--elastic",
+            ],
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=180,
+            check=False,
+        )
     assert done.returncode == 1
     errors = done.stderr.splitlines()
     assert len(errors) == 1 and errors[0].startswith("error: ") and "--master-port" in errors[0], errors
@@ -175,23 +210,52 @@ def test_the_launchers_port_in_use_is_one_line() -> None:
 
 def with_shared_memory(size: str, *flags: str) -> subprocess.CompletedProcess[str]:
     """An elastic job of two ranks where ``/dev/shm`` has ``size``."""
-    command = [sys.executable, "-m", "megatron.elastic.launch", "--nproc-per-node", "2", str(ROOT / "pretrain_gpt.py"),
-               *GOOD, "--mock-data", "--elastic", *flags]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "megatron.elastic.launch",
+        "--nproc-per-node",
+        "2",
+        str(ROOT / "pretrain_gpt.py"),
+        *GOOD,
+        "--mock-data",
+        "--elastic",
+        *flags,
+    ]
     return subprocess.run(
         ["unshare", "--mount", "sh", "-c", f"mount -t tmpfs -o size={size} none /dev/shm && {shlex.join(command)}"],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, cwd=ROOT, capture_output=True, text=True,
-        timeout=180, check=False,
-    )  # fmt: skip
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
 
 
 def launched(*flags: str) -> subprocess.CompletedProcess[str]:
     """An elastic job of two ranks."""
     return subprocess.run(
-        [sys.executable, "-m", "megatron.elastic.launch", "--nproc-per-node", "2", str(ROOT / "pretrain_gpt.py"),
-         *GOOD, "--mock-data", "--elastic", "--ckpt-format", "torch_dist", *flags],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
-        timeout=180, check=False,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "megatron.elastic.launch",
+            "--nproc-per-node",
+            "2",
+            str(ROOT / "pretrain_gpt.py"),
+            *GOOD,
+            "--mock-data",
+            "--elastic",
+            "--ckpt-format",
+            "torch_dist",
+            *flags,
+        ],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
 
 
 def cut_data(saved: Path) -> None:
@@ -251,13 +315,40 @@ def test_a_tiny_shared_memory_mount_is_no_matter_for_links_and_one_line_for_load
 def checked(folder: Path, *flags: str, secret: str = "5e" * 16) -> subprocess.CompletedProcess[str]:
     """``--elastic-check`` of a job of four nodes, of which this is the second: no other is there."""
     return subprocess.run(
-        [sys.executable, "-m", "megatron.elastic.launch", "--nproc-per-node", "2", "--nnodes", "4", "--node-rank", "1",
-         "--master-addr", "127.0.0.1", str(ROOT / "pretrain_gpt.py"), *GOOD, "--mock-data", "--elastic",
-         "--elastic-check", "--elastic-event-log", str(folder / "events"), "--save", str(folder / "saved"),
-         "--save-interval", "5", "--ckpt-format", "torch_dist", *flags],
+        [
+            sys.executable,
+            "-m",
+            "megatron.elastic.launch",
+            "--nproc-per-node",
+            "2",
+            "--nnodes",
+            "4",
+            "--node-rank",
+            "1",
+            "--master-addr",
+            "127.0.0.1",
+            str(ROOT / "pretrain_gpt.py"),
+            *GOOD,
+            "--mock-data",
+            "--elastic",
+            "--elastic-check",
+            "--elastic-event-log",
+            str(folder / "events"),
+            "--save",
+            str(folder / "saved"),
+            "--save-interval",
+            "5",
+            "--ckpt-format",
+            "torch_dist",
+            *flags,
+        ],
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MEGATRON_ELASTIC_SECRET": secret},
-        cwd=folder, capture_output=True, text=True, timeout=180, check=False,
-    )  # fmt: skip
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
 
 
 def test_elastic_check_tells_what_is_substituted_trains_nothing_and_writes_nothing(tmp_path: Path) -> None:
@@ -295,8 +386,11 @@ def test_a_megatron_core_that_was_never_tested_is_one_line(tmp_path: Path) -> No
     done = subprocess.run(
         [sys.executable, str(script), str(ROOT / "pretrain_gpt.py"), *GOOD, "--mock-data"],
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "ELASTIC_PLATFORM": "cpu"},
-        capture_output=True, text=True, timeout=180, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
     assert done.returncode == 1, done.stderr[-2000:]
     errors = [line for line in done.stderr.splitlines() if "rror" in line]
     assert len(errors) == 1 and "megatron-core 0.20.1 is installed" in errors[0] and ">=0.17,<0.20" in errors[0], errors

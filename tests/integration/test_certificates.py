@@ -16,8 +16,14 @@ from tests.integration.elastic_job import ROOT, JobResult, elastic_job
 
 SCRIPT = ROOT / "tests" / "integration" / "broken_training.py"
 BATCH = ("--global-batch-size", "12", "--hidden-dropout", "0", "--attention-dropout", "0")
-KILL = ("--no-elastic-respawn", "--elastic-mirrors", "2", "--elastic-allow-inject", "--elastic-inject",
-        "kill:rank=2,step=3,point=mid_forward")  # fmt: skip
+KILL = (
+    "--no-elastic-respawn",
+    "--elastic-mirrors",
+    "2",
+    "--elastic-allow-inject",
+    "--elastic-inject",
+    "kill:rank=2,step=3,point=mid_forward",
+)
 FOUND = {
     "stale_moments": "differs in contents from the owner's",
     "swapped_blocks": "was made from other state or gradients than the owner's",
@@ -92,7 +98,8 @@ def test_transitions_of_a_sound_job_pass(tmp_path: Path) -> None:
     by_transition = {(record.generation, record.fields["transition"], record.fields["step"]) for record in passed}
     for key in by_transition:
         digests = {
-            record.fields["digest"] for record in passed
+            record.fields["digest"]
+            for record in passed
             if (record.generation, record.fields["transition"], record.fields["step"]) == key
-        }  # fmt: skip
+        }
         assert len(digests) == 1, "all ranks certified the same statements"

@@ -61,9 +61,18 @@ def test_either_resumes_what_the_other_wrote(tmp_path: Path, kind: str) -> None:
 
 WRITTEN_WITH = ("--lr-decay-iters", "40")
 RESUMED_WITH = (
-    "--lr", "5e-4", "--min-lr", "5e-5", "--lr-decay-style", "linear", "--lr-decay-iters", "100", "--lr-warmup-iters",
-    "9", "--use-checkpoint-opt_param-scheduler",
-)  # fmt: skip
+    "--lr",
+    "5e-4",
+    "--min-lr",
+    "5e-5",
+    "--lr-decay-style",
+    "linear",
+    "--lr-decay-iters",
+    "100",
+    "--lr-warmup-iters",
+    "9",
+    "--use-checkpoint-opt_param-scheduler",
+)
 """Not another weight decay: plain Megatron takes that of the arguments for one step more, then the loaded one."""
 
 

@@ -59,7 +59,11 @@ def run_jobs(folder: Path, jobs: Sequence[Mapping[str, Any]]) -> dict[str, list[
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, str(ROOT / "tests/integration/forked_ranks.py"), str(path)],
-        env=environment, capture_output=True, text=True, timeout=1200, check=False,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=1200,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     codes: dict[str, list[int]] = json.loads(done.stdout.splitlines()[-1])
@@ -100,13 +104,16 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     common = str(folder / "common")
     load = ["--load", common, *TRAIN]
     save = [*TRAIN, "--save", common, "--save-interval", "1", "--exit-interval", "1"]
-    run_all(folder, [
-        job("common", 1, *layout_flags(ALONE), *save),
-        *(continued(each, load) for each in (ALONE, *QUICK)),
-        job("uninterrupted", 1, *layout_flags(ALONE), *TRAIN),
-        job("sequence-parallel", 2, *layout_flags((2, 1, 1)), "--sequence-parallel", *load),
-        job("bf16", 2, *layout_flags((2, 1, 1)), "--bf16", "--sequence-parallel", "--train-iters", "12"),
-    ])  # fmt: skip
+    run_all(
+        folder,
+        [
+            job("common", 1, *layout_flags(ALONE), *save),
+            *(continued(each, load) for each in (ALONE, *QUICK)),
+            job("uninterrupted", 1, *layout_flags(ALONE), *TRAIN),
+            job("sequence-parallel", 2, *layout_flags((2, 1, 1)), "--sequence-parallel", *load),
+            job("bf16", 2, *layout_flags((2, 1, 1)), "--bf16", "--sequence-parallel", "--train-iters", "12"),
+        ],
+    )
     return folder
 
 
@@ -175,9 +182,18 @@ def test_torchrun_and_our_launcher_train_alike_without_a_cpu_flag(tmp_path: Path
     found = []
     for launcher in (["torch.distributed.run", "--log-dir", os.devnull], ["megatron.elastic.launch"]):
         command = [
-            sys.executable, "-m", *launcher, "--nproc-per-node", "2", "--standalone",
-            str(ROOT / "pretrain_gpt.py"), *MODEL, *layout_flags((1, 1, 2)), "--train-iters", "2",
-        ]  # fmt: skip
+            sys.executable,
+            "-m",
+            *launcher,
+            "--nproc-per-node",
+            "2",
+            "--standalone",
+            str(ROOT / "pretrain_gpt.py"),
+            *MODEL,
+            *layout_flags((1, 1, 2)),
+            "--train-iters",
+            "2",
+        ]
         done = subprocess.run(
             command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
         )

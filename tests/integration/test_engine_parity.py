@@ -54,14 +54,25 @@ def run_plain(folder: Path, cases: Sequence[Case], model: Sequence[str] = MODEL)
     """Every case under plain Megatron; logs go to ``folder``, TensorBoard's to ``folder/<name>-board``."""
     jobs = [
         {
-            "name": case.name, "world": case.ranks, "seconds": 240,
-            "arguments": [*model, *NO_DROPOUT, "--train-iters", str(STEPS), *case.flags,
-                          "--tensor-model-parallel-size", str(case.layout[0]),
-                          "--pipeline-model-parallel-size", str(case.layout[1]),
-                          "--tensorboard-dir", str(folder / f"{case.name}-board")],
+            "name": case.name,
+            "world": case.ranks,
+            "seconds": 240,
+            "arguments": [
+                *model,
+                *NO_DROPOUT,
+                "--train-iters",
+                str(STEPS),
+                *case.flags,
+                "--tensor-model-parallel-size",
+                str(case.layout[0]),
+                "--pipeline-model-parallel-size",
+                str(case.layout[1]),
+                "--tensorboard-dir",
+                str(folder / f"{case.name}-board"),
+            ],
         }
         for case in cases
-    ]  # fmt: skip
+    ]
     codes = run_jobs(folder, jobs)
     assert all(set(ranks) == {0} for ranks in codes.values()), codes
 
@@ -145,11 +156,14 @@ def test_every_layout_with_both_losses(tmp_path: Path, documents: tuple[str, ...
 
 INTERLEAVED = (
     Case("pp2dp2-interleaved", (1, 2, 2), CHUNKS),
-    Case("tp2pp2-interleaved", (2, 2, 1), (*PER_TOKEN, *UNTIED, "--sequence-parallel",
-                                           "--num-layers-per-virtual-pipeline-stage", "1")),
+    Case(
+        "tp2pp2-interleaved",
+        (2, 2, 1),
+        (*PER_TOKEN, *UNTIED, "--sequence-parallel", "--num-layers-per-virtual-pipeline-stage", "1"),
+    ),
     Case("pp4-interleaved", (1, 4, 1), (*RECOMPUTE, *CHUNKS, "--num-layers", "8")),
     Case("pp2dp2-three-chunks", (1, 2, 2), ("--pipeline-model-parallel-layout", "E|t|t|t|t|L")),
-)  # fmt: skip
+)
 
 
 @pytest.mark.slow

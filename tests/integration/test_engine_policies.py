@@ -21,8 +21,20 @@ KEPT_BATCH = ["recycle", "torchft-batch", pytest.param("elaswave", marks=pytest.
 
 def job(folder: Path, policy: str, *flags: str, step: int = 3, ranks: str = "3") -> JobResult:
     fault = f"kill:rank={ranks},step={step},point=mid_forward"
-    return elastic_job(folder, 4, 1, 2, STEPS, "--elastic-policy", policy, "--no-elastic-respawn",
-                       "--elastic-allow-inject", "--elastic-inject", fault, *flags)  # fmt: skip
+    return elastic_job(
+        folder,
+        4,
+        1,
+        2,
+        STEPS,
+        "--elastic-policy",
+        policy,
+        "--no-elastic-respawn",
+        "--elastic-allow-inject",
+        "--elastic-inject",
+        fault,
+        *flags,
+    )
 
 
 def ledger(step: int, rows: list[int]) -> str:
@@ -79,8 +91,9 @@ def test_a_dropped_replica_takes_its_samples_with_it(tmp_path: Path) -> None:
 def test_a_shrunk_batch_has_the_gradient_of_its_own_samples(tmp_path: Path) -> None:
     """One micro-batch of 8 a replica: what is left in step 1 is the first step of a job with a batch of 8."""
     shrunk = job(tmp_path / "shrunk", "torchft", "--micro-batch-size", "8", step=1)
-    alone = elastic_job(tmp_path / "alone", 2, 1, 2, 1, "--micro-batch-size", "8", "--global-batch-size", "8",
-                        "--lr-decay-iters", "5")  # fmt: skip
+    alone = elastic_job(
+        tmp_path / "alone", 2, 1, 2, 1, "--micro-batch-size", "8", "--global-batch-size", "8", "--lr-decay-iters", "5"
+    )
     assert (shrunk.code, alone.code) == (0, 0), shrunk.output[-3000:] + alone.output[-3000:]
 
     def first(result: JobResult) -> tuple[float, float]:

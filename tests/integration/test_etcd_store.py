@@ -106,9 +106,10 @@ def test_an_etcd_that_asks_for_a_user_is_told_from_the_environment(tmp_path: Pat
     named = {env.ETCD_USER: "root", env.ETCD_PASSWORD: "a password"}
     with etcd_server(tmp_path) as own:
         for path, body in (
-            ("user/add", {"name": "root", "password": "a password"}), ("user/grant", {"user": "root", "role": "root"}),
+            ("user/add", {"name": "root", "password": "a password"}),
+            ("user/grant", {"user": "root", "role": "root"}),
             ("enable", {}),
-        ):  # fmt: skip
+        ):
             text = json.dumps(body).encode()
             with urllib.request.urlopen(f"http://{own.endpoint}/v3/auth/{path}", text, timeout=20) as answer:
                 assert answer.status == 200

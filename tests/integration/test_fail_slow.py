@@ -15,9 +15,16 @@ from tests.integration.elastic_job import JobResult, elastic_job, largest_deviat
 
 STEPS, FROM, TO = 64, 4, 19
 MODEL = (
-    "--hidden-size", "64", "--seq-length", "128", "--max-position-embeddings", "128", "--hidden-dropout", "0.1",
+    "--hidden-size",
+    "64",
+    "--seq-length",
+    "128",
+    "--max-position-embeddings",
+    "128",
+    "--hidden-dropout",
+    "0.1",
     "--elastic-allow-inject",
-)  # fmt: skip
+)
 SLOW = ("--elastic-fail-slow", "on", "--elastic-inject", f"slow:rank=1,step={FROM}-{TO},factor=3")
 
 

@@ -54,11 +54,21 @@ def disturbed_run(folder: Path, ranks: int, steps: int, hostile_seconds: float) 
         assert len(ports) >= 2 + 2 * ranks, "the store, presence and the links of all ranks"
         print("hostile to ports", ports)
         done = subprocess.run(
-            [sys.executable, "-m", "tests.integration.hostile_neighbour", str(hostile_seconds), "7",
-             ",".join(map(str, ports))],
-            cwd=ROOT, env=environment_of(), capture_output=True, text=True, timeout=hostile_seconds + 90,
+            [
+                sys.executable,
+                "-m",
+                "tests.integration.hostile_neighbour",
+                str(hostile_seconds),
+                "7",
+                ",".join(map(str, ports)),
+            ],
+            cwd=ROOT,
+            env=environment_of(),
+            capture_output=True,
+            text=True,
+            timeout=hostile_seconds + 90,
             check=True,
-        )  # fmt: skip
+        )
         print(done.stdout)
         acted = {name.partition(",")[0] for name in json.loads(done.stdout)}
         assert acted == {name for name in vars(Neighbour) if not name.startswith("_")}, "it did everything"

@@ -130,9 +130,10 @@ SAVED_AT = 3
 FORMATS = {
     "fp32": ((), 2e-6),
     "bf16-distributed-optimizer": (
-        ("--bf16", "--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable"), 2e-4,
+        ("--bf16", "--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable"),
+        2e-4,
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", FORMATS)
@@ -151,12 +152,15 @@ def test_checkpoints_go_both_ways_with_chunks_and_without(tmp_path: Path, kind: 
         return {step: loss for step, loss in values.items() if step > SAVED_AT + 2}  # the second line averages two
 
     job(tmp_path / "events", 4, 2, *CALM, *flags, *CHUNKS, *saving("ours"))
-    codes = run_jobs(tmp_path, [
-        plain("straight", 2, *CHUNKS),
-        plain("writes", 2, *CHUNKS, *saving("theirs")),
-        plain("resumes-ours-whole", 1, "--load", str(tmp_path / "ours")),
-        plain("resumes-ours-chunked", 2, *CHUNKS, "--load", str(tmp_path / "ours")),
-    ])  # fmt: skip
+    codes = run_jobs(
+        tmp_path,
+        [
+            plain("straight", 2, *CHUNKS),
+            plain("writes", 2, *CHUNKS, *saving("theirs")),
+            plain("resumes-ours-whole", 1, "--load", str(tmp_path / "ours")),
+            plain("resumes-ours-chunked", 2, *CHUNKS, "--load", str(tmp_path / "ours")),
+        ],
+    )
     assert all(set(ranks) == {0} for ranks in codes.values()), (codes, logs(tmp_path, "resumes-ours")[-3000:])
     straight = tail(losses(logs(tmp_path, "straight")))
     assert set(straight) == set(range(SAVED_AT + 3, STEPS + 1))

@@ -75,7 +75,7 @@ def second_agent(job: Cluster, node: int, script_options: tuple[str, ...]) -> su
     ]
     return subprocess.run(
         command, cwd=ROOT, env=job.environ, capture_output=True, text=True, timeout=PATIENCE, check=False
-    )  # fmt: skip
+    )
 
 
 def test_a_second_agent_for_a_place_that_is_taken_gives_up_and_disturbs_nobody() -> None:

@@ -71,8 +71,12 @@ def test_workers_get_the_environment_torchrun_gives(tmp_path: Path) -> None:
         environ = {**clean, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}  # for torchrun's log folder
         done = subprocess.run(
             [sys.executable, "-m", module, *common, *command],
-            capture_output=True, text=True, timeout=PATIENCE, env=environ, cwd=ROOT,
-        )  # fmt: skip
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE,
+            env=environ,
+            cwd=ROOT,
+        )
         lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
         found[module] = {line["rank"]: line for line in lines}
         assert set(found[module]) == {0, 1}, done.stderr
@@ -156,8 +160,11 @@ def test_without_elastic_the_first_failure_ends_the_job_with_its_code(tmp_path: 
 def test_membership_outside_the_launcher_says_which_launcher(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, *write(tmp_path, "", MEMBER)],
-        capture_output=True, text=True, timeout=PATIENCE, env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
     assert done.returncode != 0 and "python -m megatron.elastic.launch" in done.stderr
 
 
@@ -172,9 +179,7 @@ def test_bad_input_is_one_line_and_exit_code_1(arguments: list[str], word: str) 
 
 
 @pytest.mark.parametrize(("soft", "hard"), [(48, 48), (48, 4096), (1024, 4096)])
-def test_open_files_are_raised_to_what_is_needed_or_refused_with_one_line(
-    tmp_path: Path, soft: int, hard: int
-) -> None:
+def test_open_files_are_raised_to_what_is_needed_or_refused_with_one_line(tmp_path: Path, soft: int, hard: int) -> None:
     body = "import resource; say('limit', files=list(resource.getrlimit(resource.RLIMIT_NOFILE)))"
     command = ["--preload", "none", "--nproc-per-node", "4", *write(tmp_path, body)]
     needed = files_needed(1, 4)

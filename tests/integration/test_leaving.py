@@ -45,12 +45,13 @@ MOMENTS = (
     Moment("evaluation", r"iteration +2/", held("in_evaluate", 2), ("--eval-interval", "2", "--eval-iters", "1")),
     Moment("save", r"saving checkpoint at iteration +2", held("in_save", 2), ("--save-interval", "2")),
     Moment(
-        "recovery", r"iteration +2/",
+        "recovery",
+        r"iteration +2/",
         "kill:rank=1,step=3,point=mid_forward;delay:rank=0|2|3,step=2,point=in_recovery_promote,seconds=3",
         ("--no-elastic-respawn",),
     ),
     Moment("joiner", r"lost rank 1", "kill:rank=1,step=2,point=mid_forward", last=200),
-)  # fmt: skip
+)
 
 
 def children(pid: int) -> list[int]:
@@ -66,9 +67,20 @@ def iteration_saved(folder: Path) -> int:
 def drain_at(folder: Path, moment: Moment, world: int = 4, pipeline: int = 2) -> JobResult:
     saved = folder / "saved"
     command = elastic_command(
-        folder / "events", world, 1, pipeline, FOR_EVER, *QUIET, *RARELY, *moment.flags, "--save", str(saved),
-        "--elastic-allow-inject", "--elastic-inject", moment.faults,
-    )  # fmt: skip
+        folder / "events",
+        world,
+        1,
+        pipeline,
+        FOR_EVER,
+        *QUIET,
+        *RARELY,
+        *moment.flags,
+        "--save",
+        str(saved),
+        "--elastic-allow-inject",
+        "--elastic-inject",
+        moment.faults,
+    )
     with RunningJob(folder / "events", command) as job:
         job.wait_for(moment.seen)
         job.launcher.send_signal(signal.SIGTERM)
@@ -92,9 +104,17 @@ def test_sigterm_drains_at_the_next_boundary(tmp_path: Path, moment: Moment) -> 
 def test_a_worker_that_is_sent_sigterm_drains_the_job_and_exit_signal_handler_is_honoured_so(tmp_path: Path) -> None:
     """Slurm signals every process of a job step."""
     command = elastic_command(
-        tmp_path / "events", 2, 1, 1, FOR_EVER, *QUIET, *RARELY, "--save", str(tmp_path / "saved"),
+        tmp_path / "events",
+        2,
+        1,
+        1,
+        FOR_EVER,
+        *QUIET,
+        *RARELY,
+        "--save",
+        str(tmp_path / "saved"),
         "--exit-signal-handler",
-    )  # fmt: skip
+    )
     with RunningJob(tmp_path / "events", command) as job:
         job.wait_for(r"iteration +2/")
         workers = [pid for parent in children(job.launcher.pid) for pid in children(parent)]
@@ -128,10 +148,23 @@ def drained_while_waiting(folder: Path, seconds: float, *launch: str) -> JobResu
     script = folder / "pretrain_slow.py"
     script.write_text(SLOW_TO_RETURN.format(seconds=seconds))
     command = elastic_command(
-        folder / "events", 4, 1, 2, FOR_EVER, *QUIET, *RARELY, "--elastic-mirrors", "2",
-        "--save", str(folder / "saved"),
-        "--elastic-allow-inject", "--elastic-inject", STAGE_LOST, launch=launch, script=script,
-    )  # fmt: skip
+        folder / "events",
+        4,
+        1,
+        2,
+        FOR_EVER,
+        *QUIET,
+        *RARELY,
+        "--elastic-mirrors",
+        "2",
+        "--save",
+        str(folder / "saved"),
+        "--elastic-allow-inject",
+        "--elastic-inject",
+        STAGE_LOST,
+        launch=launch,
+        script=script,
+    )
     with RunningJob(folder / "events", command) as job:
         job.wait_for(r"ranks \[2, 3\] are gone.*: waiting up to")
         job.launcher.send_signal(signal.SIGTERM)

@@ -101,9 +101,7 @@ def test_it_does_not_matter_when_a_lost_rank_is_back(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("layout", "first", "second"), [("tp2dp2", 0, 3), ("pp2dp2", 2, 3)]
-)
+@pytest.mark.parametrize(("layout", "first", "second"), [("tp2dp2", 0, 3), ("pp2dp2", 2, 3)])
 def test_a_stage_without_a_living_group_waits_for_its_ranks(
     tmp_path: Path, layout: str, first: int, second: int
 ) -> None:
@@ -119,9 +117,7 @@ def test_a_stage_without_a_living_group_waits_for_its_ranks(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("layout", "first", "second"), [("tp2dp2", 0, 3), ("pp2dp2", 2, 3)]
-)
+@pytest.mark.parametrize(("layout", "first", "second"), [("tp2dp2", 0, 3), ("pp2dp2", 2, 3)])
 def test_a_stage_without_a_living_group_waits_for_its_ranks_between_steps_too(
     tmp_path: Path, layout: str, first: int, second: int
 ) -> None:
@@ -159,10 +155,14 @@ def test_without_respawn_a_stage_without_a_living_group_ends_the_job(tmp_path: P
         ("pp2dp2", "kill:rank=2,step=5,point=in_evaluate,nth=2;kill:rank=1,step=5,point=in_evaluate,nth=4", {1, 2}),
     ],
     ids=[
-        "two stages at once", "a parked rank while state moves", "in the last step", "at its vote", "after it",
+        "two stages at once",
+        "a parked rank while state moves",
+        "in the last step",
+        "at its vote",
+        "after it",
         "in the last batches",
     ],
-)  # fmt: skip
+)
 def test_losses_that_nobody_returns_from(tmp_path: Path, layout: str, script: str, lost: set[int]) -> None:
     """The job ends as if nothing had happened: losses, and those of validation and test after the last step."""
     size = LAYOUTS[layout]
@@ -240,8 +240,9 @@ def test_when_no_copy_is_left_the_job_goes_back_to_its_last_checkpoint(tmp_path:
     assert whole.code == killed.code == 0, killed.output[-6000:]
     found = re.search(
         r"have no surviving copy: the job goes back to its last checkpoint, of step 3 \(--load\); "
-        r"steps 4 to (\d) are computed again", killed.output,
-    )  # fmt: skip
+        r"steps 4 to (\d) are computed again",
+        killed.output,
+    )
     assert found is not None, killed.output[-6000:]
     assert max(record.fields["lost_steps"] for record in killed.of("recovery")) == int(found[1]) - 3
     assert set(killed.committed) == set(whole.committed)
@@ -269,8 +270,20 @@ def test_a_loss_in_evaluation_and_in_saving_repeats_the_phase(tmp_path: Path) ->
 
     The run that loses ranks is of a script that knows nothing of elasticity, under ``launch --adapt``.
     """
-    flags = (*DROPOUT, "--eval-interval", "2", "--eval-iters", "2", "--save-interval", "4", "--log-params-norm",
-             "--exit-duration-in-mins", "60", "--lr-decay-iters", "8")  # fmt: skip
+    flags = (
+        *DROPOUT,
+        "--eval-interval",
+        "2",
+        "--eval-iters",
+        "2",
+        "--save-interval",
+        "4",
+        "--log-params-norm",
+        "--exit-duration-in-mins",
+        "60",
+        "--lr-decay-iters",
+        "8",
+    )
     whole = elastic_job(tmp_path / "whole", 4, 1, 2, 6, *flags)
     script = "kill:rank=2,step=2,point=in_evaluate;kill:rank=1,step=4,point=in_save"
     saved = str(tmp_path / "saved")

@@ -32,9 +32,22 @@ def disturbed(
     folder: Path, script: str, *flags: str, comm: str = "elastic", steps: int = STEPS, mirrors: int = 2
 ) -> JobResult:
     result = elastic_job(
-        folder, 4, 1, 1, steps, *DROPOUT, "--lr-decay-iters", str(STEPS), "--elastic-mirrors", str(mirrors),
-        "--elastic-allow-inject", "--elastic-inject", script, *flags, comm=comm,
-    )  # fmt: skip
+        folder,
+        4,
+        1,
+        1,
+        steps,
+        *DROPOUT,
+        "--lr-decay-iters",
+        str(STEPS),
+        "--elastic-mirrors",
+        str(mirrors),
+        "--elastic-allow-inject",
+        "--elastic-inject",
+        script,
+        *flags,
+        comm=comm,
+    )
     assert result.code == 0, result.output[-6000:]
     return result
 
@@ -69,10 +82,12 @@ def test_state_moves_while_steps_go_on_and_again_when_a_rank_returns(tmp_path: P
     assert sum(record.fields["bytes_received"] for record in returned) > 0
     for record in (record for record in moved if not record.fields["urgent"]):
         during = [
-            step for step in result.of("step")
+            step
+            for step in result.of("step")
             if record.monotonic_ns - 1e9 * (record.fields["background_seconds"] + record.fields["stall_seconds"])
-            < step.monotonic_ns < record.monotonic_ns
-        ]  # fmt: skip
+            < step.monotonic_ns
+            < record.monotonic_ns
+        ]
         assert during, "steps were committed between the first byte and the last"
 
 

@@ -17,8 +17,16 @@ from tests.integration.test_cpu_layouts import gradient_norms, logs, losses, run
 
 STEPS = 9
 QUIET = ("--hidden-dropout", "0", "--attention-dropout", "0", "--lr-decay-iters", "8")
-FP16 = ("--fp16", "--initial-loss-scale", "4194304", "--hysteresis", "1", "--loss-scale-window", "3",
-        "--accumulate-allreduce-grads-in-fp32")  # as the engine always does
+FP16 = (
+    "--fp16",
+    "--initial-loss-scale",
+    "4194304",
+    "--hysteresis",
+    "1",
+    "--loss-scale-window",
+    "3",
+    "--accumulate-allreduce-grads-in-fp32",
+)  # as the engine always does
 CASES = {"bf16": (("--bf16",), 1e-4), "fp16": (FP16, 1e-5)}
 """Flags, and the largest relative deviation: sums are rounded in another order."""
 

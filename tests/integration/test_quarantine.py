@@ -34,8 +34,17 @@ def test_a_node_that_is_left_out_is_let_in_when_the_others_need_it(tmp_path: Pat
     """
     layout, events = LAYOUTS["pp2dp2"], tmp_path / "events"
     script = "kill:rank=3,step=2,point=mid_forward;kill:rank=2,step=7,point=mid_forward"
-    flags = (*DROPOUT, *RATES, *TWO, "--exit-interval", str(STEPS), "--elastic-quarantine-after", "1",
-             "--elastic-migrate-after", "-1")  # fmt: skip
+    flags = (
+        *DROPOUT,
+        *RATES,
+        *TWO,
+        "--exit-interval",
+        str(STEPS),
+        "--elastic-quarantine-after",
+        "1",
+        "--elastic-migrate-after",
+        "-1",
+    )
     faults = ("--elastic-allow-inject", "--elastic-inject", script)
     command = elastic_command(events, layout.ranks, layout.tensor, layout.pipeline, MANY, *flags, *faults)
     command = command[command.index(str(ROOT / "pretrain_gpt.py")) :]

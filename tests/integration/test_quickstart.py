@@ -35,9 +35,13 @@ def quickstart(output: Path, corpus: Path, *more: str, **environ: str) -> Outcom
     command = [sys.executable, "-W", "ignore", "-m", "tools.quickstart", "--output-dir", str(output)]
     command += ["--input", str(corpus), "--run-timeout", "200", *FLAGS, *more]
     done = subprocess.run(
-        command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT), **environ},
-        capture_output=True, text=True, timeout=500,
-    )  # fmt: skip
+        command,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT), **environ},
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
     lines = done.stdout.strip().splitlines()
     return Outcome(done.returncode, done.stderr, json.loads(lines[-1]) if done.returncode == 0 else {})
 

@@ -34,9 +34,19 @@ def logged(folder: Path) -> dict[int, float]:
 def run(folder: Path, *flags: str, steps: int = STEPS, environment: dict[str, str] | None = None) -> JobResult:
     fault = f"kill:rank={LAST},step=4,point=mid_forward"
     result = elastic_job(
-        folder / "events", 2, 1, 1, steps, "--tensorboard-dir", str(folder / "log"), "--elastic-allow-inject",
-        "--elastic-inject", fault, *flags, environment=environment,
-    )  # fmt: skip
+        folder / "events",
+        2,
+        1,
+        1,
+        steps,
+        "--tensorboard-dir",
+        str(folder / "log"),
+        "--elastic-allow-inject",
+        "--elastic-inject",
+        fault,
+        *flags,
+        environment=environment,
+    )
     assert result.code == 0, result.output[-4000:]
     assert {record.fields["lost_rank"] for record in result.of("loss")} == {LAST}
     return result
@@ -66,9 +76,16 @@ def test_one_wandb_run_is_handed_over_and_back(tmp_path: Path) -> None:
     (tmp_path / "calls").mkdir()
     path = os.pathsep.join((str(ROOT), str(ROOT / "tests/integration/standins")))
     result = run(
-        tmp_path, "--wandb-project", "elastic", "--wandb-exp-name", "handed", "--wandb-save-dir", str(tmp_path / "w"),
-        steps=steps, environment={"PYTHONPATH": path, "WANDB_CALLS": str(tmp_path / "calls")},
-    )  # fmt: skip
+        tmp_path,
+        "--wandb-project",
+        "elastic",
+        "--wandb-exp-name",
+        "handed",
+        "--wandb-save-dir",
+        str(tmp_path / "w"),
+        steps=steps,
+        environment={"PYTHONPATH": path, "WANDB_CALLS": str(tmp_path / "calls")},
+    )
     assert result.of("ready"), "rank 1 was started again"
     found = calls(tmp_path / "calls")
     runs = {(call["id"], call["resume"]) for made in found.values() for call in made if call["call"] == "init"}

@@ -36,8 +36,17 @@ def test_a_rank_that_is_back_within_the_step_of_its_loss_changes_no_sample(
     lost = world - 1
     faults = f"kill:rank={lost},step=3,point=mid_backward;delay:rank=0,missing=1,point=mid_forward,seconds=1,count=0"
     calm = elastic_job(tmp_path / "calm", world, tensor, pipeline, STEPS, *WORKERS)
-    killed = elastic_job(tmp_path / "killed", world, tensor, pipeline, STEPS, *WORKERS,
-                         "--elastic-allow-inject", "--elastic-inject", faults)  # fmt: skip
+    killed = elastic_job(
+        tmp_path / "killed",
+        world,
+        tensor,
+        pipeline,
+        STEPS,
+        *WORKERS,
+        "--elastic-allow-inject",
+        "--elastic-inject",
+        faults,
+    )
     assert calm.code == 0 and killed.code == 0, killed.output[-4000:]
     assert re.search(rf"step 3 joined by .*\b{lost}\b", killed.output), f"back later than meant\n{killed.output}"
     assert largest_deviation(calm.committed, killed.committed) < 1e-5

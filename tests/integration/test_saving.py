@@ -59,19 +59,43 @@ def complete(folder: Path) -> list[int]:
 
 def save_and(folder: Path, fault: str) -> JobResult:
     return elastic_job(
-        folder / "events", 2, 1, 1, STEPS, *QUIET, "--save", str(folder / "saved"), "--save-interval", "2",
-        "--no-elastic-respawn", "--elastic-allow-inject", "--elastic-inject", fault,
-    )  # fmt: skip
+        folder / "events",
+        2,
+        1,
+        1,
+        STEPS,
+        *QUIET,
+        "--save",
+        str(folder / "saved"),
+        "--save-interval",
+        "2",
+        "--no-elastic-respawn",
+        "--elastic-allow-inject",
+        "--elastic-inject",
+        fault,
+    )
 
 
 def resumed(folder: Path, saved: dict[str, Path]) -> dict[str, dict[int, float]]:
     """Losses of plain Megatron, one rank, going on from each of these."""
     jobs = [
-        {"name": name, "world": 1, "seconds": 120,
-         "arguments": [*MODEL, *QUIET, "--train-iters", str(tracked(path) + 4), "--load", str(path),
-                       "--exit-on-missing-checkpoint", "--override-opt-param-scheduler"]}
+        {
+            "name": name,
+            "world": 1,
+            "seconds": 120,
+            "arguments": [
+                *MODEL,
+                *QUIET,
+                "--train-iters",
+                str(tracked(path) + 4),
+                "--load",
+                str(path),
+                "--exit-on-missing-checkpoint",
+                "--override-opt-param-scheduler",
+            ],
+        }
         for name, path in saved.items()
-    ]  # fmt: skip
+    ]
     codes = run_jobs(folder, jobs)
     assert all(ranks == [0] for ranks in codes.values()), (codes, [logs(folder, name)[-2000:] for name in codes])
     return {name: losses(logs(folder, name)) for name in saved}
@@ -133,9 +157,20 @@ def test_a_loss_while_a_checkpoint_is_written_has_it_begun_again(tmp_path: Path,
 def test_a_loss_while_ranks_tell_how_long_a_save_took_costs_no_step(tmp_path: Path, whole: dict[int, float]) -> None:
     """Megatron gathers that beside the save: whoever waited in it for the dead ended the job."""
     job = elastic_job(
-        tmp_path / "events", 2, 1, 1, STEPS, *QUIET, "--save", str(tmp_path / "saved"), "--save-interval", "2",
-        "--no-elastic-respawn", script=ROOT / "tests/integration/lost_in_timers.py", environment={"LOST_RANK": "0"},
-    )  # fmt: skip
+        tmp_path / "events",
+        2,
+        1,
+        1,
+        STEPS,
+        *QUIET,
+        "--save",
+        str(tmp_path / "saved"),
+        "--save-interval",
+        "2",
+        "--no-elastic-respawn",
+        script=ROOT / "tests/integration/lost_in_timers.py",
+        environment={"LOST_RANK": "0"},
+    )
     assert job.code == 0, job.output[-3000:]
     assert len(job.of("loss")) == 1
     assert re.search(r"recovered at generation 2 .*: step 4 between steps, 0 steps lost", job.output)
@@ -164,11 +199,25 @@ def test_who_was_stopped_while_naming_a_checkpoint_touches_nothing_when_it_wakes
     """A node stops between the last file and the rename; the other one goes on, and is saving again as it wakes up."""
     saved = tmp_path / "saved"
     plain = elastic_command(
-        tmp_path / "events", 1, 1, 1, STEPS, *QUIET, "--save", str(saved), "--save-interval", "2",
-        "--no-elastic-background-save", "--no-elastic-respawn", "--elastic-detection-timeout", "0.5",
-        "--elastic-allow-inject", "--elastic-inject", f"delay:rank=1,step={CUT},point=save_writing,nth=2,seconds=8",
+        tmp_path / "events",
+        1,
+        1,
+        1,
+        STEPS,
+        *QUIET,
+        "--save",
+        str(saved),
+        "--save-interval",
+        "2",
+        "--no-elastic-background-save",
+        "--no-elastic-respawn",
+        "--elastic-detection-timeout",
+        "0.5",
+        "--elastic-allow-inject",
+        "--elastic-inject",
+        f"delay:rank=1,step={CUT},point=save_writing,nth=2,seconds=8",
         script=ROOT / "tests/integration/stopped_while_naming.py",
-    )  # fmt: skip
+    )
     at = plain.index("--nproc-per-node")
     environment = environment_of({"STOPPED_RANK": "0"})
 
@@ -205,9 +254,21 @@ def test_a_tensor_parallel_group_that_lost_a_member_saves_its_cuts(tmp_path: Pat
     for rank in (0, 3):
         folder = tmp_path / f"without-{rank}"
         result = elastic_job(
-            folder / "events", 4, 2, 1, STEPS, *QUIET, "--save", str(folder / "saved"), "--save-interval", "4",
-            "--no-elastic-respawn", "--elastic-allow-inject", "--elastic-inject", f"kill:rank={rank},step=2",
-        )  # fmt: skip
+            folder / "events",
+            4,
+            2,
+            1,
+            STEPS,
+            *QUIET,
+            "--save",
+            str(folder / "saved"),
+            "--save-interval",
+            "4",
+            "--no-elastic-respawn",
+            "--elastic-allow-inject",
+            "--elastic-inject",
+            f"kill:rank={rank},step=2",
+        )
         assert result.code == 0, result.output[-4000:]
         assert tracked(folder / "saved") == STEPS and "could not be written" not in result.output
         left[folder.name] = folder / "saved"
@@ -225,9 +286,20 @@ def test_the_launcher_killed_at_any_moment_leaves_a_checkpoint_to_go_on_from(
     print(f"seed {seed}: killed {moment:.2f} s after the first checkpoint")
     saved = tmp_path / "saved"
     command = elastic_command(
-        tmp_path / "events", 2, 1, 1, STEPS, *QUIET, "--save", str(saved), "--save-interval", "1",
-        "--elastic-allow-inject", "--elastic-inject", "delay:count=0,point=save_finish,seconds=0.1",
-    )  # fmt: skip
+        tmp_path / "events",
+        2,
+        1,
+        1,
+        STEPS,
+        *QUIET,
+        "--save",
+        str(saved),
+        "--save-interval",
+        "1",
+        "--elastic-allow-inject",
+        "--elastic-inject",
+        "delay:count=0,point=save_finish,seconds=0.1",
+    )
     with RunningJob(tmp_path / "events", command) as job:
         job.wait_for("successfully saved checkpoint")
         time.sleep(moment)
@@ -243,9 +315,20 @@ def test_the_first_rank_back_from_a_loss_saves_the_counts_of_the_job(tmp_path: P
     for name, faults in {"whole": "", "back": "kill:rank=0,step=3,point=mid_forward"}.items():
         folder = tmp_path / name
         result = elastic_job(
-            folder / "events", 2, 1, 1, steps, *QUIET, "--save", str(folder / "saved"), "--save-interval", "1000",
-            "--elastic-allow-inject", "--elastic-inject", faults,
-        )  # fmt: skip
+            folder / "events",
+            2,
+            1,
+            1,
+            steps,
+            *QUIET,
+            "--save",
+            str(folder / "saved"),
+            "--save-interval",
+            "1000",
+            "--elastic-allow-inject",
+            "--elastic-inject",
+            faults,
+        )
         assert result.code == 0, result.output[-4000:]
         assert [record.fields["joined"] for record in result.of("generation") if record.fields["reason"] == "join"] == (
             [[0]] if faults else []
@@ -259,9 +342,12 @@ def test_the_first_rank_back_from_a_loss_saves_the_counts_of_the_job(tmp_path: P
 
 def can_mount() -> bool:
     """Whether a mount namespace with a file system of its own may be made here."""
-    return subprocess.run(
-        ["unshare", "--mount", "sh", "-c", "mount -t tmpfs none /mnt"], capture_output=True, check=False
-    ).returncode == 0
+    return (
+        subprocess.run(
+            ["unshare", "--mount", "sh", "-c", "mount -t tmpfs none /mnt"], capture_output=True, check=False
+        ).returncode
+        == 0
+    )
 
 
 @pytest.mark.skipif(not can_mount(), reason="unshare --mount and mount need more rights than this user has")
@@ -270,17 +356,21 @@ def test_a_full_disk_costs_a_line_and_not_the_training(tmp_path: Path) -> None:
     saved = tmp_path / "saved"
     saved.mkdir()
     (tmp_path / "seen").mkdir()
-    command = elastic_command(
-        tmp_path / "events", 2, 1, 1, STEPS, *QUIET, "--save", str(saved), "--save-interval", "2"
-    )
+    command = elastic_command(tmp_path / "events", 2, 1, 1, STEPS, *QUIET, "--save", str(saved), "--save-interval", "2")
     inside = (
         f"mount -t tmpfs -o size=1600k none {saved} && {shlex.join(command)}; code=$?; "
         f"cp -r {saved}/. {tmp_path / 'seen'}; exit $code"
     )
     done = subprocess.run(
-        ["unshare", "--mount", "sh", "-c", inside], env=environment_of(), cwd=Path(__file__).resolve().parents[2],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=200, check=False,
-    )  # fmt: skip
+        ["unshare", "--mount", "sh", "-c", inside],
+        env=environment_of(),
+        cwd=Path(__file__).resolve().parents[2],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=200,
+        check=False,
+    )
     assert done.returncode == 4, done.stdout[-4000:]
     assert "Traceback" not in done.stdout
     failed = [line for line in done.stdout.splitlines() if "a checkpoint could not be written" in line]

@@ -20,9 +20,11 @@ LAYOUTS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "pp2dp2-bf16": (1, 2, ("--bf16",)),
     "pp2dp2-interleaved": (1, 2, ("--num-virtual-stages-per-pipeline-rank", "2")),
     "pp2dp2-recompute": (
-        1, 2, ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"),
+        1,
+        2,
+        ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"),
     ),
-}  # fmt: skip
+}
 KILL = ("--no-elastic-respawn", "--elastic-allow-inject", "--elastic-inject")
 
 

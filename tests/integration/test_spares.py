@@ -100,9 +100,7 @@ def generations(result: JobResult) -> list[tuple[tuple[int, ...], tuple[int, ...
 
 
 def test_a_spare_takes_a_lost_place_at_once_and_the_lost_rank_is_the_next_spare(tmp_path: Path) -> None:
-    command = elastic_command(
-        tmp_path / "spared", 3, 1, 1, MANY, *DROPOUT, *RATES, *SLOW, "--elastic-spares", "1"
-    )
+    command = elastic_command(tmp_path / "spared", 3, 1, 1, MANY, *DROPOUT, *RATES, *SLOW, "--elastic-spares", "1")
     with RunningJob(tmp_path / "spared", command, SECONDS) as job:
         begun(job)
         until(job, waiting(2))
@@ -136,9 +134,25 @@ def test_state_that_is_lost_ends_the_job_also_for_the_spare_that_came_in_its_pla
 def test_with_a_checkpoint_all_begin_again_from_it_the_spare_among_them(tmp_path: Path) -> None:
     saved = str(tmp_path / "saved")
     command = elastic_command(
-        tmp_path / "spared", 3, 1, 1, MANY, *DROPOUT, *RATES, *SLOW, "--elastic-spares", "1", "--elastic-mirrors", "0",
-        "--save", saved, "--load", saved, "--save-interval", "4",
-    )  # fmt: skip
+        tmp_path / "spared",
+        3,
+        1,
+        1,
+        MANY,
+        *DROPOUT,
+        *RATES,
+        *SLOW,
+        "--elastic-spares",
+        "1",
+        "--elastic-mirrors",
+        "0",
+        "--save",
+        saved,
+        "--load",
+        saved,
+        "--save-interval",
+        "4",
+    )
     with RunningJob(tmp_path / "spared", command, SECONDS) as job:
         begun(job, 6)
         until(job, waiting(2))
@@ -155,9 +169,7 @@ def test_with_a_checkpoint_all_begin_again_from_it_the_spare_among_them(tmp_path
 
 @pytest.mark.slow
 def test_spares_take_over_a_stage_that_had_no_other_tensor_parallel_group(tmp_path: Path) -> None:
-    command = elastic_command(
-        tmp_path / "spared", 6, 2, 2, MANY, *DROPOUT, *RATES, *SLOW, "--elastic-spares", "2"
-    )
+    command = elastic_command(tmp_path / "spared", 6, 2, 2, MANY, *DROPOUT, *RATES, *SLOW, "--elastic-spares", "2")
     with RunningJob(tmp_path / "spared", command, SECONDS) as job:
         begun(job)
         until(job, waiting(4, 5))
@@ -228,5 +240,3 @@ def test_a_further_node_makes_the_job_wider_and_its_loss_narrower_again(tmp_path
     rows = [record.fields["rows"] for record in result.of("plan")]
     assert any(len(cells) == 4 for cells in rows), f"four replicas never shared the batch: {rows}"
     checked(result, tmp_path / "undisturbed", 2, 1, 1)
-
-

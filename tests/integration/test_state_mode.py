@@ -26,9 +26,7 @@ def replaying(tmp_path_factory: pytest.TempPathFactory) -> JobResult:
 
 def killed(folder: Path, world: int, point: str, steps: int, *flags: str) -> JobResult:
     script = ("--elastic-allow-inject", "--elastic-inject", f"kill:rank=1,step=3,point={point}")
-    result = elastic_job(
-        folder, world, 1, 1, steps, *BATCH, *STATE, *script, *flags, "--lr-decay-iters", str(STEPS)
-    )
+    result = elastic_job(folder, world, 1, 1, steps, *BATCH, *STATE, *script, *flags, "--lr-decay-iters", str(STEPS))
     assert result.code == 0, result.output[-4000:]
     assert {record.fields["lost_rank"] for record in result.of("loss")} == {1}
     assert set(result.committed) == set(range(1, steps + 1))

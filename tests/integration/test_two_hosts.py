@@ -58,10 +58,14 @@ class Pod:
     def environment(self) -> dict[str, str]:
         """What the manifest and the kubelet put into it."""
         name = f"{SERVICE}-{self.index}"
-        return environment_of({
-            "KUBERNETES_SERVICE_HOST": "10.96.0.1", "JOB_COMPLETION_INDEX": str(self.index), "HOSTNAME": name,
-            "MEGATRON_ELASTIC_DOMAIN": name,
-        })  # fmt: skip
+        return environment_of(
+            {
+                "KUBERNETES_SERVICE_HOST": "10.96.0.1",
+                "JOB_COMPLETION_INDEX": str(self.index),
+                "HOSTNAME": name,
+                "MEGATRON_ELASTIC_DOMAIN": name,
+            }
+        )
 
 
 def _ip(*words: str) -> None:
@@ -94,9 +98,7 @@ def pods(folder: Path) -> Iterator[tuple[Pod, Pod]]:
 
 def arguments(folder: Path) -> list[str]:
     """The pod's command: the same in both, the index comes from the environment."""
-    plain = elastic_command(
-        folder / "events", 1, 1, 1, 100_000, *QUIET, *RARELY, "--save", str(folder / "saved")
-    )
+    plain = elastic_command(folder / "events", 1, 1, 1, 100_000, *QUIET, *RARELY, "--save", str(folder / "saved"))
     at = plain.index("--nproc-per-node")
     where = ["--nnodes", "2", "--master-addr", f"{SERVICE}-0.{SERVICE}", "--master-port", "6000"]
     return [*plain[:at], *where, *plain[at:]]

@@ -52,28 +52,53 @@ C = TypeVar("C", bound=Parallel)
 
 
 def gpt_config(
-    case: Parallel, layers: int, dropout: float, recompute: str | None = None, dtype: torch.dtype = torch.float32,
+    case: Parallel,
+    layers: int,
+    dropout: float,
+    recompute: str | None = None,
+    dtype: torch.dtype = torch.float32,
     **more: Any,
 ) -> TransformerConfig:
     """``recompute``: 'full', 'selective' or None; ``more``: further fields."""
     full = recompute == "full"
     return TransformerConfig(
-        num_layers=layers, hidden_size=32, num_attention_heads=4, ffn_hidden_size=64, use_cpu_initialization=True,
-        hidden_dropout=dropout, attention_dropout=dropout, tensor_model_parallel_size=case.tensor_parallel,
-        sequence_parallel=case.sequence_parallel, pipeline_dtype=dtype, params_dtype=dtype,
-        bf16=dtype is torch.bfloat16, bias_dropout_fusion=False, bias_activation_fusion=False,
-        masked_softmax_fusion=False, gradient_accumulation_fusion=False, persist_layer_norm=False,
-        cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="native", recompute_granularity=recompute,
-        recompute_method="uniform" if full else None, recompute_num_layers=1 if full else None, **more,
-    )  # fmt: skip
+        num_layers=layers,
+        hidden_size=32,
+        num_attention_heads=4,
+        ffn_hidden_size=64,
+        use_cpu_initialization=True,
+        hidden_dropout=dropout,
+        attention_dropout=dropout,
+        tensor_model_parallel_size=case.tensor_parallel,
+        sequence_parallel=case.sequence_parallel,
+        pipeline_dtype=dtype,
+        params_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        bias_dropout_fusion=False,
+        bias_activation_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+        cross_entropy_loss_fusion=True,
+        cross_entropy_fusion_impl="native",
+        recompute_granularity=recompute,
+        recompute_method="uniform" if full else None,
+        recompute_num_layers=1 if full else None,
+        **more,
+    )
 
 
 def gpt(config: TransformerConfig, tied: bool, **more: Any) -> GPTModel:
     """The model of a configuration, with sample-keyed dropout at every site. ``more``: further arguments."""
     model = GPTModel(
-        config, get_gpt_layer_local_spec(), VOCABULARY, LENGTH, position_embedding_type="learned_absolute",
-        share_embeddings_and_output_weights=tied, **more,
-    )  # fmt: skip
+        config,
+        get_gpt_layer_local_spec(),
+        VOCABULARY,
+        LENGTH,
+        position_embedding_type="learned_absolute",
+        share_embeddings_and_output_weights=tied,
+        **more,
+    )
     assert key_dropout(model, parallel_state.get_tensor_model_parallel_rank()) == ()
     return model
 

@@ -16,8 +16,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 __all__ = [
-    "LAUNCH", "PRETRAIN", "QUIET", "ROOT", "TORCHRUN", "command", "environment", "faults", "finished", "followed",
-]  # fmt: skip
+    "LAUNCH",
+    "PRETRAIN",
+    "QUIET",
+    "ROOT",
+    "TORCHRUN",
+    "command",
+    "environment",
+    "faults",
+    "finished",
+    "followed",
+]
 
 ROOT = Path(__file__).resolve().parents[2]
 PRETRAIN = str(ROOT / "pretrain_gpt.py")
@@ -59,9 +68,13 @@ def finished(job: Sequence[str], seconds: float = 400.0, **more: str) -> str:
 def followed(job: Sequence[str], seconds: float = 400.0, **more: str) -> list[tuple[float, str]]:
     """Every line ``job`` wrote to stdout, and when it came (monotonic seconds). Raises as :func:`finished` does."""
     with subprocess.Popen(
-        job, cwd=ROOT, env=environment(PYTHONUNBUFFERED="1", **more), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        job,
+        cwd=ROOT,
+        env=environment(PYTHONUNBUFFERED="1", **more),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
-    ) as running:  # fmt: skip
+    ) as running:
         late = threading.Timer(seconds, running.kill)
         late.start()
         try:

@@ -76,10 +76,11 @@ def main() -> None:
     trials = [costs(options.ranks, options.hidden) for _ in range(options.trials)]
     parameters = 12 * 4 * options.hidden**2 + 2048 * options.hidden
     result = {
-        "ranks": options.ranks, "trials": options.trials,
+        "ranks": options.ranks,
+        "trials": options.trials,
         "state_mib": round(parameters * 16 / 2**20, 1),
         **{name: median_of([trial[name] for trial in trials]) for name in trials[0]},
-    }  # fmt: skip
+    }
     print_result("checkpoint", result)
 
 

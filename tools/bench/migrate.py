@@ -97,9 +97,15 @@ def job(options: argparse.Namespace, *flags: str) -> list[EventRecord]:
     """Events of one job. Raises ``RuntimeError`` with its output when it does not finish."""
     with tempfile.TemporaryDirectory() as folder:
         sizes = [
-            "--hidden-size", str(options.hidden), "--seq-length", str(options.seq), "--max-position-embeddings",
-            str(options.seq), "--global-batch-size", str(options.batch),
-        ]  # fmt: skip
+            "--hidden-size",
+            str(options.hidden),
+            "--seq-length",
+            str(options.seq),
+            "--max-position-embeddings",
+            str(options.seq),
+            "--global-batch-size",
+            str(options.batch),
+        ]
         elastic = ("--elastic", "--no-elastic-respawn", "--elastic-migrate-after", str(PATIENCE))
         links = ("--elastic-transport", options.link, "--elastic-event-log", folder)
         script = [f"kill:rank={RANK},step={AT},point=before_step"]
@@ -232,12 +238,14 @@ def main() -> None:
         for (ownership, how), moved in found.items()
     }
     of_blocking = {
-        ownership: median_of([
-            one.exposed / other.exposed
-            for one, other in zip(found[ownership, "background"], found[ownership, "blocking"], strict=True)
-        ])
+        ownership: median_of(
+            [
+                one.exposed / other.exposed
+                for one, other in zip(found[ownership, "background"], found[ownership, "blocking"], strict=True)
+            ]
+        )
         for ownership in ("interleaved", "contiguous")
-    }  # fmt: skip
+    }
     settings = {name: getattr(options, name) for name in ("link", "gbit", "hidden", "seq", "batch", "waiting")}
     measured = {"link_bytes_a_second": median_of(bandwidths)}
     print_result("migrate", {**settings, **measured, **figures, "of_blocking": of_blocking})

@@ -68,9 +68,7 @@ def job(units: int, blocks: int, ranks: Sequence[int]) -> list[UnitGroup]:
     ]
 
 
-def lower_bounds(
-    before: Mapping[BlockKey, Copies], groups: Sequence[UnitGroup], mirrors: int
-) -> tuple[int, int]:
+def lower_bounds(before: Mapping[BlockKey, Copies], groups: Sequence[UnitGroup], mirrors: int) -> tuple[int, int]:
     """(owners balanced, owners and mirrors balanced): fewest adds that reach any such layout."""
     owners = copies = 0
     for group in groups:
@@ -182,8 +180,10 @@ def measured_layers(args: argparse.Namespace) -> list[dict[str, Any]]:
             cut = layer_moves(args.units, args.blocks, data, mirrors, "contiguous")
             busiest, there = (max(moved["busiest_sends"], moved["busiest_receives"]) for moved in (dealt, cut))
             saved = 1.0 - busiest / there
-            print(f"  a layer of a stage of {data}, {mirrors} mirrors: busiest rank {busiest} blocks interleaved,"
-                  f" {there} contiguous: {saved:.0%} less")
+            print(
+                f"  a layer of a stage of {data}, {mirrors} mirrors: busiest rank {busiest} blocks interleaved,"
+                f" {there} contiguous: {saved:.0%} less"
+            )
             found.append({"data": data, "mirrors": mirrors, "interleaved": dealt, "contiguous": cut, "saved": saved})
     return found
 
@@ -204,26 +204,36 @@ def main() -> None:
     print(f"    at least (copies balanced) {tally.bound_copies:10d}   ratio {tally.moved / tally.bound_copies:.3f}")
     print(f"    rank-ordered ranges        {tally.contiguous:10d}   ratio {tally.contiguous / tally.moved:.2f}")
     print(f"  within a unit max - min <=   {tally.worst_unit_spread:10d} blocks")
-    print(f"  owned by a rank, over mean   {tally.worst_rank_share:10.2%}   mirrored {tally.worst_mirror_share:.2%}"
-          f"   both {tally.worst_held_share:.2%}")
+    print(
+        f"  owned by a rank, over mean   {tally.worst_rank_share:10.2%}   mirrored {tally.worst_mirror_share:.2%}"
+        f"   both {tally.worst_held_share:.2%}"
+    )
     layers = measured_layers(args)
-    print_result("movement", {
-        "changes": args.changes, "ranks": args.ranks, "units": args.units, "blocks": args.blocks,
-        "mirrors": args.mirrors, "scatter": args.scatter, "seed": args.seed,
-        "blocks_before_next_step": tally.before_next_step,
-        "blocks_moved": tally.moved,
-        "bound_owners": tally.bound_owners,
-        "bound_copies": tally.bound_copies,
-        "ratio_to_bound": tally.moved / tally.bound_copies,
-        "blocks_moved_contiguous": tally.contiguous,
-        "max_minus_min_in_a_unit": tally.worst_unit_spread,
-        "owned_over_mean": tally.worst_rank_share,
-        "mirrored_over_mean": tally.worst_mirror_share,
-        "held_over_mean": tally.worst_held_share,
-        "promote_ms_median": 1e3 * statistics.median(tally.seconds_promote),
-        "rebalance_ms_median": 1e3 * statistics.median(tally.seconds_rebalance),
-        "layer_moves": layers,
-    })  # fmt: skip
+    print_result(
+        "movement",
+        {
+            "changes": args.changes,
+            "ranks": args.ranks,
+            "units": args.units,
+            "blocks": args.blocks,
+            "mirrors": args.mirrors,
+            "scatter": args.scatter,
+            "seed": args.seed,
+            "blocks_before_next_step": tally.before_next_step,
+            "blocks_moved": tally.moved,
+            "bound_owners": tally.bound_owners,
+            "bound_copies": tally.bound_copies,
+            "ratio_to_bound": tally.moved / tally.bound_copies,
+            "blocks_moved_contiguous": tally.contiguous,
+            "max_minus_min_in_a_unit": tally.worst_unit_spread,
+            "owned_over_mean": tally.worst_rank_share,
+            "mirrored_over_mean": tally.worst_mirror_share,
+            "held_over_mean": tally.worst_held_share,
+            "promote_ms_median": 1e3 * statistics.median(tally.seconds_promote),
+            "rebalance_ms_median": 1e3 * statistics.median(tally.seconds_rebalance),
+            "layer_moves": layers,
+        },
+    )
 
 
 if __name__ == "__main__":

@@ -110,14 +110,17 @@ def main() -> None:
     print(f"100K GPUs, one failure per 18 minutes\n{goodput_table(hsdp)}")
     if args.charts:
         draw_scenarios(rows, args.charts / "damage.png")
-    print_result("simulate_table", {
-        "damage": summary(rows),
-        "ablation": ablation,
-        "clocks": clocks,
-        "fleets": fleets,
-        "ft_hsdp": {"arithmetic": arithmetic(), "results": hsdp},
-        "rows": [row.flat() for row in rows],
-    })  # fmt: skip
+    print_result(
+        "simulate_table",
+        {
+            "damage": summary(rows),
+            "ablation": ablation,
+            "clocks": clocks,
+            "fleets": fleets,
+            "ft_hsdp": {"arithmetic": arithmetic(), "results": hsdp},
+            "rows": [row.flat() for row in rows],
+        },
+    )
 
 
 if __name__ == "__main__":

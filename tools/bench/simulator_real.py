@@ -96,9 +96,13 @@ class Layout:
 
 
 LAYOUTS = (
-    Layout(2, 4, 4), Layout(1, 3, 4), Layout(2, 8, 8),
-    Layout(2, 8, 6, 3), Layout(1, 6, 4, loses=True), Layout(2, 12, 4),
-)  # fmt: skip
+    Layout(2, 4, 4),
+    Layout(1, 3, 4),
+    Layout(2, 8, 8),
+    Layout(2, 8, 6, 3),
+    Layout(1, 6, 4, loses=True),
+    Layout(2, 12, 4),
+)
 """Two without a pipeline, since only such a one tells what a piece costs from what its ends do."""
 
 
@@ -205,10 +209,21 @@ def report(rows: Mapping[str, Row], ratios: list[tuple[float, float]]) -> dict[s
     for name, row in rows.items():
         error, replayed = row.error(), row.replay_error()
         measured, said = median(row.measured) / 1e6, median(row.simulated) / 1e6
-        found.append({"layout": name, "measured_ms": measured, "simulated_ms": said, "error": error.median,
-                      "errors": error, "replay_error": replayed.median})  # fmt: skip
-        print(f"{name:48} measured {measured:8.1f} ms, simulated {said:8.1f} ms, error {error.median:+.1%} "
-              f"({error.low:+.1%} to {error.high:+.1%}), replayed {replayed.median:+.1%}", flush=True)  # fmt: skip
+        found.append(
+            {
+                "layout": name,
+                "measured_ms": measured,
+                "simulated_ms": said,
+                "error": error.median,
+                "errors": error,
+                "replay_error": replayed.median,
+            }
+        )
+        print(
+            f"{name:48} measured {measured:8.1f} ms, simulated {said:8.1f} ms, error {error.median:+.1%} "
+            f"({error.low:+.1%} to {error.high:+.1%}), replayed {replayed.median:+.1%}",
+            flush=True,
+        )
     errors = [abs(row["error"]) for row in found]
     return {
         "rows": found,

@@ -62,10 +62,14 @@ def main() -> None:
         "megatron": (TORCHRUN, shape),
         "elastic": (LAUNCH, [*shape, "--elastic", *mirrors]),
     }
-    ways |= interleaved(ways, options.chunks) if options.chunks > 1 else {
-        "elastic_gloo": (LAUNCH, [*shape, "--elastic", "--elastic-comm", "gloo", *mirrors]),
-        "elastic_no_mirrors": (LAUNCH, [*shape, "--elastic", "--elastic-mirrors", "0"]),
-    }
+    ways |= (
+        interleaved(ways, options.chunks)
+        if options.chunks > 1
+        else {
+            "elastic_gloo": (LAUNCH, [*shape, "--elastic", "--elastic-comm", "gloo", *mirrors]),
+            "elastic_no_mirrors": (LAUNCH, [*shape, "--elastic", "--elastic-mirrors", "0"]),
+        }
+    )
     if options.pipeline > 1 and options.chunks == 1:
         ways["elastic_zero_bubble"] = (LAUNCH, [*shape, "--elastic", "--elastic-schedule", "zero-bubble", *mirrors])
     times: dict[str, list[float]] = {name: [] for name in ways}

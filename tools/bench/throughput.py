@@ -138,14 +138,36 @@ def _launch(case: Case, steps: int, folder: Path) -> None:
     script = f"kill:rank={lost},step={2 + BEFORE},point=before_step"
     count = case.scenario.dp * case.scenario.pp
     job = [
-        sys.executable, "-m", LAUNCH, "--nproc-per-node", str(count), "--no-respawn",
-        "--preload", "torch,torch.distributed,tools.bench.emulated",
-        str(ROOT / "tools/bench/emulated.py"), "--elastic", "--case", case.to_json(), "--steps", str(steps),
-        "--second", repr(case.seconds_per_ns()), "--out", str(folder), "--elastic-event-log", str(folder),
-        "--elastic-detection-timeout", "60",
-        "--elastic-verify-interval", "0", "--elastic-fail-slow", "off", "--elastic-migrate-after", "-1",
+        sys.executable,
+        "-m",
+        LAUNCH,
+        "--nproc-per-node",
+        str(count),
+        "--no-respawn",
+        "--preload",
+        "torch,torch.distributed,tools.bench.emulated",
+        str(ROOT / "tools/bench/emulated.py"),
+        "--elastic",
+        "--case",
+        case.to_json(),
+        "--steps",
+        str(steps),
+        "--second",
+        repr(case.seconds_per_ns()),
+        "--out",
+        str(folder),
+        "--elastic-event-log",
+        str(folder),
+        "--elastic-detection-timeout",
+        "60",
+        "--elastic-verify-interval",
+        "0",
+        "--elastic-fail-slow",
+        "off",
+        "--elastic-migrate-after",
+        "-1",
         *faults(script),
-    ]  # fmt: skip
+    ]
     finished(job, 580.0)
 
 

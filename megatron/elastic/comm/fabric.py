@@ -32,6 +32,7 @@ from megatron.elastic.comm.side_channel import SideChannel
 
 __all__ = ["BlockRange", "EditReport", "Fabric"]
 
+
 @dataclass(frozen=True)
 class BlockRange:
     """Elements ``[start, stop)`` of a flat tensor, owned by ``owner`` (a global rank)."""

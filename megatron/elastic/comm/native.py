@@ -39,8 +39,9 @@ _log = logging.getLogger(__name__)
 class NativeGroup(Driven, _comm.ElasticProcessGroup):
     """A native group that others' managers can drive as well (:mod:`megatron.elastic.comm.reconfigure`)."""
 
-    def __init__(self, fabric: Reconfigurable, hub: _comm.Hub, name: str, members: Sequence[int], *,
-                 slot_space: bool) -> None:  # fmt: skip
+    def __init__(
+        self, fabric: Reconfigurable, hub: _comm.Hub, name: str, members: Sequence[int], *, slot_space: bool
+    ) -> None:
         _comm.ElasticProcessGroup.__init__(
             self, hub=hub, name=name, members=list(members), slot_space=slot_space, timeout=fabric.timeout
         )

@@ -47,8 +47,17 @@ class NotUnderLauncher(RuntimeError):
 class WorkerMembership(WorkerProtocol):
     """The protocol over the agent's socket, and what this worker does in shared memory."""
 
-    def __init__(self, rank: int, incarnation: int, slots: int, channel: socket.socket, slot: Slot, host: str,
-                 newcomer: bool = False, domain: str = "") -> None:  # fmt: skip
+    def __init__(
+        self,
+        rank: int,
+        incarnation: int,
+        slots: int,
+        channel: socket.socket,
+        slot: Slot,
+        host: str,
+        newcomer: bool = False,
+        domain: str = "",
+    ) -> None:
         super().__init__(rank, incarnation, slots, host, newcomer, domain)
         self._channel = channel
         self._slot = slot

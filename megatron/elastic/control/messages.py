@@ -35,7 +35,7 @@ __all__ = [
     "Suspicion",
     "ToWorker",
     "ToleranceText",
-]  # fmt: skip
+]
 
 
 class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="t", tag=str.lower):

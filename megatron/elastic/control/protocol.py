@@ -42,8 +42,16 @@ __all__ = ["WorkerProtocol"]
 class WorkerProtocol(ABC):
     """:class:`megatron.elastic.control.membership.Membership` over messages to and from an agent."""
 
-    def __init__(self, rank: int, incarnation: int, slots: int, host: str, newcomer: bool = False, domain: str = "",
-                 threads: Threads = OS_THREADS) -> None:  # fmt: skip
+    def __init__(
+        self,
+        rank: int,
+        incarnation: int,
+        slots: int,
+        host: str,
+        newcomer: bool = False,
+        domain: str = "",
+        threads: Threads = OS_THREADS,
+    ) -> None:
         self.rank = rank
         self.incarnation = incarnation
         self.slots = slots

@@ -69,9 +69,15 @@ class ReachedStore(Store):
     embedded = True
 
     def __init__(
-        self, host: str, port: int, credentials: Credentials, timeout: float, silence: float, patience: float,
+        self,
+        host: str,
+        port: int,
+        credentials: Credentials,
+        timeout: float,
+        silence: float,
+        patience: float,
         instance: bytes = b"",
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.host, self.port = host, port
         self._credentials, self._timeout, self._silence, self._patience = credentials, timeout, silence, patience
         self._instance = instance

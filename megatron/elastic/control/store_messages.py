@@ -13,9 +13,19 @@ import msgspec
 from megatron.elastic.control.wire import ProtocolError
 
 __all__ = [
-    "Create", "Delete", "Get", "GetMany", "Put", "Replace", "Reply", "Request", "Wait",
-    "decode_reply", "decode_request", "encode",
-]  # fmt: skip
+    "Create",
+    "Delete",
+    "Get",
+    "GetMany",
+    "Put",
+    "Replace",
+    "Reply",
+    "Request",
+    "Wait",
+    "decode_reply",
+    "decode_request",
+    "encode",
+]
 
 Key = Annotated[str, msgspec.Meta(max_length=1024)]
 LONGEST_WAIT = 3600.0

@@ -71,9 +71,7 @@ def serve(host: str, port: int, credentials: Credentials) -> ServedStore:
 def _listen(host: str, port: int) -> socket.socket:
     if not host and socket.has_dualstack_ipv6():
         try:
-            return socket.create_server(
-                ("", port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True
-            )
+            return socket.create_server(("", port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True)
         except OSError as error:
             if error.errno not in (97, 99):  # EAFNOSUPPORT, EADDRNOTAVAIL: a machine without IPv6
                 raise

@@ -62,9 +62,7 @@ def track_names(spans: Iterable[Span]) -> dict[int, str]:
 
 
 def _moved(span: Span, by: int) -> Span:
-    return Span(
-        span.track, span.name, span.start + by, span.end + by, span.category, span.flow, span.arguments
-    )
+    return Span(span.track, span.name, span.start + by, span.end + by, span.category, span.flow, span.arguments)
 
 
 def _shifts(records: Iterable[EventRecord]) -> dict[tuple[int, int], int]:

@@ -38,9 +38,13 @@ COLOURS: Mapping[str, str] = {
 _WIDTH_PT, _LETTER_PT = 850, 3.9
 """Width of the drawing and of a letter in a label, points: what does not fit is not written."""
 NAMES: Mapping[str, str] = {
-    "F": "forward", "B": "backward", "BI": "input gradient", "BW": "weight gradient", "slow": "slow rank",
+    "F": "forward",
+    "B": "backward",
+    "BI": "input gradient",
+    "BW": "weight gradient",
+    "slow": "slow rank",
     "recover": "recovery",
-}  # fmt: skip
+}
 """Names of categories in legends, where they differ from their own."""
 
 
@@ -116,9 +120,15 @@ def draw_spans(
         axes.barh(place[span.track], length, 0.9, start, color=colour, edgecolor="white", linewidth=0.4, zorder=2)
         if label and length * 1e6 * _WIDTH_PT > end * _LETTER_PT * (len(span.name) + 0.4):
             axes.text(
-                start + length / 2, place[span.track], span.name, ha="center", va="center", fontsize=6.5, zorder=3,
+                start + length / 2,
+                place[span.track],
+                span.name,
+                ha="center",
+                va="center",
+                fontsize=6.5,
+                zorder=3,
                 clip_on=True,
-            )  # fmt: skip
+            )
     _mark_losses(axes, spans, place)
     names = tracks or {}
     axes.set_yticks([place[track] for track in rows], [names.get(track, f"cell {track}") for track in rows], fontsize=8)
@@ -130,9 +140,15 @@ def draw_spans(
     shown = {NAMES.get(category, category): COLOURS[category] for category in COLOURS if category in used}
     handles = [Patch(facecolor=colour, label=name) for name, colour in shown.items()]
     axes.legend(
-        handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.8 / figure.get_figheight()),
-        ncols=len(handles) or 1, fontsize=8, frameon=False, handlelength=1.2, columnspacing=1.2,
-    )  # fmt: skip
+        handles=handles,
+        loc="upper center",
+        bbox_to_anchor=(0.5, -0.8 / figure.get_figheight()),
+        ncols=len(handles) or 1,
+        fontsize=8,
+        frameon=False,
+        handlelength=1.2,
+        columnspacing=1.2,
+    )
     figure.savefig(path, bbox_inches="tight")
 
 
@@ -145,9 +161,15 @@ def _mark_losses(axes: Any, spans: Sequence[Span], place: Mapping[int, int]) -> 
             moments.setdefault((span.track, span.name), []).append(span)
     for (track, name), seen in moments.items():
         axes.annotate(
-            name, (seen[-1].start / 1e6, place[track]), xytext=(8, 0), textcoords="offset points", va="center",
-            fontsize=8, color=COLOURS["loss"], zorder=5,
-        )  # fmt: skip
+            name,
+            (seen[-1].start / 1e6, place[track]),
+            xytext=(8, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=8,
+            color=COLOURS["loss"],
+            zorder=5,
+        )
         if seen[0].category == "loss":
             axes.axvline(seen[0].start / 1e6, color=COLOURS["loss"], linewidth=1, linestyle="--", zorder=1)
     begin, over = 0, -1
@@ -165,6 +187,14 @@ def _band(axes: Any, begin: int, over: int) -> None:
     axes.axvspan(begin / 1e6, over / 1e6, color=COLOURS["recovery"], alpha=0.15, zorder=0, linewidth=0)
     text = f"recovery {(over - begin) / 1e6:.0f} ms"
     axes.annotate(
-        text, ((begin + over) / 2e6, 1), xycoords=("data", "axes fraction"), xytext=(0, -3), textcoords="offset points",
-        ha="center", va="top", fontsize=8, color="#b85c00", zorder=5,
-    )  # fmt: skip
+        text,
+        ((begin + over) / 2e6, 1),
+        xycoords=("data", "axes fraction"),
+        xytext=(0, -3),
+        textcoords="offset points",
+        ha="center",
+        va="top",
+        fontsize=8,
+        color="#b85c00",
+        zorder=5,
+    )

@@ -300,9 +300,7 @@ def reroute(topology: Topology, unit_cost: Sequence[int], homes: Homes) -> list[
     return _dealt(topology, unit_cost, homes, _whole)
 
 
-def resize(
-    topology: Topology, unit_cost: Sequence[int], homes: Homes, mix_microbatches: bool = False
-) -> list[Share]:
+def resize(topology: Topology, unit_cost: Sequence[int], homes: Homes, mix_microbatches: bool = False) -> list[Share]:
     """Rows of lost cells are cut over all living holders, wave by wave, balanced over the whole step.
 
     With ``mix_microbatches`` a cell's own and taken-over rows of a wave form one piece.

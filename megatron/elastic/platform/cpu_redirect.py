@@ -86,6 +86,8 @@ def _wrap(wrapper: Callable[[Any], Any]) -> Callable[[Any, str], Any]:
     return lambda original, name: wrapper(original)
 
 
+# A table: one row a line, which the formatter would break up.
+# fmt: off
 ROWS: tuple[Row, ...] = (
     Row("torch", ("compile",), _constant(sub.identity_compile),
         "megatron.core.jit binds it at import; without a GPU it costs seconds of start-up and gains nothing"),
@@ -151,6 +153,7 @@ ROWS: tuple[Row, ...] = (
     Row("torch.utils.data", ("DataLoader",), _wrap(sub.loader_without_pinning),
         "Megatron's loaders ask for pin_memory=True; torch warns in every process and ignores it"),
 )
+# fmt: on
 
 
 def describe() -> Iterator[tuple[str, str]]:

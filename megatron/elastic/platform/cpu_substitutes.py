@@ -24,6 +24,8 @@ import torch
 from megatron.elastic.platform.host_memory import machine_memory, process_memory
 from megatron.elastic.platform.streams import HostEvent, HostStream, use_stream
 
+# A table: one row a line, which the formatter would break up.
+# fmt: off
 __all__ = [
     "DYNAMO_FREE", "LAUNCH_ORDER", "NO_KERNELS", "RENAMED", "RNG_LOGGER", "AnyIndexGenerators", "DeviceContext",
     "HostEvent", "HostStream", "TypeName", "call_now", "current_device", "device_capability", "device_name",
@@ -33,6 +35,7 @@ __all__ = [
     "set_rng_state", "silence_rng_warning", "silence_upstream_warnings", "step_without_dynamo", "tensor_as_is",
     "tensor_cuda", "the_stream", "type_name", "use_stream",
 ]
+# fmt: on
 
 _CPU = torch.device("cpu")
 

@@ -155,9 +155,7 @@ def assemble(
         profile=_profile(job, layouts, arena, hardware) if job.profile is None else job.profile,
         hardware=hardware,
     )
-    agreement = Agreement(
-        links.membership, views, links.injector, job.settings.communication_timeout, links.threads
-    )
+    agreement = Agreement(links.membership, views, links.injector, job.settings.communication_timeout, links.threads)
     view = views.build_view(decision, configuration, record)
     tolerances = Tolerances(
         rank,
@@ -189,9 +187,14 @@ def _profile(job: EngineParts, layouts: Layouts, arena: Arena, hardware: Hardwar
     shape, dtype = job.interface.boundary(1)
     copies, gradient = 1 + job.config.mirrors, job.config.snapshot == "gradient"
     costs = unmeasured_profile(
-        job.launch_topology, layouts, shape[0], shape.numel() * dtype.itemsize, arena.dtype.itemsize,
-        job.interface.activation_bytes, state_bytes=16 * copies if gradient else 4 + 24 * copies,
-    )  # fmt: skip
+        job.launch_topology,
+        layouts,
+        shape[0],
+        shape.numel() * dtype.itemsize,
+        arena.dtype.itemsize,
+        job.interface.activation_bytes,
+        state_bytes=16 * copies if gradient else 4 + 24 * copies,
+    )
     return replace(costs, link_bytes_per_s=hardware.link_bytes_per_s, state_in_memory=select().name == "cpu")
 
 

@@ -71,9 +71,13 @@ def open_links(config: ElasticConfig, timeout: float) -> Links:
 
 
 def linked(
-    membership: WorkerProtocol, fabric: Fabric, events: EventLog, injector: Injector, timeout: float,
+    membership: WorkerProtocol,
+    fabric: Fabric,
+    events: EventLog,
+    injector: Injector,
+    timeout: float,
     threads: Threads = OS_THREADS,
-) -> Links:  # fmt: skip
+) -> Links:
     """Return the links of a process that has started its membership: to all ranks, unless it is a newcomer."""
     decision = None
     if not membership.newcomer:

@@ -52,8 +52,14 @@ _OUTCOMES = {"roll_forward": "rolled forward", "revote": "voted again", "rerun":
 
 
 def report_recovery(
-    events: EventLog, launch_topology: LaunchTopology, outcome: RecoveryOutcome, view: View, step: int, in_step: bool,
-    seconds: float, speaks: bool
+    events: EventLog,
+    launch_topology: LaunchTopology,
+    outcome: RecoveryOutcome,
+    view: View,
+    step: int,
+    in_step: bool,
+    seconds: float,
+    speaks: bool,
 ) -> None:
     """Record one finished recovery that took ``seconds`` in ``step`` (the newest committed one between steps).
 
@@ -123,9 +129,7 @@ def _plan(step: int, view: View) -> PlanEvent:
     )
 
 
-def narrate_step(
-    events: EventLog, timeline: Timeline, record: StepRecord, view: View, stepped: Stepped
-) -> None:
+def narrate_step(events: EventLog, timeline: Timeline, record: StepRecord, view: View, stepped: Stepped) -> None:
     """Record one committed step: its times on every rank, the rest on the lowest living rank."""
     if not events.enabled:
         return
@@ -241,9 +245,7 @@ def narrate_pace(events: EventLog, record: StepRecord, before: View, view: View)
 
 def narrate_clock(events: EventLog, step: int, applied: Applied, power_mw: int | None) -> None:
     """Record a clock that was set."""
-    events.write(
-        ClockEvent(step, applied.asked_khz, applied.set_khz, applied.observed_khz, applied.verified, power_mw)
-    )
+    events.write(ClockEvent(step, applied.asked_khz, applied.set_khz, applied.observed_khz, applied.verified, power_mw))
 
 
 def _outcome(outcome: RecoveryOutcome, in_step: bool) -> str:

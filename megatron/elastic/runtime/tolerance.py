@@ -46,7 +46,6 @@ class Tolerances:
             self._announce(text)
             self._log.write(_event(found, present[1], step, text))
 
-
     def _is_seen(self, placement: Placement, domains: FailureDomains) -> bool:
         return self._seen is not None and self._seen[0] is placement and self._seen[1] is domains
 

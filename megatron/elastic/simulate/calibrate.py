@@ -219,8 +219,10 @@ def _between(jobs: Sequence[TracedJob]) -> Between:
     lies = {op: _line({stage: times for (of, stage), times in gaps.items() if of == op}) for op in OPS}
     hops = [
         target.start - source.stop - lies[source.op].of(job.stage(source))
-        for job in jobs for step in job.steps for source, target in _hops(step)
-    ]  # fmt: skip
+        for job in jobs
+        for step in job.steps
+        for source, target in _hops(step)
+    ]
     return Between(lies, _line(around), max(0.0, median(hops)) if hops else 0.0)
 
 

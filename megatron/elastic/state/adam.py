@@ -78,10 +78,22 @@ def adam_step(
     n, s = master.numel(), scalars
     target = 0 if model is None else _address(model, n, torch.bfloat16)
     _state.adam(
-        _address(master, n), _address(exp_avg, n), _address(exp_avg_sq, n), _address(grad, n), target, n,
-        s.grad_multiplier, s.lr, s.beta1, s.beta2, s.eps, s.weight_decay,
-        s.bias_correction1, s.bias_correction2, s.decoupled,
-    )  # fmt: skip
+        _address(master, n),
+        _address(exp_avg, n),
+        _address(exp_avg_sq, n),
+        _address(grad, n),
+        target,
+        n,
+        s.grad_multiplier,
+        s.lr,
+        s.beta1,
+        s.beta2,
+        s.eps,
+        s.weight_decay,
+        s.bias_correction1,
+        s.bias_correction2,
+        s.decoupled,
+    )
 
 
 def sgd_step(
@@ -95,9 +107,16 @@ def sgd_step(
     n, s = master.numel(), scalars
     target = 0 if model is None else _address(model, n, torch.bfloat16)
     _state.sgd(
-        _address(master, n), _address(buffer, n), _address(grad, n), target, n,
-        s.grad_multiplier, s.lr, s.momentum, s.weight_decay,
-    )  # fmt: skip
+        _address(master, n),
+        _address(buffer, n),
+        _address(grad, n),
+        target,
+        n,
+        s.grad_multiplier,
+        s.lr,
+        s.momentum,
+        s.weight_decay,
+    )
 
 
 def adam_step_tensors(

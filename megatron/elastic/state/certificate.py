@@ -93,11 +93,16 @@ class Statement:
         """Parse :attr:`text`."""
         (rank, generation, placement, plan, record), claims, params, rows, key = json.loads(text)
         made = cls(
-            rank, generation, placement, plan, StepRecord.from_json(record),
+            rank,
+            generation,
+            placement,
+            plan,
+            StepRecord.from_json(record),
             {(u, s, i): Claim(*rest) for u, s, i, *rest in claims},
             {(u, s, i): ParamClaim(*rest) for u, s, i, *rest in params},
-            tuple(rows), (key[0], key[1]),
-        )  # fmt: skip
+            tuple(rows),
+            (key[0], key[1]),
+        )
         vars(made)["text"] = text  # the value of the cached property
         return made
 

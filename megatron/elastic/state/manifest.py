@@ -74,10 +74,13 @@ class Manifest:
     @property
     def _raw(self) -> dict[str, object]:
         return {
-            "format": _FORMAT, "generation": self.generation, "incarnation": self.incarnation,
-            "certificate": self.certificate, "record": json.loads(self.record),
+            "format": _FORMAT,
+            "generation": self.generation,
+            "incarnation": self.incarnation,
+            "certificate": self.certificate,
+            "record": json.loads(self.record),
             "files": {name: asdict(file) for name, file in self.files.items()},
-        }  # fmt: skip
+        }
 
     @property
     def digest(self) -> str:

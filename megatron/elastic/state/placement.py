@@ -141,10 +141,12 @@ class Placement:
 
     def with_copies(self, copies: Mapping[BlockKey, Sequence[int]]) -> Placement:
         """Return the placement with the same owners, and all other ranks of ``copies`` as mirrors."""
-        return Placement({
-            key: held if held.ranks == tuple(copies[key]) else Copies(held.owner, _others(copies[key], held.owner))
-            for key, held in self.copies.items()
-        })  # fmt: skip
+        return Placement(
+            {
+                key: held if held.ranks == tuple(copies[key]) else Copies(held.owner, _others(copies[key], held.owner))
+                for key, held in self.copies.items()
+            }
+        )
 
     def to_json(self) -> str:
         """Return compact JSON: per (unit, shard) the copies of its blocks, ascending."""
@@ -158,11 +160,13 @@ class Placement:
     @classmethod
     def from_json(cls, text: str) -> Placement:
         """Inverse of :meth:`to_json`."""
-        return cls({
-            (unit, shard, index): Copies(ranks[0], tuple(ranks[1:]))
-            for unit, shard, blocks in json.loads(text)
-            for index, ranks in enumerate(blocks)
-        })  # fmt: skip
+        return cls(
+            {
+                (unit, shard, index): Copies(ranks[0], tuple(ranks[1:]))
+                for unit, shard, blocks in json.loads(text)
+                for index, ranks in enumerate(blocks)
+            }
+        )
 
     def digest(self) -> str:
         """Return a hash to compare between processes."""

@@ -135,8 +135,15 @@ class StatePool:
         """Add a complete copy to the pool; it counts from now on."""
         self._copies[copy.block.key] = copy
 
-    def put(self, key: BlockKey, master: torch.Tensor, version: int, exp_avg: torch.Tensor | None = None,
-            exp_avg_sq: torch.Tensor | None = None, counted: bool = True) -> BlockCopy:  # fmt: skip
+    def put(
+        self,
+        key: BlockKey,
+        master: torch.Tensor,
+        version: int,
+        exp_avg: torch.Tensor | None = None,
+        exp_avg_sq: torch.Tensor | None = None,
+        counted: bool = True,
+    ) -> BlockCopy:
         """Add a copy (values are cloned; moments default to zero). ``counted=False`` while it is being added."""
         state = torch.zeros((3, self.block(key).numel), dtype=torch.float32)
         for row, values in zip(state, (master, exp_avg, exp_avg_sq), strict=True):
@@ -327,9 +334,10 @@ class StatePool:
         with self._guarded(copy, record):
             self._keep_previous(copy)
             copy.lineage = next_lineage(
-                copy.lineage, "" if record.skipped or record.gradient is None else copy.gradient_hash(record.gradient),
+                copy.lineage,
+                "" if record.skipped or record.gradient is None else copy.gradient_hash(record.gradient),
                 record.digest,
-            )  # fmt: skip
+            )
             if gradient is not None and not record.skipped:
                 copy.version = TORN
                 for run in copy.runs:
@@ -352,9 +360,16 @@ class StatePool:
             sgd_step(master, copy.exp_avg[part], gradient[part], sgd, target)
             return
         adam = AdamScalars(
-            record.grad_multiplier, lr, hyper.beta1, hyper.beta2, hyper.eps, decay,
-            record.bias_correction1, record.bias_correction2, hyper.decoupled_weight_decay,
-        )  # fmt: skip
+            record.grad_multiplier,
+            lr,
+            hyper.beta1,
+            hyper.beta2,
+            hyper.eps,
+            decay,
+            record.bias_correction1,
+            record.bias_correction2,
+            hyper.decoupled_weight_decay,
+        )
         adam_step(master, copy.exp_avg[part], copy.exp_avg_sq[part], gradient[part], adam, target)
 
     # --- reports and views --------------------------------------------------------------------

@@ -67,8 +67,19 @@ class Holdings:
     def to_json(self) -> str:
         """Return the text for the membership report."""
         return json.dumps(
-            [self.rank, self.oldest, self.newest, self.gradients, [r.to_json() for r in self.records],
-             self.statistics, self.torn, self.floor, self.offered], separators=(",", ":"))  # fmt: skip
+            [
+                self.rank,
+                self.oldest,
+                self.newest,
+                self.gradients,
+                [r.to_json() for r in self.records],
+                self.statistics,
+                self.torn,
+                self.floor,
+                self.offered,
+            ],
+            separators=(",", ":"),
+        )
 
     @classmethod
     def from_json(cls, text: str) -> Holdings:

@@ -155,4 +155,3 @@ class BlockReceiver:
         behind = {key: copy.version for key, copy in self.blocks.items() if copy.version != version}
         if behind:
             raise TransferError(f"rank {self.source} ended at version {version}, but blocks are at {behind}")
-

@@ -61,9 +61,7 @@ def replenish(
     return Placement(copies), tuple(adds)
 
 
-def _costs(
-    candidates: Sequence[int], held: Copies, home: Collection[int], rules: Rules
-) -> dict[int, tuple[int, bool]]:
+def _costs(candidates: Sequence[int], held: Copies, home: Collection[int], rules: Rules) -> dict[int, tuple[int, bool]]:
     """Return candidate → (most failure domains shared with a copy, whether it does not compute the unit)."""
     paths = [rules.path(rank) for rank in held.ranks if rank in rules.domains]
     shared = {rank: max((shared_levels(rules.path(rank), path) for path in paths), default=0) for rank in candidates}

@@ -50,10 +50,16 @@ def make(here: Here, path: Path, incarnation: int = 0, device_name: str | None =
     os.environ["STANDIN_DIR"] = str(path.parent)
     opened = NcclLibrary(path)
     fabric = device.DeviceFabric(
-        here.rank, 4, incarnation, vendor=lambda rank: NcclCommunicator(opened, rank, limit),
-        device=torch.device("cpu"), device_name=device_name or f"gpu{here.rank}",
-        run_id=f"device{here.port}", secret=b"device", timeout=30.0,
-    )  # fmt: skip
+        here.rank,
+        4,
+        incarnation,
+        vendor=lambda rank: NcclCommunicator(opened, rank, limit),
+        device=torch.device("cpu"),
+        device_name=device_name or f"gpu{here.rank}",
+        run_id=f"device{here.port}",
+        secret=b"device",
+        timeout=30.0,
+    )
     install(fabric)
     return fabric
 

@@ -56,9 +56,7 @@ def run(kind: str, check: Callable[..., None], replacing: bool = False) -> None:
         ranks.results(range(4))
 
 
-@pytest.mark.parametrize(
-    "check", CHECKS, ids=lambda check: check.__name__
-)
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 @pytest.mark.parametrize("kind", KINDS)
 def test_contract(kind: str, check: fabric_checks.Check) -> None:
     run(kind, check)

@@ -34,8 +34,10 @@ KEYS = st.tuples(*[st.integers(0, 1 << 20)] * 3)
 MARKS = st.builds(Fingerprint, st.integers(0, 1 << 40), st.text(), st.text(), st.text(), st.text())
 SPECS = st.builds(
     lambda name, shape, sharded: ParamSpec(name, shape[0] * shape[1], shape, sharded),
-    st.text(), st.tuples(st.integers(1, 9), st.integers(1, 9)), st.booleans(),
-)  # fmt: skip
+    st.text(),
+    st.tuples(st.integers(1, 9), st.integers(1, 9)),
+    st.booleans(),
+)
 SAID = {
     "text": (str, st.text()),
     "names": (tuple[str, ...], st.lists(st.text()).map(tuple)),
@@ -130,8 +132,16 @@ def test_nothing_that_a_peer_sends_is_run(tmp_path: Path, what: str) -> None:
 def test_no_module_of_ours_unpickles() -> None:
     """Megatron's own collectives of objects are not ours; they go over links that the secret authenticates."""
     root = Path(__file__).resolve().parents[3] / "megatron" / "elastic"
-    calls = ("pickle.load", "all_gather_object(", "recv_object_list(", "broadcast_object_list(", "gather_object(",
-             "Unpickler", "torch.load(", "marshal.load")  # fmt: skip
+    calls = (
+        "pickle.load",
+        "all_gather_object(",
+        "recv_object_list(",
+        "broadcast_object_list(",
+        "gather_object(",
+        "Unpickler",
+        "torch.load(",
+        "marshal.load",
+    )
     found = {
         f"{path.relative_to(root)}: {call}"
         for path in root.rglob("*.py")

@@ -38,9 +38,14 @@ def hub(
     rank: int, incarnation: int = 0, shared_memory: bool = True, slots: int = 2, handshake_seconds: float = 3.0
 ) -> Any:
     return _comm.Hub(
-        rank=rank, slots=slots, incarnation=incarnation, run_id="run", secret=b"secret", shared_memory=shared_memory,
+        rank=rank,
+        slots=slots,
+        incarnation=incarnation,
+        run_id="run",
+        secret=b"secret",
+        shared_memory=shared_memory,
         handshake_seconds=handshake_seconds,
-    )  # fmt: skip
+    )
 
 
 def edit(hubs: list[Any], generation: int) -> list[Any]:

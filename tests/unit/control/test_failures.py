@@ -77,10 +77,15 @@ def test_the_worst_exit_code_of_the_ranks_is_the_jobs(codes: tuple[int, ...], st
 @pytest.mark.parametrize(
     ("ended", "codes", "status"),
     [
-        (None, (3, 3), 0), ((3, "before the first step"), (), 0), (None, (4,), 5), ((4, "state is lost"), (), 5),
-        (None, (0, 0), 0), ((1, "error: a flag"), (), 1), ((143, "SIGTERM again"), (), 143),
+        (None, (3, 3), 0),
+        ((3, "before the first step"), (), 0),
+        (None, (4,), 5),
+        ((4, "state is lost"), (), 5),
+        (None, (0, 0), 0),
+        ((1, "error: a flag"), (), 1),
+        ((143, "SIGTERM again"), (), 143),
     ],
-)  # fmt: skip
+)
 def test_a_job_that_a_user_stopped_is_never_queued_again(
     ended: tuple[int, str] | None, codes: tuple[int, ...], status: int
 ) -> None:

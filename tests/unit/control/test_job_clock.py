@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -57,16 +58,25 @@ def test_a_quarantine_lasts_its_time_though_the_wall_clock_is_set(monkeypatch: p
     state = Generations(nodes, quarantine=Quarantine(1, 60.0))
     assert state.quarantine.lost(1, [0, 2], clock.now())
     loop, timing = Loop(), Timing.derive(1.0)
-    nothing = None
-    successors = Respawn(
-        0, state, Failures(), {}, loop, timing, clock, nothing, nothing, appended.append  # type: ignore[arg-type]
-    )  # fmt: skip
+    nothing: Any = None  # no worker is started here
+    respawn = Respawn(
+        0,
+        state,
+        Failures(),
+        {},
+        loop,
+        timing,
+        clock,
+        nothing,
+        nothing,
+        appended.append,
+    )
     for wall, waited in ((1e12, 30.0), (0.0, 30.5)):
         monkeypatch.setattr(time, "time", lambda wall=wall: wall)
-        successors.consider_quarantine({})
+        respawn.consider_quarantine({})
         assert appended == []
         machine.seconds += waited
-    successors.consider_quarantine({})
+    respawn.consider_quarantine({})
     assert appended == [Lifted(1, 1, "its time is over")]
     loop.close()
 

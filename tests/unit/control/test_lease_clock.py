@@ -45,10 +45,16 @@ def test_a_worker_ends_itself_when_its_lease_ran_out_while_the_machine_was_suspe
     command = [sys.executable, "-c", WORKER, str(theirs.fileno()), str(fd)]
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     workers = [
-        subprocess.Popen([*before, *command], pass_fds=(theirs.fileno(), fd), env=environ, stderr=subprocess.PIPE,
-                         text=True, start_new_session=True)
+        subprocess.Popen(
+            [*before, *command],
+            pass_fds=(theirs.fileno(), fd),
+            env=environ,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
         for before in ([*SUSPENDED, "100"], [*SUSPENDED, "1"])
-    ]  # fmt: skip
+    ]
     try:
         _, said = workers[0].communicate(timeout=40)
         assert "the lease of this node ran out" in said

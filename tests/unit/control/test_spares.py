@@ -154,9 +154,11 @@ def test_spares_alone_do_not_keep_a_job_alive() -> None:
 
 
 @given(
-    cell=st.integers(1, 2), cells=st.integers(1, 3), spare_cells=st.integers(1, 2),
+    cell=st.integers(1, 2),
+    cells=st.integers(1, 3),
+    spare_cells=st.integers(1, 2),
     order=st.lists(st.tuples(st.booleans(), st.integers(0, 9)), max_size=30),
-)  # fmt: skip
+)
 def test_there_are_never_more_whole_groups_than_at_launch_and_never_fewer_than_could_be(
     cell: int, cells: int, spare_cells: int, order: list[tuple[bool, int]]
 ) -> None:

@@ -120,9 +120,7 @@ def some_event(state: Generations, draw: random.Random) -> ev.Event:
 
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32), steps=st.integers(20, 120))
-def test_whoever_reads_late_or_comes_late_ends_where_the_whole_journal_ends(
-    seed: int, steps: int
-) -> None:
+def test_whoever_reads_late_or_comes_late_ends_where_the_whole_journal_ends(seed: int, steps: int) -> None:
     print(f"seed {seed}")
     draw, seen = random.Random(seed), dict[int, int]()
     store = LocalStore(Keys())
@@ -255,8 +253,12 @@ def test_a_snapshot_of_something_else_is_refused_and_changes_nothing() -> None:
     other_nodes = dump(Generations({0: Node("h0", (0,))}), failures)
     broken: list[object] = [{}, None, [], {**plain, "more": 1}]
     wrong: list[dict[str, object]] = [
-        {"frozen": "1"}, {"ranks": {"x": {}}}, {"ranks": {"0": inner["ranks"]["0"]}}, {"more": 1}, {"reason": "whim"},
-    ]  # fmt: skip
+        {"frozen": "1"},
+        {"ranks": {"x": {}}},
+        {"ranks": {"0": inner["ranks"]["0"]}},
+        {"more": 1},
+        {"reason": "whim"},
+    ]
     broken += [{**plain, "generations": {**inner, **fields}} for fields in wrong]
     for text in (*(json.dumps(each).encode() for each in broken), other_nodes, b"", b"\xff"):
         with pytest.raises(ProtocolError):

@@ -87,8 +87,14 @@ def test_a_real_driver_is_set_and_put_back(tmp_path: Path) -> None:
     """A cpufreq tree: the policy of CPUs 0 and 1."""
     policy = tmp_path / "devices/system/cpu/cpufreq/policy0"
     policy.mkdir(parents=True)
-    limits = {"affected_cpus": "0 1", "cpuinfo_min_freq": LOWEST, "cpuinfo_max_freq": HIGHEST,
-              "scaling_min_freq": LOWEST, "scaling_max_freq": HIGHEST, "scaling_cur_freq": NOMINAL}  # fmt: skip
+    limits = {
+        "affected_cpus": "0 1",
+        "cpuinfo_min_freq": LOWEST,
+        "cpuinfo_max_freq": HIGHEST,
+        "scaling_min_freq": LOWEST,
+        "scaling_max_freq": HIGHEST,
+        "scaling_cur_freq": NOMINAL,
+    }
     for name, value in limits.items():
         (policy / name).write_text(f"{value}\n")
     notes: list[tuple[Applied, int | None]] = []

@@ -76,8 +76,19 @@ def work(training: bool = True) -> Pass:
     ignore: Callable[..., None] = lambda *_: None
     address = StepAddress(ROWS * 3, ROWS)
     batches = lambda piece: PieceBatch.as_planned(address.samples(piece))
-    return Pass(0, address, no_step, batches, lambda piece: nullcontext(), ignore, ignore, Timeline(), ignore,
-                per_token=True, training=training)  # fmt: skip
+    return Pass(
+        0,
+        address,
+        no_step,
+        batches,
+        lambda piece: nullcontext(),
+        ignore,
+        ignore,
+        Timeline(),
+        ignore,
+        per_token=True,
+        training=training,
+    )
 
 
 def plan(*cuts: int) -> Plan:

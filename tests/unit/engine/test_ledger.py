@@ -124,9 +124,11 @@ def test_weights_that_do_not_add_up_are_found():
 def test_contents_are_those_of_the_row_whatever_batch_it_is_in(rows: int, seed: int) -> None:
     torch.manual_seed(seed)
     batch = {
-        "tokens": torch.randint(1 << 40, (rows, 8)), "labels": torch.randint(1 << 40, (rows, 8)),
-        "loss_mask": torch.rand(rows, 8), "attention_mask": torch.rand(rows, 8, 8) < 0.5,
-    }  # fmt: skip
+        "tokens": torch.randint(1 << 40, (rows, 8)),
+        "labels": torch.randint(1 << 40, (rows, 8)),
+        "loss_mask": torch.rand(rows, 8),
+        "attention_mask": torch.rand(rows, 8, 8) < 0.5,
+    }
     alone = [{name: values[i : i + 1] for name, values in batch.items()} for i in range(rows)]
     whole = content_digests(batch, rows)
     assert whole == tuple(content_digests(one, 1)[0] for one in alone)

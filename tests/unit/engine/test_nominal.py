@@ -62,8 +62,10 @@ def test_waiting_cells_take_lost_places_and_nothing_else_moves(
     shape = replace(nominal(*sizes), extra=spare * sizes[0])
     everybody = range(shape.slots + shape.extra)
     assert sorted(rank for cell in shape.cells for rank in cell.ranks) == list(everybody)
-    assert all(shape.cell_of(rank) in shape.cells and shape.cell_of(rank).ranks[shape.shard(rank)] == rank
-               for rank in everybody)  # fmt: skip
+    assert all(
+        shape.cell_of(rank) in shape.cells and shape.cell_of(rank).ranks[shape.shard(rank)] == rank
+        for rank in everybody
+    )
     living = data.draw(st.sets(st.sampled_from(everybody)))
     before = Assignment.at_launch(shape)
     after = before.seated(living)

@@ -46,9 +46,14 @@ def layouts(shape: LaunchTopology) -> dict[tuple[int, int], UnitLayout]:
 
 def profile(shape: LaunchTopology):  # type: ignore[no-untyped-def]
     return unmeasured_profile(
-        shape, layouts(shape), sequence=32, boundary_bytes=4 * 32 * 64, itemsize=4,
-        activation_bytes=lambda unit: 17 * 4 * 32 * 64, state_bytes=32,
-    )  # fmt: skip
+        shape,
+        layouts(shape),
+        sequence=32,
+        boundary_bytes=4 * 32 * 64,
+        itemsize=4,
+        activation_bytes=lambda unit: 17 * 4 * 32 * 64,
+        state_bytes=32,
+    )
 
 
 @pytest.mark.parametrize(("tensor", "pipeline", "data", "lost"), [(1, 2, 2, 3), (1, 4, 2, 5), (2, 2, 2, 6)])

@@ -12,8 +12,12 @@ REPORT = st.builds(
     lambda rank, phase, done, version, under_way: Report(
         Holdings(rank, version, version), phase, done, version, under_way=under_way
     ),
-    st.integers(0, 7), st.integers(1, 3), st.booleans(), st.integers(0, 5), st.booleans(),
-)  # fmt: skip
+    st.integers(0, 7),
+    st.integers(1, 3),
+    st.booleans(),
+    st.integers(0, 5),
+    st.booleans(),
+)
 
 
 @given(REPORT)

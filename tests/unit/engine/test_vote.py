@@ -18,14 +18,28 @@ LAYOUT = VoteLayout(BLOCKS, ("aux loss", "lm loss"))
 def test_a_tally_survives_the_vector(owned: list[int], samples: int, loss: float) -> None:
     ledger = Ledger(samples, samples << 43, samples << 60, 3, 5 << 61, 2.5)
     tally = Tally(
-        norms={BLOCKS[i]: float(i) + 0.5 for i in owned}, tokens=12.0, overflows=1, zeros=3, ledger=ledger, plan=5,
-        joins=1, drains=0, leaves=1 << 63, report={"lm loss": (loss, 4.0)},
-    )  # fmt: skip
+        norms={BLOCKS[i]: float(i) + 0.5 for i in owned},
+        tokens=12.0,
+        overflows=1,
+        zeros=3,
+        ledger=ledger,
+        plan=5,
+        joins=1,
+        drains=0,
+        leaves=1 << 63,
+        report={"lm loss": (loss, 4.0)},
+    )
     back = LAYOUT.unpack(LAYOUT.pack(tally))
     assert {key: norm for key, norm in back.norms.items() if norm} == tally.norms
     assert (back.tokens, back.overflows, back.zeros, back.plan, back.joins, back.drains, back.leaves) == (
-        12.0, 1, 3, 5, 1, 0, 1 << 63,
-    )  # fmt: skip
+        12.0,
+        1,
+        3,
+        5,
+        1,
+        0,
+        1 << 63,
+    )
     assert back.ledger == ledger
     assert back.report["lm loss"] == (loss, 4.0)
 
@@ -71,9 +85,7 @@ def test_measured_times_and_clocks_arrive_on_every_rank_to_the_nanosecond(
     """Each cell speaks for itself; a cell's ranks add up their devices."""
     ranges = ((0, 0, 3), (1, 3, 6), (2, 0, 3), (3, 3, 6))
     layout = VoteLayout(LAYOUT.blocks, ("lm loss",), ranges, (0, 1, 2, 3))
-    votes = [
-        Tally(times={ranges[cell]: times[cell]}, clocks={cell: (1, 1, khz, khz)}, steady=1) for cell in range(4)
-    ]
+    votes = [Tally(times={ranges[cell]: times[cell]}, clocks={cell: (1, 1, khz, khz)}, steady=1) for cell in range(4)]
     packed = [layout.pack(vote) for vote in (*votes, Tally(clocks={3: (1, 1, khz, khz)}))]
     total = layout.unpack(torch.stack(packed).sum(0))
     assert total.times == dict(zip(ranges, times, strict=True))

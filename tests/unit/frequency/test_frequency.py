@@ -299,9 +299,12 @@ ENDINGS = {
 def owner_of(sysfs: Path, ending: str, mode: str = "plain") -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-c", OWNER.format(ending=ENDINGS[ending]), str(sysfs), mode],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    )
 
 
 def restored(sysfs: Path, within: float = 30.0) -> bool:

@@ -38,11 +38,25 @@ def appended() -> Iterator[list[Event]]:
     loop.close()
 
 
-@pytest.mark.parametrize("body", [
-    '{"do": "drain", "ranks": [1e999]}', '{"do": "drain", "ranks": [NaN]}', '{"do": "drain", "ranks": [-1e999]}',
-    '{"do": "drain", "ranks": [' + "9" * 400 + "]}", '{"do": "drain", "ranks": {"1": 1}}', '{"do": 1}', "[]", "1e999",
-    "[" * 40_000, '{"do": "drain", "ranks": [true]}', '{"do": "stop", "ranks": [1]}', '{"do": "end"}', "\ud800", "{}",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "body",
+    [
+        '{"do": "drain", "ranks": [1e999]}',
+        '{"do": "drain", "ranks": [NaN]}',
+        '{"do": "drain", "ranks": [-1e999]}',
+        '{"do": "drain", "ranks": [' + "9" * 400 + "]}",
+        '{"do": "drain", "ranks": {"1": 1}}',
+        '{"do": 1}',
+        "[]",
+        "1e999",
+        "[" * 40_000,
+        '{"do": "drain", "ranks": [true]}',
+        '{"do": "stop", "ranks": [1]}',
+        '{"do": "end"}',
+        "\ud800",
+        "{}",
+    ],
+)
 def test_a_request_that_is_none_ends_its_connection_alone(appended: list[Event], body: str) -> None:
     text = body.encode("utf-8", "surrogatepass")
     with socket.socket(socket.AF_UNIX) as caller:

@@ -187,8 +187,7 @@ def test_a_worker_has_ended_before_it_is_gone_and_its_end_is_told_once(tmp_path:
 def start(pool: Pool, script: Path, number: int) -> None:
     mine, theirs = socket.socketpair()
     fd, slot = Slot.create("test")
-    environ = {"RANK": "0", env.SLOTS: "1", env.INCARNATION: str(number), env.HOST: "here",
-               env.DOMAIN: "here"}  # fmt: skip
+    environ = {"RANK": "0", env.SLOTS: "1", env.INCARNATION: str(number), env.HOST: "here", env.DOMAIN: "here"}
     environ["PYTHONPATH"] = os.pathsep.join(sys.path)
     spec = WorkerSpec(number, "script", str(script), (), environ)
     out = os.open(os.devnull, os.O_WRONLY)
@@ -218,8 +217,13 @@ def test_the_end_of_the_training_thread_ends_its_process(tmp_path: Path) -> None
         "threading.Thread(target=membership.start, args=(lambda generation: None,)).start()\ntime.sleep(600)\n"
     )
     loop, ends = Loop(), list[int]()
-    pool = Pool(loop, (), PoolEvents(lambda worker, _: pool.watch_lock(worker), lambda _, status: ends.append(status),
-                                     lambda ready: None))  # fmt: skip
+    pool = Pool(
+        loop,
+        (),
+        PoolEvents(
+            lambda worker, _: pool.watch_lock(worker), lambda _, status: ends.append(status), lambda ready: None
+        ),
+    )
     pool.start_zygote()
     try:
         start(pool, script, 1)

@@ -94,7 +94,7 @@ class Agents:
             extend=lambda until: self.extended.append((node, time.monotonic())),
             lost=lambda other, epoch, why: self.lost.append((node, other, epoch)),
             heard=lambda now: self.heard.append((node, now)),
-        )  # fmt: skip
+        )
         self.leases[node] = leases
         loop.every(timing.beat, lambda: leases.beat({}, 7, 1000.0 * node))
         leases.start()

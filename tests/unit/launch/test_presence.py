@@ -45,7 +45,7 @@ class Agents:
             Place(node, token or f"agent{node}", self.nodes, self.store, SEAL, TIMING, loop),
             doubt=lambda other: self.told.append((node, "doubt", other)),
             trust=lambda other: self.told.append((node, "trust", other)),
-        )  # fmt: skip
+        )
         loop.post(lambda: presence.start(HOST, HOST))
         thread = threading.Thread(target=loop.run, daemon=True)
         thread.start()

@@ -129,9 +129,7 @@ for how in ("open", "mapped", "left"):
 print("made", flush=True)
 input()
 """
-    other = subprocess.Popen(
-        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+    other = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert other.stdout is not None and other.stdout.readline() == "made\n"
 
     def sweep() -> set[str]:

@@ -63,10 +63,14 @@ def test_a_file_that_is_not_there_or_a_folder_is_refused(tmp_path: Path) -> None
         job_secret(None, {env.SECRET: "short"}, alone=True)
 
 
-@pytest.mark.parametrize("where", [
-    ["--nnodes", "2"], ["--nnodes", "1:2"],
-    ["--rdzv-backend", "etcd", "--rdzv-endpoint", "e:1", "--rdzv-id", "j"],
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "where",
+    [
+        ["--nnodes", "2"],
+        ["--nnodes", "1:2"],
+        ["--rdzv-backend", "etcd", "--rdzv-endpoint", "e:1", "--rdzv-id", "j"],
+    ],
+)
 def test_several_nodes_and_etcd_need_one(tmp_path: Path, where: list[str]) -> None:
     script = tmp_path / "train.py"
     script.touch()
@@ -83,8 +87,13 @@ def test_without_one_the_launcher_ends_with_status_1_and_one_line(tmp_path: Path
     clean = {name: value for name, value in os.environ.items() if name not in (env.SECRET, env.SECRET_FILE)}
     done = subprocess.run(
         [sys.executable, "-m", "megatron.elastic.launch", "--nnodes", "2", "--node-rank", "0", str(script)],
-        capture_output=True, text=True, timeout=60, cwd=ROOT, env=clean, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=ROOT,
+        env=clean,
+        check=False,
+    )
     assert done.returncode == 1
     (line,) = (line for line in done.stderr.splitlines() if "error" in line)
     assert "--elastic-secret-file" in line and len(done.stderr.splitlines()) == 1

@@ -96,18 +96,28 @@ def port_of(case: Case, stage: int) -> GptInterface:
     chunks = []
     for number, (first, end, _) in enumerate(case.launch[stage::STAGES]):
         model: Any = GPTModel(
-            config, get_gpt_layer_local_spec(), VOCABULARY, LENGTH, pre_process=first == 0, post_process=end == UNITS,
-            position_embedding_type="learned_absolute", share_embeddings_and_output_weights=case.tied,
-            pg_collection=groups, vp_stage=number if case.interleaved else None,
-        )  # fmt: skip
+            config,
+            get_gpt_layer_local_spec(),
+            VOCABULARY,
+            LENGTH,
+            pre_process=first == 0,
+            post_process=end == UNITS,
+            position_embedding_type="learned_absolute",
+            share_embeddings_and_output_weights=case.tied,
+            pg_collection=groups,
+            vp_stage=number if case.interleaved else None,
+        )
         key_dropout(model, parallel_state.get_tensor_model_parallel_rank())
         for parameter in model.parameters():
             tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
         chunks.append(Float16Module(config, model) if case.bf16 else model)
     args = Namespace(
-        num_layers=LAYERS, seq_length=LENGTH, micro_batch_size=SAMPLES, pipeline_model_parallel_size=STAGES,
+        num_layers=LAYERS,
+        seq_length=LENGTH,
+        micro_batch_size=SAMPLES,
+        pipeline_model_parallel_size=STAGES,
         virtual_pipeline_model_parallel_size=config.virtual_pipeline_model_parallel_size,
-    )  # fmt: skip
+    )
     return GptInterface(chunks, args, GroupKeys(OptimizerConfig(lr=1e-3), None), reads_data=True)
 
 

@@ -78,9 +78,14 @@ def answers(case: Case) -> Iterator[dict[str, Any]]:
     nominal = LaunchTopology(1, 2, 1, ((0, 3), (3, pipeline.UNITS)), Grid(ROWS, ROWS, 1), tied)
     size, dtype = cells.ports[0].boundary(1)
     costs = unmeasured_profile(
-        nominal, cells.layouts, size[0], size.numel() * dtype.itemsize, cells.arenas[0].dtype.itemsize,
-        cells.ports[0].activation_bytes, state_bytes=0,
-    )  # fmt: skip
+        nominal,
+        cells.layouts,
+        size[0],
+        size.numel() * dtype.itemsize,
+        cells.arenas[0].dtype.itemsize,
+        cells.ports[0].activation_bytes,
+        state_bytes=0,
+    )
     model = Model(costs, 1, 1, () if tied is None else ((0, pipeline.UNITS - 1),))
     for cuts in CUTS:
         cells.cut(cuts)

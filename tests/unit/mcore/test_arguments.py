@@ -70,8 +70,19 @@ def test_no_flag_given_is_the_default_configuration() -> None:
 
 
 def test_flags_arrive_in_the_configuration_with_their_types() -> None:
-    words = ["--elastic", "--elastic-mirrors", "2", "--elastic-detection-timeout", "0.5", "--no-elastic-respawn",
-             "--elastic-exact", "--elastic-comm", "gloo", "--elastic-event-log", "events"]
+    words = [
+        "--elastic",
+        "--elastic-mirrors",
+        "2",
+        "--elastic-detection-timeout",
+        "0.5",
+        "--no-elastic-respawn",
+        "--elastic-exact",
+        "--elastic-comm",
+        "gloo",
+        "--elastic-event-log",
+        "events",
+    ]
     args = parser().parse_args(words)
     assert args.elastic
     expected = ElasticConfig(
@@ -122,7 +133,8 @@ def test_an_unknown_flag_is_answered_with_the_nearest_known_one() -> None:
     with pytest.raises(BadInput) as caught:
         faults.raise_if_any()
     assert [text.split(" (")[0] for text in caught.value.texts] == [
-        "unrecognized argument --elastic-mirors", "unrecognized argument --elastc-comm"
+        "unrecognized argument --elastic-mirors",
+        "unrecognized argument --elastc-comm",
     ]
     assert "did you mean --elastic-mirrors?" in caught.value.texts[0]
 
@@ -158,9 +170,13 @@ def test_megatrons_help_texts_are_looked_up_for_help_alone() -> None:
     """They are docstrings in its sources, which would be parsed twice at every start."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "1000", "ELASTIC_PLATFORM": "cpu"}
     done = subprocess.run(
-        [sys.executable, "-c", PARSE_THEN_HELP], env=environment, capture_output=True, text=True, timeout=240,
+        [sys.executable, "-c", PARSE_THEN_HELP],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
         check=False,
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "--elastic-mirrors" in done.stdout
     assert "number of samples to linearly warmup learning rate over." in done.stdout

@@ -34,8 +34,10 @@ def test_folders_that_are_there_or_can_be_made_pass_and_nothing_is_made(tmp_path
 def test_every_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(BadInput) as caught:
-        check_folders(folders(save="/proc/x", tensorboard_dir=str(tmp_path / "file"),
-                              elastic_event_log=str(tmp_path / "file/x")), {})  # fmt: skip
+        check_folders(
+            folders(save="/proc/x", tensorboard_dir=str(tmp_path / "file"), elastic_event_log=str(tmp_path / "file/x")),
+            {},
+        )
     assert [text.split()[0] for text in caught.value.texts] == ["--save", "--tensorboard-dir", "--elastic-event-log"]
 
 

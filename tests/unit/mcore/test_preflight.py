@@ -26,10 +26,21 @@ from megatron.elastic.mcore.args.preflight import check_data, check_index, check
 
 def sizes(**given: Any) -> Namespace:
     base = {
-        "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "context_parallel_size": 1,
-        "world_size": 8, "num_attention_heads": 8, "hidden_size": 64, "kv_channels": None, "num_layers": 4,
-        "group_query_attention": False, "num_query_groups": 1, "sequence_parallel": False, "seq_length": 32,
-        "global_batch_size": 16, "micro_batch_size": 2, "rampup_batch_size": None,
+        "tensor_model_parallel_size": 2,
+        "pipeline_model_parallel_size": 2,
+        "context_parallel_size": 1,
+        "world_size": 8,
+        "num_attention_heads": 8,
+        "hidden_size": 64,
+        "kv_channels": None,
+        "num_layers": 4,
+        "group_query_attention": False,
+        "num_query_groups": 1,
+        "sequence_parallel": False,
+        "seq_length": 32,
+        "global_batch_size": 16,
+        "micro_batch_size": 2,
+        "rampup_batch_size": None,
     }
     return Namespace(**{**base, **given})
 
@@ -163,7 +174,13 @@ def test_blends_lists_and_per_split_files_are_read(tmp_path: Path) -> None:
     splits.write_text(json.dumps({"train": ["1", "/b/train"], "valid": "/b/valid", "test": ["/b/test"]}))
     args = data(data_path=["1", "/c/x", "2", "/c/y"], data_args_path=str(listed), per_split_data_args_path=str(splits))
     assert [prefix for _, prefix in data_prefixes(args)] == [
-        "/c/x", "/c/y", "/a/one", "/a/two", "/b/train", "/b/valid", "/b/test"
+        "/c/x",
+        "/c/y",
+        "/a/one",
+        "/a/two",
+        "/b/train",
+        "/b/valid",
+        "/b/test",
     ]
 
 
@@ -218,9 +235,7 @@ def test_a_damaged_checkpoint_is_one_line(error: BaseException) -> None:
     one_line(caught, "--load /saved", "--ckpt-step")
 
 
-@pytest.mark.parametrize(
-    "error", [PeerLost(1, "gone"), gathered(PeerLost(1, "gone")), RuntimeError("a bug")]
-)
+@pytest.mark.parametrize("error", [PeerLost(1, "gone"), gathered(PeerLost(1, "gone")), RuntimeError("a bug")])
 def test_what_is_no_fault_of_the_checkpoint_passes(error: BaseException) -> None:
     with pytest.raises(type(error)), unreadable_named("--load", "/saved"):
         raise error

@@ -18,17 +18,33 @@ def made(peak: float, style: str, warm_up: int, decay: int, decay_style: str = "
     """As a rank makes it of its arguments."""
     config = AdamOptimizerConfig(lr=peak, min_lr=peak / 10, decoupled_lr=peak / 3)
     optimizer: Any = EngineOptimizer(GroupKeys(config, None), lambda: 1.0)
-    return MegatronSchedule(OptimizerParamScheduler(
-        optimizer, init_lr=0.0, max_lr=peak, min_lr=peak / 10, lr_warmup_steps=warm_up, lr_decay_steps=decay,
-        lr_decay_style=style, start_wd=0.01, end_wd=0.1, wd_incr_steps=decay, wd_incr_style=decay_style,
-        wsd_decay_steps=decay // 2, lr_wsd_decay_style="minus_sqrt",
-    ))  # fmt: skip
+    return MegatronSchedule(
+        OptimizerParamScheduler(
+            optimizer,
+            init_lr=0.0,
+            max_lr=peak,
+            min_lr=peak / 10,
+            lr_warmup_steps=warm_up,
+            lr_decay_steps=decay,
+            lr_decay_style=style,
+            start_wd=0.01,
+            end_wd=0.1,
+            wd_incr_steps=decay,
+            wd_incr_style=decay_style,
+            wsd_decay_steps=decay // 2,
+            lr_wsd_decay_style="minus_sqrt",
+        )
+    )
 
 
 SCHEDULES = st.builds(
-    made, st.floats(1e-5, 1.0), st.sampled_from(["cosine", "linear", "inverse-square-root", "WSD", "constant"]),
-    st.integers(0, 50), st.integers(51, 400), st.sampled_from(["linear", "cosine"]),
-)  # fmt: skip
+    made,
+    st.floats(1e-5, 1.0),
+    st.sampled_from(["cosine", "linear", "inverse-square-root", "WSD", "constant"]),
+    st.integers(0, 50),
+    st.integers(51, 400),
+    st.sampled_from(["linear", "cosine"]),
+)
 
 
 @settings(max_examples=50, deadline=None)

@@ -14,18 +14,28 @@ import pytest
 SCRIPT = Path(__file__).with_name("split_gpt.py")
 LAYERS, LINEARS = 3, 4
 CASES = (
-    "plain", "tied", "no bias, gated", "recompute full", "recompute selective", "bf16", "tp2", "tp2 sp",
+    "plain",
+    "tied",
+    "no bias, gated",
+    "recompute full",
+    "recompute selective",
+    "bf16",
+    "tp2",
+    "tp2 sp",
     "tp2 sp tied recompute",
-)  # fmt: skip
+)
 
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     out = tmp_path_factory.mktemp("gpt") / "answers.json"
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(SCRIPT), str(out)], capture_output=True, text=True, timeout=300,
+        [sys.executable, "-W", "ignore", str(SCRIPT), str(out)],
+        capture_output=True,
+        text=True,
+        timeout=300,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPT.parents[3])},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(out.read_text())
 

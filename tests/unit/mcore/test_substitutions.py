@@ -38,11 +38,21 @@ GPU = Installed("cuda", EVERYTHING)
 def defaults(**given: Any) -> Namespace:
     """Megatron's defaults for the attributes the rows speak of."""
     args = {
-        "transformer_impl": "transformer_engine", "distributed_backend": "nccl", "attention_backend": Backend.auto,
-        "use_cpu_initialization": False, "gradient_accumulation_fusion": True, "no_persist_layer_norm": False,
-        "bias_gelu_fusion": True, "bias_swiglu_fusion": True, "bias_dropout_fusion": True,
-        "masked_softmax_fusion": True, "apply_rope_fusion": True, "cuda_graph_impl": "none",
-        "pipeline_model_parallel_comm_backend": None, "cpu_offloading_num_layers": 0, "async_strategy": "nvrx",
+        "transformer_impl": "transformer_engine",
+        "distributed_backend": "nccl",
+        "attention_backend": Backend.auto,
+        "use_cpu_initialization": False,
+        "gradient_accumulation_fusion": True,
+        "no_persist_layer_norm": False,
+        "bias_gelu_fusion": True,
+        "bias_swiglu_fusion": True,
+        "bias_dropout_fusion": True,
+        "masked_softmax_fusion": True,
+        "apply_rope_fusion": True,
+        "cuda_graph_impl": "none",
+        "pipeline_model_parallel_comm_backend": None,
+        "cpu_offloading_num_layers": 0,
+        "async_strategy": "nvrx",
     }
     return Namespace(**{**args, **given})
 
@@ -106,8 +116,13 @@ def test_every_changed_attribute_has_its_line(names: set[str], switched: bool) -
 
 
 def test_tuning_flags_are_taken_out_under_elastic_only_where_they_say_something() -> None:
-    args = Namespace(overlap_grad_reduce=True, overlap_param_gather=False, num_distributed_optimizer_instances=1,
-                     rerun_mode="validate_results", ddp_bucket_size=None)
+    args = Namespace(
+        overlap_grad_reduce=True,
+        overlap_param_gather=False,
+        num_distributed_optimizer_instances=1,
+        rerun_mode="validate_results",
+        ddp_bucket_size=None,
+    )
     listed = [line.row.flag for line in substitute(args, GPU, ELASTIC_ROWS)]
     assert listed == ["--overlap-grad-reduce", "--rerun-mode"]
     assert not args.overlap_grad_reduce and args.rerun_mode == "disabled"

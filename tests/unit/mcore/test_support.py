@@ -19,9 +19,17 @@ ROOT = Path(__file__).resolve().parents[3]
 def plain(**given: Any) -> Namespace:
     """Arguments of a run that asks for nothing special."""
     base = {
-        "elastic": True, "context_parallel_size": 1, "num_experts": None, "expert_model_parallel_size": 1,
-        "optimizer": "adam", "ckpt_format": "torch_dist", "attention_dropout": 0.1, "transformer_impl": "local",
-        "cuda_graph_impl": "none", "dataloader_type": None, "error_injection_rate": 0,
+        "elastic": True,
+        "context_parallel_size": 1,
+        "num_experts": None,
+        "expert_model_parallel_size": 1,
+        "optimizer": "adam",
+        "ckpt_format": "torch_dist",
+        "attention_dropout": 0.1,
+        "transformer_impl": "local",
+        "cuda_graph_impl": "none",
+        "dataloader_type": None,
+        "error_injection_rate": 0,
         "tensor_model_parallel_size": 2,
     }
     return Namespace(**{**base, **given})
@@ -57,9 +65,16 @@ def test_refused_with_elastic_by_one_line(flag: str, asked: dict[str, Any]) -> N
 
 
 PASSES: list[dict[str, Any]] = [
-    {}, {"sequence_parallel": True}, {"bf16": True}, {"fp16": True}, {"recompute_granularity": "full"},
-    {"test_mode": True}, {"qk_layernorm": True},
-    {"optimizer": "sgd"}, {"dataloader_type": "cyclic"}, {"num_virtual_stages_per_pipeline_rank": 2},
+    {},
+    {"sequence_parallel": True},
+    {"bf16": True},
+    {"fp16": True},
+    {"recompute_granularity": "full"},
+    {"test_mode": True},
+    {"qk_layernorm": True},
+    {"optimizer": "sgd"},
+    {"dataloader_type": "cyclic"},
+    {"num_virtual_stages_per_pipeline_rank": 2},
 ]
 
 
@@ -159,11 +174,12 @@ def test_spares_take_the_place_of_whole_tensor_parallel_groups() -> None:
         ({"world_size": 2}, ElasticConfig(mirrors=5), ("--elastic-mirrors 5", "2 ranks", "give --elastic-mirrors 1")),
         ({"world_size": 2, "pipeline_model_parallel_size": 2}, ElasticConfig(), ("wait until", "4 ranks", "-spares")),
         (
-            {"world_size": 2, "tensor_model_parallel_size": 2}, ElasticConfig(respawn=False),
+            {"world_size": 2, "tensor_model_parallel_size": 2},
+            ElasticConfig(respawn=False),
             ("no rank to compute it", "start 4 ranks"),
         ),
     ],
-)  # fmt: skip
+)
 def test_a_layout_whose_first_loss_stops_training_is_warned_of(
     given: dict[str, Any], config: ElasticConfig, words: tuple[str, ...]
 ) -> None:

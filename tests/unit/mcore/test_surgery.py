@@ -13,18 +13,26 @@ import pytest
 
 SCRIPT = Path(__file__).with_name("recut_pipeline.py")
 NAMES = (
-    "tied", "untied, recomputed", "bf16", "tp2", "tp2, sequence parallel, untied",
-    "interleaved", "interleaved, untied, recomputed, bf16",
-)  # fmt: skip
+    "tied",
+    "untied, recomputed",
+    "bf16",
+    "tp2",
+    "tp2, sequence parallel, untied",
+    "interleaved",
+    "interleaved, untied, recomputed, bf16",
+)
 
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[dict[str, Any]]]]:
     out = tmp_path_factory.mktemp("recut") / "answers.json"
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(SCRIPT), str(out)], capture_output=True, text=True, timeout=300,
+        [sys.executable, "-W", "ignore", str(SCRIPT), str(out)],
+        capture_output=True,
+        text=True,
+        timeout=300,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPT.parents[3])},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return {answer["case"]["name"]: answer["ranks"] for answer in json.loads(out.read_text())}
 

@@ -77,8 +77,11 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     script.write_text(SAVE)
     done = subprocess.run(
         [sys.executable, "-W", "ignore", str(script), str(folder)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return {"one rank": folder / "one", "two ranks, one bit off": folder / "two"}
 

@@ -32,9 +32,14 @@ def limited(dp: int, pp: int, units: int, waves: int, headroom: float) -> Topolo
 
 @settings(max_examples=25, deadline=None)
 @given(
-    st.integers(1, 3), st.integers(1, 5), st.integers(5, 9), st.integers(1, 6), st.sampled_from([1.0, 1.25, 2.0]),
-    st.booleans(), st.data(),
-)  # fmt: skip
+    st.integers(1, 3),
+    st.integers(1, 5),
+    st.integers(5, 9),
+    st.integers(1, 6),
+    st.sampled_from([1.0, 1.25, 2.0]),
+    st.booleans(),
+    st.data(),
+)
 def test_no_plan_that_is_made_beats_it(
     dp: int, pp: int, units: int, waves: int, headroom: float, split: bool, data: st.DataObject
 ) -> None:

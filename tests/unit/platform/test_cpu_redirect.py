@@ -29,9 +29,7 @@ def redirected() -> Iterator[Redirection]:
 
 def snapshot() -> dict[str, object]:
     """Every name of the table → the object it is now (by identity), absent ones left out."""
-    return {
-        f"{row.owner}.{name}": vars(row.target()).get(name, None) for row in ROWS for name in row.names
-    }
+    return {f"{row.owner}.{name}": vars(row.target()).get(name, None) for row in ROWS for name in row.names}
 
 
 def in_a_process_of_its_own(code: str) -> subprocess.CompletedProcess[str]:

@@ -73,9 +73,24 @@ def test_cpu_seeds_and_state_round_trip() -> None:
     assert torch.equal(first, torch.rand(2))
 
 
-VENDOR_NAMES = ("device_count", "get_device_name", "set_device", "synchronize", "Stream", "current_stream", "stream",
-                "Event", "mem_get_info", "memory_allocated", "max_memory_allocated", "empty_cache", "manual_seed",
-                "get_rng_state", "set_rng_state", "is_available")
+VENDOR_NAMES = (
+    "device_count",
+    "get_device_name",
+    "set_device",
+    "synchronize",
+    "Stream",
+    "current_stream",
+    "stream",
+    "Event",
+    "mem_get_info",
+    "memory_allocated",
+    "max_memory_allocated",
+    "empty_cache",
+    "manual_seed",
+    "get_rng_state",
+    "set_rng_state",
+    "is_available",
+)
 
 
 @pytest.mark.parametrize("name", VENDOR_NAMES)

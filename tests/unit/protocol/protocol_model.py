@@ -251,9 +251,15 @@ class Model:
         copies = tuple((b, c) for b, c in rank.copies if r in layout[b])  # the others have left
         gradients = frozenset(g for g in gradients if r in layout[g[0]])
         learned = rank._replace(
-            phase="U", chain=chain, gradients=gradients, copies=copies, layout=layout, stands=layout, names=layout,
+            phase="U",
+            chain=chain,
+            gradients=gradients,
+            copies=copies,
+            layout=layout,
+            stands=layout,
+            names=layout,
             moving=state.ready == (rank.generation, rank.step),
-        )  # fmt: skip
+        )
         after = self._with(state, r, learned)
         return after._replace(committed=max(state.committed, chain, key=len))
 
@@ -261,10 +267,12 @@ class Model:
         for i, (block, chain) in enumerate(rank.copies):
             step = len(chain)
             usable = sorted(
-                g for g in rank.gradients
-                if g[:2] == (block, step) and step < len(rank.chain)
+                g
+                for g in rank.gradients
+                if g[:2] == (block, step)
+                and step < len(rank.chain)
                 and (self._name(g[2]) == self._name(rank.chain[step]) or self.faults.generation_ignored)
-            )  # fmt: skip
+            )
             if not usable:
                 continue
             new = (*chain, usable[0][2])
@@ -421,8 +429,10 @@ class Model:
         if outcome.version < len(owed):
             raise Violation(f"committed version {len(owed)} is lost: {outcome}")
         key = outcome.gradient_key
-        if outcome.kind == "revote" and len(owed) == outcome.version and (
-            key is None or self._name(owed[-1]) != _computation(key)
+        if (
+            outcome.kind == "revote"
+            and len(owed) == outcome.version
+            and (key is None or self._name(owed[-1]) != _computation(key))
         ):
             raise Violation(f"the vote is taken again on other gradients than those committed: {outcome}")
         if outcome.kind == "revote" and key is not None:
@@ -435,10 +445,11 @@ class Model:
         """Whether of every block a copy that the vote named is at ``chain``, or a step behind with its gradient."""
         step = len(chain) - 1
         there = {
-            b for r, rank in survivors for b, at in rank.copies
-            if r in rank.names[b]
-            and (len(at) > step or (len(at) == step and (b, step, chain[-1]) in rank.gradients))
-        }  # fmt: skip
+            b
+            for r, rank in survivors
+            for b, at in rank.copies
+            if r in rank.names[b] and (len(at) > step or (len(at) == step and (b, step, chain[-1]) in rank.gradients))
+        }
         return len(there) == len(survivors[0][1].layout)
 
     def _adopt(self, state: State, r: int, rank: Rank) -> State:
@@ -446,10 +457,12 @@ class Model:
         version = len(decision.chain)
         revote = decision.kind == "revote"
         kept = frozenset(
-            g for g in rank.gradients
-            if self.faults.generation_ignored or g[1] < version
+            g
+            for g in rank.gradients
+            if self.faults.generation_ignored
+            or g[1] < version
             or (revote and (g[1], self._name(g[2])) == (version, decision.key))
-        )  # fmt: skip
+        )
         held = decision.base
         if revote and not self.faults.retired_before_revote:  # a copy goes with a vote, not with a decision
             held = tuple((*held[b], *ranks) for b, ranks in enumerate(decision.named))

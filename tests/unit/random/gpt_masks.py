@@ -67,9 +67,11 @@ def compute(case: Case) -> dict[str, list[float]]:
         piece = tokens[first : first + rows]
         with dropout_scope(DropoutKey(7, case.step, tuple(range(100 + first, 100 + first + rows)))):
             each = model(
-                piece[:, :-1].contiguous(), positions.expand(rows, -1), mask.expand(rows, 1, -1, -1),
+                piece[:, :-1].contiguous(),
+                positions.expand(rows, -1),
+                mask.expand(rows, 1, -1, -1),
                 labels=piece[:, 1:].contiguous(),
-            ).sum(1)  # fmt: skip
+            ).sum(1)
             each.sum().backward()
         losses += each.tolist()
         first += rows

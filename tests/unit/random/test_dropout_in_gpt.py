@@ -27,9 +27,12 @@ SAME = [
 def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     out = tmp_path_factory.mktemp("gpt") / "answers.json"
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(SCRIPT), str(out)], capture_output=True, text=True, timeout=300,
+        [sys.executable, "-W", "ignore", str(SCRIPT), str(out)],
+        capture_output=True,
+        text=True,
+        timeout=300,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPT.parents[3])},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return {answer["case"]["name"]: answer for answer in json.loads(out.read_text())}
 

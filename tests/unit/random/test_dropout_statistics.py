@@ -62,8 +62,15 @@ def test_the_rate_is_p_at_every_coordinate_and_in_every_sample():
     ids=["step", "unit", "site", "seed", "sample"],
 )
 def test_neighbouring_streams_are_uncorrelated(other):
-    base: dict[str, Any] = {"seed": 5, "step": 7, "samples": tuple(range(64)), "coordinates": 1 << 14, "p": 0.3,
-                            "unit": 0, "site": 0}  # fmt: skip
+    base: dict[str, Any] = {
+        "seed": 5,
+        "step": 7,
+        "samples": tuple(range(64)),
+        "coordinates": 1 << 14,
+        "p": 0.3,
+        "unit": 0,
+        "site": 0,
+    }
     assert abs(correlation(masks(**base), masks(**{**base, **other}))) < SIGMAS
 
 

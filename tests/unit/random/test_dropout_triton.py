@@ -16,9 +16,12 @@ pytest.importorskip("triton", reason="Triton comes with CUDA builds of torch")
 def run(script: str, folder: Path, interpret: bool, *arguments: str) -> str:
     """Output of a script in a fresh process: Triton decides at import whether it interprets."""
     done = subprocess.run(
-        [sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=300,
+        [sys.executable, "-c", script, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=300,
         env={**os.environ, "TRITON_CACHE_DIR": str(folder), "TRITON_INTERPRET": str(int(interpret))},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 

@@ -56,9 +56,11 @@ def test_picture_names_what_each_cell_holds(tmp_path: Path) -> None:
 
 def test_a_picture_of_a_run_marks_the_loss_and_how_long_its_recovery_took(tmp_path: Path) -> None:
     spans = [
-        Span(0, "decide", 3_000_000, 5_000_000, "recovery"), Span(1, "settle", 4_000_000, 45_000_000, "recovery"),
-        Span(2, "lost: signal SIGKILL", 3_000_000, 3_000_000, "loss"), Span(0, "F0", 0, 2_000_000, "F"),
-    ]  # fmt: skip
+        Span(0, "decide", 3_000_000, 5_000_000, "recovery"),
+        Span(1, "settle", 4_000_000, 45_000_000, "recovery"),
+        Span(2, "lost: signal SIGKILL", 3_000_000, 3_000_000, "loss"),
+        Span(0, "F0", 0, 2_000_000, "F"),
+    ]
     draw_spans(tmp_path / "run.svg", spans, {0: "rank 0 events", 1: "rank 1 events", 2: "rank 2 events"})
     drawn = (tmp_path / "run.svg").read_text()
     for text in ("lost: signal SIGKILL", "recovery 42 ms", "forward", "rank 2 events"):

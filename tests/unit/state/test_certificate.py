@@ -75,9 +75,16 @@ class Job:
                 for b in LAYOUT.blocks
             }
             out[rank] = Statement(
-                rank, 3, self.placements[rank].digest(), "plan", self.records[rank], claims, params, self.rows[rank],
+                rank,
+                3,
+                self.placements[rank].digest(),
+                "plan",
+                self.records[rank],
+                claims,
+                params,
+                self.rows[rank],
                 self.random[rank],
-            )  # fmt: skip
+            )
         return {rank: Statement.from_json(statement.text) for rank, statement in out.items()}
 
     def certify(self):
@@ -173,9 +180,16 @@ def test_a_missing_and_a_doubled_sample(job):
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("rates", (Rate(1e-3, 0.1),)), ("adam_step", 1), ("loss_scale", 512.0), ("growth_tracker", 0),
-     ("scheduler_steps", 12), ("consumed_samples", 36), ("bias_correction2", 0.5)],
-)  # fmt: skip
+    [
+        ("rates", (Rate(1e-3, 0.1),)),
+        ("adam_step", 1),
+        ("loss_scale", 512.0),
+        ("growth_tracker", 0),
+        ("scheduler_steps", 12),
+        ("consumed_samples", 36),
+        ("bias_correction2", 0.5),
+    ],
+)
 def test_stale_learning_rate_step_counter_or_loss_scale(job, name, value):
     job.records[2] = replace(job.record, **{name: value})
     [finding] = job.findings()

@@ -156,8 +156,9 @@ def test_racks_come_before_nodes():
 def test_ranks_of_like_nodes_mirror_alike(nodes, each, mirrors):
     """Ranks that own alike mirror alike, at the start within 2%, on whatever nodes their peers are."""
     domains = nodes_of(nodes, each)
-    placement = initial([unit_group(unit, 24 * nodes * each, list(domains)) for unit in range(2)],
-                        Rules(mirrors, 4, domains))  # fmt: skip
+    placement = initial(
+        [unit_group(unit, 24 * nodes * each, list(domains)) for unit in range(2)], Rules(mirrors, 4, domains)
+    )
     mirrored = Counter(rank for copies in placement.copies.values() for rank in copies.mirrors)
     mean = sum(mirrored.values()) / len(domains)
     assert max(mirrored.values()) - min(mirrored.values()) <= max(1, 0.02 * mean), mirrored

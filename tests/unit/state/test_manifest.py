@@ -91,10 +91,14 @@ def flip(path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("harm", "said"),
-    [(flip, "is not what was written"), (lambda path: os.truncate(path, 5), "has 5 bytes, 1000 were written"),
-     (os.remove, "is missing"), (lambda path: (os.remove(path), os.mkdir(path)), "")],
+    [
+        (flip, "is not what was written"),
+        (lambda path: os.truncate(path, 5), "has 5 bytes, 1000 were written"),
+        (os.remove, "is missing"),
+        (lambda path: (os.remove(path), os.mkdir(path)), ""),
+    ],
     ids=["a flipped bit", "cut", "gone", "a folder in its place"],
-)  # fmt: skip
+)
 def test_harm_to_any_file_is_named(tmp_path: Path, harm: object, said: str) -> None:
     (tmp_path / "below").mkdir()
     names = ["__0_0.distcp", "__1_0.distcp", ".metadata", "below/common.pt"]

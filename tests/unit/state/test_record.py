@@ -57,8 +57,14 @@ def megatron_grad_scaler():
 @given(st.integers(0, 10**6), st.integers(1, 4), st.integers(1, 3), st.sampled_from([0.02, 0.3, 0.7]))
 def test_loss_scale_and_counters_are_those_of_megatrons_dynamic_scaler(seed, interval, hysteresis, rate):
     rng = random.Random(seed)
-    hyper = Hyper(RATES, scaler="dynamic", initial_loss_scale=2.0**16, min_loss_scale=3.0, growth_interval=interval,
-                  hysteresis=hysteresis)  # fmt: skip
+    hyper = Hyper(
+        RATES,
+        scaler="dynamic",
+        initial_loss_scale=2.0**16,
+        min_loss_scale=3.0,
+        growth_interval=interval,
+        hysteresis=hysteresis,
+    )
     theirs = megatron_grad_scaler()(2.0**16, 3.0, 2.0, 0.5, interval, hysteresis)
     record = StepRecord.initial(hyper)
     for _ in range(120):
@@ -123,8 +129,15 @@ def test_a_vote_taken_again_in_another_order_gives_the_same_record(squares, rng)
 
 @given(st.floats(allow_nan=False), st.floats(allow_nan=False), st.integers(0, 1 << 60))
 def test_text_keeps_every_bit(x, y, n):
-    record = StepRecord(3, grad_multiplier=x, grad_norm=y, rates=(Rate(x, y),), losses={"lm loss": (x, y)},
-                        gradient=GradientKey(2, 7), consumed_samples=n)  # fmt: skip
+    record = StepRecord(
+        3,
+        grad_multiplier=x,
+        grad_norm=y,
+        rates=(Rate(x, y),),
+        losses={"lm loss": (x, y)},
+        gradient=GradientKey(2, 7),
+        consumed_samples=n,
+    )
     again = StepRecord.from_json(record.to_json())
     assert again == record and math.copysign(1, again.grad_norm) == math.copysign(1, y)
 

@@ -17,7 +17,7 @@ from tools.commit_subjects import fault, main, subjects
         "Add the design",
         "launch, ctl: process requests in order",
         "tests/unit: seed every generator",
-        "Revert \"comm: fail queued work on close\"",
+        'Revert "comm: fail queued work on close"',
         "engine: " + "x" * 64,
     ],
 )

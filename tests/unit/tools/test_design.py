@@ -21,8 +21,12 @@ OUTSIDE = ("csrc/", "tests/", "tools/", "docs/", "scripts/")
 """Paths that begin so are relative to the repository; all others to the package."""
 OTHERS = {"Timers.log", "ProcessGroup"}
 """Names on these pages that are Megatron's or torch's."""
-STEPS = {"A policy": 2, "A communicator backend": 5, "A transport of the native communicator": 6,
-         "Where does a survivor decide between finishing a step and computing it again?": 3}  # fmt: skip
+STEPS = {
+    "A policy": 2,
+    "A communicator backend": 5,
+    "A transport of the native communicator": 6,
+    "Where does a survivor decide between finishing a step and computing it again?": 3,
+}
 """Recipe → the most files that it may have a reader open."""
 
 HEAD = re.compile(r"((?:`[^`]+`(?:, | or )?)+) \(`([\w/]+\.(?:py|cpp|hpp))`\)")
@@ -86,8 +90,11 @@ def everything() -> frozenset[str]:
     modules = [*PACKAGE.rglob("*.py"), *ROOT.glob("tests/unit/protocol/*.py")]
     python = {name for path in modules for name in definitions(path)}
     native = [path.read_text(encoding="utf-8") for path in ROOT.glob("csrc/**/*.[ch]pp")]
-    return frozenset(python | {name for text in native for name in re.findall(r"\b\w+::\w+(?=\()", text)}
-                     | {name for text in native for name in re.findall(r"\bclass (\w+)", text)})  # fmt: skip
+    return frozenset(
+        python
+        | {name for text in native for name in re.findall(r"\b\w+::\w+(?=\()", text)}
+        | {name for text in native for name in re.findall(r"\bclass (\w+)", text)}
+    )
 
 
 def headings() -> set[str]:
@@ -95,8 +102,9 @@ def headings() -> set[str]:
 
 
 def sources() -> list[Path]:
-    listed = subprocess.run(["git", "ls-files", "megatron", "csrc", "tests", "tools"], cwd=ROOT, capture_output=True,
-                            text=True, check=True).stdout  # fmt: skip
+    listed = subprocess.run(
+        ["git", "ls-files", "megatron", "csrc", "tests", "tools"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
     paths = [ROOT / line for line in listed.splitlines() if line.endswith((".py", ".cpp", ".hpp", ".h"))]
     return [path for path in paths if path.exists() and path != Path(__file__).resolve()]
 

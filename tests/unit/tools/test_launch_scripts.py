@@ -44,9 +44,15 @@ sys.exit(subprocess.call(command))
 
 
 def record(
-    tmp_path: Path, script: str, arguments: list[str], environment: dict[str, str], status: int = 0,
-    launcher: str = "", srun: str = RUN_COMMAND, inside: tuple[str, ...] = (),
-) -> list[dict[str, Any]]:  # fmt: skip
+    tmp_path: Path,
+    script: str,
+    arguments: list[str],
+    environment: dict[str, str],
+    status: int = 0,
+    launcher: str = "",
+    srun: str = RUN_COMMAND,
+    inside: tuple[str, ...] = (),
+) -> list[dict[str, Any]]:
     """What the programs a script starts were called with, in order.
 
     ``launcher``: what the interpreter does after it has written down its call; ``srun``: the same of srun; ``inside``:
@@ -167,18 +173,31 @@ sys.exit(max(codes))
 @pytest.mark.parametrize(
     ("ends", "status", "requeued"),
     [
-        ("0 0", 0, False), ("3 3", 3, True), ("4 4", 4, True), ("5 5", 5, False), ("1 1", 1, False),
-        ("0 lost", 0, False), ("3 lost", 3, True), ("0 4", 0, False), ("3 4", 3, True), ("5 4", 5, False),
+        ("0 0", 0, False),
+        ("3 3", 3, True),
+        ("4 4", 4, True),
+        ("5 5", 5, False),
+        ("1 1", 1, False),
+        ("0 lost", 0, False),
+        ("3 lost", 3, True),
+        ("0 4", 0, False),
+        ("3 4", 3, True),
+        ("5 4", 5, False),
         ("lost lost", 137, False),
     ],
-)  # fmt: skip
+)
 def test_slurm_script_acts_on_what_the_launchers_say_not_on_a_task_that_went_with_its_node(
     tmp_path: Path, ends: str, status: int, requeued: bool
 ) -> None:
     calls = record(
-        tmp_path, "pretrain_gpt.slurm", [str(tmp_path / "checkpoints"), "tensorboard", "tokenizer", "data"],
-        {**ON_SLURM, "ENDS": ends}, status, 'sys.exit(int(os.environ["END"]))', SEVERAL_TASKS,
-    )  # fmt: skip
+        tmp_path,
+        "pretrain_gpt.slurm",
+        [str(tmp_path / "checkpoints"), "tensorboard", "tokenizer", "data"],
+        {**ON_SLURM, "ENDS": ends},
+        status,
+        'sys.exit(int(os.environ["END"]))',
+        SEVERAL_TASKS,
+    )
     asked = [call["argv"] for call in calls if call["program"] == "scontrol"]
     assert (["requeue", "17"] in asked) == requeued
     assert list((tmp_path / "checkpoints").iterdir()) == []

@@ -39,7 +39,7 @@ TREE = {
     "pack/deep/alone.py": "x = 1\n",
     "tests/test_shapes.py": "from pack.deep import other\nimport pack.shapes\nRUN = 'python -m pack.deep.named'\n",
     "setup.py": "def left_out(): ...\n",
-}  # fmt: skip
+}
 
 
 @pytest.fixture

@@ -96,8 +96,9 @@ class DeviceGroup(NativeGroup):
     batches_messages = True
     """``batch_isend_irecv`` hands over its list as one batch, which torch does for its own groups only."""
 
-    def __init__(self, fabric: DeviceHost, hub: _comm.Hub, name: str, members: Sequence[int], *,
-                 slot_space: bool) -> None:  # fmt: skip
+    def __init__(
+        self, fabric: DeviceHost, hub: _comm.Hub, name: str, members: Sequence[int], *, slot_space: bool
+    ) -> None:
         super().__init__(fabric, hub, name, members, slot_space=slot_space)
         self._devices = fabric
         self._slot_space = slot_space

@@ -93,14 +93,24 @@ def argument_types(parameters: str) -> list[Any]:
 
 
 ELEMENTS = {
-    torch.int8: 0, torch.uint8: 1, torch.int32: 2, torch.int64: 4,
-    torch.float16: 6, torch.float32: 7, torch.float64: 8, torch.bfloat16: 9,
-}  # fmt: skip
+    torch.int8: 0,
+    torch.uint8: 1,
+    torch.int32: 2,
+    torch.int64: 4,
+    torch.float16: 6,
+    torch.float32: 7,
+    torch.float64: 8,
+    torch.bfloat16: 9,
+}
 """torch type → ``ncclDataType_t``."""
 
 REDUCTIONS = {
-    dist.ReduceOp.SUM: 0, dist.ReduceOp.PRODUCT: 1, dist.ReduceOp.MAX: 2, dist.ReduceOp.MIN: 3, dist.ReduceOp.AVG: 4,
-}  # fmt: skip
+    dist.ReduceOp.SUM: 0,
+    dist.ReduceOp.PRODUCT: 1,
+    dist.ReduceOp.MAX: 2,
+    dist.ReduceOp.MIN: 3,
+    dist.ReduceOp.AVG: 4,
+}
 """torch reduction → ``ncclRedOp_t``."""
 
 

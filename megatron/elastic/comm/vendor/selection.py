@@ -39,9 +39,14 @@ class Vendor:
     def fabric(self, rank: int, slots: int, incarnation: int, **native: Any) -> DeviceFabric:
         """The fabric of ``rank`` whose device tensors go through this library."""
         return DeviceFabric(
-            rank, slots, incarnation,
-            vendor=self.communicator, device=self.device, device_name=self.device_name, **native,
-        )  # fmt: skip
+            rank,
+            slots,
+            incarnation,
+            vendor=self.communicator,
+            device=self.device,
+            device_name=self.device_name,
+            **native,
+        )
 
 
 def vendor_of(platform: str, store: dist.Store | Callable[[], dist.Store]) -> Vendor:

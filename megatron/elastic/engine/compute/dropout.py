@@ -133,9 +133,22 @@ class _Mask(NamedTuple):
         key, p, unit, site, sample_dim, extent, offset = self
         added = 0 if residual is None else residual.data_ptr()
         _random.dropout(  # by position: half the cost of a small call is its arguments
-            out.data_ptr(), x.data_ptr(), added, x.nbytes, _DTYPES[x.dtype], x.shape, sample_dim, extent, offset,
-            key.seed & _U64, key.step, unit, site, key.samples, *_odds(p),
-        )  # fmt: skip
+            out.data_ptr(),
+            x.data_ptr(),
+            added,
+            x.nbytes,
+            _DTYPES[x.dtype],
+            x.shape,
+            sample_dim,
+            extent,
+            offset,
+            key.seed & _U64,
+            key.step,
+            unit,
+            site,
+            key.samples,
+            *_odds(p),
+        )
         return out
 
     def _on_device(self, x: Tensor, residual: Tensor | None) -> Tensor:

@@ -116,8 +116,17 @@ def launch(
         return out
     groups = (layout.run + 126) // 64  # a run that starts inside a group touches one more
     _kernel[(rows, triton.cdiv(groups * 16, _BLOCKS))](
-        x, x if residual is None else residual, out, torch.tensor(words, dtype=torch.int64, device=x.device), scale,
-        layout.samples, layout.run, layout.first, layout.stride, ADD=residual is not None, BLOCKS=_BLOCKS,
+        x,
+        x if residual is None else residual,
+        out,
+        torch.tensor(words, dtype=torch.int64, device=x.device),
+        scale,
+        layout.samples,
+        layout.run,
+        layout.first,
+        layout.stride,
+        ADD=residual is not None,
+        BLOCKS=_BLOCKS,
         enable_fp_fusion=False,  # round the product before the addition, as the other implementations do
-    )  # fmt: skip
+    )
     return out

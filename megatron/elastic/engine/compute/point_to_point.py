@@ -51,9 +51,7 @@ class BoundaryTransport:
         work = started(dist.isend(tensor, dst=peer, group=self.group, tag=_tag(step, edge, backward)))
         self._sent.append((work, tensor, peer))
 
-    def receive(
-        self, buffer: torch.Tensor, peer: int, step: int, edge: int, backward: bool
-    ) -> Receipt:
+    def receive(self, buffer: torch.Tensor, peer: int, step: int, edge: int, backward: bool) -> Receipt:
         """Post a receive of one edge's rows into ``buffer``."""
         work = started(dist.irecv(buffer, src=peer, group=self.group, tag=_tag(step, edge, backward)))
         return Receipt(buffer, peer, work, self.blocking)

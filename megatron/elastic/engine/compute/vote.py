@@ -143,17 +143,30 @@ class VoteLayout:
         """Return ``tally`` as a float64 vector. Report keys without a slot are left out and counted."""
         vector = torch.zeros(self.size, dtype=torch.float64)
         counters = {
-            _Slot.VOTERS: tally.voters, _Slot.TOKENS: tally.tokens, _Slot.OVERFLOWS: tally.overflows,
-            _Slot.ZEROS: tally.zeros, _Slot.SAMPLES: tally.ledger.samples, _Slot.WEIGHTS: tally.ledger.weights,
-            _Slot.JOINS: tally.joins, _Slot.DRAINS: tally.drains, _Slot.READY: tally.ready,
-            _Slot.DISPUTES: tally.disputes, _Slot.SUSPECTS: tally.suspects, _Slot.SAVES: tally.saves,
-            _Slot.WRITTEN: tally.written, _Slot.STEADY: tally.steady,
+            _Slot.VOTERS: tally.voters,
+            _Slot.TOKENS: tally.tokens,
+            _Slot.OVERFLOWS: tally.overflows,
+            _Slot.ZEROS: tally.zeros,
+            _Slot.SAMPLES: tally.ledger.samples,
+            _Slot.WEIGHTS: tally.ledger.weights,
+            _Slot.JOINS: tally.joins,
+            _Slot.DRAINS: tally.drains,
+            _Slot.READY: tally.ready,
+            _Slot.DISPUTES: tally.disputes,
+            _Slot.SUSPECTS: tally.suspects,
+            _Slot.SAVES: tally.saves,
+            _Slot.WRITTEN: tally.written,
+            _Slot.STEADY: tally.steady,
             _Slot.UNANNOUNCED: tally.unannounced or bool(tally.report.keys() - set(self.report_keys)),
-        }  # fmt: skip
+        }
         digests = {
-            _Slot.NUMBERS: tally.ledger.numbers, _Slot.LOSSES: tally.ledger.losses, _Slot.INPUTS: tally.ledger.inputs,
-            _Slot.GRADIENTS: tally.ledger.gradients, _Slot.PLAN: tally.plan, _Slot.LEAVES: tally.leaves,
-        }  # fmt: skip
+            _Slot.NUMBERS: tally.ledger.numbers,
+            _Slot.LOSSES: tally.ledger.losses,
+            _Slot.INPUTS: tally.ledger.inputs,
+            _Slot.GRADIENTS: tally.ledger.gradients,
+            _Slot.PLAN: tally.plan,
+            _Slot.LEAVES: tally.leaves,
+        }
         head = [float(counters[slot]) for slot in sorted(counters)]
         head += [limb for slot in sorted(digests) for limb in _limbs(digests[slot])]
         vector[: _Slot.SIZE] = torch.tensor(head, dtype=torch.float64)
@@ -215,9 +228,7 @@ class VoteLayout:
                 cell: (clocks[4 * i], clocks[4 * i + 1], clocks[4 * i + 2], clocks[4 * i + 3])
                 for i, cell in enumerate(self.clocked)
             },
-            report={
-                key: (values[start + 2 * i], values[start + 2 * i + 1]) for i, key in enumerate(self.report_keys)
-            },
+            report={key: (values[start + 2 * i], values[start + 2 * i + 1]) for i, key in enumerate(self.report_keys)},
             rates=tuple(Rate(rates[2 * i], rates[2 * i + 1]) for i in range(self.groups)),
         )
 

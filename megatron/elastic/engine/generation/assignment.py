@@ -129,10 +129,13 @@ class Assignment:
         taken = dict(zip(self.broken(living), self.waiting(living), strict=False))
         if not taken:
             return self
-        return Assignment(self.launch_topology, tuple(
-            Replica(tuple(replace(s, cell=taken.get(s.cell, s.cell)) for s in replica.segments))
-            for replica in self.replicas
-        ))  # fmt: skip
+        return Assignment(
+            self.launch_topology,
+            tuple(
+                Replica(tuple(replace(s, cell=taken.get(s.cell, s.cell)) for s in replica.segments))
+                for replica in self.replicas
+            ),
+        )
 
     def uncovered(self, living: Collection[int]) -> tuple[int, ...]:
         """Return the units that no whole living cell holds, ascending."""

@@ -39,9 +39,9 @@ def exchange_catalog(interface: ModelInterface, shard: int, fabric: Fabric) -> C
     return catalog
 
 
-def build_layouts(catalog: Mapping[tuple[int, int], tuple[ParamSpec, ...]], block_bytes: int) -> dict[
-    tuple[int, int], UnitLayout
-]:
+def build_layouts(
+    catalog: Mapping[tuple[int, int], tuple[ParamSpec, ...]], block_bytes: int
+) -> dict[tuple[int, int], UnitLayout]:
     """Return the layout of every (unit, shard)."""
     return {
         (unit, shard): UnitLayout.build(unit, shard, specs, block_bytes)

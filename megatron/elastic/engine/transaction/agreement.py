@@ -183,8 +183,12 @@ class Agreement:
             assert voting is not None and again is not None, "a vote taken again has a configuration"
             return resolution, replace(voting, placement=voting.placement.with_copies(again)), gone
         placement = named.placement.with_copies(counted)
-        gone += [(key, rank) for key, copies in placement.copies.items() for rank in copies.ranks
-                 if rank in resolution.stale or rank in joined_since]  # fmt: skip
+        gone += [
+            (key, rank)
+            for key, copies in placement.copies.items()
+            for rank in copies.ranks
+            if rank in resolution.stale or rank in joined_since
+        ]
         return resolution, replace(named, placement=placement), gone
 
 

@@ -180,9 +180,12 @@ class StepCommit:
             rates = at.tools.settings.hyper.schedule.rates(at.record.scheduler_steps)
             tally.rates = rates if at.tools.fabric.rank == at.view.living[0] else ()
             layout = VoteLayout(
-                self._blocks, at.agree_on_keys(tally.report), ranges_of(at.view.plan), self._rebalancer.clocked_cells(),
+                self._blocks,
+                at.agree_on_keys(tally.report),
+                ranges_of(at.view.plan),
+                self._rebalancer.clocked_cells(),
                 groups=len(rates),
-            )  # fmt: skip
+            )
             at.tools.reach("before_vote", step)
             total = at.body.vote(layout, tally)
             if total.unannounced:  # the loss functions of some rank report something new

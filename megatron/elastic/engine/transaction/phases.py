@@ -249,8 +249,11 @@ class StepBody:
         self._exchange(
             self._view.routes,
             lambda blocks: torch.cat([pool.get(block.key).state.reshape(-1) for block in blocks]),
-            unpack, 3, 0, _SHIP_TAG + 0x100,
-        )  # fmt: skip
+            unpack,
+            3,
+            0,
+            _SHIP_TAG + 0x100,
+        )
 
     def _exchange(
         self,

@@ -73,7 +73,11 @@ class _Incoming:
     """One receiver on a thread of its own."""
 
     def __init__(
-        self, receiver: BlockReceiver, blocks: tuple[BlockKey, ...], idle: Event, urgent: bool,
+        self,
+        receiver: BlockReceiver,
+        blocks: tuple[BlockKey, ...],
+        idle: Event,
+        urgent: bool,
         threads: Threads,
     ) -> None:
         self.receiver, self.blocks, self._idle, self._urgent = receiver, blocks, idle, urgent
@@ -96,7 +100,11 @@ class _Outgoing:
     """One sender on a thread of its own."""
 
     def __init__(
-        self, sender: BlockSender, channel: SideChannel, given_up: Event, link_is_free: Event,
+        self,
+        sender: BlockSender,
+        channel: SideChannel,
+        given_up: Event,
+        link_is_free: Event,
         threads: Threads,
     ) -> None:
         self.sender, self._channel = sender, channel
@@ -134,7 +142,13 @@ class Streams:
     """
 
     def __init__(
-        self, migration: Migration, pool: StatePool, fabric: Fabric, number: int, window_bytes: int, held: bool = False,
+        self,
+        migration: Migration,
+        pool: StatePool,
+        fabric: Fabric,
+        number: int,
+        window_bytes: int,
+        held: bool = False,
         threads: Threads = OS_THREADS,
     ) -> None:
         """Start the streams. ``held``: nothing is sent before :meth:`release`."""

@@ -32,13 +32,18 @@ _LOOK_SECONDS = 0.02
 
 
 def await_ranks(
-    membership: Membership, gone: StageGone, step: int, respawn: bool, detection_timeout: float,
-    say: Callable[[str], None], threads: Threads = OS_THREADS,
+    membership: Membership,
+    gone: StageGone,
+    step: int,
+    respawn: bool,
+    detection_timeout: float,
+    say: Callable[[str], None],
+    threads: Threads = OS_THREADS,
 ) -> None:
     """Request newcomers until a newer generation is frozen. Raises ``PlanError`` when none is to be expected.
 
     ``say``: logs one line for the user.
-    """  # fmt: skip
+    """
     if not respawn:
         raise gone.final("lost ranks are not started again (--no-elastic-respawn)")
     patience = Timing.derive(detection_timeout).hang_unknown

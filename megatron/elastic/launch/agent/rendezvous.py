@@ -158,9 +158,7 @@ def _serve_programs(job: JobSpec, store: Store) -> TCPStore | None:
     except OSError as error:
         raise BadCommand(f"cannot serve at port {port} ({error.strerror}): choose another --master-port") from None
     found = int(listener.getsockname()[1])
-    return TCPStore(
-        _LOOPBACK, found, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-    )
+    return TCPStore(_LOOPBACK, found, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def _meeting_point(store: Store, job: JobSpec) -> str:
@@ -176,8 +174,10 @@ def _add_absent(nodes: dict[int, Node], number: int, job: JobSpec) -> None:
     """Enter a node that may come later, with as many workers as the first has."""
     first, workers = sum(len(node.ranks) for node in nodes.values()), len(nodes[0].ranks)
     if workers != job.workers and job.node == number:
-        raise BadCommand(f"--nproc-per-node {job.workers}: a node beyond the first {job.least} of --nnodes {job.least}:"
-                       f"{job.nodes} must have as many workers as node 0, {workers}")
+        raise BadCommand(
+            f"--nproc-per-node {job.workers}: a node beyond the first {job.least} of --nnodes {job.least}:"
+            f"{job.nodes} must have as many workers as node 0, {workers}"
+        )
     nodes[number] = Node(f"node {number}", tuple(range(first, first + workers)), alive=False)
 
 

@@ -26,7 +26,6 @@ from megatron.elastic.control.requests import Request
 __all__ = ["Rehearsal", "main"]
 
 
-
 class Rehearsal:
     """One worker's loop over a membership."""
 

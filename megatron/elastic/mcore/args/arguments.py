@@ -117,9 +117,10 @@ def _one_line(parser: argparse.ArgumentParser, faults: Faults, message: str) -> 
     words = unknown.group(1).split()
     for flag in dict.fromkeys(word.partition("=")[0] for word in words if word.startswith("--")):
         near = difflib.get_close_matches(flag, known, n=1, cutoff=0.7)
-        faults.add(f"unrecognized argument {flag} " + (
-            f"(did you mean {near[0]}?)" if near else "(no flag of this Megatron is like it): leave it out"
-        ))
+        faults.add(
+            f"unrecognized argument {flag} "
+            + (f"(did you mean {near[0]}?)" if near else "(no flag of this Megatron is like it): leave it out")
+        )
     if not any(word.startswith("--") for word in words):
         faults.add(f"{text}: each belongs to no flag; leave it out, or quote values with spaces")
 
@@ -132,9 +133,7 @@ def config_from_args(args: Namespace | Mapping[str, Any]) -> ElasticConfig:
     """
     given = dict(args) if isinstance(args, Mapping) else vars(args)
     names = ElasticConfig.field_names()
-    unknown = sorted(
-        key for key in given if key.startswith("elastic_") and key.removeprefix("elastic_") not in names
-    )
+    unknown = sorted(key for key in given if key.startswith("elastic_") and key.removeprefix("elastic_") not in names)
     if unknown:
         raise BadInput(f"no such setting: {', '.join(flag_name(key.removeprefix('elastic_')) for key in unknown)}")
     return ElasticConfig(**{name: given["elastic_" + name] for name in names if "elastic_" + name in given})

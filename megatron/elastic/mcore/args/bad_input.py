@@ -161,8 +161,9 @@ def port_in_use_named() -> Iterator[None]:
         if "EADDRINUSE" not in str(error) and "address already in use" not in str(error).lower():
             raise
         where = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
-        raise BadInput(f"{where} is in use by another process: choose another --master-port (MASTER_PORT)",
-                       rank0_only=False) from error
+        raise BadInput(
+            f"{where} is in use by another process: choose another --master-port (MASTER_PORT)", rank0_only=False
+        ) from error
 
 
 def _report(kind: type[BaseException], error: BaseException, trace: TracebackType | None, otherwise: object) -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 __all__ = ["HONOURED", "LINEAR_ATTENTION", "MLA", "MOE", "MOST_USED"]
 
+# A table: one row a line, which the formatter would break up.
+# fmt: off
 MOE = (
     "--moe-router-load-balancing-type", "--moe-router-topk", "--moe-ffn-hidden-size", "--moe-router-dtype",
     "--moe-shared-expert-intermediate-size", "--moe-shared-expert-gate", "--moe-token-dispatcher-type",
@@ -17,15 +19,26 @@ MOE = (
     "--moe-router-num-groups", "--moe-router-group-topk", "--moe-router-enable-expert-bias",
     "--moe-input-jitter-eps", "--overlap-moe-expert-parallel-comm",
 )
+# fmt: on
 
 MLA = ("--q-lora-rank", "--kv-lora-rank", "--qk-head-dim", "--qk-pos-emb-head-dim", "--v-head-dim")
 
 LINEAR_ATTENTION = (
-    "--linear-key-head-dim", "--linear-num-key-heads", "--linear-num-value-heads", "--linear-value-head-dim",
-    "--linear-attention-freq", "--linear-conv-kernel-dim", "--attention-output-gate", "--dsa-indexer-head-dim",
-    "--dsa-indexer-loss-coeff", "--dsa-indexer-n-heads", "--dsa-indexer-topk",
+    "--linear-key-head-dim",
+    "--linear-num-key-heads",
+    "--linear-num-value-heads",
+    "--linear-value-head-dim",
+    "--linear-attention-freq",
+    "--linear-conv-kernel-dim",
+    "--attention-output-gate",
+    "--dsa-indexer-head-dim",
+    "--dsa-indexer-loss-coeff",
+    "--dsa-indexer-n-heads",
+    "--dsa-indexer-topk",
 )
 
+# A table: one row a line, which the formatter would break up.
+# fmt: off
 _MODEL = (
     "--num-layers", "--hidden-size", "--ffn-hidden-size", "--num-attention-heads", "--kv-channels",
     "--group-query-attention", "--num-query-groups", "--max-position-embeddings", "--seq-length",
@@ -41,7 +54,10 @@ _MODEL = (
     "--decoder-last-pipeline-num-layers", "--account-for-embedding-in-pipeline-split",
     "--account-for-loss-in-pipeline-split", "--pipeline-model-parallel-layout", "--vocab-size",
 )
+# fmt: on
 
+# A table: one row a line, which the formatter would break up.
+# fmt: off
 _OPTIMISATION = (
     "--micro-batch-size", "--global-batch-size", "--train-iters", "--train-samples", "--lr", "--min-lr",
     "--lr-decay-style", "--lr-decay-iters", "--lr-decay-samples", "--lr-warmup-iters", "--lr-warmup-samples",
@@ -53,7 +69,10 @@ _OPTIMISATION = (
     "--deterministic-mode", "--no-check-for-nan-in-loss-and-grad", "--override-opt-param-scheduler",
     "--use-checkpoint-opt-param-scheduler", "--override-opt_param-scheduler", "--use-checkpoint-opt_param-scheduler",
 )
+# fmt: on
 
+# A table: one row a line, which the formatter would break up.
+# fmt: off
 _DATA = (
     "--data-path", "--train-data-path", "--valid-data-path", "--test-data-path", "--data-args-path",
     "--per-split-data-args-path", "--data-cache-path", "--split", "--mock-data", "--num-workers",
@@ -62,7 +81,10 @@ _DATA = (
     "--tokenizer-type", "--tokenizer-model", "--vocab-file", "--merge-file", "--eval-iters", "--eval-interval",
     "--tiktoken-pattern", "--tiktoken-num-special-tokens", "--fim-data", "--fim-rate", "--fim-spm-rate",
 )
+# fmt: on
 
+# A table: one row a line, which the formatter would break up.
+# fmt: off
 _CHECKPOINTS = (
     "--save", "--load", "--save-interval", "--save-retain-interval", "--no-save-optim", "--no-save-rng",
     "--no-load-optim", "--no-load-rng", "--finetune", "--pretrained-checkpoint", "--exit-on-missing-checkpoint",
@@ -70,7 +92,10 @@ _CHECKPOINTS = (
     "--ckpt-fully-parallel-save", "--no-ckpt-fully-parallel-save", "--ckpt-fully-parallel-load",
     "--ckpt-assume-constant-structure", "--auto-detect-ckpt-format", "--verify-integrity",
 )
+# fmt: on
 
+# A table: one row a line, which the formatter would break up.
+# fmt: off
 _LOOP = (
     "--log-interval", "--log-throughput", "--log-progress", "--log-params-norm", "--log-num-zeros-in-grad",
     "--log-memory-to-tensorboard", "--log-timers-to-tensorboard", "--log-validation-ppl-to-tensorboard",
@@ -82,9 +107,12 @@ _LOOP = (
     "--disable-gloo-process-groups", "--no-one-logger", "--profile", "--profile-step-start", "--profile-step-end",
     "--profile-ranks", "--use-pytorch-profiler", "--skip-train",
 )
+# fmt: on
 
 HONOURED = frozenset((*_MODEL, *_OPTIMISATION, *_DATA, *_CHECKPOINTS, *_LOOP))
 
+# A table: one row a line, which the formatter would break up.
+# fmt: off
 MOST_USED = (
     "--micro-batch-size", "--tensor-model-parallel-size", "--seq-length", "--split", "--eval-interval",
     "--eval-iters", "--hidden-size", "--log-interval", "--max-position-embeddings", "--num-attention-heads",
@@ -120,4 +148,5 @@ MOST_USED = (
     "--seed", "--no-bias-dropout-fusion", "--no-bias-gelu-fusion", "--make-vocab-size-divisible-by",
     "--initial-loss-scale", "--accumulate-allreduce-grads-in-fp32",
 )
+# fmt: on
 """Flags by frequency in Megatron-LM's GPT training configurations and example scripts."""

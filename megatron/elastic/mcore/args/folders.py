@@ -38,8 +38,10 @@ def check_folders(args: Namespace, environ: Mapping[str, str] = os.environ) -> N
 def _unwritable(args: Namespace) -> Iterator[str]:
     event_log = getattr(args, "elastic_event_log", None) if args.elastic else None
     for flag, folder in (
-        ("--save", args.save), ("--tensorboard-dir", args.tensorboard_dir), ("--elastic-event-log", event_log)
-    ):  # fmt: skip
+        ("--save", args.save),
+        ("--tensorboard-dir", args.tensorboard_dir),
+        ("--elastic-event-log", event_log),
+    ):
         why = why_not_writable(Path(folder)) if folder and "://" not in folder else ""
         if why:
             yield f"{flag} {folder} cannot be written to ({why}): give another folder, or change its permissions"
@@ -77,8 +79,10 @@ def _untracked(args: Namespace) -> Iterator[str]:
             yield f"{flag} {folder}: {tracker} cannot be read ({error.strerror}): change its permissions"
             continue
         if named != "release" and not named.isdecimal():
-            yield (f"{flag} {folder}: {tracker.name} holds {named[:40]!r}, not the number of a checkpoint: write one "
-                   f"into it (there are: {_present(Path(folder))}), or give another folder")
+            yield (
+                f"{flag} {folder}: {tracker.name} holds {named[:40]!r}, not the number of a checkpoint: write one "
+                f"into it (there are: {_present(Path(folder))}), or give another folder"
+            )
 
 
 def _present(folder: Path) -> str:

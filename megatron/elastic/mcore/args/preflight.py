@@ -85,9 +85,14 @@ def _model_faults(args: Namespace, tp: int, pp: int) -> Iterator[str]:
 def _cut_unevenly(args: Namespace) -> bool:
     """Return whether stages may hold different numbers of layers."""
     uneven = (
-        "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "pipeline_model_parallel_layout",
-        "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "hybrid_layer_pattern",
-        "heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json",
+        "decoder_first_pipeline_num_layers",
+        "decoder_last_pipeline_num_layers",
+        "pipeline_model_parallel_layout",
+        "account_for_embedding_in_pipeline_split",
+        "account_for_loss_in_pipeline_split",
+        "hybrid_layer_pattern",
+        "heterogeneous_layers_config_path",
+        "heterogeneous_layers_config_encoded_json",
     )
     return any(getattr(args, name, None) for name in uneven)
 
@@ -135,8 +140,14 @@ def _interleaving_faults(args: Namespace, pp: int, dp: int) -> Iterator[str]:
 
 # ---------------------------------------------------------------- data
 
-_SOURCES = ("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path", "--data-args-path",
-            "--per-split-data-args-path")
+_SOURCES = (
+    "--data-path",
+    "--train-data-path",
+    "--valid-data-path",
+    "--test-data-path",
+    "--data-args-path",
+    "--per-split-data-args-path",
+)
 """Flags that name datasets."""
 
 
@@ -172,8 +183,11 @@ def _listed(flag: str, path: str) -> list[str]:
         if flag == "--data-args-path":
             return _prefixes(text.split())
         splits = json.loads(text)
-        return [word for words in splits.values() for word in
-                _prefixes(words.split() if isinstance(words, str) else [str(item) for item in words])]
+        return [
+            word
+            for words in splits.values()
+            for word in _prefixes(words.split() if isinstance(words, str) else [str(item) for item in words])
+        ]
     except (OSError, ValueError, AttributeError) as error:
         raise BadInput(f"{flag} {path}: {error}") from error
 
@@ -219,8 +233,10 @@ def _check_shares(split: str | None, flag: str, prefix: str, sequences: int) -> 
         shares = config.convert_split_vector_to_split_matrix(config.parse_and_normalize_split(split))
     for name, share in zip(("training", "validation", "test"), shares, strict=True):
         if share is not None and round(share[0] * float(sequences)) >= round(share[1] * float(sequences)):
-            raise BadInput(f"--split {split} leaves none of the {sequences} documents of {flag} {prefix} for {name}: "
-                           "give it 0 or a larger share, or more documents")
+            raise BadInput(
+                f"--split {split} leaves none of the {sequences} documents of {flag} {prefix} for {name}: "
+                "give it 0 or a larger share, or more documents"
+            )
 
 
 def check_index(flag: str, prefix: str) -> int:
@@ -228,8 +244,10 @@ def check_index(flag: str, prefix: str) -> int:
     index, data = Path(prefix + ".idx"), Path(prefix + ".bin")
     for path in (index, data):
         if not path.is_file():
-            raise BadInput(f"{flag} {prefix}: {path} is not there (give the path without .idx or .bin; "
-                           "make it with tools/preprocess_data.py)")
+            raise BadInput(
+                f"{flag} {prefix}: {path} is not there (give the path without .idx or .bin; "
+                "make it with tools/preprocess_data.py)"
+            )
     with index.open("rb") as file:
         header = file.read(34)
         if len(header) < 34 or header[:9] != _MAGIC:
@@ -238,8 +256,10 @@ def check_index(flag: str, prefix: str) -> int:
         expected = 34 + sequences * 12 + documents * 8
         size = index.stat().st_size
         if version != 1 or code not in _ITEM_BYTES or size not in (expected, expected + sequences):
-            raise BadInput(f"{flag} {prefix}: {index} has {size} bytes where its header says {expected}: "
-                           "it was cut or damaged; preprocess the data again")
+            raise BadInput(
+                f"{flag} {prefix}: {index} has {size} bytes where its header says {expected}: "
+                "it was cut or damaged; preprocess the data again"
+            )
         lengths = file.read(sequences * 4)
         tokens, last = _sum_lengths(lengths), _sum_lengths(lengths[-4:])
         # Begin of the last sequence and end of the last document: a truncation or a hole also shows there.
@@ -250,11 +270,15 @@ def check_index(flag: str, prefix: str) -> int:
     if not tokens:
         raise BadInput(f"{flag} {prefix}: {index} has no text in it: preprocess the data again, or leave it out")
     if data.stat().st_size < tokens * _ITEM_BYTES[code]:
-        raise BadInput(f"{flag} {prefix}: {data} has {data.stat().st_size} bytes where {index.name} says "
-                       f"{tokens * _ITEM_BYTES[code]}: it was cut; preprocess the data again")
+        raise BadInput(
+            f"{flag} {prefix}: {data} has {data.stat().st_size} bytes where {index.name} says "
+            f"{tokens * _ITEM_BYTES[code]}: it was cut; preprocess the data again"
+        )
     if begins + last * _ITEM_BYTES[code] > data.stat().st_size or ends != sequences:
-        raise BadInput(f"{flag} {prefix}: {index} is damaged (its last sequence begins at byte {begins}, its last "
-                       f"document ends after {ends} of {sequences} sequences): preprocess the data again")
+        raise BadInput(
+            f"{flag} {prefix}: {index} is damaged (its last sequence begins at byte {begins}, its last "
+            f"document ends after {ends} of {sequences} sequences): preprocess the data again"
+        )
     return int(sequences)
 
 
@@ -339,7 +363,6 @@ def check_shared_memory(args: Namespace, mount: str = "/dev/shm") -> None:
             f"{mount} has {found.f_bavail * found.f_frsize >> 10} KiB free, but --num-workers {args.num_workers} needs "
             f"up to {needed >> 10} KiB there for samples: mount a larger one, or give --num-workers 0"
         )
-
 
 
 @contextmanager

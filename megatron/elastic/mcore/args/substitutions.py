@@ -93,6 +93,8 @@ def _switch(attribute: str, flag: str, needs: tuple[str, ...], spelled: str, rea
 
 _LEAVE_OUT = "leave it out"
 
+# A table: one row a line, which the formatter would break up.
+# fmt: off
 ROWS: tuple[Rule, ...] = (
     Rule("transformer_impl", "--transformer-impl", (_TE,), _is("transformer_engine"), "local",
         "--transformer-impl local", "Transformer Engine is not here: megatron.core's own layers, same mathematics"),
@@ -160,6 +162,7 @@ ROWS: tuple[Rule, ...] = (
     Rule("async_strategy", "--async-strategy", (_NVRX,), _is("nvrx"), "mcore", "--async-strategy mcore",
         "nvidia-resiliency-ext is not installed: megatron.core writes asynchronous checkpoints itself"),
 )
+# fmt: on
 
 _STEP = "megatron's own step"
 """A need that is never met, so its rows always apply when their table is used."""
@@ -172,6 +175,8 @@ def _unused(attribute: str, flag: str, reason: str) -> Rule:
     return _switch(attribute, flag, (_STEP,), _LEAVE_OUT, reason)
 
 
+# A table: one row a line, which the formatter would break up.
+# fmt: off
 ELASTIC_ROWS: tuple[Rule, ...] = (
     _unused("overlap_grad_reduce", "--overlap-grad-reduce", _OVERLAP),
     _unused("overlap_param_gather_with_optimizer_step", "--overlap-param-gather-with-optimizer-step", _OVERLAP),
@@ -211,6 +216,7 @@ ELASTIC_ROWS: tuple[Rule, ...] = (
     _unused("log_energy", "--log-energy",
             "sums over all ranks, which a loss would stop; the event log has each rank's power"),
 )
+# fmt: on
 """Flags that ``--elastic`` accepts with one line each: hardware tuning, or replaced by the engine's own."""
 
 
@@ -259,9 +265,7 @@ def _shown(value: Any) -> str:
 
 def table(changed: Iterable[Substituted], title: str) -> str:
     """Return the lines as text under ``title``; empty if there are no changes."""
-    lines = [
-        (line.row.flag, _shown(line.asked), _shown(line.row.used), line.row.reason) for line in changed
-    ]
+    lines = [(line.row.flag, _shown(line.asked), _shown(line.row.used), line.row.reason) for line in changed]
     if not lines:
         return ""
     head = ("flag", "asked", "used", "why")

@@ -56,6 +56,8 @@ def _other_than(attribute: str, *values: Any) -> Callable[[Namespace], bool]:
 _GPU = "run it on a GPU"
 _PLAIN = "run without --elastic"
 
+# A table: one row a line, which the formatter would break up.
+# fmt: off
 FEATURES: tuple[Feature, ...] = (
     Feature("tensor, pipeline and data parallelism",
             ("--tensor-model-parallel-size", "--pipeline-model-parallel-size"),
@@ -157,6 +159,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature("settings from a YAML file", ("--yaml-cfg",), _any("yaml_cfg"), "works", "refused",
             "give the settings as flags"),
 )
+# fmt: on
 """Features in the order of the documentation."""
 
 
@@ -200,18 +203,24 @@ def _exact_faults(args: Namespace, config: ElasticConfig, platform: str) -> Iter
     if platform != "cpu":
         yield "--elastic-exact sums gradients in host memory so far: run it on a CPU, or leave it out"
     if (args.micro_batch_size or 1) > 1 and not args.calculate_per_token_loss:
-        yield ("--elastic-exact computes sample by sample, and the mean over a micro-batch of "
-               f"{args.micro_batch_size} belongs to no sample: add --calculate-per-token-loss, or --micro-batch-size 1")
+        yield (
+            "--elastic-exact computes sample by sample, and the mean over a micro-batch of "
+            f"{args.micro_batch_size} belongs to no sample: add --calculate-per-token-loss, or --micro-batch-size 1"
+        )
     if not policy_named(config.policy).keeps_batch:
-        yield (f"--elastic-exact with --elastic-policy {config.policy}, which leaves samples out after a loss: "
-               "take torchft-batch, or another policy")
+        yield (
+            f"--elastic-exact with --elastic-policy {config.policy}, which leaves samples out after a loss: "
+            "take torchft-batch, or another policy"
+        )
 
 
 def _spare_faults(args: Namespace, config: ElasticConfig) -> Iterator[str]:
     tensor = args.tensor_model_parallel_size
     if config.spares % tensor:
-        yield (f"--elastic-spares {config.spares} is not a multiple of --tensor-model-parallel-size {tensor}: "
-               "spares take the place of whole tensor-parallel groups")
+        yield (
+            f"--elastic-spares {config.spares} is not a multiple of --tensor-model-parallel-size {tensor}: "
+            "spares take the place of whole tensor-parallel groups"
+        )
 
 
 def check_launcher(environ: Mapping[str, str], argv: Sequence[str]) -> None:
@@ -241,19 +250,27 @@ def thin_copies(args: Namespace, config: ElasticConfig) -> tuple[str, ...]:
     back = "training goes back to the checkpoint in --load, or ends with status 4 without one"
     found = []
     if ranks == 1:
-        found.append(f"one rank has nowhere to keep a copy of its state: when it is lost, {back}; start more ranks "
-                     "(--nproc-per-node, --nnodes)")
+        found.append(
+            f"one rank has nowhere to keep a copy of its state: when it is lost, {back}; start more ranks "
+            "(--nproc-per-node, --nnodes)"
+        )
     elif config.mirrors == 0:
-        found.append(f"--elastic-mirrors 0 keeps no copy of the optimizer state: when any rank is lost, {back}; give "
-                     "--elastic-mirrors 1 or more")
+        found.append(
+            f"--elastic-mirrors 0 keeps no copy of the optimizer state: when any rank is lost, {back}; give "
+            "--elastic-mirrors 1 or more"
+        )
     elif config.mirrors > ranks - 1:
-        found.append(f"--elastic-mirrors {config.mirrors} asks for more copies than {ranks} ranks can hold: they hold "
-                     f"{ranks - 1} besides the owner's; give --elastic-mirrors {ranks - 1}, or start more ranks")
+        found.append(
+            f"--elastic-mirrors {config.mirrors} asks for more copies than {ranks} ranks can hold: they hold "
+            f"{ranks - 1} besides the owner's; give --elastic-mirrors {ranks - 1}, or start more ranks"
+        )
     if args.world_size == cell > 1 and not config.spares:
         gone = "all others wait until it is started again" if config.respawn else "its stage has no rank to compute it"
-        found.append(f"{cell} ranks are one data-parallel replica (--tensor-model-parallel-size × "
-                     f"--pipeline-model-parallel-size = {cell}): when one is lost, {gone}; start {2 * cell} ranks or "
-                     "more, or spares (--elastic-spares)")
+        found.append(
+            f"{cell} ranks are one data-parallel replica (--tensor-model-parallel-size × "
+            f"--pipeline-model-parallel-size = {cell}): when one is lost, {gone}; start {2 * cell} ranks or "
+            "more, or spares (--elastic-spares)"
+        )
     return tuple(found)
 
 
@@ -263,8 +280,9 @@ def _unknown(words: Sequence[str]) -> tuple[str, ...]:
     strange = [flag for flag in flags if not flag.startswith(("--elastic", "--no-elastic")) and classify(flag) is None]
     if not strange:
         return ()
-    return (f"not in the support matrix, passed to Megatron as they are, not verified with --elastic: "
-            f"{', '.join(strange)}",)
+    return (
+        f"not in the support matrix, passed to Megatron as they are, not verified with --elastic: {', '.join(strange)}",
+    )
 
 
 # ---------------------------------------------------------------- flags
@@ -304,25 +322,45 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 def docs() -> str:
     """Return the support page as Markdown."""
     lines = [
-        "# What is supported", "",
+        "# What is supported",
+        "",
         "Every start checks its flags. Each refused flag prints one line, and the run ends with exit status 1.",
         "`--elastic-check` makes the same checks without a run. This page is written by",
-        "`python -m megatron.elastic.mcore.args.support --write-docs docs/support.md`.", "",
-        "## Features", "",
-        *_table(("feature", "flags", "CPU", "with --elastic", ""), (
-            (row.name, " ".join(f"`{flag}`" for flag in row.flags[:4]), row.cpu, row.elastic, row.fix)
-            for row in FEATURES)), "",
-        "## Which flags are substituted where a dependency is missing?", "",
-        "The start prints them as a table; `--elastic-strict-flags` refuses them instead.", "",
-        *_table(("flag", "needs", "used instead", "why"), (
-            (f"`{row.flag}`", ", ".join(row.needs), str(row.used), row.reason) for row in substitutions.ROWS)), "",
-        "## Which flags have no effect under --elastic?", "",
-        "Each is accepted with one line: it tunes hardware, or the engine has its own setting.", "",
-        *_table(("flag", "why"), ((f"`{row.flag}`", row.reason) for row in substitutions.ELASTIC_ROWS)), "",
-        "## The most used flags", "",
-        "The most frequent flags of Megatron-LM's GPT configurations and example scripts, in that order.", "",
-        *_table(("flag", "CPU", "with --elastic"), (
-            (f"`{flag}`", *(classify(flag) or ("?", "?"))) for flag in flag_table.MOST_USED)),
+        "`python -m megatron.elastic.mcore.args.support --write-docs docs/support.md`.",
+        "",
+        "## Features",
+        "",
+        *_table(
+            ("feature", "flags", "CPU", "with --elastic", ""),
+            (
+                (row.name, " ".join(f"`{flag}`" for flag in row.flags[:4]), row.cpu, row.elastic, row.fix)
+                for row in FEATURES
+            ),
+        ),
+        "",
+        "## Which flags are substituted where a dependency is missing?",
+        "",
+        "The start prints them as a table; `--elastic-strict-flags` refuses them instead.",
+        "",
+        *_table(
+            ("flag", "needs", "used instead", "why"),
+            ((f"`{row.flag}`", ", ".join(row.needs), str(row.used), row.reason) for row in substitutions.ROWS),
+        ),
+        "",
+        "## Which flags have no effect under --elastic?",
+        "",
+        "Each is accepted with one line: it tunes hardware, or the engine has its own setting.",
+        "",
+        *_table(("flag", "why"), ((f"`{row.flag}`", row.reason) for row in substitutions.ELASTIC_ROWS)),
+        "",
+        "## The most used flags",
+        "",
+        "The most frequent flags of Megatron-LM's GPT configurations and example scripts, in that order.",
+        "",
+        *_table(
+            ("flag", "CPU", "with --elastic"),
+            ((f"`{flag}`", *(classify(flag) or ("?", "?"))) for flag in flag_table.MOST_USED),
+        ),
     ]
     return "\n".join(lines) + "\n"
 

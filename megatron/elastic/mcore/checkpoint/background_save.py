@@ -323,9 +323,14 @@ class BackgroundSave:
         stream = StateStream(fabric, pool, placement, engine.views.layouts, engine.record, wants)
         reach, record, certified = engine.tools.reach, engine.record, engine.context.certificate
         self._write = _Write(
-            engine.view.generation, record, request, stream, content, lambda: reach("save_writing", record.version),
+            engine.view.generation,
+            record,
+            request,
+            stream,
+            content,
+            lambda: reach("save_writing", record.version),
             certified.digest if certified is not None else "",
-        )  # fmt: skip
+        )
         threading.Thread(target=self._write.run, name="elastic-save", daemon=True).start()
 
     def _tag(self) -> str:

@@ -132,8 +132,10 @@ class OptimizerCheckpoint:
             shadow.load_state_dict(state_dict)
             groups, mains = shadow.optimizer.param_groups, _main_parameters(shadow)
             tensors = [shadow.optimizer.state[main] for main in mains]
-            step = int(tensors[0]["step"]) if tensors and "step" in tensors[0] else _group_step(
-                shadow.optimizer.param_groups
+            step = (
+                int(tensors[0]["step"])
+                if tensors and "step" in tensors[0]
+                else _group_step(shadow.optimizer.param_groups)
             )
         units = self._engine.empty_state()
         for (unit, slot), main, state in zip(self._slots(self._own), mains, tensors, strict=True):

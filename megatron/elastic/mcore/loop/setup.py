@@ -1,10 +1,10 @@
 """The set-up of a process before Megatron's loop begins: replacements for parts of ``pretrain()``.
 
-    initialize   links, membership, then Megatron's own groups over them
-    set up       the model without DDP, and the engine: together with all ranks, or, for a
-                 newcomer, once the members admit it (:meth:`Setup.admitted`)
-    load         Megatron's checkpoint, or the initial parameters
-    data         samples addressed by number, so any rank can read any of them
+initialize   links, membership, then Megatron's own groups over them
+set up       the model without DDP, and the engine: together with all ranks, or, for a
+             newcomer, once the members admit it (:meth:`Setup.admitted`)
+load         Megatron's checkpoint, or the initial parameters
+data         samples addressed by number, so any rank can read any of them
 """
 
 from __future__ import annotations

@@ -127,9 +127,7 @@ class Anatomy:
     def as_launched(self) -> Iterator[None]:
         """Give every parameter of the chunks its shape inside the context (values undefined if it is not held)."""
         empty = [
-            (parameter, shape)
-            for parameter, shape in self._shapes
-            if parameter.numel() == 0 and shape.numel() > 0
+            (parameter, shape) for parameter, shape in self._shapes if parameter.numel() == 0 and shape.numel() > 0
         ]
         for parameter, shape in empty:
             parameter.data = parameter.data.new_empty(shape)
@@ -171,9 +169,7 @@ class Anatomy:
         if output is not None and self.tied:
             output = _copy_with(output)
             output._parameters["weight"] = self.tied_parameter()
-        model = _copy_with(
-            self._inner, embedding=parts.get("embedding"), decoder=decoder, output_layer=output
-        )
+        model = _copy_with(self._inner, embedding=parts.get("embedding"), decoder=decoder, output_layer=output)
         model.pre_process, model.post_process = starts, ends
         model.vp_stage = model.vp_size = None
         for attribute in ("embedding_activation_buffer", "grad_output_buffer"):

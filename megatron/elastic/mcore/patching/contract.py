@@ -99,8 +99,20 @@ def fetch(version: str, cache: Path = _CACHE) -> Path:
     if present:
         return present[0]
     folder.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--ignore-requires-python",
-               "--only-binary", "megatron-core", "--dest", str(folder), f"megatron-core=={version}"]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--no-deps",
+        "--ignore-requires-python",
+        "--only-binary",
+        "megatron-core",
+        "--dest",
+        str(folder),
+        f"megatron-core=={version}",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     present = sorted(folder.glob("*.whl"))
     if done.returncode or not present:
@@ -148,11 +160,20 @@ def used_names(source: str) -> frozenset[str]:
     read: set[str] = set()
     optional: set[str] = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name) and node.value.id == "call" \
-                and isinstance(node.slice, ast.Constant) and isinstance(node.slice.value, str):
+        if (
+            isinstance(node, ast.Subscript)
+            and isinstance(node.value, ast.Name)
+            and node.value.id == "call"
+            and isinstance(node.slice, ast.Constant)
+            and isinstance(node.slice.value, str)
+        ):
             (read if isinstance(node.ctx, ast.Load) else optional).add(node.slice.value)
-        if isinstance(node, ast.Compare) and isinstance(node.left, ast.Constant) \
-                and isinstance(node.ops[0], ast.In) and isinstance(node.left.value, str):
+        if (
+            isinstance(node, ast.Compare)
+            and isinstance(node.left, ast.Constant)
+            and isinstance(node.ops[0], ast.In)
+            and isinstance(node.left.value, str)
+        ):
             optional.add(node.left.value)
     return frozenset(read - optional)
 
@@ -177,12 +198,14 @@ def main(arguments: Sequence[str]) -> int:
     from megatron.elastic.mcore.patching.table import whole_table  # here: it imports Megatron
 
     patches = whole_table()
-    recorded = {
-        version: shapes(Wheel(fetch(version)), expected(patches, version)) for version in VERSIONS
-    }
+    recorded = {version: shapes(Wheel(fetch(version)), expected(patches, version)) for version in VERSIONS}
     path.write_text(as_json(recorded), encoding="utf-8")
-    missing = [f"{version}: {symbol}" for version, found in recorded.items() for symbol, shape in found.items()
-               if shape is None]
+    missing = [
+        f"{version}: {symbol}"
+        for version, found in recorded.items()
+        for symbol, shape in found.items()
+        if shape is None
+    ]
     print("\n".join(missing) or "every symbol found in every version")
     return 1 if missing else 0
 

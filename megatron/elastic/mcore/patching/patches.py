@@ -28,8 +28,20 @@ from typing import Any
 
 from megatron.elastic.mcore.args.bad_input import BadInput
 
-__all__ = ["TESTED", "Patch", "PatchError", "PatchSet", "Row", "apply", "bound", "check_release", "describe",
-           "in_range", "installed_version", "return_names"]
+__all__ = [
+    "TESTED",
+    "Patch",
+    "PatchError",
+    "PatchSet",
+    "Row",
+    "apply",
+    "bound",
+    "check_release",
+    "describe",
+    "in_range",
+    "installed_version",
+    "return_names",
+]
 
 TESTED = ">=0.17,<0.20"
 """Releases of megatron-core against whose signatures tests check the patch table (pyproject.toml has the same)."""
@@ -217,7 +229,7 @@ def in_range(version: str, versions: str) -> bool:
     """Return whether ``version`` meets every comparison of ``versions``."""
     for clause in versions.split(","):
         operator = next(sign for sign in _COMPARE if clause.strip().startswith(sign))
-        if not _COMPARE[operator](_numbers(version), _numbers(clause.strip()[len(operator):])):
+        if not _COMPARE[operator](_numbers(version), _numbers(clause.strip()[len(operator) :])):
             return False
     return True
 

@@ -38,7 +38,6 @@ from megatron.elastic.platform.base import Platform
 __all__ = ["Startup"]
 
 
-
 @dataclass
 class Startup:
     """The patches of one process, applied as soon as ``megatron.training`` is loaded."""
@@ -61,21 +60,36 @@ class Startup:
     @functools.cached_property
     def _argument_rows(self) -> tuple[Patch, ...]:
         return (
-            Patch("megatron.training.arguments.parse_args",
-                  "adds the --elastic flags to Megatron's parser; a bad flag is one line, not a page of usage",
-                  self._make_parse, group="platform"),
-            Patch("megatron.training.argument_utils.ArgumentGroupFactory._get_field_docstrings",
-                  "parses Megatron's sources for the help text of every flag, at each of two parses: only for --help",
-                  _make_help_texts, group="platform"),
-            Patch("megatron.training.arguments.validate_args",
-                  "support matrix, substitutions and data checks before Megatron's own checks",
-                  self._make_validate, group="platform"),
-            Patch("megatron.training.initialize.initialize_megatron",
-                  "parses arguments first, so that --elastic can replace it; without a GPU passes allow_no_cuda",
-                  self._make_initialize, group="platform"),
-            Patch("megatron.core.datasets.utils.compile_helpers",
-                  "runs make where the package has no makefile: skipped when the compiled helper is there",
-                  _make_compile_helpers, group="platform"),
+            Patch(
+                "megatron.training.arguments.parse_args",
+                "adds the --elastic flags to Megatron's parser; a bad flag is one line, not a page of usage",
+                self._make_parse,
+                group="platform",
+            ),
+            Patch(
+                "megatron.training.argument_utils.ArgumentGroupFactory._get_field_docstrings",
+                "parses Megatron's sources for the help text of every flag, at each of two parses: only for --help",
+                _make_help_texts,
+                group="platform",
+            ),
+            Patch(
+                "megatron.training.arguments.validate_args",
+                "support matrix, substitutions and data checks before Megatron's own checks",
+                self._make_validate,
+                group="platform",
+            ),
+            Patch(
+                "megatron.training.initialize.initialize_megatron",
+                "parses arguments first, so that --elastic can replace it; without a GPU passes allow_no_cuda",
+                self._make_initialize,
+                group="platform",
+            ),
+            Patch(
+                "megatron.core.datasets.utils.compile_helpers",
+                "runs make where the package has no makefile: skipped when the compiled helper is there",
+                _make_compile_helpers,
+                group="platform",
+            ),
         )
 
     @functools.cached_property
@@ -84,26 +98,48 @@ class Startup:
             "deallocate_pipeline_outputs off: gloo's asynchronous send still reads what Megatron frees after posting it"
         )
         return (
-            Patch("megatron.training.arguments.core_transformer_config_from_args", config_reason,
-                  _make_config, group="platform"),
-            Patch("megatron.core.transformer.torch_norm.WrappedTorchNorm.__new__",
-                  "torch's norms under sequence parallelism and with --apply-layernorm-1p (no Apex on a CPU)",
-                  norms.make_wrapped_norm, group="platform"),
-            Patch("megatron.core.transformer.moe.moe_utils.maybe_move_tensor_to_cpu",
-                  "turns split sizes into a list only when they lie on a GPU; all-to-all wants the list everywhere",
-                  _make_split_sizes, group="platform"),
-            Patch("megatron.core.dist_checkpointing.strategies.filesystem_async.get_write_results_queue",
-                  "starts a process that imports everything anew at the first save, and outlives a killed rank",
-                  save_queue.make_results_queue, group="platform"),
-            Patch("megatron.core.optimizer.distrib_optimizer.DistributedOptimizer.state_dict",
-                  "torch's Adam has no step count before its first step: loading a checkpoint asserts on it",
-                  torch_adam.make_state_dict, group="platform"),
-            Patch("megatron.core.optimizer.distrib_optimizer.DistributedOptimizer.load_state_dict",
-                  "torch's Adam counts steps per parameter: loading makes all share one tensor, counted many times",
-                  torch_adam.make_load_state_dict, group="platform"),
-            Patch("megatron.core.optimizer.distrib_optimizer.DistributedOptimizer._set_main_param_and_optimizer_states",
-                  "torch's Adam counts steps per parameter: reshardable checkpoints carry the count once",
-                  torch_adam.make_set_states, group="platform"),
+            Patch(
+                "megatron.training.arguments.core_transformer_config_from_args",
+                config_reason,
+                _make_config,
+                group="platform",
+            ),
+            Patch(
+                "megatron.core.transformer.torch_norm.WrappedTorchNorm.__new__",
+                "torch's norms under sequence parallelism and with --apply-layernorm-1p (no Apex on a CPU)",
+                norms.make_wrapped_norm,
+                group="platform",
+            ),
+            Patch(
+                "megatron.core.transformer.moe.moe_utils.maybe_move_tensor_to_cpu",
+                "turns split sizes into a list only when they lie on a GPU; all-to-all wants the list everywhere",
+                _make_split_sizes,
+                group="platform",
+            ),
+            Patch(
+                "megatron.core.dist_checkpointing.strategies.filesystem_async.get_write_results_queue",
+                "starts a process that imports everything anew at the first save, and outlives a killed rank",
+                save_queue.make_results_queue,
+                group="platform",
+            ),
+            Patch(
+                "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer.state_dict",
+                "torch's Adam has no step count before its first step: loading a checkpoint asserts on it",
+                torch_adam.make_state_dict,
+                group="platform",
+            ),
+            Patch(
+                "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer.load_state_dict",
+                "torch's Adam counts steps per parameter: loading makes all share one tensor, counted many times",
+                torch_adam.make_load_state_dict,
+                group="platform",
+            ),
+            Patch(
+                "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer._set_main_param_and_optimizer_states",
+                "torch's Adam counts steps per parameter: reshardable checkpoints carry the count once",
+                torch_adam.make_set_states,
+                group="platform",
+            ),
         )
 
     # ------------------------------------------------------------ replacements
@@ -132,9 +168,11 @@ class Startup:
             self._check_flags(parsed, config)
             if not faults:  # else most faults that Megatron finds are consequences
                 with (
-                    faults.collecting(), translated(), preflight.launch_environment(self.platform.name, parsed),
+                    faults.collecting(),
+                    translated(),
+                    preflight.launch_environment(self.platform.name, parsed),
                     redirect_stdout(io.StringIO()) if config.check else nullcontext(),  # it prints every argument
-                ):  # fmt: skip
+                ):
                     result = original(**call)
             for check in (preflight.check_data, preflight.check_shared_memory):
                 with faults.collecting():

@@ -1,6 +1,6 @@
 """The whole patch table of a run with ``--elastic`` on a CPU: the platform's rows and the engine's.
 
-    python -m megatron.elastic.mcore.patching.table
+python -m megatron.elastic.mcore.patching.table
 """
 
 from __future__ import annotations
