@@ -18,7 +18,7 @@ from pathlib import Path
 __all__ = ["fault", "main", "subjects"]
 
 ROOT = Path(__file__).resolve().parent.parent
-BASE = "9f5339c7bfaf040008d6c09fb6d9ea21e800d923"
+BASE = "37ca92626cf2edf7610b625e551f23c8a29355b6"
 LENGTH = 72
 AREA = re.compile(r"[\w./,-]+(?: [\w./,-]+)?: ")
 # A table: one row a line, which the formatter would break up.
