@@ -14,7 +14,8 @@ from __future__ import annotations
 import signal
 import threading
 from contextlib import suppress
-from dataclasses import replace
+
+import msgspec
 
 from megatron.elastic.control.clock import JobClock
 from megatron.elastic.control.events import (
@@ -175,7 +176,7 @@ class Agent:
             idle = self._watch.idle(worker)
             # Reports of a node go together: a rank that has reported waits for the other ranks, and is not hung.
             if idle is not None and self._worker_messages.reported(worker.rank):
-                idle = replace(idle, seconds=0.0)
+                idle = msgspec.structs.replace(idle, seconds=0.0)
             if idle is not None:
                 rows[worker.rank] = (worker.incarnation, idle)
         return rows
@@ -227,7 +228,7 @@ class Agent:
             event = classify(worker, status, self._mine.host, begun, elastic, lines, self.clock.now())
             unsaid = input_error(worker)
             if isinstance(event, JobEnded) and unsaid:
-                late = replace(event, why=f"{event.why}\nerror: {unsaid}")
+                late = msgspec.structs.replace(event, why=f"{event.why}\nerror: {unsaid}")
                 self._loop.after(_FIRST_RANK_SECONDS, lambda: self._end_unless_over(late))
             else:
                 self.append(event)
