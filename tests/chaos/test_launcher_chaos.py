@@ -160,4 +160,4 @@ sys.exit(main(sys.argv[1:]))
         job.wait_members([0, 1, 2])
         job.wait_members([0, 1, 2], minimum=3)
         causes = [entry for event in job.of("decided") for entry in event["lost"]]
-        assert causes and all(rank == 1 and "garbage" in cause for rank, _, cause in causes)
+        assert causes and all(rank == 1 and "malformed message" in cause for rank, _, cause in causes)
