@@ -257,14 +257,14 @@ def _group_step(groups: Sequence[Mapping[str, Any]]) -> int:
 
 
 @contextmanager
-def without_holes(fabric: Fabric, launch_topology: int) -> Iterator[None]:
-    """Make the living of the first ``launch_topology`` ranks the default group, numbered from 0, inside the context.
+def without_holes(fabric: Fabric, slots: int) -> Iterator[None]:
+    """Make the living of the first ``slots`` ranks the default group, numbered from 0, inside the context.
 
     The data-parallel rank is renumbered too. Megatron's checkpoint code divides work by
     world size and has rank 0 write metadata and data-parallel rank 0 write for its peers;
     it does not support empty slots.
     """
-    living = [rank for rank in fabric.alive if rank < launch_topology]
+    living = [rank for rank in fabric.alive if rank < slots]
     if len(living) == fabric.slots:
         yield
         return
@@ -274,11 +274,11 @@ def without_holes(fabric: Fabric, launch_topology: int) -> Iterator[None]:
     # The ranks of a default group are global ranks: a root is named by the result of get_rank().
     table[dense] = {rank: rank for rank in range(len(living))}
     c10d._update_default_pg(dense)
-    launch_topology = parallel_state.get_data_parallel_rank()
+    before = parallel_state.get_data_parallel_rank()
     parallel_state.set_data_parallel_rank(parallel_state.get_data_parallel_group(with_context_parallel=True).rank())
     try:
         yield
     finally:
-        parallel_state.set_data_parallel_rank(launch_topology)
+        parallel_state.set_data_parallel_rank(before)
         c10d._update_default_pg(fabric.world)
         table[dense] = numbered

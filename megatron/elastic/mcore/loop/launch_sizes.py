@@ -27,7 +27,7 @@ def rows() -> tuple[Row, ...]:
         (
             "megatron.training.checkpointing.get_rng_state",
             "random states are named by the launch's stage, also when groups have lost members",
-            _nominal_rng_state,
+            _launch_rng_state,
         ),
         ("megatron.training.training.print_datetime", aligns, _without_barrier),
         (timer + "start", aligns + "; a repeated phase may start twice", _starts_once),
@@ -45,11 +45,11 @@ def pin_sizes() -> None:
     parallel_state._MPU_DATA_PARALLEL_WORLD_SIZE = parallel_state.get_data_parallel_world_size()
 
 
-def _nominal_rng_state(original: Callable[..., Any]) -> Callable[..., Any]:
+def _launch_rng_state(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def replacement(*args: Any, **kwargs: Any) -> Any:
         call, state = bound(original, args, kwargs), parallel_state
-        launch_topology = {
+        groups = {
             "tp_group": GroupStandIn(
                 state.get_tensor_model_parallel_rank(), state.get_tensor_model_parallel_world_size()
             ),
@@ -57,7 +57,7 @@ def _nominal_rng_state(original: Callable[..., Any]) -> Callable[..., Any]:
                 state.get_pipeline_model_parallel_rank(), state.get_pipeline_model_parallel_world_size()
             ),
         }
-        return original(**{**call, **{name: group for name, group in launch_topology.items() if name in call}})
+        return original(**{**call, **{name: group for name, group in groups.items() if name in call}})
 
     return replacement
 

@@ -60,16 +60,16 @@ def whole_tensor_group(model: torch.nn.Module) -> Iterator[None]:
     nothing.
     """
     group = parallel_state.get_tensor_model_parallel_group()
-    launch_topology = GroupStandIn(
+    whole = GroupStandIn(
         parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
     )
-    if group.size() == launch_topology.size():
+    if group.size() == whole.size():
         yield
         return
     collections = {id(found): found for module in model.modules() if (found := getattr(module, "pg_collection", None))}
     owners = (*model.modules(), *collections.values())
     places = [(owner, name) for owner in owners for name, value in vars(owner).items() if value is group]
-    _put(places, launch_topology)
+    _put(places, whole)
     try:
         yield
     finally:
