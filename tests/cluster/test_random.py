@@ -21,11 +21,14 @@ POINTS = [point for point in KILL_POINTS if point not in ELSEWHERE]
 
 @st.composite
 def kills(draw: st.DrawFn) -> str:
-    """One line of a script, for the first life of a rank, or for its second."""
-    rank, point = draw(st.integers(0, RANKS - 1)), draw(st.sampled_from(POINTS))
-    step = draw(st.integers(0, STEPS))
+    """One line of a script, for the first life of a rank, or for its second.
+
+    The first life is ended in a step: a loss before the first one starts all ranks anew, which the launcher does.
+    """
+    rank, point, life = draw(st.integers(0, RANKS - 1)), draw(st.sampled_from(POINTS)), draw(st.integers(0, 1))
+    step = draw(st.integers(0 if life else 1, STEPS))
     where = f",step={step}" if step else ""
-    return f"kill:rank={rank},point={point}{where},incarnation={draw(st.integers(0, 1))}"
+    return f"kill:rank={rank},point={point}{where},incarnation={life}"
 
 
 def scripts(most: int) -> st.SearchStrategy[str]:
