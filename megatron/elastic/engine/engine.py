@@ -295,12 +295,12 @@ class Engine:
 
     @property
     def draining(self) -> bool:
-        """Whether all ranks were asked to save and leave at this boundary."""
+        """True if all ranks were asked to save and leave at this boundary."""
         return "drain" in self.record.agreed
 
     @property
     def in_step(self) -> bool:
-        """Whether a step is under way (as against evaluation, saving, or the time between steps)."""
+        """True if a step is under way (as against evaluation, saving, or the time between steps)."""
         return self._step_commit.under_way
 
     @property
@@ -310,11 +310,11 @@ class Engine:
 
     @property
     def behind(self) -> bool:
-        """Whether this rank joined late and passes phases that are over, which other ranks have logged."""
+        """True if this rank joined late and passes phases that are over, which other ranks have logged."""
         return self._program.behind
 
     @property
     def is_reporter(self) -> bool:
-        """Whether this rank logs for the job: the highest living rank of the launch, like Megatron's last rank."""
+        """True if this rank logs for the job: the highest living rank of the launch, like Megatron's last rank."""
         living, launched = self.view.living, self.view.assignment.launch_topology.slots
         return max((rank for rank in living if rank < launched), default=living[-1]) == self.tools.fabric.rank

@@ -18,7 +18,7 @@ class Settings:
     per_token_loss: bool = False
     count_zeros: bool = False
     check_finite: bool = True
-    """Whether a gradient that is not finite ends the job (Megatron's default)."""
+    """True if a gradient that is not finite ends the job (Megatron's default)."""
     communication_timeout: float = 600.0
     """Seconds that a wait inside a healthy generation may last."""
     steps: int | None = None

@@ -42,7 +42,7 @@ class ParamSpec:
     numel: int
     shape: tuple[int, ...]
     sharded: bool
-    """Whether it differs between tensor-parallel ranks; otherwise it is replicated and counts once in the norm."""
+    """True if it differs between tensor-parallel ranks; otherwise it is replicated and counts once in the norm."""
     weight_decay_multiplier: float = 1.0
     lr_multiplier: float = 1.0
     group: int = 0

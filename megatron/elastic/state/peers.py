@@ -121,7 +121,7 @@ class Candidates:
         self._alone = len(holders) > rules.mirrors and all(
             width >= least for width, least in zip(self._group.widths(), enough, strict=True)
         )
-        """Whether the holders are in as many domains as a block needs, so that no other rank has to mirror."""
+        """True if the holders are in as many domains as a block needs, so that no other rank has to mirror."""
         self._orders: dict[int, dict[int, tuple[int, int]]] = {}
 
     def cost(self, owner: int, rank: int, taken: tuple[int, ...]) -> int:

@@ -78,7 +78,7 @@ class BlockSender:
         self._last: int | None = None
         """Version at which the transfer is to end, once known."""
         self.ended = False
-        """Whether everything is sent, including the message of the end."""
+        """True if everything is sent, including the message of the end."""
         self.restarts = 0
         self._remove: tuple[Callable[[], None], ...] = (
             pool.add_guard(self._around_change),
@@ -125,7 +125,7 @@ class BlockSender:
 
     @property
     def pressed(self) -> bool:
-        """Whether half of the memory limit is used, beyond which blocks would have to be sent anew."""
+        """True if half of the memory limit is used, beyond which blocks would have to be sent anew."""
         return self.log_bytes > self._memory // 2
 
     def pump(self) -> bool:

@@ -69,7 +69,7 @@ class Expected:
     """Sum of all loss weights of a step: the number of replicas at launch, or 0 with per-token loss."""
     training: bool = True
     complete: bool = True
-    """Whether all ranks that computed have added their ledger; in a repeated vote only the losses are complete."""
+    """True if all ranks that computed have added their ledger; in a repeated vote only the losses are complete."""
 
 
 @dataclass

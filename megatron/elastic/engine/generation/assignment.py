@@ -44,7 +44,7 @@ class Assignment:
 
     @property
     def is_nominal(self) -> bool:
-        """Whether every cell holds the units of the launch."""
+        """True if every cell holds the units of the launch."""
         return self == Assignment.at_launch(self.launch_topology)
 
     @cached_property

@@ -65,7 +65,7 @@ class ViewFactory:
     choose: Choice
     """Chooses the policy's plan for the living ranks."""
     moves_units: bool
-    """Whether units may change place after a loss."""
+    """True if units may change place after a loss."""
     profile: Profile
     """Costs of units, the same on every rank."""
     hardware: Hardware

@@ -25,7 +25,7 @@ class Migration:
     target: Configuration
     changes: tuple[Transition, ...]
     urgent: bool = False
-    """Whether it only adds the copies that a loss left missing."""
+    """True if it only adds the copies that a loss left missing."""
 
     def adds(self) -> dict[tuple[int, int], tuple[BlockKey, ...]]:
         """Return (source, destination) → blocks to copy, ascending."""

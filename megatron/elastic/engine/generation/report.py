@@ -36,7 +36,7 @@ class Report:
     failure: str = ""
     """Reason for which the present fenced action failed on this rank; empty if it did not."""
     under_way: bool = True
-    """Whether the phase is still open, as far as this rank knows."""
+    """True if the phase is still open, as far as this rank knows."""
     voting: str = ""
     """Digest of the configuration that the vote under way is to name."""
     admitted: int = 0

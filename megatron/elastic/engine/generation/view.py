@@ -99,7 +99,7 @@ class View:
 
     @property
     def lowest(self) -> bool:
-        """Whether this is the lowest living rank, which logs events that all ranks know."""
+        """True if this is the lowest living rank, which logs events that all ranks know."""
         return self.rank == self.living[0]
 
     def speeds(self) -> tuple[tuple[int, int], ...]:

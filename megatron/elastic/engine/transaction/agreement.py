@@ -67,7 +67,7 @@ class RecoveryOutcome:
     named: Configuration
     """The configuration that the newest record names."""
     step_committed: bool
-    """Whether the step under way was committed before the loss, so that only update and gather remain."""
+    """True if the step under way was committed before the loss, so that only update and gather remain."""
     lost_steps: int
     """Number of committed steps that some survivor knows and that cannot be kept."""
     oldest_parameters: int

@@ -88,7 +88,7 @@ class StepCommit:
 
     @property
     def under_way(self) -> bool:
-        """Whether a step is being computed or finished."""
+        """True if a step is being computed or finished."""
         return self._attempt is not None
 
     @property

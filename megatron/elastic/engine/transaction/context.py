@@ -43,7 +43,7 @@ class Context:
     parameters: int = 0
     """Version of the parameters; lower than the record's until the step's gather."""
     needs_rebalance: bool = False
-    """Whether blocks may be out of balance or short of mirrors."""
+    """True if blocks may be out of balance or short of mirrors."""
     settled_at: int = 0
     """Version at which the present generation began its own steps."""
     admitted: int = 0

@@ -48,7 +48,7 @@ class EntryPoint:
     phase: int
     """Number of the phase before its first."""
     inside: bool
-    """Whether its first phase is a step whose boundary the members have passed already."""
+    """True if its first phase is a step whose boundary the members have passed already."""
     first_open: int
     """The first phase in which it takes part; earlier ones are over."""
     ended: Mapping[int, PhaseEnd]
@@ -64,9 +64,9 @@ class Program:
     phase: int = 0
     """Number of the phase entered last, equal on all ranks at the same place of the loop."""
     under_way: bool = False
-    """Whether that phase is still open, as far as this rank knows."""
+    """True if that phase is still open, as far as this rank knows."""
     done: bool = False
-    """Whether this rank has done its part of a fenced action and waits for the other ranks."""
+    """True if this rank has done its part of a fenced action and waits for the other ranks."""
     failure: str = ""
     """Reason for which the present fenced action failed on this rank."""
     hopeless: tuple[int, str] | None = None

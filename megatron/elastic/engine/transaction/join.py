@@ -42,7 +42,7 @@ class JoinState:
     place: EntryPoint
     """Its place in the host's loop."""
     step_committed: bool
-    """Whether the step it begins with is committed, so that only update and gather remain."""
+    """True if the step it begins with is committed, so that only update and gather remain."""
     report_keys: tuple[str, ...]
     host: str
     """The host's own counters, as text that the engine does not read."""

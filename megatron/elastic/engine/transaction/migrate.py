@@ -45,11 +45,11 @@ class Migrator:
         self._context = context
         self._certifier = certifier
         self.due = False
-        """Whether all ranks are ready, so that the vote of the next step is to name the target."""
+        """True if all ranks are ready, so that the vote of the next step is to name the target."""
         self._streams: Streams | None = None
         """The migration under way."""
         self._concluded = False
-        """Whether the vote of the present step is to name its target."""
+        """True if the vote of the present step is to name its target."""
         self._seconds: dict[str, float] = {}
         """Seconds this rank has waited for it, by stage."""
         self._ended: Streams | None = None
@@ -57,7 +57,7 @@ class Migrator:
         self.came = frozenset[int]()
         """Units that some cell gained with it."""
         self._prepared = False
-        """Whether storage and modules for its target are made, or being made."""
+        """True if storage and modules for its target are made, or being made."""
         self._begun = 0
         """Number of migrations begun in this generation."""
         self._common = -1
@@ -73,7 +73,7 @@ class Migrator:
 
     @property
     def under_way(self) -> bool:
-        """Whether a migration has begun that no vote has ended yet."""
+        """True if a migration has begun that no vote has ended yet."""
         return self._streams is not None
 
     @property

@@ -69,7 +69,7 @@ class Tools:
     timeline: Timeline = field(default_factory=Timeline)
     """Records the times of this process's actions, if tracing is on."""
     steady_clock: bool = True
-    """Whether this process has its processor to itself, so that times of pieces measure the rank's speed."""
+    """True if this process has its processor to itself, so that times of pieces measure the rank's speed."""
     exact: ExactGradients | None = None
     """The gradient sums of exact mode; None in the default mode."""
     threads: Threads = OS_THREADS

@@ -25,7 +25,7 @@ class Protected:
     blocks: int
     """Largest number of blocks that were short of a mirror at one time."""
     speaks: bool
-    """Whether this rank logs the event: the lowest rank that was a member all the time."""
+    """True if this rank logs the event: the lowest rank that was a member all the time."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Exposure:
 
     @property
     def open(self) -> bool:
-        """Whether some block was short of a mirror at the last call."""
+        """True if some block was short of a mirror at the last call."""
         return self._open is not None
 
     def settled(

@@ -33,7 +33,7 @@ class Rebalancer:
     _clocked: tuple[tuple[int, int], ...] | None = None
     """(cell, kHz) to set at the next boundary, if the clocks change."""
     _changed: bool = False
-    """Whether published speeds changed, so that the next boundary plans again."""
+    """True if published speeds changed, so that the next boundary plans again."""
 
     def clocked_cells(self) -> tuple[int, ...]:
         """Cells that have a slot for their clock in the vote."""

@@ -182,7 +182,7 @@ class Streams:
 
     @property
     def held(self) -> bool:
-        """Whether nothing may be sent yet."""
+        """True if nothing may be sent yet."""
         return self._held
 
     def copy_bases(self) -> None:

@@ -20,12 +20,12 @@ import textwrap
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from dataclasses import Field, fields
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from megatron.elastic.config import ElasticConfig, flag_name, plain_type
 from megatron.elastic.mcore.args.bad_input import BadInput, Faults
+from megatron.elastic.mcore.args.written_docs import write_or_print
 from megatron.elastic.plan.policies.registry import engine_policies, policy_help
 
 __all__ = ["SWITCH", "add_arguments", "chained", "config_from_args", "docs", "field_help"]
@@ -182,15 +182,7 @@ def docs() -> str:
 
 def main(arguments: list[str]) -> int:
     """Write the flag reference (``--write-docs PATH``) or print it."""
-    parser = argparse.ArgumentParser(prog="python -m megatron.elastic.mcore.args.arguments", description=__doc__)
-    parser.add_argument("--write-docs", type=Path, metavar="PATH", help="write the flag reference here")
-    path = parser.parse_args(arguments).write_docs
-    if path is None:
-        print(docs(), end="")
-    else:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(docs(), encoding="utf-8")
-    return 0
+    return write_or_print("megatron.elastic.mcore.args.arguments", __doc__, docs, arguments)
 
 
 if __name__ == "__main__":

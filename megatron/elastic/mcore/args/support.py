@@ -11,18 +11,17 @@ written from the same tables:
 
 from __future__ import annotations
 
-import argparse
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from megatron.elastic.config import ElasticConfig
 from megatron.elastic.control import env
 from megatron.elastic.mcore.args import flag_table, substitutions
 from megatron.elastic.mcore.args.bad_input import BadInput
+from megatron.elastic.mcore.args.written_docs import write_or_print
 from megatron.elastic.plan.policies.registry import policy_named
 
 __all__ = ["FEATURES", "Feature", "Verdict", "check", "check_launcher", "classify", "docs", "thin_copies"]
@@ -367,15 +366,7 @@ def docs() -> str:
 
 def main(arguments: Sequence[str]) -> int:
     """Write the support page (``--write-docs PATH``) or print it."""
-    parser = argparse.ArgumentParser(prog="python -m megatron.elastic.mcore.args.support", description=__doc__)
-    parser.add_argument("--write-docs", type=Path, metavar="PATH", help="write the support page here")
-    path = parser.parse_args(arguments).write_docs
-    if path is None:
-        print(docs(), end="")
-    else:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(docs(), encoding="utf-8")
-    return 0
+    return write_or_print("megatron.elastic.mcore.args.support", __doc__, docs, arguments)
 
 
 if __name__ == "__main__":

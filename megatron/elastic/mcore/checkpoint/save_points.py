@@ -59,7 +59,7 @@ class Checkpoints:
         self._boundary: Mapping[str, Any] = {}
         """Megatron's arguments at the newest boundary, for a save."""
         self._noted = False
-        """Whether the pending request for a checkpoint has been carried out."""
+        """True if the pending request for a checkpoint has been carried out."""
         self.unsaved = ""
         """Why the newest checkpoint could not be written; empty if it was written."""
 

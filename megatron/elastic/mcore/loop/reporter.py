@@ -30,7 +30,7 @@ class Reporter:
 
     def __init__(self) -> None:
         self._waits = os.environ.get(env.NEWCOMER) == "1"
-        """Whether another rank reports, because this rank is not admitted yet."""
+        """True if another rank reports, because this rank is not admitted yet."""
 
     def rows(self) -> tuple[Row, ...]:
         """(symbol, reason, replacement) for the patch table."""

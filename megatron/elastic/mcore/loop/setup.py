@@ -87,7 +87,7 @@ class Setup:
 
     @property
     def built(self) -> bool:
-        """Whether the engine exists: once the model is set up and, on a newcomer, once it is admitted."""
+        """True if the engine exists: once the model is set up and, on a newcomer, once it is admitted."""
         return self._engine is not None
 
     @property
@@ -99,7 +99,7 @@ class Setup:
 
     @property
     def connected(self) -> bool:
-        """Whether this process has joined the control plane."""
+        """True if this process has joined the control plane."""
         return self._links is not None
 
     @property

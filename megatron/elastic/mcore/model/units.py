@@ -60,7 +60,7 @@ class Anatomy:
 
     @property
     def tied(self) -> bool:
-        """Whether the output layer uses the word embeddings' weight."""
+        """True if the output layer uses the word embeddings' weight."""
         return bool(getattr(self._inner, "share_embeddings_and_output_weights", False))
 
     def held(self) -> tuple[int, ...]:
