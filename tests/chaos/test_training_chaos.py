@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from megatron.elastic.observe.events import read_events
-from tests.integration.elastic_job import ROOT, JobResult, elastic_command, environment_of
+from tests.integration.elastic_job import JobResult, elastic_command, environment_of
 from tests.integration.kill_walk import (
     DRAINED,
     DROPOUT,
@@ -34,6 +34,7 @@ from tests.integration.kill_walk import (
     compare,
     kept,
 )
+from tests.integration.launcher import Launcher, start_launcher
 from tests.integration.launcher_cluster import descendants, is_alive
 
 SECONDS = 600.0
@@ -59,7 +60,7 @@ def workers(launcher: int) -> dict[int, int]:
 class Havoc:
     """Losses one after the other in a running job; a rank more is lost only when all the others are back in a step."""
 
-    def __init__(self, job: subprocess.Popen[str], watch: Watch, ranks: int, rng: random.Random) -> None:
+    def __init__(self, job: Launcher | subprocess.Popen[str], watch: Watch, ranks: int, rng: random.Random) -> None:
         self._job, self._watch, self._rng = job, watch, rng
         self.lost = Counter(dict.fromkeys(range(ranks), 0))
         self._end = time.monotonic() + SECONDS
@@ -112,7 +113,7 @@ def test_losses_at_any_instant_change_no_loss_of_training(tmp_path: Path, layout
     )
     watch = Watch(tmp_path / "output.txt", tmp_path / "events")
     with watch.said.open("w") as out:
-        job = subprocess.Popen(command, cwd=ROOT, env=environment_of(), stdout=out, stderr=subprocess.STDOUT, text=True)
+        job = start_launcher(command, environment_of(), out)
         try:
             havoc = Havoc(job, watch, layout.ranks, random.Random(seed))
             while havoc.lost.total() < LOSSES:
@@ -123,8 +124,8 @@ def test_losses_at_any_instant_change_no_loss_of_training(tmp_path: Path, layout
         finally:
             if job.poll() is None:
                 job.kill()
-            job.wait()
-    result = JobResult(job.returncode, watch.said.read_text(), read_events(tmp_path / "events"))
+            code = job.wait()
+    result = JobResult(code, watch.said.read_text(), read_events(tmp_path / "events"))
     assert result.code == DRAINED, result.output[-6000:]
     told = {(record.fields["lost_rank"], record.fields["lost_incarnation"]) for record in result.of("loss")}
     assert told == {(rank, life) for rank, count in havoc.lost.items() for life in range(count)}

@@ -8,6 +8,7 @@ import secrets
 import shlex
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import uuid
@@ -17,8 +18,9 @@ from pathlib import Path
 
 from megatron.elastic.control import env
 from megatron.elastic.observe.events import EventRecord, read_events
+from tests.integration.launcher import ROOT as ROOT
+from tests.integration.launcher import start_launcher
 
-ROOT = Path(__file__).resolve().parents[2]
 SECRET = secrets.token_hex(16)
 """Of every job that these tests start."""
 
@@ -125,17 +127,15 @@ def elastic_job(
     command = elastic_command(
         folder, world, tensor, pipeline, iterations, *flags, comm=comm, launch=launch, script=script, model=model
     )
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env=environment_of(environment),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=seconds,
-        check=False,
-    )
-    return JobResult(done.returncode, done.stdout, read_events(folder) if folder.is_dir() else [])
+    with tempfile.TemporaryFile("w+", errors="replace") as out:
+        launcher = start_launcher(command, environment_of(environment), out)
+        try:
+            code = launcher.wait(seconds)
+        finally:
+            launcher.kill()
+            launcher.wait()
+        out.seek(0)
+        return JobResult(code, out.read(), read_events(folder) if folder.is_dir() else [])
 
 
 class RunningJob:
@@ -157,14 +157,7 @@ class RunningJob:
         self._end = time.monotonic() + seconds
         self._lines: list[str] = []
         self._more = threading.Condition()
-        self.launcher = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env=environ or environment_of(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        self.launcher = start_launcher(command, environ or environment_of())
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 

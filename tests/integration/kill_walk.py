@@ -39,7 +39,8 @@ from pathlib import Path
 
 from megatron.elastic.engine.inject import KILL_POINTS, STEP_POINTS
 from megatron.elastic.observe.events import read_events
-from tests.integration.elastic_job import ROOT, JobResult, elastic_command, elastic_job, environment_of
+from tests.integration.elastic_job import JobResult, elastic_command, elastic_job, environment_of
+from tests.integration.launcher import start_launcher
 
 __all__ = [
     "DROPOUT",
@@ -272,7 +273,7 @@ def run_walk(
     folder.mkdir(parents=True, exist_ok=True)
     watch = Watch(folder / "output.txt", folder / "events")
     with watch.said.open("w") as out:
-        job = subprocess.Popen(command, cwd=ROOT, env=environment_of(), stdout=out, stderr=subprocess.STDOUT)
+        job = start_launcher(command, environment_of(), out)
         end = time.monotonic() + seconds
         try:
             while job.poll() is None and time.monotonic() < end:
@@ -286,8 +287,8 @@ def run_walk(
         finally:
             if job.poll() is None:
                 job.kill()
-            job.wait()
-    return JobResult(job.returncode, watch.said.read_text(), read_events(folder / "events"))
+            code = job.wait()
+    return JobResult(code, watch.said.read_text(), read_events(folder / "events"))
 
 
 def cached(folder: Path) -> tuple[str, str]:

@@ -16,14 +16,19 @@ __all__ = ["main"]
 
 def main(argv: list[str]) -> int:
     """Run one node's agent to the end of the job."""
+    # OpenMP reads it when torch is loaded, and a zygote forked from here loads no torch of its own.
+    threads_given = "OMP_NUM_THREADS" in os.environ
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
     from megatron.elastic.launch.agent.agent import Agent
     from megatron.elastic.launch.agent.loop import Loop
     from megatron.elastic.launch.agent.rendezvous import meet
     from megatron.elastic.launch.arguments import BadCommand, parse
     from megatron.elastic.launch.limits import raise_file_limit
     from megatron.elastic.launch.workers.pool import Pool, PoolEvents
+    from megatron.elastic.launch.workers.zygote_process import ZygoteProcess, may_fork
 
-    loop = Loop()
+    loop: Loop | None = None
     pool: Pool | None = None
     try:
         job = parse(argv)
@@ -32,16 +37,20 @@ def main(argv: list[str]) -> int:
             from megatron.elastic.launch.check import check
 
             return check(job)
+        uses_all_cores = job.workers == 1 and not threads_given  # as torchrun has it
+        if uses_all_cores:
+            del os.environ["OMP_NUM_THREADS"]
+        # First of all: a fork also copies whatever else is open.
+        start = ZygoteProcess.fork if may_fork() and not uses_all_cores else ZygoteProcess.execute
+        zygote = start(job.preload)
         agents: list[Agent] = []
         events = PoolEvents(
             said=lambda worker, message: agents[0].said(worker, message),
             ended=lambda worker, status: agents[0].ended(worker, status),
             zygote_lost=lambda ready: agents[0].zygote_lost(ready),
         )
-        if job.workers > 1:
-            os.environ.setdefault("OMP_NUM_THREADS", "1")
-        pool = Pool(loop, job.preload, events)
-        pool.start_zygote()
+        loop = Loop()
+        pool = Pool(loop, job.preload, events, zygote)
         agents.append(Agent(job, loop, pool, meet(job)))
         return agents[0].run()
     except BadCommand as error:
@@ -52,7 +61,8 @@ def main(argv: list[str]) -> int:
     finally:
         if pool is not None:
             pool.close()
-        loop.close()
+        if loop is not None:
+            loop.close()
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from megatron.elastic.launch.agent.loop import Loop
 from megatron.elastic.launch.workers.pool import Pool, PoolEvents, Worker
 from megatron.elastic.launch.workers.processes import describe_status, ending_status, process_state
 from megatron.elastic.launch.workers.worker import WorkerSpec
+from megatron.elastic.launch.workers.zygote_process import ZygoteProcess
 
 HEAVY = 256 << 20
 """Bytes that the kernel has to take apart, page by page, before a process is gone."""
@@ -170,8 +171,7 @@ def test_a_worker_has_ended_before_it_is_gone_and_its_end_is_told_once(tmp_path:
     def ended(worker: Worker, status: int) -> None:
         ends.append((worker, status, pool.keeps(worker.rank) and not is_readable(worker.pidfd)))
 
-    pool = Pool(loop, (), PoolEvents(said, ended, lambda ready: None))
-    pool.start_zygote()
+    pool = Pool(loop, (), PoolEvents(said, ended, lambda ready: None), ZygoteProcess.execute(()))
     try:
         for number in range(1, 4):
             start(pool, script, number)
@@ -223,8 +223,8 @@ def test_the_end_of_the_training_thread_ends_its_process(tmp_path: Path) -> None
         PoolEvents(
             lambda worker, _: pool.watch_lock(worker), lambda _, status: ends.append(status), lambda ready: None
         ),
+        ZygoteProcess.execute(()),
     )
-    pool.start_zygote()
     try:
         start(pool, script, 1)
         serve(loop, lambda: bool(ends) and not pool.keeps(0))

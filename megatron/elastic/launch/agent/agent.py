@@ -244,7 +244,7 @@ class Agent:
             self.append(JobEnded(1, why))
             return
         say("the process that forks this node's workers ended, and its workers with it: it is started again")
-        self._pool.start_zygote()
+        self._pool.replace_zygote()
 
     # -- what the journal says --------------------------------------------------------
 

@@ -16,13 +16,10 @@ The status is read from the kernel's process table, or comes from the zygote.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import select
 import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -38,9 +35,9 @@ from megatron.elastic.launch.workers.processes import (
     ending_status,
     exit_status,
     kill_group,
-    process_state,
 )
 from megatron.elastic.launch.workers.worker import WorkerSpec
+from megatron.elastic.launch.workers.zygote_process import ZygoteProcess
 
 __all__ = ["Pool", "PoolEvents", "Worker"]
 
@@ -90,38 +87,28 @@ class PoolEvents:
 class Pool:
     """Starts and watches workers through one zygote."""
 
-    def __init__(self, loop: Loop, preload: tuple[str, ...], events: PoolEvents) -> None:
+    def __init__(self, loop: Loop, preload: tuple[str, ...], events: PoolEvents, zygote: ZygoteProcess) -> None:
         self._loop = loop
         self._preload = preload
         self._events = events
         self.workers: dict[int, Worker] = {}
-        self.zygote: subprocess.Popen[bytes] | None = None
         self._socket: MessageSocket | None = None
         self._closing = False
-        self._ready = False
         self._deathwatch = Deathwatch()
         loop.watch(self._deathwatch.fileno(), self._dying)
+        self._take_zygote(zygote)
 
     # -- the zygote ---------------------------------------------------------
 
-    def start_zygote(self) -> None:
-        """Begin preloading; returns at once."""
-        mine, theirs = MessageSocket.pair()
-        agent = os.getpid()
+    def replace_zygote(self) -> None:
+        """Start another one after a loss. It begins preloading; this returns at once."""
+        self._take_zygote(ZygoteProcess.execute(self._preload))
+
+    def _take_zygote(self, zygote: ZygoteProcess) -> None:
+        self.zygote = zygote
         self._ready = False
-        # Asking the driver whether there is a GPU must not start it: it would not survive the fork.
-        environ = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", **os.environ}
-        command = [sys.executable, "-m", "megatron.elastic.launch.workers.zygote"]
-        self.zygote = subprocess.Popen(
-            [*command, str(theirs.fileno()), str(agent), ",".join(self._preload)],
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            env=environ,
-            start_new_session=True,
-        )
-        theirs.close()
-        self._socket = mine
-        self._loop.watch(mine.fileno(), self._from_zygote)
+        self._socket = zygote.socket
+        self._loop.watch(zygote.socket.fileno(), self._from_zygote)
 
     def _from_zygote(self, _: int) -> None:
         assert self._socket is not None
@@ -151,8 +138,7 @@ class Pool:
             if worker.pid:
                 kill_group(worker.pid)
             self._end(worker, 9)
-        if self.zygote is not None:
-            self.zygote.wait()
+        self.zygote.wait()
         if not self._closing:
             self._events.zygote_lost(self._ready)
 
@@ -163,14 +149,13 @@ class Pool:
                 ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             except ChildProcessError:
                 return
-            if ended is None or (self.zygote is not None and ended.si_pid == self.zygote.pid):
+            if ended is None or ended.si_pid == self.zygote.pid:
                 return
             os.waitpid(ended.si_pid, os.WNOHANG)
 
     def continue_zygote(self) -> None:
         """A stopped zygote could not start or reap workers; it has done nothing to be killed for, so it goes on."""
-        if self.zygote is not None and process_state(self.zygote.pid) == "T":
-            self.zygote.send_signal(signal.SIGCONT)
+        self.zygote.resume()
 
     # -- workers --------------------------------------------------------------
 
@@ -311,12 +296,9 @@ class Pool:
             self._loop.forget(self._socket.fileno())
             self._socket.close()
             self._socket = None
-        if self.zygote is not None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.zygote.wait(5)
-            if self.zygote.poll() is None:
-                self.zygote.kill()
-                self.zygote.wait()
+        if not self.zygote.wait(5.0):
+            self.zygote.kill()
+            self.zygote.wait()
         for number in self.workers:
             self._deathwatch.forget(number)
         self.workers.clear()

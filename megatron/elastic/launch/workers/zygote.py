@@ -21,7 +21,9 @@ import importlib
 import os
 import select
 import signal
+import socket
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from megatron.elastic.control import env
@@ -37,7 +39,7 @@ from megatron.elastic.launch.workers.processes import (
 )
 from megatron.elastic.launch.workers.worker import WorkerSpec, become
 
-__all__ = ["Zygote", "main"]
+__all__ = ["Zygote", "main", "serve_agent"]
 
 
 class Zygote:
@@ -50,7 +52,7 @@ class Zygote:
         self._may_fork = True
         self._segments = self._scratch = ""
 
-    def preload(self, modules: list[str]) -> None:
+    def preload(self, modules: Sequence[str]) -> None:
         """Import ``modules`` and tell the agent what came of it."""
         notes = []
         for name in modules:
@@ -136,23 +138,26 @@ class Zygote:
         sweep_scratches(self._scratch)  # also of workers of an earlier zygote, or reaped just now
 
 
-def main(argv: list[str]) -> int:
-    """Body of the zygote process; in a forked worker it goes on as the user's program."""
-    import socket
-
-    agent_pid = int(argv[2])
+def serve_agent(agent: MessageSocket, agent_pid: int, modules: Sequence[str]) -> int:
+    """Body of the zygote process; return its exit code. A forked worker goes on as the user's program instead."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # The end of the agent is the end of its socket, and has to be passed on to all that workers started. What
     # could keep the zygote from seeing it is being stopped: hence this signal.
     die_with_parent(agent_pid, signal.SIGCONT)
-    zygote = Zygote(MessageSocket(socket.socket(fileno=int(argv[1]))))
-    zygote.preload([name for name in argv[3].split(",") if name])
+    zygote = Zygote(agent)
+    zygote.preload(modules)
     spec = zygote.serve()
     if spec is None:
         return 0
     del zygote
     become(spec)
+
+
+def main(argv: list[str]) -> int:
+    """Serve the agent that the command line names: ``FD AGENT_PID MODULE[,MODULE…]``."""
+    agent = MessageSocket(socket.socket(fileno=int(argv[1])))
+    return serve_agent(agent, int(argv[2]), [name for name in argv[3].split(",") if name])
 
 
 if __name__ == "__main__":
