@@ -72,7 +72,7 @@ class Agent:
         for position, event in entries:
             assert event is not None and self.everything.setdefault(position, event) == event
             apply(self.state, self.failures, event)
-            self.trimming.read(self.journal.mark)
+            self.trimming.read(self.journal.mark, self.journal.position)
 
     def read(self, entries: int = 1) -> None:
         try:

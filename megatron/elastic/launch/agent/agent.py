@@ -162,7 +162,7 @@ class Agent:
         self._pool.reap_orphans()
         table = self.table()
         if self._leases is not None and self._active:
-            self._leases.beat(table, self._next_position, self.clock.now())
+            self._leases.beat(table, self._journal_io.needed, self.clock.now())
             for other in self._leases.tables.values():
                 table.update(other)
         if self.state.coordinator() == self.node and self._active:
@@ -276,7 +276,7 @@ class Agent:
         if self.state.over():
             self._finish()
         elif self._active:
-            self._journal_trimming.read(self._journal_io.mark)
+            self._journal_trimming.read(self._journal_io.mark, self._journal_io.needed)
 
     def _react(self, event: Event) -> None:
         match event:

@@ -49,6 +49,14 @@ class JournalIO:
         self.mark = BEGIN
         """The entries that the loop has been given."""
 
+    @property
+    def needed(self) -> int:
+        """The first entry that a thread of this agent has yet to read.
+
+        The follower may lag behind the loop, which is given the entries that it appends near at once.
+        """
+        return min(self.mark.position, self._follower.position)
+
     def start(self, mark: Mark) -> None:
         """Begin with the entry at ``mark``, also anew. Daemon threads: they end with the process."""
         self.mark = self._follower.mark = mark

@@ -2,7 +2,7 @@
 
 A job of weeks would otherwise keep an entry for each request of each rank at each change.
 The snapshot holds the state and the counts of failures, which all agents derive from the
-same entries; the floor is what every living agent says it has read. An agent that counts
+same entries; the floor is the last entry that every thread of every living agent has read. An agent that counts
 as lost is not waited for: it starts from the snapshot when it is back.
 """
 
@@ -59,15 +59,18 @@ class JournalTrimming:
         """Begin. A daemon thread, so that the loop waits for no store."""
         threading.Thread(target=self._run, name="journal-trimming", daemon=True).start()
 
-    def read(self, mark: Mark) -> None:
-        """Every entry before ``mark`` is applied here. The coordinator acts on it."""
+    def read(self, mark: Mark, needed: int) -> None:
+        """Every entry before ``mark`` is applied here, and those before ``needed`` are read no more.
+
+        The coordinator acts on it.
+        """
         state = self._state
         if mark.position - self._newest.position < TRIM_ENTRIES or state.coordinator() != self._node:
             return
         self._newest = mark
         others = [self._seen.get(n, 0) for n, node in state.nodes.items() if node.alive and n != self._node]
         content = dump(state, self._failures)  # now: both change with the next entry
-        self._work.put((Snapshot(mark, content), min([mark.position, *others])))
+        self._work.put((Snapshot(mark, content), min([mark.position, needed, *others])))
 
     def carry_out(self, store: Store) -> None:
         """Keep the snapshot taken next, and drop the entries that every agent had read by then."""
