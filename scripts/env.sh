@@ -61,7 +61,7 @@ elastic_install_run() {
     fi
     elastic_say "build tools (requirements/build.txt)"
     elastic_pip -r "$requirements/build.txt" || return 1
-    # First and alone: whatever asks for "torch" before it is there may bring another build.
+    # First and alone: a package that requires "torch" before it is there may bring another build.
     elastic_say "torch (requirements/torch.txt)"
     elastic_pip "${index[@]}" -r "$requirements/torch.txt" || return 1
     elastic_say "what a run needs (requirements/runtime.txt)"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What a newcomer waits for: size of the downloads, time to a built environment in a clean clone, its size on disk.
+# Cost of the installation: size of the downloads, time to a built environment in a clean clone, its size on disk.
 #
 #   bash scripts/measure_install.sh [--quickstart]     # one JSON object as the last line
 #

@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# How the launchers of several nodes meet; sourced by pretrain_gpt_cuda.sh and pretrain_gpt_ascend.sh.
+# The store through which the launchers of several nodes meet; sourced by pretrain_gpt_cuda.sh and pretrain_gpt_ascend.sh.
 #
 #   MASTER_ADDR, MASTER_PORT     node 0 serves the job's store. If node 0 fails, the job ends with status 4.
 #   ETCD_ENDPOINT, RUN_ID        the store is etcd, HOST:2379[,HOST:2379...]; any node may fail. RUN_ID names the job.

@@ -108,7 +108,7 @@ def encoded(args: argparse.Namespace, encoder: Encoder) -> Iterator[Iterator[lis
     if args.workers == 1:
         yield map(encoder.encode, lines)
         return
-    # spawn: a fork would copy whatever threads the tokenizer's library has started
+    # spawn: a fork would copy locks that threads of the tokenizer's library may hold
     with multiprocessing.get_context("spawn").Pool(args.workers, _Worker.start, (args,)) as pool:
         yield pool.imap(_Worker.encode, lines, chunksize=8)
 
@@ -178,7 +178,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         path = getattr(args, flag)
         if path and not os.path.exists(path):
             raise InputError(f"--{flag.replace('_', '-')} {path}: no such file")
-    # What Megatron's build_tokenizer reads besides.
+    # Megatron's build_tokenizer reads these too.
     args.rank, args.make_vocab_size_divisible_by, args.tensor_model_parallel_size = 0, 128, 1
     return args
 

@@ -2,17 +2,17 @@
 //
 // No other host's packets queue on the loopback, so there is nothing to control, and what a system's default does for
 // real networks costs: BBR (Cardwell et al., ACM Queue 2016) paces each segment with a timer. To be asked for before a
-// connection stands, since BBR leaves its pacing behind when it is replaced later.
+// connection is up, since BBR leaves its pacing behind when it is replaced later.
 #pragma once
 
 #include <string>
 
 namespace elastic::comm {
 
-// Of a TCP socket; empty where the system does not say.
+// Returns the algorithm of a TCP socket; empty if the system does not report it.
 std::string congestion_control(int socket);
 
-// Whether it was granted.
+// Returns true if the system granted it.
 bool set_congestion_control(int socket, const std::string& name);
 
 // "reno": every system has it and grants it without privileges.

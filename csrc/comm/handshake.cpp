@@ -33,7 +33,7 @@ void random_bytes(void* into, size_t size) {
   while (size > 0) {
     const ssize_t n = getrandom(p, size, 0);
     if (n < 0 && errno == EINTR) continue;
-    if (n <= 0) throw CommError("no random numbers");
+    if (n <= 0) throw CommError("the system gave no random numbers");
     p += n;
     size -= size_t(n);
   }
@@ -259,7 +259,7 @@ Handshake::Progress Handshake::on_welcome() {
   Digest given;
   std::memcpy(given.data(), welcome.proof, given.size());
   if (!equal_constant_time(given, prove("welcome"))) return fail(Refusal::BadProof);
-  // No room over there: both go on over the socket itself.
+  // The peer has no shared memory left: both sides use the socket itself.
   if (welcome.ring_bytes != 0 && welcome.ring_bytes != own_parts_.ring_bytes) return fail(Refusal::Garbage);
   if (welcome.ring_bytes != 0 && peer_parts_.descriptors.size() != kDescriptors) return fail(Refusal::Garbage);
   peer_parts_.ring_bytes = welcome.ring_bytes;

@@ -53,7 +53,7 @@ struct WireProof {
 };
 using WireWelcome = WireProof;
 
-// What goes with Proof and Welcome on a Unix socket.
+// The attachment of Proof and Welcome on a Unix socket.
 struct Parts {
   uint64_t ring_bytes = 0;
   std::vector<int> descriptors;

@@ -73,7 +73,7 @@ Hub::Hub(HubConfig config)
   if (config_.shared_memory) {
     const size_t wanted = outbox + 2 * ring_bytes_ * slots;
     try {
-      if (shared_memory_headroom() / 4 < wanted) throw CommError("too little memory left");
+      if (shared_memory_headroom() / 4 < wanted) throw CommError("too little shared memory is free");
       outbox_ = std::make_unique<Outbox>(config_.outbox_bytes != 0 ? outbox : kMostOutbox, outbox);
     } catch (const CommError& e) {
       notice_ = std::string("links within this host use TCP, not shared memory: ") + e.what();
@@ -174,7 +174,7 @@ void Hub::sever(int rank, bool quietly) {
     const auto& link = links_.at(size_t(rank));
     if (!link) throw CommError("no link to rank " + std::to_string(rank));
     if (quietly) {
-      link->mark_dead("severed at this end");
+      link->mark_dead("link closed by this process");
     } else {
       ::shutdown(link->socket(), SHUT_RDWR);
     }
@@ -347,7 +347,7 @@ void Hub::check(const WaitScope& scope, unsigned round) const {
   if (scope.group != nullptr) {
     if (scope.group->aborted.load(std::memory_order_acquire)) throw CommError("the group was aborted");
     const int lost = scope.group->lost.load(std::memory_order_acquire);
-    if (lost >= 0) throw PeerLost(lost, "another member lost it", stands(lost));
+    if (lost >= 0) throw PeerLost(lost, "another member lost the link to it", stands(lost));
   }
   if (round % 16 == 15 && Clock::now() >= scope.deadline) {
     std::vector<int> ranks;

@@ -50,7 +50,7 @@ struct HubConfig {
   size_t ring_bytes = 0;
 };
 
-// How to reach one incarnation of a rank.
+// The address of one incarnation of a rank.
 struct Peer {
   int rank = 0;
   uint64_t incarnation = 0;
@@ -70,7 +70,7 @@ struct EditStats {
   int opened = 0, ahead = 0, dropped = 0, groups = 0;  // ahead: links that stood before the edit began
 };
 
-// What a wait depends on besides its condition.
+// The bounds of a wait besides its condition.
 struct WaitScope {
   uint64_t generation = 0;
   Clock::time_point deadline{};
@@ -147,7 +147,7 @@ class Hub final : public LinkHost {
   void check(const WaitScope& scope, unsigned round) const;
   void sleep(const WaitScope& scope, const std::function<bool()>& done);
   bool any_input() const;
-  bool flush();  // What is queued on any link; whether anything moved.
+  bool flush();  // Sends data queued on any link; true if some was sent.
   bool poll_sockets(int milliseconds);
   void collect_socket_events();  // All of them that are there now.
   void kick();  // Makes the leader look again.

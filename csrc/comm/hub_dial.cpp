@@ -34,7 +34,7 @@ bool refused_for_good(int error) {
   return error == ECONNREFUSED || error == ENOENT || error == ENETUNREACH;
 }
 
-// Descriptors a peer has handed over, closed unless taken.
+// Descriptors received from a peer, closed unless taken.
 class Received {
  public:
   explicit Received(std::vector<int> descriptors) : descriptors_(std::move(descriptors)) {}
@@ -62,7 +62,7 @@ Parts Hub::make_parts(uint64_t ring_bytes, const std::shared_ptr<SharedMemory>& 
   try {
     *ring = SharedMemory::create("elastic-ring", ring_segment_bytes(ring_bytes));
   } catch (const CommError&) {
-    return parts;  // No room: the link goes over the socket itself.
+    return parts;  // No shared memory left: the link uses the socket itself.
   }
   parts.ring_bytes = ring_bytes;
   parts.descriptors = {ring->fd(), outbox_->fd(), bell_};
@@ -80,7 +80,7 @@ struct Hub::Claim {
   void hold() {
     std::lock_guard<std::mutex> lock(hub.parked_mutex_);
     const bool dialed = rank < hub.config_.rank && hub.dialing_.count(rank) != 0;
-    if (dialed || hub.linked_[size_t(rank)] == incarnation + 1) throw CommError("linked from here already");
+    if (dialed || hub.linked_[size_t(rank)] == incarnation + 1) throw CommError("a link to this rank is open already");
     ++hub.claims_[rank];
     held = true;
   }
@@ -366,7 +366,7 @@ int Hub::prepare(const Members& members, double timeout) {
   try {
     connect(std::move(missing), deadline, timeout, check, true, &ahead_, &opened);
   } catch (const CommError&) {
-    // What stands, stands; the edit takes over what is half-way and opens the rest.
+    // The edit takes over the links that are up or being opened, and opens the rest.
   }
   {
     std::lock_guard<std::mutex> lock(parked_mutex_);

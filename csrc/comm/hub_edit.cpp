@@ -51,7 +51,7 @@ EditStats Hub::edit(uint64_t generation, const Members& members, double timeout)
     return peer.incarnation == link.incarnation &&
            std::find(broken.begin(), broken.end(), std::make_pair(config_.rank, config_.incarnation)) == broken.end();
   };
-  interrupt(generation);  // whatever still runs belongs to an older generation
+  interrupt(generation);  // all operations that still run belong to an older generation
   std::unique_lock<std::shared_mutex> alone(topology_);
   stats.quiesce = seconds_since(start);
 
@@ -116,7 +116,7 @@ EditStats Hub::edit(uint64_t generation, const Members& members, double timeout)
   try {
     stats.ahead = connect(std::move(missing), deadline, timeout, check, false, &ahead_, &opened);
   } catch (...) {
-    keep();  // They stand for both sides: the next edit takes them up.
+    keep();  // These links are up on both sides: the next edit takes them.
     ahead_.clear();
     throw;
   }

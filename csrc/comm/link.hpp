@@ -4,7 +4,7 @@
 // (link_shm, link_tcp). A link is used by many threads: `tx` serialises what is
 // sent, `rx` what arrives. Lock order: rx → tx → leaves (outbox, wake-up).
 //
-// What a peer sends is bounded here: bytes that no receive has asked for by
+// Data from a peer is bounded here: bytes that no receive has asked for by
 // kEagerBytes, other messages by number (frame.hpp). A peer that breaks these
 // rules, or the format, breaks the link: what is pending ends with PeerLost.
 //
@@ -26,7 +26,7 @@
 
 namespace elastic::comm {
 
-// What a link needs of its process.
+// The services that a link needs from its process.
 class LinkHost {
  public:
   virtual ~LinkHost() = default;
@@ -167,7 +167,7 @@ class Link {
   std::deque<SendPtr> queue_;  // flows whatever the peer's receives are
   std::atomic<bool> queued_{false};
   std::unordered_map<uint32_t, SendPtr> offered_;
-  std::deque<SendPtr> waiting_;  // neither credit nor room for an offer
+  std::deque<SendPtr> waiting_;  // no credit, and too many offers already
   size_t credit_ = kEagerBytes;
   uint32_t last_offer_ = 0;
 

@@ -45,7 +45,7 @@ void ShmLink::unwatch() {
 }
 
 void ShmLink::socket_event(uint32_t) {
-  // Nothing is ever sent on this socket: whatever happens there is the end.
+  // Nothing is ever sent on this socket, so any event on it is its end.
   mark_dead("process ended");
   unwatch();
 }
@@ -79,7 +79,7 @@ bool ShmLink::pump_frames() {
     any = true;
   }
   if (any) {
-    // The room is seen before the question whether it is waited for is asked; the writer does it the other way round.
+    // The reader frees space before it checks whether the writer waits; the writer does the two in the other order.
     std::atomic_thread_fence(std::memory_order_seq_cst);
     if (reader_.writer_wants_space()) doorbell();
   }

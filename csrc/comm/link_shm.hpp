@@ -8,7 +8,7 @@
 
 namespace elastic::comm {
 
-// What the two sides hand each other once they know each other.
+// The memory and doorbell that the two sides exchange after the handshake.
 struct ShmParts {
   SharedMemory own;       // this side's ring
   SharedMemory peer;      // the other's

@@ -65,7 +65,7 @@ class TcpLink final : public Link {
   size_t end_ = 0;
   FrameHeader header_;
   bool in_frame_ = false;
-  bool ended_ = false;         // end of stream: whatever came before has been taken in
+  bool ended_ = false;         // end of stream: all data before it has been read
   bool held_ = false;          // header_ belongs to a newer generation
   char* target_ = nullptr;
   size_t payload_left_ = 0;

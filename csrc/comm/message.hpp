@@ -34,7 +34,7 @@ struct Send : Message {
   const char* data = nullptr;
   size_t size = 0;
   size_t sent = 0;
-  size_t cost = 0;  // of the receiver's room for messages that were not asked for
+  size_t cost = 0;  // in the receiver's budget for messages that no receive has asked for
   bool started = false;
 };
 

@@ -38,7 +38,7 @@ class Outbox {
   void release(uint32_t index);  // One reader is done.
   // Raises the epoch; all blocks are free and have `block_bytes`. With no operation of an older generation running.
   void start(uint64_t generation, size_t block_bytes);
-  // Up to `bytes` in all, as the machine has room. From any thread.
+  // Reserves up to `bytes` in all, as far as the machine has memory. From any thread.
   void grow(size_t bytes);
   size_t allocated() const;
   void sleeping(bool yes) { control()->sleeping.store(yes ? 1 : 0, std::memory_order_seq_cst); }

@@ -177,7 +177,7 @@ RequestPtr receive_from_any(const Call& call, uint64_t tag, void* into, size_t s
     };
     request->recvs_.emplace_back(link_to(call, rank), r);
   }
-  if (request->recvs_.empty()) throw CommError("nobody to receive from");
+  if (request->recvs_.empty()) throw CommError("no living rank to receive from");
   for (auto& [link, r] : request->recvs_) link->post(r);
   return request;
 }

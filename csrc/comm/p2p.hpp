@@ -1,5 +1,5 @@
 // Tagged point-to-point messages: buffered in the link's ring when small, else
-// pushed as room comes, by a waiting thread or by the progress thread.
+// pushed as space becomes free, by a waiting thread or by the progress thread.
 #pragma once
 
 #include <memory>

@@ -16,7 +16,7 @@ constexpr size_t kInline = 4 << 10;  // up to here a frame carries the bytes its
 constexpr uint32_t kLeadInPlace = 1;
 constexpr uint32_t kLeadOverSockets = 2;
 
-// Receives stand for one chunk more before it is begun. A peer with a part as long as ours is at most that far ahead
+// Receives are posted one chunk ahead. A peer with a part as long as ours is at most that far ahead
 // of us, so what it sends finds its place and is not put by first.
 constexpr uint32_t kLandings = 2 * (kLeadOverSockets + 1);
 
@@ -134,7 +134,7 @@ class Pipeline {
     return at;
   }
 
-  // What will come for chunk c. A result cannot come before this member's contribution to it has left.
+  // Posts the receives of chunk c. A result cannot arrive before this member's contribution to it has left.
   void post(uint32_t c) {
     const size_t at = size_t(c) * chunk_;
     if (job_.inputs != nullptr) {

@@ -26,7 +26,7 @@ struct PipelineJob {
 // Sizes of parts must agree between members. Does not call op.finish().
 void run_pipeline(Operation& op, const PipelineJob& job);
 
-// What member i sends to j goes to receive[i] at j. Own parts are copied. Empty parts are free.
+// The part that member i sends to j arrives in receive[i] at j. Own parts are copied. Empty parts are free.
 void exchange(Operation& op, const std::vector<Part>& send, const std::vector<Part>& receive);
 
 // Cuts `whole` into `n` parts of nearly equal size, at multiples of 64 bytes where possible and of `element` always.

@@ -2,7 +2,7 @@
 //
 // bf16 and fp16 are accumulated in fp32 and rounded once, to nearest even; the
 // average divides once, after the sum, and for integers truncates towards zero.
-// Min and max propagate NaN. One pass over memory whatever n is: a strip of the
+// Min and max propagate NaN. One pass over memory for any n: a strip of the
 // accumulator stays in the first-level cache. Bits do not depend on which
 // instruction set the kernel was compiled for (no contraction, no reassociation).
 #pragma once

@@ -17,7 +17,7 @@ namespace elastic::comm {
 struct RingControl {
   alignas(64) std::atomic<uint64_t> head;        // bytes written by the owner
   alignas(64) std::atomic<uint64_t> peer_tail;   // bytes the owner has consumed of the peer's ring
-  alignas(64) std::atomic<uint32_t> want_space;  // the owner waits for room in its own ring
+  alignas(64) std::atomic<uint32_t> want_space;  // the owner waits for space in its own ring
 };
 static_assert(std::atomic<uint64_t>::is_always_lock_free, "shared between processes");
 
@@ -31,7 +31,7 @@ class RingWriter {
  public:
   // `own`: this side's segment; `peer`: the reader's segment (read-only).
   RingWriter(char* own, const char* peer, size_t capacity);
-  // Appends one record if there is room now.
+  // Appends one record if there is space now.
   bool push(const FrameHeader& header, const void* payload, size_t size);
   size_t largest_payload() const { return capacity_ / 4; }
   void want_space(bool yes) { control_->want_space.store(yes ? 1 : 0, std::memory_order_seq_cst); }

@@ -23,10 +23,10 @@ class SharedMemory {
   SharedMemory& operator=(const SharedMemory&) = delete;
 
   // Owner's side: `size` bytes of zeroes, of which the first `allocated` are backed. Throws CommError when the machine
-  // has no room.
+  // has no memory left.
   static SharedMemory create(const std::string& label, size_t size, size_t allocated);
   static SharedMemory create(const std::string& label, size_t size) { return create(label, size, size); }
-  // Backs the first `bytes`; false when the machine has no room.
+  // Backs the first `bytes`; false when the machine has no memory left.
   bool allocate(size_t bytes);
   // Peer's side: takes `fd` (closed in any case), checks seals and size. Throws CommError.
   static SharedMemory open(int fd, size_t minimum);

@@ -201,7 +201,7 @@ void SideChannel::await(const std::function<bool()>& done) {
   std::unique_lock<std::mutex> lock(mutex_);
   while (!done()) {
     if (error_) std::rethrow_exception(error_);
-    if (given_up_) throw CommError("given up");
+    if (given_up_) throw CommError("the side channel was closed");
     const uint64_t newest = std::max(hub_.frozen(), hub_.generation());
     if (newest > generation_) throw GenerationChanged(newest);
     changed_.wait_for(lock, kPatience);

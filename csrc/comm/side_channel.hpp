@@ -1,6 +1,6 @@
 // Long messages beside the steps of a job: in pieces, the next one when the receiver has confirmed the last.
 //
-// A link is one queue: what a step sends waits behind whatever was handed over before it, so of a long message one
+// A link is one queue: a message of a step waits until all data before it has been sent, so of a long message one
 // piece at most lies there. No thread runs for a piece: the thread that takes in messages, a step's wait or the
 // progress thread, hears of a confirmation and hands the next piece over. The caller sleeps meanwhile, and is not
 // counted in what this process waits for.

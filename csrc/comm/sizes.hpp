@@ -1,7 +1,7 @@
-// How much memory links use, and how collectives are cut.
+// Sizes: the memory of links, and the chunks of collectives.
 //
-// What a process shares goes by the living ranks on its own host, which read from it; chunks by numbers that every
-// member of a job knows alike, since all must cut a message at the same places.
+// The memory that a process shares depends on the number of living ranks on its host, which read from it. Chunk sizes
+// depend only on numbers that all members of a job agree on, since all must cut a message at the same places.
 #pragma once
 
 #include <algorithm>

@@ -20,7 +20,7 @@ bool guard(int owner, const std::string& kind, const std::string& device, const 
   try {
     driver = open_driver(kind, device, path);
     driver->claim();
-    if (driver->snapshot() != snapshot) said = "another process was setting these clocks";
+    if (driver->snapshot() != snapshot) said = "another process set these clocks meanwhile";
   } catch (const std::exception& error) {
     said = error.what();
   }
@@ -29,7 +29,7 @@ bool guard(int owner, const std::string& kind, const std::string& device, const 
   if (said != "ready") return false;  // nothing will be set
   bool listening = true;
   for (;;) {
-    // A closed standard input says nothing by itself: only the pidfd tells of the owner's end.
+    // A closed standard input is no evidence of the owner's end: only the pidfd is.
     pollfd watched[2] = {{owner, POLLIN, 0}, {listening ? STDIN_FILENO : -1, POLLIN, 0}};
     if (poll(watched, 2, -1) < 0) {
       if (errno == EINTR) continue;

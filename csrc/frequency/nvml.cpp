@@ -1,6 +1,6 @@
 // NVIDIA GPUs: locked graphics clocks.
 //
-// Source: NVML API reference (nvmlDeviceSetGpuLockedClocks and its neighbours).
+// Source: NVML API reference (nvmlDeviceSetGpuLockedClocks and related calls).
 // NVML cannot be asked which lock was in force, so restoring means unlocking: the
 // driver's default.
 #include <algorithm>

@@ -11,11 +11,11 @@ Group::Group(std::vector<Piece> pieces, std::vector<Edge> edges, int cells)
     : pieces_(std::move(pieces)), edges_(std::move(edges)), cells_(cells) {
   const int count = static_cast<int>(pieces_.size());
   for (const Piece& piece : pieces_) {
-    if (piece.cell < 0 || piece.cell >= cells_) throw std::invalid_argument("a piece on no cell of the group");
+    if (piece.cell < 0 || piece.cell >= cells_) throw std::invalid_argument("a piece names a cell outside the group");
   }
   for (const Edge& edge : edges_) {
     if (std::min(edge.source, edge.target) < 0 || std::max(edge.source, edge.target) >= count) {
-      throw std::invalid_argument("an edge to a piece of another group");
+      throw std::invalid_argument("an edge names a piece outside the group");
     }
   }
   incoming_ = by(&Edge::target);
@@ -152,7 +152,7 @@ class Scheduler {
       const Queue<Ranked>& waiting = cells_[cell].forwards;
       if (!waiting.empty() && (found < 0 || waiting.top() < cells_[found].forwards.top())) found = cell;
     }
-    if (found < 0) throw std::logic_error("pieces depend on each other in a circle");
+    if (found < 0) throw std::logic_error("the dependencies of pieces have a cycle");
     ++listing_.forced;
     dispatch(found, true);
     return found;
@@ -205,7 +205,7 @@ class Scheduler {
 
 Listing list_schedule(const Group& group, const std::vector<std::int64_t>& caps, bool split_backward,
                       bool forward_first) {
-  if (static_cast<int>(caps.size()) != group.cells()) throw std::invalid_argument("one cap a cell");
+  if (static_cast<int>(caps.size()) != group.cells()) throw std::invalid_argument("one cap for each cell is needed");
   return Scheduler(group, caps, split_backward, forward_first).run();
 }
 

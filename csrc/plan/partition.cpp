@@ -21,7 +21,7 @@ Partition::Partition(std::vector<Time> work, Memory memory, std::vector<std::int
     : work_(std::move(work)), memory_(std::move(memory)), moved_(std::move(moved)) {
   const std::size_t marks = work_.size();
   if (marks < 2 || memory_.fixed.size() != marks || memory_.held.size() != marks || moved_.size() != marks) {
-    throw std::invalid_argument("prefix sums over the same units");
+    throw std::invalid_argument("prefix sums must be over the same units");
   }
   units_ = static_cast<int>(marks) - 1;
 }
@@ -90,7 +90,7 @@ std::optional<Cuts> Partition::cut(const std::vector<Seat>& seats, Time transfer
 
 std::optional<Cuts> Partition::nearest(const std::vector<Seat>& seats, Time time,
                                        const std::vector<std::vector<std::pair<int, int>>>& holds) const {
-  if (holds.size() != seats.size()) throw std::invalid_argument("ranges held, one list a cell");
+  if (holds.size() != seats.size()) throw std::invalid_argument("one list of held ranges for each cell is needed");
   struct Way {
     std::int64_t fetched = 0;
     Cuts cuts;  // empty: there is none

@@ -78,11 +78,11 @@ Time fixed_time(const std::vector<Stage>& stages, int count, bool split, const s
   return walk(stages, count, orders);
 }
 
-// How late each stage's weight gradients may come; false if not even 1F1B fits.
+// Sets the number of micro-batches by which each stage may defer weight gradients; false if not even 1F1B fits.
 bool weight_delays(const std::vector<Stage>& stages, int count, std::int64_t rows, std::vector<int>& late) {
   const int depth = static_cast<int>(stages.size());
   for (int stage = 0; stage < depth; ++stage) {
-    // Rounded down also below zero: a stage may not even have room for what it holds always.
+    // Rounded down also below zero: the memory of a stage may not even suffice for its parameters.
     const std::int64_t fits = stages[stage].room;
     const std::int64_t room = fits >= 0 ? fits / rows : -((-fits + rows - 1) / rows);
     const int held = std::min(depth - stage, count);
@@ -118,7 +118,8 @@ Group unrolled(const std::vector<Stage>& stages, int count, std::int64_t rows) {
 }  // namespace
 
 Time pipeline_time(const std::vector<Stage>& stages, int count, std::int64_t rows, bool split_backward) {
-  if (stages.empty() || count < 1 || rows < 1) throw std::invalid_argument("a pipeline of nothing");
+  if (stages.empty() || count < 1 || rows < 1)
+    throw std::invalid_argument("a pipeline needs at least one stage, micro-batch and row");
   if (!split_backward) return fixed_time(stages, count, false, {});
   const int depth = static_cast<int>(stages.size());
   Time best = std::numeric_limits<Time>::max();

@@ -1,9 +1,8 @@
-// What one plain pipeline takes: the tables of megatron/elastic/plan/schedule/orders.py, timed without being written
-// out.
+// The step time of one plain pipeline: the tables of megatron/elastic/plan/schedule/orders.py, timed without being
+// written out.
 //
-// Shapes are compared by thousands; each of their pipelines is the same stages
-// over and over, so neither pieces nor actions need exist to know how long its
-// tables last.
+// The planner compares thousands of shapes. In a plain pipeline the same few stages repeat, so its time follows
+// without pieces or actions.
 #pragma once
 
 #include <cstdint>

@@ -10,7 +10,7 @@ Reach::Reach(UnitTimes times, Memory memory, std::int64_t room)
   const std::size_t marks = times_.forward.size();
   if (marks < 2 || times_.gradient.size() != marks || times_.weight.size() != marks || memory_.fixed.size() != marks ||
       memory_.held.size() != marks) {
-    throw std::invalid_argument("prefix sums over the same units");
+    throw std::invalid_argument("prefix sums must be over the same units");
   }
   units_ = static_cast<int>(marks) - 1;
 }

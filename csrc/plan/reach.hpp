@@ -18,7 +18,7 @@ struct UnitTimes {
 
 class Reach {
  public:
-  // `room`: bytes of the roomiest cell. Throws std::invalid_argument when the sums are of unequal length.
+  // `room`: memory of the largest cell, in bytes. Throws std::invalid_argument when the sums are of unequal length.
   Reach(UnitTimes times, Memory memory, std::int64_t room);
 
   // No schedule of `count` micro-batches through [first, end) is shorter, `held` of them held at once.

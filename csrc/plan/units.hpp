@@ -1,4 +1,4 @@
-// What units take, as prefix sums: of [first, end) it is sum[end] - sum[first].
+// Costs of units as prefix sums: units [first, end) cost sum[end] - sum[first].
 #pragma once
 
 #include <cstdint>

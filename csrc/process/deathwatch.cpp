@@ -14,7 +14,7 @@
 
 namespace elastic::process {
 
-static_assert(sizeof(pthread_mutex_t) <= kLockBytes, "the room for a lock is too small");
+static_assert(sizeof(pthread_mutex_t) <= kLockBytes, "kLockBytes is too small for a pthread mutex");
 static_assert(sizeof(std::atomic<std::uint32_t>) == sizeof(int) && std::atomic<std::uint32_t>::is_always_lock_free);
 
 namespace {

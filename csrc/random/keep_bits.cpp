@@ -2,7 +2,7 @@
 //
 // The vector forms keep a 32-bit word in the low half of each 64-bit lane:
 // the widening multiply reads only that half, its product's low half is the next
-// word as it stands, and the high half needs one shift. What is left in the upper
+// word unchanged, and the high half needs one shift. What is left in the upper
 // half of a lane is never read.
 #include "keep_bits.h"
 

@@ -32,7 +32,7 @@ inline Block philox4x32_10(Block counter, Key key) {
   return counter;
 }
 
-// What names one use of dropout, apart from the sample and the coordinate.
+// The part of a dropout draw's name that all samples and coordinates of one use share.
 struct Site {
   uint64_t seed;
   uint64_t step;

@@ -1,7 +1,7 @@
 // Default IEEE mode for the lifetime of one scope: round to nearest, denormals kept.
 //
 // A host program may have set flush-to-zero on its threads
-// (torch.set_flush_denormal); owner and mirror must agree whatever it did.
+// (torch.set_flush_denormal); owner and mirror must agree whatever mode it set.
 #pragma once
 
 #include <cstdint>

@@ -12,7 +12,7 @@ def reduce_instruction_set() -> str:
     """Instruction set the reduction kernels use here: ``avx512``, ``avx2`` or ``baseline``."""
 
 class Peer:
-    """How to reach one incarnation of a rank. An empty ``unix_name`` means no shared memory there."""
+    """The address of one incarnation of a rank. An empty ``unix_name`` means no shared memory there."""
 
     rank: int
     incarnation: int
@@ -33,7 +33,7 @@ class Peer:
         """``broken``: (rank, incarnation) to which that process has found its link broken."""
 
 class EditStats:
-    """What an edit did: seconds by phase, links opened, open ahead of it and dropped, groups placed anew."""
+    """Result of an edit: seconds by phase, links opened, open ahead of it and dropped, groups placed anew."""
 
     quiesce: float
     drop: float
@@ -98,7 +98,7 @@ class ElasticProcessGroup(ProcessGroup):
     def on_reconfigure(
         self, handle: Callable[[], str] | None, edit: Callable[[int, list[str], bool, float], None] | None
     ) -> None:
-        """What torch's reconfiguration protocol calls from C++ (torch 2.14 and later).
+        """Set the functions that torch's reconfiguration protocol calls from C++ (torch 2.14 and later).
 
         ``edit``: generation, handles, whether their order counts, seconds (below 0: the default).
         """

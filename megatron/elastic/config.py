@@ -48,7 +48,7 @@ class ElasticConfig:
     every group built anew after a loss; slower, for comparison."""
 
     transport: Literal["auto", "shm", "tcp"] = "auto"
-    """Links between ranks of one host. 'shm': shared memory. 'tcp': TCP. 'auto': shared memory where /dev/shm has room,
+    """Links between ranks of one host. 'shm': shared memory. 'tcp': TCP. 'auto': shared memory if /dev/shm has space,
     else TCP."""
 
     mirrors: int = 1

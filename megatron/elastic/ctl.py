@@ -59,7 +59,7 @@ def choose(run_id: str | None, found: dict[str, list[int]], sure: bool = True) -
             raise CtlError(f"the only job on this machine is {run_id!r}: to end it, give --run-id {run_id}, or --yes")
     if run_id is None:
         jobs = ", ".join(sorted(found)) or "none"
-        raise CtlError(f"which job? give --run-id; running on this machine: {jobs}")
+        raise CtlError(f"several jobs run on this machine: {jobs}; choose one with --run-id")
     key = run_id[:80]
     if key not in found:
         raise CtlError(f"no agent of job {run_id!r} on this machine; running: {', '.join(sorted(found)) or 'none'}")
@@ -79,7 +79,7 @@ def ask(run_id: str, node: int, command: Command) -> dict[str, Any]:
                     return answer
     except (OSError, ProtocolError) as error:
         raise CtlError(f"the agent of job {run_id!r} does not answer: {error}") from None
-    raise CtlError(f"the agent of job {run_id!r} closed the connection: it serves its own user only")
+    raise CtlError(f"the agent of job {run_id!r} closed the connection: only the user who started the job may use ctl")
 
 
 def _command(do: str, ranks: tuple[int, ...]) -> Command:
@@ -101,9 +101,17 @@ def main(argv: list[str]) -> int:
     """Returns the exit code: 0 done, 1 refused or not found."""
     parser = argparse.ArgumentParser(prog="python -m megatron.elastic.ctl", description="Talk to a running job.")
     parser.add_argument("do", choices=["status", "drain", "stop", "admit", "checkpoint"])
-    parser.add_argument("--run-id", default=None, help="The launcher's --rdzv-id; may be left out with one job.")
-    parser.add_argument("--yes", action="store_true", help="drain and stop: take the one job on this machine.")
-    parser.add_argument("--ranks", default="", help="For drain and admit: these ranks only, e.g. 4,5.")
+    parser.add_argument(
+        "--run-id",
+        default=None,
+        help="Job to control: the launcher's --rdzv-id. Default: the only job on this machine.",
+    )
+    parser.add_argument(
+        "--yes",
+        action="store_true",
+        help="For drain and stop: end the only job on this machine without naming it by --run-id.",
+    )
+    parser.add_argument("--ranks", default="", help="For drain and admit: ranks, e.g. 4,5. Default: all.")
     args = parser.parse_args(argv)
     try:
         command = _command(args.do, tuple(int(rank) for rank in args.ranks.split(",") if rank))

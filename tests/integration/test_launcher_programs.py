@@ -383,7 +383,7 @@ def test_ctrl_c_twice_ends_at_once_and_leaves_nothing() -> None:
     with cluster(2, script_options=("--seconds", "600", "--step-seconds", "300")) as job:
         job.wait_members([0, 1])
         os.kill(job.agents[0].pid, signal.SIGINT)
-        job.wait_text("asking the workers to save")
+        job.wait_text("the job saves a checkpoint")
         os.kill(job.agents[0].pid, signal.SIGINT)
         assert job.exit_code() == 128 + signal.SIGINT
         assert not job.survivors() and job.port_is_free()

@@ -258,11 +258,17 @@ def test_a_loss_before_the_first_step_starts_everybody_anew(tmp_path: Path, nth:
     whole = elastic_job(tmp_path / "whole", 4, 1, 2, 3, *DROPOUT)
     killed = elastic_job(tmp_path / "killed", 4, 1, 2, 3, *DROPOUT, *fault)
     assert killed.code == whole.code == 0, killed.output[-4000:]
-    assert "rank 1 was lost before the first step: all ranks are started again" in killed.output
+    assert (
+        "rank 1 was lost before the first step, when no rank could go on without it: all ranks are started again"
+        in killed.output
+    )
     assert killed.committed == whole.committed, "the same run, begun again"
     ended = elastic_job(tmp_path / "ended", 4, 1, 2, 3, *DROPOUT, *fault, "--no-elastic-respawn")
     assert ended.code == 4
-    assert "rank 1 was lost before the first step: the job ends" in ended.output and "Traceback" not in ended.output
+    assert (
+        "rank 1 was lost before the first step, when no rank could go on without it: the job ends" in ended.output
+        and "Traceback" not in ended.output
+    )
 
 
 def test_a_loss_in_evaluation_and_in_saving_repeats_the_phase(tmp_path: Path) -> None:

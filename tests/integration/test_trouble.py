@@ -111,8 +111,8 @@ def test_ranks_that_disagree_about_a_message_end_the_job_at_once_and_say_which(t
         tmp_path / "events", 2, 1, 2, STEPS, *QUIET, script=script(tmp_path, DISAGREEING), seconds=100.0
     )
     assert result.code == 5, result.output[-4000:]
-    (told,) = (line for line in result.output.splitlines() if "after groups were formed anew" in line)
-    assert re.search(r"after step 1: a message of \d+ bytes arrived where \d+ were expected", told)
+    (told,) = (line for line in result.output.splitlines() if "communication after step 1 failed twice" in line)
+    assert re.search(r"in new groups: a message of \d+ bytes arrived where \d+ were expected", told)
     assert "Traceback" not in result.output and "no rank makes progress" not in result.output
 
 

@@ -21,7 +21,7 @@ __all__ = ["LONGEST", "decode", "encode", "receive", "send"]
 T = TypeVar("T")
 
 LONGEST = 1 << 30
-"""Bytes that a receiver makes room for."""
+"""The most bytes that a receiver allocates for one message."""
 
 
 def encode(value: object) -> bytes:

@@ -62,13 +62,11 @@ class NativeGroup(Driven, _comm.ElasticProcessGroup):
 class NativeFabric(Fabric):
     """See the module docstring and :class:`~megatron.elastic.comm.fabric.Fabric`.
 
-    ``secret`` is shared by the processes of the job and never travels; ``host``
-    is the name or the address (IPv4 or IPv6) this process listens on and is reached
-    at (of a name: an IPv4 address where it has one); ``transport`` chooses between
-    ranks of one host: ``shm`` (raises ``CommError`` when there is no room), ``tcp``, or
-    ``auto`` (shared memory, TCP with one line in the log otherwise). ``timeout`` bounds
-    every wait, in seconds. With ``dense_world`` the default group counts the living,
-    as sub-groups do.
+    The processes of the job share ``secret``, which is never sent. ``host`` is the name or the address (IPv4 or
+    IPv6) at which this process listens and its peers reach it; of a name, an IPv4 address is preferred.
+    ``transport`` is the one between ranks of one host: ``shm`` (raises ``CommError`` if shared memory is full),
+    ``tcp``, or ``auto`` (shared memory; if that is full, TCP and one line in the log). ``timeout`` bounds every
+    wait, in seconds. With ``dense_world`` the default group counts the living ranks, as sub-groups do.
     """
 
     def __init__(
@@ -179,7 +177,7 @@ class NativeFabric(Fabric):
         return tuple(self._hub.waiting_for())
 
     def refused(self) -> dict[str, int]:
-        """Connections turned away so far, by reason (strangers, stale incarnations, garbage, …)."""
+        """Number of refused connections by reason (wrong secret, stale incarnation, malformed data, …)."""
         return self._hub.counters()
 
     def transport(self, rank: int) -> str:
@@ -239,7 +237,7 @@ def _numeric(host: str) -> str:
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError as error:
-        raise CommError(f"no address of {host}: {error}") from error
+        raise CommError(f"host name {host} cannot be resolved: {error}") from error
     return str(min(found, key=lambda one: one[0] != socket.AF_INET)[4][0])
 
 

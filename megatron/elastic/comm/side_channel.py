@@ -1,17 +1,13 @@
 """Messages between two ranks beside the step, for background transfers.
 
-One group of its own, so nothing here can meet a message of a step. Waits happen
-on threads of their own and are not counted in what this process waits for: a
-stream that has nothing to send is no hang.
+The side channel has a group of its own, so its messages are never taken for those of a step. It waits on threads of
+its own, and these waits do not count as waits of the process: a stream that has nothing to send is no hang.
 
-A link is one queue, and so is a port of a switch: a step's message waits behind
-whatever was handed over before it. Beside a step, long messages therefore go in
-pieces, the next one when the receiver has confirmed the last: a step's message waits for one piece of a
-stream at most (1 ms at 1 Gbit/s). Messages that delay no other still go as fast as they can.
-The aim is that of LEDBAT (RFC 6817), a transport
-for what has time; its means, measured delays, would be blurred here by busy
-processors. Where all ranks wait for the stream (:meth:`SideChannel.hurry`) many
-pieces are under way at once.
+A link is a queue: a message of a step waits until all data before it has been sent. While a step runs, long messages
+are therefore cut into pieces, and each piece waits until the receiver has confirmed the one before. So a step's
+message waits for at most one piece of a stream (1 ms at 1 Gbit/s). If no step runs, messages go at full speed.
+LEDBAT (RFC 6817) has the same aim, transfers in the background; it measures delays, which busy processors would blur
+here. If all ranks wait for the stream (:meth:`SideChannel.hurry`), many pieces are under way at once.
 """
 
 from __future__ import annotations

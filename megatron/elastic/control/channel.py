@@ -98,7 +98,7 @@ class Session:
         code = self._receiving.copy()
         code.update(_NUMBER.pack(self._received) + told)
         if not hmac.compare_digest(proof, code.digest()):
-            raise ProtocolError("a frame that is not the other end's next one")
+            raise ProtocolError("a frame is not the next one of this connection (repeated, lost or forged)")
         del buffer[: end + _PROOF_BYTES]
         self._received += 1
         return told[_LENGTH.size :]
@@ -117,7 +117,7 @@ class Dialer:
         """The answer and the session. Raises :class:`ProtocolError` for a listener without the key."""
         said, proof = self.hello + challenge[:-_PROOF_BYTES], challenge[-_PROOF_BYTES:]
         if len(challenge) != CHALLENGE_BYTES or not hmac.compare_digest(proof, _proof(self._key, b"listener", said)):
-            raise ProtocolError("it does not know this job's secret and run id")
+            raise ProtocolError("it has another secret or run id than this job")
         self.instance = challenge[_NONCE_BYTES : _NONCE_BYTES + INSTANCE_BYTES]
         to_listener, to_dialer = _session_keys(self._key, said)
         return _proof(self._key, b"dialer", said), Session(to_listener, to_dialer)
@@ -133,14 +133,14 @@ class Acceptor:
     def challenge(self, hello: bytes) -> bytes:
         """The challenge to send. Raises :class:`ProtocolError` for anything but a hello."""
         if len(hello) != HELLO_BYTES or not hello.startswith(_MAGIC):
-            raise ProtocolError("not a hello")
+            raise ProtocolError("the first message is malformed")
         self._said = hello + os.urandom(_NONCE_BYTES) + self._instance
         return self._said[HELLO_BYTES:] + _proof(self._key, b"listener", self._said)
 
     def session(self, answer: bytes) -> Session:
         """The session. Raises :class:`ProtocolError` for a dialer without the key."""
         if not self._said or not hmac.compare_digest(answer, _proof(self._key, b"dialer", self._said)):
-            raise ProtocolError("the dialer does not know this job's secret and run id")
+            raise ProtocolError("the client has another secret or run id than this job")
         to_listener, to_dialer = _session_keys(self._key, self._said)
         return Session(to_dialer, to_listener)
 

@@ -1,14 +1,11 @@
 """The worker's end of the control plane.
 
-One thread listens on the socket this worker inherited from its node's agent, and
-takes in what comes (:mod:`megatron.elastic.control.protocol`). The
-thread also fences: when the agent is gone, or when the agent's lease (a word in
-shared memory) has run out, this process and its children end at once, before
-anybody else may believe them dead.
+One thread receives messages (:mod:`megatron.elastic.control.protocol`) on the socket that this worker inherited from
+its node's agent. The thread also fences: if the agent is gone, or its lease (a word in shared memory) has run out,
+this process and its children end at once. They are gone before another node may count them as lost.
 
-What a worker says is ordered by the socket; what it does is published in shared
-memory (:mod:`megatron.elastic.control.slot`), where the agent can read it also
-when the worker is stopped or dead.
+The messages of a worker are ordered by the socket. Its activity is published in shared memory
+(:mod:`megatron.elastic.control.slot`), where the agent can read it even if the worker is stopped or dead.
 """
 
 from __future__ import annotations
@@ -31,7 +28,7 @@ from megatron.elastic.control.wire import FrameReader, ProtocolError, frame
 __all__ = ["NotUnderLauncher", "WorkerMembership"]
 
 _LOOK_SECONDS = 0.25
-"""How often the control thread looks at the lease and the sampler when nothing arrives."""
+"""Time between two checks of lease and sampler by the control thread while no message arrives."""
 
 
 class NotUnderLauncher(RuntimeError):
@@ -81,7 +78,7 @@ class WorkerMembership(WorkerProtocol):
             channel = socket.socket(fileno=os.dup(int(environ[env.CONTROL_FD])))
             slot = Slot(int(environ[env.SLOT_FD]))
         except (OSError, ValueError) as error:
-            raise NotUnderLauncher(f"its socket is not inherited: {error}") from None
+            raise NotUnderLauncher(f"the launcher's socket was not inherited: {error}") from None
         rank, incarnation, slots = int(environ["RANK"]), int(environ[env.INCARNATION]), int(environ[env.SLOTS])
         newcomer = environ.get(env.NEWCOMER) == "1"
         return cls(rank, incarnation, slots, channel, slot, environ[env.HOST], newcomer, environ[env.DOMAIN])
@@ -167,7 +164,10 @@ class WorkerMembership(WorkerProtocol):
     def fence(self) -> None:
         """See :meth:`Membership.fence`. Any thread."""
         if self._slot.lease_over():
-            _end_with_children("the lease of this node ran out: its agent is stopped or cannot reach the others")
+            _end_with_children(
+                "the lease of this node ran out (its agent is stopped, or cannot reach the "
+                "other nodes): this process ends, the job goes on without it"
+            )
 
     def _end(self, code: int, why: str) -> None:
         sys.stdout.flush()

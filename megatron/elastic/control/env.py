@@ -65,8 +65,8 @@ HOST: Final = "MEGATRON_ELASTIC_HOST"
 """Name of this node; two agents on one machine have two names, because they are two nodes."""
 
 DOMAIN: Final = "MEGATRON_ELASTIC_DOMAIN"
-"""What fails together with this node, like ``rack7/host12``. Set it where a node is started, unless its machine says
-enough (:mod:`megatron.elastic.launch.domain`); the launcher gives its workers what holds."""
+"""Failure domains of this node, like ``rack7/host12``. Set it where a node is started, unless the machine tells them
+itself (:mod:`megatron.elastic.launch.domain`). The launcher passes the result to its workers."""
 
 ADDRESS: Final = "MEGATRON_ELASTIC_ADDRESS"
 """Network address at which workers of other nodes reach this node: what a communicator listens on."""

@@ -48,17 +48,26 @@ class Failures(msgspec.Struct, forbid_unknown_fields=True):
             at.append((rank, incarnation))
             if len(at) > 1:
                 who = ", ".join(f"rank {r} (incarnation {i})" for r, i in at)
-                self.verdict = f"step {step} fails deterministically: {who} ended with an error there"
+                self.verdict = (
+                    f"step {step} fails deterministically: {who} ended with an error there; "
+                    "the job ends, since a restart would repeat it"
+                )
                 return self.verdict
         if self.max_per_hour and len(self._times) > self.max_per_hour:
-            return f"{len(self._times)} ranks lost within an hour; --elastic-max-losses-per-hour is {self.max_per_hour}"
+            return (
+                f"{len(self._times)} ranks were lost within an hour, more than "
+                f"--elastic-max-losses-per-hour {self.max_per_hour}: the job ends"
+            )
         return None
 
     def fell_back(self, rank: int, incarnation: int, step: int) -> str | None:
         """Note a rank that asks for the last checkpoint; a text when it did so at this step before."""
         before = self._fell.setdefault(step, {}).setdefault(rank, incarnation)
         if before < incarnation:
-            return f"step {step}: a gradient is not finite, also after the job went back to its last checkpoint"
+            return (
+                f"step {step}: a gradient is not finite, also after the job went "
+                "back to its last checkpoint: the job ends"
+            )
         return None
 
     def started_anew(self) -> str | None:
@@ -67,7 +76,10 @@ class Failures(msgspec.Struct, forbid_unknown_fields=True):
         self._reached = -1
         last = self._ends[-_STARTS:]
         if len(last) == _STARTS and last[0] >= max(last[1:]):
-            return f"all ranks were lost {_STARTS} times in a row, each time before step {last[0] + 1} was done"
+            return (
+                f"all ranks were lost {_STARTS} times in a row, each time before "
+                f"step {last[0] + 1} was complete: the job ends"
+            )
         return None
 
     def admitted(self, rank: int, incarnation: int) -> None:
@@ -103,7 +115,7 @@ def exit_status(
     elif codes:
         code, why = next((code for code in _SEVERITY if code in codes), max(codes)), ""
     else:
-        code, why = ExitCode.STATE_LOST, "no rank is left that could go on"
+        code, why = ExitCode.STATE_LOST, "no rank is left that could go on: resume from the last checkpoint (--load)"
     if stopping and code == ExitCode.DRAINED:
         return ExitCode.DONE, why or "stopped as asked (ctl stop): exit status 0, the job is not queued again"
     if stopping and code == ExitCode.STATE_LOST:

@@ -1,19 +1,17 @@
 """The generations of one job: a pure state machine over the journal.
 
-Every agent applies the same events in the same order and so holds the same
-state; nothing here reads a clock, a socket or a random number. FREEZE(g) is not
-a message but a consequence of an event (a loss, a complete request); DECIDE(g)
-is the one event that must be appended at a given journal position, and therefore
-cannot pass a loss that came first (compare-and-set on the position).
+Every agent applies the same events in the same order and so holds the same state. Nothing here reads a clock, a
+socket or a random number. FREEZE(g) is no message: every agent derives it from an event (a loss, a complete request).
+DECIDE(g) is the one event that names the journal position at which it must be appended, by compare-and-set. So it
+cannot overtake a loss that was appended first.
 
 Standing of a rank's present incarnation::
 
     starting ──report──▶ (fresh) ──DECIDE──▶ member ──▶ lost │ done
     waiting  ──join request of all members, DECIDE──▶ member
 
-While there is no member (at the start, or after all were lost) the job is
-*fresh*: every rank that arrives is part of the next decision, which waits for every rank
-that can still come. Otherwise a newcomer waits to be admitted.
+While there is no member (at the start, or after all were lost) the job is *fresh*. The next decision then waits for
+every rank that can still arrive, and contains all that did. Otherwise a newcomer waits to be admitted.
 
 Invariants (tests/unit/control/test_generations.py walks all interleavings)
 - ``decided ≤ frozen ≤ decided + number of changes since``; both only grow.
@@ -119,7 +117,7 @@ class Generations(msgspec.Struct, forbid_unknown_fields=True):
     _preparing: set[int] = set()
     """Ranks that said they have nothing yet that could outlive a loss."""
     _begun: set[int] = set()
-    """Those of them that have something now. Each says so once, whatever is being agreed then."""
+    """Those of them that have something now. Each says so once, in any state of the agreement."""
 
     def __post_init__(self) -> None:
         slots = sorted(rank for node in self.nodes.values() for rank in node.ranks)

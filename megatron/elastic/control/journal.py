@@ -170,7 +170,7 @@ class Journal:
             self.mark = self.mark.after(None)
             return position, None
         if entry.after != self.mark.chain:
-            raise JournalForged(f"entry {position} of the journal continues another past than the one read here")
+            raise JournalForged(f"entry {position} of the journal does not follow the entry before it")
         self.mark = self.mark.after(value)
         return position, entry.event
 

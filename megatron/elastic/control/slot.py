@@ -1,17 +1,20 @@
-"""One worker's shared-memory slot: what it does, its last words, its lease.
+"""One worker's shared-memory slot: its activity, its last words, its lease.
 
-A memfd made by the agent and inherited by the worker. The worker writes what it
-is doing without a system call; the agent reads it while the worker is stopped,
-hung or dead, which no message could offer. Activity is guarded by a sequence
-word (odd while being written), so a reader never sees half an update; a writer
-that dies half way leaves it odd, and the reader keeps the last whole one.
+The slot is a memfd that the agent makes and the worker inherits. The worker writes its activity without a system
+call. The agent can read it while the worker is stopped, hung or dead, when the worker could send no message. A
+sequence word, odd during a write, guards the activity: a reader never takes half an update. If the writer dies during
+a write, the word stays odd and the reader keeps the last complete activity.
 
-Layout (little endian): u64 lease end ns | u64 sequence | i64 step | u64 progress |
-u64 stamp ns | u64 usual ns | i32 finished, i32 code | u16 phase length,
-u16 waiting count | 64 bytes phase | u32 × 256 waiting for | … | at 2048: u32 exit reason | at 3072: a lock that the
-worker's training thread holds for life | at 4096: u32 length, last words.
-The lease ends by CLOCK_BOOTTIME, which also counts the time that a machine is suspended; other times are
-CLOCK_MONOTONIC. All processes of a host share both.
+Layout (little endian)::
+
+    at 0     u64 lease end ns | u64 sequence | i64 step | u64 progress | u64 stamp ns | u64 usual ns
+             i32 finished | i32 code | u16 phase length | u16 waiting count | 64 bytes phase | u32 × 256 waiting for
+    at 2048  u32 exit reason
+    at 3072  a lock that the worker's training thread holds for life
+    at 4096  u32 length | last words
+
+The lease ends by CLOCK_BOOTTIME, which also counts the time that a machine is suspended. Other times are
+CLOCK_MONOTONIC. All processes of a host share both clocks.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class Store(ABC):
 
     @abstractmethod
     def put(self, key: str, value: bytes) -> None:
-        """Set ``key``, whatever it was."""
+        """Set ``key``, whatever its value was."""
 
     @abstractmethod
     def get(self, key: str) -> bytes | None:

@@ -98,13 +98,13 @@ class ReachedStore(Store):
     def get_many(self, keys: Sequence[str]) -> dict[str, bytes | None]:
         found = self._ask(GetMany(list(keys)))
         if not isinstance(found, list) or len(found) != len(keys):
-            raise StoreLost(f"store at {self.host}:{self.port}: not a list of {len(keys)} values")
+            raise StoreLost(f"store at {self.host}:{self.port}: the reply does not have {len(keys)} values")
         return dict(zip(keys, found, strict=True))
 
     def create(self, key: str, value: bytes) -> bytes:
         found = _value(self._ask(Create(key, value)))
         if found is None:
-            raise StoreLost(f"store at {self.host}:{self.port}: no value after it was set")
+            raise StoreLost(f"store at {self.host}:{self.port}: a value that was set is missing")
         return found
 
     def replace(self, key: str, old: bytes | None, new: bytes) -> bool:
@@ -188,12 +188,12 @@ class ReachedStore(Store):
             challenge = _received(channel, CHALLENGE_BYTES)
             answer, session = dialer.answer(challenge)
             if self._instance not in (b"", dialer.instance):
-                raise NotTheStore(f"another server took over {self.host}:{self.port}")
+                raise NotTheStore(f"another server now listens at {self.host}:{self.port}")
             self._instance = dialer.instance
             channel.sendall(answer)
         except ProtocolError as error:
             channel.close()
-            raise NotTheStore(f"what listens at {self.host}:{self.port} is not this job's store: {error}") from None
+            raise NotTheStore(f"the server at {self.host}:{self.port} is not this job's store: {error}") from None
         except OSError:
             channel.close()
             raise
@@ -223,4 +223,4 @@ def _received(channel: socket.socket, size: int) -> bytes:
 def _value(reply: Reply) -> bytes | None:
     if reply is None or isinstance(reply, bytes):
         return reply
-    raise StoreLost("the store's reply is no value")
+    raise StoreLost("the store's reply is malformed")

@@ -2,9 +2,9 @@
 
 One thread serves all connections over epoll and never blocks. A connection is a *stranger* until the handshake of
 :mod:`channel` has proved that it belongs to the job. Strangers cannot keep the job waiting: their number and their time
-are limited, the oldest one of the most crowded address gives way to the next, and each turn of the loop serves the
-job's own connections first and takes only a few new ones. Nothing is allocated by an announced size: a stranger's
-messages have fixed sizes, and a frame of a member of the job takes only as much memory as has arrived of it.
+are limited. If there are too many, the oldest one of the address that has most of them is closed. Each turn of the loop
+serves the job's own connections first and accepts only a few new ones. Memory is never allocated by an announced size:
+a stranger's messages have fixed sizes, and a frame of a member takes only as much memory as has arrived of it.
 """
 
 from __future__ import annotations
@@ -218,7 +218,7 @@ class StoreServer:
         except BlockingIOError:
             return
         if not data:
-            raise ProtocolError("closed by its other end")
+            raise ProtocolError("the client closed the connection")
         connection.incoming += data
         if connection.session is not None:
             self._serve(connection)

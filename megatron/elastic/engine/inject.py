@@ -18,11 +18,11 @@ Grammar of ``--elastic-inject``::
     kill:rank=1,losses=3,point=mid_update       the first step after three ranks were lost and all are back
     kill:rank=2,rejoin=4,point=in_recovery_edit while the last missing rank is being admitted
 
-``|`` separates alternatives, ``step=5-20`` is 5 to 20. Left out: ``rank`` is every rank, ``step`` every step,
-``point`` is before_step, ``nth`` 1, ``count`` 1 (how often in one process; 0: no limit),
-``incarnation`` the first life of a rank (``*``: every life; the default with ``losses`` and
-``rejoin``). ``random`` also takes ``kinds=kill|stop`` and ``points=...``. ``copy`` is owner (or
-mirror), ``tensor`` master, exp_avg or exp_avg_sq.
+``|`` separates alternatives, ``step=5-20`` is 5 to 20. ``count`` is the number of times in one process (0: no limit).
+Defaults: every ``rank``, every ``step``, ``point=before_step``, ``nth=1``, ``count=1``, ``copy=owner``,
+``tensor=master``. The default ``incarnation`` is the first life of a rank; ``*`` is every life, the default with
+``losses`` and ``rejoin``. ``copy`` may be mirror, ``tensor`` may be exp_avg or exp_avg_sq. ``random`` also takes
+``kinds=kill|stop`` and ``points=...``.
 
 Many losses in one job are ordered by the number of losses before them: while every rank is
 present, the sum of their incarnations is that number, and every process can compute it.

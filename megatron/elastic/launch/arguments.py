@@ -121,19 +121,21 @@ def build_parser() -> argparse.ArgumentParser:
     parser.description = "Elastic launcher: torchrun's arguments, and workers whose loss does not end the others."
     own = parser.add_argument_group("elastic launcher")
     own.add_argument(
-        "--adapt", action="store_true", help="Import megatron.elastic.adaptor before the script: makes it elastic."
+        "--adapt",
+        action="store_true",
+        help="Import megatron.elastic.adaptor before the script, so that a script without this import is elastic.",
     )
     own.add_argument(
         "--respawn",
         action=argparse.BooleanOptionalAction,
         default=None,
-        help="Start lost workers again (default: the script's --elastic-respawn).",
+        help="Start lost workers again. Default: the script's --elastic-respawn.",
     )
     own.add_argument(
         "--preload",
         default="auto",
-        help="Modules the parent of all workers imports once, comma-separated; 'auto': what the script imports of "
-        "torch, numpy and megatron; 'none'.",
+        help="Modules, comma-separated, that the parent of all workers imports once, so that workers start faster. "
+        "'auto': those of torch, numpy and megatron that the script imports. 'none': use it if their import fails.",
     )
     return parser
 
@@ -167,7 +169,11 @@ def _warn_of_unused(args: argparse.Namespace) -> None:
     """torchrun options that tune what this launcher does in its own way: accepted, with one line."""
     changed = [flag for flag, default in _UNUSED.items() if getattr(args, flag[2:].replace("-", "_")) != default]
     if changed:
-        print(f"[launch] without effect here: {', '.join(changed)}", file=sys.stderr, flush=True)
+        print(
+            f"[launch] options of torchrun without effect here, ignored: {', '.join(changed)}",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def _job(args: argparse.Namespace, place: NodePlace, settings: ElasticConfig, environ: Mapping[str, str]) -> JobSpec:

@@ -411,7 +411,7 @@ class EventLog:
             self._give_up(error)
 
     def _give_up(self, error: OSError) -> None:
-        why = f"{error}: make room, or give another folder"
+        why = f"{error}: free space, or give another folder"
         print(f"--elastic-event-log: rank {self.rank} logs no more events: {why}", file=sys.stderr, flush=True)
         self.close()
 

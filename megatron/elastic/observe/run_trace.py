@@ -128,11 +128,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Write the trace of a run. Exit code 1 with one line when there is nothing to draw."""
     parser = argparse.ArgumentParser(prog="python -m megatron.elastic.observe.run_trace", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("directory", type=Path, help="the --elastic-event-log of the run")
+    parser.add_argument("directory", type=Path, help="directory given to --elastic-event-log in that run")
     parser.add_argument("--out", type=Path, required=True, metavar="PATH", help="Chrome trace JSON")
     parser.add_argument("--png", type=Path, metavar="PATH", help="the same as a picture (PNG or SVG by ending)")
-    parser.add_argument("--title", default="", help="of the picture")
-    parser.add_argument("--steps", type=_steps, metavar="FIRST-LAST", help="only what belongs to these steps")
+    parser.add_argument("--title", default="", help="title of the picture")
+    parser.add_argument("--steps", type=_steps, metavar="FIRST-LAST", help="draw these steps only; default: all")
     options = parser.parse_args(arguments)
     try:
         spans = run_spans(read_events(options.directory), options.steps)

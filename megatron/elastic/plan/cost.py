@@ -79,11 +79,10 @@ def held_bytes(
 ) -> dict[int, int]:
     """Device bytes of parameters and optimizer state per cell.
 
-    Optimizer state counts divided by the number of cells that hold the unit
-    (ZeRO-1 over the unit group), but by no less than ``shares``, the nominal
-    data-parallel size: what a survivor is promoted to own beyond its nominal part
-    is stepped where its mirror lies, in host memory. Tied units are one unit: a
-    cell that holds both holds the weights once, and their groups are one group.
+    Optimizer state counts divided by the number of cells that hold the unit (ZeRO-1 over the unit group), but by no
+    less than ``shares``, the nominal data-parallel size. A survivor steps the blocks that it was promoted to own where
+    their mirrors are, in host memory, so they take no device memory. Tied units are one unit: a cell that holds both
+    holds the weights once, and their groups are one group.
     """
     same = {second: first for first, second in tied}
     holders: dict[int, set[int]] = {}

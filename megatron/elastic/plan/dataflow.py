@@ -11,14 +11,11 @@ Invariants: pieces with the same unit range partition the rows they carry; a
 piece's backward runs where its forward ran (there is one piece for both);
 nothing depends on anything but the arguments.
 
-Mixing: with ``mix_microbatches=False`` a piece never holds rows of two nominal
-micro-batches. The loss of a nominal micro-batch is then a sum over whole
-pieces, dropout and loss functions see one micro-batch at a time, and a cell
-that took rows over runs more, smaller kernels. With ``True`` a cell runs its
-own and the taken-over rows of a wave as one larger piece: fewer kernels and
-transfers, but whatever evaluates the loss must weigh rows by
-:func:`row_groups`, and statistics taken over a micro-batch (auxiliary losses of
-experts) would see another population.
+Mixing: with ``mix_microbatches=False`` a piece never holds rows of two nominal micro-batches. The loss of a nominal
+micro-batch is then a sum over whole pieces, and dropout and loss functions see one micro-batch at a time. But a cell
+that took rows over runs more and smaller kernels. With ``True`` a cell runs all rows of a wave, its own and those taken
+over, as one larger piece, with fewer kernels and transfers. The loss must then weigh rows by :func:`row_groups`, and
+statistics over a micro-batch (auxiliary losses of experts) are taken over other rows.
 """
 
 from __future__ import annotations
@@ -82,7 +79,10 @@ def microbatches(grid: Grid) -> int:
     """
     wave = grid.micro_batch_size * grid.data_parallel_size
     if grid.global_batch_size % wave or grid.global_batch_size <= 0:
-        raise PlanError(f"global batch {grid.global_batch_size} is not a multiple of micro-batch x DP = {wave}")
+        raise PlanError(
+            f"--global-batch-size {grid.global_batch_size} is not a multiple of "
+            f"--micro-batch-size × data-parallel size = {wave}"
+        )
     return grid.global_batch_size // grid.micro_batch_size
 
 

@@ -3,10 +3,9 @@
 Nothing here computes. Planner inputs are integers (nanoseconds, bytes), so that
 every process gets the same plan from the same record and can compare hashes.
 
-Rows: the global batch of a step is rows ``0 … GBS-1`` in the order Megatron's
-nominal grid consumes them: nominal micro-batch ``q = row // MBS`` belongs to
-data-parallel rank ``q % DP`` as its ``q // DP``-th. Row → sample is the data
-source's business; the plan speaks of rows only.
+Rows: the global batch of a step is rows ``0 … GBS-1`` in the order in which Megatron's nominal grid consumes them.
+Nominal micro-batch ``q = row // MBS`` belongs to data-parallel rank ``q % DP`` as its ``q // DP``-th. The plan speaks
+of rows only; the data source maps rows to samples.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@ The *nominal* plan is Megatron's: micro-batch ``q`` runs through replica
 and hands the rows of lost cells to living cells that hold the same units
 (docs/design.md §7). Both are pure functions of integers.
 
-Plans are built from shares by :func:`assemble`: pieces get numbers, edges
-follow from row overlaps, independent groups of pieces get their tables one by
-one — a plain pipeline the fixed 1F1B order, anything else a list schedule.
+:func:`assemble` builds a plan from shares. It numbers the pieces and derives edges from the overlaps of their rows.
+Each independent group of pieces gets its own tables: the fixed 1F1B order for a plain pipeline, otherwise a list
+schedule.
 """
 
 from __future__ import annotations

@@ -221,7 +221,7 @@ def module_as_is(self: torch.nn.Module, device: object = None) -> torch.nn.Modul
 
 
 class TypeName(str):
-    """``'torch.FloatTensor'`` that also equals ``'torch.cuda.FloatTensor'``, whichever side it stands on."""
+    """``'torch.FloatTensor'`` that also equals ``'torch.cuda.FloatTensor'``, as left or right operand."""
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, str):

@@ -220,7 +220,9 @@ class NativeFrequency:
         try:
             owner = os.pidfd_open(os.getpid())
         except OSError as error:
-            raise FrequencyUnavailable(f"frequency axis off: pidfd_open (Linux 5.3) failed: {error}") from error
+            raise FrequencyUnavailable(
+                f"clocks are not changed: pidfd_open failed ({error}); it needs Linux 5.3"
+            ) from error
         arguments = [_frequency.__file__, str(owner), self._kind, self._device, self._path, self._before]
         try:
             guard = subprocess.Popen(
@@ -238,7 +240,7 @@ class NativeFrequency:
         if said != "ready":
             guard.wait()
             why = said or f"the guard process ended with status {guard.returncode}"
-            raise FrequencyUnavailable(f"frequency axis off for {self._kind} device {self._device}: {why}")
+            raise FrequencyUnavailable(f"clocks of {self._kind} device {self._device} are not changed: {why}")
         return guard
 
     def _guard_died(self) -> bool:

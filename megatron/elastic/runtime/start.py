@@ -78,7 +78,10 @@ def join(links: Links, job: EngineParts) -> tuple[Engine, JoinState]:
             join_state = receive_join_state(fabric, decision)
             layouts = build_layouts(join_state.catalog, job.config.block_bytes)
             if any(layouts.get(key) != layout for key, layout in own.items()):
-                raise ValueError(f"rank {fabric.rank}: its model has other parameters than the job's model")
+                raise ValueError(
+                    f"rank {fabric.rank}: its model has other parameters than the model "
+                    "of the job: start it with the same arguments"
+                )
             known.update(_of_shard(layouts, shard))
             engine = assemble(
                 links, job, decision, layouts, arena, join_state.configuration, join_state.record, join_state.hardware

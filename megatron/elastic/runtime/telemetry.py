@@ -161,7 +161,7 @@ def narrate_recut(record: StepRecord, view: View, recut: Recut) -> None:
     if not view.lowest:
         return
     if recut.target.is_nominal:
-        why = "all ranks are back, layers return to the cut of the launch"
+        why = "all ranks are back, so layers return to the ranks of the launch"
     elif recut.now_ns:
         why = f"a step is expected to take {recut.then_ns / recut.now_ns:.0%} of its present time"
     else:

@@ -141,7 +141,7 @@ def _table(args: argparse.Namespace) -> dict[str, object]:
     if strangers:
         raise ValueError(f"--lost {strangers[0]}: cells are 0 to {args.dp * args.pp - 1}")
     if len(set(args.lost)) == args.dp * args.pp:
-        raise ValueError("--lost names every cell: there is nothing left to plan for")
+        raise ValueError("--lost names every cell: leave at least one")
     if args.layers < args.pp:
         raise ValueError(f"--layers {args.layers} are fewer than the stages of --pp {args.pp}")
     profile = layer_profile(args.layers)
@@ -219,9 +219,15 @@ def _parser() -> argparse.ArgumentParser:
 
     damage = command("damage", "throughput of every policy after fixed losses, relative to before, and the bound")
     damage.add_argument("--devices", type=_positive, default=96, metavar="N", help="devices before the loss")
-    damage.add_argument("--losses", type=_positive, nargs="*", metavar="N", help="only these numbers of losses")
-    damage.add_argument("--dp", type=_positive, nargs="*", metavar="N", help="only these data-parallel sizes")
-    damage.add_argument("--ablation", action="store_true", help="each axis off in turn (1 and 2 losses)")
+    damage.add_argument(
+        "--losses", type=_positive, nargs="*", metavar="N", help="only rows with these numbers of losses; default: all"
+    )
+    damage.add_argument(
+        "--dp", type=_positive, nargs="*", metavar="N", help="only rows with these data-parallel sizes; default: all"
+    )
+    damage.add_argument(
+        "--ablation", action="store_true", help="turn off one axis of the policy at a time (1 and 2 losses)"
+    )
     goodput = command("goodput", "every policy over a trace of failures and repairs: goodput, stalls, energy")
     goodput.add_argument("--devices", type=_positive, default=16_384, metavar="N", help="devices of the job")
     goodput.add_argument("--days", type=_above_zero, default=30.0, metavar="DAYS", help="simulated time")
@@ -230,13 +236,19 @@ def _parser() -> argparse.ArgumentParser:
     goodput.add_argument("--pp", type=_positive, default=16, metavar="N", help="stages of a replica")
     goodput.add_argument("--layers", type=_positive, default=128, metavar="N", help="layers of the model")
     goodput.add_argument("--waves", type=_positive, default=16, metavar="N", help="micro-batches per replica and step")
-    goodput.add_argument("--step", type=_above_zero, default=20.0, metavar="S", help="seconds an undamaged step takes")
+    goodput.add_argument(
+        "--step", type=_above_zero, default=20.0, metavar="S", help="seconds that an undamaged step takes"
+    )
     goodput.add_argument("--repair-hours", type=_above_zero, default=4.0, metavar="H", help="mean time to repair")
     goodput.add_argument(
         "--correlated", type=_share, default=0.0, metavar="SHARE", help="share of losses that take a block of cells"
     )
-    goodput.add_argument("--correlated-cells", type=_positive, default=8, metavar="N", help="cells of such a block")
-    goodput.add_argument("--spares", type=_positive, default=16, metavar="N", help="waiting cells of policy 'spares'")
+    goodput.add_argument(
+        "--correlated-cells", type=_positive, default=8, metavar="N", help="cells that one correlated loss takes"
+    )
+    goodput.add_argument(
+        "--spares", type=_positive, default=16, metavar="N", help="cells kept as spares by policy 'spares'"
+    )
     hsdp = command("ft-hsdp", "FT-HSDP's arithmetic, and all policies on one trace of its rate")
     hsdp.add_argument("--days", type=_above_zero, default=7.0, metavar="DAYS", help="simulated time")
     table = command("table", "one schedule table: its time, its picture")
@@ -248,17 +260,24 @@ def _parser() -> argparse.ArgumentParser:
         "--lost", type=int, nargs="*", default=[], metavar="CELL", help="cells that died (replica x PP + stage)"
     )
     table.add_argument(
-        "--plan", choices=("reroute", "resize", "steady"), default="reroute", help="peers take over, or cut anew"
+        "--plan",
+        choices=("reroute", "resize", "steady"),
+        default="reroute",
+        help="reroute: peers take whole micro-batches; resize: rows are cut anew; steady: units move too",
     )
     table.add_argument("--split", action="store_true", help="split backward into input and weight gradient")
     table.add_argument(
-        "--headroom", type=_above_zero, default=1.3, metavar="X", help="a cell's memory over the neediest stage's"
+        "--headroom",
+        type=_above_zero,
+        default=1.3,
+        metavar="X",
+        help="memory of a cell, as a multiple of the memory that the largest stage needs",
     )
     table.add_argument("--trace", type=_file, metavar="PATH", help="write a Chrome trace here (ui.perfetto.dev)")
     for one in (damage, goodput, hsdp, table):
         one.add_argument("--chart", type=_picture, metavar="PATH", help="write a picture here (.png or .svg)")
     for one in (goodput, hsdp):
-        one.add_argument("--seed", type=int, default=0, metavar="N", help="of the trace")
+        one.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the trace of losses")
     return parser
 
 

@@ -1,16 +1,16 @@
 """Computing costs from traces of real runs: the simulator's cost model for a machine that can be measured.
 
-Idea: what a forward or backward of a stage takes is a fixed part *of each piece* (the data it reads, the model's
-wrapper, autograd's start) and the sum of its units' costs; least squares over stages of several jobs tell the two
-apart. Without the fixed part, the costs of a stage besides its layers are counted with the embedding and the
-head, twice where one stage has both. Then pipelines seem too fast and plain data parallelism too slow.
-Between actions something
-lies, too, which is measured where nothing is waited for. And no piece takes its median every time: a step lasts as
-long as the slowest of ranks that wait for each other, so steps are simulated with what pieces of a step took, over
-their medians, drawn from the same traces.
+Idea: the time of a stage's forward or backward has two parts: a fixed part *of each piece* (the data it reads, the
+model's wrapper, autograd's start) and the sum of its units' costs. Least squares over stages of several jobs separates
+them. Without the fixed part, it would be counted with the embedding and the head, and twice on a stage that has both.
+Then pipelines would seem too fast and plain data parallelism too slow.
 
-Invariant: a prediction for a job uses nothing but the traces it is given; which those are is the caller's to say.
-Costs are those of pieces of the traced size and of a backward as a whole.
+The pause between two actions is measured where no rank waits. The times of a piece vary from step to step, and a step
+lasts as long as the slowest of the ranks that wait for each other. So steps are simulated with ratios of a piece's time
+to its median, drawn from the same traces.
+
+Invariant: a prediction for a job uses only the traces that the caller passes. Costs are those of pieces of the traced
+size and of a whole backward.
 """
 
 from __future__ import annotations
@@ -263,5 +263,8 @@ def _least_squares(rows: Sequence[Sequence[float]], times: Sequence[float]) -> l
     table = np.array(rows) * weights[:, None]
     solved, _, rank, _ = np.linalg.lstsq(table, np.ones(len(times)), rcond=None)
     if rank < table.shape[1]:
-        raise ValueError("these jobs do not tell pieces from ends: one has to be without a pipeline, and depths differ")
+        raise ValueError(
+            "these jobs cannot separate the cost of a piece from that of embedding and head: add "
+            "a job without a pipeline, and jobs of several pipeline sizes"
+        )
     return [float(value) for value in solved]

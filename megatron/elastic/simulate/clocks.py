@@ -1,14 +1,14 @@
-"""The frequency axis in the ablation: what clocks save, and what they give.
+"""The frequency axis in the ablation: energy that lower clocks save, time that higher clocks save.
 
-Idea: the answer to a damage is planned as ever; clocks (``plan.clocks``) then compensate the imbalance of
-whole units and whole micro-batches, either
-lowered where cells wait (same step, less energy) or raised where all others wait
-for them (shorter step). Both are timed by the plan's own tables.
+Idea: the policy plans its answer to a loss without regard to clocks. Clocks (``plan.clocks``) then compensate the
+imbalance that whole units and whole micro-batches leave. They are lowered on cells that wait (same step, less energy)
+or raised on cells for which all others wait (shorter step). The plan's own tables time both.
 
-Assumed, since no measurement of an accelerator is at hand: ``t(f) = a/f + b``
-with a fifth of the time beyond the clock's reach, clocks from 60% to 110% of
-nominal in steps of 5%, and power of ``idle + (busy - idle) (f / f0)^3`` while
-busy, ``idle`` while waiting, with the watts of ``goodput.Assumptions``.
+Assumptions, not measured on an accelerator
+- Time is ``t(f) = a/f + b``, where ``b``, the part that does not depend on the clock, is a fifth.
+- Clocks are 60% to 110% of the nominal one, in steps of 5%.
+- Power is ``idle + (busy - idle) (f / f0)^3`` of a busy cell and ``idle`` of a waiting one, with the watts of
+  ``goodput.Assumptions``.
 """
 
 from __future__ import annotations

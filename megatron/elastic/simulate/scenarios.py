@@ -2,11 +2,11 @@
 
 Idea: for each (DP, PP, layers, losses, pattern) every policy answers the same
 topology; its answer's tables are executed, and rows per second are divided by
-those of the undamaged nominal 1F1B plan. Beside them stand bounds: what no set of
-pipelines can beat under the same memory in steps that begin one after the other
-(``bound.schedule_bound``), the best set of 1F1B pipelines (``graph.pipeline_bound``,
-for tables without the split), and the work bound (every living cell always busy),
-which no schedule reaches. Only ``recycle`` has no barrier between its steps.
+those of the undamaged nominal 1F1B plan. Only ``recycle`` has no barrier between its steps. Three bounds are given too:
+
+- ``bound.schedule_bound``: no set of pipelines is faster under the same memory in steps with a barrier;
+- ``graph.pipeline_bound``: the best set of 1F1B pipelines, for tables without the split backward;
+- the work bound: every living cell is always busy, which no schedule reaches.
 
 Costs: equal layers, forward 1, backward 2 (half of it the weight gradient),
 transfers free, micro-batch size 1, embedding and head not counted; memory is

@@ -4,13 +4,14 @@ An owner's blocks are mirrored evenly over its *peers*, about S ranks (the scatt
 already hold its blocks in equal shares (declustered placement after Holland and Gibson, "Parity declustering", ASPLOS
 1992). :mod:`peers` chooses the peers.
 
-Order of preference for one mirror, given the owner and the mirrors chosen so far
-1. failure domains: the rank shares as few of them as possible with any of those copies. So owner and k mirrors are in
-   k + 1 distinct racks if there are as many, and in k + 1 distinct nodes if there are as many;
-2. a rank that computes the unit: after a loss of the owner it goes on without a transfer;
-3. a rank that has the block already: no transfer is needed;
-4. one of the owner's peers, with the fewest of its blocks in this unit;
-5. fewest mirrors in this unit, then in all units, then nearest.
+Order of preference for one mirror, given the owner and the mirrors chosen so far:
+
+- 1: the rank shares as few failure domains as possible with any of those copies. So owner and k mirrors are in k + 1
+  distinct racks if there are as many, and in k + 1 distinct nodes if there are as many;
+- 2: a rank that computes the unit: after a loss of the owner it goes on without a transfer;
+- 3: a rank that has the block already: no transfer is needed;
+- 4: one of the owner's peers, with the fewest of its blocks in this unit;
+- 5: fewest mirrors in this unit, then in all units, then nearest.
 
 Invariant: 1 and 2 hold for every block in every placement chosen here; no later move worsens them.
 A copy outside the owner's peers is tolerated, because moving it costs a transfer. It is the

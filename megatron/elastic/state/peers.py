@@ -12,8 +12,8 @@ which few can be lost together (Cidon et al., "Copysets", ATC 2013).
 At equal cost the nearest ranks come first. Between sibling domains, nearness is the distance on a ring, on both sides:
 adjacent domains are peers of each other, and a change of membership alters few peer sets. Within a domain the order
 begins with the rank that corresponds to the owner's, so the owners of a domain do not all choose the same ranks. If
-that rank is lost, the corresponding rank of a further domain comes before the others of the same domain: the remaining
-ranks of a node do not take over the mirrors of its lost ranks.
+that rank is lost, the corresponding rank of a further domain comes before the others of the same domain. So the
+remaining ranks of a node do not take over the mirrors of its lost ranks.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """The state pool: this rank's copies of state blocks, in host memory.
 
-Owned and mirrored blocks are stored alike: master, exp_avg, exp_avg_sq (fp32), a
-version, and up to two retained reduced gradients keyed (step, generation, attempt).
-:meth:`StatePool.apply` brings copies to the version of a StepRecord with one
-native kernel, so owner and mirror have the same bits (ElasWave's snapshot
-pool, arXiv 2510.00606, "gradient" mode; docs/design.md §3, §6).
+Owned and mirrored blocks are stored alike: master, exp_avg, exp_avg_sq (fp32), a version, and up to two retained
+reduced gradients keyed (step, generation, attempt). The method :meth:`StatePool.apply` brings copies to the version of
+a StepRecord with one native kernel, so owner and mirror have the same bits. This is the snapshot pool of ElasWave
+(arXiv 2510.00606) in its "gradient" mode (docs/design.md §3, §6).
 
 Invariants
 - A gradient is dropped only when its copy has applied it, or when a decision

@@ -8,18 +8,17 @@ carries all reports. Every process calls :func:`resolve` on the same bytes and a
   the vote on that gradient is known, owner or mirror alike;
 - recovery goes to the newest version for which every block has a copy among the
   survivors; if some survivor has the record of t+1, that is rolling forward;
-- if no survivor has the record, but every survivor has the gradients of step t under one
-  key and the statistics of all samples are known, the vote is repeated by the copies that
-  it was to name; every block needs one of them;
+- if no survivor has the record, the copies that the vote was to name repeat it. For that every survivor must have the
+  gradients of step t under one key, the statistics of all samples must be known, and every block needs such a copy;
 - otherwise step t is run again from t, its gradients discarded;
 - a copy that was moved, or made anew after a loss, counts as soon as it is complete,
   also before a vote has named it. Its rank *offers* it if it retains every gradient that the
   rank reports. :func:`all_copies` adds it to the copies that were named, or that a repeated vote is to name;
 - versions are never mixed: if no version is complete, the missing blocks are named.
 
-Reports are per rank, not per block: a rank's copies are updated together, so its oldest
-and newest version and the gradient keys that are complete over all of its copies
-suffice; blocks that break the rule (torn by an interrupted update) are listed.
+Reports are per rank, not per block, since a rank updates its copies together. A report holds the rank's oldest and
+newest version and the gradient keys that all of its copies have. Blocks that break the rule (torn by an interrupted
+update) are listed.
 
 In ``state`` mode mirrors receive updated blocks instead of replaying. There a copy
 also keeps its previous version and can go back to it, so the last step may be lost.

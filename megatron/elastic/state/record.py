@@ -6,11 +6,13 @@ needs, so every replay of the step gives the same result:
 gradient multiplier, loss scale and its counters, rates, Adam's step and bias
 corrections. It is immutable and equal on every rank.
 
-Semantics are Megatron's (megatron.core.optimizer): norm of the unscaled
-gradients over all parameters once; clip coefficient ``clip / (norm + 1e-6)`` if
-below 1; a step with non-finite gradients is skipped only with a loss
-scaler; ``DynamicGradScaler`` holds its scale in fp32; a skipped step advances
-neither learning rate schedule nor Adam's step, but does consume its samples.
+Semantics are Megatron's (megatron.core.optimizer):
+
+- the norm is that of the unscaled gradients, with every parameter once;
+- gradients are multiplied by ``clip / (norm + 1e-6)`` if that is below 1;
+- a step with non-finite gradients is skipped only with a loss scaler;
+- ``DynamicGradScaler`` holds its scale in fp32;
+- a skipped step advances neither learning rate schedule nor Adam's step, but does consume its samples.
 
 Sums over blocks and ranks use ``math.fsum`` (exactly rounded), so a repeated vote
 with another order of additions gives the same record.

@@ -5,10 +5,11 @@ long. After a loss it is urgent that each block has all its mirrors again. This 
 the missing mirrors: no owner changes, no copy is dropped. ``rebalance`` follows later and keeps
 existing copies if possible.
 
-Order of preference for one mirror (that of ``mirrors``, without its peers and its fine balance)
-1. the rank shares as few failure domains as possible with any other copy of the block;
-2. it computes the unit;
-3. it receives least so far, so that all receive equal shares; then it holds least.
+Order of preference for one mirror (that of ``mirrors``, without its peers and its fine balance):
+
+- 1: the rank shares as few failure domains as possible with any other copy of the block;
+- 2: it computes the unit;
+- 3: it receives least so far, so that all receive equal shares; then it holds least.
 
 All are pure functions of integers, linear in the missing copies: every process derives the same result.
 """

@@ -24,9 +24,9 @@ one interleaving, which ``tests/unit/protocol`` finds.
 Invariants
 - A damaged copy is replaced in place: its drop and its add are one change.
 - A copy that the newest record names is not dropped before a newer record does not name it.
-- A block being added is not reported, voted on, or updated by its rank's own ``apply`` before
-  ``commit``, or before the generation ends and ``BlockReceiver.keep`` returns it as whole;
-  a base whose hash does not match never is.
+- Before ``commit`` a block being added is not reported, voted on, or updated by its rank's own ``apply``. If the
+  generation ends earlier, that holds until ``BlockReceiver.keep`` returns it as whole. A base whose hash does not
+  match is never used.
 - The sender holds one base, or ``memory_bytes`` of bases copied ahead of time
   (``BlockSender.prepare``), and at most ``memory_bytes`` of unsent gradients, ahead or not. If
   steps are faster than the link, the newest blocks are discarded and sent anew

@@ -59,7 +59,10 @@ def test_ranks_that_fail_alike_end_the_job_as_deterministic_not_as_lost_state(
 
 def test_an_error_of_one_rank_alone_may_be_its_machines() -> None:
     assert exit_status(LOST, (), after(1).verdict) == LOST
-    assert exit_status(None, (), after(1).verdict) == (4, "no rank is left that could go on")
+    assert exit_status(None, (), after(1).verdict) == (
+        4,
+        "no rank is left that could go on: resume from the last checkpoint (--load)",
+    )
 
 
 @pytest.mark.parametrize("ended", [(3, "drained"), (1, "error: a flag"), (0, ""), (143, "SIGTERM again")])

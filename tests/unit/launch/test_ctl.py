@@ -16,7 +16,7 @@ def test_the_one_job_that_is_left_is_not_taken_for_the_one_meant() -> None:
 
 @pytest.mark.parametrize("sure", [False, True])
 def test_of_several_none_is_taken(sure: bool) -> None:
-    with pytest.raises(CtlError, match=r"which job.*one, two"):
+    with pytest.raises(CtlError, match=r"several jobs.*one, two.*--run-id"):
         choose(None, {"one": [0], "two": [0]}, sure)
     with pytest.raises(CtlError, match="no agent of job 'three'"):
         choose("three", {"one": [0]}, sure)

@@ -244,6 +244,6 @@ def test_what_is_no_fault_of_the_checkpoint_passes(error: BaseException) -> None
 def test_a_cache_of_the_data_that_cannot_be_written_is_one_line() -> None:
     with pytest.raises(BadInput) as caught, unwritable_cache_named("/full"):
         raise Exception("Failed to write dataset materials to the data cache directory.") from OSError(28, "no space")
-    one_line(caught, "--data-cache-path /full", "no space", "make room")
+    one_line(caught, "--data-cache-path /full", "no space", "free space")
     with pytest.raises(PeerLost), unwritable_cache_named("/full"):
         raise PeerLost(1, "gone") from OSError(104, "reset")

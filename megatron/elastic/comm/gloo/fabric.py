@@ -363,7 +363,7 @@ class GlooFabric(Fabric):
                 missing = [rank for rank in missing if not store.check([str(rank)])]
             for rank in missing:
                 if refused(_at(members[rank], "liveness"), PROBE_SECONDS):
-                    raise PeerLost(rank, "gone before the edit was complete")
+                    raise PeerLost(rank, "lost while groups of the new generation were formed")
             if time.monotonic() > deadline:
                 raise CommTimeout(timeout, tuple(missing))
 

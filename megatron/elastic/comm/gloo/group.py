@@ -221,7 +221,7 @@ class GlooGroup(Driven, dist.ProcessGroup):
         inner, seating = self._host.inner(self)
         root = seating.inner(opts.rootRank)
         if root is None:
-            raise CommError(f"scatter: group rank {opts.rootRank} of {self.role!r} is not living")
+            raise CommError(f"scatter in group {self.role!r}: its root, group rank {opts.rootRank}, is lost")
         own = dist.ScatterOptions()
         own.rootRank = root
         target = Movable(output)

@@ -84,7 +84,7 @@ class GlooSideChannel:
         work = _begun(posted)
         try:
             if self._given_up:
-                raise CommError("given up")
+                raise CommError("the side channel was closed")
             self._settle(work)
         except CommError:
             self._kept.append((work, tensor))
@@ -93,7 +93,7 @@ class GlooSideChannel:
 
 def _begun(work: dist.Work | None) -> dist.Work:
     if work is None:
-        raise CommError("this rank is not part of the group of background messages")
+        raise CommError("this rank is not a member of the group for background messages")
     return work
 
 

@@ -45,7 +45,7 @@ def await_collective(work: dist.Work, allowed: timedelta, void: Callable[[], boo
                 work.wait()
                 return
             if void():
-                raise Forgotten("a connection closed under a collective") from None
+                raise Forgotten("a connection closed during a collective") from None
             if left <= 0.0:
                 raise TimeoutError("timed out waiting for a collective") from None
         else:
@@ -80,7 +80,7 @@ class Waiters:
         while not errand.over.wait(LOOK_SECONDS):
             if void():
                 errands.put(None)  # after this one, whenever it ends
-                raise Forgotten("a connection closed under a message")
+                raise Forgotten("a connection closed during a message")
         self._idle.append(errands)
         if errand.error is not None:
             raise errand.error

@@ -4,11 +4,10 @@ Membership, errors, waits and mirrors stay those of the native fabric. Each grou
 gets a communicator of the vendor's library when it first moves a device tensor;
 :mod:`~megatron.elastic.comm.vendor.group` chooses between the two per call.
 
-A generation changes vendor communicators lazily and each by itself: the first
-device operation of a group in a new generation begins with a host all-gather of
-what every member holds (nothing, or a communicator of a known making, whole or
-revoked), from which all compute the same change: keep, shrink, grow, or rebuild.
-Groups that are whole and have the same members are kept, untouched.
+A new generation changes each vendor communicator lazily, at the first device operation of its group. The members
+first tell each other, in an all-gather over host links, which communicator each one holds and whether it was revoked.
+From that all members compute the same change: keep, shrink, grow, or rebuild. A communicator that was not revoked and
+has the right members is kept as it is.
 
 Interruption: a kernel waiting for a dead peer ends only when its communicator is
 revoked (or aborted, where the library cannot). That happens in a helper thread

@@ -151,6 +151,6 @@ def bounded(action: Callable[[], T], seconds: float, what: str) -> T:
 
 def exit_into_respawn(hang: VendorHang) -> NoReturn:
     """End this process at once: a thread stuck in the vendor library holds locks that no other thread can free."""
-    _log.critical("%s: this worker ends and is started again", hang)
+    _log.critical("%s; this process ends, and the launcher starts the rank again", hang)
     logging.shutdown()
     os._exit(RESPAWN_EXIT_CODE)

@@ -126,7 +126,7 @@ class NcclLibrary:
             function = getattr(self._library, name)
             function.argtypes, function.restype = argument_types(PROTOTYPES[name]), ctypes.c_int
         if set(missing) - OPTIONAL:
-            raise VendorError(f"{path}: no {sorted(set(missing) - OPTIONAL)}")
+            raise VendorError(f"{path} lacks the functions {sorted(set(missing) - OPTIONAL)}: install a newer NCCL")
         self.can_revoke = "ncclCommRevoke" not in missing
         self.can_shrink = "ncclCommShrink" not in missing
         self.can_grow = not {"ncclCommGrow", "ncclCommGetUniqueId"} & set(missing)

@@ -336,7 +336,10 @@ def _record(output: LossOutput, piece: Piece, result: PassResult) -> None:
     for key, value in output.report.items():
         flat = value.detach().reshape(-1).double()
         if flat.numel() not in (1, 2):
-            raise ValueError(f"the loss function reports {key!r} with {flat.numel()} values; 1 or 2 are expected")
+            raise ValueError(
+                f"the loss function reports {key!r} with {flat.numel()} values: "
+                "return 1 (a mean) or 2 (a sum and its count)"
+            )
         total, count = (float(flat[0]), float(flat[1])) if flat.numel() == 2 else (float(flat[0]), 1.0)
         before = result.report.get(key, (0.0, 0.0))
         result.report[key] = (before[0] + total, before[1] + count)

@@ -1,9 +1,12 @@
 """The ledger of a pass: the samples from which its results were really computed.
 
-A plan requires that every sample of the step is read once at the first unit and once at the loss, that both read
-the same tokens and labels, that every unit's gradient has a share of every sample, and that the loss weights add up
-to those of the launch's grid. A :class:`Ledger` records the samples that the data loader delivered and the
-computations that ran.
+A :class:`Ledger` records the samples that the data loader delivered and the computations that ran. A plan requires:
+
+- every sample of the step is read once at the first unit and once at the loss, with the same tokens and labels;
+- the gradient of every unit contains every sample;
+- the loss weights add up to those of the launch's grid.
+
+Two checks refuse a fault:
 
 - A rank refuses its own faults before it reduces a gradient: :meth:`Ledger.read` compares the samples of a piece
   with those that the plan assigns to it.
@@ -99,12 +102,13 @@ class Ledger:
             return
         if reading is None:
             raise LedgerError(
-                f"piece {piece.id}: the forward step read nothing from its data iterator; samples {_ranges(planned)} "
-                "were planned"
+                f"piece {piece.id}: the forward step read nothing from its data iterator, though samples "
+                f"{_ranges(planned)} were planned: read one batch a call on the first and the last stage"
             )
         if reading.samples != planned:
             raise LedgerError(
-                f"piece {piece.id} was computed from samples {_ranges(reading.samples)} instead of {_ranges(planned)}"
+                f"piece {piece.id} was computed from samples {_ranges(reading.samples)} instead of "
+                f"{_ranges(planned)}: read one batch a call"
             )
         total = sum(map(sample_digest, reading.samples, reading.contents))
         if first:

@@ -59,7 +59,7 @@ class History:
         configuration = self._known.get(newest.placement)
         if configuration is None:
             raise RuntimeError(
-                f"the record of step {newest.version} was made under placement {newest.placement}, unknown here"
+                f"the record of step {newest.version} names placement {newest.placement}, which this rank does not know"
             )
         return configuration
 

@@ -1,8 +1,8 @@
 """A rank's view of one generation: placement, assignment, plan and groups. Immutable.
 
-Pure functions derive it from a decision and a configuration: the plan, this rank's cell,
-the process group that reduces each slice of the arena, the blocks this rank owns and
-mirrors, and the peers it ships gradients to. The next generation replaces it as a whole.
+Pure functions derive it from a decision and a configuration. It holds the plan, this rank's cell, the process group
+that reduces each slice of the arena, and the blocks that this rank owns and mirrors. It also names the peers that get
+its gradients. The next generation replaces it as a whole.
 """
 
 from __future__ import annotations

@@ -119,7 +119,7 @@ class Agreement:
         if promotion.lost:
             raise StateLost(report.holdings.newest, promotion.lost)
         lost_steps = _lost_steps(reports, resolution)
-        # Some rank may have made room for units whose parameters it lacks.
+        # Some rank may have allocated units whose parameters it lacks.
         undefined = assignment != named.assignment or lost_steps > 0 or bool(newcomers(decision))
         view = self.views.build_view(decision, Configuration(promotion.placement, assignment), resolution.record)
         seconds["plan"] = time.monotonic() - started

@@ -1,13 +1,15 @@
 """The migrations of one rank, one after the other (:mod:`streams` describes the stages).
 
-replenish in a recovery: begin the missing copies at once, before any other migration
-begin     at a boundary: start the streams, which run beside the steps; if layers move, from the next boundary on
-agree     in a step, for missing copies: once all ranks are ready, the vote of this step names the target
-conclude  at the boundary after the vote in which all ranks were ready: the next vote names the target
-arrive    in that step, before it is shipped: added copies count, though no vote has named them
-confirm   after the vote: every rank works under the target and drops the copies that leave
-prove     after the gather of that step: take a certificate
-forget    if the generation ends before the vote: keep the old configuration and the copies that arrived whole
+Their calls, in order::
+
+    replenish in a recovery: begin the missing copies at once, before any other migration
+    begin     at a boundary: start the streams, which run beside the steps; if layers move, from the next boundary on
+    agree     in a step, for missing copies: once all ranks are ready, the vote of this step names the target
+    conclude  at the boundary after the vote in which all ranks were ready: the next vote names the target
+    arrive    in that step, before it is shipped: added copies count, though no vote has named them
+    confirm   after the vote: every rank works under the target and drops the copies that leave
+    prove     after the gather of that step: take a certificate
+    forget    if the generation ends before the vote: keep the old configuration and the copies that arrived whole
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ class StepBody:
             result = self.compute(step, loss_scale)
             if exact.agreed(self._tools.fabric.world):
                 return result
-        raise OutOfRange(f"step {step.step}: gradients are out of the range of --elastic-exact")
+        raise OutOfRange(f"step {step.step}: a gradient is outside the range that --elastic-exact can add exactly")
 
     def compute(self, step: StepInput, loss_scale: float, *, training: bool = True) -> PassResult:
         """Run forward (and backward) of this rank's pieces; a parked rank computes nothing."""
@@ -331,7 +331,7 @@ class StepBody:
         dist.all_reduce(vector, group=tools.fabric.world)
         total = layout.unpack(vector)
         if total.voters != len(self._view.living):
-            raise RuntimeError(f"{total.voters} of {len(self._view.living)} ranks voted")
+            raise RuntimeError(f"only {total.voters} of {len(self._view.living)} ranks took part in the vote")
         if total.plan != tally.plan * total.voters:
             raise RuntimeError(
                 "ranks disagree about the plan of this generation, the placement of state, "

@@ -104,7 +104,9 @@ class Recovery:
             return
         version = self._context.record.version
         if self._unexplained == version:
-            raise CommunicationFault(f"after step {version}: {error}, again after groups were formed anew") from error
+            raise CommunicationFault(
+                f"communication after step {version} failed twice, the second time in new groups: {error}"
+            ) from error
         self._unexplained = version
         self._context.agreement.membership.request(Request.REFORM)
 

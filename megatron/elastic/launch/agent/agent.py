@@ -92,7 +92,7 @@ class Agent:
             loop, members.store, members.signer, self._deliver, self._store_lost, self._left_behind
         )
         self.append = self._journal_io.append
-        # What becomes events: messages of workers, leases of other nodes, hangs, commands of users.
+        # Sources of events: messages of workers, leases of other nodes, hangs, commands of users.
         self._worker_messages = WorkerMessages(
             self.state, self._mine.ranks, self.append, self._worker_opened, self._leaving
         )
@@ -106,7 +106,7 @@ class Agent:
         self._hang_arbiter = HangArbiter(self.state, self.timing, loop, self.clock, self.append)
         admin = Admin(job.run_id, self.state, self.clock, self.table, self._pids, self.append)
         self._console = Console(loop, job.run_id, self.node, admin.handle)
-        # What follows from the state: workers are started, the journal is trimmed.
+        # Consequences of the state: workers are started, the journal is trimmed.
         self._logs = WorkerLogs(job, self._mine.ranks)
         self._spawner = Spawner(job, members, pool, self._logs)
         self._respawn = Respawn(
@@ -243,7 +243,10 @@ class Agent:
             why = "the process that forks this node's workers failed to import their modules: try --preload none"
             self.append(JobEnded(1, why))
             return
-        say("the process that forks this node's workers ended, and its workers with it: it is started again")
+        say(
+            f"node {self.node}: the process that forks this node's workers was lost, "
+            "and its workers with it; all are started again"
+        )
         self._pool.replace_zygote()
 
     # -- what the journal says --------------------------------------------------------
@@ -305,7 +308,7 @@ class Agent:
                 self._respawn.start_lost()
 
     def _look_into(self, event: Suspected) -> None:
-        """Death is the usual cause of a broken link, and stops the next: ask the kernel before anybody is blamed."""
+        """Ask the kernel whether the suspect is dead, the usual cause of a broken link, before the suspicion counts."""
         state = self.state.ranks.get(event.rank)
         if state is None or state.incarnation != event.incarnation or event.generation != self.state.decided:
             return
@@ -353,7 +356,7 @@ class Agent:
 
     def _given_up(self) -> None:
         if self._active:
-            say("the other nodes count this node as lost: its workers are ended and started again")
+            say(f"node {self.node}: the other nodes count this node as lost; its workers are killed and started again")
         self._active = False
         for worker in list(self._pool.workers.values()):
             self._pool.kill(worker, "node given up")
@@ -375,7 +378,10 @@ class Agent:
 
     def _give_up_return(self) -> None:
         if not self._active and self.exit_code is None:
-            say(f"--node-rank {self.node} is already taken by another agent of job {self.job.run_id!r}")
+            say(
+                f"--node-rank {self.node} is already taken by another agent of job "
+                f"{self.job.run_id!r}: choose another number"
+            )
             self._stop(1)
 
     # -- the end --------------------------------------------------------------------------
@@ -391,10 +397,13 @@ class Agent:
 
     def _store_lost(self, why: str) -> None:
         if self.exit_code is None:
-            say(f"{self.members.store.keeper} cannot be reached ({why}): the job ends; its last checkpoint is kept")
+            say(
+                f"{self.members.store.keeper} cannot be reached ({why}): the job "
+                "ends; resume from its last checkpoint (--load)"
+            )
             for worker in self._pool.workers.values():
                 if worker.elastic:
-                    text = "the job's store is gone; this worker ends"
+                    text = "the job's store cannot be reached any more; this process ends"
                     self._pool.tell(worker, End(ExitCode.STATE_LOST, text))
             self._leases = None
             self._stop(ExitCode.STATE_LOST)
@@ -410,10 +419,13 @@ class Agent:
         name = signal.Signals(number).name
         elastic = self.job.elastic or any(worker.elastic for worker in self.by_rank.values())
         if self._signals > 1:
-            self.append(JobEnded(128 + number, f"{name} again: the job ends at once"))
+            self.append(JobEnded(128 + number, f"second {name}: the job ends at once, without a checkpoint"))
             self._loop.after(1.0, lambda: self._stop(128 + number))
         elif elastic:
-            say(f"{name}: asking the workers to save and end (again: at once)")
+            say(
+                f"{name}: the job saves a checkpoint at the next step boundary "
+                "and ends; a second signal ends it at once"
+            )
             self.append(Wanted(Drain()))
             self._loop.after(self.job.drain_timeout, lambda: self.append(self._late(number)))
         else:

@@ -1,10 +1,9 @@
-"""Between an agent's loop and the journal: entries in, in order and once; events out.
+"""The threads between an agent's loop and the journal: each entry reaches the loop once and in order.
 
-The *follower* thread blocks on the next position and hands each entry to the
-loop. Appending is done by a *writer* thread, so that the loop never waits for a
-store that may be far away or gone; only the agent that serves the store itself
-appends right from its loop, which saves four changes of thread on the way from a
-death to FREEZE. The end of the store reaches the loop once, as a call of ``lost``.
+The *follower* thread waits for the next position and hands each entry to the loop. The *writer* thread appends, so
+the loop never waits for a store that may be far away or gone. The agent that serves the store appends from its loop
+instead, which saves four changes of thread between a death and FREEZE. If the store is lost, the loop is told once,
+by a call of ``lost``.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ class JournalIO:
             threading.Thread(target=self._write, name="journal-writer", daemon=True).start()
 
     def append(self, event: Event) -> None:
-        """Append at the end, whatever else is appended meanwhile."""
+        """Append at the end, also while others append."""
         self._send(None, event)
 
     def append_at(self, position: int, event: Decided) -> None:
@@ -112,7 +111,7 @@ class JournalIO:
         try:
             while True:
                 position, event = self._outgoing.get()
-                # What the follower has seen need not be read again to find the first free position.
+                # Positions that the follower has read need not be read again to find the first free one.
                 self._writer.mark = max(self._writer.mark, self._follower.mark, key=lambda mark: mark.position)
                 if position is None:
                     with suppress(Trimmed):  # this node was given up: its events do not count any more

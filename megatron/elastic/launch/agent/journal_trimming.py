@@ -48,10 +48,10 @@ class JournalTrimming:
             if found is None:
                 return BEGIN
             if found.mark.position < self._kept:
-                raise ProtocolError(f"a snapshot of entry {found.mark.position} was put back")
+                raise ProtocolError(f"its snapshot, of entry {found.mark.position}, is older than one read before")
             restore(self._state, self._failures, found.content)
         except ProtocolError as error:
-            raise StoreLost(f"what it keeps of the job's past cannot be read: {error}") from None
+            raise StoreLost(f"its snapshot of the job's state cannot be used: {error}") from None
         self._newest, self._kept = found.mark, found.mark.position
         return found.mark
 

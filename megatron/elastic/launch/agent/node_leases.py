@@ -10,9 +10,8 @@
   time between two reads that found the same lease counts (:class:`Silence`), and the
   lease is read once more before the loss is told.
 
-A lease counts for the agent that holds the node's place only: it names the agent's token,
-and its number grows, so that neither a second agent nor a repeated old value passes for
-a sign of life.
+A lease is a sign of life of one agent only, the one registered for the node: it contains that agent's token and a
+number that grows. So the lease of a second agent does not count, nor does an old value that is read again.
 """
 
 from __future__ import annotations

@@ -144,7 +144,7 @@ def _agree_on_launch(store: Store, signer: Signer, cards: list[str], mine: str |
     except ProtocolError:
         launch = None
     if launch is None or (mine is not None and mine not in launch.cards):
-        raise BadCommand(f"{store.keeper} holds another launch of job {job.run_id!r}: choose another --rdzv-id")
+        raise BadCommand(f"{store.keeper} already holds a launch of job {job.run_id!r}: choose another --rdzv-id")
     return signer.of_launch(_digest(value))
 
 
@@ -201,7 +201,10 @@ def _take_place(
         if store.create(place, mine) == mine:
             return node, mine
     if job.node is None:
-        raise BadCommand(f"all {job.nodes} places of job {job.run_id!r} are taken: raise --nnodes, or give --node-rank")
+        raise BadCommand(
+            f"job {job.run_id!r} has all its {job.nodes} nodes already: raise "
+            "--nnodes, or give --node-rank to replace one"
+        )
     # Either an agent restarted in the place of a dead one, or a second one by mistake: the journal tells.
     return job.node, None
 
@@ -218,10 +221,13 @@ def _add_node(nodes: dict[int, Node], number: int, body: bytes | None, job: JobS
     first = sum(len(node.ranks) for node in nodes.values())
     try:
         if body is None:
-            raise ProtocolError("signed with another secret")
+            raise ProtocolError("it was started with another secret")
         card = _CARDS.decode(body)
         if card.nodes != job.nodes or card.workers < 1:
-            raise BadCommand(f"node {number} was started with --nnodes {card.nodes}, this one with {job.nodes}")
+            raise BadCommand(
+                f"node {number} was started with --nnodes {card.nodes}, this one "
+                f"with {job.nodes}: give the same everywhere"
+            )
         ranks = tuple(range(first, first + card.workers))
         nodes[number] = Node(card.host, ranks, agent=card.agent)
         return card.address, card.port
@@ -283,7 +289,7 @@ def _address(job: JobSpec) -> str:
             probe.connect(there)  # sends nothing: it only asks the routing table
             return str(probe.getsockname()[0])
     except OSError as error:
-        raise BadCommand(f"cannot tell this node's address ({error}): give it with --local-addr") from None
+        raise BadCommand(f"the address of this node cannot be found ({error}): give it with --local-addr") from None
 
 
 def _is_local(host: str) -> bool:

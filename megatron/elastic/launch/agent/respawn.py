@@ -1,10 +1,12 @@
-"""Lost ranks of a node are started again, or end the job.
+"""Restarts of a node's lost ranks, and the end of the job if a rank cannot be restarted.
 
-Mostly a rank is started again soon: when nothing is left of the process before, and the other ranks of its node have
-recovered. The start of a program takes whole cores, which ranks that repeat a step need first. Newcomers that end
-before they take part are started again after growing pauses and are given up then; before the first step all ranks
-start anew; lost ranks of a node that is left out (:mod:`megatron.elastic.control.quarantine`) stay out until its time
-is over, or until the others can do nothing without them.
+A rank is started again when nothing is left of its former process and the other ranks of its node have recovered. They
+come first, since the start of a program takes whole cores.
+
+- A newcomer that ends before it takes part is started again after growing pauses, and then given up.
+- If a rank ends before the first step, all ranks start anew.
+- The ranks of a node in quarantine (:mod:`megatron.elastic.control.quarantine`) stay out until its time is over, or
+  until the job cannot go on without them.
 """
 
 from __future__ import annotations
@@ -144,7 +146,7 @@ class Respawn:
         """No member is left that the waiting ranks could join: they begin anew with all others."""
         for rank in self._state.reports:
             if rank in self._by_rank:
-                self._pool.kill(self._by_rank[rank], "the job it was to join starts anew")
+                self._pool.kill(self._by_rank[rank], "the job that it was to join starts anew")
 
     def start_anew_unless_begun(self, lost: int) -> None:
         """Before the first step no rank holds state, and the others cannot begin without the lost one."""
@@ -152,7 +154,7 @@ class Respawn:
             mine = [worker for rank, worker in self._by_rank.items() if self._state.ranks[rank].standing == "member"]
             if any(worker.killed_for is None for worker in mine):
                 next_is = "all ranks are started again" if self._state.respawn else "the job ends"
-                say(f"rank {lost} was lost before the first step: {next_is}")
+                say(f"rank {lost} was lost before the first step, when no rank could go on without it: {next_is}")
             for worker in mine:
                 self._pool.kill(worker, f"rank {lost} was lost before the first step")
 

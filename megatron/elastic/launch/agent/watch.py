@@ -78,7 +78,7 @@ class Watch:
         elif glimpse.progress != seen.progress:
             seen.progress, seen.activity, seen.changed = glimpse.progress, glimpse.activity, now
         phase, usual = glimpse.activity.phase, glimpse.usual_ns / 1e9
-        # What took longer than it may was a hang, and must not teach that hangs are normal.
+        # A time beyond the limit was a hang: it must not raise the limit.
         if 0.0 < usual <= self._limit(phase):
             self._longest[phase] = max(self._longest.get(phase, 0.0), usual)
         # 'T' is a stop signal; 't', a debugger at work, is left alone.

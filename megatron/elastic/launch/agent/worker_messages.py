@@ -1,9 +1,9 @@
-"""The messages of workers become entries of the journal.
+"""The handling of a worker's messages: they become entries of the journal.
 
-Reports of a node go together: for each frozen generation one entry, once every member
-that lives here has handed in its own, be it before the freeze: a worker that has reported does nothing
-more until the decision, so its report stays true. A message that is malformed, or speaks for another
-rank, raises :class:`ProtocolError`, and the pool ends its worker.
+The reports of a node are one entry for each frozen generation, appended once every living member on the node has
+reported. A report that came before the freeze counts too: a worker that has reported does nothing more until the
+decision, so its report stays true. A message that is malformed, or speaks for another rank, raises
+:class:`ProtocolError`, and the pool ends the worker that sent it.
 """
 
 from __future__ import annotations
@@ -103,7 +103,10 @@ class WorkerMessages:
 
     def _drain(self, worker: Worker) -> None:
         if self._state.drain != ():
-            say(f"rank {worker.rank} was sent a signal to end: the job saves and ends at the next step boundary")
+            say(
+                f"rank {worker.rank} received a signal to end: the job saves a "
+                "checkpoint at the next step boundary and ends"
+            )
             self._append(Wanted(Drain()))
 
     def _take_report(self, worker: Worker, message: Promise) -> None:

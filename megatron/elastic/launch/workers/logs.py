@@ -42,9 +42,11 @@ class WorkerLogs:
             files = DefaultLogsSpecs(job.logs.folder, job.logs.redirects, job.logs.tee, set(job.shown or ()) or None)
             where = files.reify({local: dict(named) for local in range(count)})
         except OSError as error:
-            raise BadCommand(f"cannot write workers' output to files ({error}): --log-dir") from None
+            raise BadCommand(
+                f"the output of workers cannot be written to files ({error}): choose another --log-dir"
+            ) from None
         if not job.logs.folder:
-            say(f"output of workers is kept in {files.root_log_dir} (--log-dir: elsewhere)")
+            say(f"the output of workers is in {files.root_log_dir} (--log-dir sets another directory)")
         self._out, self._err, self.error_files = where.stdouts, where.stderrs, where.error_files
         prefixes = _prefixes(job, ranks)
         self._tails = [

@@ -1,15 +1,11 @@
 """The workers of one node: their zygote, their sockets, their slots, their ends.
 
-The pool knows processes and bytes, nothing of generations. It reports what
-happens through callbacks, a worker's end among them. A worker has
+The pool knows processes and bytes, nothing of generations. It reports events, such as a worker's end, by callbacks.
 
-*ended* when the kernel has begun to take the worker apart: the lock that its
-training thread holds for life was let go (:class:`Deathwatch`), and with the SIGKILL
-that follows no thread of it runs a line of the program again;
-
-*gone* when nothing of it is left, its memory and devices free: the pidfd says so, or
-the zygote when that was quicker in reaping. On busy cores that is a hundred times as
-long after the death. A worker that held no lock has ended when it is gone.
+- A worker has *ended* when the kernel has begun to tear it down: the lock that its training thread holds for life is
+  released (:class:`Deathwatch`). The pool then sends SIGKILL, so no other thread of it runs on.
+- A worker is *gone* when its memory and devices are free: its pidfd says so, or the zygote that has reaped it. On busy
+  cores that is a hundred times as long after the death. A worker that held no lock has ended when it is gone.
 
 The status is read from the kernel's process table, or comes from the zygote.
 """
@@ -195,7 +191,7 @@ class Pool:
             if worker is None or worker.ended:
                 continue
             try:
-                # If it was only its training thread that ended, the rest has to follow before anybody hears of it.
+                # If only its training thread ended, the other threads must end before the end is reported.
                 signal.pidfd_send_signal(worker.pidfd, signal.SIGKILL)
                 status = ending_status(worker.pid)
                 signal.pidfd_send_signal(worker.pidfd, 0)  # still not reaped: the status was its own
@@ -288,7 +284,7 @@ class Pool:
     # -- the end ----------------------------------------------------------------
 
     def close(self) -> None:
-        """Kill whatever runs and wait for the zygote; nothing is left afterwards."""
+        """Kill all workers and wait for the zygote; nothing is left afterwards."""
         self._closing = True
         for worker in list(self.workers.values()):
             self.kill(worker, "the job is over")

@@ -192,7 +192,7 @@ def _in_use(path: str) -> bool:
     """True if any process of the machine has ``path`` open or mapped; also where the kernel does not tell."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        # Granted only where no other process has the file open (man 2 fcntl), whatever the namespaces.
+        # Granted only if no other process has the file open, in any namespace (man 2 fcntl).
         fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
     except OSError:
         return True

@@ -100,11 +100,13 @@ class Rehearsal:
 def main(argv: list[str]) -> int:
     """Parse and run."""
     parser = argparse.ArgumentParser(prog="rehearsal", description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--elastic", action="store_true", help="Accepted, as a training script would have it.")
-    parser.add_argument("--seconds", type=float, default=30.0, help="How long to run after the start.")
-    parser.add_argument("--step-seconds", type=float, default=0.02, help="Duration of one step.")
-    parser.add_argument("--report-seconds", type=float, default=0.0, help="How long a report takes, in recovery.")
-    parser.add_argument("--patience", type=float, default=120.0, help="Time-out of an agreement.")
+    parser.add_argument(
+        "--elastic", action="store_true", help="Accepted and ignored; makes the launcher treat the script as elastic."
+    )
+    parser.add_argument("--seconds", type=float, default=30.0, help="Seconds to run after the start.")
+    parser.add_argument("--step-seconds", type=float, default=0.02, help="Seconds a step takes.")
+    parser.add_argument("--report-seconds", type=float, default=0.0, help="Seconds that a report takes in a recovery.")
+    parser.add_argument("--patience", type=float, default=120.0, help="Seconds until an agreement times out.")
     args, _ = parser.parse_known_args(argv)
     rehearsal = Rehearsal(WorkerMembership.from_env(), args.report_seconds, args.patience)
     return rehearsal.run(args.seconds, args.step_seconds)

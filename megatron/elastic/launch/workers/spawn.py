@@ -94,7 +94,7 @@ class Spawner:
             try:
                 self._scratch = tempfile.mkdtemp(prefix="mel-")
             except OSError:
-                return ""  # multiprocessing will say so, if anybody needs it
+                return ""  # multiprocessing raises an error if the program needs it
         return os.path.join(self._scratch, str(worker.number))
 
     def sweep(self, all_of_node: bool) -> None:

@@ -204,8 +204,8 @@ def _refresh_interpreter() -> None:
 def _take_scratch() -> None:
     """Have multiprocessing put its sockets and semaphores where the launcher removes them.
 
-    It makes a folder for the sockets when it first needs one (in a data-loader worker: to send tensors), and
-    removes all as its process ends in an orderly way, which one that is killed does not.
+    It makes a folder for sockets when it first needs one, for instance to send tensors from a data-loader worker. It
+    removes them only at an orderly exit; a killed process leaves them behind.
     """
     scratch, prefix = os.environ.get(env.SCRATCH), os.environ.get(env.SEGMENT_PREFIX)
     settings: dict[str, Any] = multiprocessing.current_process()._config  # type: ignore[attr-defined]

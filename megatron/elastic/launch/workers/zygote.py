@@ -112,8 +112,8 @@ class Zygote:
 
     def _reap(self, pidfd: int) -> None:
         number, pid, scratch = self._workers.pop(pidfd)
-        # What the worker left in its process group (data-loader workers) goes with it. Before it is
-        # reaped, while its process id cannot be anybody else's.
+        # The rest of the worker's process group (data-loader workers) is killed too. This comes before the
+        # reaping, while no other process can have its process id.
         kill_group(pid)
         _, status = os.waitpid(pid, 0)
         os.close(pidfd)

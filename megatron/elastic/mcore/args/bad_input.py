@@ -148,7 +148,7 @@ def unwritable_cache_named(folder: str | None) -> Iterator[None]:
         where = f"--data-cache-path {folder}" if folder else "the folder of --data-path"
         why = error.__cause__ or error.__context__
         raise BadInput(
-            f"{where}: indices of the data cannot be written ({why}): make room, or give another --data-cache-path"
+            f"{where}: indices of the data cannot be written ({why}): free space, or give another --data-cache-path"
         ) from error
 
 

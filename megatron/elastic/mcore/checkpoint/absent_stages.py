@@ -42,7 +42,7 @@ def duties(launch_topology: LaunchTopology, living: Sequence[int]) -> dict[int, 
             able = [rank for rank, place in sorted(places.items()) if place[0] == shard]
             whole = [rank for rank in able if set(launch_topology.cell_of(rank).ranks) <= set(living)]
             if not able:
-                raise OSError(f"no living rank of the launch could write tensor-parallel rank {shard}")
+                raise OSError(f"no living rank can write the part of tensor-parallel rank {shard}")
             found.setdefault((whole or able)[0], []).append(stage)
     return {rank: tuple(stages) for rank, stages in found.items()}
 

@@ -403,7 +403,7 @@ class BackgroundSave:
         if isinstance(write.error, OSError | CommError):
             raise write.error
         if write.error is not None:
-            raise RuntimeError("a checkpoint could not be written") from write.error
+            raise RuntimeError(f"the checkpoint of step {write.record.version} could not be written") from write.error
         files = _all_files(engine.tools.fabric, write.files)
         if write.request is not None:
             self._name(write.request, self._manifest(write, files))

@@ -1,10 +1,9 @@
 """The engine's optimizer state in Megatron's own checkpoint format and keys.
 
-Formats are Megatron's by construction: for saving and loading, this module builds the
-optimizer that plain Megatron would have built for these arguments over the same
-parameters, fills it from (or reads it into) the state blocks, and takes its sharded state
-dict. Plain Megatron can therefore resume a checkpoint written here, and vice versa, at
-any layout to which torch_dist can reshard.
+Formats are Megatron's by construction. To save or load, this module builds the optimizer that plain Megatron would
+build for these arguments over the same parameters, and takes its sharded state dict. A save fills that optimizer from
+the state blocks; a load reads it into them. Plain Megatron can therefore resume a checkpoint written here, and vice
+versa, at any layout to which torch_dist can reshard.
 
 With ``--use-distributed-optimizer`` the fully reshardable form is written, whose
 tensors have the same keys; the form tied to one data-parallel size is refused.
@@ -252,7 +251,10 @@ def _identity(group: Mapping[str, Any]) -> tuple[Any, ...]:
 def _group_step(groups: Sequence[Mapping[str, Any]]) -> int:
     steps = {int(group["step"]) for group in groups if group.get("step") is not None}
     if len(steps) > 1:
-        raise ConfigError(f"--load: the checkpoint's optimizer steps differ between parameter groups: {sorted(steps)}")
+        raise ConfigError(
+            "--load: optimizer steps differ between the checkpoint's parameter "
+            f"groups ({sorted(steps)}): choose another one"
+        )
     return steps.pop() if steps else 0
 
 

@@ -75,7 +75,7 @@ def _choose(found: _Found, step: int | None, fabric: Fabric, say: Callable[[str]
         finding, unverified = _examine(Path(found.folder) / name, fabric)
         if not finding:
             seconds = time.monotonic() - began
-            without = "has no manifest (plain Megatron wrote it, or an older version): nothing could be verified"
+            without = "is loaded unverified: it has no manifest (plain Megatron or an older version wrote it)"
             say(f"{found.flag}: {name} {without if unverified else f'is verified ({seconds:.2f} s)'}")
             return _step(name) if number else None
         if not step:

@@ -34,7 +34,9 @@ def sample_order(dataset: Any, args: Any, grid: Grid) -> Callable[[int], int]:
         return sequential_order(len(dataset))
     if args.dataloader_type == "cyclic":
         return cyclic_order(len(dataset), grid, args.data_sharding)
-    raise ValueError(f"--dataloader-type {args.dataloader_type} cannot be read by sample: use single or cyclic")
+    raise ValueError(
+        f"--dataloader-type {args.dataloader_type} does not address data by sample number: use single or cyclic"
+    )
 
 
 def sequential_order(total: int) -> Callable[[int], int]:
@@ -42,7 +44,9 @@ def sequential_order(total: int) -> Callable[[int], int]:
 
     def order(sample: int) -> int:
         if sample >= total:
-            raise IndexError(f"sample {sample} of {total}: the data set is exhausted, lower --train-iters")
+            raise IndexError(
+                f"the data set is exhausted: it has {total} samples, and sample {sample} is due; lower --train-iters"
+            )
         return sample
 
     return order
@@ -57,7 +61,10 @@ def cyclic_order(total: int, grid: Grid, sharded: bool) -> Callable[[int], int]:
     wave = grid.micro_batch_size * grid.data_parallel_size
     active = total - total % wave
     if active <= 0:
-        raise ValueError(f"a data set of {total} samples is smaller than one wave of {wave} (micro-batch × DP)")
+        raise ValueError(
+            f"the data set has {total} samples, fewer than --micro-batch-size "
+            f"× data-parallel size = {wave}: use more data"
+        )
     bucket = (total // wave) * grid.micro_batch_size
 
     @lru_cache(maxsize=2)

@@ -94,7 +94,11 @@ def _resume_run(args: Any) -> None:
         global_vars._set_wandb_writer(args)
     except Exception as error:  # wandb's own errors have no common base in all its versions
         why = " ".join(str(error).split()) or type(error).__name__
-        print(f"--wandb-project: rank {os.environ['RANK']} now reports and cannot log to W&B: {why}", flush=True)
+        print(
+            f"--wandb-project: rank {os.environ['RANK']} is the reporter now and "
+            f"cannot log to W&B ({why}); training goes on",
+            flush=True,
+        )
 
 
 def _run_id() -> str:

@@ -228,7 +228,7 @@ class TrainingLoop:
                 self._engine.close()
             if self._setup.connected:
                 if self._checkpoints.unsaved:
-                    remedy = f"make room in --save {get_args().save}, or give another folder"
+                    remedy = f"free space in --save {get_args().save}, or give another folder"
                     why = f"the last checkpoint could not be saved: {self._checkpoints.unsaved}; {remedy}"
                     self._shutdown.leave(ExitCode.STATE_LOST, why)
                 self._setup.links.membership.finish(0)

@@ -1,10 +1,9 @@
 """The bytes that a unit's forward keeps for its backward, estimated from the model's sizes.
 
-The estimate counts the tensors that autograd holds between a micro-batch's forward and its
-backward, as Korthikanti et al. do for Megatron's layer (arXiv 2205.05198, §4), adapted to
-this implementation: keyed dropout recomputes its masks, so none is kept; attention keeps
-its scores, and keys and values repeated for every head, only in Megatron's own
-``DotProductAttention`` (fused and flash kernels do not).
+The estimate counts the tensors that autograd holds between a micro-batch's forward and its backward, as Korthikanti
+et al. do for Megatron's layer (arXiv 2205.05198, §4). Two terms differ here. Keyed dropout recomputes its masks, so
+none is kept. Scores, and keys and values repeated for every head, are kept only by Megatron's own
+``DotProductAttention``; fused and flash kernels do not keep them.
 
 In elements of one row (a sequence of length ``s``), sizes of one tensor-parallel rank:
 

@@ -6,10 +6,9 @@ transformer layers, L+1 final norm and head. If word embeddings are tied to the 
 layer, they form one further, state-only unit L+2, held by every cell that holds
 either end.
 
-Megatron's global values (docs/design.md §2.2) are set for the piece around each
-``forward_step_func`` and restored afterwards: ``args.micro_batch_size``, and the present
-pipeline stage and number of stages, with one chunk a stage, also in ``args``, from
-which a stage decides what it reads of a batch.
+Megatron's global values (docs/design.md §2.2) are set for the piece around each ``forward_step_func`` and restored
+afterwards: ``args.micro_batch_size``, the present pipeline stage, and the number of stages, with one chunk a stage.
+``args`` gets the stages too: a stage reads there which fields of a batch it needs.
 """
 
 from __future__ import annotations
@@ -260,4 +259,4 @@ def _loss_output(result: Any) -> LossOutput:
         return LossOutput(result[0], result[1], result[2])
     if len(result) == 2:
         return LossOutput(result[0], None, result[1])
-    raise ValueError("the loss function must return (loss, report) or (loss sum, tokens, report)")
+    raise ValueError("the loss function must return (mean loss, report) or (loss sum, number of tokens, report)")

@@ -1,9 +1,8 @@
 """Megatron's optimizer parameter groups, formed without a collective.
 
-Megatron gathers the group keys of every rank in the world to agree on an order, in which
-a newcomer could not take part. Here a group is named by its overrides, the
-order is that of the sorted names, and the names are all that the configuration can
-produce, so every rank has the same list from its arguments alone.
+Megatron gathers the group keys of every rank in the world to agree on an order; a newcomer could not take part in
+that collective. Here a group is named by its overrides, and groups are in the order of their sorted names. The list
+has every name that the configuration can produce, so each rank derives the same list from its arguments alone.
 """
 
 from __future__ import annotations

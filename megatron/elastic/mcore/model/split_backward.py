@@ -1,19 +1,16 @@
 """Backward in two parts for Megatron's local linear layers: input gradient now, weight gradient later.
 
-Megatron's own linear layers have no such split (their ``backward_dw`` does
-nothing). Here the autograd function of Column- and RowParallelLinear is
-replaced by one whose backward pass, while a piece is *deferring*, computes the
-input gradient (with its all-reduce or reduce-scatter) and the gradients of small
-parameters, and queues (input, output gradient) of the weight. Running the queue
-computes the deferred products, with the shapes of the whole backward and added in the
-order of the pieces, so every bit equals the whole backward's. Outside of
-:meth:`SplitLinears.deferring` Megatron's function runs unchanged. Transformer Engine's
-layers split their backward themselves and pass the other half to :mod:`split_te`.
+Megatron's own linear layers have no such split (their ``backward_dw`` does nothing). Here another autograd function
+replaces that of Column- and RowParallelLinear. While a piece is *deferring*, its backward computes the input gradient
+(with its all-reduce or reduce-scatter) and the gradients of small parameters. It queues the operands of the weight's
+gradient: input and output gradient. Running the queue computes these products, with the shapes of the whole backward
+and in the order of the pieces, so every bit equals the whole backward's. Outside of :meth:`SplitLinears.deferring`
+Megatron's function runs unchanged. Transformer Engine's layers split their backward themselves and pass the other
+half to :mod:`split_te`.
 
-Under sequence parallelism the queue keeps the sharded input and gathers it again when
-the product is computed, as Megatron's backward does. A weight with another use in the
-same piece (tied embeddings on a stage that holds both ends) is not deferred: autograd
-adds its two contributions before they are accumulated, and that sum must not change.
+Under sequence parallelism the queue keeps the sharded input and gathers it again when the product is computed, as
+Megatron's backward does. A weight that the same piece uses twice is not deferred, such as tied embeddings on a stage
+that holds both ends. Autograd adds its two contributions before they are accumulated, and that sum must not change.
 
 Source: Zero Bubble Pipeline Parallelism (Qi et al., arXiv 2401.10241), section 2.
 """

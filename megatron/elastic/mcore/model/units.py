@@ -7,9 +7,9 @@ lists only the units that it runs, as the only chunk of its stage. Copies have l
 their own, so pieces of different segments may be between forward and backward at the
 same time, also when activations are recomputed in backward.
 
-Invariant: parameters keep Megatron's names, tensor-parallel attributes and
-types, whether Megatron or this module built them; a unit that is no longer held frees
-its memory (the modules of the launch stay, empty, since Megatron's loop refers to them).
+Invariant: parameters have Megatron's names, tensor-parallel attributes and types, whether Megatron or this module
+built them. A unit that is no longer held frees its memory. The modules of the launch stay, but empty, since Megatron's
+loop refers to them.
 """
 
 from __future__ import annotations
@@ -232,7 +232,7 @@ class Anatomy:
             vp_stage=decoder.vp_stage,
         )
         if layer.layer_number != unit:
-            raise RuntimeError(f"Megatron numbered a layer {layer.layer_number} that is layer {unit}")
+            raise RuntimeError(f"Megatron gave layer {unit} the number {layer.layer_number}")
         return layer  # type: ignore[no-any-return]
 
     def _embedding(self) -> torch.nn.Module:

@@ -1,12 +1,10 @@
 """Megatron's groups on ranks beyond those of the launch, which are hidden from Megatron.
 
-Megatron derives every size from the number of ranks, and its groups from all of them.
-If there are more ranks than at launch (spares, workers of further nodes), it sees
-W ranks while it makes its groups. An extra rank meanwhile takes the place of the same
-tensor-parallel rank in the first cell, so its arguments and its model are those of a
-pipeline's first stage; the engine chooses the units that it holds later. Its
-tensor-parallel group is its own cell. Every other group of Megatron contains only the
-rank itself, so that no rank waits for it there.
+Megatron derives every size from the number of ranks, and its groups from all of them. If there are more ranks than at
+launch (spares, workers of further nodes), it sees W ranks while it makes its groups. During that time an extra rank
+takes the place of the same tensor-parallel rank in the first cell. So its arguments and its model are those of a
+pipeline's first stage; later the engine chooses the units that it holds. Its tensor-parallel group is its own cell.
+Every other group of Megatron contains only the rank itself, so that no rank waits for it there.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """A policy: the plans that a system runs when cells are lost.
 
-Idea: a policy has two answers to (topology, profile). :meth:`Policy.instant` is the plan that the engine runs at
-once, while units stay where they are. :meth:`Policy.respond` is everything the policy may do, migration included,
-with the time of a step before and after: the simulator's answer. Both come from one class, on the same tables and
-costs, so that engine, simulator and documentation speak of the same thing.
+Idea: a policy gives two answers for a topology and a profile. The engine runs the plan of :meth:`Policy.instant` at
+once, while units stay where they are. The simulator asks :meth:`Policy.respond`, which may also migrate units, and
+gives the time of a step before and after. Both use the same tables and costs, so the engine runs the policy that the
+simulator and the documentation describe.
 
-The layout before the loss is in the topology (segments of dead cells are still listed), so both answers are
-functions of their arguments alone and every process, also one that just joined, finds the same.
+The topology contains the layout before the loss: segments of dead cells are still listed. So both answers depend on
+their arguments alone, and every process computes the same, also one that has just joined.
 """
 
 from __future__ import annotations

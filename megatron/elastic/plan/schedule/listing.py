@@ -1,13 +1,10 @@
 """List scheduling: tables for plans that fit no fixed pattern.
 
-Idea: run the plan forwards in simulated time; whenever a cell is idle it starts
-the best ready action: a forward while the cap leaves room, else a backward,
-else a deferred weight gradient (ZB-H1's use of bubbles: Qi et al., arXiv
-2401.10241), earlier waves first. In a regular pipeline that is 1F1B. Where one
-cell serves two pipelines, the other preference (backwards first) tends to run
-forwards and backwards in batches; both can be asked for. The order in which
-actions started is the table. Since each action started after its inputs had
-arrived, tables made this way cannot deadlock.
+Idea: run the plan forwards in simulated time. An idle cell starts the best ready action: a forward if the cap allows
+one more, else a backward, else a deferred weight gradient (ZB-H1's use of bubbles: Qi et al., arXiv 2401.10241).
+Earlier waves come first. In a regular pipeline that is 1F1B. If one cell serves two pipelines, the other preference
+(backwards first) tends to run forwards and backwards in batches; callers can choose either. The order in which actions
+started is the table. Since each action started after its inputs had arrived, tables made this way cannot deadlock.
 
 A forward may start only while the cell holds fewer rows than its ``cap``; that
 bounds memory as 1F1B does. Where row ranges cross (a piece waits for rows of a piece that the cap holds back)

@@ -86,12 +86,12 @@ def compute_orders(group: Sequence[int], work: OrderInput, split_backward: bool)
     return Ordered(best, None if best.forced else best.makespan)
 
 
-def _listed(group: Sequence[int], work: OrderInput, split_backward: bool, *, room: int, forward_first: bool) -> Ordered:
-    """One list schedule under the caps number ``room``: the two of :func:`row_caps`, then all that memory leaves."""
+def _listed(group: Sequence[int], work: OrderInput, split_backward: bool, *, cap: int, forward_first: bool) -> Ordered:
+    """Return a list schedule under caps 0 or 1, the two of :func:`row_caps`, or 2: all the rows that fit memory."""
     scheduler = Scheduler(group, work.pieces, work.edges, work.index, work.waves, work.costs)
     caps = row_caps(group, work)
     full = {cell: max(1, work.limit[cell]) for cell in caps[0]}
-    found = scheduler.run((caps[0], caps[-1], full)[room], split_backward, forward_first)
+    found = scheduler.run((caps[0], caps[-1], full)[cap], split_backward, forward_first)
     return Ordered(found, None if found.forced else found.makespan)
 
 
@@ -100,7 +100,7 @@ Ordering = Callable[[Sequence[int], OrderInput, bool], Ordered]
 
 ORDERINGS: tuple[Ordering, ...] = (
     compute_orders,
-    *(partial(_listed, room=room, forward_first=first) for room in range(3) for first in (True, False)),
+    *(partial(_listed, cap=cap, forward_first=first) for cap in range(3) for first in (True, False)),
 )
 """Every way to order a group, the one for single steps first."""
 
@@ -150,9 +150,9 @@ def _weight_delays(stages: Sequence[tuple[int, list[int]]], work: OrderInput) ->
     """The delay of each stage's weight gradients in micro-batches; None if not even 1F1B fits."""
     delays = []
     for at, (cell, own) in enumerate(stages):
-        room = work.limit[cell] // max(len(work.pieces[number].rows) for number in own)
+        capacity = work.limit[cell] // max(len(work.pieces[number].rows) for number in own)
         held = min(len(stages) - at, len(own))
-        if held > room:
+        if held > capacity:
             return None
-        delays.append(at if room >= len(own) else min(at, room - held))
+        delays.append(at if capacity >= len(own) else min(at, capacity - held))
     return delays

@@ -1,17 +1,14 @@
 """Steps with no barrier between them: each stage steps its optimizer when its own gradients are there.
 
-Idea: ReCycle's staggered optimizer (Gandhi et al., SOSP 2024, arXiv 2405.14009). A
-cell begins its next step when every cell that computes one of its units has the
-gradients of this step, whatever other stages still do: the next step's first
-micro-batches fill the bubbles in which late stages finish this one. The tables are
-those of one step, run again and again (``timing.walk``), each cell from the moment
-it may begin.
+Idea: ReCycle's staggered optimizer (Gandhi et al., SOSP 2024, arXiv 2405.14009). A cell begins its next step when every
+cell that computes one of its units has the gradients of this step; it does not wait for other stages. So the first
+micro-batches of the next step fill the bubbles in which late stages finish this one. The tables are those of one
+step, run again and again (``timing.walk``), each cell from the moment at which it may begin.
 
-When cells may begin follows from when they began before by maxima and sums alone,
-and every cell depends on every other (a pipeline both ways, replicas through the
-units they share). So beginnings come to repeat up to a shift after finitely many
-steps (Baccelli et al., Synchronization and Linearity, 1992, chapter 3), and the shift
-is the time a step takes in the long run: exact, no average of a long run.
+The begin times of a step follow from those of the step before by maxima and sums alone. Every cell depends on every
+other: stages of a pipeline in both directions, replicas through the units that they share. So after finitely many steps
+the begin times repeat, shifted by a constant (Baccelli et al., Synchronization and Linearity, 1992, chapter 3). This
+constant is exactly the time of a step in the long run; nothing is averaged.
 
 The engine has a barrier: its vote (``docs/planning.md`` says why it stays).
 """

@@ -1,11 +1,9 @@
 """Schedule tables as data: the actions of each cell, in order.
 
-Idea: a table is a list of actions per cell. A compute order (which piece's
-forward or backward comes next) is turned into a table by putting each receive
-directly before the action that consumes it and each send directly after the
-action that produced it. With sends that never block the sender (isend) such
-tables cannot deadlock exactly if order and data dependencies together have no
-cycle, which ``validate`` checks by running them.
+Idea: a table is a list of actions per cell. It is made from a compute order, the sequence of forwards and backwards of
+pieces. Each receive comes directly before the action that consumes it, each send directly after the action that
+produced it. If sends never block the sender (isend), such tables deadlock only if order and data dependencies together
+have a cycle. ``validate`` checks this by running them.
 
 Sources: 1F1B is Megatron's non-interleaved schedule (Narayanan et al., arXiv
 2104.04473): ``warm-up = stages - 1 - stage`` forwards, then one forward, one

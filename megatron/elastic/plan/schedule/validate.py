@@ -6,10 +6,13 @@ blocks; a receive blocks until its send was issued). Sends that never block make
 this run confluent: if it ends, every interleaving ends, so one run proves the
 absence of deadlock.
 
-Checked: each row passes each unit exactly once (or, of a batch that shrank, no unit at all), edges connect exactly the
-right rows, each piece has one forward and one backward (whole, or input then
-weight part) in that order, each transfer is sent and received once beside its
-piece, tables finish, rows held never exceed what memory allows.
+Checked
+- Each row passes each unit exactly once; if the batch shrank, a row may pass no unit at all.
+- Edges connect exactly the rows that their pieces share.
+- Each piece has one forward, then one backward: whole, or the input part and then the weight part.
+- Each transfer is sent and received once, next to its piece.
+- The tables finish.
+- A cell never holds more rows than its memory allows.
 """
 
 from __future__ import annotations
@@ -65,7 +68,7 @@ def _check_ids(plan: Plan, units: int) -> None:
     holds = {(s.cell, unit) for replica in plan.replicas for s in replica.segments for unit in range(s.first, s.end)}
     for number, piece in enumerate(plan.pieces):
         if piece.id != number:
-            raise InvalidPlan(f"piece {piece.id} stands at position {number}")
+            raise InvalidPlan(f"piece {piece.id} is at position {number}")
         if piece.cell not in alive:
             raise InvalidPlan(f"piece {number} is on cell {piece.cell}, which is not alive")
         if not 0 <= piece.first < piece.end <= units or not piece.rows or len(set(piece.rows)) != len(piece.rows):

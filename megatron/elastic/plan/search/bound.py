@@ -1,28 +1,22 @@
 """Lower bounds on step times by counting, for any schedule.
 
-Idea: take any set of pipelines in which a cell serves one of them. For a deadline
-``T`` and ``n`` micro-batches, a stage ``[a, b)`` can only keep up if a few sums
-fit, each of which every schedule has to pay:
+Idea: take any set of pipelines in which a cell serves one of them. Let ``n`` micro-batches have the deadline ``T``. A
+stage ``[a, b)`` meets it only if each of three sums does; no schedule takes less than any of them:
 
-* *chain*: the first row arrives after the forwards of all units before ``a``; the
-  last input gradient has their backwards, and one weight gradient, still to go;
-  in between lie all forwards and input gradients of the stage, and the weight
-  gradients that memory does not let it put off;
-* *round trip*: until the first gradient comes back, the stage runs forwards and
-  nothing else, no more than memory holds;
-* *residence*: each micro-batch is held from its forward to the end of its backward,
-  at least one trip to the end of the pipeline and back. Where memory holds ``k``,
-  the forward of number ``j + k`` waits until ``j + 1`` have gone; gradients that
-  came back are taken one after the other, with the forwards they make room for.
+* *chain*: the first row arrives after the forwards of all units before ``a``. After the stage's last input gradient
+  come the backwards of those units and one weight gradient. In between lie all forwards and input gradients of the
+  stage, and the weight gradients that memory does not let it defer.
+* *round trip*: until the first gradient comes back, the stage runs only forwards, at most as many as memory holds.
+* *residence*: each micro-batch is held from its forward to the end of its backward, at least for one trip to the end
+  of the pipeline and back. If memory holds ``k``, the forward of number ``j + k`` waits until ``j + 1`` are finished.
+  Gradients that came back are processed one after the other, each with the forward that it allows.
 
-All sums grow with the stage, and a stage that begins later but ends at the same
-unit has less to do: so letting every stage reach as far as it can gives the
-fewest cells on which ``n`` micro-batches can meet ``T``. An unbounded knapsack
-over such pipelines says how many micro-batches the living cells can finish, and
-bisection finds the least sufficient deadline. Micro-batches, units and cells are
-whole throughout.
+All sums grow with the stage, and a stage that begins later but ends at the same unit has less to do. So if every stage
+reaches as far as it can, ``n`` micro-batches meet ``T`` on the fewest cells. An unbounded knapsack over such pipelines
+tells how many micro-batches the living cells can finish, and bisection finds the least sufficient deadline.
+Micro-batches, units and cells are whole throughout.
 
-Unequal cells count as the fastest and roomiest of them. Transfers are free.
+Unequal cells count as the fastest of them with the memory of the largest. Transfers are free.
 Plans in which one cell serves two pipelines are outside (``graph.work_bound``
 holds for them too). The counting is native (``csrc/plan/reach.cpp``).
 """
@@ -73,12 +67,12 @@ class Reach:
         """Number of micro-batches that fit the memory of a stage ``[first, end)``."""
         return self.native.room(first, end)
 
-    def least(self, first: int, end: int, count: int, room: int | None = None) -> int:
-        """No schedule of ``count`` micro-batches through ``[first, end)``, ``room`` of them held at once, is shorter.
+    def least(self, first: int, end: int, count: int, held: int | None = None) -> int:
+        """Return a lower bound on the time of ``count`` micro-batches through ``[first, end)``.
 
-        ``room`` defaults to the number that fits memory (at least one).
+        ``held``: micro-batches held at once; the default is the number that fits memory (at least one).
         """
-        return self.native.least(first, end, count, max(1, self.room(first, end)) if room is None else room)
+        return self.native.least(first, end, count, max(1, self.room(first, end)) if held is None else held)
 
     def cuts(self, count: int, deadline: int) -> tuple[int, ...] | None:
         """The pipeline of fewest stages that may finish ``count`` micro-batches by ``deadline``: its cut points."""

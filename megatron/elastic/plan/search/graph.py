@@ -321,10 +321,10 @@ def seats(cells: Sequence[int], lengths: Sequence[int], order: Mapping[int, int]
     return [[cell for _, cell in sorted(pipeline)] for pipeline in placed]
 
 
-def knapsack(room: int, values: dict[int, int]) -> tuple[list[int], int]:
-    """Lengths (any number of each) of total at most ``room`` with the largest total value, and that value."""
-    longest = min(room, max(values, default=0))
-    lengths = _plan.knapsack(room, [max(0, values.get(length, 0)) for length in range(longest + 1)])
+def knapsack(capacity: int, values: dict[int, int]) -> tuple[list[int], int]:
+    """Return the lengths (any number of each) of total at most ``capacity`` with the largest value, and that value."""
+    longest = min(capacity, max(values, default=0))
+    lengths = _plan.knapsack(capacity, [max(0, values.get(length, 0)) for length in range(longest + 1)])
     return lengths, sum(values[length] for length in lengths)
 
 

@@ -1,10 +1,9 @@
 """Cutting the model over one pipeline's cells.
 
-Idea: for ordered cells, "can every stage finish a micro-batch within T?" is
-answered exactly by letting each cell take as many units as T and its memory
-allow (starting later never lets a cell reach less far). Bisection over T gives
-the minimax cut; a second pass picks, among all cuts within that T, the one that
-moves the fewest bytes. Both are native (``csrc/plan/partition.cpp``).
+Idea: take the cells in order and let each one hold as many units as T and its memory allow. This decides exactly
+whether every stage can finish a micro-batch within T, since a cell that starts later never reaches less far.
+Bisection over T gives the minimax cut. A second pass picks, among all cuts within that T, the one that moves the
+fewest bytes. Both are native (``csrc/plan/partition.cpp``).
 
 A 1F1B pipeline with stage times ``t_s`` (forward and backward of one nominal
 micro-batch) takes ``sum(t_s) + (n - 1) max(t_s)`` for ``n`` micro-batches plus
@@ -13,10 +12,9 @@ shrink by twice its weight-gradient time (ZB-H1, arXiv 2401.10241). That is exac
 pessimistic for uneven ones with few micro-batches; it only ranks shapes
 (``timing`` runs the tables).
 
-Memory of stage ``s`` of ``p``: parameters, its share of optimizer state, and
-activations of the ``p - s`` micro-batches that 1F1B holds there (``p`` with a
-split backward, whose weight gradients come late), or of all it computes if those
-are fewer.
+Memory of stage ``s`` of ``p``: parameters, its share of optimizer state, and activations of the ``p - s`` micro-batches
+that 1F1B holds there. With a split backward, whose weight gradients come late, these are ``p`` micro-batches. A stage
+never holds more micro-batches than it computes.
 """
 
 from __future__ import annotations

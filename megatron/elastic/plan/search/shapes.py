@@ -1,10 +1,9 @@
 """Evaluation of a shape: its plan, its hash, and the time of its tables.
 
-Idea: shapes are compared by the time of their tables, not by a closed form. The
-pipelines of a shape are independent of each other, and a plain one is the same few
-stages over and over: its tables are timed natively (``csrc/plan/pipeline.cpp``)
-without being written out, by the same orders that :func:`shape_plan` would put into
-them. Which shape it is to be is settled before a single piece exists.
+Idea: shapes are compared by the time of their tables, not by a closed form. The pipelines of a shape are independent
+of each other, and in a plain one the same few stages repeat. So its tables are timed natively
+(``csrc/plan/pipeline.cpp``), in the orders of :func:`shape_plan`, without being written out. A shape is chosen before a
+single piece exists.
 """
 
 from __future__ import annotations
@@ -137,8 +136,8 @@ class ShapeTimer:
         for s in pipeline.segments:
             speed, memory = self.speed[s.cell]
             forward, backward, weight = (-(-(sums[s.end] - sums[s.first]) * rows * PPM // speed) for sums in self.sums)
-            room = (memory - held(s)) // max(1, self.activations[s.end] - self.activations[s.first])
-            stages.append((forward, backward, weight, self._hop(s.end), room))
+            capacity = (memory - held(s)) // max(1, self.activations[s.end] - self.activations[s.first])
+            stages.append((forward, backward, weight, self._hop(s.end), capacity))
         return _plan.pipeline_time(stages, pipeline.quota, rows, self.split)
 
     def _hop(self, end: int) -> int:
