@@ -6,9 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megatron.elastic.plan.model import Profile, Topology, UnitCost
-from megatron.elastic.plan.policies.base import PolicyOutcome
+from megatron.elastic.plan.policies.base import STOPPED, PolicyOutcome
 from megatron.elastic.plan.policies.elaswave import ElasWave
 from megatron.elastic.plan.policies.mindspeed import MindSpeed
 from megatron.elastic.plan.policies.recycle import ReCycle
@@ -16,6 +18,7 @@ from megatron.elastic.plan.policies.registry import POLICIES, policy_table
 from megatron.elastic.plan.policies.restart import CheckpointRestart
 from megatron.elastic.plan.policies.spares import Spares
 from megatron.elastic.plan.policies.torchft import TorchFT, TorchFTBatch
+from megatron.elastic.plan.policies.whole_replicas import without_damaged
 from megatron.elastic.plan.schedule.validate import validate_plan
 from megatron.elastic.plan.search.graph import GraphOptions
 from megatron.elastic.plan.search.partition import Model
@@ -69,6 +72,33 @@ def test_losing_a_stage_everywhere_stops_all_but_elaswave() -> None:
     assert ratio(ElasWave().respond(topology, PROFILE)) > 0.8
     for policy in (ReCycle(), TorchFT(), MindSpeed(), CheckpointRestart()):
         assert policy.respond(topology, PROFILE).answer is None
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(1, 4), st.integers(1, 3), st.data())
+def test_whole_replicas_compute_the_whole_batch_and_damaged_ones_nothing(
+    replicas: int, stages: int, data: st.DataObject
+) -> None:
+    lost = data.draw(st.sets(st.integers(0, replicas * stages - 1)))
+    topology = without_cells(regular_topology(replicas, stages, 32, waves=6), lost)
+    outcome = without_damaged(topology, PROFILE)
+    whole = set(range(replicas)) - {cell // stages for cell in lost}
+    if not whole:
+        assert outcome is STOPPED
+        return
+    plan = outcome.plan(topology, PROFILE)
+    validate_plan(plan, 32)
+    assert {piece.cell // stages for piece in plan.pieces} <= whole
+    assert plan.rows == outcome.rows == topology.grid.global_batch_size and not plan.skipped
+    undamaged = without_damaged(regular_topology(replicas, stages, 32, waves=6), PROFILE)
+    assert outcome.step_ns >= undamaged.step_ns
+
+
+def test_whole_replicas_take_no_notice_of_how_fast_cells_are() -> None:
+    """The systems that this answer stands for do not measure it."""
+    topology = damaged(3)
+    slow = replace(topology, cells=tuple(replace(c, speed_ppm=500_000 if c.id == 9 else 10**6) for c in topology.cells))
+    assert without_damaged(slow, PROFILE) == without_damaged(topology, PROFILE)
 
 
 def test_mindspeed_shrinks_once() -> None:
