@@ -46,10 +46,12 @@ from tests.cluster.fabric import ClusterFabric, Style, Wire
 from tests.cluster.model import Samples, TinyModel, collate, forward_step
 from tests.cluster.scheduler import ClusterThreads, Killed, Process, Scheduler
 
-__all__ = ["Cluster", "RankProcess", "Scenario", "default_group_kept", "named", "run"]
+__all__ = ["RANKS", "Cluster", "RankProcess", "Scenario", "default_group_kept", "named", "on_each_rank", "run"]
 
 UNITS, MICRO_BATCH, MICRO_BATCHES = 4, 1, 2
 """Units of the model, rows of a micro-batch, micro-batches a replica and step."""
+RANKS = range(4)
+"""Ranks of :func:`on_each_rank`."""
 TIMEOUT = 3600.0
 HEAVY = Profile((UnitCost(5_000_000, 10_000_000, 5_000_000, 1, 1, 1, 1),) * UNITS)
 HYPER = Hyper(ConstantSchedule((Rate(0.01, 0.01),)))
@@ -312,6 +314,28 @@ def default_group_kept() -> Iterator[None]:
         yield
     finally:
         c10d._world._default_pg = before
+
+
+def on_each_rank(body: Callable[[ClusterFabric], None], style: Style | None = None, seed: int = 0) -> Scheduler:
+    """Run ``body`` on the four ranks of a fabric that is edited to generation 1."""
+    scheduler = Scheduler(seed)
+    wire = Wire(scheduler, style or Style())
+    fabrics = [ClusterFabric(wire, rank, len(RANKS), 0, f"host{rank}") for rank in RANKS]
+
+    def life(fabric: ClusterFabric) -> None:
+        fabric.edit(1, {other.rank: other.address() for other in fabrics}, 1.0)
+        body(fabric)
+
+    for fabric in fabrics:
+        process = Process(f"rank {fabric.rank}", resumed=fabric.enter)
+        scheduler.spawn(process, "runs", lambda fabric=fabric: life(fabric))  # type: ignore[misc]
+    with default_group_kept():
+        try:
+            scheduler.run()
+        finally:
+            for fabric in fabrics:
+                fabric.close()
+    return scheduler
 
 
 @cache

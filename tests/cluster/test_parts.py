@@ -12,35 +12,12 @@ import torch.distributed as dist
 
 from megatron.elastic.comm.errors import CommError, GenerationChanged, PeerLost
 from megatron.elastic.comm.fabric import Fabric
-from tests.cluster.cluster import default_group_kept
-from tests.cluster.fabric import ClusterFabric, Style, Wire
+from tests.cluster.cluster import RANKS, on_each_rank
+from tests.cluster.fabric import ClusterFabric, Style
 from tests.cluster.scheduler import ClusterThreads, Deadlock, Killed, Process, Scheduler
 from tests.unit.comm.membership_checks import block_lists, group_is_the_same_object_and_local, sums_in_member_order
 
-RANKS = range(4)
 STYLES = [Style(eager, meets) for eager in (True, False) for meets in (True, False)]
-
-
-def on_each_rank(body: Callable[[ClusterFabric], None], style: Style = STYLES[0], seed: int = 0) -> Scheduler:
-    """Run ``body`` on the four ranks of a fabric that is edited to generation 1."""
-    scheduler = Scheduler(seed)
-    wire = Wire(scheduler, style)
-    fabrics = [ClusterFabric(wire, rank, len(RANKS), 0, f"host{rank}") for rank in RANKS]
-
-    def life(fabric: ClusterFabric) -> None:
-        fabric.edit(1, {other.rank: other.address() for other in fabrics}, 1.0)
-        body(fabric)
-
-    for fabric in fabrics:
-        process = Process(f"rank {fabric.rank}", resumed=fabric.enter)
-        scheduler.spawn(process, "runs", lambda fabric=fabric: life(fabric))  # type: ignore[misc]
-    with default_group_kept():
-        try:
-            scheduler.run()
-        finally:
-            for fabric in fabrics:
-                fabric.close()
-    return scheduler
 
 
 @pytest.mark.parametrize("style", STYLES, ids=str)

@@ -1,0 +1,200 @@
+"""Sums of gradients in exact mode: the same bits for any distribution of samples over ranks, or one agreed refusal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.elastic.engine.compute.buffers import Arena
+from megatron.elastic.engine.compute.exact_gradients import ExactGradients, one_sample_pieces, resolutions
+from megatron.elastic.plan.planner import uniform_profile
+from megatron.elastic.plan.policies.registry import choice_of, policy_named
+from megatron.elastic.plan.topology import regular_topology, without_cells
+from megatron.elastic.state.layout import UnitLayout
+from tests.cluster.cluster import on_each_rank
+from tests.cluster.fabric import ClusterFabric
+from tests.cluster.model import TinyModel
+
+UNITS = (0, 1)
+PLACES = resolutions(1.0)[0]
+
+
+def arena() -> Arena:
+    model = TinyModel(len(UNITS), UNITS)
+    specs = {unit: [one.spec for one in model.unit_parameters(unit)] for unit in UNITS}
+    return Arena(model, {unit: UnitLayout.build(unit, 0, specs[unit], 1024) for unit in UNITS})
+
+
+LENGTH = arena().gradients.numel()
+
+
+def samples(seed: int, count: int, spread: int) -> torch.Tensor:
+    """Gradients of ``count`` samples, of magnitudes from ``2^-spread`` to 1: ``[count, elements]``."""
+    made = torch.Generator().manual_seed(seed)
+    magnitudes = 2.0 ** torch.randint(-spread, 1, (count, LENGTH), generator=made).float()
+    return torch.randn(count, LENGTH, generator=made) * magnitudes
+
+
+class Rank:
+    """One rank's arena and sums, of a batch of ``count`` samples."""
+
+    def __init__(self, count: int, places: int = PLACES) -> None:
+        self.arena = arena()
+        self.exact = ExactGradients(self.arena, count)
+        self.exact.begin(places)
+
+    def backward(self, gradient: torch.Tensor) -> None:
+        """Accumulate one sample's gradient as autograd does, then fold it."""
+        self.arena.gradients += gradient
+        self.exact.fold()
+
+    def sums(self) -> torch.Tensor:
+        """Return a copy of the integer sums."""
+        return torch.cat([view.reshape(-1).clone() for views in self.exact.views().values() for view in views])
+
+
+def reduced(ranks: list[Rank]) -> torch.Tensor:
+    """Return the fp32 gradients of all ``ranks`` together, which each of them gets."""
+    total = torch.zeros(LENGTH, dtype=torch.int64)
+
+    def add_to_total(sums: torch.Tensor) -> None:
+        total.add_(sums)
+
+    def take_total(sums: torch.Tensor) -> None:
+        sums.copy_(total)
+
+    for rank in ranks:
+        rank.exact.reduce(0, LENGTH, add_to_total)
+    for rank in ranks:
+        rank.exact.reduce(0, LENGTH, take_total)
+    results = [rank.arena.gradients for rank in ranks]
+    assert all(torch.equal(result, results[0]) for result in results)
+    return results[0]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(0, 2**31), st.integers(1, 9), st.integers(0, 12), st.integers(1, 4), st.randoms(use_true_random=False)
+)
+def test_any_distribution_of_samples_over_ranks_gives_the_same_bits(
+    seed: int, count: int, spread: int, size: int, random
+) -> None:  # type: ignore[no-untyped-def]
+    gradients = samples(seed, count, spread)
+    alone = Rank(count)
+    for gradient in gradients:
+        alone.backward(gradient)
+    ranks = [Rank(count) for _ in range(size)]
+    for number in random.sample(range(count), count):
+        random.choice(ranks).backward(gradients[number])
+    total = reduced([alone])
+    assert torch.equal(total, reduced(ranks))
+    exact = torch.tensor([math.fsum(column) for column in gradients.double().T.tolist()])
+    bound = count * 2.0 ** -(PLACES + 1) + exact.abs() * 2.0**-23
+    assert bool(((total - exact).abs() <= bound).all())
+
+
+def test_a_fold_takes_the_gradients_out_of_the_arena() -> None:
+    """What is left there would be counted twice, since autograd adds to it."""
+    rank = Rank(2)
+    rank.backward(samples(1, 1, 0)[0])
+    once = rank.sums()
+    assert not rank.arena.gradients.any()
+    rank.exact.fold()
+    assert torch.equal(rank.sums(), once)
+    rank.exact.begin(PLACES)
+    assert not rank.sums().any(), "a new pass begins at zero"
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 2**31), st.sampled_from([("weight", 0), ("bias", 1)]))
+def test_each_use_of_a_weight_counts_by_itself_wherever_it_is_computed(seed: int, where: tuple[str, int]) -> None:
+    """Both ends of tied embeddings on one rank, or on two."""
+    (name, slot), unit = where, UNITS[1]
+    shape = arena().gradient_views()[unit][slot].shape
+    made = torch.Generator().manual_seed(seed)
+    uses = [torch.randn(shape, generator=made) for _ in range(2)]
+    together, apart = [Rank(1)], [Rank(1), Rank(1)]
+    for number, use in enumerate(uses):
+        together[0].exact.contribute(unit, name, use)
+        apart[number].exact.contribute(unit, name, use)
+    assert torch.equal(reduced(together), reduced(apart))
+    assert torch.equal(together[0].arena.gradient_views()[unit][slot].bool(), (uses[0] + uses[1]).bool())
+    others = [
+        view for u in UNITS for at, view in enumerate(together[0].arena.gradient_views()[u]) if (u, at) != (unit, slot)
+    ]
+    assert not any(view.any() for view in others)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 2**31), st.integers(-20, 40))
+def test_a_loss_scale_that_is_a_power_of_two_changes_no_bit(seed: int, exponent: int) -> None:
+    scale = 2.0**exponent
+    plain, scaled = Rank(3), Rank(3, resolutions(scale)[0])
+    for gradient in samples(seed, 3, 4):
+        plain.backward(gradient)
+        scaled.backward(gradient * scale)
+    assert torch.equal(reduced([plain]) * scale, reduced([scaled]))
+
+
+def test_resolutions_become_coarser() -> None:
+    assert resolutions(1.0) == [36, 28, 20, 12, 4, -4]
+    assert resolutions(2.0**16) == [places - 16 for places in resolutions(1.0)] == resolutions(2.0**16 + 1)
+
+
+class Agreed:
+    """The outcome of a step on four ranks of which rank 2 contributes ``gradient`` and the others ones."""
+
+    def __init__(self, gradient: float) -> None:
+        self.passes: dict[int, list[bool]] = {}
+        self.results: dict[int, float] = {}
+        self._gradient = gradient
+        on_each_rank(self._run)
+
+    def _run(self, fabric: ClusterFabric) -> None:
+        rank, places = Rank(4), resolutions(1.0)
+        for number in places:
+            rank.exact.begin(number)
+            rank.backward(torch.full((LENGTH,), self._gradient if fabric.rank == 2 else 1.0))
+            self.passes.setdefault(fabric.rank, []).append(rank.exact.agreed(fabric.world))
+            if self.passes[fabric.rank][-1]:
+                break
+        rank.exact.reduce(0, LENGTH, sum_over(fabric))
+        self.results[fabric.rank] = float(rank.arena.gradients[7])
+
+
+def sum_over(fabric: ClusterFabric) -> Callable[[torch.Tensor], None]:
+    return lambda sums: torch.distributed.all_reduce(sums, group=fabric.world)
+
+
+@pytest.mark.parametrize(
+    ("gradient", "passes"), [(2.0, [True]), (2.0**20, [False, True]), (2.0**40, [False, False, False, False, True])]
+)
+def test_a_contribution_out_of_range_makes_all_ranks_compute_again_at_a_coarser_resolution(
+    gradient: float, passes: list[bool]
+) -> None:
+    agreed = Agreed(gradient)
+    assert [agreed.passes[rank] for rank in range(4)] == [passes] * 4
+    assert agreed.results == dict.fromkeys(range(4), float(torch.tensor(gradient + 3.0)))
+
+
+@pytest.mark.parametrize("gradient", [math.inf, -math.inf, math.nan])
+def test_a_contribution_that_is_not_finite_makes_all_gradients_nan_for_the_vote_to_refuse(gradient: float) -> None:
+    """No resolution would help, so none is tried."""
+    agreed = Agreed(gradient)
+    assert [agreed.passes[rank] for rank in range(4)] == [[True]] * 4
+    assert len(agreed.results) == 4 and all(math.isnan(result) for result in agreed.results.values())
+
+
+@pytest.mark.parametrize("lost", [(), (2,), (0, 3)])
+def test_every_piece_of_a_plan_is_one_sample(lost: tuple[int, ...]) -> None:
+    choice = choice_of(policy_named("elaswave"))
+    topology = without_cells(regular_topology(2, 2, 4, micro_batch_size=3, waves=2), lost)
+    plan = one_sample_pieces(choice)(topology, uniform_profile(4))
+    assert any(len(piece.rows) > 1 for piece in choice(topology, uniform_profile(4)).pieces)
+    assert {len(piece.rows) for piece in plan.pieces} == {1}
+    assert {row for piece in plan.pieces for row in piece.rows} == set(range(topology.grid.global_batch_size))
