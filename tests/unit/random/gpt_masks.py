@@ -23,6 +23,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron.elastic.engine.compute.dropout import DropoutKey, dropout_scope
+from megatron.elastic.mcore.model.dropout import key_dropout
 
 SAMPLES, DROPOUT = 8, 0.3
 
@@ -85,6 +86,21 @@ def compute(case: Case) -> dict[str, list[float]]:
     return {"losses": losses, "grads": grads}
 
 
+class FusedAttention(torch.nn.Module):
+    """Stands for a vendor's kernel, which has its dropout inside."""
+
+
+def unkeyed(case: Case) -> list[str]:
+    """Names of the modules that keep their own dropout when two layers of the model have such a kernel."""
+    model = gpt(gpt_config(case, 3, case.dropout), tied=True)
+    for layer in (model.decoder.layers[0], model.decoder.layers[2]):
+        layer.self_attention.core_attention = FusedAttention()
+    return list(key_dropout(model, 0))
+
+
 if __name__ == "__main__":
     answers = [{"case": asdict(case), **answers_of(case, compute)[0]} for case in CASES]
+    for name, dropout in (("fused", DROPOUT), ("fused, without dropout", 0.0)):
+        fused = Case(name, dropout=dropout)
+        answers.append({"case": asdict(fused), "unkeyed": answers_of(fused, unkeyed)[0]})
     Path(sys.argv[1]).write_text(json.dumps(answers))

@@ -11,6 +11,9 @@ from typing import Any
 
 import pytest
 
+from megatron.elastic.config import ConfigError
+from megatron.elastic.mcore.model.dropout import unkeyed_line
+
 SCRIPT = Path(__file__).with_name("gpt_masks.py")
 SAME = [
     "alone",
@@ -58,3 +61,14 @@ def test_recomputation_changes_no_bit(answers):
 def test_dropout_was_active_and_differs_from_step_to_step(answers):
     for name in ("next step", "without dropout"):
         assert apart(answers[name]["losses"], answers["whole"]["losses"]) > 1e-3
+
+
+def test_dropout_inside_a_vendors_kernel_is_told_in_a_line_and_refused_in_exact_mode(answers):
+    """Its masks depend on the rank that computes, so a loss changes them."""
+    unkeyed = answers["fused"]["unkeyed"]
+    assert unkeyed == ["layer 1: FusedAttention", "layer 3: FusedAttention"]
+    assert "layer 1: FusedAttention and 1 more" in unkeyed_line(unkeyed, exact=False)
+    with pytest.raises(ConfigError, match=r"--elastic-exact: .*layer 1: FusedAttention.*--attention-dropout 0"):
+        unkeyed_line(unkeyed, exact=True)
+    assert answers["fused, without dropout"]["unkeyed"] == []
+    assert unkeyed_line([], exact=True) == ""

@@ -37,7 +37,7 @@ from megatron.elastic.mcore.checkpoint.verifying import verified
 from megatron.elastic.mcore.loop import launch_sizes
 from megatron.elastic.mcore.loop.data import source_for
 from megatron.elastic.mcore.loop.reporter import Reporter
-from megatron.elastic.mcore.model.dropout import key_dropout
+from megatron.elastic.mcore.model.dropout import key_dropout, unkeyed_line
 from megatron.elastic.mcore.model.gpt import GptInterface, unwrapped
 from megatron.elastic.mcore.model.optimizer import EngineOptimizer, MegatronSchedule
 from megatron.elastic.mcore.model.param_groups import GroupKeys
@@ -161,8 +161,10 @@ class Setup:
         model = training.get_model(provider, model_type, wrap_with_ddp=False)
         optimizer_config, overrides = training.get_megatron_optimizer_config(args)
         groups = GroupKeys(optimizer_config, overrides)
-        for chunk in model:
-            key_dropout(unwrapped(chunk), parallel_state.get_tensor_model_parallel_rank())
+        unkeyed = [key_dropout(unwrapped(c), parallel_state.get_tensor_model_parallel_rank()) for c in model]
+        line = unkeyed_line([name for names in unkeyed for name in names], self._config.exact)
+        if line and links.decision is not None and links.fabric.rank == 0:
+            print(line, flush=True)
         interface = GptInterface(model, args, groups, parallel_state.get_tensor_model_parallel_rank() == 0)
         launched: Launched = {}
         if not is_extra(links.fabric, args):  # an extra rank writes no part of a checkpoint

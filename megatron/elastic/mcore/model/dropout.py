@@ -2,20 +2,22 @@
 
 Sites: embedding, attention probabilities (local core attention), the
 bias-dropout-add after attention and after the MLP. A fused attention kernel
-draws its own masks and cannot be keyed by sample; :func:`key_dropout`
-returns the names of such modules, so the caller can refuse them or log a line.
+draws its own masks and cannot be keyed by sample. :func:`key_dropout` returns the names of
+such modules, and :func:`unkeyed_line` the line to log, or the refusal in exact mode.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 
+from megatron.elastic.config import ConfigError
 from megatron.elastic.engine.compute.dropout import BiasDropoutAdd, SampleDropout, Site, Split
 
-__all__ = ["key_dropout", "key_module"]
+__all__ = ["key_dropout", "key_module", "unkeyed_line"]
 
 
 def key_dropout(model: Any, tensor_parallel_rank: int) -> tuple[str, ...]:
@@ -27,6 +29,23 @@ def key_dropout(model: Any, tensor_parallel_rank: int) -> tuple[str, ...]:
     modules = [getattr(model, "embedding", None), *model.decoder.layers]
     found = (key_module(model, module, tensor_parallel_rank) for module in modules if module is not None)
     return tuple(name for names in found for name in names)
+
+
+def unkeyed_line(modules: Sequence[str], exact: bool) -> str:
+    """Return the line to log about ``modules`` that draw masks themselves; empty if there are none.
+
+    Raises ``ConfigError`` in exact mode, whose promise they would break.
+    """
+    if not modules:
+        return ""
+    found = f"{modules[0]} and {len(modules) - 1} more" if len(modules) > 1 else modules[0]
+    instead = "use --attention-dropout 0, or --transformer-impl local"
+    if exact:
+        raise ConfigError(f"--elastic-exact: a kernel draws dropout masks by itself ({found}); {instead}")
+    return (
+        f"a kernel draws attention dropout masks by itself ({found}): after a loss they differ from those of an "
+        f"undisturbed run; to keep them, {instead}"
+    )
 
 
 def key_module(model: Any, module: Any, tensor_parallel_rank: int) -> list[str]:
