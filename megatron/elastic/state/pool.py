@@ -8,7 +8,7 @@ a StepRecord with one native kernel, so owner and mirror have the same bits. Thi
 Invariants
 - A gradient is dropped only when its copy has applied it, or when a decision
   named another key (:meth:`discard`). A third one is refused: this is the
-  back-pressure (:meth:`may_vote`).
+  back-pressure.
 - ``apply`` is atomic per block and idempotent: a block at the record's version or
   beyond is not changed; a block whose update was interrupted is *torn* and counts as
   no copy.
@@ -219,14 +219,6 @@ class StatePool:
         copy.gradients[gradient] = buffer
         for watcher in self._watchers:
             watcher(copy, gradient)
-
-    def may_vote(self, gradient: GradientKey, keys: Collection[BlockKey] | None = None) -> bool:
-        """Return whether every counted copy is at ``gradient.step`` (earlier updates done) and retains that gradient.
-
-        ``keys``: check only these (in ``state`` mode the owned ones, since mirrors receive no gradients).
-        """
-        copies = [c for k, c in self._copies.items() if c.counted and (keys is None or k in keys)]
-        return all(c.version == gradient.step and gradient in c.gradients for c in copies)
 
     def norm_sq(self, key: BlockKey, gradient: GradientKey) -> float:
         """Return the sum of squares of the raw retained gradient, fp64 in a fixed order.
