@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from megatron.elastic.engine.inject import InjectedFault
 from tests.cluster.checks import check
 from tests.cluster.cluster import Scenario, run
 
@@ -34,6 +35,13 @@ def test_no_other_rank_computes_the_unit(rank: int) -> None:
     settings = {"mirrors": 2, "verify_interval": 1}
     cluster = run(Scenario(faults, seed=rank, steps=6, data=1, pipeline=3, settings=settings))
     check(cluster, settled=True)
+
+
+def test_a_rank_without_such_a_copy_says_so() -> None:
+    """With no mirrors there is none to change; a fault that was not carried out would look like one that was mended."""
+    faults = "flip:rank=1,step=2,point=after_gather,copy=mirror"
+    with pytest.raises(InjectedFault, match="rank 1 is the mirror of no block"):
+        run(Scenario(faults, steps=3, settings={"mirrors": 0}))
 
 
 def test_a_changed_copy_and_a_loss_before_it_is_found() -> None:

@@ -34,6 +34,7 @@ from megatron.elastic.engine.compute.vote import Tally, VoteLayout
 from megatron.elastic.engine.failures import NotFinite
 from megatron.elastic.engine.generation.factory import ViewFactory
 from megatron.elastic.engine.generation.view import View
+from megatron.elastic.engine.inject import InjectedFault
 from megatron.elastic.engine.settings import StepResult
 from megatron.elastic.engine.transaction.agreement import Agreement
 from megatron.elastic.engine.transaction.boundary import Boundary
@@ -247,8 +248,13 @@ class Engine:
         return self.fenced(body)
 
     def flip_bit(self, copy: str, tensor: str) -> None:
-        """Flip a bit of the first block that this rank owns (``copy`` "owner") or mirrors (fault injection)."""
+        """Flip a bit of the first block that this rank owns (``copy`` "owner") or mirrors (fault injection).
+
+        Raises :class:`InjectedFault` if this rank has no such copy.
+        """
         blocks = self.view.owned if copy == "owner" else self.view.mirrored
+        if not blocks:
+            raise InjectedFault(f"flip: rank {self.view.rank} is the {copy} of no block")
         self.tools.pool.flip_bit(blocks[0].key, tensor)
 
     def close(self) -> None:
