@@ -302,7 +302,7 @@ class Engine:
     @property
     def draining(self) -> bool:
         """True if all ranks were asked to save and leave at this boundary."""
-        return "drain" in self.record.agreed
+        return self.record.agreed.drain
 
     @property
     def in_step(self) -> bool:

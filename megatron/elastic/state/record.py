@@ -37,6 +37,7 @@ from typing import Literal, NamedTuple, Protocol
 from megatron.elastic.state.layout import BlockKey
 
 __all__ = [
+    "Agreed",
     "ConstantSchedule",
     "GradientKey",
     "Hyper",
@@ -115,6 +116,22 @@ class Hyper:
     hysteresis: int = 2
 
 
+@dataclass(frozen=True)
+class Agreed:
+    """The requests that a vote agreed on, for all ranks to carry out at the boundary after its step."""
+
+    join: bool = False
+    """Admit the newcomers."""
+    drain: bool = False
+    """Save and end the job."""
+    save: bool = False
+    """Save a checkpoint."""
+    written: bool = False
+    """Finish the checkpoint under way: every rank has written its share."""
+    leave: tuple[int, ...] = ()
+    """Ranks to release, ascending."""
+
+
 @dataclass(frozen=True, eq=False)
 class StepRecord:
     """All global values of the state at ``version``, the number of committed steps.
@@ -148,9 +165,8 @@ class StepRecord:
     """Digest of the configuration that the vote named. It decides which of two is in force when a generation ends
     between a change of configuration and its first vote (``transfer``)."""
 
-    agreed: tuple[str, ...] = ()
-    """Requests that all ranks carry out at the boundary after this step ('drain', 'join', …). They are in the record
-    because a rank that missed the vote and rolled forward must act like the others."""
+    agreed: Agreed = Agreed()
+    """In the record because a rank that missed the vote and rolled forward must act like the others."""
 
     loss_scale: float = 1.0
     """Loss scale of the next step."""
@@ -201,7 +217,7 @@ class StepRecord:
         raw = json.loads(text)
         raw["rates"] = tuple(Rate(**rate) for rate in raw["rates"])
         raw["losses"] = {key: (num, den) for key, (num, den) in raw["losses"].items()}
-        raw["agreed"] = tuple(raw["agreed"])
+        raw["agreed"] = Agreed(**{**raw["agreed"], "leave": tuple(raw["agreed"]["leave"])})
         raw["speeds"] = tuple((cell, speed) for cell, speed in raw["speeds"])
         raw["gradient"] = GradientKey(*raw["gradient"]) if raw["gradient"] is not None else None
         return cls(**raw)
@@ -224,7 +240,7 @@ class Vote:
     ledger_hash: str = ""
     plan_hash: str = ""
     placement: str = ""
-    agreed: tuple[str, ...] = ()
+    agreed: Agreed = Agreed()
     speeds: tuple[tuple[int, int], ...] = ()
     """Published speeds after this step's measurements."""
     rates: tuple[Rate, ...] = ()

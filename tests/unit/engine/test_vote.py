@@ -6,9 +6,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron.elastic.control.requests import Pending
 from megatron.elastic.engine.compute.ledger import Ledger
-from megatron.elastic.engine.compute.vote import Tally, VoteLayout, plan_digest
-from megatron.elastic.state.record import Rate
+from megatron.elastic.engine.compute.vote import Tally, VoteLayout, agreed_by, plan_digest, wishes
+from megatron.elastic.state.record import Agreed, Rate, StepRecord
 
 BLOCKS = tuple((unit, shard, index) for unit in range(3) for shard in range(2) for index in range(2))
 LAYOUT = VoteLayout(BLOCKS, ("aux loss", "lm loss"))
@@ -91,3 +92,36 @@ def test_measured_times_and_clocks_arrive_on_every_rank_to_the_nanosecond(
     assert total.times == dict(zip(ranges, times, strict=True))
     assert total.clocks == {**dict.fromkeys(range(3), (1, 1, khz, khz)), 3: (2, 2, 2 * khz, 2 * khz)}
     assert (total.voters, total.steady) == (5, 4)
+
+
+REQUESTS = st.builds(
+    Pending,
+    join=st.booleans(),
+    drain=st.booleans(),
+    leave=st.sampled_from([(), (3,), (1, 3), (13,)]),
+)
+
+
+@given(st.lists(st.tuples(REQUESTS, st.booleans(), st.booleans()), min_size=1, max_size=5))
+def test_a_request_is_agreed_when_every_voter_knows_it_and_a_save_when_one_needs_it(
+    voters: list[tuple[Pending, bool, bool]],
+) -> None:
+    """Ranks learn of requests at different instants; what they agree on is the same on all."""
+    tallies = []
+    for requests, save, written in voters:
+        tally = Tally(saves=save, written=written)
+        wishes(tally, requests)
+        tallies.append(LAYOUT.pack(tally))
+    total = LAYOUT.unpack(torch.stack(tallies).sum(0))
+    known = [requests for requests, _, _ in voters]
+    expected = Agreed(
+        join=all(requests.join for requests in known),
+        drain=all(requests.drain for requests in known),
+        save=any(save for _, save, _ in voters),
+        written=all(written for _, _, written in voters),
+        leave=known[0].leave if len({requests.leave for requests in known}) == 1 else (),
+    )
+    assert [agreed_by(total, requests) for requests in known] == [expected] * len(voters)
+    record = StepRecord(1, agreed=expected)
+    assert StepRecord.from_json(record.to_json()).agreed == expected
+    assert (record == StepRecord(1)) == (expected == Agreed()), "a rank that missed the vote learns it from the record"

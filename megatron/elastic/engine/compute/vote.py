@@ -26,9 +26,9 @@ from megatron.elastic.engine.compute.clocks import ClockState
 from megatron.elastic.engine.compute.ledger import DIGEST_BITS, Ledger
 from megatron.elastic.plan.pace import Range
 from megatron.elastic.state.layout import BlockKey
-from megatron.elastic.state.record import Rate
+from megatron.elastic.state.record import Agreed, Rate
 
-__all__ = ["Tally", "VoteLayout", "agreed_by", "leaving_of", "plan_digest", "wishes"]
+__all__ = ["Tally", "VoteLayout", "agreed_by", "plan_digest", "wishes"]
 
 _LIMB_BITS = 21
 _LIMBS = DIGEST_BITS // _LIMB_BITS
@@ -233,37 +233,26 @@ class VoteLayout:
         )
 
 
-_LEAVE = "leave:"
-
-
-def leaving_of(agreed: Iterable[str]) -> tuple[int, ...]:
-    """Return the ranks that are to leave according to a record's ``agreed``, ascending."""
-    for request in agreed:
-        if request.startswith(_LEAVE):
-            return tuple(int(rank) for rank in request.removeprefix(_LEAVE).split(","))
-    return ()
-
-
 def wishes(tally: Tally, requests: Pending) -> None:
     """Put the requests from outside that this rank knows into its tally."""
     tally.joins, tally.drains = requests.join, requests.drain
     tally.leaves = _digest_of_ranks(requests.leave) if requests.leave else 0
 
 
-def agreed_by(total: Tally, requests: Pending) -> tuple[str, ...]:
+def agreed_by(total: Tally, requests: Pending) -> Agreed:
     """Return the agreed requests, equal on every rank; ``requests``: those that this rank put in.
 
     A request from outside is agreed if every voter knew it (with the same ranks, for a request
     to leave). A checkpoint is agreed if one voter needs it.
     """
-    unanimous = {"join": total.joins, "drain": total.drains, "written": total.written}
-    agreed = [name for name, count in unanimous.items() if count == total.voters]
-    if total.saves:
-        agreed.append("save")
-    leaving = requests.leave
-    if leaving and total.leaves == _digest_of_ranks(leaving) * total.voters:
-        agreed.append(_LEAVE + ",".join(map(str, leaving)))
-    return tuple(agreed)
+    known_to_all = bool(requests.leave) and total.leaves == _digest_of_ranks(requests.leave) * total.voters
+    return Agreed(
+        join=total.joins == total.voters,
+        drain=total.drains == total.voters,
+        save=total.saves > 0,
+        written=total.written == total.voters,
+        leave=requests.leave if known_to_all else (),
+    )
 
 
 def _digest_of_ranks(ranks: Iterable[int]) -> int:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from megatron.elastic.comm.errors import CommError
 from megatron.elastic.control.requests import Request
-from megatron.elastic.engine.compute.vote import leaving_of
 from megatron.elastic.engine.generation.repartition import Recut, better_assignment, everybody_is_here
 from megatron.elastic.engine.transaction.context import Context
 from megatron.elastic.engine.transaction.migrate import Migrator
@@ -20,6 +19,7 @@ from megatron.elastic.engine.transaction.rebalance import Rebalancer
 from megatron.elastic.engine.transaction.recover import Recovery
 from megatron.elastic.plan.dataflow import PlanError
 from megatron.elastic.plan.search.steady import DecisionOptions
+from megatron.elastic.state.record import Agreed
 
 __all__ = ["Boundary"]
 
@@ -42,14 +42,14 @@ class Boundary:
     def cross(self) -> None:
         """Pass this boundary. Raises ``Released`` on ranks that leave here, and the errors of a recovery."""
         at = self._context
-        agreed = at.record.agreed if at.acted_on < at.record.version else ()
+        agreed = at.record.agreed if at.acted_on < at.record.version else Agreed()
         at.acted_on = at.record.version
-        if "join" in agreed:
+        if agreed.join:
             # Neither joining nor leaving is a phase: a rank that a loss keeps from it is not a phase behind afterwards.
             self._recovery.ask(Request.JOIN)
-            agreed = ()  # newcomers begin behind this boundary: what else was agreed waits for a vote of theirs
+            agreed = Agreed()  # newcomers begin behind this boundary: what else was agreed waits for a vote of theirs
         self._migrator.proceed()
-        self._move(self._part(leaving_of(agreed)))
+        self._move(self._part(agreed.leave))
         self._rebalancer.at_boundary()
 
     def _wait_for_migration(self) -> None:

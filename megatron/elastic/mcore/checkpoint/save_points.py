@@ -113,9 +113,9 @@ class Checkpoints:
         """Carry out the agreed saves; ``call``: arguments of Megatron's ``checkpoint_and_decide_exit``."""
         self._boundary = call
         agreed = self._engine().record.agreed
-        if "written" in agreed:
+        if agreed.written:
             self._complete()
-        if "save" in agreed and not self._regular():
+        if agreed.save and not self._regular():
             self._save_as_asked()
 
     def drain(self, iteration: int) -> tuple[int, str]:
