@@ -21,7 +21,7 @@ bytes       state that came to ranks in added copies, all ranks together, and to
 background  seconds from the first byte to the end of the step whose vote names the new placement, the stall not among
             them, and the steps committed in it
 stall       wait of the slowest rank for it in that step, and its parts: the last bytes, before shipping (finish);
-            plan, modules and groups, after the vote (stand); certificate, after the gather
+            plan, modules and groups, after the vote (switch); certificate, after the gather
 longer      what the steps of the background, that of the vote with them, took longer than the median of the quiet
             ones before them
 first       what the first step of the new cut took longer than the median of the quiet ones after it
@@ -69,7 +69,7 @@ MODEL = QUIET + shlex.split(f"""
 """)
 
 
-PARTS = ("finish", "stand", "certificate")
+PARTS = ("finish", "switch", "certificate")
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Moved:
     """Whose commits the background spans."""
     stall: float
     finish: float
-    stand: float
+    switch: float
     certificate: float
     longer: float
     first: float
@@ -160,7 +160,7 @@ def evaluated(records: list[EventRecord], bandwidth: float, shared: bool) -> Mov
     longer = sum(taken[step] - usual for step in range(first, end + 1))
     last = taken[end + 1] - statistics.median(after)
     received = [r.fields["bytes_received"] for r in moved]
-    finish, stand, certificate = (max(r.fields["seconds"][part] for r in moved) for part in PARTS)
+    finish, switch, certificate = (max(r.fields["seconds"][part] for r in moved) for part in PARTS)
     return Moved(
         bytes=sum(received),
         busiest_bytes=max(received),
@@ -168,7 +168,7 @@ def evaluated(records: list[EventRecord], bandwidth: float, shared: bool) -> Mov
         steps=end + 1 - first,
         stall=max(r.fields["stall_seconds"] for r in moved),
         finish=finish,
-        stand=stand,
+        switch=switch,
         certificate=certificate,
         longer=longer,
         first=last,

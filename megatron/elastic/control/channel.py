@@ -75,11 +75,11 @@ class Session:
         """``body`` as it travels. Raises :class:`ProtocolError` where it is too long."""
         if len(body) > MAX_FRAME:
             raise ProtocolError(f"message of {len(body)} bytes; the limit is {MAX_FRAME}")
-        told = _LENGTH.pack(len(body)) + body
+        framed = _LENGTH.pack(len(body)) + body
         code = self._sending.copy()
-        code.update(_NUMBER.pack(self._sent) + told)
+        code.update(_NUMBER.pack(self._sent) + framed)
         self._sent += 1
-        return told + code.digest()
+        return framed + code.digest()
 
     def take(self, buffer: bytearray) -> bytes | None:
         """Take the first frame off ``buffer``; its body, or None where it is not complete yet.
@@ -94,14 +94,14 @@ class Session:
         end = _LENGTH.size + length
         if len(buffer) < end + _PROOF_BYTES:
             return None
-        told, proof = bytes(buffer[:end]), bytes(buffer[end : end + _PROOF_BYTES])
+        framed, proof = bytes(buffer[:end]), bytes(buffer[end : end + _PROOF_BYTES])
         code = self._receiving.copy()
-        code.update(_NUMBER.pack(self._received) + told)
+        code.update(_NUMBER.pack(self._received) + framed)
         if not hmac.compare_digest(proof, code.digest()):
             raise ProtocolError("a frame is not the next one of this connection (repeated, lost or forged)")
         del buffer[: end + _PROOF_BYTES]
         self._received += 1
-        return told[_LENGTH.size :]
+        return framed[_LENGTH.size :]
 
 
 class Dialer:

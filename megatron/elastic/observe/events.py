@@ -170,7 +170,7 @@ class MigrationEvent(LogEvent):
     stall_seconds: float
     """Seconds that this rank waited for it."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """The same by what for: finish (before shipping), stand (after the vote), certificate (after the gather)."""
+    """The same by what for: finish (before shipping), switch (after the vote), certificate (after the gather)."""
     urgent: bool = False
     """Only copies that a loss left missing: begun in the recovery."""
 

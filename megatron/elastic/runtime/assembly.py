@@ -45,13 +45,13 @@ from megatron.elastic.platform.frequency import Kind, frequency_of, open_frequen
 from megatron.elastic.platform.select import select
 from megatron.elastic.runtime.connect import Links
 from megatron.elastic.runtime.telemetry import (
-    narrate_clock,
-    narrate_migration,
-    narrate_pace,
-    narrate_protection,
-    narrate_recut,
-    narrate_step,
-    narrate_verdict,
+    write_certificate,
+    write_clock,
+    write_migration,
+    write_protection,
+    write_recut,
+    write_speeds,
+    write_step,
 )
 from megatron.elastic.runtime.tolerance import Tolerances
 from megatron.elastic.state.layout import UnitLayout
@@ -173,7 +173,7 @@ def assemble(
         history=History(configuration),
         injector=links.injector,
         timer=timer,
-        listener=_Narrator(links.events, timeline, job, tolerances),
+        listener=_EventWriter(links.events, timeline, job, tolerances),
     )
     pace = Pace(SpeedOptions(evidence_ns=_EVIDENCE_NS, band_ppm=_BAND_PPM))
     rebalancer = Rebalancer(context, pace, _clocks(links, job.config, timer))
@@ -226,12 +226,12 @@ def _clocks(links: Links, config: ElasticConfig, timer: PhaseTimer) -> Clocks | 
     return Clocks(
         control,
         say=lambda line: print(f"rank {links.fabric.rank}: {line}", flush=True),
-        note=lambda applied, power: narrate_clock(links.events, timer.current.step + 1, applied, power),
+        note=lambda applied, power: write_clock(links.events, timer.current.step + 1, applied, power),
     )
 
 
 @dataclass(frozen=True)
-class _Narrator(Listener):
+class _EventWriter(Listener):
     """Writes the engine's events to the event log, and forwards to the host the lines that it prints."""
 
     events: EventLog
@@ -240,7 +240,7 @@ class _Narrator(Listener):
     tolerances: Tolerances
 
     def stepped(self, record: StepRecord, view: View, step: Stepped) -> None:
-        narrate_step(self.events, self.timeline, record, view, step)
+        write_step(self.events, self.timeline, record, view, step)
         self.tolerances.look(view, record.version)
 
     def settled(self, outcome: RecoveryOutcome, view: View, seconds: float) -> None:
@@ -252,17 +252,17 @@ class _Narrator(Listener):
         self.job.on_notice(why)
 
     def paced(self, record: StepRecord, before: View, view: View) -> None:
-        narrate_pace(self.events, record, before, view)
+        write_speeds(self.events, record, before, view)
 
     def recut(self, record: StepRecord, view: View, recut: Recut) -> None:
-        narrate_recut(record, view, recut)
+        write_recut(record, view, recut)
 
     def moved(self, record: StepRecord, view: View, moved: Moved) -> None:
-        narrate_migration(self.events, record, view, moved)
+        write_migration(self.events, record, view, moved)
         self.tolerances.look(view, record.version)
 
     def protected(self, record: StepRecord, view: View, protected: Protected) -> None:
-        narrate_protection(self.events, record, protected)
+        write_protection(self.events, record, protected)
 
     def examined(self, view: View, verdict: CertificateOutcome) -> None:
-        narrate_verdict(self.events, view, verdict)
+        write_certificate(self.events, view, verdict)

@@ -14,7 +14,7 @@ from megatron.elastic.engine.generation.factory import StageGone
 from megatron.elastic.engine.generation.hardware import survey
 from megatron.elastic.engine.generation.report import NEWCOMER, newcomers
 from megatron.elastic.engine.generation.state_catalog import build_layouts, exchange_catalog, own_catalog
-from megatron.elastic.engine.transaction.early_links import LinksAhead
+from megatron.elastic.engine.transaction.early_links import EarlyLinks
 from megatron.elastic.engine.transaction.join import JoinState, receive_join_state
 from megatron.elastic.engine.transaction.wait_for_ranks import await_ranks
 from megatron.elastic.observe.events import ReadyEvent
@@ -66,7 +66,7 @@ def join(links: Links, job: EngineParts) -> tuple[Engine, JoinState]:
     arena = Arena(job.interface, known)
     rehearse(links, job, catalog, arena)
     links.events.write(ReadyEvent())
-    ahead = LinksAhead(fabric, timeout, links.threads)
+    ahead = EarlyLinks(fabric, timeout, links.threads)
     links.membership.watch_members(ahead.members_are)
     while True:
         try:

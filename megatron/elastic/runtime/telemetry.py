@@ -38,20 +38,20 @@ from megatron.elastic.platform.frequency import Applied
 from megatron.elastic.state.record import StepRecord
 
 __all__ = [
-    "narrate_clock",
-    "narrate_migration",
-    "narrate_pace",
-    "narrate_protection",
-    "narrate_recut",
-    "narrate_step",
-    "narrate_verdict",
-    "report_recovery",
+    "write_certificate",
+    "write_clock",
+    "write_migration",
+    "write_protection",
+    "write_recovery",
+    "write_recut",
+    "write_speeds",
+    "write_step",
 ]
 
 _OUTCOMES = {"roll_forward": "rolled forward", "revote": "voted again", "rerun": "re-run"}
 
 
-def report_recovery(
+def write_recovery(
     events: EventLog,
     launch_topology: LaunchTopology,
     outcome: RecoveryOutcome,
@@ -129,7 +129,7 @@ def _plan(step: int, view: View) -> PlanEvent:
     )
 
 
-def narrate_step(events: EventLog, timeline: Timeline, record: StepRecord, view: View, stepped: Stepped) -> None:
+def write_step(events: EventLog, timeline: Timeline, record: StepRecord, view: View, stepped: Stepped) -> None:
     """Record one committed step: its times on every rank, the rest on the lowest living rank."""
     if not events.enabled:
         return
@@ -156,7 +156,7 @@ def narrate_step(events: EventLog, timeline: Timeline, record: StepRecord, view:
         events.hold(step)
 
 
-def narrate_recut(record: StepRecord, view: View, recut: Recut) -> None:
+def write_recut(record: StepRecord, view: View, recut: Recut) -> None:
     """Print that layers begin to move, and why."""
     if not view.lowest:
         return
@@ -170,7 +170,7 @@ def narrate_recut(record: StepRecord, view: View, recut: Recut) -> None:
     print(f"step {record.version}: {what}; {why}", flush=True)
 
 
-def narrate_migration(events: EventLog, record: StepRecord, view: View, moved: Moved) -> None:
+def write_migration(events: EventLog, record: StepRecord, view: View, moved: Moved) -> None:
     """Record a finished migration, and the plan after it."""
     if view.lowest:
         events.write(_plan(record.version, view))
@@ -190,7 +190,7 @@ def narrate_migration(events: EventLog, record: StepRecord, view: View, moved: M
     )
 
 
-def narrate_protection(events: EventLog, record: StepRecord, protected: Protected) -> None:
+def write_protection(events: EventLog, record: StepRecord, protected: Protected) -> None:
     """Record that every block has all its mirrors again; one rank prints it."""
     event = ProtectionEvent(record.version, protected.seconds, protected.steps, protected.blocks)
     events.write(event)
@@ -198,7 +198,7 @@ def narrate_protection(events: EventLog, record: StepRecord, protected: Protecte
         print(protection_line(event), flush=True)
 
 
-def narrate_verdict(events: EventLog, view: View, verdict: CertificateOutcome) -> None:
+def write_certificate(events: EventLog, view: View, verdict: CertificateOutcome) -> None:
     """Record the result of a certificate; the lowest living rank prints its findings."""
     passed = verdict.certificate
     events.write(
@@ -219,7 +219,7 @@ def narrate_verdict(events: EventLog, view: View, verdict: CertificateOutcome) -
             print(f"step {verdict.step}, certificate ({verdict.transition}): {finding}", flush=True)
 
 
-def narrate_pace(events: EventLog, record: StepRecord, before: View, view: View) -> None:
+def write_speeds(events: EventLog, record: StepRecord, before: View, view: View) -> None:
     """Record that measured speeds changed the plan; the lowest living rank prints the slow ranks and their samples."""
     if not view.lowest:
         return
@@ -243,7 +243,7 @@ def narrate_pace(events: EventLog, record: StepRecord, before: View, view: View)
         events.write(_plan(step + 1, view))
 
 
-def narrate_clock(events: EventLog, step: int, applied: Applied, power_mw: int | None) -> None:
+def write_clock(events: EventLog, step: int, applied: Applied, power_mw: int | None) -> None:
     """Record a clock that was set."""
     events.write(ClockEvent(step, applied.asked_khz, applied.set_khz, applied.observed_khz, applied.verified, power_mw))
 

@@ -50,7 +50,7 @@ class Loop:
     def _fenced(self, step: int, action: int) -> int:
         program = self.program
         program.enter()
-        told = program.told()
+        told = program.known_end()
         failure = f"{step}/{action}" if (step, action) in self.failing else ""
         if told is None:
             self._work()
@@ -125,8 +125,8 @@ def test_before_any_step_a_newcomer_begins_at_the_start() -> None:
     newcomer.take(member.place(first_open=2))
     assert not newcomer.inside
     newcomer.enter()
-    told = newcomer.told()
+    told = newcomer.known_end()
     assert told is not None and told.result == "first"
     newcomer.over()
     newcomer.enter()
-    assert newcomer.told() is None
+    assert newcomer.known_end() is None

@@ -53,7 +53,7 @@ def test_whatever_its_arguments_a_newcomer_goes_on_with_the_schedule_it_is_told(
     members: MegatronSchedule, newcomer: MegatronSchedule, at: int, later: int
 ) -> None:
     adopt(members._groups, [{"max_lr": 0.5, "min_lr": 0.25}] * len(members._groups))  # as of a checkpoint
-    newcomer.take(json.loads(json.dumps(members.told())), at)
+    newcomer.take(json.loads(json.dumps(members.for_newcomer())), at)
     assert newcomer.rates(later) == members.rates(later)
     assert [settings_of(group) for group in newcomer._groups] == [settings_of(group) for group in members._groups]
     assert [group["lr"] for group in newcomer._groups] == [rate.lr for rate in members.rates(at)], "what is printed"

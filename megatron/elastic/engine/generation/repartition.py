@@ -23,7 +23,7 @@ from megatron.elastic.plan.search.steady import DecisionOptions, decide
 from megatron.elastic.plan.topology import with_speeds
 from megatron.elastic.state.layout import UnitLayout
 
-__all__ = ["Recut", "better_assignment", "everybody_is_here", "unmeasured_profile"]
+__all__ = ["Recut", "all_cells_present", "better_assignment", "unmeasured_profile"]
 
 _OPERATIONS_PER_NS = 10
 """Assumed speed of a cell before costs are measured; ratios between units do not depend on it."""
@@ -43,7 +43,7 @@ class Recut:
     """Number of (unit, cell) pairs that are new."""
 
 
-def everybody_is_here(assignment: Assignment, living: Collection[int]) -> bool:
+def all_cells_present(assignment: Assignment, living: Collection[int]) -> bool:
     """Return whether there are at least as many whole cells as at launch."""
     return len(assignment.whole(living)) >= assignment.launch_topology.data * assignment.launch_topology.pipeline
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from megatron.elastic.comm.errors import CommError
 from megatron.elastic.control.requests import Request
-from megatron.elastic.engine.generation.repartition import Recut, better_assignment, everybody_is_here
+from megatron.elastic.engine.generation.repartition import Recut, all_cells_present, better_assignment
 from megatron.elastic.engine.transaction.context import Context
 from megatron.elastic.engine.transaction.migrate import Migrator
 from megatron.elastic.engine.transaction.rebalance import Rebalancer
@@ -87,7 +87,7 @@ class Boundary:
         if asked or not views.moves_units:
             return None
         steps = self._context.record.version - self._context.settled_at
-        due = everybody_is_here(view.assignment, view.living) or steps >= patience
+        due = all_cells_present(view.assignment, view.living) or steps >= patience
         if not due or steps == 0:  # before a vote of this generation measurements differ between ranks
             return None
         self._considered = view.generation

@@ -13,10 +13,10 @@ from megatron.elastic.comm.address import Address
 from megatron.elastic.comm.fabric import Fabric
 from megatron.elastic.platform.threads import OS_THREADS, Threads
 
-__all__ = ["LinksAhead"]
+__all__ = ["EarlyLinks"]
 
 
-class LinksAhead:
+class EarlyLinks:
     """The connecting thread of a process that waits to be admitted. ``timeout``: seconds for one round."""
 
     def __init__(self, fabric: Fabric, timeout: float, threads: Threads = OS_THREADS) -> None:

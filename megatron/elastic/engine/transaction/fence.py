@@ -97,7 +97,7 @@ class Program:
         self._step = self.phase
         self._ended = {phase: ended for phase, ended in self._ended.items() if phase > self._step}
 
-    def told(self) -> PhaseEnd | None:
+    def known_end(self) -> PhaseEnd | None:
         """Return the end of the present fenced action if it was over before this rank was admitted, else None."""
         return self._ended[self.phase] if self.behind else None
 
@@ -156,7 +156,7 @@ class Fence:
         if self._inside:
             return body()
         self._program.enter()
-        end = self._program.told()
+        end = self._program.known_end()
         if end is not None:
             self._program.over(end.failure)
             if end.failure:

@@ -226,7 +226,7 @@ class Migrator:
         self._gone.append(prune(at.tools.pool, self.heading.placement))
         if self._concluded:
             streams, before = self._under_way(), at.view.assignment
-            with _timed(self._seconds, "stand"):
+            with _timed(self._seconds, "switch"):
                 self._build_view()
             gained = streams.migration.target.assignment.gained(before)
             self._ended, self.came = streams, frozenset[int]().union(*gained.values())

@@ -60,7 +60,7 @@ class Moved:
     background: float
     """Seconds from its begin to the end of the step whose vote named its target, without the time of waiting."""
     seconds: Mapping[str, float]
-    """Seconds this rank waited, by stage: ``finish`` (the last bytes, before shipping), ``stand`` (plan, modules
+    """Seconds this rank waited, by stage: ``finish`` (the last bytes, before shipping), ``switch`` (plan, modules
     and groups, after the vote), ``certificate`` (after the step's gather)."""
 
     @property

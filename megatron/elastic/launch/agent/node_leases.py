@@ -206,13 +206,13 @@ class NodeLeases:
             self._silence.note(node, holder, fresh.number, began, boot_seconds())
             return
 
-        def told() -> None:
+        def report() -> None:
             # A loop that was kept from running takes the next look's word instead.
             if boot_seconds() - began <= self._timing.grace + 2 * self._timing.beat:
                 why = "node unreachable" + (" (its agent ended)" if node in self._broken else "")
                 self._lost(node, holder[0], why)
 
-        self._loop.post(told)
+        self._loop.post(report)
 
     def _opened(self, node: int, holder: Holder, value: bytes | None) -> _Lease | None:
         """The lease in ``value`` if it is one of ``holder``."""

@@ -94,7 +94,7 @@ class Checkpoints:
             (
                 "megatron.training.wandb_utils.on_save_checkpoint_success",
                 "W&B receives the final name instead of the partial one",
-                self._told_wandb,
+                self._report_to_wandb,
             ),
         )
 
@@ -240,7 +240,7 @@ class Checkpoints:
 
         return replacement
 
-    def _told_wandb(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _report_to_wandb(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def replacement(checkpoint_path: str, *args: Any, **kwargs: Any) -> Any:
             return original(self._folders.final_name(checkpoint_path), *args, **kwargs)

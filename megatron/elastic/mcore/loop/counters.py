@@ -41,7 +41,7 @@ class Counters:
         self._job_started: dict[str, Any] = {}
         """Values that a newcomer's arguments get once its loop has started from them."""
 
-    def told(self) -> Mapping[str, Any]:
+    def for_newcomer(self) -> Mapping[str, Any]:
         """Return the counters at the begin of the present step, with which a newcomer begins."""
         return self._at_step
 
@@ -51,13 +51,13 @@ class Counters:
         self._operations = args.num_floating_point_operations_so_far
         self._note(args.iteration)
 
-    def take(self, told: Mapping[str, Any]) -> None:
+    def take(self, shared: Mapping[str, Any]) -> None:
         """Set a newcomer's counters when its loop is about to start."""
         args = get_args()
-        for name, value in {**told["arguments"], **told["loop"]}.items():
+        for name, value in {**shared["arguments"], **shared["loop"]}.items():
             setattr(args, name, value)
-        self._job_started = {name: told["arguments"][name] for name in _STARTS}
-        self._operations, self._at_step = args.num_floating_point_operations_so_far, dict(told)
+        self._job_started = {name: shared["arguments"][name] for name in _STARTS}
+        self._operations, self._at_step = args.num_floating_point_operations_so_far, dict(shared)
 
     def step(self) -> None:
         """Note the counters when a step is about to begin."""

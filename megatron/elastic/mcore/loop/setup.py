@@ -47,7 +47,7 @@ from megatron.elastic.mcore.patching.patches import Row, bound
 from megatron.elastic.runtime.assembly import EngineParts
 from megatron.elastic.runtime.connect import Links, open_links
 from megatron.elastic.runtime.start import found, join
-from megatron.elastic.runtime.telemetry import report_recovery
+from megatron.elastic.runtime.telemetry import write_recovery
 
 __all__ = ["DatasetPosition", "Setup"]
 
@@ -177,7 +177,9 @@ class Setup:
         config = unwrapped(model[0]).config
         topology = nominal_topology(args, config, interface.tied_unit is not None, links.fabric.slots)
         settings = engine_settings(args, self._schedule)
-        self._job = EngineParts(interface, topology, self._config, settings, self._settled, self._told, self.notice)
+        self._job = EngineParts(
+            interface, topology, self._config, settings, self._settled, self._host_state, self.notice
+        )
         args.iteration = args.num_floating_point_operations_so_far = 0
         if links.decision is None:  # a newcomer: the engine comes with admission, before the loop begins
             return model, self._optimizer, scheduler
@@ -209,10 +211,10 @@ class Setup:
         self._schedule.take(host["schedule"], engine.record.scheduler_steps)
         return host
 
-    def _told(self) -> str:
+    def _host_state(self) -> str:
         """Return the host's state for a newcomer, which has loaded no checkpoint."""
         assert self._schedule is not None
-        return json.dumps({**self._counters(), "schedule": self._schedule.told()})
+        return json.dumps({**self._counters(), "schedule": self._schedule.for_newcomer()})
 
     def _attach(self, engine: Engine) -> None:
         """Set the engine, and make the objects that save and load its state."""
@@ -278,7 +280,7 @@ class Setup:
         # A newcomer does not know the recovery that admitted it.
         speaks = min(set(view.living) - set(outcome.newcomers)) == links.fabric.rank
         topology, step = engine.views.launch_topology, engine.present_step
-        report_recovery(links.events, topology, outcome, view, step, engine.in_step, seconds, speaks)
+        write_recovery(links.events, topology, outcome, view, step, engine.in_step, seconds, speaks)
 
     def notice(self, why: str) -> None:
         """Print one line on one of the ranks that all call this, also before a decided generation begins its steps."""

@@ -39,7 +39,7 @@ class TrainingLoop:
 
     def __init__(self, config: ElasticConfig) -> None:
         self._counters = Counters()
-        self._setup = Setup(config, self._counters.told)
+        self._setup = Setup(config, self._counters.for_newcomer)
         self._checkpoints = self._setup.checkpoints
         self._shutdown = Shutdown(self._setup, config.respawn)
         self._came_later = False

@@ -79,7 +79,7 @@ class MegatronSchedule:
 
     Its settings are those of the arguments until a checkpoint is loaded. With --use-checkpoint-opt_param-scheduler the
     scheduler takes the checkpoint's settings. Parameter groups take theirs in any case, like plain Megatron's
-    optimizer. A newcomer, which loads no checkpoint, receives them from a member (:meth:`told`, :meth:`take`).
+    optimizer. A newcomer, which loads no checkpoint, receives them from a member (:meth:`for_newcomer`, :meth:`take`).
     """
 
     def __init__(self, scheduler: OptimizerParamScheduler) -> None:
@@ -96,16 +96,16 @@ class MegatronSchedule:
         at.num_steps = scheduler_steps
         return tuple(Rate(at.get_lr(group), at.get_wd(group) * group["wd_mult"]) for group in self._groups)
 
-    def told(self) -> dict[str, Any]:
+    def for_newcomer(self) -> dict[str, Any]:
         """Return the settings as numbers and texts: the scheduler's by name, and each parameter group's by index."""
         return {
             "scheduler": {name: value for name, value in vars(self._scheduler).items() if name not in _NOT_SETTINGS},
             "groups": [settings_of(group) for group in self._groups],
         }
 
-    def take(self, told: Mapping[str, Any], steps: int) -> None:
+    def take(self, state: Mapping[str, Any], steps: int) -> None:
         """Take over the members' settings, ``steps`` samples into the schedule."""
-        vars(self._scheduler).update(told["scheduler"])
-        adopt(self._groups, told["groups"])
+        vars(self._scheduler).update(state["scheduler"])
+        adopt(self._groups, state["groups"])
         self._scheduler.num_steps = steps
         self._scheduler.step(increment=0)
