@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
 from megatron.elastic.control.events import Wanted
-from megatron.elastic.control.requests import Drain
+from megatron.elastic.control.requests import Drain, SaveCheckpoint
+from megatron.elastic.engine.transaction.boundary import Boundary
 from tests.cluster.checks import check
-from tests.cluster.cluster import Scenario, run
+from tests.cluster.cluster import RankProcess, Scenario, run
 
 
 def test_a_job_that_is_to_end_ends_at_one_boundary() -> None:
@@ -49,3 +52,44 @@ def test_a_rank_comes_and_one_leaves_at_the_same_boundary() -> None:
     cluster = run(scenario)
     check(cluster)
     assert 3 not in {process.rank for process in cluster.finished}
+
+
+def test_a_boundary_that_is_crossed_again_changes_nothing() -> None:
+    """What a vote has agreed on is done once: the same generations, the same migrations, the same end."""
+
+    def cross_again(rank: RankProcess, step: int) -> None:
+        engine = rank.engine
+        assert engine is not None
+        boundary: Boundary = engine._boundary
+        if step > 1:
+            boundary.cross()
+            settled = (engine.view, engine.context.acted_on, engine._migrator.under_way)
+            boundary.cross()
+            assert settled == (engine.view, engine.context.acted_on, engine._migrator.under_way)
+
+    wishes = ((2, Wanted(SaveCheckpoint())), (3, Wanted(Drain((3,)))))
+    once = run(Scenario(wishes=wishes, steps=9, seed=1))
+    often = run(Scenario(wishes=wishes, steps=9, seed=1, fenced=cross_again))
+    for cluster in (once, often):
+        check(cluster, settled=True)
+        assert {process.rank for process in cluster.finished} == {0, 1, 2}
+    ends = [{process.engine.view.generation for process in c.finished if process.engine} for c in (once, often)]
+    assert ends[0] == ends[1] and len(ends[0]) == 1
+
+
+@pytest.mark.parametrize(("patience", "moves"), [(1, True), (4, True), (50, False), (-1, False)])
+def test_layers_move_only_after_so_many_steps_as_the_user_waits_for_lost_ranks(patience: int, moves: bool) -> None:
+    """``--elastic-migrate-after``: counted from the step in which the loss was settled."""
+    changed: set[int] = set()
+
+    def note(rank: RankProcess, step: int) -> None:
+        assert rank.engine is not None
+        if not rank.engine.view.assignment.is_nominal:
+            changed.add(step)
+
+    faults = "kill:rank=1,step=2,point=after_reduce"
+    settings = {"migrate_after": patience}
+    cluster = run(Scenario(faults, 1, steps=10, heavy=True, respawn_after=None, fenced=note, settings=settings))
+    check(cluster)
+    assert bool(changed) == moves
+    assert not changed or 2 + patience < min(changed) <= 2 + patience + 4
