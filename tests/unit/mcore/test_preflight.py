@@ -41,6 +41,11 @@ def sizes(**given: Any) -> Namespace:
         "global_batch_size": 16,
         "micro_batch_size": 2,
         "rampup_batch_size": None,
+        "skip_train": False,
+        "full_validation": False,
+        "train_iters": 10,
+        "train_samples": None,
+        "eval_interval": 100,
     }
     return Namespace(**{**base, **given})
 
@@ -58,6 +63,8 @@ def test_sizes_that_fit_pass() -> None:
     check_sizes(sizes())
     check_sizes(sizes(num_layers=5, decoder_first_pipeline_num_layers=2))
     check_sizes(sizes(global_batch_size=None))
+    check_sizes(sizes(train_iters=None, train_samples=160))
+    check_sizes(sizes(train_iters=None, eval_interval=None, skip_train=True))
     check_sizes(sizes(num_virtual_stages_per_pipeline_rank=2))
     check_sizes(sizes(num_virtual_stages_per_pipeline_rank=1, pipeline_model_parallel_size=1))
     check_sizes(sizes(num_virtual_stages_per_pipeline_rank=2, num_layers=5, decoder_first_pipeline_num_layers=2))
@@ -66,6 +73,8 @@ def test_sizes_that_fit_pass() -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
+        ({"train_iters": None}, ("--train-iters or --train-samples",)),
+        ({"eval_interval": None}, ("--eval-interval", "--eval-iters 0")),
         ({"world_size": 2}, ("too few ranks", "--tensor-model-parallel-size 2", "--nproc-per-node")),
         ({"world_size": 6}, ("6 ranks", "--pipeline-model-parallel-size 2")),
         ({"num_attention_heads": 7}, ("--num-attention-heads 7", "--tensor-model-parallel-size 2")),

@@ -51,6 +51,7 @@ def check_sizes(args: Namespace) -> None:
 def _size_faults(args: Namespace) -> Iterator[str]:
     tp, pp, cp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size
     world = args.world_size
+    yield from _length_faults(args)
     yield from _model_faults(args, tp, pp)
     if world < tp * pp * cp:
         yield (
@@ -66,6 +67,17 @@ def _size_faults(args: Namespace) -> Iterator[str]:
     else:
         yield from _batch_faults(args, world // (tp * pp * cp))
         yield from _interleaving_faults(args, pp, world // (tp * pp * cp))
+
+
+def _length_faults(args: Namespace) -> Iterator[str]:
+    """Yield flags that Megatron needs to count the samples of a run, and divides by without a look."""
+    if not args.skip_train and not args.train_iters and not args.train_samples:
+        yield "the length of the training is missing: give --train-iters or --train-samples"
+    if not args.skip_train and not args.full_validation and not args.eval_interval:
+        yield (
+            "--eval-interval is missing or 0, and Megatron counts validation samples by it: give the steps between "
+            "two validations (with --eval-iters 0 there is none)"
+        )
 
 
 def _model_faults(args: Namespace, tp: int, pp: int) -> Iterator[str]:
