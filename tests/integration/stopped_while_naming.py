@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def ancestors(pid: int) -> list[int]:
     """The processes above ``pid`` that are launchers of this job."""
     parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    if b"megatron.elastic.launch" not in Path(f"/proc/{parent}/cmdline").read_bytes():
+    if not Path(f"/proc/{parent}/comm").read_text().startswith("elastic-"):
         return []
     return [parent, *ancestors(parent)]
 

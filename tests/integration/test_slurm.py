@@ -51,11 +51,12 @@ def launchers(job: RunningJob) -> dict[int, int]:
         if entry.name.isdigit():
             try:
                 words = (entry / "cmdline").read_bytes().split(b"\0")
+                agent = (entry / "comm").read_text() == "elastic-agent\n"
                 variables = (entry / "environ").read_bytes().split(b"\0")
             except OSError:
                 continue
             mine = any(str(job.folder).encode() in word for word in words)
-            if mine and b"megatron.elastic.launch" in words and b"srun" not in words[0]:
+            if mine and agent:
                 task = next(v for v in variables if v.startswith(b"SLURM_PROCID="))
                 found[int(task.split(b"=")[1])] = int(entry.name)
     return found

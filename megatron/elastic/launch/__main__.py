@@ -26,12 +26,14 @@ def main(argv: list[str]) -> int:
     from megatron.elastic.launch.arguments import BadCommand, parse
     from megatron.elastic.launch.limits import raise_file_limit
     from megatron.elastic.launch.workers.pool import Pool, PoolEvents
+    from megatron.elastic.launch.workers.processes import name_process
     from megatron.elastic.launch.workers.zygote_process import ZygoteProcess, may_fork
 
     loop: Loop | None = None
     pool: Pool | None = None
     try:
         job = parse(argv)
+        name_process("elastic-agent")
         raise_file_limit(job.nodes, job.workers)
         if job.check:
             from megatron.elastic.launch.check import check

@@ -30,9 +30,10 @@ PROGRAM = """
 
     assert may_fork(), "a thread that an import starts would make every start of a job slower"
     zygote = getattr(ZygoteProcess, sys.argv[1])(("torch",))
-    print(os.readlink(f"/proc/{zygote.pid}/fd/0"), os.getsid(zygote.pid) == zygote.pid)
     heard = messages(zygote)
     next(heard)
+    print(os.readlink(f"/proc/{zygote.pid}/fd/0"), os.getsid(zygote.pid) == zygote.pid)
+    print(open(f"/proc/{zygote.pid}/comm").read(), end="")
     fd, _ = Slot.create("test")
     control, theirs = socket.socketpair()
     spec = WorkerSpec(1, "script", sys.argv[2], ("a",), {"RANK": "3"})
@@ -50,7 +51,8 @@ WORKER = """
     import os, sys
     loaded = "torch" in sys.modules
     with open(sys.argv[0] + ".told", "w") as out:
-        print(sys.argv[1:], os.environ["RANK"], loaded, sys.stdin.read() == "", end="", file=out)
+        name = open("/proc/self/comm").read().strip()
+        print(name, sys.argv[1:], os.environ["RANK"], loaded, sys.stdin.read() == "", end="", file=out)
     raise SystemExit(7)
 """
 
@@ -72,7 +74,8 @@ def test_a_zygote_runs_workers_and_ends(tmp_path: Path, way: str, end: str) -> N
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.splitlines() == [
         "/dev/null True",
-        "['a'] 3 True True",
+        "elastic-zygote",
+        "rank3 ['a'] 3 True True",
         "True True",
         "with a thread: False",
     ]

@@ -30,6 +30,7 @@ __all__ = [
     "ending_status",
     "exit_status",
     "kill_group",
+    "name_process",
     "note_process",
     "process_state",
     "sweep_scratch",
@@ -38,7 +39,7 @@ __all__ = [
     "thread_count",
 ]
 
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 _MAX_MESSAGE = 1 << 17
 _MAX_FDS = 8
 _DYING_SECONDS = 1.0
@@ -52,6 +53,11 @@ def die_with_parent(parent: int, sig: int = signal.SIGKILL) -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     if os.getppid() != parent:
         os._exit(128 + signal.SIGKILL)
+
+
+def name_process(name: str) -> None:
+    """Show this process as ``name`` (15 bytes of it) in ``top`` and ``ps -o comm``; forks share a command line."""
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
 
 
 def chain_children() -> None:

@@ -28,7 +28,7 @@ from megatron.elastic.comm.errors import CommError
 from megatron.elastic.control import env
 from megatron.elastic.control.exits import ExitReason
 from megatron.elastic.control.slot import Slot
-from megatron.elastic.launch.workers.processes import chain_children, die_with_parent, note_process
+from megatron.elastic.launch.workers.processes import chain_children, die_with_parent, name_process, note_process
 
 __all__ = ["WorkerSpec", "become", "reason_of", "run_script"]
 
@@ -83,6 +83,7 @@ def become(spec: WorkerSpec) -> NoReturn:
     _reset_signals()
     control, slot = _take_descriptors(spec)
     os.environ.update(spec.environ)
+    name_process(f"rank{os.environ.get('RANK', '')}")
     os.environ[env.CONTROL_FD], os.environ[env.SLOT_FD] = str(control), str(slot)
     if spec.kind == "program":
         _exec(spec.target, [spec.target, *spec.arguments], control, slot)

@@ -32,6 +32,7 @@ from megatron.elastic.launch.workers.processes import (
     accelerator_is_open,
     die_with_parent,
     kill_group,
+    name_process,
     sweep_scratch,
     sweep_scratches,
     sweep_segments,
@@ -140,6 +141,7 @@ class Zygote:
 
 def serve_agent(agent: MessageSocket, agent_pid: int, modules: Sequence[str]) -> int:
     """Body of the zygote process; return its exit code. A forked worker goes on as the user's program instead."""
+    name_process("elastic-zygote")
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # The end of the agent is the end of its socket, and has to be passed on to all that workers started. What
