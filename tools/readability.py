@@ -1,10 +1,12 @@
 """Figures that go with readable code, for this repository and others beside it.
 
     python tools/readability.py                      # this checkout
-    python tools/readability.py . ../another         # several, a column each
+    python tools/readability.py . ../another:folder  # several, a column each; of the second only this folder
 
 Prints a table and, as the last line, one JSON object: checkout → figures, the lists in full. Lengths are in lines; a
 function's include its signature and docstring. ``__init__`` and ``__main__`` files are not asked for a test.
+``--record docs/measured/readability.json`` keeps the table for ``docs/benchmarks.md``, with the commit of each checkout
+but this one.
 
 The part of the style that a program can check: a docstring does not begin with *What*, *Who*, *How* or *Whether*, a
 sentence has at most 35 words, and none of the words that mean something else here than a reader expects.
@@ -26,7 +28,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-__all__ = ["Figures", "faults", "main", "measure", "sentences"]
+__all__ = ["Figures", "faults", "main", "measure", "recorded", "sentences"]
+
+ROOT = Path(__file__).resolve().parent.parent
 
 LONGEST_SENTENCE = 35
 METAPHORS = re.compile(
@@ -77,7 +81,11 @@ class Source:
 
     @property
     def is_test(self) -> bool:
-        return bool({"tests", "test"} & set(self.path.parts[:-1])) or self.path.name.startswith(("test_", "conftest"))
+        return (
+            bool({"tests", "test"} & set(self.path.parts[:-1]))
+            or self.path.name.startswith(("test_", "conftest"))
+            or self.path.name.endswith("_test.py")
+        )
 
 
 def python_files(root: Path) -> list[Path]:
@@ -177,9 +185,11 @@ def imported(source: Source) -> Iterator[str]:
     for node in ast.walk(source.tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = source.path.parts[: -node.level] if node.level else ()
+            base = ".".join((*above, *filter(None, [node.module])))
+            yield base
+            yield from (f"{base}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield from re.findall(r"\b\w+(?:\.\w+)+\b", node.value)
 
@@ -210,6 +220,7 @@ def measure(root: Path, package: str) -> Figures:
     total = sum(len(sentences(text)) for source in own for kind in (docstrings, comments) for text in kind(source))
     bad = sum(len(told(source)) for source in own)
     used = {name for source in sources if source.is_test for name in imported(source)}
+    above = "".join(f"{part}." for part in Path(package).parts[:-1])  # such as "src.", which imports do not name
     modules = [source.module for source in own if source.path.name not in ("__init__.py", "__main__.py")]
     return Figures(
         files=len(own),
@@ -223,7 +234,7 @@ def measure(root: Path, package: str) -> Figures:
         sentences=total,
         sentences_against_the_style=share(bad, total) if total else 0.0,
         class_names_used_twice=sorted(name for name, count in names.items() if count > 1),
-        modules_no_test_imports=sorted(module for module in modules if module not in used),
+        modules_no_test_imports=sorted(module for module in modules if not {module, module.removeprefix(above)} & used),
     )
 
 
@@ -238,26 +249,58 @@ def table(columns: dict[str, Figures]) -> str:
     return "\n".join("  ".join(row).rstrip() for row in padded)
 
 
+def recorded(columns: dict[str, Figures], commits: dict[str, str]) -> dict[str, object]:
+    """Return a JSON object: the command, checkout → commit, and checkout → figures, of lists their length."""
+    counted = {
+        name: {key: len(value) if isinstance(value, list) else value for key, value in asdict(figures).items()}
+        for name, figures in columns.items()
+    }
+    command = "python tools/readability.py --record docs/measured/readability.json CHECKOUT..."
+    return {"command": command, "commits": commits, "checkouts": counted}
+
+
+def commit_of(checkout: Path) -> str:
+    """Return hash and date of the newest commit; empty for this checkout, whose own commit is not made yet."""
+    if checkout == ROOT:
+        return ""
+    told = subprocess.run(
+        ["git", "log", "-1", "--format=%h, %cs"], cwd=checkout, capture_output=True, text=True, check=False
+    )
+    return told.stdout.strip()
+
+
 def main(argv: list[str] | None = None) -> int:
     """Command line; exit status 1 and one line for a folder without Python files."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("checkouts", nargs="*", type=Path, default=[Path(__file__).resolve().parent.parent])
+    parser.add_argument(
+        "checkouts",
+        nargs="*",
+        default=[str(ROOT)],
+        metavar="CHECKOUT[:FOLDER]",
+        help="checkout to measure, and the folder of it with the code (default: this one)",
+    )
     parser.add_argument(
         "--package",
         default="megatron/elastic",
-        help="folder that is measured (default: %(default)s; where it is not, all that is no test)",
+        help="folder to measure if the argument names none; all but tests if it is not there (default: %(default)s)",
     )
     parser.add_argument("--tell", action="store_true", help="first print each sentence that is against the style")
+    parser.add_argument("--record", type=Path, metavar="FILE", help="also write the table into this JSON file")
     asked = parser.parse_args(argv)
+    named = [(Path(path), package or asked.package) for path, _, package in (c.partition(":") for c in asked.checkouts)]
+    names = {path: "this repository" if path.resolve() == ROOT else path.resolve().name for path, _ in named}
     try:
-        columns = {path.resolve().name: measure(path, asked.package) for path in asked.checkouts}
+        columns = {names[path]: measure(path, package) for path, package in named}
     except (OSError, ValueError) as error:
         print(f"readability: {error}", file=sys.stderr)
         return 1
-    for path in asked.checkouts if asked.tell else ():
-        for source in measured(read(path), asked.package):
+    for path, package in named if asked.tell else ():
+        for source in measured(read(path), package):
             for sentence in told(source):
                 print(f"{path / source.path}: {sentence}")
+    if asked.record:
+        commits = {names[path]: commit_of(path.resolve()) for path, _ in named}
+        asked.record.write_text(json.dumps(recorded(columns, commits), indent=1) + "\n", encoding="utf-8")
     print(table(columns))
     print(json.dumps({name: asdict(figures) for name, figures in columns.items()}))
     return 0

@@ -51,7 +51,8 @@ def test_the_page_of_benchmarks_is_written_from_the_recorded_figures() -> None:
 
 
 def test_every_benchmark_has_a_section() -> None:
-    assert {section.name for section in SECTIONS} == STANDARD.keys()
+    counted = {"readability"}  # in checkouts of several projects, by tools/readability.py
+    assert {section.name for section in SECTIONS} == STANDARD.keys() | counted
 
 
 def test_a_changed_figure_changes_the_page_of_benchmarks(tmp_path: Path) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
+from tools.benchmark_docs import page
 from tools.readability import faults, main, measure, sentences
 
 SHAPES = '''"""Shapes of the plane.
@@ -103,3 +105,31 @@ def test_the_last_line_is_json_and_another_checkout_is_measured_whole(
 def test_a_folder_without_python_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path)]) == 1
     assert capsys.readouterr().err.splitlines() == [f"readability: {tmp_path}: no Python files"]
+
+
+def test_tests_beside_the_code_import_by_relative_and_by_installed_names(tmp_path: Path) -> None:
+    """``src`` is no part of an imported name, and a test may lie in the package and end in ``_test.py``."""
+    files = {
+        "src/pack/__init__.py": "",
+        "src/pack/near.py": "",
+        "src/pack/far.py": "",
+        "src/pack/alone.py": "",
+        "src/pack/near_test.py": "from . import near\n",
+        "tests/test_far.py": "from pack.far import x\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert measure(tmp_path, "src/pack").modules_no_test_imports == ["src.pack.alone"]
+
+
+def test_a_record_becomes_a_section_of_the_page(tree: Path) -> None:
+    """Each checkout is measured in the folder that its argument names."""
+    folder = tree.with_name("measured")
+    folder.mkdir()
+    other = shutil.copytree(tree, tree.with_name("other"))
+    assert main([f"{other}:pack/deep", f"{tree}:pack", "--record", str(folder / "readability.json")]) == 0
+    rows = [line.split("|")[1:-1] for line in page(folder).splitlines() if line.startswith("|")]
+    figures = {row[0].strip(): [cell.strip() for cell in row[1:]] for row in rows}
+    assert figures["figure"] == ["other", "small"]
+    assert figures["files"] == ["3", "5"] and figures["class names used twice"] == ["0", "1"]
