@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -40,6 +41,7 @@ from megatron.elastic.plan.model import Grid, Profile, UnitCost
 from megatron.elastic.runtime.assembly import EngineParts
 from megatron.elastic.runtime.connect import linked
 from megatron.elastic.runtime.start import JobGone, found, join
+from megatron.elastic.runtime.telemetry import write_recovery
 from megatron.elastic.state.record import ConstantSchedule, Hyper, Rate
 from tests.cluster.control import Agent, ClusterMembership, Journal, Launched
 from tests.cluster.fabric import ClusterFabric, Style, Wire
@@ -81,6 +83,8 @@ class Scenario:
     died: Callable[[RankProcess], None] = field(default=lambda rank: None, repr=False)
     """Told of each kill, before anything follows from it."""
     samples: Dataset[torch.Tensor] = field(default_factory=Samples, repr=False)
+    events: Path | None = field(default=None, repr=False)
+    """Folder for the event logs of all ranks."""
 
     @property
     def ranks(self) -> int:
@@ -200,8 +204,15 @@ class RankProcess:
         def counters() -> str:
             return json.dumps({"iteration": began})
 
+        log = EventLog(scenario.events, self.rank, self.incarnation)
+
         def settled(outcome: RecoveryOutcome, view: View, seconds: float) -> None:
             self.recoveries.append(outcome)
+            engine = self.engine
+            if engine is not None and log.enabled:
+                speaks = min(set(view.living) - set(outcome.newcomers)) == self.rank
+                step, in_step = engine.present_step, engine.in_step
+                write_recovery(log, scenario.topology, outcome, view, step, in_step, seconds, speaks)
 
         settings = Settings(7, HYPER, per_token_loss=True, communication_timeout=TIMEOUT, steps=scenario.steps)
         units = scenario.topology.chunks[self.rank // scenario.data]
@@ -218,7 +229,6 @@ class RankProcess:
         )
         injector = _Injector(self.cluster.faults, self)
         self.membership.start(self.fabric.interrupt)
-        log = EventLog(None, self.rank, self.incarnation)
         links = linked(self.membership, self.fabric, log, injector, TIMEOUT, self.threads)
         if links.decision is None:
             self.engine, told = join(links, parts)
