@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megatron.elastic.simulate.goodput import Goodput
 from megatron.elastic.simulate.scenarios import ScenarioRow
 
-__all__ = ["draw_goodput", "draw_scenarios"]
+__all__ = ["draw_goodput", "draw_scenarios", "shares_of_time"]
 
 
 def draw_scenarios(rows: Sequence[ScenarioRow], path: Path, losses: int = 1) -> None:
@@ -43,6 +43,15 @@ def draw_scenarios(rows: Sequence[ScenarioRow], path: Path, losses: int = 1) -> 
     figure.savefig(path)
 
 
+_BELOW = "running below full rate"
+
+
+def shares_of_time(result: Goodput) -> Mapping[str, float]:
+    """Return the shares of wall-clock time, in the order in which they are stacked; they add up to 1."""
+    shares = {"effective": max(0.0, result.effective), "redone": result.redone_share, "stalled": result.stall_share}
+    return {**shares, _BELOW: max(0.0, 1.0 - sum(shares.values()))}
+
+
 def draw_goodput(results: Sequence[Goodput], path: Path, title: str = "") -> None:
     """Where the time went, per policy: effective, redone, stalled, running slower than undamaged."""
     from matplotlib.figure import Figure
@@ -51,15 +60,11 @@ def draw_goodput(results: Sequence[Goodput], path: Path, title: str = "") -> Non
     axes = figure.add_subplot()
     names = [result.policy for result in results]
     base = [0.0] * len(results)
-    parts = (
-        ("effective", [max(0.0, r.effective) for r in results]),
-        ("redone", [r.redone_share for r in results]),
-        ("stalled", [r.stall_share for r in results]),
-    )
-    for name, values in parts:
-        axes.bar(names, values, bottom=base, label=name)
+    shares = [shares_of_time(result) for result in results]
+    for name in shares[0] if shares else ():
+        values = [each[name] for each in shares]
+        axes.bar(names, values, bottom=base, label=name, color="lightgrey" if name == _BELOW else None)
         base = [a + b for a, b in zip(base, values, strict=True)]
-    axes.bar(names, [max(0.0, 1 - b) for b in base], bottom=base, label="running below full rate", color="lightgrey")
     axes.set_ylabel("share of wall-clock time")
     axes.set_title(title, fontsize=9)
     axes.tick_params(axis="x", labelsize=7)

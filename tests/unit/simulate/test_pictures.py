@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import json
+import re
 from itertools import pairwise
 from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megatron.elastic.observe.trace import Span, chrome_trace, draw_spans
 from megatron.elastic.plan.planner import instant_plan
 from megatron.elastic.plan.schedule.timing import plan_time
 from megatron.elastic.plan.topology import regular_topology, without_cells
 from megatron.elastic.simulate.__main__ import main
+from megatron.elastic.simulate.charts import draw_goodput, draw_scenarios, shares_of_time
+from megatron.elastic.simulate.goodput import Goodput
 from megatron.elastic.simulate.pictures import plan_spans, track_names
-from megatron.elastic.simulate.scenarios import layer_profile
+from megatron.elastic.simulate.scenarios import Scenario, layer_profile, run_scenario
 
 
 def test_trace_holds_every_action_once_without_overlap_on_a_track() -> None:
@@ -65,3 +72,37 @@ def test_a_picture_of_a_run_marks_the_loss_and_how_long_its_recovery_took(tmp_pa
     drawn = (tmp_path / "run.svg").read_text()
     for text in ("lost: signal SIGKILL", "recovery 42 ms", "forward", "rank 2 events"):
         assert f"<!-- {text} -->" in drawn
+
+
+SHARE = st.floats(0.0, 1.0)
+
+
+@given(st.floats(-0.2, 1.0), SHARE, SHARE)
+def test_shares_of_time_add_up_to_all_of_it(effective: float, stalled: float, redone: float) -> None:
+    """A run that redoes more than it keeps has no effective time, rather than a bar below the axis."""
+    shares = shares_of_time(Goodput("one", effective, stalled, redone, 1.0, 3, 0.0))
+    assert min(shares.values()) >= 0.0
+    measured = max(0.0, effective) + stalled + redone
+    assert sum(shares.values()) == pytest.approx(max(1.0, measured))
+    assert (shares["stalled"], shares["redone"]) == (stalled, redone)
+
+
+def texts(path: Path) -> list[str]:
+    """The texts of a drawing, which matplotlib also writes as comments."""
+    return re.findall("<!-- (.*?) -->", path.read_text(encoding="utf-8"))
+
+
+def test_a_chart_of_goodput_has_a_bar_a_policy(tmp_path: Path) -> None:
+    results = [Goodput(name, 0.5, 0.2, 0.1, 0.9, 3, 0.0) for name in ("elaswave", "restart")]
+    draw_goodput(results, tmp_path / "chart.svg", "8 devices")
+    drawn = texts(tmp_path / "chart.svg")
+    assert {"elaswave", "restart", "8 devices", *shares_of_time(results[0])} <= set(drawn)
+
+
+def test_a_chart_of_scenarios_shows_those_of_so_many_spread_losses(tmp_path: Path) -> None:
+    rows = [run_scenario(Scenario(dp, 2, 8, losses, "spread", waves=4)) for dp, losses in ((2, 1), (3, 1), (4, 2))]
+    draw_scenarios(rows, tmp_path / "chart.svg", losses=1)
+    drawn = texts(tmp_path / "chart.svg")
+    assert [text.split()[0] for text in drawn if re.match(r"\dx\d", text)] == ["2x2", "3x2"]
+    assert "throughput after 1 loss, before = 1" in drawn
+    assert {"elaswave", "recycle", "torchft, batch shrinks", "bound"} <= set(drawn)
