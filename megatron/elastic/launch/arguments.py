@@ -26,7 +26,7 @@ from megatron.elastic.launch.domain import domain_of
 from megatron.elastic.launch.secret import job_secret
 from megatron.elastic.launch.settings import elastic_settings, tensor_parallel_size
 from megatron.elastic.launch.workers.preload import modules_for
-from megatron.elastic.launch.workers.worker import Kind
+from megatron.elastic.launch.workers.zygote_messages import Kind
 
 __all__ = ["BadCommand", "JobSpec", "parse"]
 

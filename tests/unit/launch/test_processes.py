@@ -11,6 +11,9 @@ import threading
 import time
 from pathlib import Path
 
+import pytest
+
+from megatron.elastic.control.wire import ProtocolError
 from megatron.elastic.launch.agent.loop import Loop
 from megatron.elastic.launch.workers.processes import (
     MessageSocket,
@@ -21,6 +24,7 @@ from megatron.elastic.launch.workers.processes import (
     sweep_scratch,
     sweep_segments,
 )
+from megatron.elastic.launch.workers.zygote_messages import Exited, Fork, FromZygote, Ready
 
 ENVIRON = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[3])}
 
@@ -89,16 +93,22 @@ def test_killing_a_group_takes_what_the_leader_started() -> None:
 
 
 def test_messages_carry_descriptors_and_the_end_is_none() -> None:
-    one, two = MessageSocket.pair()
+    one, two = MessageSocket.pair(FromZygote, Fork)
     reading, writing = os.pipe()
-    one.send({"a": [1, "é"]}, [writing])
+    fork = Fork(1, "script", b"name \xff.py", ("é".encode(),), {"A": b"\xfe"}, True)
+    one.send(fork, [writing])
     os.close(writing)
     received = two.receive()
-    assert received is not None and received[0] == {"a": [1, "é"]}
+    assert received is not None and received[0] == fork
     os.write(received[1][0], b"through")
     os.close(received[1][0])
     assert os.read(reading, 100) == b"through"
     os.close(reading)
+    one.send(Ready(()))
+    with pytest.raises(ProtocolError):
+        two.receive()
+    two.send(Exited(1, 9))
+    assert one.receive() == (Exited(1, 9), [])
     one.close()
     assert two.receive() is None
     two.close()

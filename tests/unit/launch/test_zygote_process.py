@@ -36,7 +36,7 @@ PROGRAM = """
     print(open(f"/proc/{zygote.pid}/comm").read(), end="")
     fd, _ = Slot.create("test")
     control, theirs = socket.socketpair()
-    spec = WorkerSpec(1, "script", sys.argv[2], ("a",), {"RANK": "3"})
+    spec = WorkerSpec(1, "script", sys.argv[2], ("a", "\\udcff"), {"RANK": "3"})
     out = os.dup(1)
     zygote.socket.send(spec.to_message(), [theirs.fileno(), fd, out, os.dup(2)])
     for _ in range(2):
@@ -52,7 +52,7 @@ WORKER = """
     loaded = "torch" in sys.modules
     with open(sys.argv[0] + ".told", "w") as out:
         name = open("/proc/self/comm").read().strip()
-        print(name, sys.argv[1:], os.environ["RANK"], loaded, sys.stdin.read() == "", end="", file=out)
+        print(name, ascii(sys.argv[1:]), os.environ["RANK"], loaded, sys.stdin.read() == "", end="", file=out)
     raise SystemExit(7)
 """
 
@@ -75,7 +75,7 @@ def test_a_zygote_runs_workers_and_ends(tmp_path: Path, way: str, end: str) -> N
     assert done.stdout.splitlines() == [
         "/dev/null True",
         "elastic-zygote",
-        "rank3 ['a'] 3 True True",
+        "rank3 ['a', '\\udcff'] 3 True True",
         "True True",
         "with a thread: False",
     ]

@@ -33,6 +33,7 @@ from megatron.elastic.launch.workers.processes import (
     kill_group,
 )
 from megatron.elastic.launch.workers.worker import WorkerSpec
+from megatron.elastic.launch.workers.zygote_messages import Exited, Forked, FromZygote, Ready
 from megatron.elastic.launch.workers.zygote_process import ZygoteProcess
 
 __all__ = ["Pool", "PoolEvents", "Worker"]
@@ -88,7 +89,7 @@ class Pool:
         self._preload = preload
         self._events = events
         self.workers: dict[int, Worker] = {}
-        self._socket: MessageSocket | None = None
+        self._socket: MessageSocket[FromZygote] | None = None
         self._closing = False
         self._deathwatch = Deathwatch()
         loop.watch(self._deathwatch.fileno(), self._dying)
@@ -113,16 +114,15 @@ class Pool:
             self._zygote_gone()
             return
         message, fds = received
-        if "forked" in message:
-            self._born(self.workers[message["forked"]], message["pid"], fds[0])
-        elif "exited" in message:
-            worker = self.workers.get(message["exited"])
-            if worker is not None:
-                self._end(worker, message["status"])
-        elif "ready" in message:
-            self._ready = True
-            for note in message["notes"]:
-                say(note)
+        match message:
+            case Forked(number, pid):
+                self._born(self.workers[number], pid, fds[0])
+            case Exited(number, status) if number in self.workers:
+                self._end(self.workers[number], status)
+            case Ready(notes):
+                self._ready = True
+                for note in notes:
+                    say(note)
 
     def _zygote_gone(self) -> None:
         assert self._socket is not None

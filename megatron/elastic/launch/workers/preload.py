@@ -11,7 +11,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 
-from megatron.elastic.launch.workers.worker import Kind
+from megatron.elastic.launch.workers.zygote_messages import Kind
 
 __all__ = ["modules_for"]
 

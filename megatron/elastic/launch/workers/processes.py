@@ -12,7 +12,6 @@ import contextlib
 import ctypes
 import fcntl
 import glob
-import json
 import os
 import shutil
 import signal
@@ -20,7 +19,11 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from megatron.elastic.control.wire import ProtocolError
 
 __all__ = [
     "MessageSocket",
@@ -38,6 +41,8 @@ __all__ = [
     "sweep_segments",
     "thread_count",
 ]
+
+T = TypeVar("T")
 
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 _MAX_MESSAGE = 1 << 17
@@ -217,36 +222,42 @@ def _stat_fields(pid: int) -> list[str] | None:
     return text.rpartition(")")[2].split()
 
 
-class MessageSocket:
-    """JSON messages with file descriptors over a SOCK_SEQPACKET pair: one message, one datagram."""
+class MessageSocket(Generic[T]):
+    """Messages with file descriptors over a SOCK_SEQPACKET pair: one message, one datagram (MessagePack).
 
-    def __init__(self, sock: socket.socket) -> None:
+    ``received``: the type of the messages that this end receives.
+    """
+
+    def __init__(self, sock: socket.socket, received: Any) -> None:
         self.socket = sock
+        self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(received)
 
-    @classmethod
-    def pair(cls) -> tuple[MessageSocket, MessageSocket]:
-        """Two connected ends."""
-        left, right = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        return cls(left), cls(right)
+    @staticmethod
+    def pair(left: Any, right: Any) -> tuple[MessageSocket[Any], MessageSocket[Any]]:
+        """Return two connected ends, of which one receives messages of type ``left``, the other of ``right``."""
+        one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        return MessageSocket(one, left), MessageSocket(other, right)
 
     def fileno(self) -> int:
         """For pollers."""
         return self.socket.fileno()
 
-    def send(self, message: dict[str, Any], fds: Sequence[int] = ()) -> None:
-        """Send; the receiver gets duplicates of ``fds``."""
-        socket.send_fds(self.socket, [json.dumps(message).encode()], fds)
+    def send(self, message: msgspec.Struct, fds: Sequence[int] = ()) -> None:
+        """Send; the receiver gets duplicates of ``fds``. Raises ``OSError``, also for a message that is too long."""
+        socket.send_fds(self.socket, [msgspec.msgpack.encode(message)], fds)
 
-    def receive(self) -> tuple[dict[str, Any], list[int]] | None:
-        """The next message and its descriptors; None when the other end is gone."""
+    def receive(self) -> tuple[T, list[int]] | None:
+        """The next message and its descriptors; None when the other end is gone. Raises :class:`ProtocolError`."""
         try:
             data, fds, _, _ = socket.recv_fds(self.socket, _MAX_MESSAGE, _MAX_FDS)
         except ConnectionError:
             return None
         if not data:
             return None
-        message: dict[str, Any] = json.loads(data)
-        return message, fds
+        try:
+            return self._decoder.decode(data), fds
+        except msgspec.DecodeError as error:
+            raise ProtocolError(f"not a message of this socket: {error}") from None
 
     def close(self) -> None:
         """Close this end."""

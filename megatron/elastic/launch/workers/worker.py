@@ -22,17 +22,16 @@ import traceback
 import types
 from dataclasses import dataclass, field
 from string import Template
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 from megatron.elastic.comm.errors import CommError
 from megatron.elastic.control import env
 from megatron.elastic.control.exits import ExitReason
 from megatron.elastic.control.slot import Slot
 from megatron.elastic.launch.workers.processes import chain_children, die_with_parent, name_process, note_process
+from megatron.elastic.launch.workers.zygote_messages import Fork, Kind
 
 __all__ = ["WorkerSpec", "become", "reason_of", "run_script"]
-
-Kind = Literal["script", "module", "program"]
 
 
 @dataclass
@@ -52,22 +51,29 @@ class WorkerSpec:
     parent: int = 0
     exec_python: bool = False
 
-    def to_message(self) -> dict[str, Any]:
-        """JSON form; the descriptors travel beside it."""
-        return {
-            "number": self.number,
-            "kind": self.kind,
-            "target": self.target,
-            "arguments": list(self.arguments),
-            "environ": self.environ,
-            "adapt": self.adapt,
-        }
+    def to_message(self) -> Fork:
+        """The request to start it; the descriptors travel beside it."""
+        return Fork(
+            self.number,
+            self.kind,
+            os.fsencode(self.target),
+            tuple(map(os.fsencode, self.arguments)),
+            {name: os.fsencode(value) for name, value in self.environ.items()},
+            self.adapt,
+        )
 
     @classmethod
-    def from_message(cls, message: dict[str, Any], fds: list[int]) -> WorkerSpec:
+    def from_message(cls, message: Fork, fds: list[int]) -> WorkerSpec:
         """Inverse of :meth:`to_message`."""
-        message["arguments"] = tuple(message["arguments"])
-        return cls(**message, fds=fds)
+        return cls(
+            message.number,
+            message.kind,
+            os.fsdecode(message.target),
+            tuple(map(os.fsdecode, message.arguments)),
+            {name: os.fsdecode(value) for name, value in message.environ.items()},
+            message.adapt,
+            fds,
+        )
 
     def close_fds(self) -> None:
         """Close the parent's copies."""

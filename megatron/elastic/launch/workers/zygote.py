@@ -24,7 +24,6 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 from megatron.elastic.control import env
 from megatron.elastic.launch.workers.processes import (
@@ -39,6 +38,7 @@ from megatron.elastic.launch.workers.processes import (
     thread_count,
 )
 from megatron.elastic.launch.workers.worker import WorkerSpec, become
+from megatron.elastic.launch.workers.zygote_messages import Exited, Fork, Forked, FromZygote, Ready
 
 __all__ = ["Zygote", "main", "serve_agent"]
 
@@ -46,7 +46,7 @@ __all__ = ["Zygote", "main", "serve_agent"]
 class Zygote:
     """Serves fork requests of one agent until that agent is gone."""
 
-    def __init__(self, agent: MessageSocket) -> None:
+    def __init__(self, agent: MessageSocket[Fork]) -> None:
         self._agent = agent
         self._workers: dict[int, tuple[int, int, str]] = {}
         """pidfd → (worker number, pid, scratch folder)."""
@@ -72,7 +72,7 @@ class Zygote:
         # Keeps the collector from writing to (and so copying) pages shared with the workers.
         gc.collect()
         gc.freeze()
-        self._tell({"ready": True, "notes": notes}, [])
+        self._tell(Ready(tuple(notes)))
 
     def serve(self) -> WorkerSpec | None:
         """Fork on request and reap. Returns a spec in a forked worker, None in the zygote once the agent is gone."""
@@ -108,7 +108,7 @@ class Zygote:
         self._scratch = os.path.dirname(scratch)
         self._workers[pidfd] = (spec.number, pid, scratch)
         spec.close_fds()
-        self._tell({"forked": spec.number, "pid": pid}, [pidfd])
+        self._tell(Forked(spec.number, pid), [pidfd])
         return pidfd
 
     def _reap(self, pidfd: int) -> None:
@@ -118,10 +118,10 @@ class Zygote:
         kill_group(pid)
         _, status = os.waitpid(pid, 0)
         os.close(pidfd)
-        self._tell({"exited": number, "status": status}, [])
+        self._tell(Exited(number, status))
         sweep_scratch(scratch, pid)
 
-    def _tell(self, message: dict[str, Any], fds: list[int]) -> None:
+    def _tell(self, message: FromZygote, fds: Sequence[int] = ()) -> None:
         try:
             self._agent.send(message, fds)
         except OSError:
@@ -139,7 +139,7 @@ class Zygote:
         sweep_scratches(self._scratch)  # also of workers of an earlier zygote, or reaped just now
 
 
-def serve_agent(agent: MessageSocket, agent_pid: int, modules: Sequence[str]) -> int:
+def serve_agent(agent: MessageSocket[Fork], agent_pid: int, modules: Sequence[str]) -> int:
     """Body of the zygote process; return its exit code. A forked worker goes on as the user's program instead."""
     name_process("elastic-zygote")
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -158,7 +158,7 @@ def serve_agent(agent: MessageSocket, agent_pid: int, modules: Sequence[str]) ->
 
 def main(argv: list[str]) -> int:
     """Serve the agent that the command line names: ``FD AGENT_PID MODULE[,MODULE…]``."""
-    agent = MessageSocket(socket.socket(fileno=int(argv[1])))
+    agent: MessageSocket[Fork] = MessageSocket(socket.socket(fileno=int(argv[1])), Fork)
     return serve_agent(agent, int(argv[2]), [name for name in argv[3].split(",") if name])
 
 

@@ -24,6 +24,7 @@ from megatron.elastic.launch.workers.processes import (
     thread_count,
 )
 from megatron.elastic.launch.workers.zygote import serve_agent
+from megatron.elastic.launch.workers.zygote_messages import Fork, FromZygote
 
 __all__ = ["ZygoteProcess", "may_fork"]
 
@@ -41,7 +42,7 @@ class ZygoteProcess:
     """A zygote of this process, its child. ``socket``: requests and reports; closing it ends the zygote."""
 
     pid: int
-    socket: MessageSocket
+    socket: MessageSocket[FromZygote]
     _pidfd: int = field(init=False)
     _ended: bool = False
 
@@ -51,7 +52,7 @@ class ZygoteProcess:
     @classmethod
     def fork(cls, preload: Sequence[str]) -> ZygoteProcess:
         """Start one that shares what this process has imported. Requires :func:`may_fork`."""
-        mine, theirs = MessageSocket.pair()
+        mine, theirs = MessageSocket.pair(FromZygote, Fork)
         agent = os.getpid()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -65,7 +66,7 @@ class ZygoteProcess:
     @classmethod
     def execute(cls, preload: Sequence[str]) -> ZygoteProcess:
         """Start one in a new interpreter."""
-        mine, theirs = MessageSocket.pair()
+        mine, theirs = MessageSocket.pair(FromZygote, Fork)
         program = [sys.executable, "-m", "megatron.elastic.launch.workers.zygote"]
         words = [str(theirs.fileno()), str(os.getpid()), ",".join(preload)]
         null = (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)
@@ -99,7 +100,7 @@ class ZygoteProcess:
             signal.pidfd_send_signal(self._pidfd, signal.SIGCONT)
 
 
-def _become_zygote(agent: MessageSocket, agent_pid: int, preload: Sequence[str]) -> NoReturn:
+def _become_zygote(agent: MessageSocket[Fork], agent_pid: int, preload: Sequence[str]) -> NoReturn:
     """Body of the fork: nothing of the agent's own program may run in it, however it ends."""
     try:
         os.setsid()
