@@ -16,13 +16,15 @@ ranks of it then asks for ``--yes``. Every answer names the job.
 from __future__ import annotations
 
 import argparse
-import json
 import socket
 import sys
-from typing import Any
+from typing import overload
 
+import msgspec
+
+from megatron.elastic.control.answers import ANSWERS, Acceptance, JobStatus, Refusal
 from megatron.elastic.control.requests import Admit, Command, Drain, SaveCheckpoint, Status, Stop
-from megatron.elastic.control.wire import Codec, FrameReader, ProtocolError, frame
+from megatron.elastic.control.wire import FrameReader, ProtocolError, encode, frame
 
 __all__ = ["CtlError", "ask", "consoles", "main"]
 
@@ -66,9 +68,17 @@ def choose(run_id: str | None, found: dict[str, list[int]], sure: bool = True) -
     return key, found[key][0]
 
 
-def ask(run_id: str, node: int, command: Command) -> dict[str, Any]:
-    """Send one command to an agent and return its answer. Raises :class:`CtlError`."""
-    reader: FrameReader[dict[str, Any]] = FrameReader(Codec(dict[str, Any]))
+@overload
+def ask(run_id: str, node: int, command: Status) -> JobStatus: ...
+
+
+@overload
+def ask(run_id: str, node: int, command: Drain | Stop | SaveCheckpoint | Admit) -> Acceptance: ...
+
+
+def ask(run_id: str, node: int, command: Command) -> JobStatus | Acceptance:
+    """Send one command to an agent and return its answer. Raises :class:`CtlError`, also for a refusal."""
+    reader = FrameReader(ANSWERS)
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as console:
             console.settimeout(_SECONDS)
@@ -76,6 +86,8 @@ def ask(run_id: str, node: int, command: Command) -> dict[str, Any]:
             console.sendall(frame(command))
             while data := console.recv(1 << 20):
                 for answer in reader.feed(data):
+                    if isinstance(answer, Refusal):
+                        raise CtlError(answer.error)
                     return answer
     except (OSError, ProtocolError) as error:
         raise CtlError(f"the agent of job {run_id!r} does not answer: {error}") from None
@@ -123,10 +135,7 @@ def main(argv: list[str]) -> int:
     except CtlError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    if "error" in answer:
-        print(f"error: {answer['error']}", file=sys.stderr)
-        return 1
-    print(json.dumps(answer, indent=2))
+    print(msgspec.json.format(encode(answer), indent=2).decode())
     return 0
 
 

@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from megatron.elastic.control.answers import RankStatus
 from megatron.elastic.control.requests import Admit, Status
 from megatron.elastic.ctl import ask
 from tests.integration.launcher_cluster import cluster
@@ -103,8 +104,8 @@ def test_a_node_that_loses_ranks_more_often_than_the_others_is_left_out_until_it
         assert all(e["left_out"] == [1] for e in job.of("decided", generation=out)), "its other rank goes on"
         assert job.text().count("node 1 (") == 1 and "lost ranks more often than the others, 3 times" in job.text()
         status = ask(job.run_id, 0, Status())
-        assert status["nodes"]["1"]["out_s"] > 0 and status["nodes"]["0"]["out_s"] == 0
-        assert status["ranks"]["2"] == {"standing": "lost", "incarnation": 0, "returns": False}
+        assert status.nodes[1].out_s > 0 and status.nodes[0].out_s == 0
+        assert status.ranks[2] == RankStatus("lost", incarnation=0, returns=False)
         ask(job.run_id, 0, Admit((2,)))
         job.wait_members([0, 1, 2, 3], minimum=out + 1)
 

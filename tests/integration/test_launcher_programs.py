@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.elastic.control.answers import Acceptance
 from megatron.elastic.control.requests import Stop
 from megatron.elastic.ctl import ask
 from megatron.elastic.launch.limits import files_needed
@@ -402,7 +403,7 @@ def test_a_job_stopped_for_good_ends_with_status_0_on_every_node() -> None:
     """Status 3 would have a scheduler queue it again."""
     with cluster(1, nodes=2, script_options=("--seconds", "600")) as job:
         job.wait_members([0, 1])
-        assert ask(job.run_id, 1, Stop()) == {"accepted": "stop", "run_id": job.run_id, "ranks": []}
+        assert ask(job.run_id, 1, Stop()) == Acceptance("stop", job.run_id, ())
         assert [job.exit_code(node) for node in (0, 1)] == [0, 0]
         assert {event["rank"] for event in job.of("drained")} == {0, 1}
         job.wait_text("stopped as asked (ctl stop)")
@@ -430,5 +431,5 @@ def test_ctl_shows_and_drains_a_running_job() -> None:
             assert unnamed.returncode == 1 and job.run_id in unnamed.stderr and "--run-id" in unnamed.stderr
         assert "leave out --ranks" in ctl("stop", "--run-id", job.run_id, "--ranks", "1").stderr
         accepted = json.loads(ctl("drain", "--run-id", job.run_id).stdout)
-        assert accepted == {"accepted": "drain", "run_id": job.run_id, "ranks": []}
+        assert accepted == {"answer": "accepted", "accepted": "drain", "run_id": job.run_id, "ranks": []}
         assert job.exit_code() == 3

@@ -13,10 +13,10 @@ import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from megatron.elastic.control.answers import JobStatus
 from megatron.elastic.control.requests import Status
 from megatron.elastic.ctl import ask
 from megatron.elastic.observe.events import read_events
@@ -37,11 +37,11 @@ SLOW = ("--elastic-allow-inject", "--elastic-inject", "delay:count=0,seconds=0.1
 MANY, DRAINED, SECONDS = 4000, 3, 200.0
 
 
-def status(job: RunningJob) -> dict[str, Any]:
+def status(job: RunningJob) -> JobStatus:
     return ask(job.run_id, 0, Status())
 
 
-def until(job: RunningJob, holds: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+def until(job: RunningJob, holds: Callable[[JobStatus], bool]) -> JobStatus:
     """The launcher's answer once ``holds`` of it is true; fails when the job ends or time is up first."""
     end = time.monotonic() + SECONDS / 2
     while time.monotonic() < end:
@@ -53,12 +53,12 @@ def until(job: RunningJob, holds: Callable[[dict[str, Any]], bool]) -> dict[str,
     raise AssertionError(f"not so in time: {said}\n{job.output[-4000:]}")
 
 
-def waiting(*ranks: int) -> Callable[[dict[str, Any]], bool]:
-    return lambda said: all(said["ranks"][str(rank)]["standing"] == "waiting" for rank in ranks)
+def waiting(*ranks: int) -> Callable[[JobStatus], bool]:
+    return lambda said: all(said.ranks[rank].standing == "waiting" for rank in ranks)
 
 
 def kill(job: RunningJob, rank: int) -> None:
-    os.kill(status(job)["workers_here"][str(rank)]["pid"], signal.SIGKILL)
+    os.kill(status(job).workers_here[rank].pid, signal.SIGKILL)
 
 
 def begun(job: RunningJob, step: int = 3) -> None:
@@ -192,7 +192,7 @@ def test_a_spare_lost_on_its_way_in_is_one_more_loss(tmp_path: Path) -> None:
         until(job, waiting(2))
         kill(job, 1)
         job.wait_for(r"without rank 2 \(no part of a pipeline\)")
-        until(job, lambda said: len(said["members"]) == 2)
+        until(job, lambda said: len(said.members) == 2)
         begun(job, 3 + newest(job))
         result = drained(job)
     assert generations(result)[0] == ((1, 2), ()), "neither was there when work went on"
@@ -228,13 +228,13 @@ def test_a_further_node_makes_the_job_wider_and_its_loss_narrower_again(tmp_path
             further, cwd=ROOT, env=environment_of(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
         try:
-            until(job, lambda said: said["members"] == [0, 1, 2, 3])
+            until(job, lambda said: said.members == (0, 1, 2, 3))
             job.wait_for("layers \\(embedding and head count\\) move to other ranks")
             begun(job, 20 + newest(job))
         finally:
             more.kill()
             more.wait()
-        until(job, lambda said: said["members"] == [0, 1])
+        until(job, lambda said: said.members == (0, 1))
         begun(job, 3 + newest(job))
         result = drained(job)
     rows = [record.fields["rows"] for record in result.of("plan")]

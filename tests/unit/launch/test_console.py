@@ -11,11 +11,12 @@ from collections.abc import Iterator
 
 import pytest
 
+from megatron.elastic.control.answers import Acceptance
 from megatron.elastic.control.clock import JobClock
 from megatron.elastic.control.events import Event, Wanted
 from megatron.elastic.control.generations import Generations, Node
 from megatron.elastic.control.requests import Drain, Status
-from megatron.elastic.ctl import ask
+from megatron.elastic.ctl import CtlError, ask, main
 from megatron.elastic.launch.agent.admin import Admin
 from megatron.elastic.launch.agent.console import Console, console_name
 from megatron.elastic.launch.agent.loop import Loop
@@ -64,11 +65,27 @@ def test_a_request_that_is_none_ends_its_connection_alone(appended: list[Event],
         caller.connect(console_name(RUN_ID, 0))
         caller.sendall(struct.pack(">I", len(text)) + text)
         assert caller.recv(100) == b""
-    assert ask(RUN_ID, 0, Status())["run_id"] == RUN_ID, "the agent answers the next one"
+    assert ask(RUN_ID, 0, Status()).run_id == RUN_ID, "the agent answers the next one"
     assert not appended
 
 
 def test_a_request_is_carried_out(appended: list[Event]) -> None:
-    assert ask(RUN_ID, 0, Drain((1,))) == {"accepted": "drain", "ranks": [1], "run_id": RUN_ID}
+    assert ask(RUN_ID, 0, Drain((1,))) == Acceptance("drain", RUN_ID, (1,))
+    with pytest.raises(CtlError, match=r"no such ranks: \[7\]"):
+        ask(RUN_ID, 0, Drain((7,)))
     assert appended == [Wanted(Drain((1,)))]
-    assert json.dumps(ask(RUN_ID, 0, Drain((7,)))).count("no such ranks") == 1
+
+
+def test_a_status_is_printed_as_json_with_the_names_of_its_fields(
+    appended: list[Event], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["status", "--run-id", RUN_ID]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["answer"] == "status" and printed["ranks"]["1"] == {
+        "standing": "starting",
+        "incarnation": 0,
+        "returns": True,
+    }
+    assert printed["nodes"] == {"0": {"host": "h", "alive": True, "losses_in_1h": 0, "out_s": 0.0}}
+    assert printed["generation"] == {"decided": 0, "frozen": 1, "missing": [0, 1]}
+    assert ask(RUN_ID, 0, Status()).nodes[0].host == "h"

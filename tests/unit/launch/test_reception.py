@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.elastic.comm.address import Address
+from megatron.elastic.control.answers import JobStatus, ToleranceStatus
 from megatron.elastic.control.clock import JobClock
 from megatron.elastic.control.events import Decided, Entry, Event, Lost, Reported, Requested, Waiting
 from megatron.elastic.control.generations import Generations, Node
@@ -103,12 +104,18 @@ def test_in_any_order_of_requests_and_reports_everybody_is_heard_once(order: lis
     assert admin.state.decided == 2
 
 
+def tolerance(answers: Answers) -> ToleranceStatus:
+    status = answers.handle(Status())
+    assert isinstance(status, JobStatus)
+    return status.tolerance
+
+
 def test_every_agent_answers_what_a_member_said_last_can_be_lost() -> None:
     admin, appended = Admin(), list[Event]()
     answers = Answers("job", admin.state, JobClock(), dict, dict, appended.append)
-    assert answers.handle(Status())["tolerance"] == {"generation": 0, "text": ""}
+    assert tolerance(answers) == ToleranceStatus(0, "")
     for generation, text in ((1, "any 2 nodes"), (1, "any 1 node"), (0, "of a generation before")):
         admin.worker_messages.said(worker(0), ToleranceText(generation, text))
-    assert answers.handle(Status())["tolerance"] == {"generation": 1, "text": "any 1 node"}
+    assert tolerance(answers) == ToleranceStatus(1, "any 1 node")
     admin.worker_messages.said(worker(0), ToleranceText(1, "x" * 10_000))
     assert admin.state.announced == (1, "x" * 500) and not appended

@@ -11,8 +11,8 @@ import os
 import socket
 import struct
 from collections.abc import Callable
-from typing import Any
 
+from megatron.elastic.control.answers import Answer
 from megatron.elastic.control.requests import COMMANDS, Command
 from megatron.elastic.control.wire import FrameReader, ProtocolError, frame
 from megatron.elastic.launch.agent.loop import Loop
@@ -33,7 +33,7 @@ def console_name(run_id: str, node: int) -> str:
 class Console:
     """Answers commands through ``handle`` on the loop's thread."""
 
-    def __init__(self, loop: Loop, run_id: str, node: int, handle: Callable[[Command], dict[str, Any]]) -> None:
+    def __init__(self, loop: Loop, run_id: str, node: int, handle: Callable[[Command], Answer]) -> None:
         self._loop = loop
         self._handle = handle
         self._callers: dict[int, tuple[socket.socket, FrameReader[Command]]] = {}
