@@ -21,8 +21,11 @@ import torch.distributed as dist
 from megatron.elastic.comm.backend import install
 from megatron.elastic.comm.errors import CommError, GenerationChanged
 from megatron.elastic.comm.fabric import BlockRange
+from megatron.elastic.comm.vendor.group import DeviceGroup, Enqueued
 from megatron.elastic.comm.vendor.library import RESPAWN_EXIT_CODE
 from megatron.elastic.comm.vendor.nccl import NcclCommunicator, NcclLibrary
+from megatron.elastic.comm.vendor.selection import Vendor, vendor_of
+from megatron.elastic.config import ConfigError
 from tests.unit.comm.fabric_checks import edit, same
 from tools.bench._common import Here, Ranks
 
@@ -49,13 +52,12 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 def make(here: Here, path: Path, incarnation: int = 0, device_name: str | None = None, limit: float = 30.0):  # type: ignore[no-untyped-def]
     os.environ["STANDIN_DIR"] = str(path.parent)
     opened = NcclLibrary(path)
-    fabric = device.DeviceFabric(
+    name = device_name or f"gpu{here.rank}"
+    vendor = Vendor(torch.device("cpu"), name, lambda rank: NcclCommunicator(opened, rank, limit))
+    fabric = vendor.fabric(
         here.rank,
         4,
         incarnation,
-        vendor=lambda rank: NcclCommunicator(opened, rank, limit),
-        device=torch.device("cpu"),
-        device_name=device_name or f"gpu{here.rank}",
         run_id=f"device{here.port}",
         secret=b"device",
         timeout=30.0,
@@ -232,6 +234,38 @@ def test_collectives_and_edits_through_the_library(version: str, library: Callab
         results = ranks.results(range(4))
     assert (results[0], results[2], results[3]) == (CHANGES[version][0], CHANGES[version][0], CHANGES[version][3])
     assert results[1] == ["joined"]
+
+
+def chosen(here: Here, path: Path) -> dict[str, bool]:
+    """Which works are enqueued by the library, and which go over host links, before and after the first edit."""
+    fabric = make(here, path)
+    group = fabric.group("dp", range(2))
+    assert isinstance(group, DeviceGroup)
+    found = {"before the first edit": group.by_vendor(torch.ones(1))}
+    edit(here, fabric, range(2), 1)
+    found["sum"] = group.by_vendor(torch.ones(1), op=dist.ReduceOp.SUM)
+    found["bits"] = group.by_vendor(torch.ones(1, dtype=torch.int64), op=dist.ReduceOp.BOR)
+    found["elsewhere"] = group.by_vendor(torch.empty(1, device="meta"))
+    tensor = torch.full((3,), 2.0)
+    work = group.allreduce([tensor])
+    assert isinstance(work, Enqueued) and work.is_completed() and work.result()[0] is tensor
+    assert work.get_future().value()[0] is tensor
+    fabric.close()
+    return found
+
+
+def test_the_library_takes_what_all_members_know_it_can(library: Callable[[str], Path]) -> None:
+    with Ranks(2, functools.partial(chosen, path=library("full")), seconds=60) as ranks:
+        expected = {"before the first edit": False, "sum": True, "bits": False, "elsewhere": False}
+        assert ranks.results(range(2)) == {0: expected, 1: expected}
+
+
+@pytest.mark.parametrize("platform", ["cuda", "npu"])
+def test_a_library_that_cannot_be_opened_is_refused_with_the_way_around_it(platform: str) -> None:
+    if platform == "cuda" and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(ConfigError, match=f"elastic on {platform} needs the vendor's library .*--elastic-comm gloo"):
+        vendor_of(platform, dist.HashStore())
 
 
 def sharing(here: Here, path: Path) -> list[tuple[str, str]]:

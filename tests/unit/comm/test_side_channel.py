@@ -9,8 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron.elastic.comm.errors import CommError
 from megatron.elastic.comm.fabric import Fabric
 from megatron.elastic.comm.gloo.fabric import GlooFabric
+from megatron.elastic.comm.gloo.side_channel import GlooSideChannel
 from megatron.elastic.comm.side_channel import PIECE_BYTES
 from tests.unit.comm.fabric_checks import same, values
 from tests.unit.comm.test_fabric_contract import KINDS, run
@@ -100,11 +102,24 @@ def beside_a_thread_that_looks_instead_of_waiting(here: Here, fabric: Fabric) ->
     assert received and bool((passed == 1).all())
 
 
+def given_up(here: Here, fabric: Fabric) -> None:
+    """A channel that was given up moves nothing more; other channels and the steps go on."""
+    channel, peer = fabric.side_channel(4), here.rank ^ 1
+    assert isinstance(fabric, GlooFabric) == isinstance(channel, GlooSideChannel)
+    channel.give_up()
+    with pytest.raises(CommError):
+        channel.send(peer, payload(9))
+    with pytest.raises(CommError):
+        channel.recv(peer, torch.empty(ELEMENTS))
+    dist.barrier()
+
+
 def all_of_it(here: Here, fabric: Fabric) -> None:
     one_piece_at_a_time(here, fabric)
     many_where_everybody_waits(here, fabric)
     if not isinstance(fabric, GlooFabric):  # whose messages cannot be looked at
         beside_a_thread_that_looks_instead_of_waiting(here, fabric)
+    given_up(here, fabric)
 
 
 @pytest.mark.parametrize("kind", KINDS)

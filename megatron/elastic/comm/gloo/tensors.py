@@ -25,9 +25,8 @@ class Movable:
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
         self._dense = tensor.detach().contiguous()
-        # Nothing at all may keep strides that no bytes can be seen through.
-        flat = self._dense.reshape(-1) if self._dense.numel() else self._dense.new_empty(0)
-        self.data = flat.view(torch.uint8)
+        # A tensor of one element or none counts as contiguous with any strides, but bytes need a stride of 1.
+        self.data = self._dense.as_strided((self._dense.numel(),), (1,)).view(torch.uint8)
 
     def finish(self) -> None:
         """Write received bytes to the tensor they are for."""
@@ -40,9 +39,9 @@ class Reducible:
 
     def __init__(self, tensor: torch.Tensor, op: Op, count: int) -> None:
         self.tensor = tensor
-        self._average = op == dist.ReduceOp.AVG
+        self._average = op == dist.ReduceOp.AVG and tensor.dtype != torch.bool  # whose sum is an or
         self._count = count
-        self.op = dist.ReduceOp.SUM if self._average else op
+        self.op = dist.ReduceOp.SUM if op == dist.ReduceOp.AVG else op
         if tensor.dtype == torch.bool:
             self.op = {dist.ReduceOp.SUM: dist.ReduceOp.MAX, dist.ReduceOp.PRODUCT: dist.ReduceOp.MIN}.get(
                 _kind(self.op), self.op
