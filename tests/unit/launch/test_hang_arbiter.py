@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
 import pytest
@@ -27,7 +27,6 @@ from megatron.elastic.control.generations import Generations, Node
 from megatron.elastic.control.membership import Loss
 from megatron.elastic.control.suspicion import Idle
 from megatron.elastic.control.timing import Timing
-from megatron.elastic.launch.agent import hang_arbiter
 from megatron.elastic.launch.agent.hang_arbiter import HangArbiter
 
 TIMING = Timing.derive(5.0)
@@ -58,7 +57,7 @@ class Job:
         self.said: list[Event] = []
         self.timers = Timers()
         self.now = 100.0
-        monkeypatch.setattr(hang_arbiter.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr("megatron.elastic.launch.agent.hang_arbiter.time.monotonic", lambda: self.now)
         self.arbiter = HangArbiter(self.state, TIMING, cast(Any, self.timers), JobClock(), self.said.append)
         self.apply(Waiting(tuple(Entry(Address(rank, 0, "h"), "") for rank in RANKS)), Decided(1, 0))
         assert self.state.quiet and self.state.decided == 1
@@ -77,12 +76,8 @@ class Job:
         self.apply(Reported(generation, entries), Decided(generation, 0))
         assert self.state.decided == generation
 
-    def consider(
-        self, seconds: float, waiting: dict[int, tuple[int, ...]], step: int = 7, members: range = RANKS
-    ) -> None:
-        self.arbiter.consider(
-            {rank: (0, Idle(step, "reduce", waiting.get(rank, ()), seconds, LIMIT)) for rank in members}
-        )
+    def consider(self, seconds: float, waiting: Mapping[int, tuple[int, ...]], members: Iterable[int] = RANKS) -> None:
+        self.arbiter.consider({rank: (0, Idle(7, "reduce", waiting.get(rank, ()), seconds, LIMIT)) for rank in members})
 
 
 @pytest.fixture

@@ -31,8 +31,8 @@ from megatron.elastic.control.store_client import ReachedStore, reach
 from megatron.elastic.control.store_server import ServedStore, serve
 from megatron.elastic.control.timing import Timing
 from megatron.elastic.control.wire import Codec, Int64, ProtocolError, encode
-from megatron.elastic.launch.agent.progress import waiting_for
 from megatron.elastic.launch.arguments import BadCommand, JobSpec
+from megatron.elastic.launch.messages import waiting_for
 
 __all__ = ["JobMembers", "meet"]
 
