@@ -15,6 +15,7 @@ from megatron.elastic.platform.cpu import CpuPlatform
 from megatron.elastic.platform.cuda import CudaPlatform
 from megatron.elastic.platform.npu import NpuPlatform
 from megatron.elastic.platform.select import ENVIRONMENT_NAME, PLATFORMS, select
+from megatron.elastic.platform.vendor import VendorPlatform
 
 
 def test_without_a_device_the_cpu_is_selected(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,6 +132,9 @@ def test_the_vendor_platforms_call_only_names_that_torch_gives_both(monkeypatch:
         assert (memory.free, memory.total, memory.used, memory.peak) == (5, 9, 3, 3)
         assert ("set_device", (1,)) in calls.made and ("memory_allocated", (1,)) in calls.made
         assert platform.device_count() == 3 and "3 × 3" in platform.describe()
+        assert isinstance(platform, VendorPlatform) and not platform.synchronous
+        on_device = torch.empty(2, device="meta")
+        assert platform.pin(on_device) is on_device, "only host memory is pinned"
 
 
 def test_ascend_is_available_only_with_its_package(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,6 +55,9 @@ def sequential_order(total: int) -> Callable[[int], int]:
 def cyclic_order(total: int, grid: Grid, sharded: bool) -> Callable[[int], int]:
     """Return the order of Megatron's random sampler: a new permutation each epoch.
 
+    An epoch has whole waves only, on every rank. Without sharding Megatron gives some ranks one batch more of an epoch
+    that does not divide, and they then lag behind the others' epochs.
+
     ``sharded`` (``--no-data-sharding`` off): each data-parallel rank shuffles its
     own contiguous bucket; otherwise one permutation is divided rank by rank.
     """

@@ -1,0 +1,122 @@
+"""The engine's settings and the launch's cut follow from Megatron's arguments and Megatron's own partition."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from megatron.core import parallel_state
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron.elastic.mcore.args.settings import engine_settings, nominal_topology, sample_grid
+from megatron.elastic.state.record import ConstantSchedule, Rate
+
+SCHEDULE = ConstantSchedule((Rate(1e-3, 0.1),))
+
+
+def arguments(**more: Any) -> SimpleNamespace:
+    """Those of Megatron that the engine reads."""
+    known: dict[str, Any] = {
+        "global_batch_size": 24,
+        "micro_batch_size": 2,
+        "data_parallel_size": 3,
+        "tensor_model_parallel_size": 1,
+        "pipeline_model_parallel_size": 1,
+        "virtual_pipeline_model_parallel_size": None,
+        "num_layers": 4,
+        "world_size": 3,
+        "loss_scale": None,
+        "fp16": False,
+        "clip_grad": 1.0,
+        "optimizer": "adam",
+        "adam_beta1": 0.9,
+        "adam_beta2": 0.95,
+        "adam_eps": 1e-8,
+        "sgd_momentum": 0.9,
+        "initial_loss_scale": 2.0**32,
+        "min_loss_scale": 1.0,
+        "loss_scale_window": 1000,
+        "hysteresis": 2,
+        "seed": 7,
+        "calculate_per_token_loss": False,
+        "log_num_zeros_in_grad": False,
+        "check_for_nan_in_loss_and_grad": True,
+        "distributed_timeout_minutes": 10,
+        "train_iters": 50,
+    }
+    return SimpleNamespace(**{**known, **more})
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    tensor=st.integers(1, 3),
+    stages=st.integers(1, 4),
+    chunks=st.sampled_from([None, 2, 3]),
+    each=st.integers(1, 3),
+    data=st.integers(1, 3),
+    more=st.integers(0, 7),
+    tied=st.booleans(),
+)
+def test_the_chunks_of_the_launch_cover_every_unit_once(
+    tensor: int, stages: int, chunks: int | None, each: int, data: int, more: int, tied: bool
+) -> None:
+    assume(chunks is None or stages > 1)
+    depth = stages * (chunks or 1)
+    layers, world = depth * each, tensor * stages * data
+    config = TransformerConfig(
+        num_layers=layers,
+        hidden_size=12,
+        num_attention_heads=6,
+        tensor_model_parallel_size=tensor,
+        pipeline_model_parallel_size=stages,
+        virtual_pipeline_model_parallel_size=chunks,
+        pipeline_dtype=torch.float32,
+    )
+    args = arguments(
+        num_layers=layers,
+        tensor_model_parallel_size=tensor,
+        pipeline_model_parallel_size=stages,
+        virtual_pipeline_model_parallel_size=chunks,
+        data_parallel_size=data,
+        world_size=world,
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parallel_state, "_MPU_PIPELINE_MODEL_PARALLEL_RANK", 0)
+        patch.setattr(parallel_state, "_MPU_PIPELINE_MODEL_PARALLEL_WORLD_SIZE", 1)
+        found = nominal_topology(args, config, tied, slots=world + more)
+        assert parallel_state.get_pipeline_model_parallel_world_size() == 1, "the stage is set for a moment"
+    assert found.chunks[0][0] == 0 and found.chunks[-1][1] == layers + 2
+    assert all(end == begin for (_, end), (begin, _) in pairwise(found.chunks))
+    assert [end - first for first, end in found.chunks] == [
+        each + (number == 0) + (number == depth - 1) for number in range(depth)
+    ]
+    assert found.tied_unit == (layers + 2 if tied else None)
+    assert found.extra == more - more % tensor, "only whole tensor-parallel groups are spares"
+    assert (found.tensor, found.pipeline, found.data, found.grid) == (tensor, stages, data, sample_grid(args))
+
+
+@pytest.mark.parametrize(
+    ("flags", "scaler", "initial", "finite"),
+    [
+        ({}, "none", 1.0, True),
+        ({"fp16": True}, "dynamic", 2.0**32, False),
+        ({"fp16": True, "loss_scale": 128.0}, "constant", 128.0, False),
+        ({"check_for_nan_in_loss_and_grad": False}, "none", 1.0, False),
+    ],
+)
+def test_the_loss_scaler_is_the_one_megatron_would_make(
+    flags: dict[str, Any], scaler: str, initial: float, finite: bool
+) -> None:
+    found = engine_settings(arguments(**flags), SCHEDULE)
+    assert (found.hyper.scaler, found.hyper.initial_loss_scale, found.check_finite) == (scaler, initial, finite)
+
+
+def test_minutes_become_seconds_and_an_endless_run_has_no_last_step() -> None:
+    found = engine_settings(arguments(train_iters=None), SCHEDULE)
+    assert (found.communication_timeout, found.steps, found.seed) == (600.0, None, 7)
+    assert engine_settings(arguments(), SCHEDULE).steps == 50

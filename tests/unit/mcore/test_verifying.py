@@ -1,0 +1,95 @@
+"""The newest checkpoint whose files match its manifest is loaded; of damage, one line says what and where."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from megatron.elastic.comm.backend import install
+from megatron.elastic.comm.native import NativeFabric
+from megatron.elastic.mcore.args.bad_input import BadInput
+from megatron.elastic.mcore.checkpoint.verifying import verified
+from megatron.elastic.state.manifest import MANIFEST, Manifest, files_below, hash_of
+from megatron.elastic.state.record import StepRecord
+from tools.bench._common import Here, Ranks
+
+TRACKER = "latest_checkpointed_iteration.txt"
+
+
+def checkpoint(save: Path, step: int, manifest: bool = True) -> Path:
+    folder = save / f"iter_{step:07d}"
+    folder.mkdir(parents=True)
+    (folder / "metadata.json").write_text("{}")
+    (folder / "__0_0.distcp").write_bytes(bytes(range(step, step + 100)))
+    files = {name: hash_of(folder / name) for name in files_below(folder)}
+    if manifest:
+        (folder / MANIFEST).write_text(Manifest(1, 0, StepRecord(step).to_json(), "", files).to_text())
+    (save / TRACKER).write_text(str(step))
+    return folder
+
+
+def _load(here: Here) -> list[Any]:
+    """For each (--load, --ckpt-step): the step that Megatron would load inside or the error, and the lines said."""
+    fabric = NativeFabric(0, 1, 0, run_id="alone", secret=b"x" * 32)
+    install(fabric)
+    fabric.edit(1, {0: fabric.address()}, 10.0)
+    answers = []
+    for load, step in here.ask():
+        args, lines = SimpleNamespace(load=load, ckpt_step=step, pretrained_checkpoint=None), list[str]()
+        try:
+            with verified(args, fabric, lines.append):
+                chosen: Any = args.ckpt_step
+        except BadInput as error:
+            chosen = str(error)
+        assert args.ckpt_step == step, "the argument is its own again afterwards"
+        answers.append((chosen, lines))
+    return answers
+
+
+def loaded(*asked: tuple[Path, int | None]) -> list[tuple[Any, list[str]]]:
+    with Ranks(1, _load) as ranks:
+        ranks.say(0, [(str(folder), step) for folder, step in asked])
+        return [tuple(answer) for answer in ranks.results([0])[0]]
+
+
+def test_damage_is_found_and_an_older_checkpoint_taken_in_its_place(tmp_path: Path) -> None:
+    whole, cut, flipped, forged, plain, gone = (tmp_path / name for name in ("w", "c", "f", "m", "p", "g"))
+    for save in (whole, cut, flipped, forged, gone):
+        checkpoint(save, 5)
+        checkpoint(save, 10)
+    checkpoint(plain, 3, manifest=False)
+    with open(cut / "iter_0000010" / "__0_0.distcp", "r+b") as file:
+        file.truncate(60)
+    with open(flipped / "iter_0000010" / "__0_0.distcp", "r+b") as file:
+        file.write(b"\xff")
+    text = (forged / "iter_0000010" / MANIFEST).read_text()
+    (forged / "iter_0000010" / MANIFEST).write_text(text.replace('"generation": 1', '"generation": 9'))
+    (gone / TRACKER).write_text("20")
+    found = dict(
+        zip("wcfmpgx", loaded(*((p, None) for p in (whole, cut, flipped, forged, plain, gone)), (cut, 10)), strict=True)
+    )
+    step, lines = found["w"]
+    assert step is None and len(lines) == 1 and "iter_0000010 is verified" in lines[0], "Megatron's own choice"
+    for name in "cfm":
+        step, lines = found[name]
+        assert step == 5 and ["is skipped" in line for line in lines] == [True, False], name
+    assert "__0_0.distcp" in found["c"][1][0] and "__0_0.distcp" in found["f"][1][0]
+    assert "manifest cannot be relied on" in found["m"][1][0]
+    assert found["p"] == (None, [line for line in found["p"][1] if "loaded unverified" in line])
+    assert found["g"][0] == 10 and "it is not there" in found["g"][1][0]
+    refused, lines = found["x"]
+    assert "no checkpoint there can be loaded" in refused and "--ckpt-step" in refused and not lines, "no other step"
+
+
+def test_a_folder_without_a_readable_tracker_is_left_to_megatron_or_refused(tmp_path: Path) -> None:
+    empty, odd, broken = (tmp_path / name for name in ("empty", "odd", "broken"))
+    for folder in (empty, odd):
+        folder.mkdir()
+    (odd / TRACKER).write_text("ten")
+    with open(checkpoint(broken, 4) / "__0_0.distcp", "ab") as file:
+        file.write(b"more")
+    found = loaded((empty, None), (odd, None), (broken, None))
+    assert found[0] == (None, []), "nothing to load"
+    assert "holds 'ten', not the number of a step" in found[1][0]
+    assert "iter_0000004" in found[2][0] and "no checkpoint there can be loaded" in found[2][0]
