@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch.distributed import distributed_c10d as c10d
@@ -37,7 +37,7 @@ from megatron.elastic.engine.settings import Settings, StepResult
 from megatron.elastic.engine.transaction.agreement import RecoveryOutcome, StateLost
 from megatron.elastic.observe.events import EventLog
 from megatron.elastic.plan.dataflow import PlanError
-from megatron.elastic.plan.model import Grid, Profile, UnitCost
+from megatron.elastic.plan.model import Grid, Plan, Profile, UnitCost
 from megatron.elastic.runtime.assembly import EngineParts
 from megatron.elastic.runtime.connect import linked
 from megatron.elastic.runtime.start import JobGone, found, join
@@ -48,7 +48,17 @@ from tests.cluster.fabric import ClusterFabric, Style, Wire
 from tests.cluster.model import Samples, TinyModel, collate, forward_step
 from tests.cluster.scheduler import ClusterThreads, Killed, Process, Scheduler
 
-__all__ = ["RANKS", "Cluster", "RankProcess", "Scenario", "default_group_kept", "named", "on_each_rank", "run"]
+__all__ = [
+    "RANKS",
+    "Cluster",
+    "Passed",
+    "RankProcess",
+    "Scenario",
+    "default_group_kept",
+    "named",
+    "on_each_rank",
+    "run",
+]
 
 UNITS, MICRO_BATCH, MICRO_BATCHES = 4, 1, 2
 """Units of the model, rows of a micro-batch, micro-batches a replica and step."""
@@ -115,6 +125,16 @@ class Scenario:
         return LaunchTopology(1, self.pipeline, self.data, tuple(pairwise(cuts)), grid)
 
 
+class Passed(NamedTuple):
+    """A rank at a named point."""
+
+    entries: int
+    """Length of the journal at that time."""
+    rank: int
+    point: str
+    step: int
+
+
 @dataclass(frozen=True)
 class _Effects(Effects):
     """Faults strike a process of the cluster."""
@@ -144,6 +164,7 @@ class _Injector(Injector):
     def reach(self, point: str, step: int) -> None:
         self._cluster.scheduler.wait()
         self._cluster.reached[self._of, point] += 1
+        self._cluster.passed.append(Passed(len(self._cluster.journal.entries), self._of, point, step))
         super().reach(point, step)
 
 
@@ -170,6 +191,8 @@ class RankProcess:
         """Of the parameters at the end: set where the program has ended."""
         self.recoveries: list[RecoveryOutcome] = []
         """What it settled in."""
+        self.plans: list[Plan] = []
+        """What it computed by from then on."""
         self.notices: list[str] = []
         self.error: Exception | None = None
         """Why the job cannot go on."""
@@ -208,6 +231,7 @@ class RankProcess:
 
         def settled(outcome: RecoveryOutcome, view: View, seconds: float) -> None:
             self.recoveries.append(outcome)
+            self.plans.append(view.plan)
             engine = self.engine
             if engine is not None and log.enabled:
                 speaks = min(set(view.living) - set(outcome.newcomers)) == self.rank
@@ -267,6 +291,8 @@ class Cluster:
         self.wire = Wire(self.scheduler, Style(eager=chance() < 0.7, meets=chance() < 0.3))
         self.reached: Counter[tuple[int, str]] = Counter()
         """(rank, named point) → how often it got there."""
+        self.passed: list[Passed] = []
+        """The same in the order in which it happened."""
         self.processes: list[RankProcess] = []
         """Every incarnation of every rank, in the order they were started."""
         self.journal = Journal()
