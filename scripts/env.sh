@@ -73,8 +73,8 @@ elastic_install_run() {
 }
 
 elastic_install_dev() {
-    elastic_say "what the tests need (requirements/dev.txt)"
-    elastic_pip -r "$ELASTIC_ROOT/requirements/dev.txt"
+    elastic_say "what the tests need (requirements/dev.txt, requirements/docs.txt)"
+    elastic_pip -r "$ELASTIC_ROOT/requirements/dev.txt" -r "$ELASTIC_ROOT/requirements/docs.txt"
 }
 
 elastic_install_package() {
@@ -100,8 +100,8 @@ elastic_env() {
     elastic_stage run "$(elastic_hash "$requirements"/{build,torch,runtime,megatron,constraints}.txt)" \
         elastic_install_run || elastic_fail "installing requirements/ failed" || return 1
     if [[ "${1:-}" == dev ]]; then
-        elastic_stage dev "$(elastic_hash "$requirements"/{dev,constraints}.txt)" \
-            elastic_install_dev || elastic_fail "installing requirements/dev.txt failed" || return 1
+        elastic_stage dev "$(elastic_hash "$requirements"/{dev,docs,constraints}.txt)" \
+            elastic_install_dev || elastic_fail "installing requirements/dev.txt and docs.txt failed" || return 1
     fi
     if ! compgen -G "$ELASTIC_ROOT/megatron/elastic/_*.so" >/dev/null; then
         rm -f "$VIRTUAL_ENV/.elastic-build" # cleaned away since

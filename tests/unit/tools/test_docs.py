@@ -91,7 +91,7 @@ def test_links_to_sections_name_a_heading() -> None:
 
 def test_every_requirement_has_its_reason() -> None:
     reasons = (ROOT / "docs" / "dependencies.md").read_text().lower().replace("_", "-")
-    for name in ("build", "torch", "megatron", "runtime", "dev", "cuda", "ascend"):
+    for name in ("build", "torch", "megatron", "runtime", "dev", "docs", "cuda", "ascend"):
         for line in (ROOT / "requirements" / f"{name}.txt").read_text().splitlines():
             package = re.split(r"[=\[<>]", line.strip())[0].lower().replace("_", "-")
             assert not package or package in reasons, f"requirements/{name}.txt: {package} has no reason"
