@@ -107,7 +107,7 @@ elastic_env() {
         rm -f "$VIRTUAL_ENV/.elastic-build" # cleaned away since
     fi
     mapfile -t native < <(find "$ELASTIC_ROOT/csrc" -type f \( -name '*.cpp' -o -name '*.hpp' -o -name '*.h' \) 2>/dev/null | sort)
-    elastic_stage build "$ELASTIC_ROOT $(elastic_hash "$ELASTIC_ROOT"/{setup.py,pyproject.toml} "${native[@]}")" \
+    elastic_stage build "$ELASTIC_ROOT $(elastic_hash "$ELASTIC_ROOT"/{CMakeLists.txt,setup.py,pyproject.toml} "${native[@]}")" \
         elastic_install_package || elastic_fail "building the package failed" || return 1
     exec {lock}>&-
 }
