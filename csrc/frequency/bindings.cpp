@@ -3,14 +3,13 @@
 #include <pybind11/stl.h>
 
 #include "driver.h"
-#include "guard.h"
 
 namespace py = pybind11;
 namespace ef = megatron_elastic::frequency;
 using Released = py::call_guard<py::gil_scoped_release>;
 
 PYBIND11_MODULE(_frequency, m) {
-  m.doc() = "Clocks of GPUs (NVML), NPUs (DCMI) and CPUs (cpufreq).";
+  m.doc() = "Clocks of NPUs (DCMI) and CPUs (cpufreq).";
   py::register_exception<ef::Unavailable>(m, "Unavailable", PyExc_RuntimeError);
   py::register_exception<ef::NotPermitted>(m, "NotPermitted", PyExc_PermissionError);
 
@@ -31,8 +30,7 @@ PYBIND11_MODULE(_frequency, m) {
       .def("set", &ef::Driver::set, py::arg("khz"), Released())
       .def("snapshot", &ef::Driver::snapshot)
       .def("restore", &ef::Driver::restore, py::arg("snapshot"), Released())
+      .def("claim", &ef::Driver::claim)
       .def("power_mw", &ef::Driver::power_mw, "Milliwatts, -1 where the platform does not say.");
-  m.def("symbols", &ef::symbols, py::arg("kind"), "Names looked up in the vendor's library.");
-  m.def("guard", &ef::guard, py::arg("owner"), py::arg("kind"), py::arg("device"), py::arg("path"), py::arg("snapshot"),
-        Released(), "Runs until the owner ends or says it has restored; see guard.h.");
+  m.def("symbols", &ef::symbols, "Names looked up in libdcmi.so.");
 }

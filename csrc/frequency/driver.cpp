@@ -8,16 +8,13 @@
 namespace megatron_elastic::frequency {
 
 std::unique_ptr<Driver> open_driver(const std::string& kind, const std::string& device, const std::string& path) {
-  if (kind == "nvml") return open_nvml(device, path);
   if (kind == "dcmi") return open_dcmi(device, path);
   if (kind == "cpufreq") return open_cpufreq(device, path);
   throw std::invalid_argument("unknown frequency driver '" + kind + "'");
 }
 
-std::vector<std::string> symbols(const std::string& kind) {
-  if (kind == "nvml") return {std::begin(kNvmlSymbols), std::end(kNvmlSymbols)};
-  if (kind == "dcmi") return {std::begin(kDcmiSymbols), std::end(kDcmiSymbols)};
-  return {};
+std::vector<std::string> symbols() {
+  return {std::begin(kDcmiSymbols), std::end(kDcmiSymbols)};
 }
 
 int64_t choose_step(const std::vector<int64_t>& steps, int64_t khz) {

@@ -1,7 +1,7 @@
-// One clock domain (a GPU, an NPU, a set of CPUs) whose frequency can be set.
+// One clock domain (an NPU, a set of CPUs) whose frequency can be set.
 //
-// Drivers: NVML and Ascend DCMI (vendor libraries, loaded with dlopen so that
-// nothing is needed where they are not), Linux cpufreq (sysfs).
+// Drivers: Ascend DCMI (the vendor's library, loaded with dlopen so that nothing is
+// needed where it is not), Linux cpufreq (sysfs). GPUs: platform/nvml.py.
 //
 // Invariant: `snapshot` taken before the first `set` is all that `restore` needs,
 // in this process or in another (the guard, when this one dies).
@@ -37,7 +37,7 @@ struct Applied {
   int64_t asked_khz;
   int64_t set_khz;       // the step that was chosen
   int64_t observed_khz;  // what the device ran at when last read
-  bool verified;         // the setting was read back (sysfs, DCMI) or the clock was seen there (NVML)
+  bool verified;         // the setting was read back
 };
 
 class Driver {
@@ -59,15 +59,14 @@ class Driver {
   virtual int64_t power_mw() = 0;
 };
 
-// kind: "nvml", "dcmi" or "cpufreq".
-// device: nvml: index, PCI bus id or UUID; dcmi: index or "card:device"; cpufreq: CPU list ("0-3,8").
+// kind: "dcmi" or "cpufreq".
+// device: dcmi: index or "card:device"; cpufreq: CPU list ("0-3,8").
 // path: the vendor's library, or the root of sysfs; empty for the usual place.
 std::unique_ptr<Driver> open_driver(const std::string& kind, const std::string& device, const std::string& path);
 
-// Names looked up in the vendor's library; empty for cpufreq.
-std::vector<std::string> symbols(const std::string& kind);
+// Names looked up in libdcmi.so.
+std::vector<std::string> symbols();
 
-std::unique_ptr<Driver> open_nvml(const std::string& device, const std::string& path);
 std::unique_ptr<Driver> open_dcmi(const std::string& device, const std::string& path);
 std::unique_ptr<Driver> open_cpufreq(const std::string& cpus, const std::string& root);
 

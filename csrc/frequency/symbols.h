@@ -3,22 +3,6 @@
 
 namespace megatron_elastic::frequency {
 
-inline constexpr const char* kNvmlSymbols[] = {
-    "nvmlInit_v2",
-    "nvmlShutdown",
-    "nvmlErrorString",
-    "nvmlDeviceGetHandleByIndex_v2",
-    "nvmlDeviceGetHandleByPciBusId_v2",
-    "nvmlDeviceGetHandleByUUID",
-    "nvmlDeviceGetName",
-    "nvmlDeviceGetSupportedMemoryClocks",
-    "nvmlDeviceGetSupportedGraphicsClocks",
-    "nvmlDeviceGetClockInfo",
-    "nvmlDeviceSetGpuLockedClocks",
-    "nvmlDeviceResetGpuLockedClocks",
-    "nvmlDeviceGetPowerUsage",
-};
-
 inline constexpr const char* kDcmiSymbols[] = {
     "dcmi_init",
     "dcmi_get_card_num_list",

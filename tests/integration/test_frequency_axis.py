@@ -29,8 +29,8 @@ def devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, list
     """The library, and one state file a GPU."""
     library, state = tmp_path / "libnvml_standin.so", tmp_path / "gpu"
     source = ROOT / "tests/unit/frequency/standin/nvml.c"
-    command = [os.environ.get("CC", "cc"), "-shared", "-fPIC", "-Wall", "-Werror", "-o", str(library), str(source)]
-    subprocess.run(command, check=True)
+    flags = ["-shared", "-fPIC", "-Wall", "-Werror", "-Wl,-soname,libnvidia-ml.so.1"]
+    subprocess.run([os.environ.get("CC", "cc"), *flags, "-o", str(library), str(source)], check=True)
     files = [state, state.with_suffix(".1")]
     for file in files:
         file.write_text(UNLOCKED)

@@ -9,7 +9,7 @@ that first ``set``. CPUs that share clocks with those that another process sets 
 A control that cannot be used
 says why in one line; it never pretends.
 
-Native part: ``csrc/frequency``.
+Drivers: ``csrc/frequency`` and :mod:`~megatron.elastic.platform.nvml`; the guard: ``frequency_guard``.
 """
 
 from __future__ import annotations
@@ -43,16 +43,6 @@ _FIX: dict[str, str] = {
     "dcmi": "setting an NPU's working level needs root on the host, outside containers",
     "cpufreq": "write access to scaling_min_freq and scaling_max_freq of these CPUs is needed",
 }
-
-# Loads the extension by path: the guard starts without torch, in milliseconds.
-_GUARD = """
-import importlib.util, sys
-spec = importlib.util.spec_from_file_location("_frequency", sys.argv[1])
-module = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(module)
-if module.guard(int(sys.argv[2]), *sys.argv[3:7]):
-    print(f"clocks of {sys.argv[3]} device {sys.argv[4]} restored: their owner is gone", file=sys.stderr, flush=True)
-"""
 
 
 class FrequencyUnavailable(RuntimeError):
@@ -134,8 +124,35 @@ class NoFrequency:
         return None
 
 
+class Driver(Protocol):
+    """One clock domain. Its methods raise ``Unavailable`` and ``NotPermitted`` of ``megatron.elastic._frequency``."""
+
+    def describe(self) -> str: ...
+    def limits(self) -> Limits | _frequency.Limits: ...
+    def current_khz(self) -> int: ...
+    def set(self, khz: int) -> Applied | _frequency.Applied: ...
+    def snapshot(self) -> str:
+        """All that :meth:`restore` needs, in this process or in the guard."""
+
+    def restore(self, snapshot: str) -> None: ...
+    def claim(self) -> None:
+        """Keep other processes that ask likewise from the clocks until this object goes."""
+
+    def power_mw(self) -> int:
+        """Milliwatts; -1 where the platform does not say."""
+
+
+def open_driver(kind: str, device: str, path: str) -> Driver:
+    """Raises ``Unavailable`` or ``NotPermitted`` of ``megatron.elastic._frequency``, or ``ValueError``."""
+    if kind != "nvml":
+        return _frequency.Driver(kind, device, path)
+    from megatron.elastic.platform.nvml import NvmlDriver
+
+    return NvmlDriver(device, path)
+
+
 class NativeFrequency:
-    """A driver of ``csrc/frequency`` with its guard. Usable as a context manager."""
+    """A driver with its guard. Usable as a context manager."""
 
     def __init__(self, kind: Kind, device: str, path: str = "") -> None:
         """Raises ``FrequencyUnavailable`` when library, device or feature are missing."""
@@ -143,7 +160,7 @@ class NativeFrequency:
         self._guard: subprocess.Popen[bytes] | None = None
         self._before = ""
         try:
-            self._driver = _frequency.Driver(kind, device, path)
+            self._driver = open_driver(kind, device, path)
             self._driver.limits()
         except (_frequency.Unavailable, _frequency.NotPermitted, ValueError) as error:
             raise self._refusal(error) from error
@@ -223,10 +240,11 @@ class NativeFrequency:
             raise FrequencyUnavailable(
                 f"clocks are not changed: pidfd_open failed ({error}); it needs Linux 5.3"
             ) from error
-        arguments = [_frequency.__file__, str(owner), self._kind, self._device, self._path, self._before]
+        module = "megatron.elastic.platform.frequency_guard"
         try:
             guard = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-c", _GUARD, *arguments],
+                [sys.executable, "-P", "-m", module, str(owner), self._kind, self._device, self._path, self._before],
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 pass_fds=(owner,),

@@ -20,7 +20,9 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         built[name] = folder / f"lib{name}_standin.so"
         source = SOURCES / f"{name}.c"
         compiler = os.environ.get("CC", "cc")
-        subprocess.run([compiler, "-shared", "-fPIC", "-Wall", "-Werror", "-o", built[name], source], check=True)
+        soname = {"nvml": "libnvidia-ml.so.1", "dcmi": "libdcmi.so"}[name]
+        flags = ["-shared", "-fPIC", "-Wall", "-Werror", f"-Wl,-soname,{soname}"]
+        subprocess.run([compiler, *flags, "-o", built[name], source], check=True)
     return built
 
 

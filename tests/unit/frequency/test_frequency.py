@@ -75,10 +75,10 @@ def test_without_permission_one_clear_line_and_no_guard(compiled, state):
 def test_missing_libraries_devices_and_symbols_are_one_line(compiled, state, tmp_path):
     for control, says in (
         (open_frequency("nvml", "0", str(tmp_path / "none.so")), "cannot load"),
-        (open_frequency("nvml", "7", str(compiled["nvml"])), "nvmlDeviceGetHandleByIndex_v2: Invalid Argument"),
+        (open_frequency("nvml", "7", str(compiled["nvml"])), "nvmlDeviceGetHandleByIndex: Invalid Argument"),
         (open_frequency("nvml", "GPU-1", str(compiled["nvml"])), "Not Found"),
         (open_frequency("nvml", "first", str(compiled["nvml"])), "not an index"),
-        (open_frequency("nvml", "0", str(compiled["dcmi"])), "no nvmlInit_v2"),
+        (open_frequency("dcmi", "0", str(compiled["nvml"])), "no dcmi_init"),
         (open_frequency("dcmi", "9", str(compiled["dcmi"])), "no NPU '9'"),
         (open_frequency("dcmi", "4:x", str(compiled["dcmi"])), "neither an index nor card:device"),
         (open_frequency("cpufreq", "0", str(tmp_path)), "no frequency control"),
@@ -91,6 +91,11 @@ def test_missing_libraries_devices_and_symbols_are_one_line(compiled, state, tmp
             control.set(1)
         control.restore()
         assert control.power_mw() is None
+
+
+def test_without_nvidias_package_one_line_names_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert open_frequency("nvml", "0").why().endswith("need the package nvidia-ml-py: pip install nvidia-ml-py")
 
 
 # --- DCMI ----------------------------------------------------------------------
