@@ -26,7 +26,7 @@ from megatron.elastic.comm.address import Address
 from megatron.elastic.comm.call_arguments import op_in, tensor_list
 from megatron.elastic.comm.errors import CommError, GenerationChanged, PeerLost
 from megatron.elastic.comm.fabric import BlockRange, EditReport, Fabric
-from megatron.elastic.comm.gloo.seating import Seating
+from megatron.elastic.comm.gloo.seating import Seated, Seating
 from megatron.elastic.comm.side_channel import AWAITED, BACKGROUND_ROLE, BESIDE_A_STEP, SideChannel
 from tests.cluster.scheduler import Scheduler
 
@@ -316,10 +316,8 @@ class ClusterFabric(Fabric):
         return self._wire.style.eager
 
 
-class ClusterGroup(dist.ProcessGroup):
+class ClusterGroup(Seated, dist.ProcessGroup):
     """A group of a :class:`ClusterFabric`, with the collectives that the engine calls."""
-
-    seating: Seating
 
     def __init__(self, fabric: ClusterFabric, role: str, members: tuple[int, ...]) -> None:
         super().__init__(members.index(fabric.rank), len(members))  # type: ignore[call-arg]
@@ -327,21 +325,6 @@ class ClusterGroup(dist.ProcessGroup):
         self._fabric = fabric
         self._calls = (0, 0)
         """(generation, collectives begun in it)."""
-
-    def getRank(self) -> int:
-        return self.seating.rank
-
-    def getSize(self) -> int:
-        return self.seating.size
-
-    def rank(self) -> int:
-        return self.seating.rank
-
-    def size(self) -> int:
-        return self.seating.size
-
-    def getGroupName(self) -> str:
-        return registry.group_name(self.role, self.members)
 
     # -- collectives ----------------------------------------------------------
 

@@ -20,12 +20,11 @@ import torch.distributed as dist
 from megatron.elastic.comm.batched_work import BatchedWork
 from megatron.elastic.comm.call_arguments import Op, broadcast_in, op_in, options_in, tensor_list
 from megatron.elastic.comm.errors import CommError, PeerLost
-from megatron.elastic.comm.gloo.seating import Seating
+from megatron.elastic.comm.gloo.seating import Seated, Seating
 from megatron.elastic.comm.gloo.tensors import Movable, Reducible
 from megatron.elastic.comm.gloo.wait import Waiters, await_collective
 from megatron.elastic.comm.gloo.work import GlooWork, Waits
 from megatron.elastic.comm.reconfigure import Driven, Reconfigurable
-from megatron.elastic.comm.registry import group_name
 
 __all__ = ["GlooGroup", "GroupHost"]
 
@@ -45,7 +44,7 @@ class GroupHost(Waits, Reconfigurable, Protocol):
         """Drop the group (``destroy_process_group``)."""
 
 
-class GlooGroup(Driven, dist.ProcessGroup):
+class GlooGroup(Driven, Seated, dist.ProcessGroup):
     """See the module docstring. Made by ``GlooFabric.group`` only."""
 
     def __init__(self, host: GroupHost, role: str, members: tuple[int, ...], seating: Seating) -> None:
@@ -58,23 +57,8 @@ class GlooGroup(Driven, dist.ProcessGroup):
 
     # -- identity -----------------------------------------------------------
 
-    def getRank(self) -> int:
-        return self.seating.rank
-
-    def getSize(self) -> int:
-        return self.seating.size
-
-    def rank(self) -> int:
-        return self.seating.rank
-
-    def size(self) -> int:
-        return self.seating.size
-
     def getBackendName(self) -> str:
         return "elastic"
-
-    def getGroupName(self) -> str:
-        return group_name(self.role, self.members)
 
     def setGroupName(self, name: str) -> None:
         """The name is (role, members) and stays so."""

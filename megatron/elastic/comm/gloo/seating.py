@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Seating"]
+from megatron.elastic.comm.registry import group_name
+
+__all__ = ["Seated", "Seating"]
 
 
 @dataclass(frozen=True)
@@ -61,3 +63,26 @@ class Seating:
         """Inner rank of a collective's root; the first living member stands in for a dead one."""
         inner = self.inner(group_rank)
         return 0 if inner is None else inner
+
+
+class Seated:
+    """The identity of a process group whose ranks follow its seating: what torch asks of any group."""
+
+    role: str
+    members: tuple[int, ...]
+    seating: Seating
+
+    def getRank(self) -> int:
+        return self.seating.rank
+
+    def getSize(self) -> int:
+        return self.seating.size
+
+    def rank(self) -> int:
+        return self.seating.rank
+
+    def size(self) -> int:
+        return self.seating.size
+
+    def getGroupName(self) -> str:
+        return group_name(self.role, self.members)
