@@ -28,7 +28,7 @@ class Connecting(ClusterFabric):
         assert timeout == TIMEOUT and not self.under_way, "one round at a time"
         self.under_way = 1
         self.rounds.append(tuple(members))
-        self.scheduler.wait(seconds=0.001 * self.scheduler.random.randint(0, 5))
+        self.scheduler.wait(lambda: False, 0.001 * self.scheduler.random.randint(0, 5))
         self.under_way = 0
         return len(members)
 
@@ -66,9 +66,9 @@ def test_a_rank_is_stopped_while_it_waits_and_has_connected_to_nobody() -> None:
 
     def body() -> None:
         links = EarlyLinks(fabric, TIMEOUT, ClusterThreads(scheduler, process))
-        scheduler.wait(seconds=1.0)
+        scheduler.wait(lambda: False, 1.0)
         links.members_are({})  # there is no member to connect to
-        scheduler.wait(seconds=1.0)
+        scheduler.wait(lambda: False, 1.0)
         links.stop()
 
     scheduler.spawn(process, "trains", body)
