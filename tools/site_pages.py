@@ -5,7 +5,8 @@
     api/NAME.md       one page a package of megatron/elastic: its modules, for mkdocstrings
 
 On the other pages a link whose text is the name of a file gets the title of that page as its text. Paths of modules
-become links to the API, and so do the names of the glossary, as far as the API has them.
+become links to the API, and so do the names of the glossary, as far as the API has them. Within the design, numbers of
+sections are links.
 
 Code is not imported, so the site can be built without torch and Megatron.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
@@ -54,6 +56,26 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
     if page.file.src_uri == "glossary.md":
         blocks = [re.sub(r"\| `([\w.]+)` \|", glossary_link, text) for text in blocks]
     return "".join(blocks)
+
+
+def on_page_content(html: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Link the numbers of sections within the design."""
+    if page.file.src_uri != "design.md":
+        return html
+    headings = [
+        heading for chapter in page.toc for top in (chapter, *chapter.children) for heading in (top, *top.children)
+    ]
+    return sections_linked(html, {heading.title.split(" ")[0].rstrip("."): heading.id for heading in headings})
+
+
+def sections_linked(html: str, anchors: Mapping[str, str]) -> str:
+    """``html`` with a link at each ``§3.5`` of a text. ``anchors``: number of a section → anchor of its heading."""
+
+    def link(match: re.Match[str]) -> str:
+        number = match[3]
+        return match[0] if number not in anchors else f'<a href="#{anchors[number]}">§{number}</a>'
+
+    return re.sub(r"(<(a|code|h[1-6])\b.*?</\2>)|§(\d+(?:\.\d+)?)", link, html, flags=re.S)
 
 
 def linked(text: str) -> str:

@@ -16,8 +16,9 @@ from mkdocs.config import load_config
 from mkdocs.exceptions import Abort
 
 from tools.site_docstrings import Docstrings
-from tools.site_pages import PACKAGE, ROOT, modules, packages
+from tools.site_pages import PACKAGE, ROOT, first_line, inside_docs, linked, modules, packages, sections_linked
 
+pytestmark = pytest.mark.timeout(600)  # the first test waits for the site: 15 s of a core that others may use too
 PAGES = ("index", "contributing", *(path.stem for path in (ROOT / "docs").glob("*.md")), *packages())
 
 
@@ -27,7 +28,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
     quiet = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
-    built = subprocess.run(command, cwd=ROOT, env=quiet, capture_output=True, text=True, timeout=280)
+    built = subprocess.run(command, cwd=ROOT, env=quiet, capture_output=True, text=True, timeout=560)
     assert built.returncode == 0, built.stdout + built.stderr
     return folder
 
@@ -121,6 +122,47 @@ def test_a_page_outside_of_the_navigation_fails_the_build(tmp_path: Path) -> Non
 def test_pages_without_a_fault_are_built(tmp_path: Path) -> None:
     build_pages(tmp_path, {"index.md": "# Heading\n\n[here](#heading)\n"})
     assert (tmp_path / "site" / "index.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("see [log.md](log.md)", "see [Log](log.md)"),
+        ("see [docs/log.md](log.md#here), [text](log.md)", "see [Log](log.md#here), [text](log.md)"),
+        (
+            "`state/pool.py` and `comm/`",
+            "[`state/pool.py`][megatron.elastic.state.pool] and [`comm/`][megatron.elastic.comm]",
+        ),
+        ("`megatron/elastic/config.py`", "[`megatron/elastic/config.py`][megatron.elastic.config]"),
+        ("`state/none.py`, `simulate/__main__.py`, `pool.py`", "`state/none.py`, `simulate/__main__.py`, `pool.py`"),
+        ("### In `state/pool.py`, `--load`", "### In `state/pool.py`, `--load`"),
+        ("`--load` and `--a b`", "`--load`{.flag} and `--a b`"),
+    ],
+)
+def test_names_on_pages_become_links(text: str, expected: str) -> None:
+    assert linked(text) == expected
+
+
+def test_numbers_of_sections_become_links_in_texts_only() -> None:
+    html = '<h2 id="x">§3.5</h2> (§3.5, §9) <code>docs/design.md §3.5</code> <a href="#y">§3.5</a>'
+    there = {"3.5": "35-recovery"}
+    assert sections_linked(html, there) == html.replace("(§3.5,", '(<a href="#35-recovery">§3.5</a>,')
+
+
+def test_every_section_that_the_design_cites_is_a_link(site: Path) -> None:
+    html = (site / "design.html").read_text(encoding="utf-8")
+    article = html[html.index("<article") : html.index("</article>")]
+    assert len(re.findall(r'<a href="#[^"]+">§', article)) > 30
+    assert re.findall(r".{20}§[\d.]*\d.{9}", re.sub(r"<(a|code|h[1-6])\b.*?</\1>", "", article, flags=re.S)) == []
+
+
+def test_pages_of_the_root_link_to_pages_of_the_site() -> None:
+    text = "[a](docs/log.md#x) ![b](docs/images/c.png) [d](CONTRIBUTING.md) [e](https://example.org/docs/)"
+    assert inside_docs(text) == "[a](log.md#x) ![b](images/c.png) [d](contributing.md) [e](https://example.org/docs/)"
+
+
+def test_a_line_of_the_overview_is_plain_markdown() -> None:
+    assert first_line("Makes a :class:`~a.B` (docs/design.md §4).\nMore.") == "Makes a `a.B`."
 
 
 MODULE = '''"""First line (docs/design.md §3.5, §4).
