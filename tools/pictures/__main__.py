@@ -3,7 +3,7 @@
     python -m tools.pictures [--write docs/images] [NAME ...]
 
     packages      layers of megatron/elastic, and the imports that do not follow from others
-    imports       number of imports between any two packages
+    imports       table of the imports between any two packages
     recovery      one loss: phases of each rank, entries of the journal
     step-states   states of a rank within a step
     rank-states   standing of a rank in the job

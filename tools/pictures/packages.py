@@ -41,10 +41,6 @@ PACKAGES = {
 """Package → its place in its row, in boxes from the left, and its task."""
 
 
-SHADES = ((30, "#1d4ed8", "{} or more"), (10, "#93c5fd", "{} or more"), (1, "#dbeafe", "fewer"), (0, "#ffffff", ""))
-"""Least number of imports, color, words."""
-
-
 def layers() -> list[list[str]]:
     """Rows of packages, highest first: the first contract of import-linter."""
     settings = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))
@@ -111,25 +107,20 @@ def _way(boxes: Mapping[str, Box], package: str, other: str) -> list[Point]:
 
 
 def draw_imports() -> str:
-    """A table: the package of a row imports that of a column, the darker, the more often."""
+    """A table: the package of a row imports that of a column.
+
+    How often is left out: the picture is to change with the structure, not with every module.
+    """
     names = [name for row in layers() for name in row]
-    counts, cell, left, top = imports(), 30, 96, 80
+    found, cell, left, top = imports().keys(), 30, 96, 80
     size = cell * len(names)
-    drawing = Drawing(left + size + 150, top + size + 12, "Imports between packages: row imports column")
+    drawing = Drawing(left + size + 40, top + size + 12, "Imports between packages: row imports column")
     for row, package in enumerate(names):
         y = top + cell * (row + 0.5)
         drawing.text(Point(left - 8, y), package, anchor="end")
         drawing.text(Point(left + cell * (row + 0.5) - 4, top - 8), package, anchor="start", turned=True)
         for column, other in enumerate(names):
-            fill = "#e5e7eb" if package == other else _shade(counts[package, other])
+            fill = "#e5e7eb" if package == other else "#60a5fa" if (package, other) in found else "#ffffff"
             drawing.box(Box(left + cell * (column + 0.5), y, cell, cell), fill, "#d1d5db", radius=0)
     drawing.text(Point(left - 8, top - 12), "imports", color=GREY, anchor="end")
-    for number, (least, color, words) in enumerate(SHADES[:-1]):
-        at = Point(left + size + 24, top + 14 + 24 * number)
-        drawing.box(Box(at.x, at.y, 16, 16), color, "#d1d5db", radius=0)
-        drawing.text(Point(at.x + 16, at.y), words.format(least), anchor="start")
     return drawing.finished()
-
-
-def _shade(count: int) -> str:
-    return next(color for least, color, _ in SHADES if count >= least)
