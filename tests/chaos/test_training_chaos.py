@@ -28,7 +28,6 @@ from tests.integration.kill_walk import (
     RATES,
     ROUNDING,
     TWO,
-    Layout,
     Watch,
     cached,
     compare,
@@ -36,6 +35,7 @@ from tests.integration.kill_walk import (
 )
 from tests.integration.launcher import Launcher, start_launcher
 from tests.integration.launcher_cluster import descendants, is_alive
+from tests.scenario.scenario import Layout
 
 SECONDS = 600.0
 LOSSES = 30

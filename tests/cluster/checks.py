@@ -12,13 +12,15 @@ settled   every block has as many mirrors as it should
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import cache
 
 import torch
 
 from megatron.elastic.engine.engine import Engine
 from megatron.elastic.engine.settings import StepResult
-from tests.cluster.cluster import Cluster, RankProcess, Scenario, named, run
+from tests.cluster.cluster import Cluster, RankProcess, config_of, named, run
+from tests.scenario.scenario import Scenario
 
 __all__ = ["check", "undisturbed"]
 
@@ -26,16 +28,14 @@ TOLERANCE = 1e-5
 
 
 @cache
-def _reference(steps: int, data: int, pipeline: int, evaluate_every: int, exact: bool) -> RankProcess:
-    settings = {"exact": True} if exact else {}
-    scenario = Scenario(steps=steps, data=data, pipeline=pipeline, evaluate_every=evaluate_every, settings=settings)
+def _reference(scenario: Scenario) -> RankProcess:
     return run(scenario).finished[0]
 
 
 def undisturbed(scenario: Scenario) -> RankProcess:
     """A rank of the same job without any fault."""
-    exact = scenario.config.exact
-    return _reference(scenario.steps, scenario.data, scenario.pipeline, scenario.evaluate_every, exact)
+    exact = (("exact", True),) if config_of(scenario).exact else ()
+    return _reference(replace(scenario, seed=0, back="soon", heavy=False, settings=exact, faults=(), wishes=()))
 
 
 def check(cluster: Cluster, settled: bool = False) -> None:
@@ -44,20 +44,27 @@ def check(cluster: Cluster, settled: bool = False) -> None:
         _check(cluster, settled)
 
 
+def last_step(cluster: Cluster) -> int:
+    """The step with which the job ended: the scenario's last one, unless a user asked for an earlier end."""
+    if cluster.scenario.ends_early:
+        return max(max(process.results) for process in cluster.finished)
+    return cluster.scenario.steps
+
+
 def _check(cluster: Cluster, settled: bool) -> None:
     scenario = cluster.scenario
     errors = {process.process.name: process.error for process in cluster.processes if process.error is not None}
     assert not errors, errors
     assert cluster.finished, "no rank came to the end"
     _check_told(cluster)
-    tolerance = 0.0 if scenario.config.exact else TOLERANCE
+    tolerance = 0.0 if config_of(scenario).exact else TOLERANCE
     for process in cluster.processes:
-        _check_computed(process, undisturbed(scenario), tolerance)
+        _check_computed(process, undisturbed(replace(scenario, steps=last_step(cluster))), tolerance)
     _check_held(cluster, settled)
 
 
 def _check_told(cluster: Cluster) -> None:
-    wanted = set(range(1, cluster.scenario.steps + 1))
+    wanted = set(range(1, last_step(cluster) + 1))
     for process in cluster.finished:
         steps = sorted(process.results)
         assert steps == list(range(steps[0], max(wanted) + 1)), f"{process.process.name} went through {steps}"
@@ -95,7 +102,7 @@ def _alike(result: StepResult, wanted: StepResult, tolerance: float) -> bool:
 
 def _check_held(cluster: Cluster, settled: bool) -> None:
     engines = {process.rank: _engine(process) for process in cluster.finished}
-    steps = cluster.scenario.steps
+    steps = last_step(cluster)
     placements = {engine.view.configuration.digest for engine in engines.values()}
     assert len(placements) == 1, "ranks end with different placements"
     for key, copies in next(iter(engines.values())).view.placement.copies.items():

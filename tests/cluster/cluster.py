@@ -1,9 +1,9 @@
 """A job of a few ranks in one Python process: the real engine on threads of which one runs at a time.
 
-:func:`run` is a function of its :class:`Scenario`, the seed among it. A rank's program is what the adaptor's training
-loop does: links, engine, steps, now and then an evaluation, the norm of the parameters at the end. Faults are a script
-of ``--elastic-inject``; a kill unwinds the rank's threads, and its peers find their links broken. Where
-``respawn_after`` says so, the rank comes back as a newcomer.
+:func:`run` is a function of its scenario (:mod:`tests.scenario.scenario`), the seed among it. A rank's program is what
+the adaptor's training loop does: links, engine, steps, now and then an evaluation, the norm of the parameters at the
+end. A kill unwinds the rank's threads, and its peers find their links broken. Where ``back`` says so, the rank comes
+back as a newcomer.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -27,12 +27,13 @@ from megatron.elastic.config import ElasticConfig
 from megatron.elastic.control.events import Wanted
 from megatron.elastic.control.generations import Node
 from megatron.elastic.control.membership import Activity, Released
-from megatron.elastic.control.requests import Request
+from megatron.elastic.control.requests import Drain, Request, SaveCheckpoint
 from megatron.elastic.engine.compute.samples import DatasetSource, StepAddress
 from megatron.elastic.engine.engine import Engine
 from megatron.elastic.engine.generation.launch_topology import LaunchTopology
 from megatron.elastic.engine.generation.view import View
-from megatron.elastic.engine.inject import Effects, Fault, Injector, parse
+from megatron.elastic.engine.inject import Effects, Fault, Injector
+from megatron.elastic.engine.inject import parse as parse_faults
 from megatron.elastic.engine.settings import Settings, StepResult
 from megatron.elastic.engine.transaction.agreement import RecoveryOutcome, StateLost
 from megatron.elastic.observe.events import EventLog
@@ -47,17 +48,20 @@ from tests.cluster.control import Agent, ClusterMembership, Journal, Launched
 from tests.cluster.fabric import ClusterFabric, Style, Wire
 from tests.cluster.model import Samples, TinyModel, collate, forward_step
 from tests.cluster.scheduler import ClusterThreads, Killed, Process, Scheduler
+from tests.scenario.scenario import RETURNS, Scenario, parse
 
 __all__ = [
     "RANKS",
     "Cluster",
     "Passed",
+    "Program",
     "RankProcess",
-    "Scenario",
+    "config_of",
     "default_group_kept",
     "named",
     "on_each_rank",
     "run",
+    "topology_of",
 ]
 
 UNITS, MICRO_BATCH, MICRO_BATCHES = 4, 1, 2
@@ -69,60 +73,54 @@ HEAVY = Profile((UnitCost(5_000_000, 10_000_000, 5_000_000, 1, 1, 1, 1),) * UNIT
 HYPER = Hyper(ConstantSchedule((Rate(0.01, 0.01),)))
 
 
-@dataclass(frozen=True)
-class Scenario:
-    """What runs, what fails, and in which order things happen."""
+SOON = 0.05
+"""Seconds after which a lost rank is back. A step takes some hundredths."""
 
-    faults: str = ""
-    """A script of ``--elastic-inject``."""
-    seed: int = 0
-    steps: int = 5
-    data: int = 2
-    pipeline: int = 2
-    respawn_after: float | None = 0.05
-    """Seconds after a loss in which a rank comes back; ``None``: it does not. A step takes some hundredths."""
-    evaluate_every: int = 2
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of :class:`ElasticConfig`."""
-    heavy: bool = False
-    """Units are taken to cost so much that it pays to move them."""
-    wishes: tuple[tuple[int, Wanted], ...] = ()
-    """(step, what a user asks for once the first rank has ended it)."""
-    fenced: Callable[[RankProcess, int], None] = field(default=lambda rank, step: None, repr=False)
-    """What the program does after each step, on each rank: ``fenced(rank, step)``."""
-    died: Callable[[RankProcess], None] = field(default=lambda rank: None, repr=False)
-    """Told of each kill, before anything follows from it."""
-    samples: Dataset[torch.Tensor] = field(default_factory=Samples, repr=False)
-    events: Path | None = field(default=None, repr=False)
+
+@dataclass(frozen=True)
+class Program:
+    """The part of a run that is no text: data, actions between steps, an observer."""
+
+    fenced: Callable[[RankProcess, int], None] = lambda rank, step: None
+    """Called after each step on each rank: ``fenced(rank, step)``."""
+    died: Callable[[RankProcess], None] = lambda rank: None
+    """Called at each kill, before anything follows from it."""
+    samples: Dataset[torch.Tensor] = field(default_factory=Samples)
+    events: Path | None = None
     """Folder for the event logs of all ranks."""
 
-    @property
-    def ranks(self) -> int:
-        """Of the launch."""
-        return self.data * self.pipeline
 
-    @property
-    def rows(self) -> int:
-        """Of a global batch."""
-        return self.data * MICRO_BATCH * MICRO_BATCHES
+def rows_of(scenario: Scenario) -> int:
+    """Rows of a global batch."""
+    return scenario.layout.data * MICRO_BATCH * MICRO_BATCHES
 
-    @property
-    def config(self) -> ElasticConfig:
-        """Of every rank."""
-        fixed: dict[str, Any] = {
-            "block_bytes": 1024,
-            "fail_slow": "off",
-            "verify_interval": 2,
-            "respawn": self.respawn_after is not None,
-        }
-        return ElasticConfig(**{**fixed, **self.settings})
 
-    @property
-    def topology(self) -> LaunchTopology:
-        """Units dealt out evenly to the stages."""
-        cuts = [UNITS * stage // self.pipeline for stage in range(self.pipeline + 1)]
-        grid = Grid(self.rows, MICRO_BATCH, self.data)
-        return LaunchTopology(1, self.pipeline, self.data, tuple(pairwise(cuts)), grid)
+def config_of(scenario: Scenario) -> ElasticConfig:
+    """The configuration of every rank."""
+    fixed: dict[str, Any] = {
+        "block_bytes": 1024,
+        "fail_slow": "off",
+        "verify_interval": 2,
+        "respawn": scenario.returns,
+    }
+    return ElasticConfig(**{**fixed, **dict(scenario.settings)})
+
+
+def topology_of(scenario: Scenario) -> LaunchTopology:
+    """The launch; units are dealt out evenly to the stages."""
+    layout = scenario.layout
+    if layout.tensor > 1 or layout.chunks > 1:
+        raise ValueError(f"{layout}: a cell of the cluster is one rank with one chunk")
+    cuts = [UNITS * stage // layout.pipeline for stage in range(layout.pipeline + 1)]
+    grid = Grid(rows_of(scenario), MICRO_BATCH, layout.data)
+    return LaunchTopology(1, layout.pipeline, layout.data, tuple(pairwise(cuts)), grid)
+
+
+def respawn_after(scenario: Scenario) -> float | None:
+    """Seconds after a loss in which a rank comes back; ``None``: it does not."""
+    if not scenario.returns:
+        return None
+    return SOON if scenario.back in RETURNS else float(scenario.back)
 
 
 class Passed(NamedTuple):
@@ -176,7 +174,7 @@ class RankProcess:
         self.process = Process(f"rank {rank}.{incarnation}")
         self.threads = ClusterThreads(cluster.scheduler, self.process)
         self.launched = Launched.of(rank, incarnation, self.process)
-        slots, host = cluster.scenario.ranks, f"host{rank}"
+        slots, host = cluster.scenario.layout.ranks, f"host{rank}"
         self.fabric = ClusterFabric(cluster.wire, rank, slots, incarnation, host, TIMEOUT)
         self.process.resumed = self.fabric.enter
         self.membership = ClusterMembership(self.launched, slots, host, newcomer, self.threads, self._publish)
@@ -202,7 +200,7 @@ class RankProcess:
         """Be killed here."""
         self.fabric.break_off()
         self.cluster.scheduler.end(self.process)
-        self.cluster.scenario.died(self)
+        self.cluster.program.died(self)
         raise Killed
 
     def _publish(self, activity: Activity) -> None:
@@ -222,12 +220,12 @@ class RankProcess:
         self.cluster.scheduler.end(self.process)
 
     def _train(self) -> None:
-        scenario, began = self.cluster.scenario, 0
+        scenario, program, began = self.cluster.scenario, self.cluster.program, 0
 
         def counters() -> str:
             return json.dumps({"iteration": began})
 
-        log = EventLog(scenario.events, self.rank, self.incarnation)
+        log = EventLog(program.events, self.rank, self.incarnation)
 
         def settled(outcome: RecoveryOutcome, view: View, seconds: float) -> None:
             self.recoveries.append(outcome)
@@ -236,15 +234,16 @@ class RankProcess:
             if engine is not None and log.enabled:
                 speaks = min(set(view.living) - set(outcome.newcomers)) == self.rank
                 step, in_step = engine.present_step, engine.in_step
-                write_recovery(log, scenario.topology, outcome, view, step, in_step, seconds, speaks)
+                write_recovery(log, topology, outcome, view, step, in_step, seconds, speaks)
 
         settings = Settings(7, HYPER, per_token_loss=True, communication_timeout=TIMEOUT, steps=scenario.steps)
-        units = scenario.topology.chunks[self.rank // scenario.data]
+        topology, rows = topology_of(scenario), rows_of(scenario)
+        units = topology.chunks[self.rank // scenario.layout.data]
         model = TinyModel(UNITS, range(*units))
         parts = EngineParts(
             model,
-            scenario.topology,
-            scenario.config,
+            topology,
+            config_of(scenario),
             settings,
             settled,
             counters,
@@ -264,16 +263,16 @@ class RankProcess:
             # A loss before all agents know of it is no matter of the engine's: the launcher starts all ranks anew.
             self.cluster.scheduler.wait(lambda: not any(agent.state.preparing for agent in self.cluster.agents))
         engine = self.engine
-        source = DatasetSource(scenario.samples, lambda sample: sample, collate=collate)
+        source = DatasetSource(program.samples, lambda sample: sample, collate=collate)
         for iteration in range(began, scenario.steps):
             began = iteration
             self.cluster.wish(iteration)
-            result = engine.step(forward_step, source, StepAddress(iteration * scenario.rows, scenario.rows))
+            result = engine.step(forward_step, source, StepAddress(iteration * rows, rows))
             self.results[iteration + 1], self.records[iteration + 1] = result, engine.record.digest
-            if (iteration + 1) % scenario.evaluate_every == 0:
-                batches = [StepAddress(1_000_000, scenario.rows)]
+            if scenario.evaluate and (iteration + 1) % scenario.evaluate == 0:
+                batches = [StepAddress(1_000_000, rows)]
                 self.evaluations[iteration + 1] = engine.evaluate(forward_step, source, batches)
-            scenario.fenced(self, iteration + 1)
+            program.fenced(self, iteration + 1)
             if engine.draining:
                 break
         self.norm = engine.parameter_norm()
@@ -283,9 +282,10 @@ class RankProcess:
 class Cluster:
     """One run."""
 
-    def __init__(self, scenario: Scenario) -> None:
-        self.scenario = scenario
-        self.faults = parse(scenario.faults)
+    def __init__(self, scenario: Scenario, program: Program = Program()) -> None:
+        self.scenario, self.program = scenario, program
+        lingering = "" if scenario.back == "soon" else scenario.lingering  # no processor to leave to it
+        self.faults = parse_faults(";".join([lingering, *scenario.script]))
         self.scheduler = Scheduler(scenario.seed)
         chance = self.scheduler.random.random
         self.wire = Wire(self.scheduler, Style(eager=chance() < 0.7, meets=chance() < 0.3))
@@ -297,9 +297,9 @@ class Cluster:
         """Every incarnation of every rank, in the order they were started."""
         self.journal = Journal()
         self._wishes = list(scenario.wishes)
-        nodes = {rank: Node(f"host{rank}", (rank,)) for rank in range(scenario.ranks)}
+        nodes = {rank: Node(f"host{rank}", (rank,)) for rank in range(scenario.layout.ranks)}
         self.agents = [
-            Agent(self.scheduler, self.journal, node, nodes, scenario.respawn_after, self._start) for node in nodes
+            Agent(self.scheduler, self.journal, node, nodes, respawn_after(scenario), self._start) for node in nodes
         ]
 
     def _start(self, rank: int, incarnation: int, newcomer: bool) -> Launched:
@@ -309,9 +309,9 @@ class Cluster:
 
     def wish(self, step: int) -> None:
         """A rank has ended ``step``: what users ask for then."""
-        for at, event in [one for one in self._wishes if one[0] <= step]:
-            self._wishes.remove((at, event))
-            self.journal.append(event)
+        for wish in [one for one in self._wishes if one.step <= step]:
+            self._wishes.remove(wish)
+            self.journal.append(Wanted(Drain(wish.ranks) if wish.what == "drain" else SaveCheckpoint()))
 
     def go(self) -> None:
         """Run to the end of the job. Raises what any rank did not expect, :class:`Deadlock`; with the scenario."""
@@ -338,7 +338,7 @@ def named(scenario: Scenario) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        error.add_note(repr(scenario))
+        error.add_note(f"python -m tests.scenario '{scenario}' --as cluster")
         raise
 
 
@@ -381,8 +381,8 @@ def _set_imports_apart() -> None:
     gc.freeze()
 
 
-def run(scenario: Scenario) -> Cluster:
-    """The cluster after it has run ``scenario``."""
-    cluster = Cluster(scenario)
+def run(scenario: Scenario | str, program: Program = Program()) -> Cluster:
+    """The cluster after it has run ``scenario``, or the one that a text writes down."""
+    cluster = Cluster(parse(scenario) if isinstance(scenario, str) else scenario, program)
     cluster.go()
     return cluster

@@ -6,15 +6,15 @@ import pytest
 
 from megatron.elastic.engine.inject import InjectedFault
 from tests.cluster.checks import check
-from tests.cluster.cluster import Scenario, run
+from tests.cluster.cluster import run
 
 
 @pytest.mark.parametrize("copy", ["owner", "mirror"])
 @pytest.mark.parametrize("tensor", ["master", "exp_avg"])
 def test_a_changed_copy_is_made_anew(copy: str, tensor: str) -> None:
     """Among three copies two say which one is wrong."""
-    faults = f"flip:rank=1,step=2,point=after_gather,copy={copy},tensor={tensor}"
-    cluster = run(Scenario(faults, seed=3, steps=8, settings={"mirrors": 2, "verify_interval": 1}))
+    fault = f"flip:rank=1,step=2,point=after_gather,copy={copy},tensor={tensor}"
+    cluster = run(f"steps=8 seed=3 mirrors=2 verify_interval=1 {fault}")
     check(cluster, settled=True)
     moved = sum(process.engine.state_bytes for process in cluster.finished if process.engine is not None)
     assert moved > 0, "the copy came over a stream"
@@ -23,17 +23,16 @@ def test_a_changed_copy_is_made_anew(copy: str, tensor: str) -> None:
 @pytest.mark.parametrize("rank", range(4))
 def test_the_next_owner_computes_the_unit(rank: int) -> None:
     """With copies on every rank most right ones are with ranks of other stages, which cannot gather parameters."""
-    faults = f"flip:rank={rank},step=2,point=after_gather,copy=owner"
-    cluster = run(Scenario(faults, seed=rank, steps=6, settings={"mirrors": 3, "verify_interval": 1}))
+    fault = f"flip:rank={rank},step=2,point=after_gather,copy=owner"
+    cluster = run(f"steps=6 seed={rank} mirrors=3 verify_interval=1 {fault}")
     check(cluster, settled=True)
 
 
 @pytest.mark.parametrize("rank", range(3))
 def test_no_other_rank_computes_the_unit(rank: int) -> None:
     """One pipeline: the right copies are all with other stages, and one comes back to where its unit is computed."""
-    faults = f"flip:rank={rank},step=2,point=after_gather,copy=owner"
-    settings = {"mirrors": 2, "verify_interval": 1}
-    cluster = run(Scenario(faults, seed=rank, steps=6, data=1, pipeline=3, settings=settings))
+    fault = f"flip:rank={rank},step=2,point=after_gather,copy=owner"
+    cluster = run(f"pp3dp1 steps=6 seed={rank} mirrors=2 verify_interval=1 {fault}")
     check(cluster, settled=True)
 
 
@@ -41,10 +40,10 @@ def test_a_rank_without_such_a_copy_says_so() -> None:
     """With no mirrors there is none to change; a fault that was not carried out would look like one that was mended."""
     faults = "flip:rank=1,step=2,point=after_gather,copy=mirror"
     with pytest.raises(InjectedFault, match="rank 1 is the mirror of no block"):
-        run(Scenario(faults, steps=3, settings={"mirrors": 0}))
+        run(f"steps=3 mirrors=0 {faults}")
 
 
 def test_a_changed_copy_and_a_loss_before_it_is_found() -> None:
     """The rank with the wrong copy is lost: what is left was never wrong."""
-    faults = "flip:rank=1,step=2,point=after_gather,copy=owner;kill:rank=1,step=3,point=before_reduce"
-    check(run(Scenario(faults, seed=1, steps=6, settings={"mirrors": 2, "verify_interval": 1})))
+    faults = "flip:rank=1,step=2,point=after_gather,copy=owner kill:rank=1,step=3,point=before_reduce"
+    check(run(f"steps=6 seed=1 mirrors=2 verify_interval=1 {faults}"))

@@ -7,7 +7,7 @@ import torch
 
 from megatron.elastic.engine.failures import ActionFailed, NotFinite
 from tests.cluster.checks import check
-from tests.cluster.cluster import RankProcess, Scenario, run
+from tests.cluster.cluster import Program, RankProcess, run
 from tests.cluster.model import Samples
 
 
@@ -30,21 +30,21 @@ def test_a_step_ends_in_each_way() -> None:
     kinds = set()
     for seed in range(4):
         for point in ("before_vote", "after_vote"):
-            cluster = run(Scenario(f"kill:rank={seed},step=2,point={point}", seed, steps=2, respawn_after=None))
+            cluster = run(f"steps=2 seed={seed} back=never kill:rank={seed},step=2,point={point}")
             check(cluster)
             kinds |= {outcome.resolution.kind for process in cluster.finished for outcome in process.recoveries}
     assert kinds == {"roll_forward", "revote", "rerun"}
 
 
 def test_a_gradient_that_is_not_finite_is_computed_again() -> None:
-    cluster = run(Scenario(samples=Broken(5, times=2), steps=3))
+    cluster = run("steps=3", Program(samples=Broken(5, times=2)))
     check(cluster)
     assert all("not finite" in "".join(process.notices) for process in cluster.finished)
 
 
 def test_a_gradient_that_stays_so_ends_the_job() -> None:
     with pytest.raises(NotFinite, match="step 2"):
-        run(Scenario(samples=Broken(5, times=100), steps=3))
+        run("steps=3", Program(samples=Broken(5, times=100)))
 
 
 def test_an_action_that_fails_on_one_rank_fails_on_all() -> None:
@@ -61,6 +61,6 @@ def test_an_action_that_fails_on_one_rank_fails_on_all() -> None:
         except ActionFailed as error:
             failed.append((process.rank, step, str(error)))
 
-    cluster = run(Scenario(fenced=save, steps=2))
+    cluster = run("steps=2", Program(fenced=save))
     check(cluster)
     assert sorted(failed) == [(rank, step, "no space left") for rank in range(4) for step in (1, 2)]

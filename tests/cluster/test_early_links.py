@@ -9,7 +9,7 @@ import pytest
 from megatron.elastic.comm.address import Address
 from megatron.elastic.engine.transaction.early_links import EarlyLinks
 from tests.cluster.checks import check
-from tests.cluster.cluster import Scenario, run
+from tests.cluster.cluster import run
 from tests.cluster.fabric import ClusterFabric, Wire
 from tests.cluster.scheduler import ClusterThreads, Process, Scheduler
 
@@ -86,6 +86,6 @@ def test_a_newcomer_connects_to_the_members_before_it_is_admitted(monkeypatch: p
         return 0
 
     monkeypatch.setattr(ClusterFabric, "prepare", prepare)
-    cluster = run(Scenario("kill:rank=2,step=1,point=after_reduce", seed=3, steps=6, respawn_after=0.02))
+    cluster = run("steps=6 seed=3 back=0.02 kill:rank=2,step=1,point=after_reduce")
     check(cluster)
     assert set(rounds) == {(2, (0, 1, 3))}

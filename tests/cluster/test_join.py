@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from tests.cluster.checks import check
-from tests.cluster.cluster import Cluster, Scenario, run
+from tests.cluster.cluster import Cluster, run
 
-SOON = 0.02
-"""Seconds: some hundreds of turns."""
+SOON = "back=0.02"
+"""Some hundreds of turns."""
 
 
 def lives(cluster: Cluster, rank: int) -> list[int]:
@@ -27,7 +27,7 @@ def everybody_is_back(cluster: Cluster) -> bool:
 @pytest.mark.parametrize("rank", range(4))
 def test_at_a_boundary(rank: int) -> None:
     """Its copies come back to it, and its share of the work."""
-    cluster = run(Scenario(f"kill:rank={rank},step=1,point=after_reduce", seed=rank, steps=12, respawn_after=SOON))
+    cluster = run(f"steps=12 seed={rank} {SOON} kill:rank={rank},step=1,point=after_reduce")
     assert lives(cluster, rank) == [1]
     check(cluster, settled=True)
     assert everybody_is_back(cluster)
@@ -35,8 +35,7 @@ def test_at_a_boundary(rank: int) -> None:
 
 def test_within_the_step_that_waits_for_it() -> None:
     """Both ranks of a stage are lost: a newcomer is let in where the members stand, and computes the same step."""
-    faults = "kill:rank=2|3,step=2,point=before_reduce"
-    cluster = run(Scenario(faults, seed=4, steps=6, respawn_after=SOON, settings={"mirrors": 2}))
+    cluster = run(f"steps=6 seed=4 {SOON} mirrors=2 kill:rank=2|3,step=2,point=before_reduce")
     assert lives(cluster, 2) == [1] and lives(cluster, 3) == [1]
     first_steps = {min(process.results) for process in cluster.finished if process.incarnation}
     assert min(first_steps) == 2, "a newcomer's first step is the one that the others could not finish"
@@ -46,24 +45,23 @@ def test_within_the_step_that_waits_for_it() -> None:
 @pytest.mark.parametrize("point", ["in_join", "mid_forward", "before_vote", "mid_gather"])
 def test_the_newcomer_is_killed_as_well(point: str) -> None:
     """In its admission, or in its first step: the third life stays."""
-    faults = f"kill:rank=1,step=1,point=mid_forward;kill:rank=1,incarnation=1,point={point}"
-    cluster = run(Scenario(faults, seed=7, steps=12, respawn_after=SOON))
+    faults = f"kill:rank=1,step=1,point=mid_forward kill:rank=1,incarnation=1,point={point}"
+    cluster = run(f"steps=12 seed=7 {SOON} {faults}")
     check(cluster)
     assert lives(cluster, 1) == [2]
 
 
 @pytest.mark.parametrize("point", ["in_recovery_decide", "in_recovery_promote", "before_vote", "mid_update"])
 def test_a_member_is_killed_while_another_is_let_in(point: str) -> None:
-    faults = f"kill:rank=0,step=1,point=after_step;kill:rank=3,rejoin=1,point={point}"
-    cluster = run(Scenario(faults, seed=5, steps=9, respawn_after=SOON, settings={"mirrors": 2}))
+    faults = f"kill:rank=0,step=1,point=after_step kill:rank=3,rejoin=1,point={point}"
+    cluster = run(f"steps=9 seed=5 {SOON} mirrors=2 {faults}")
     assert [p.rank for p in cluster.processes if p.process.dead and p.norm is None][:2] == [0, 3]
     check(cluster)
 
 
 def test_who_comes_late_runs_through_what_is_over() -> None:
     """It is told the results of evaluations that the members have done since the step it begins with."""
-    faults = "kill:rank=2,step=2,point=in_evaluate;kill:rank=3,step=2,point=in_evaluate"
-    cluster = run(Scenario(faults, seed=2, steps=5, respawn_after=SOON, settings={"mirrors": 2}))
+    cluster = run(f"steps=5 seed=2 {SOON} mirrors=2 kill:rank=2|3,step=2,point=in_evaluate")
     check(cluster)
     for process in cluster.finished:
         assert set(process.evaluations) >= {4}

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from megatron.elastic.control.events import Wanted
-from megatron.elastic.control.requests import Drain
 from megatron.elastic.engine.generation.repartition import Recut
 from megatron.elastic.engine.generation.view import View
 from megatron.elastic.engine.transaction.agreement import RecoveryOutcome
@@ -16,7 +14,7 @@ from megatron.elastic.engine.transaction.protection import Protected
 from megatron.elastic.engine.transaction.streams import Moved
 from megatron.elastic.state.record import StepRecord
 from tests.cluster.checks import check
-from tests.cluster.cluster import RankProcess, Scenario, run
+from tests.cluster.cluster import Program, RankProcess, run
 from tests.cluster.test_migrate import engine_of
 from tests.cluster.test_migration import LOSS, MOVING
 
@@ -67,7 +65,7 @@ def test_every_living_rank_hears_of_every_event_at_the_same_version() -> None:
             heard[rank.rank] = Heard()
             engine_of(rank).context.listener = heard[rank.rank]
 
-    cluster = run(Scenario(LOSS, 1, steps=STEPS, heavy=True, respawn_after=None, fenced=listen, settings=MOVING))
+    cluster = run(f"{MOVING} seed=1 back=never {LOSS}", Program(fenced=listen))
     check(cluster, settled=True)
     survivors = [heard[process.rank] for process in cluster.finished]
     first = survivors[0].events
@@ -90,8 +88,7 @@ def test_a_refusal_is_noticed_on_the_ranks_that_it_concerns_once() -> None:
             heard[rank.rank] = Heard()
             engine_of(rank).context.listener = heard[rank.rank]
 
-    wishes = ((2, Wanted(Drain((0, 1)))),)
-    run(Scenario(wishes=wishes, steps=STEPS, seed=1, fenced=listen, settings={"migrate_after": -1}))
+    run(f"steps={STEPS} seed=1 migrate_after=-1 drain:rank=0|1,step=2", Program(fenced=listen))
     for one in heard.values():
         assert len(one.lines) == 1 and "ranks 0, 1 cannot leave" in one.lines[0]
 
@@ -102,4 +99,4 @@ def test_the_engine_needs_no_listener() -> None:
     def ignore(rank: RankProcess, step: int) -> None:
         engine_of(rank).context.listener = Listener()
 
-    check(run(Scenario(LOSS, 1, steps=STEPS, heavy=True, fenced=ignore, settings=MOVING)))
+    check(run(f"{MOVING} seed=1 {LOSS}", Program(fenced=ignore)))

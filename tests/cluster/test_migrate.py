@@ -7,7 +7,7 @@ import pytest
 from megatron.elastic.engine.engine import Engine
 from megatron.elastic.engine.transaction.migrate import Migrator
 from tests.cluster.checks import check
-from tests.cluster.cluster import Cluster, RankProcess, Scenario, run
+from tests.cluster.cluster import Cluster, Program, RankProcess, run
 
 BEGUN = 2
 """The step after which the ranks begin a migration by themselves."""
@@ -43,7 +43,7 @@ def test_a_migration_is_named_by_a_vote_at_which_all_ranks_hold_its_copies() -> 
         move_away(rank, step)
         seen.setdefault(step, set()).add((migrator_of(rank).under_way, copies_on(rank, 3)))
 
-    cluster = run(Scenario(steps=7, seed=1, fenced=fenced))
+    cluster = run("steps=7 seed=1", Program(fenced=fenced))
     check(cluster)
     assert all(len(states) == 1 for states in seen.values()), f"ranks differ: {seen}"
     states = [seen[step].pop() for step in sorted(seen)]
@@ -70,7 +70,7 @@ def test_one_migration_at_a_time_and_none_without_changes() -> None:
                 migrator.begin(nothing)
             assert migrator.heading == engine.view.configuration, "no vote names the target before it is concluded"
 
-    check(run(Scenario(steps=6, seed=2, fenced=fenced)))
+    check(run("steps=6 seed=2", Program(fenced=fenced)))
 
 
 def given_up(keep: bool, seed: int) -> Cluster:
@@ -89,7 +89,7 @@ def given_up(keep: bool, seed: int) -> Cluster:
             assert held <= set(engine.tools.pool), "each copy that was there is there still"
             assert keep or held == set(engine.tools.pool)
 
-    return run(Scenario(steps=6, seed=seed, fenced=fenced, evaluate_every=100))
+    return run(f"steps=6 seed={seed} evaluate=0", Program(fenced=fenced))
 
 
 @pytest.mark.parametrize("keep", [True, False])
@@ -113,6 +113,6 @@ def test_copies_are_made_anew_within_the_recovery_and_named_by_the_next_votes(po
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Migrator, "begin", noted)
-        cluster = run(Scenario(f"kill:rank=1,step=2,point={point}", seed=4, steps=6, respawn_after=None))
+        cluster = run(f"steps=6 seed=4 back=never kill:rank=1,step=2,point={point}")
     check(cluster, settled=True)
     assert urgent[:3] == [True, True, True] and set(urgent[3:]) <= {False}

@@ -5,19 +5,12 @@ from __future__ import annotations
 import pytest
 
 from tests.cluster.checks import check
-from tests.cluster.cluster import Cluster, Scenario, run
+from tests.cluster.cluster import Cluster, run
 
 LOSS = "kill:rank=1,step=2,point=after_reduce"
 """Of four ranks: three are left, who do better in another cut."""
-MOVING = {"migrate_after": 1}
+MOVING = "steps=7 heavy=on migrate_after=1"
 POINTS = ("in_migration_begin", "in_migration_finish", "in_migration_switch")
-
-
-def moved(faults: str, seed: int, respawn_after: float | None = None, **settings: object) -> Cluster:
-    scenario = Scenario(
-        f"{LOSS}{faults}", seed, steps=7, heavy=True, respawn_after=respawn_after, settings={**MOVING, **settings}
-    )
-    return run(scenario)
 
 
 def whole_pipelines(cluster: Cluster) -> int:
@@ -29,7 +22,7 @@ def whole_pipelines(cluster: Cluster) -> int:
 
 
 def test_layers_move_to_who_is_left(capsys: pytest.CaptureFixture[str]) -> None:
-    cluster = moved("", seed=1)
+    cluster = run(f"{MOVING} seed=1 back=never {LOSS}")
     check(cluster, settled=True)
     assert whole_pipelines(cluster) == 2, "the cell that had lost its pipeline is one by itself"
     said = [line for line in capsys.readouterr().out.splitlines() if "move to other ranks" in line]
@@ -40,6 +33,6 @@ def test_layers_move_to_who_is_left(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("point", POINTS)
 def test_a_kill_while_layers_move(point: str, rank: int) -> None:
     """Two mirrors: a second loss leaves a copy of every block, wherever copies are on their way."""
-    cluster = moved(f";kill:rank={rank},step=2-5,point={point},nth=1", seed=rank, mirrors=2, respawn_after=0.05)
+    cluster = run(f"{MOVING} seed={rank} mirrors=2 {LOSS} kill:rank={rank},step=2-5,point={point}")
     assert len([p for p in cluster.processes if p.process.dead and p.norm is None]) >= 2
     check(cluster)

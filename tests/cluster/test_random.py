@@ -1,6 +1,6 @@
 """Any script of a few kills, in any order of events: the run ends as the undisturbed one.
 
-A failing example is shrunk to the fewest and earliest kills, and printed as a :class:`Scenario`.
+A failing example is shrunk to the fewest and earliest kills, and printed as the command that runs it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megatron.elastic.engine.inject import KILL_POINTS
 from tests.cluster.checks import check
-from tests.cluster.cluster import Scenario, run
+from tests.cluster.cluster import run
 
 RANKS, STEPS = 4, 4
 ELSEWHERE = ("in_setup", "in_save", "save_writing", "save_finish", "save_whole", "save_named", "save_tracked")
@@ -33,12 +33,12 @@ def kills(draw: st.DrawFn) -> str:
 
 def scripts(most: int) -> st.SearchStrategy[str]:
     """Up to ``most`` kills."""
-    return st.lists(kills(), min_size=1, max_size=most).map(";".join)
+    return st.lists(kills(), min_size=1, max_size=most).map(" ".join)
 
 
-def survives(script: str, seed: int, respawn_after: float, mirrors: int, heavy: bool = False) -> None:
-    chosen = {"mirrors": mirrors, "migrate_after": 1}
-    check(run(Scenario(script, seed, STEPS, respawn_after=respawn_after, settings=chosen, heavy=heavy)))
+def survives(script: str, seed: int, back: float, mirrors: int, heavy: bool = False) -> None:
+    layers = "heavy=on" if heavy else "heavy=off"
+    check(run(f"steps={STEPS} seed={seed} back={back} {layers} mirrors={mirrors} migrate_after=1 {script}"))
 
 
 SEEDS, DELAYS = st.integers(0, 10_000), st.sampled_from([0.01, 0.05, 0.3])
@@ -56,18 +56,18 @@ LONG = settings(QUICK, max_examples=1000)
 
 @QUICK
 @given(scripts(most=2), SEEDS, DELAYS)
-def test_two_kills_with_two_mirrors(script: str, seed: int, respawn_after: float) -> None:
-    survives(script, seed, respawn_after, mirrors=2)
+def test_two_kills_with_two_mirrors(script: str, seed: int, back: float) -> None:
+    survives(script, seed, back, mirrors=2)
 
 
 @QUICK
 @given(scripts(most=3), SEEDS, DELAYS)
-def test_three_kills_with_three_mirrors_while_layers_move(script: str, seed: int, respawn_after: float) -> None:
-    survives(script, seed, respawn_after, mirrors=3, heavy=True)
+def test_three_kills_with_three_mirrors_while_layers_move(script: str, seed: int, back: float) -> None:
+    survives(script, seed, back, mirrors=3, heavy=True)
 
 
 @pytest.mark.slow
 @LONG
 @given(scripts(most=3), SEEDS, DELAYS, st.booleans())
-def test_many_scripts(script: str, seed: int, respawn_after: float, heavy: bool) -> None:
-    survives(script, seed, respawn_after, mirrors=3, heavy=heavy)
+def test_many_scripts(script: str, seed: int, back: float, heavy: bool) -> None:
+    survives(script, seed, back, mirrors=3, heavy=heavy)

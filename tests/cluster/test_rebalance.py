@@ -9,7 +9,7 @@ from megatron.elastic.engine.engine import Engine
 from megatron.elastic.engine.transaction.rebalance import Rebalancer
 from megatron.elastic.plan.pace import Range
 from tests.cluster.checks import check
-from tests.cluster.cluster import Cluster, RankProcess, Scenario, run
+from tests.cluster.cluster import Cluster, Program, RankProcess, run
 from tests.cluster.test_migrate import engine_of
 
 SECOND, STEPS = 10**9, 8
@@ -57,7 +57,7 @@ def observing(slowdown: float, unsteady: int = 0) -> tuple[list[int], Cluster]:
             let_votes_measure(rank, slowdown, STEPS, unsteady)
         rows.setdefault(step, set()).add(rows_of(engine_of(rank), SLOW_CELL))
 
-    cluster = run(Scenario(steps=STEPS, seed=1, data=3, fenced=fenced))
+    cluster = run(f"pp2dp3 steps={STEPS} seed=1", Program(fenced=fenced))
     check(cluster)  # votes compare the plans: a rank that planned by itself would end the job
     assert all(len(seen) == 1 for seen in rows.values()), f"ranks differ: {rows}"
     return [rows[step].pop() for step in sorted(rows)], cluster
@@ -89,8 +89,8 @@ def test_a_new_generation_keeps_the_speeds_and_forgets_what_they_were_measured_f
         if step == 2:
             let_votes_measure(rank, 3.0, until=6)
 
-    faults = "kill:rank=0,step=7,point=before_reduce"
-    cluster = run(Scenario(faults, 1, steps=7, data=3, fenced=fenced, respawn_after=None))
+    fault = "kill:rank=0,step=7,point=before_reduce"
+    cluster = run(f"pp2dp3 steps=7 seed=1 back=never {fault}", Program(fenced=fenced))
     check(cluster)
     for process in cluster.finished:
         rebalancer, record = rebalancer_of(process), engine_of(process).record
@@ -107,4 +107,4 @@ def test_without_the_frequency_axis_no_clock_is_told_or_kept() -> None:
         rebalancer.at_boundary()
         assert engine_of(rank).view.plan.frequencies_khz == ()
 
-    check(run(Scenario(steps=2, fenced=fenced)))
+    check(run("steps=2", Program(fenced=fenced)))

@@ -9,7 +9,7 @@ from megatron.elastic.control.requests import Request
 from megatron.elastic.engine.failures import CommunicationFault
 from megatron.elastic.engine.transaction.recover import Recovery
 from tests.cluster.checks import check
-from tests.cluster.cluster import RankProcess, Scenario, run
+from tests.cluster.cluster import Program, RankProcess, run
 from tests.cluster.test_migrate import engine_of
 
 
@@ -37,7 +37,7 @@ class Failing:
 def test_an_error_that_no_loss_explains_makes_new_groups_and_the_work_goes_on() -> None:
     """The other ranks may not have seen it: a generation with the same members ends their wait."""
     failing = Failing(1, 1, 3)
-    cluster = run(Scenario(steps=4, seed=2, fenced=failing))
+    cluster = run("steps=4 seed=2", Program(fenced=failing))
     check(cluster)
     for process in cluster.finished:
         reasons = [outcome.decision.reason for outcome in process.recoveries]
@@ -49,7 +49,7 @@ def test_an_error_that_no_loss_explains_makes_new_groups_and_the_work_goes_on() 
 def test_an_error_that_comes_again_with_new_groups_ends_the_job() -> None:
     """At the same step: the network, or a bug, would make groups for ever."""
     with pytest.raises(CommunicationFault, match="after step 2: a link broke, again after groups were formed anew"):
-        run(Scenario(steps=4, seed=2, fenced=Failing(2, 2)))
+        run("steps=4 seed=2", Program(fenced=Failing(2, 2)))
 
 
 def test_ranks_that_all_ask_for_a_generation_recover_in_one_without_a_loss() -> None:
@@ -63,7 +63,7 @@ def test_ranks_that_all_ask_for_a_generation_recover_in_one_without_a_loss() -> 
             after = engine_of(rank).view
             assert after.generation > before.generation and after.configuration == before.configuration
 
-    cluster = run(Scenario(steps=4, seed=3, fenced=ask))
+    cluster = run("steps=4 seed=3", Program(fenced=ask))
     check(cluster, settled=True)
     assert len(over) == 4 and len(set(over)) == 1
     for process in cluster.finished:
@@ -74,8 +74,8 @@ def test_ranks_that_all_ask_for_a_generation_recover_in_one_without_a_loss() -> 
 @pytest.mark.parametrize("seed", range(3))
 def test_losses_one_after_the_other_are_each_told_once(seed: int) -> None:
     """The second falls into the recovery from the first: the generation in which steps go on names both."""
-    faults = "kill:rank=0,step=2,point=after_reduce;kill:rank=3,point=in_recovery_edit"
-    cluster = run(Scenario(faults, seed, steps=4, respawn_after=None, settings={"mirrors": 2}))
+    faults = "kill:rank=0,step=2,point=after_reduce kill:rank=3,point=in_recovery_edit"
+    cluster = run(f"steps=4 seed={seed} back=never mirrors=2 {faults}")
     check(cluster, settled=True)
     for process in cluster.finished:
         assert sorted(loss.rank for outcome in process.recoveries for loss in outcome.lost) == [0, 3]

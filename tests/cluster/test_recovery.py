@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.cluster.checks import check
-from tests.cluster.cluster import Cluster, Scenario, run
+from tests.cluster.cluster import Cluster, run
 
 IN_RECOVERY = (
     "in_recovery_freeze",
@@ -27,16 +27,15 @@ def killed(cluster: Cluster) -> list[int]:
 def test_a_second_loss_in_the_recovery(first: str, second: str) -> None:
     """With two mirrors no two losses lose anything. Which rank goes second changes with the case."""
     rank = 1 + IN_RECOVERY.index(second) % 3
-    faults = f"kill:rank=0,step=2,point={first};kill:rank={rank},point={second}"
-    cluster = run(Scenario(faults, seed=rank, steps=4, settings={"mirrors": 2}))
+    cluster = run(f"steps=4 seed={rank} mirrors=2 kill:rank=0,step=2,point={first} kill:rank={rank},point={second}")
     assert set(killed(cluster)) == {0, rank}
     check(cluster)
 
 
 def test_the_two_ranks_of_a_stage_are_lost() -> None:
     """Copies of its state lie elsewhere, but no rank computes it: the members wait for these to come back."""
-    faults = "kill:rank=0,step=2,point=after_reduce;kill:rank=1,point=in_recovery_edit"
-    cluster = run(Scenario(faults, seed=3, steps=4, settings={"mirrors": 2}))
+    faults = "kill:rank=0,step=2,point=after_reduce kill:rank=1,point=in_recovery_edit"
+    cluster = run(f"steps=4 seed=3 mirrors=2 {faults}")
     assert killed(cluster) == [0, 1] or killed(cluster) == [1, 0]
     assert any("are gone" in line for process in cluster.finished for line in process.notices)
     check(cluster)
@@ -45,16 +44,10 @@ def test_the_two_ranks_of_a_stage_are_lost() -> None:
 
 def test_a_vote_that_only_the_lost_rank_knew_of() -> None:
     """In one pipeline nothing holds a rank back after the vote: it is lost a step ahead of the others."""
-    scenario = Scenario(
-        "kill:rank=1,step=2,point=mid_forward",
-        7267,
-        data=1,
-        pipeline=3,
-        heavy=True,
-        respawn_after=0.4,
-        settings={"mirrors": 3, "migrate_after": 50, "verify_interval": 3, "ownership": "contiguous"},
+    cluster = run(
+        "pp3dp1 seed=7267 back=0.4 heavy=on migrate_after=50 mirrors=3 ownership=contiguous verify_interval=3 "
+        "kill:rank=1,step=2,point=mid_forward"
     )
-    cluster = run(scenario)
     check(cluster)
     lost = next(process for process in cluster.processes if process.norm is None)
     assert lost.records[1] not in {process.records.get(1) for process in cluster.finished}
@@ -62,7 +55,7 @@ def test_a_vote_that_only_the_lost_rank_knew_of() -> None:
 
 def test_state_without_a_copy_is_not_made_up() -> None:
     """Without mirrors any loss takes state along, and each rank that is left says so."""
-    cluster = run(Scenario("kill:rank=3,step=2,point=before_vote", steps=4, settings={"mirrors": 0}))
+    cluster = run("steps=4 mirrors=0 kill:rank=3,step=2,point=before_vote")
     errors = [process.error for process in cluster.processes if process.error is not None]
     assert errors and not cluster.finished
     assert "state of step 1 is lost" in str(errors[0])
@@ -70,14 +63,14 @@ def test_state_without_a_copy_is_not_made_up() -> None:
 
 @pytest.mark.parametrize("point", ["mid_backward", "after_vote", "mid_gather"])
 def test_exact_mode_ends_with_the_same_bits(point: str) -> None:
-    cluster = run(Scenario(f"kill:rank=2,step=2,point={point}", seed=1, steps=4, settings={"exact": True}))
+    cluster = run(f"steps=4 seed=1 exact=on kill:rank=2,step=2,point={point}")
     check(cluster)
-    reference = run(Scenario(steps=4, settings={"exact": True})).finished[0]
+    reference = run("steps=4 exact=on").finished[0]
     assert {process.norm for process in cluster.finished} == {reference.norm}
 
 
 @pytest.mark.parametrize("point", ["mid_update", "after_update", "mid_gather"])
 def test_copies_that_receive_the_result(point: str) -> None:
     """``--elastic-snapshot state``: mirrors are sent stepped blocks, so a loss may take all back by one version."""
-    cluster = run(Scenario(f"kill:rank=1,step=2,point={point}", seed=2, steps=4, settings={"snapshot": "state"}))
+    cluster = run(f"steps=4 seed=2 snapshot=state kill:rank=1,step=2,point={point}")
     check(cluster)

@@ -18,7 +18,8 @@ from megatron.elastic.engine.inject import STEP_POINTS
 from megatron.elastic.engine.transaction.agreement import StateLost
 from megatron.elastic.state.layout import BlockKey
 from tests.cluster.checks import check
-from tests.cluster.cluster import Cluster, RankProcess, Scenario
+from tests.cluster.cluster import Cluster, Program, RankProcess
+from tests.scenario.scenario import parse
 
 SEED = 20261122
 FIRST, STEPS = 1, 4
@@ -71,10 +72,10 @@ def after_two_losses(number: int) -> tuple[Cluster, list[Held], bool]:
     first, second = dice.sample(range(4), 2)
     at_once, point = dice.random() < 0.4, dice.choice(STEP_POINTS)
     where = f"point={dice.choice(SOON)}" if at_once else f"point={point},step={FIRST + dice.choice((0, 0, 1, 2))}"
-    faults = f"kill:rank={first},step={FIRST},point={dice.choice(STEP_POINTS)};kill:rank={second},{where}"
+    faults = f"kill:rank={first},step={FIRST},point={dice.choice(STEP_POINTS)} kill:rank={second},{where}"
     left: list[Held] = []
-    scenario = Scenario(faults, number, STEPS, respawn_after=None, died=lambda dead: left.append(held_without(dead)))
-    cluster = Cluster(scenario)
+    scenario = parse(f"steps={STEPS} seed={number} back=never {faults}")
+    cluster = Cluster(scenario, Program(died=lambda dead: left.append(held_without(dead))))
     cluster.go()
     lost = [process.error for process in cluster.processes if isinstance(process.error, StateLost)]
     if not lost:
@@ -87,7 +88,7 @@ def compare(pairs: range) -> Counter[str]:
     ends: Counter[str] = Counter()
     for number in pairs:
         cluster, left, lost = after_two_losses(number)
-        case = f"pair {number} (seed {SEED}): {cluster.scenario.faults}"
+        case = f"pair {number} (seed {SEED}): {cluster.scenario}"
         if len(left) < 2:
             ends["one loss"] += 1
             assert not lost, case

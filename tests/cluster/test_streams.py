@@ -19,9 +19,10 @@ from megatron.elastic.state.placement import Copies, Placement, Transition
 from megatron.elastic.state.pool import StatePool
 from megatron.elastic.state.record import ConstantSchedule, GradientKey, Hyper, Rate, StepRecord, Vote, advance
 from megatron.elastic.state.transfer import commit
-from tests.cluster.cluster import Scenario, on_each_rank
+from tests.cluster.cluster import on_each_rank, topology_of
 from tests.cluster.fabric import ClusterFabric
 from tests.cluster.scheduler import ClusterThreads, Killed
+from tests.scenario.scenario import Scenario
 
 LAYOUT = UnitLayout.build(0, 0, [ParamSpec("w", 3000, (3000,), True)], 2048)
 KEYS = [block.key for block in LAYOUT.blocks]
@@ -37,7 +38,7 @@ def migration(urgent: bool = False) -> Migration:
     """Rank 0 owns all blocks: half of them are added at rank 2, the others at rank 3. Rank 1 has no part in it."""
     changes = tuple(Transition("add", key, 2 + key[2] % 2, 0) for key in KEYS)
     placement = Placement({key: Copies(0) for key in KEYS}).apply(changes)
-    return Migration(Configuration(placement, Assignment.at_launch(Scenario().topology)), changes, urgent)
+    return Migration(Configuration(placement, Assignment.at_launch(topology_of(Scenario()))), changes, urgent)
 
 
 @dataclass

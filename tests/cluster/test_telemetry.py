@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ from megatron.elastic.observe.events import (
 )
 from megatron.elastic.runtime.telemetry import batch_lines, rows_of
 from tests.cluster.checks import check
-from tests.cluster.cluster import Cluster, RankProcess, Scenario, run
+from tests.cluster.cluster import Cluster, Program, RankProcess, run
 from tests.cluster.test_migrate import engine_of
 from tests.cluster.test_migration import LOSS, MOVING
 from tests.cluster.test_rebalance import let_votes_measure
@@ -32,12 +33,13 @@ from tests.cluster.test_rebalance import let_votes_measure
 STEPS = 7
 
 
-def logged(scenario: Scenario) -> tuple[Cluster, list[EventRecord]]:
+def logged(
+    scenario: str, folder: Path, fenced: Callable[[RankProcess, int], None] = lambda rank, step: None
+) -> tuple[Cluster, list[EventRecord]]:
     """A run and what its ranks have logged."""
-    assert scenario.events is not None
-    cluster = run(scenario)
+    cluster = run(scenario, Program(fenced=fenced, events=folder))
     check(cluster)
-    return cluster, read_events(scenario.events)
+    return cluster, read_events(folder)
 
 
 def of(records: list[EventRecord], kind: type) -> list[EventRecord]:
@@ -51,8 +53,7 @@ def by_rank(records: list[EventRecord], kind: type) -> Counter[int]:
 @pytest.mark.parametrize("point", ["mid_forward", "before_vote", "after_vote", "mid_gather", "after_step"])
 def test_every_step_is_logged_though_the_rank_that_logs_steps_is_lost(point: str, tmp_path: Path) -> None:
     """The others hold each step's event, and the next lowest rank writes it if the lowest one is lost."""
-    faults = f"kill:rank=0,step=3,point={point}"
-    cluster, records = logged(Scenario(faults, 1, steps=5, respawn_after=None, events=tmp_path))
+    cluster, records = logged(f"steps=5 seed=1 back=never kill:rank=0,step=3,point={point}", tmp_path)
     steps: dict[int, set[str]] = {}
     for record in of(records, StepEvent):
         event = record.event
@@ -64,9 +65,7 @@ def test_every_step_is_logged_though_the_rank_that_logs_steps_is_lost(point: str
 
 
 def test_a_loss_is_told_by_every_survivor_and_said_by_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    _, records = logged(
-        Scenario(LOSS, 1, steps=STEPS, heavy=True, respawn_after=None, settings=MOVING, events=tmp_path)
-    )
+    _, records = logged(f"{MOVING} seed=1 back=never {LOSS}", tmp_path)
     assert by_rank(records, GenerationEvent) == by_rank(records, RankLostEvent) == by_rank(records, RecoveryEvent)
     assert by_rank(records, GenerationEvent) == {0: 1, 2: 1, 3: 1}
     for record in of(records, RankLostEvent):
@@ -86,9 +85,7 @@ def test_a_loss_is_told_by_every_survivor_and_said_by_one(tmp_path: Path, capsys
 
 
 def test_copies_and_layers_that_moved_are_told_by_every_rank(tmp_path: Path) -> None:
-    cluster, records = logged(
-        Scenario(LOSS, 1, steps=STEPS, heavy=True, respawn_after=None, settings=MOVING, events=tmp_path)
-    )
+    cluster, records = logged(f"{MOVING} seed=1 back=never {LOSS}", tmp_path)
     moved = of(records, MigrationEvent)
     assert {record.rank for record in moved} == {0, 2, 3}
     urgent = {record.event.urgent for record in moved if isinstance(record.event, MigrationEvent)}
@@ -108,8 +105,7 @@ def test_copies_and_layers_that_moved_are_told_by_every_rank(tmp_path: Path) -> 
 
 
 def test_a_newcomer_joins_the_log_of_its_rank(tmp_path: Path) -> None:
-    faults = "kill:rank=2,step=1,point=after_reduce"
-    _, records = logged(Scenario(faults, 2, steps=8, respawn_after=0.02, events=tmp_path))
+    _, records = logged("steps=8 seed=2 back=0.02 kill:rank=2,step=1,point=after_reduce", tmp_path)
     joined = [r.event for r in of(records, GenerationEvent) if isinstance(r.event, GenerationEvent) and r.event.joined]
     assert joined and {event.joined for event in joined} == {(2,)} and {event.reason for event in joined} == {"join"}
     outcomes = {r.event.outcome for r in of(records, RecoveryEvent) if isinstance(r.event, RecoveryEvent)}
@@ -123,7 +119,7 @@ def test_a_changed_plan_names_the_slow_rank(tmp_path: Path, capsys: pytest.Captu
         if step == 2:
             let_votes_measure(rank, 3.0, STEPS)
 
-    _, records = logged(Scenario(steps=STEPS, seed=1, data=3, fenced=fenced, events=tmp_path))
+    _, records = logged(f"pp2dp3 steps={STEPS} seed=1", tmp_path, fenced)
     slow = [r.event for r in of(records, SlowRankEvent) if isinstance(r.event, SlowRankEvent)]
     assert [(event.slow_rank, round(event.speed_ppm, -4)) for event in slow] == [(3, 330_000)], "told by one rank"
     said = capsys.readouterr().out
@@ -133,8 +129,8 @@ def test_a_changed_plan_names_the_slow_rank(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_a_batch_that_shrinks_is_said_in_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    faults = "kill:rank=3,step=2,point=after_reduce"
-    cluster = run(Scenario(faults, steps=4, respawn_after=None, settings={"policy": "torchft"}, events=tmp_path))
+    fault = "kill:rank=3,step=2,point=after_reduce"
+    cluster = run(f"steps=4 back=never policy=torchft {fault}", Program(events=tmp_path))
     for process in cluster.finished:
         plan = engine_of(process).view.plan
         assert rows_of(plan) == {0: 2, 1: 2}, "the cells of the whole replica"
@@ -146,7 +142,7 @@ def test_a_batch_that_shrinks_is_said_in_a_line(tmp_path: Path, capsys: pytest.C
 
 
 def test_a_trace_has_the_work_of_every_rank(tmp_path: Path) -> None:
-    _, records = logged(Scenario(steps=3, settings={"trace": True, "event_log": str(tmp_path)}, events=tmp_path))
+    _, records = logged(f"steps=3 trace=on event_log={tmp_path}", tmp_path)
     assert by_rank(records, TraceEvent) == dict.fromkeys(range(4), 3)
     for record in of(records, TraceEvent):
         assert isinstance(record.event, TraceEvent)

@@ -1,4 +1,4 @@
-"""Many losses in one job: a list of cases, each begun when every rank is back from the one before.
+"""Many losses in one job: a list of scenarios, each begun when every rank is back from the one before.
 
 A job that never ends by itself is given a script of faults ordered by the number of
 losses before them (``losses=``, ``rejoin=`` of ``--elastic-inject``), is watched until the
@@ -15,8 +15,9 @@ layout share one undisturbed run. One case by itself, or a few:
 
     python -m tests.integration.kill_walk pp4dp2 --points mid_update after_vote --ranks 3 5 --folder /tmp/walk
 
-When the lost rank is back is a dimension of its own (:data:`RETURNS`): a small model's step is over before a process
-has started, a large one's is not. Members linger at a chosen place while a rank is missing.
+When the lost rank is back is a dimension of its own (``RETURNS`` of :mod:`tests.scenario.scenario`): a small model's
+step is over before a process has started, a large one's is not. Members linger at a chosen place while a rank is
+missing.
 
 A line a case goes to standard output: its steps until the next case, their seconds, how far losses deviate.
 """
@@ -41,6 +42,7 @@ from megatron.elastic.engine.inject import KILL_POINTS, STEP_POINTS
 from megatron.elastic.observe.events import read_events
 from tests.integration.elastic_job import JobResult, elastic_command, elastic_job, environment_of
 from tests.integration.launcher import start_launcher
+from tests.scenario.scenario import RETURNS, Layout, Scenario, parse
 
 __all__ = [
     "DROPOUT",
@@ -49,10 +51,7 @@ __all__ = [
     "MANY",
     "PHASES",
     "RATES",
-    "RETURNS",
     "TWO",
-    "Case",
-    "Layout",
     "Walked",
     "cases_of",
     "compare",
@@ -64,19 +63,6 @@ __all__ = [
 DROPOUT = ("--hidden-dropout", "0.1", "--attention-dropout", "0.1")
 MANY = 4000
 LEAVING_SECONDS = 20.0
-RETURNS: Mapping[str, str] = {
-    "soon": "point=before_step,seconds=0.1",
-    "same_step": "point=mid_backward,seconds=0.6",
-    "vote": "point=before_vote,seconds=3",
-    "boundary": "point=between_steps,seconds=3",
-    "migration": "point=in_migration_begin,seconds=3",
-}
-"""When a lost rank is back → where members linger as long as it is missing.
-
-``soon``: some steps later; a little idling leaves the processor to the rank that starts. ``migration``: copies that its
-loss left missing are under way among the survivors. That a second rank is lost before the first is back is what the
-points of ``recovery`` do.
-"""
 RATES = ("--lr", "1e-4", "--lr-decay-iters", "400", "--lr-warmup-iters", "2")
 PHASES = ("--eval-interval", "3", "--eval-iters", "2", "--save-interval", "4")
 TWO = ("--elastic-mirrors", "2")
@@ -107,36 +93,6 @@ def flags_of(group: str, folder: Path) -> tuple[str, ...]:
             return ()
 
 
-@dataclass(frozen=True)
-class Layout:
-    """Sizes of a job. Ranks are numbered tensor, data, pipeline; ``chunks``: model chunks a stage."""
-
-    tensor: int
-    pipeline: int
-    data: int
-    chunks: int = 1
-
-    @property
-    def flags(self) -> tuple[str, ...]:
-        """What asks for them beside the sizes."""
-        return () if self.chunks == 1 else ("--num-virtual-stages-per-pipeline-rank", str(self.chunks))
-
-    @property
-    def ranks(self) -> int:
-        return self.tensor * self.pipeline * self.data
-
-    def elsewhere(self, rank: int) -> int:
-        """A rank whose loss beside that of ``rank`` leaves every stage a cell, and with ``TWO`` every block a copy."""
-        if self.tensor > 1:
-            return rank ^ 1  # its partner in the tensor-parallel group
-        return (rank + self.data) % self.ranks  # the same replica, the next stage
-
-    @property
-    def plain(self) -> Layout:
-        """Of its undisturbed run: one replica. Tensor-parallel size, stages and chunks decide the initial weights."""
-        return Layout(self.tensor, self.pipeline, 2 if self.tensor == self.pipeline == 1 else 1, self.chunks)
-
-
 LAYOUTS = {
     "pp2dp2": Layout(1, 2, 2),
     "tp2dp2": Layout(2, 1, 2),
@@ -147,41 +103,36 @@ LAYOUTS = {
 }
 
 
-@dataclass(frozen=True)
-class Case:
-    """Faults of one episode, in order: (rank, ``losses`` or ``rejoin``, losses into the episode, point)."""
-
-    name: str
-    faults: tuple[tuple[int, str, int, str], ...]
-    kind: str = "kill"
-
-    def script(self, before: int) -> list[str]:
-        """The faults, ``before`` losses into the job. The first lets a step pass: before it, all would start anew."""
-        words = [f"{self.kind}:rank={r},{when}={before + n},point={point}" for r, when, n, point in self.faults]
-        return words if before else [f"{words[0]},wait=1", *words[1:]]
-
-
-def cases_of(layout: Layout, point: str) -> list[Case]:
+def cases_of(layout: Layout, point: str) -> list[Scenario]:
     """Every rank that comes to ``point`` killed there.
 
     Points of recovery, admission and migration need a loss of another rank first.
     """
     cases = []
     for rank in range(1 if point in NAMING else layout.ranks):
-        other = layout.elsewhere(rank)
-        name = f"{point} of rank {rank}"
+        first = f"kill:rank={layout.elsewhere(rank)},losses=0,point=before_reduce"
+        here, late = (f"kill:rank={rank},{when},point={point}" for when in ("losses=0", "rejoin=1"))
         if point == "in_join":
-            cases.append(Case(name, ((rank, "losses", 0, "mid_backward"), (rank, "rejoin", 1, point))))
+            cases.append(f"kill:rank={rank},losses=0,point=mid_backward {late}")
         elif point.startswith("in_migration"):
-            cases.append(Case(name, ((other, "losses", 0, "before_reduce"), (rank, "rejoin", 1, point))))
+            cases.append(f"{first} {late}")
         elif point.startswith("in_recovery"):
-            cases.append(Case(name, ((other, "losses", 0, "before_reduce"), (rank, "losses", 0, point))))
+            cases.append(f"{first} {here}")
             if point in ("in_recovery_edit", "in_recovery_promote", "in_recovery_resume"):
-                late = ((other, "losses", 0, "before_reduce"), (rank, "rejoin", 1, point))
-                cases.append(Case(f"{name} while another is let in", late))
+                cases.append(f"{first} {late}")  # while another is let in
         else:
-            cases.append(Case(name, ((rank, "losses", 0, point),)))
-    return cases
+            cases.append(here)
+    return [parse(f"{layout} {case}") for case in cases]
+
+
+def struck(case: Scenario) -> list[tuple[int, str]]:
+    """(rank, point) of each of its faults."""
+    return [(rank, fault.points[0]) for fault in case.faults for rank in sorted(fault.ranks)]
+
+
+def victim(case: Scenario) -> int:
+    """The rank that is lost at the point of the case."""
+    return struck(case)[-1][0]
 
 
 # -- one job ---------------------------------------------------------------------------------
@@ -242,7 +193,7 @@ class Watch:
 
 
 def run_walk(
-    folder: Path, layout: Layout, cases: Sequence[Case], *flags: str, seconds: float, returns: str = "soon"
+    folder: Path, layout: Layout, cases: Sequence[Scenario], *flags: str, seconds: float, returns: str = "soon"
 ) -> JobResult:
     """One job through all ``cases``; drained when the last lost rank is back, killed after ``seconds``.
 
@@ -250,9 +201,9 @@ def run_walk(
     """
     script, losses = list[str](), 0
     for case in cases:
-        script += case.script(losses)
-        losses += len(case.faults)
-    slow = f"delay:missing=1,rank={'|'.join(map(str, range(layout.ranks)))},count=0,{RETURNS[returns]}"
+        script += case.after(losses).script
+        losses += len(struck(case))
+    slow = Scenario(layout, back=returns).lingering
     command = elastic_command(
         folder / "events",
         layout.ranks,
@@ -260,6 +211,7 @@ def run_walk(
         layout.pipeline,
         MANY,
         *layout.flags,
+        *layout.batch_flags,
         *DROPOUT,
         *RATES,
         *flags,
@@ -306,6 +258,7 @@ def undisturbed(folder: Path, layout: Layout, steps: int, *flags: str) -> JobRes
         plain.pipeline,
         MANY,
         *plain.flags,
+        *layout.batch_flags,
         *DROPOUT,
         *RATES,
         *flags,
@@ -319,7 +272,7 @@ def undisturbed(folder: Path, layout: Layout, steps: int, *flags: str) -> JobRes
 
 def kept(folder: Path, layout: Layout, steps: int) -> JobResult:
     """An undisturbed run of ``steps`` or more, with evaluations, for all walks of such replicas; made if need be."""
-    run = folder / (f"tp{layout.tensor}pp{layout.pipeline}" + (f"v{layout.chunks}" if layout.chunks > 1 else ""))
+    run = folder / f"{layout.plain}-{layout.batch}"
     if (run / "output.txt").is_file():
         result = JobResult(0, (run / "output.txt").read_text(), read_events(run / "events"))
         if max(result.committed) >= steps:
@@ -333,14 +286,13 @@ def kept(folder: Path, layout: Layout, steps: int) -> JobResult:
 # -- what it is held against ---------------------------------------------------------------------
 
 
-def check(cases: Sequence[Case], result: JobResult) -> None:
+def check(cases: Sequence[Scenario], result: JobResult) -> None:
     """What can be told without the undisturbed run."""
     tail = result.output[-6000:]
     faults = faults_in(result.output)
-    expected = [(rank, point) for case in cases for rank, _, _, point in case.faults]
+    expected = [fault for case in cases for fault in struck(case)]
     for case, seen in episodes(cases, faults):
-        scripted = [(rank, point) for rank, _, _, point in case.faults]
-        assert [(fault.rank, fault.point) for fault in seen] == scripted, f"{case.name}: seen {seen}\n{tail}"
+        assert [(fault.rank, fault.point) for fault in seen] == struck(case), f"{case}: seen {seen}\n{tail}"
     assert len(faults) == len(expected), f"more than scripted: {faults[len(expected) :]}\n{tail}"
     assert result.code == DRAINED, tail
     lives = Counter(rank for rank, _ in expected)
@@ -354,16 +306,17 @@ def check(cases: Sequence[Case], result: JobResult) -> None:
     steps = set(result.committed)
     assert steps == set(range(1, max(steps) + 1)), f"not committed: {set(range(1, max(steps) + 1)) - steps}"
     samples = {record.fields["step"]: tuple(record.fields["samples"]) for record in result.of("step")}
-    assert samples == {step: (16 * (step - 1), 16 * step) for step in samples}
+    batch = cases[0].layout.batch
+    assert samples == {step: (batch * (step - 1), batch * step) for step in samples}
     assert {point for _, point in expected} <= set(KILL_POINTS)
 
 
-def episodes(cases: Sequence[Case], faults: Sequence[Happened]) -> list[tuple[Case, Sequence[Happened]]]:
+def episodes(cases: Sequence[Scenario], faults: Sequence[Happened]) -> list[tuple[Scenario, Sequence[Happened]]]:
     """Each case with the faults that are its own by their number, as far as the job came."""
     found, start = [], 0
     for case in cases:
-        found.append((case, faults[start : start + len(case.faults)]))
-        start += len(case.faults)
+        found.append((case, faults[start : start + len(struck(case))]))
+        start += len(struck(case))
     return found
 
 
@@ -390,7 +343,7 @@ def compare(result: JobResult, reference: JobResult) -> float:
     return max(deviations(result, reference).values())
 
 
-def told(cases: Sequence[Case], result: JobResult, deviation: Mapping[int, float]) -> list[str]:
+def told(cases: Sequence[Scenario], result: JobResult, deviation: Mapping[int, float]) -> list[str]:
     """A line a case: its steps until the next case, their seconds, how far losses deviate."""
     lines, found = [], episodes(cases, faults_in(result.output))
     ends = [seen[0] for _, seen in found[1:]]
@@ -400,7 +353,7 @@ def told(cases: Sequence[Case], result: JobResult, deviation: Mapping[int, float
         seconds = f"{ends[number - 1].wall - seen[0].wall:.1f} s, " if number <= len(ends) else ""
         worst = max((deviation[step] for step in steps), default=0.0)
         where = f"steps {seen[0].step}-{last}, {seconds}losses deviate by {worst:.1e}"
-        lines.append(f"{number} of {len(cases)}: {case.name}: {where}")
+        lines.append(f"{number} of {len(cases)}: {case}: {where}")
     return lines
 
 
@@ -421,7 +374,7 @@ class Walked:
 def walk(
     folder: Path,
     layout: Layout,
-    cases: Sequence[Case],
+    cases: Sequence[Scenario],
     *flags: str,
     seconds: float = 170.0,
     shared: Path | None = None,
@@ -480,7 +433,7 @@ def main() -> None:
     layout = LAYOUTS[asked.layout]
     cases = [case for point in asked.points or GROUPS[group] for case in cases_of(layout, point)]
     if asked.ranks is not None:
-        cases = [case for case in cases if case.faults[-1][0] in asked.ranks]
+        cases = [case for case in cases if victim(case) in asked.ranks]
     if asked.undisturbed is not None and asked.undisturbed_steps:
         kept(asked.undisturbed, layout, asked.undisturbed_steps)
     flags = flags_of(group, asked.folder)

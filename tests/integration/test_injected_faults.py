@@ -7,16 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from megatron.elastic.engine.inject import STEP_POINTS, Injector, parse
+from megatron.elastic.engine.inject import STEP_POINTS, Injector
+from megatron.elastic.engine.inject import parse as parse_faults
 from tests.integration.elastic_job import elastic_job, largest_deviation
-from tests.integration.kill_walk import DROPOUT, LAYOUTS, TWO, Case, walk
+from tests.integration.kill_walk import DROPOUT, LAYOUTS, TWO, walk
+from tests.scenario.scenario import parse
 
 KINDS = ("stop", "exit", "raise", "oom")
 
 
 @pytest.mark.slow
 def test_a_rank_that_is_stopped_exits_raises_or_runs_out_of_memory_is_replaced(tmp_path: Path) -> None:
-    cases = [Case(kind, ((rank, "losses", 0, "mid_backward"),), kind) for rank, kind in enumerate(KINDS)]
+    cases = [parse(f"{kind}:rank={rank},losses=0,point=mid_backward") for rank, kind in enumerate(KINDS)]
     walk(tmp_path, LAYOUTS["pp2dp2"], cases)
 
 
@@ -27,8 +29,8 @@ def scripted(script: str, ranks: int) -> dict[int, int]:
     """Rank → step in which the die says that its first life ends."""
     found: dict[int, int] = {}
     for rank in range(ranks):
-        injector = Injector(parse(script), rank)
-        (fault,) = parse(script)
+        injector = Injector(parse_faults(script), rank)
+        (fault,) = parse_faults(script)
         hit = next((step for step in range(1, STEPS + 1) if injector._draw(fault, step) is not None), None)
         if hit is not None:
             found[rank] = hit

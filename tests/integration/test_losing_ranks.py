@@ -26,23 +26,28 @@ from tests.integration.kill_walk import (
     MANY,
     PHASES,
     RATES,
-    RETURNS,
     TWO,
-    Case,
     cases_of,
     compare,
     flags_of,
     undisturbed,
+    victim,
     walk,
 )
 from tests.integration.launcher_cluster import cluster, descendants
+from tests.scenario.scenario import RETURNS, Scenario, parse
 
 STEPS = 5
 
 
-def one(layout: str, point: str, rank: int) -> Case:
+def one(layout: str, point: str, rank: int) -> Scenario:
     """The case of ``rank`` killed at ``point``."""
-    return next(case for case in cases_of(LAYOUTS[layout], point) if case.name.startswith(f"{point} of rank {rank}"))
+    return next(case for case in cases_of(LAYOUTS[layout], point) if victim(case) == rank)
+
+
+def both(first: tuple[int, str], second: tuple[int, str]) -> Scenario:
+    """Two ranks lost one after the other, (rank, point) each."""
+    return parse(" ".join(f"kill:rank={rank},losses=0,point={point}" for rank, point in (first, second)))
 
 
 def test_many_losses_and_returns_in_one_job_cost_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,8 +115,8 @@ def test_a_stage_without_a_living_group_waits_for_its_ranks(
     Once in a step that has to be run again, once in one that was committed.
     """
     cases = [
-        Case("run again", ((first, "losses", 0, "before_reduce"), (second, "losses", 0, "in_recovery_resume"))),
-        Case("committed", ((first, "losses", 0, "after_vote"), (second, "losses", 0, "in_recovery_edit"))),
+        both((first, "before_reduce"), (second, "in_recovery_resume")),
+        both((first, "after_vote"), (second, "in_recovery_edit")),
     ]
     walk(tmp_path, LAYOUTS[layout], cases, *TWO)
 
@@ -123,7 +128,7 @@ def test_a_stage_without_a_living_group_waits_for_its_ranks_between_steps_too(
 ) -> None:
     """The host's loop is at its log line, in evaluation, in saving: whoever comes back is told what was over."""
     points = ("after_step", "in_evaluate", "in_save", "save_finish")
-    cases = [Case(p, ((first, "losses", 0, p), (second, "losses", 0, "in_recovery_resume"))) for p in points]
+    cases = [both((first, point), (second, "in_recovery_resume")) for point in points]
     flags = (*PHASES, "--log-params-norm", "--save", str(tmp_path / "saved"))
     walk(tmp_path, LAYOUTS[layout], cases, *TWO, *flags)
 

@@ -46,6 +46,7 @@ from functools import cache
 from megatron.elastic.state.layout import BlockKey
 from megatron.elastic.state.protocol import NOTHING, Holdings, Resolution, all_copies, resolve
 from megatron.elastic.state.record import GradientKey, StepRecord
+from tests.scenario.points import scenario_of
 from tests.unit.protocol.protocol_state import (
     ATTEMPTS,
     Chain,
@@ -60,7 +61,7 @@ from tests.unit.protocol.protocol_state import (
     initial_state,
 )
 
-__all__ = ["Faults", "Setting", "Violation", "explore"]
+__all__ = ["Faults", "Model", "Setting", "TooManyStates", "Violation", "done", "explore", "found_by"]
 
 
 class Model:
@@ -92,6 +93,10 @@ class Model:
                 yield from self._act(state, r, rank)
             elif state.decided == rank.frozen and state.decision.kind != "lost":
                 yield f"{r} adopts", self._adopt(state, r, rank)
+
+    def is_progress(self, action: str) -> bool:
+        """Whether a job in which nothing but ``action`` can happen goes on: a rank need not be killed."""
+        return not action.startswith("kill")
 
     @staticmethod
     def _with(state: State, r: int, rank: Rank) -> State:
@@ -506,9 +511,17 @@ def done(state: State) -> bool:
     return state.decision.kind == "lost" or all(rank.phase == "E" for rank in alive)
 
 
-def explore(setting: Setting, limit: int = 3_000_000) -> dict[str, int]:
-    """Visit every reachable state, depth first. Returns counts; raises :class:`Violation` with the way there."""
-    model, start = Model(setting), initial_state(setting)
+class TooManyStates(RuntimeError):
+    """There are more states to explore than was allowed."""
+
+
+def explore(setting: Setting, limit: int = 3_000_000, model: Model | None = None) -> dict[str, int]:
+    """Visit every reachable state, depth first. Returns counts.
+
+    ``model``: one of ``setting`` that leaves some interleavings out. Raises :class:`Violation` with the way there, and
+    :class:`TooManyStates`.
+    """
+    model, start = model or Model(setting), initial_state(setting)
     came: dict[State, tuple[State, str] | None] = {start: None}
     stack, kinds, edges = [start], dict[str, int](), 0
     while stack:
@@ -517,7 +530,7 @@ def explore(setting: Setting, limit: int = 3_000_000) -> dict[str, int]:
         try:
             for action, following in model.successors(state):
                 edges += 1
-                progress = progress or not action.startswith("kill")
+                progress = progress or model.is_progress(action)
                 if following not in came:
                     came[following] = (state, action)
                     stack.append(following)
@@ -526,15 +539,21 @@ def explore(setting: Setting, limit: int = 3_000_000) -> dict[str, int]:
             if not progress and not done(state):
                 raise Violation("stuck: nobody can go on")
         except Violation as error:
-            raise Violation(f"{error}; after: {' | '.join(_path(came, state))}") from None
+            raise found_by(setting, error, _way(came, state)) from None
         if len(came) > limit:
-            raise RuntimeError(f"more than {limit} states")
+            raise TooManyStates(f"more than {limit} states")
     return {"states": len(came), "edges": edges, **dict(sorted(kinds.items()))}
 
 
-def _path(came: dict[State, tuple[State, str] | None], state: State) -> list[str]:
-    actions = []
+def found_by(setting: Setting, error: Violation, way: tuple[tuple[State, str], ...]) -> Violation:
+    """``error`` with the way to it, as actions and as a scenario."""
+    actions = " | ".join(action for _, action in way)
+    return Violation(f"{error}; scenario: {scenario_of(setting, way)}; after: {actions}", way)
+
+
+def _way(came: dict[State, tuple[State, str] | None], state: State) -> tuple[tuple[State, str], ...]:
+    way = []
     while (step := came[state]) is not None:
-        state, action = step
-        actions.append(action)
-    return actions[::-1]
+        state = step[0]
+        way.append(step)
+    return tuple(way[::-1])

@@ -31,7 +31,14 @@ Layout = tuple[tuple[int, ...], ...]  # per block its ranks, the owner first
 
 
 class Violation(AssertionError):
-    """A reachable state breaks a claim; the text carries the interleaving that leads to it."""
+    """A reachable state breaks a claim; the text carries the interleaving that leads to it.
+
+    ``way``: the same as (state, action) after (state, action), once it is known.
+    """
+
+    def __init__(self, text: str, way: tuple[tuple[State, str], ...] = ()) -> None:
+        super().__init__(text)
+        self.way = way
 
 
 @dataclass(frozen=True)

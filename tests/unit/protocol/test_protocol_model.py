@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 
+from tests.unit.protocol.mutants import MUTANTS, NO_MIRROR, REFUSED, REPLENISH
 from tests.unit.protocol.protocol_model import Faults, Setting, Violation, explore
 
 KINDS = ("rerun", "revote", "roll_forward")
@@ -66,57 +67,16 @@ def test_nobody_is_killed_nothing_is_decided():
 
 
 @pytest.mark.parametrize(
-    ("fault", "finding"),
-    [
-        ("gradient_does_not_count", "lost though every block has a copy"),
-        ("dropped_before_update", "lost though every block has a copy"),
-        ("vote_before_mirrors", "lost though every block has a copy"),
-        ("no_back_pressure", "third gradient slot"),
-        ("generation_ignored", "becomes"),
-        ("newest_copy_wins", "committed version 1 is lost"),
-    ],
+    "mutant", [pytest.param(one, id=str(one), marks=pytest.mark.slow if one.slow else ()) for one in MUTANTS]
 )
-def test_each_rule_is_needed_the_exploration_finds_the_interleaving_without_it(fault, finding):
-    with pytest.raises(Violation, match=finding) as found:
-        explore(Setting(ranks=2, mirrors=1, steps=3, kills=1, faults=Faults(**{fault: True})))
-    assert "after: " in str(found.value), "the finding comes with the way there"
+def test_each_rule_is_needed_the_exploration_finds_the_interleaving_without_it(mutant):
+    with pytest.raises(Violation, match=mutant.finding) as found:
+        explore(mutant.explored)
+    assert "after: " in str(found.value) and "scenario: dp" in str(found.value), "the finding comes with the way there"
 
 
-REPLENISH = Setting(ranks=3, mirrors=1, steps=1, kills=2, replenish=True)
-ONE_MIRROR = Setting(ranks=3, mirrors=1, steps=2, kills=1, migrate=True)
-TWO_KILLS = replace(ONE_MIRROR, kills=2)
-NO_MIRROR = Setting(ranks=2, mirrors=0, steps=2, kills=1, migrate=True)
-
-
-@pytest.mark.parametrize(
-    ("fault", "setting", "finding"),
-    [
-        ("retired_before_vote", ONE_MIRROR, "lost with no more losses than mirrors"),
-        ("leaving_must_vote", ONE_MIRROR, "lost though every block has a copy"),
-        ("joining_need_not_vote", ONE_MIRROR, "taken again without any gradient"),
-        ("revote_under_the_record", ONE_MIRROR, "stuck"),
-        pytest.param("leaving_carry_a_vote", TWO_KILLS, "taken again without any gradient", marks=pytest.mark.slow),
-        ("only_named_copies", NO_MIRROR, "lost though every block has a copy"),
-        ("retired_before_revote", replace(NO_MIRROR, ranks=3, kills=2), "going on without any copy"),
-    ],
-)
-def test_one_vote_lets_copies_come_and_go_and_each_rule_of_it_is_needed(fault, setting, finding):
-    with pytest.raises(Violation, match=finding):
-        explore(replace(setting, faults=Faults(**{fault: True})))
-
-
-@pytest.mark.parametrize(
-    ("fault", "finding"),
-    [
-        ("replenished_after_a_vote", "committed without the copies that are missing"),
-        ("only_named_copies", "lost though every block has a copy"),
-        ("offered_without_gradient", "taken again without any gradient"),
-        ("kept_at_any_version", "lost though every block has a copy"),
-    ],
-)
-def test_each_rule_of_making_missing_copies_at_once_is_needed(fault, finding):
-    with pytest.raises(Violation, match=finding):
-        explore(replace(REPLENISH, faults=Faults(**{fault: True})))
+def test_every_rule_that_can_be_switched_off_is_a_mutant():
+    assert {mutant.fault for mutant in MUTANTS} == {field.name for field in fields(Faults)}
 
 
 def test_a_copy_that_no_vote_has_named_yet_counts():
@@ -128,9 +88,8 @@ def test_a_copy_that_no_vote_has_named_yet_counts():
 
 def test_a_step_computed_again_in_one_generation_gives_its_gradients_a_name_of_their_own():
     """The vote is refused; who knows it computes again, while a parked mirror still holds the refused gradients."""
-    setting = Setting(ranks=3, mirrors=1, steps=1, kills=1, refuse=True, parked=1)
     with pytest.raises(Violation, match="becomes") as found:
-        explore(replace(setting, faults=Faults(attempt_ignored=True)))
+        explore(replace(REFUSED, faults=Faults(attempt_ignored=True)))
     way = str(found.value)
     assert way.index("learns the refusal") < way.index("decide revote")
 
