@@ -19,6 +19,7 @@ __all__ = ["flags_of", "play"]
 
 HELD_SECONDS = 3.0
 """How long all ranks stay before the step that follows a user's request, so that the request comes before it."""
+SAVING = ("--save-interval", "1000000", "--save")
 LOST = 4
 """Exit status of a job whose state is lost and that has no checkpoint."""
 
@@ -73,7 +74,7 @@ def _job(scenario: Scenario, folder: Path, seconds: float) -> JobResult:
     sizes = (layout.ranks, layout.tensor, layout.pipeline, scenario.steps)
     if not scenario.wishes:
         return elastic_job(folder / "events", *sizes, *flags, seconds=seconds)
-    command = elastic_command(folder / "events", *sizes, *flags, "--save", str(folder / "saved"))
+    command = elastic_command(folder / "events", *sizes, *flags, *SAVING, str(folder / "saved"))
     with RunningJob(folder / "events", command, seconds) as job:
         for wish in sorted(scenario.wishes, key=lambda one: one.step):
             _ask(job, wish)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.elastic.state.protocol import Holdings, resolve
+from megatron.elastic.state.protocol import Holdings, all_copies, resolve
 from megatron.elastic.state.record import GradientKey, StepRecord
 
 A, B = (0, 0, 0), (0, 0, 1)
@@ -113,6 +113,14 @@ def test_an_overflow_reported_by_two_survivors_is_one_record():
 def test_rule_seven_a_block_without_copies_is_named():
     result = decide(held(0, 4), needed={A: (0, 1), B: (1, 2)})
     assert (result.kind, result.missing) == ("lost", (B,))
+
+
+def test_rule_sixteen_copies_of_an_earlier_life_do_not_count_until_the_rank_has_voted():
+    """The record names A on rank 1, which is lost, and on rank 2, which was let in since and has B alone."""
+    named, reports = {A: (1, 2), B: (2, 0)}, {rank: held(rank, 4) for rank in (0, 2)}
+    with_rule, without = (resolve(reports, all_copies(named, reports, void), ROWS, None) for void in ({2}, ()))
+    assert (with_rule.kind, with_rule.missing) == ("lost", (A,))
+    assert without.kind == "rerun", "the job would go on without A"
 
 
 def test_mixed_versions_are_never_taken_for_a_state():

@@ -154,6 +154,23 @@ def test_rules_are_numbered_and_each_mutant_of_the_model_is_one() -> None:
     assert set(re.findall(r"mutant\s`(\w+)`", text)) == mutants
 
 
+def test_each_rule_names_the_mutant_or_the_tests_that_show_it() -> None:
+    text = page("design.md")
+    rules = [int(number) for number in re.findall(r"^\*\*Rule (\d+)\.", text, flags=re.M)]
+    table = text[text.index("### 11.1 ") : text.index("\n## 12. ")]
+    rows = re.findall(r"^\| (\d+) \| ([\w, ]+) \| (.+) \|$", table, flags=re.M)
+    assert [int(number) for number, _, _ in rows] == rules
+    mutants = definitions(ROOT / "tests/unit/protocol/protocol_state.py")
+    for number, where, by in rows:
+        if where == "model":
+            (mutant,) = spans(by)
+            assert f"Faults.{mutant}" in mutants, f"rule {number}"
+            continue
+        for test in spans(by):
+            path, _, name = test.partition("::")
+            assert name in definitions(ROOT / path), f"rule {number}: {test}"
+
+
 def test_every_name_of_the_glossary_exists() -> None:
     rows = re.findall(r"^\| ([^|`]+) \|[^|]*\| `([\w.]+)` \|", page("glossary.md"), flags=re.M)
     assert len(rows) > 60

@@ -1,0 +1,139 @@
+"""Rules of docs/design.md §4.6, §4.9 and §6.5 that the bounded model leaves out: without each, the engine fails.
+
+A rule is switched off in the code that trains, and some order of events then breaks what holds after every run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import pytest
+
+from megatron.elastic.control.events import Decided, Entry
+from megatron.elastic.control.generations import Generations
+from megatron.elastic.control.membership import Reason
+from megatron.elastic.engine.transaction import agreement
+from megatron.elastic.engine.transaction.boundary import Boundary
+from tests.cluster import cluster
+from tests.cluster.checks import check
+from tests.cluster.fabric import ClusterFabric
+from tests.cluster.scheduler import Scheduler
+from tests.scenario.scenario import parse
+
+SEEDS = range(12)
+TURNS = 30_000
+"""Many times those of a run that ends; without a rule some runs do not."""
+
+
+def reports_stay_valid(patch: pytest.MonkeyPatch) -> None:
+    """Rule 12 off: what the members reported for the generation before counts for the next one."""
+    freeze, decide = Generations._freeze, Generations._decide
+    before: dict[int, dict[int, Entry]] = {}
+
+    def keep(state: Generations, event: Decided) -> None:
+        if state.decided and event.generation == state.frozen and state.ready():
+            before[id(state)] = dict(state.reports)
+        decide(state, event)
+
+    def freeze_with_them(state: Generations, reason: Reason) -> None:
+        freeze(state, reason)
+        old = {rank: entry for rank, entry in before.get(id(state), {}).items() if rank in state.members}
+        state.reports = {**old, **state.reports}
+
+    patch.setattr(Generations, "_decide", keep)
+    patch.setattr(Generations, "_freeze", freeze_with_them)
+
+
+def messages_name_no_generation(patch: pytest.MonkeyPatch) -> None:
+    """Rule 15 off: a message of an older generation is taken for one of the present."""
+    put, ask = ClusterFabric.put, ClusterFabric.ask
+    patch.setattr(ClusterFabric, "put", lambda end, peer, key, value: put(end, peer, (10**9, *key[1:]), value))
+    patch.setattr(ClusterFabric, "ask", lambda end, peer, key: ask(end, peer, (10**9, *key[1:])))
+
+
+def phases_end_for_each_rank_alone(patch: pytest.MonkeyPatch) -> None:
+    """Rule 18 off: a rank repeats the phase that it is in, wherever the others are."""
+    patch.setattr(agreement, "phase_is_over", lambda phase, reports, members: False)
+
+
+def migrations_begin_before_a_vote(patch: pytest.MonkeyPatch) -> None:
+    """Rule 29 off: a migration for balance begins at the first boundary behind the recovery."""
+    move = Boundary._move
+
+    def move_at_once(boundary: Boundary, leaving: tuple[int, ...]) -> None:
+        at = boundary._context
+        settled, at.settled_at = at.settled_at, -1
+        try:
+            move(boundary, leaving)
+        finally:
+            at.settled_at = settled
+
+    patch.setattr(Boundary, "_move", move_at_once)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """``off`` switches it off; some seed of the scenario then ends with ``finding``."""
+
+    number: int
+    text: str
+    off: Callable[[pytest.MonkeyPatch], None]
+    finding: str
+
+    def __str__(self) -> str:
+        return f"rule {self.number}"
+
+
+RULES = (
+    Rule(
+        12,
+        "dp3 steps=3 back=never evaluate=0 mirrors=2 kill:rank=2,step=2,point=after_vote "
+        "kill:rank=1,point=in_recovery_promote",
+        reports_stay_valid,
+        "is at version 2, the record at 1",
+    ),
+    Rule(
+        15,
+        "pp2dp2 steps=3 back=never evaluate=0 kill:rank=1,step=2,point=after_reduce",
+        messages_name_no_generation,
+        "nobody can go on",
+    ),
+    Rule(
+        18,
+        "dp3 steps=3 back=never evaluate=1 kill:rank=2,step=2,point=before_step",
+        phases_end_for_each_rank_alone,
+        "no end after",
+    ),
+    Rule(
+        29,
+        "pp2dp2 steps=4 back=never evaluate=1 heavy=on migrate_after=0 migration=blocking mirrors=3 "
+        "kill:rank=2,step=2,point=before_step",
+        migrations_begin_before_a_vote,
+        "ranks disagree about",
+    ),
+)
+
+
+def findings(rule: Rule, patch: pytest.MonkeyPatch) -> str:
+    """The first error that a seed of the rule's scenario ends with; empty if all end well."""
+    patch.setattr(cluster, "Scheduler", lambda seed: Scheduler(seed, TURNS))
+    for seed in SEEDS:
+        try:
+            check(cluster.run(replace(parse(rule.text), seed=seed)))
+        except Exception as error:
+            return f"seed {seed}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_with_the_rule_every_order_of_events_ends_well(rule: Rule, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert findings(rule, monkeypatch) == ""
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_without_the_rule_some_order_does_not(rule: Rule, monkeypatch: pytest.MonkeyPatch) -> None:
+    check(cluster.run(replace(parse(rule.text), faults=())))  # the undisturbed run is not made without the rule
+    rule.off(monkeypatch)
+    found = findings(rule, monkeypatch)
+    assert found and rule.finding in found, found
