@@ -183,7 +183,9 @@ def serve(requests: socket.socket, given: Mapping[str, str]) -> None:
                 os.close(fd)
                 continue
             data, fds, _, _ = socket.recv_fds(requests, REQUEST_BYTES, 2)
-            if not data:
+            if not data:  # the tests were ended in the middle of a job
+                for pidfd in launchers:
+                    signal.pidfd_send_signal(pidfd, signal.SIGKILL)
                 return
             out, status = fds
             pid = os.fork()

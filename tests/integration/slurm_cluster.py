@@ -6,13 +6,14 @@ want to be started by root.
 
 from __future__ import annotations
 
+import getpass
 import os
 import shutil
 import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,6 +106,7 @@ def cluster(folder: Path, environment: dict[str, str]) -> Iterator[Cluster]:
         _wait_idle(up)
         yield up
     finally:
+        _end_all_jobs(environment)
         for daemon in reversed(daemons):
             daemon.send_signal(signal.SIGTERM)
         for daemon in reversed(daemons):
@@ -113,6 +115,18 @@ def cluster(folder: Path, environment: dict[str, str]) -> Iterator[Cluster]:
             daemon.kill()
             daemon.wait()
         logs.close()
+
+
+def _end_all_jobs(environment: Mapping[str, str]) -> None:
+    """Kill the steps of a test that failed: they outlive the daemons and their srun."""
+    end = time.monotonic() + 10
+    while time.monotonic() < end:
+        queue = subprocess.run(["squeue", "--noheader"], env=environment, capture_output=True, timeout=30, check=False)
+        if queue.returncode or not queue.stdout.strip():
+            return
+        everything = ["scancel", "--full", "--signal=KILL", f"--user={getpass.getuser()}"]
+        subprocess.run(everything, env=environment, capture_output=True, timeout=30, check=False)
+        time.sleep(0.5)
 
 
 def _wait_idle(up: Cluster) -> None:

@@ -15,13 +15,15 @@ import msgspec
 
 from megatron.elastic.plan.model import Plan
 from megatron.elastic.runtime.telemetry import rows_of
-from tests.cluster.cluster import Cluster, Scenario, run
+from tests.cluster.cluster import Cluster, run
+from tests.cluster.cluster import rows_of as batch_rows
+from tests.scenario.scenario import parse
 from tools.pictures.svg import BLUE, GREEN, GREY, INK, RED, Box, Drawing, Point
 
 __all__ = ["SCENARIO", "draw_recovery"]
 
 STEP, KILLED = 2, 3
-SCENARIO = Scenario(f"kill:rank={KILLED},step={STEP},point=after_reduce", steps=STEP, respawn_after=None)
+SCENARIO = parse(f"pp2dp2 steps={STEP} back=never kill:rank={KILLED},step={STEP},point=after_reduce")
 BROKEN_OFF = {0: "ship", 1: "vote", 2: "ship"}
 """Rank → the phase in which the loss meets it. Others are possible; the picture is of one of the runs with these."""
 SEEDS = range(3, 80)
@@ -72,10 +74,10 @@ def draw_recovery() -> str:
     """The journal above, a row for each rank below."""
     cluster = chosen_run()
     plan = cluster.finished[0].plans[0]
-    drawing = Drawing(STARTS[-1] + 14, TOP + ROW * SCENARIO.ranks + 30, "Recovery of one loss")
+    drawing = Drawing(STARTS[-1] + 14, TOP + ROW * SCENARIO.layout.ranks + 30, "Recovery of one loss")
     _heads(drawing)
     _journal(drawing, cluster)
-    for rank in range(SCENARIO.ranks):
+    for rank in range(SCENARIO.layout.ranks):
         _row(drawing, cluster, plan, rank)
     _marks(drawing)
     return drawing.finished()
@@ -144,7 +146,7 @@ def _heads(drawing: Drawing) -> None:
 def _row(drawing: Drawing, cluster: Cluster, plan: Plan, rank: int) -> None:
     y = _middle(rank)
     drawing.text(Point(8, y - 8), f"rank {rank}", 13, anchor="start", bold=True)
-    drawing.text(Point(8, y + 9), f"stage {rank // SCENARIO.data}", 11, GREY, "start")
+    drawing.text(Point(8, y + 9), f"stage {rank // SCENARIO.layout.data}", 11, GREY, "start")
     for column, whole in passed_columns(cluster, rank):
         name, _, _, fill = COLUMNS[column]
         begin, end = STARTS[column], STARTS[column + 1 if whole else RECOVERY]
@@ -152,7 +154,7 @@ def _row(drawing: Drawing, cluster: Cluster, plan: Plan, rank: int) -> None:
         drawing.box(box, fill if whole else "#ffffff", GREY if whole else RED, radius=3, dashed=not whole)
         words = [name if whole else f"{name}: broken off" if end - begin > 90 else name]
         if name == "compute":
-            rows = samples(plan, rank) if column >= AGAIN else SCENARIO.rows // SCENARIO.data
+            rows = samples(plan, rank) if column >= AGAIN else batch_rows(SCENARIO) // SCENARIO.layout.data
             words.append(f"{rows} samples")
         for number, text in enumerate(words):
             drawing.text(Point(box.x, y + 14 * number - 7 * (len(words) - 1)), text, 11)
@@ -160,7 +162,7 @@ def _row(drawing: Drawing, cluster: Cluster, plan: Plan, rank: int) -> None:
 
 def _marks(drawing: Drawing) -> None:
     """Lines through all rows, and the loss."""
-    low = TOP + ROW * SCENARIO.ranks
+    low = TOP + ROW * SCENARIO.layout.ranks
     for column, words, color in (
         (RECOVERY, "FREEZE", RED),
         (RECOVERY + 1, "DECIDE", GREEN),

@@ -27,7 +27,7 @@ class _Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
     """Base of the answers."""
 
 
-class _Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _StatusPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Base of the parts of a status."""
 
 
@@ -45,7 +45,7 @@ class Acceptance(_Answer, frozen=True, tag="accepted"):
     ranks: tuple[Rank, ...]
 
 
-class GenerationStatus(_Part, frozen=True):
+class GenerationStatus(_StatusPart, frozen=True):
     """The newest generations: the decided one, the frozen one, and the ranks whose report for it is ``missing``."""
 
     decided: Int64
@@ -53,14 +53,14 @@ class GenerationStatus(_Part, frozen=True):
     missing: tuple[Rank, ...]
 
 
-class ToleranceStatus(_Part, frozen=True):
+class ToleranceStatus(_StatusPart, frozen=True):
     """The losses that ``generation`` can survive, in one line."""
 
     generation: Int64
     text: str
 
 
-class RankStatus(_Part, frozen=True):
+class RankStatus(_StatusPart, frozen=True):
     """A rank of the job."""
 
     standing: str
@@ -69,7 +69,7 @@ class RankStatus(_Part, frozen=True):
     """True if it is started again when it is lost."""
 
 
-class NodeStatus(_Part, frozen=True):
+class NodeStatus(_StatusPart, frozen=True):
     """A node of the job."""
 
     host: str
@@ -79,7 +79,7 @@ class NodeStatus(_Part, frozen=True):
     """Seconds for which its lost ranks are not started again."""
 
 
-class WorkerStatus(_Part, frozen=True):
+class WorkerStatus(_StatusPart, frozen=True):
     """A worker on the agent's node."""
 
     pid: Int64

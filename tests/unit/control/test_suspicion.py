@@ -120,7 +120,7 @@ def test_starting_anew_is_fine_while_it_gets_further() -> None:
     for _ in range(2):
         failures.record(0, 0, 13, False, now=0)
         verdict = failures.started_anew()
-    assert "before step 14 was done" in (verdict or "")
+    assert "before step 14 was complete" in (verdict or "")
 
 
 @given(st.floats(0.01, 100))

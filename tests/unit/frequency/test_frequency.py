@@ -22,6 +22,7 @@ from megatron.elastic.platform.frequency import (
     frequency_of,
     open_frequency,
 )
+from megatron.elastic.platform.frequency_guard import guard
 
 
 def policy(sysfs: Path, number: int, name: str) -> int:
@@ -279,6 +280,33 @@ def test_a_guard_that_was_killed_is_replaced_and_restores_what_was_found_first(s
     assert restored(sysfs) and children() == before
 
 
+@pytest.fixture
+def signals_kept():
+    """A guard ignores signals for good; here it runs in the process of the tests."""
+    ignored = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGPIPE)
+    handlers = [signal.getsignal(number) for number in ignored]
+    yield
+    for number, handler in zip(ignored, handlers, strict=True):
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize(
+    ("kind", "found", "said"),
+    [
+        ("cpufreq", "800000", "another process set these clocks meanwhile"),
+        ("no-such-kind", "", "no-such-kind"),
+    ],
+)
+def test_a_guard_that_cannot_restore_what_was_found_says_why_and_ends(sysfs, signals_kept, capsys, kind, found, said):
+    owner = os.pidfd_open(os.getpid())
+    before = [policy(sysfs, number, name) for number in (0, 2) for name in ("min", "max")]
+    guard(owner, kind, "0-3", str(sysfs), found)
+    os.close(owner)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 1 and said in lines[0]
+    assert [policy(sysfs, number, name) for number in (0, 2) for name in ("min", "max")] == before
+
+
 OWNER = """
 import os, sys, time
 from megatron.elastic.platform.frequency import NativeFrequency
@@ -337,8 +365,8 @@ def test_a_signal_to_the_whole_job_does_not_reach_the_guard_first(sysfs):
     owner = owner_of(sysfs, "waits to be killed")
     assert owner.stdout is not None and owner.stdout.readline() == "set\n"
     guards = [int(pid) for pid in Path(f"/proc/{owner.pid}/task/{owner.pid}/children").read_text().split()]
-    for guard in guards:
-        os.kill(guard, signal.SIGTERM)
+    for one in guards:
+        os.kill(one, signal.SIGTERM)
     time.sleep(0.05)
     assert policy(sysfs, 0, "max") == 1_000_000
     os.killpg(owner.pid, signal.SIGKILL)
