@@ -266,7 +266,7 @@ def test_a_snapshot_of_something_else_is_refused_and_changes_nothing() -> None:
     assert state == job() and failures == Failures()
     store = LocalStore(Keys())
     store.put("journal/snapshot", b"garbage")
-    with pytest.raises(StoreLost, match="cannot be read"):
+    with pytest.raises(StoreLost, match="cannot be used"):
         Agent(0, store, {})
 
 

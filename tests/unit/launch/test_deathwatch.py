@@ -20,6 +20,7 @@ import pytest
 
 from megatron.elastic._process import LOCK_BYTES, Deathwatch, hold
 from megatron.elastic.control import env
+from megatron.elastic.control.clock import boot_ns
 from megatron.elastic.control.slot import Slot
 from megatron.elastic.launch.agent.loop import Loop
 from megatron.elastic.launch.workers.pool import Pool, PoolEvents, Worker
@@ -206,6 +207,22 @@ def serve(loop: Loop, until: Callable[[], bool]) -> None:
 
     loop.after(0.005, look)
     loop.run()
+
+
+def test_a_worker_that_starts_has_the_lease_of_its_node(tmp_path: Path) -> None:
+    """Without one it would go on if its agent were stopped before the next renewal."""
+    script = tmp_path / "worker.py"
+    script.write_text("import time; time.sleep(600)")
+    loop, events = Loop(), PoolEvents(lambda *_: None, lambda *_: None, lambda _: None)
+    pool = Pool(loop, (), events, ZygoteProcess.execute(()))
+    try:
+        for number, (until, over) in enumerate([(0, False), (boot_ns() + 10**12, False), (1, True)], 1):
+            pool.extend_leases(until)
+            start(pool, script, number)
+            assert [worker.slot.lease_over() for worker in pool.workers.values()] == [over] * number
+    finally:
+        pool.close()
+        loop.close()
 
 
 def test_the_end_of_the_training_thread_ends_its_process(tmp_path: Path) -> None:

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 
 import msgspec
 
-from megatron.elastic.control.clock import JobClock
+from megatron.elastic.control.clock import JobClock, boot_ns
 from megatron.elastic.control.events import (
     Abandoned,
     Condemned,
@@ -126,6 +127,8 @@ class Agent:
             members.store, members.signer, self.node, self.state, self._failures, seen
         )
         self._active = not members.returning
+        self._start_workers: Callable[[], None] | None = None
+        """Starts this node's workers; waits for the node's lease."""
         self._next_position = 0
         self._tried_position = -1
         self._signals = 0
@@ -144,8 +147,7 @@ class Agent:
         self._loop.every(self.timing.beat, self._beat)
         if self._active:
             self._show_up()
-            for rank in self._mine.ranks:
-                self._respawn.start(rank, 0)
+            self._start_when_leased(lambda rank: 0)
         else:
             self._loop.after(2 * self.timing.lease, self._give_up_return)
             self._return(None)
@@ -199,9 +201,28 @@ class Agent:
         if self.state.lives(node, epoch) and self._active:
             self.append(NodeLost(node, epoch, why, self.clock.now()))
 
+    def _start_when_leased(self, incarnation: Callable[[int], int]) -> None:
+        """Start the ranks of this node as soon as the store has acknowledged a renewal of the node's lease.
+
+        A worker without a lease would go on if its agent were stopped right after the start. ``incarnation(rank)``.
+        """
+
+        def start() -> None:
+            for rank in self._mine.ranks:
+                self._respawn.start(rank, incarnation(rank))
+
+        if self._leases is None:
+            start()
+            return
+        self._start_workers = start
+        self._beat()
+
     def _extend_leases(self, until_ns: int) -> None:
-        for worker in self._pool.workers.values():
-            worker.slot.extend_lease(until_ns)
+        self._pool.extend_leases(until_ns)
+        # The renewal of an agent that was stopped may be an old one.
+        if self._start_workers is not None and until_ns - boot_ns() > self.timing.fence / 2 * 1e9:
+            start, self._start_workers = self._start_workers, None
+            start()
 
     # -- what workers do ------------------------------------------------------------
 
@@ -357,7 +378,7 @@ class Agent:
     def _given_up(self) -> None:
         if self._active:
             say(f"node {self.node}: the other nodes count this node as lost; its workers are killed and started again")
-        self._active = False
+        self._active, self._start_workers = False, None
         for worker in list(self._pool.workers.values()):
             self._pool.kill(worker, "node given up")
 
@@ -373,8 +394,7 @@ class Agent:
                 return
             self._active = True
             self._show_up()
-            for rank in self._mine.ranks:
-                self._respawn.start(rank, self.state.ranks[rank].incarnation + 1)
+            self._start_when_leased(lambda rank: self.state.ranks[rank].incarnation + 1)
 
     def _give_up_return(self) -> None:
         if not self._active and self.exit_code is None:

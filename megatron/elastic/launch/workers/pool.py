@@ -91,6 +91,7 @@ class Pool:
         self.workers: dict[int, Worker] = {}
         self._socket: MessageSocket[FromZygote] | None = None
         self._closing = False
+        self._lease_until = 0
         self._deathwatch = Deathwatch()
         loop.watch(self._deathwatch.fileno(), self._dying)
         self._take_zygote(zygote)
@@ -158,6 +159,7 @@ class Pool:
     def fork(self, spec: WorkerSpec, worker: Worker, slot_fd: int, theirs: socket.socket, out: int, err: int) -> None:
         """Have the zygote start ``worker`` as ``spec``. Takes over the four descriptors."""
         self.workers[worker.number] = worker
+        worker.slot.extend_lease(self._lease_until)
         try:
             if self._socket is None:
                 raise ConnectionError("no zygote")
@@ -176,6 +178,12 @@ class Pool:
         self._loop.watch(worker.channel.fileno(), lambda mask: self._traffic(worker, mask))
         if worker.killed_for is not None:
             kill_group(pid)
+
+    def extend_leases(self, until_ns: int) -> None:
+        """Allow the workers, and those to come, to act until ``until_ns`` (boot-time clock)."""
+        self._lease_until = until_ns
+        for worker in self.workers.values():
+            worker.slot.extend_lease(until_ns)
 
     def keeps(self, rank: int) -> bool:
         """True while a process of ``rank``, of any incarnation, is not gone yet."""
