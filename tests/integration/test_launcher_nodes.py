@@ -26,7 +26,10 @@ def sockets_of(pid: int) -> list[socket.socket]:
     libc, pidfd, found = ctypes.CDLL(None, use_errno=True), os.pidfd_open(pid), []
     try:
         for name in os.listdir(f"/proc/{pid}/fd"):
-            if os.readlink(f"/proc/{pid}/fd/{name}").startswith("socket:"):
+            target = ""
+            with suppress(FileNotFoundError):  # closed since the folder was read
+                target = os.readlink(f"/proc/{pid}/fd/{name}")
+            if target.startswith("socket:"):
                 fd = libc.syscall(_PIDFD_GETFD, pidfd, int(name), 0)
                 if fd < 0:
                     raise OSError(ctypes.get_errno(), "pidfd_getfd")
