@@ -188,9 +188,9 @@ class RankProcess:
         self.norm: float | None = None
         """Of the parameters at the end: set where the program has ended."""
         self.recoveries: list[RecoveryOutcome] = []
-        """What it settled in."""
+        """The outcomes of its recoveries, in order."""
         self.plans: list[Plan] = []
-        """What it computed by from then on."""
+        """The plan that each recovery settled on, in order."""
         self.notices: list[str] = []
         self.error: Exception | None = None
         """Why the job cannot go on."""

@@ -7,7 +7,7 @@ condition holds, the clock goes on to the next time-out. A task waits in no othe
 A process ends by :meth:`Scheduler.end`: each of its tasks is thrown :class:`Killed` where it stands. Now and then a
 task stalls, so that schedules are tried in which some thread is late for long, though none is for ever.
 
-A run ends with the first error of any task, in a :class:`Deadlock` (nobody can go on), or when it is said to be over.
+A run ends with the first error of any task, with a :class:`Deadlock` (no rank can continue), or when it is told to end.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["ClusterThreads", "Deadlock", "Killed", "Process", "Scheduler", "Task
 TICK = 1e-4
 """Seconds that pass with every choice of a task."""
 IDLE = 60.0
-"""Nothing but a time-out longer than this is left to wait for: nobody can go on."""
+"""Nothing but a time-out longer than this is left to wait for: no rank can continue."""
 STALLS = 0.1
 """How often a task stalls: something keeps it for long from its next turn."""
 HASTE = 0.02
@@ -168,7 +168,7 @@ class Scheduler:
                 return able
             next_end = min((task.until for task in self._tasks if task.until is not None), default=None)
             if next_end is None or next_end > self.now + IDLE:
-                self._stop(Deadlock(f"nobody can go on\n{self._where()}"))
+                self._stop(Deadlock(f"no rank can continue\n{self._where()}"))
             else:
                 self.now = next_end
         return self._tasks[0]

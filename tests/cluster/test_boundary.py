@@ -48,7 +48,7 @@ def test_a_rank_comes_and_one_leaves_at_the_same_boundary() -> None:
 
 
 def test_a_boundary_that_is_crossed_again_changes_nothing() -> None:
-    """What a vote has agreed on is done once: the same generations, the same migrations, the same end."""
+    """Requests that a vote agreed on are carried out once: the same generations, the same migrations, the same end."""
 
     def cross_again(rank: RankProcess, step: int) -> None:
         engine = rank.engine

@@ -1,4 +1,4 @@
-"""What a rank does when communication fails (``engine/transaction/recover.py``), with and without a loss behind it."""
+"""A rank recovers when communication fails (``engine/transaction/recover.py``), with a loss as the cause or without."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ RULES = (
         15,
         "pp2dp2 steps=3 back=never evaluate=0 kill:rank=1,step=2,point=after_reduce",
         messages_name_no_generation,
-        "nobody can go on",
+        "no rank can continue",
     ),
     Rule(
         18,

@@ -69,7 +69,7 @@ class Wait:
 def test_the_wait_ends_with_the_next_generation() -> None:
     wait = Wait([(SOON, Freeze(GENERATION + 1))])
     assert wait.error is None and SOON <= wait.seconds < LATER
-    assert wait.asked == [], "nobody has come who is to be admitted"
+    assert wait.asked == [], "no newcomer waits for admission"
     assert set(wait.activities) == {Activity(7, WAITING_FOR_RANKS, (2, 3))}, "so the launcher knows for whom"
     assert len(wait.lines) == 1 and "ranks [2, 3] are gone" in wait.lines[0]
 

@@ -18,7 +18,7 @@ from tests.scenario.scenario import RETURNS, Scenario, Wish
 __all__ = ["flags_of", "play"]
 
 HELD_SECONDS = 3.0
-"""How long all ranks stay before the step that follows a user's request, so that the request comes before it."""
+"""Seconds for which all ranks wait before the step that follows a user's request, which then comes first."""
 SAVING = ("--save-interval", "1000000", "--save")
 LOST = 4
 """Exit status of a job whose state is lost and that has no checkpoint."""

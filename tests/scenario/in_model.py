@@ -23,7 +23,7 @@ Ending = Literal["kept", "lost"]
 STATES_EXPLORED, WALKS = 10_000, 20
 
 BESIDE = ("freezes", "takes")
-"""What a rank does that a ``delay`` holds: copies come on another thread."""
+"""Actions of a rank that a ``delay`` holds back. Copies arrive on another thread, which goes on."""
 
 
 class NotInModel(ValueError):
@@ -31,7 +31,7 @@ class NotInModel(ValueError):
 
 
 def setting_of(scenario: Scenario, rules_off: Faults = Faults()) -> Setting:  # noqa: B008 - immutable
-    """What of a scenario the model knows. Raises :class:`NotInModel`."""
+    """The part of a scenario that the model knows. Raises :class:`NotInModel`."""
     if scenario.layout.tensor > 1:
         raise NotInModel("tensor-parallel groups")
     for fault in scenario.faults:
@@ -89,7 +89,7 @@ class Scripted(Model):
 
     @staticmethod
     def _meets(fault: Fault, state: State, r: int) -> bool:
-        """Whether ``fault`` finds rank ``r`` where it strikes."""
+        """Return True if rank ``r`` is where ``fault`` strikes."""
         rank = state.ranks[r]
         if not rank.alive or r not in fault.ranks:
             return False
@@ -119,7 +119,7 @@ def _walk(model: Model, seed: int) -> Ending:
         try:
             following = list(model.successors(state))
             if not following and not done(state):
-                raise Violation("stuck: nobody can go on")
+                raise Violation("stuck: no rank can continue")
         except Violation as error:
             raise found_by(model.setting, error, tuple(way)) from None
         if not following:

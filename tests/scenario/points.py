@@ -16,7 +16,7 @@ from tests.unit.protocol.protocol_state import Rank, Setting, State
 __all__ = ["STATES", "Stand", "at", "finds", "scenario_of", "stand_of"]
 
 HELD_SECONDS = 1.0
-"""How long a rank that a loss is to find at a point stays there: in a cluster dozens of steps."""
+"""Seconds for which a rank waits at the point where a loss is to find it: dozens of steps of a cluster."""
 
 MANIFOLD = frozenset({"in_setup", "mid_forward", "mid_backward", "mid_reduce", "mid_gather", "in_evaluate"})
 """Points that one computation of a step may pass several times."""
@@ -158,7 +158,7 @@ def at(point: str) -> Stand:
 
 
 def stand_of(state: State, r: int) -> Stand:
-    """Where rank ``r`` stands."""
+    """The entry of the table that holds for rank ``r``."""
     return next(stand for stand in STATES if stand.holds(state, r))
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.unit.own_process import result_of
 
 SCRIPT = Path(__file__).with_name("split_gpt.py")
 LAYERS, LINEARS = 3, 4
@@ -28,16 +26,7 @@ CASES = (
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    out = tmp_path_factory.mktemp("gpt") / "answers.json"
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(SCRIPT), str(out)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPT.parents[3])},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(out.read_text())
+    return result_of(SCRIPT, tmp_path_factory.mktemp("gpt"))
 
 
 @pytest.mark.parametrize("name", CASES)

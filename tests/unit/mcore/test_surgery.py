@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.unit.own_process import result_of
 
 SCRIPT = Path(__file__).with_name("recut_pipeline.py")
 NAMES = (
@@ -25,16 +23,7 @@ NAMES = (
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[dict[str, Any]]]]:
-    out = tmp_path_factory.mktemp("recut") / "answers.json"
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(SCRIPT), str(out)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPT.parents[3])},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return {answer["case"]["name"]: answer["ranks"] for answer in json.loads(out.read_text())}
+    return {answer["case"]["name"]: answer["ranks"] for answer in result_of(SCRIPT, tmp_path_factory.mktemp("recut"))}
 
 
 def runs(rank: list[dict[str, Any]]) -> tuple[dict[str, Any], list[dict[str, Any]]]:

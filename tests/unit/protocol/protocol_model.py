@@ -537,7 +537,7 @@ def explore(setting: Setting, limit: int = 3_000_000, model: Model | None = None
                     if action.startswith("decide") or action.endswith("switches"):
                         kinds[action] = kinds.get(action, 0) + 1
             if not progress and not done(state):
-                raise Violation("stuck: nobody can go on")
+                raise Violation("stuck: no rank can continue")
         except Violation as error:
             raise found_by(setting, error, _way(came, state)) from None
         if len(came) > limit:

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +9,7 @@ import pytest
 
 from megatron.elastic.config import ConfigError
 from megatron.elastic.mcore.model.dropout import unkeyed_line
+from tests.unit.own_process import result_of
 
 SCRIPT = Path(__file__).with_name("gpt_masks.py")
 SAME = [
@@ -28,16 +25,7 @@ SAME = [
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    out = tmp_path_factory.mktemp("gpt") / "answers.json"
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(SCRIPT), str(out)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPT.parents[3])},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return {answer["case"]["name"]: answer for answer in json.loads(out.read_text())}
+    return {answer["case"]["name"]: answer for answer in result_of(SCRIPT, tmp_path_factory.mktemp("gpt"))}
 
 
 def apart(one: list[float], other: list[float]) -> float:
