@@ -15,7 +15,6 @@ import atexit
 import functools
 import gc
 import importlib
-import json
 import os
 import runpy
 import select
@@ -30,8 +29,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, NoReturn
 
+import msgspec
+
 from megatron.elastic.launch.workers.preload import modules_for
-from megatron.elastic.launch.workers.processes import thread_count
+from megatron.elastic.launch.workers.processes import MessageSocket, thread_count
 
 __all__ = ["Launcher", "start_launcher"]
 
@@ -47,7 +48,19 @@ ENVIRON = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 """Of the servers."""
 READ_LATER = ("MEGATRON_ELASTIC_", "LOST_RANK", "STOPPED_RANK", "OTHER_RANK")
 """Beginnings of the names of variables that may differ from the server's: no import reads them."""
-REQUEST_BYTES = 1 << 17
+
+
+class Start(msgspec.Struct):
+    """Fork a launcher. Descriptors: its output, and where its wait status is to be written."""
+
+    arguments: tuple[str, ...]
+    environ: Mapping[str, str]
+
+
+class Started(msgspec.Struct):
+    """A launcher runs. Descriptor: its pidfd."""
+
+    pid: int
 
 
 def start_launcher(
@@ -119,7 +132,7 @@ class Server:
     """A process that has imported ``modules`` and forks launchers on request. It ends with this one."""
 
     def __init__(self, modules: Sequence[str]) -> None:
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket, theirs = MessageSocket.pair(Started, Start)
         self._lock = threading.Lock()
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.integration.launcher", str(theirs.fileno()), ",".join(modules)],
@@ -135,13 +148,14 @@ class Server:
         """Fork a launcher of ``command``."""
         mine, theirs = socket.socketpair()
         read, write = os.pipe() if out == subprocess.PIPE else (-1, _descriptor(out))
-        request = json.dumps({"argv": list(command[3:]), "environ": dict(environ)}).encode()
         with self._lock:
-            socket.send_fds(self._socket, [request], [write, theirs.fileno()])
-            pid, (pidfd,), _, _ = socket.recv_fds(self._socket, 64, 1)
+            self._socket.send(Start(tuple(command[3:]), environ), [write, theirs.fileno()])
+            answer = self._socket.receive()
         os.close(write)
         theirs.close()
-        return Launcher(int(pid), pidfd, mine, os.fdopen(read, "r") if read >= 0 else None)
+        assert answer is not None, "the server of launchers has ended"
+        started, (pidfd,) = answer
+        return Launcher(started.pid, pidfd, mine, os.fdopen(read, "r") if read >= 0 else None)
 
     def close(self) -> None:
         """End the server."""
@@ -164,7 +178,7 @@ def _descriptor(out: int | IO[str]) -> int:
 # -- the server's process --------------------------------------------------------------------
 
 
-def serve(requests: socket.socket, given: Mapping[str, str]) -> None:
+def serve(requests: MessageSocket[Start], given: Mapping[str, str]) -> None:
     """Fork launchers and report how they ended, until the other end of ``requests`` is closed.
 
     ``given``: this process's environment before its imports, some of which add to it.
@@ -182,24 +196,23 @@ def serve(requests: socket.socket, given: Mapping[str, str]) -> None:
                 os.close(status)
                 os.close(fd)
                 continue
-            data, fds, _, _ = socket.recv_fds(requests, REQUEST_BYTES, 2)
-            if not data:  # the tests were ended in the middle of a job
+            received = requests.receive()
+            if received is None:  # the tests were ended in the middle of a job
                 for pidfd in launchers:
                     signal.pidfd_send_signal(pidfd, signal.SIGKILL)
                 return
-            out, status = fds
+            request, (out, status) = received
             pid = os.fork()
             if pid == 0:
-                request = json.loads(data)
-                for name in given.keys() - request["environ"].keys():
+                for name in given.keys() - request.environ.keys():
                     os.environ.pop(name, None)
-                os.environ.update(request["environ"])
-                _become_launcher(request["argv"], out)
+                os.environ.update(request.environ)
+                _become_launcher(request.arguments, out)
             pidfd = os.pidfd_open(pid)
             launchers[pidfd] = pid, status
             poll.register(pidfd, select.POLLIN)
             os.close(out)
-            socket.send_fds(requests, [str(pid).encode()], [pidfd])
+            requests.send(Started(pid), [pidfd])
 
 
 def _become_launcher(arguments: Sequence[str], out: int) -> NoReturn:
@@ -228,7 +241,7 @@ def main() -> None:
     assert thread_count() == 1, "a fork copies one thread: a module that is imported here starts another"
     gc.collect()
     gc.freeze()
-    serve(socket.socket(fileno=int(sys.argv[1])), given)
+    serve(MessageSocket(socket.socket(fileno=int(sys.argv[1])), Start), given)
 
 
 if __name__ == "__main__":
