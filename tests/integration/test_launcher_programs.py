@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.elastic.control.answers import Acceptance
-from megatron.elastic.control.requests import Stop
+from megatron.elastic.control.answers import Acceptance, JobStatus
+from megatron.elastic.control.requests import Status, Stop
 from megatron.elastic.ctl import ask
 from megatron.elastic.launch.limits import files_needed
 from tests.integration.launcher_cluster import PATIENCE, ROOT, cluster, is_alive
@@ -417,6 +417,8 @@ def test_ctl_shows_and_drains_a_running_job() -> None:
 
     with cluster(3, script_options=("--seconds", "600")) as job:
         job.wait_members([0, 1, 2])
+        at_once = ask(job.run_id, 0, Status())
+        assert isinstance(at_once, JobStatus) and set(at_once.workers_here) == {0, 1, 2}
         done = ctl("status", "--run-id", job.run_id)
         status = json.loads(done.stdout)
         assert status["members"] == [0, 1, 2] and status["generation"]["decided"] == 1

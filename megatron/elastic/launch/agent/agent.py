@@ -105,7 +105,7 @@ class Agent:
             leases = self._leases = NodeLeases(place, self._extend_leases, self._node_lost, self.clock.hear)
             self._presence = Presence(place, leases.doubt, leases.trust)
         self._hang_arbiter = HangArbiter(self.state, self.timing, loop, self.clock, self.append)
-        admin = Admin(job.run_id, self.state, self.clock, self.table, self._pids, self.append)
+        admin = Admin(job.run_id, self.state, self.clock, self._table_now, self._pids, self.append)
         self._console = Console(loop, job.run_id, self.node, admin.handle)
         # Consequences of the state: workers are started, the journal is trimmed.
         self._logs = WorkerLogs(job, self._mine.ranks)
@@ -182,6 +182,11 @@ class Agent:
             if idle is not None:
                 rows[worker.rank] = (worker.incarnation, idle)
         return rows
+
+    def _table_now(self) -> Table:
+        """The same after another look: a worker may have started since the last one."""
+        self._look()
+        return self.table()
 
     def _pids(self) -> dict[int, int]:
         return {rank: worker.pid for rank, worker in self.by_rank.items()}
