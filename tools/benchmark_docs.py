@@ -68,7 +68,7 @@ def recovery(figures: Figures) -> str:
                     number(run["normal_step_s"]),
                     spread(run["detect_s"]),
                     phases,
-                    f"{run['state_bytes_before_next_step']}",
+                    f"{run['state_bytes_beside_the_step']}",
                     f"{run['lost_steps']}",
                     ratio_of(run["overhead_s"]["median"], peer),
                 )
@@ -80,7 +80,7 @@ def recovery(figures: Figures) -> str:
         "normal step (s)",
         "detected after (s)",
         "decide, edit, plan, settle (ms)",
-        "optimizer bytes moved first",
+        "bytes of new copies received beside the step",
         "steps lost",
         "gloo / this",
     )
@@ -159,7 +159,7 @@ def overhead(figures: Figures) -> str:
     """Shares of a step's CPU time, memory, and the ratio of step times."""
     titles = {
         "ship": "sending reduced gradients to mirrors",
-        "seals": "block checksums",
+        "checksums": "block checksums",
         "retain": "keeping gradients",
         "replay_mirrored": "updating mirrored blocks",
         "vote": "vote",

@@ -7,14 +7,18 @@ they listen at, and floods, garbles, half-opens and guesses at all of them at on
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
+import time
 import uuid
 from contextlib import ExitStack
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
+import psutil
 import pytest
 from torch.distributed import TCPStore
 
@@ -53,30 +57,29 @@ def disturbed_run(folder: Path, ranks: int, steps: int, hostile_seconds: float) 
         ports = listening_ports(pids + [pid for launcher in pids for pid in descendants(launcher)])
         assert len(ports) >= 2 + 2 * ranks, "the store, presence and the links of all ranks"
         print("hostile to ports", ports)
-        done = subprocess.run(
-            [
-                sys.executable,
-                "-m",
-                "tests.integration.hostile_neighbour",
-                str(hostile_seconds),
-                "7",
-                ",".join(map(str, ports)),
-            ],
-            cwd=ROOT,
-            env=environment_of(),
-            capture_output=True,
-            text=True,
-            timeout=hostile_seconds + 90,
-            check=True,
-        )
-        print(done.stdout)
-        acted = {name.partition(",")[0] for name in json.loads(done.stdout)}
+        acted = be_hostile_to(ports, hostile_seconds)
         assert acted == {name for name in vars(Neighbour) if not name.startswith("_")}, "it did everything"
         last.wait_for(rf"iteration +{steps}/")
         first.launcher.send_signal(signal.SIGTERM)
         results = [job.finish() for job in (first, last)]
         assert [result.code for result in results] == [3, 3], "".join(result.output[-3000:] for result in results)
         return results[1]
+
+
+def be_hostile_to(ports: list[int], seconds: float) -> set[str]:
+    """Run the neighbour for ``seconds`` in a process of its own; returns what it did at least once."""
+    command = [sys.executable, "-m", "tests.integration.hostile_neighbour"]
+    done = subprocess.run(
+        [*command, str(seconds), "7", ",".join(map(str, ports))],
+        cwd=ROOT,
+        env=environment_of(),
+        capture_output=True,
+        text=True,
+        timeout=seconds + 90,
+        check=True,
+    )
+    print(done.stdout)
+    return {name.partition(",")[0] for name in json.loads(done.stdout)}
 
 
 def check_undisturbed(folder: Path, ranks: int, seconds: float) -> None:
@@ -115,3 +118,48 @@ def test_a_job_on_one_node_listens_on_the_loopback_address_alone(tmp_path: Path)
 @pytest.mark.slow
 def test_nor_does_it_within_ten_minutes(tmp_path: Path) -> None:
     check_undisturbed(tmp_path, 4, LONG)
+
+
+@dataclass
+class Spent:
+    """Steps of a job in some time, and the processor time of all its processes."""
+
+    steps: int = 0
+    processor_seconds: float = 0.0
+    seconds: float = 0.0
+
+    @property
+    def a_step(self) -> float:
+        """Processor seconds a step."""
+        return self.processor_seconds / self.steps
+
+
+@pytest.mark.slow
+def test_a_step_costs_the_job_no_more_processor_time_beside_a_hostile_neighbour(tmp_path: Path) -> None:
+    """By processor time: on a small machine the neighbour also takes cores, as any other process would."""
+    with ExitStack() as stack:
+        first, last = two_agents(stack, tmp_path, 4, SECONDS)
+        last.wait_for(r"iteration +20/")
+        pids = [pid for job in (first, last) for pid in (job.launcher.pid, *descendants(job.launcher.pid))]
+        ports, processes = listening_ports(pids), [psutil.Process(pid) for pid in pids]
+
+        def now() -> Spent:
+            times = [process.cpu_times() for process in processes]
+            steps = max(map(int, re.findall(r"iteration +(\d+)/", last.output)))
+            return Spent(steps, sum(t.user + t.system for t in times), time.monotonic())
+
+        spent = {"quiet": Spent(), "hostile": Spent()}
+        for kind in ("quiet", "hostile") * 4:
+            before = now()
+            if kind == "hostile":
+                be_hostile_to(ports, 12.0)
+            else:
+                time.sleep(12.0)
+            after, sums = now(), spent[kind]
+            sums.steps += after.steps - before.steps
+            sums.processor_seconds += after.processor_seconds - before.processor_seconds
+            sums.seconds += after.seconds - before.seconds
+        print({kind: (sums, round(sums.a_step, 4), sums.seconds / sums.steps) for kind, sums in spent.items()})
+        assert spent["hostile"].a_step < 1.25 * spent["quiet"].a_step
+        last.launcher.send_signal(signal.SIGTERM)
+        assert [job.finish().code for job in (first, last)] == [3, 3]

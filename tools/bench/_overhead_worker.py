@@ -63,21 +63,28 @@ def _whose(pool: StatePool, copy: Any, *_: Any) -> str:
 
 OWNED: set[tuple[int, int, int]] = set()
 
+CLOCKED: tuple[tuple[object, str, str | Callable[..., str]], ...] = (
+    (StepBody, "ship", "ship"),
+    (StepBody, "reduce", "reduce"),
+    (StepBody, "gather", "gather"),
+    (StepBody, "vote", "vote"),
+    (StepBody, "tally", "vote"),
+    (StepBody, "compute", "compute"),
+    (StatePool, "retain", "retain"),
+    (StatePool, "_step", _whose),
+    (WorkerMembership, "publish", "publish"),
+    # as the step's body has imported them
+    (phases, "block_checksums", "checksums"),
+    (phases, "disputes", "checksums"),
+)
+"""Function (owner, name) → its clock."""
+
 
 def main() -> None:
     """Patch, train, write the counts."""
     clocks = Clocks()
-    StepBody.ship = clocks.timed("ship", StepBody.ship)  # type: ignore[method-assign]
-    StepBody.reduce = clocks.timed("reduce", StepBody.reduce)  # type: ignore[method-assign]
-    StepBody.gather = clocks.timed("gather", StepBody.gather)  # type: ignore[method-assign]
-    StepBody.vote = clocks.timed("vote", StepBody.vote)  # type: ignore[method-assign]
-    StepBody.tally = clocks.timed("vote", StepBody.tally)  # type: ignore[method-assign]
-    StepBody.compute = clocks.timed("compute", StepBody.compute)  # type: ignore[method-assign]
-    StatePool.retain = clocks.timed("retain", StatePool.retain)  # type: ignore[method-assign]
-    StatePool._step = clocks.timed(_whose, StatePool._step)  # type: ignore[method-assign]
-    WorkerMembership.publish = clocks.timed("publish", WorkerMembership.publish)  # type: ignore[method-assign]
-    for name in ("seals", "disputes"):  # names that the step's body imported
-        setattr(phases, name, clocks.timed("seals", vars(phases)[name]))
+    for owner, name, clock in CLOCKED:
+        setattr(owner, name, clocks.timed(clock, vars(owner)[name]))
     steps: list[float] = []
     processes: list[float] = []
     held: list[int] = []

@@ -37,7 +37,7 @@ MODEL = QUIET + shlex.split("""
     --attention-dropout 0.1 --hidden-dropout 0.1
 """)
 """The quickstart's sizes (``tools/quickstart.py``); synthetic data, so that nothing has to be prepared."""
-COSTS = ("ship", "seals", "retain", "replay_mirrored", "vote", "publish")
+COSTS = ("ship", "checksums", "retain", "replay_mirrored", "vote", "publish")
 
 
 def run(ranks: int, *flags: str) -> list[dict[str, Any]]:

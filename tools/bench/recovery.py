@@ -11,7 +11,7 @@ overhead    from the signal to the next committed step, less the median step wit
 redone      apart from it: work of the step from before the signal that was computed again
 detect      from the signal to the first survivor that reports
 phases      of the slowest survivor: decide, edit, plan, settle (and freeze, where it is told apart)
-state bytes received by any rank between the two commits: optimizer state that had to move first
+state bytes received by any rank between the two commits: new copies, beside the step; no rank waits for them
 lost steps  that some survivor knew to be committed and that were not kept
 
 The last line is one JSON object: medians over the losses.
@@ -155,7 +155,7 @@ def figures(losses: list[Loss]) -> dict[str, object]:
         "detect_s": median_of([loss.detect for loss in losses]),
         "normal_step_s": losses[0].normal_step,
         "phases_s": {name: statistics.median(loss.phases.get(name, 0.0) for loss in losses) for name in names},
-        "state_bytes_before_next_step": max(loss.state_bytes for loss in losses),
+        "state_bytes_beside_the_step": max(loss.state_bytes for loss in losses),
         "lost_steps": max(loss.lost_steps for loss in losses),
     }
 
