@@ -36,7 +36,7 @@ class Docstrings(griffe.Extension):
 
 
 class Names:
-    """What a package defines."""
+    """The names that a package defines."""
 
     def __init__(self, package: griffe.Object) -> None:
         self.objects: dict[str, griffe.Object] = {}

@@ -42,7 +42,7 @@ LOSSES = 30
 STOPPED = 0.12
 """Share of workers that are stopped instead of killed."""
 SUCCESSOR_TOO = 0.3
-"""How often whoever takes a lost one's place is killed as well, on its way back."""
+"""Share of the ranks that take a lost one's place and are killed as well, on their way back."""
 
 
 def workers(launcher: int) -> dict[int, int]:

@@ -1,4 +1,4 @@
-"""What holds after every run of a cluster, whatever was lost in it.
+"""The claims that hold after every run of a cluster, whatever was lost in it.
 
 told      a step's result and record are the same on every rank that finishes, and come once. (A rank that is lost
           may alone have known of a vote that the others then took again, over the same gradients.)

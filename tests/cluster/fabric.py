@@ -42,7 +42,7 @@ Key = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class Style:
-    """How a transport behaves where the interface leaves it open."""
+    """The behaviour of a transport where the interface leaves it open."""
 
     eager: bool = True
     """A send is over at once; otherwise when its receiver has asked for it."""
@@ -52,7 +52,7 @@ class Style:
 
 @dataclass
 class Wire:
-    """What connects the fabrics of all processes."""
+    """The connection between the fabrics of all processes."""
 
     scheduler: Scheduler
     style: Style = field(default_factory=Style)
@@ -88,7 +88,7 @@ class ClusterFabric(Fabric):
         """Newest generation whose edit has begun here."""
         self.inbox: dict[Key, deque[tuple[int, Any]]] = defaultdict(deque)
         self.asked: dict[Key, int] = defaultdict(int)
-        """How many messages this process has asked for."""
+        """Number of messages that this process has asked for."""
         self._sent: dict[Key, int] = defaultdict(int)
         self._numbers: dict[int, int] = defaultdict(int)
         self._wire, self._host = wire, host
@@ -153,7 +153,7 @@ class ClusterFabric(Fabric):
                 registry.unregister(group)
 
     def enter(self) -> None:
-        """What ``torch.distributed`` calls the default group is this process's."""
+        """Make this process's world the default group of ``torch.distributed``."""
         c10d._world._default_pg = self._world
 
     # -- groups -------------------------------------------------------------
@@ -251,7 +251,7 @@ class ClusterFabric(Fabric):
         return value
 
     def has(self, address: Key) -> bool:
-        """Whether a message lies at ``address``."""
+        """Return whether a message lies at ``address``."""
         return bool(self.inbox.get(address))
 
     def _end(self, peer: int) -> ClusterFabric:
@@ -312,7 +312,7 @@ class ClusterFabric(Fabric):
         return None
 
     def transfers_at_once(self) -> bool:
-        """Whether a send is over before its receiver has asked for it."""
+        """Return whether a send is over before its receiver has asked for it."""
         return self._wire.style.eager
 
 

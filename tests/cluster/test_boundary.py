@@ -1,4 +1,4 @@
-"""What users ask for is done at a boundary, by all ranks alike (``engine/transaction/boundary.py``)."""
+"""A user's request is carried out at a boundary, by all ranks alike (``engine/transaction/boundary.py``)."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ def lives(cluster: Cluster, rank: int) -> list[int]:
 
 
 def everybody_is_back(cluster: Cluster) -> bool:
-    """Whether all ranks of the launch finish, each with state of its own."""
+    """Return whether all ranks of the launch finish, each with state of its own."""
     return all(
         process.engine is not None and len(process.engine.view.living) == 4 and process.engine.view.owned
         for process in cluster.finished

@@ -49,7 +49,7 @@ class Held:
 
 
 def held_without(dead: RankProcess) -> Held:
-    """What the others have when ``dead`` has just been killed."""
+    """Return the copies of the others when ``dead`` has just been killed."""
     left = [p for p in dead.cluster.processes if not p.process.dead and p.engine is not None]
     found, engines = Held(), [p.engine for p in left if p.engine is not None]
     newest = max(engine.record.version for engine in engines)
@@ -84,7 +84,7 @@ def after_two_losses(number: int) -> tuple[Cluster, list[Held], bool]:
 
 
 def compare(pairs: range) -> Counter[str]:
-    """How pairs of losses ended, by kind. Raises ``AssertionError`` for one that ended otherwise than what was held."""
+    """Count the endings of pairs of losses, by kind. Raises ``AssertionError`` for one that does not fit the copies."""
     ends: Counter[str] = Counter()
     for number in pairs:
         cluster, left, lost = after_two_losses(number)

@@ -34,7 +34,7 @@ MODEL = shlex.split("""
 
 @dataclass
 class JobResult:
-    """What a finished job left behind."""
+    """Exit status, output and events of a finished job."""
 
     code: int
     output: str

@@ -83,7 +83,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
 
 
 def flags_of(group: str, folder: Path) -> tuple[str, ...]:
-    """What the points of ``group`` need; checkpoints go to ``folder``."""
+    """The flags that the points of ``group`` need; checkpoints go to ``folder``."""
     match group:
         case "recovery":
             return TWO
@@ -174,7 +174,7 @@ class Watch:
                     self.lives.add((record["rank"], record["incarnation"]))
 
     def whole_again(self, losses: int) -> bool:
-        """Whether all faults have happened and the newest life of every rank has taken part in a step.
+        """Return whether all faults have happened and the newest life of every rank has taken part in a step.
 
         Not by the log: who is to say that a rank is back may be the next to die.
         """
@@ -287,7 +287,7 @@ def kept(folder: Path, layout: Layout, steps: int) -> JobResult:
 
 
 def check(cases: Sequence[Scenario], result: JobResult) -> None:
-    """What can be told without the undisturbed run."""
+    """Assert all that needs no undisturbed run."""
     tail = result.output[-6000:]
     faults = faults_in(result.output)
     expected = [fault for case in cases for fault in struck(case)]
@@ -359,7 +359,7 @@ def told(cases: Sequence[Scenario], result: JobResult, deviation: Mapping[int, f
 
 @dataclass(frozen=True)
 class Walked:
-    """What a walk came to."""
+    """The outcome of a walk."""
 
     kills: int
     returns: int

@@ -112,7 +112,7 @@ def datasets(folder: Path) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def outputs(tmp_path_factory: pytest.TempPathFactory) -> Outputs:
-    """What every case left."""
+    """The outcome of every case."""
     folder = tmp_path_factory.mktemp("bad")
     data = datasets(folder)
     jobs = [
@@ -296,7 +296,7 @@ def test_a_damaged_checkpoint_is_one_line(tmp_path: Path) -> None:
 
 
 def can_mount() -> bool:
-    """Whether a mount namespace may be made here."""
+    """Return whether a mount namespace may be made here."""
     probe = ["unshare", "--mount", "sh", "-c", "mount -t tmpfs none /mnt"]
     return subprocess.run(probe, capture_output=True, check=False).returncode == 0
 

@@ -1,4 +1,4 @@
-"""What users' programs see and do under the launcher: environment, logs, exit codes, children, signals."""
+"""Users' programs under the launcher: environment, logs, exit codes, children, signals."""
 
 from __future__ import annotations
 

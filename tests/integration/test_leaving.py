@@ -60,7 +60,7 @@ def children(pid: int) -> list[int]:
 
 
 def iteration_saved(folder: Path) -> int:
-    """What the tracker file says."""
+    """The iteration in the tracker file."""
     return int((folder / "latest_checkpointed_iteration.txt").read_text())
 
 

@@ -341,7 +341,7 @@ def test_the_first_rank_back_from_a_loss_saves_the_counts_of_the_job(tmp_path: P
 
 
 def can_mount() -> bool:
-    """Whether a mount namespace with a file system of its own may be made here."""
+    """Return whether a mount namespace with a file system of its own may be made here."""
     return (
         subprocess.run(
             ["unshare", "--mount", "sh", "-c", "mount -t tmpfs none /mnt"], capture_output=True, check=False

@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(why_not()), reason=why_n
 
 
 def options_of_the_script() -> list[str]:
-    """What the launch script gives srun."""
+    """The arguments that the launch script gives srun."""
     found = re.search(r"^srun (.*) \\$", (ROOT / "scripts/pretrain_gpt.slurm").read_text(), re.MULTILINE)
     assert found is not None
     options = shlex.split(found.group(1))

@@ -66,7 +66,7 @@ def begun(job: RunningJob, step: int = 3) -> None:
 
 
 def copies_are_back(job: RunningJob, folder: Path) -> None:
-    """What the newest loss took has been copied anew, and a vote has confirmed it."""
+    """Wait until the copies that the newest loss took were made anew and a vote has confirmed them."""
     while not any(record.kind == "migration" for record in read_events(folder)):
         begun(job, 1 + newest(job))
     begun(job, 3 + newest(job))

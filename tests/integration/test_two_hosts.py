@@ -56,7 +56,7 @@ class Pod:
         return ["ip", "netns", "exec", self.namespace, "unshare", "--uts", "--mount", *shell]
 
     def environment(self) -> dict[str, str]:
-        """What the manifest and the kubelet put into it."""
+        """The variables that the manifest and the kubelet put into it."""
         name = f"{SERVICE}-{self.index}"
         return environment_of(
             {

@@ -56,7 +56,7 @@ def resumed(events: Path, load: Path, *flags: str) -> JobResult:
 
 
 def said(job: JobResult, load: Path) -> list[str]:
-    """What was said of the checkpoints in ``load``."""
+    """The lines about the checkpoints in ``load``."""
     return [line.split(": ", 1)[1] for line in job.output.splitlines() if line.startswith(f"--load {load}: ")]
 
 

@@ -1,4 +1,4 @@
-"""What tests that compute with Megatron's own GPT share: a small model on CPU, and one forked process a rank.
+"""Common parts of tests that compute with Megatron's own GPT: a small model on CPU, and one forked process a rank.
 
 For scripts of their own, run after this import: it redirects CUDA for the whole process.
 """
@@ -45,7 +45,7 @@ class Parallel(Protocol):
 
     @property
     def sequence_parallel(self) -> bool:
-        """Whether they share the positions of what tensor parallelism leaves whole."""
+        """True if they share the positions of the parts that tensor parallelism leaves whole."""
 
 
 C = TypeVar("C", bound=Parallel)
@@ -104,7 +104,7 @@ def gpt(config: TransformerConfig, tied: bool, **more: Any) -> GPTModel:
 
 
 def answers_of(case: C, compute: Callable[[C], Any]) -> list[Any]:
-    """What ``compute(case)`` returned (as JSON) on each of the case's ranks, from the same random state."""
+    """Return the values of ``compute(case)`` (as JSON) on each of the case's ranks, from the same random state."""
     fork = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         ranks: Sequence[Any] = [

@@ -1,4 +1,4 @@
-"""What every fabric must do, as functions run by each of four ranks (``test_fabric_contract.py``).
+"""The contract of every fabric, as functions run by each of four ranks (``test_fabric_contract.py``).
 
 A check gets an edited fabric with ranks 0–3 alive and installed under
 ``torch.distributed``; it raises when a claim is not met. ``SEED`` is in every

@@ -220,7 +220,7 @@ CHANGES = {
     "shrinks": {0: ["started", "started", "started", "kept", "rebuilt"], 3: ["started", "started", "rebuilt"]},
     "basic": {0: ["started", "started", "started", "kept", "rebuilt"], 3: ["started", "started", "rebuilt"]},
 }
-"""What became of the communicators of "dp" and "pair". Without revoke, what was in flight is aborted for good."""
+"""The end of the communicators of "dp" and "pair". Without revoke, operations in flight are aborted for good."""
 
 
 @pytest.mark.parametrize("version", OPTIONS)

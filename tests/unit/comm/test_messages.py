@@ -1,4 +1,4 @@
-"""What ranks say to each other beside tensors comes as it was said, or names who said something else."""
+"""Messages of ranks beside tensors come as they were sent, or name the rank that sent something else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What moves in the background is never far ahead of its receiver on the link that steps use, and arrives whole."""
+"""Data in the background is never far ahead of its receiver on the link that steps use, and arrives whole."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def stranger(served: ServedStore) -> socket.socket:
 
 
 def is_closed(channel: socket.socket) -> bool:
-    """Whether the server ends the connection (waited for)."""
+    """Return whether the server ends the connection (waited for)."""
     try:
         while channel.recv(4096):
             pass

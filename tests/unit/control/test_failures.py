@@ -37,7 +37,7 @@ def test_a_limit_of_losses_counts_those_of_the_last_hour() -> None:
 
 
 def after(*raising: int, step: int = 7) -> Failures:
-    """What is known once these ranks have ended with an error at one step."""
+    """The losses known once these ranks have ended with an error at one step."""
     failures = Failures()
     for rank in raising:
         failures.record(rank, 0, step, True, 0.0)

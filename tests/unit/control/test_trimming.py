@@ -52,7 +52,7 @@ def job() -> Generations:
 
 @dataclass
 class Agent:
-    """What the launcher's agent does with the journal, without workers."""
+    """The part of the launcher's agent that keeps the journal, without workers."""
 
     node: int
     store: Store

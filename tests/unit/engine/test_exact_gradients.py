@@ -99,7 +99,7 @@ def test_any_distribution_of_samples_over_ranks_gives_the_same_bits(
 
 
 def test_a_fold_takes_the_gradients_out_of_the_arena() -> None:
-    """What is left there would be counted twice, since autograd adds to it."""
+    """A gradient that is left there would be counted twice, since autograd adds to it."""
     rank = Rank(2)
     rank.backward(samples(1, 1, 0)[0])
     once = rank.sums()

@@ -228,7 +228,7 @@ def test_ranks_that_share_all_cpus_leave_their_clocks_alone(monkeypatch):
 
 
 def test_clocks_that_another_process_sets_are_refused_until_it_is_done(sysfs):
-    """What the second found would be the first one's setting, and would be what it restores."""
+    """The second would find the first one's setting, and would restore that."""
     first, second = (open_frequency("cpufreq", cpus, str(sysfs)) for cpus in ("0-1", "0-3"))
     first.set(1_000_000)
     before = children()

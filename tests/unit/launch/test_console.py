@@ -26,7 +26,7 @@ RUN_ID = f"test-console-{os.getpid()}"
 
 @pytest.fixture
 def appended() -> Iterator[list[Event]]:
-    """What the requests made of the job; the agent's loop runs meanwhile."""
+    """The effect of the requests on the job; the agent's loop runs meanwhile."""
     events: list[Event] = []
     loop, state = Loop(), Generations({0: Node("h", (0, 1))})
     console = Console(loop, RUN_ID, 0, Admin(RUN_ID, state, JobClock(), dict, dict, events.append).handle)

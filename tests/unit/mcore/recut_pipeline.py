@@ -48,7 +48,7 @@ STAGES = len(NOMINAL) - 1
 INTERLEAVED = (0, 2, 3, 4, UNITS)
 """Megatron's cut with two model chunks a stage: they take turns."""
 CUTS: tuple[tuple[int, ...], ...] = ((0, 2, UNITS), (0, 5, UNITS), (0, UNITS), (0, 1, UNITS), NOMINAL)
-"""What the cells go through: cell k holds units [cut k, cut k + 1); a cell beyond the end holds nothing."""
+"""The cuts that the cells go through: cell k holds units [cut k, cut k + 1); a cell beyond the end holds nothing."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What stages of Megatron's GPT really hold: activations of a micro-batch, parameters and gradients, state.
+"""The memory that stages of Megatron's GPT really hold: activations of a micro-batch, parameters and gradients, state.
 
     python tests/unit/mcore/stage_bytes.py OUT.json
 

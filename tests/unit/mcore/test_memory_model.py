@@ -1,4 +1,4 @@
-"""What the planner thinks a stage needs is what it holds: Megatron's GPT, two cuts, five kinds of layers."""
+"""A stage holds the memory that the planner expects: Megatron's GPT, two cuts, five kinds of layers."""
 
 from __future__ import annotations
 

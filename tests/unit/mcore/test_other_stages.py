@@ -1,4 +1,4 @@
-"""Who writes for a stage of which nobody is left."""
+"""The rank that writes for a stage of which no rank is left."""
 
 from __future__ import annotations
 

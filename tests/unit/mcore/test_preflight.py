@@ -224,7 +224,7 @@ def test_an_assertion_without_text_shows_what_was_asserted() -> None:
 
 
 def gathered(*errors: Exception) -> CheckpointException:
-    """What torch raises on every rank over ``errors`` of some."""
+    """The error that torch raises on every rank over ``errors`` of some."""
     return CheckpointException("load", {rank: (error, StackSummary()) for rank, error in enumerate(errors)})
 
 

@@ -15,7 +15,7 @@ TAG = "g3.i0.00000001"
 
 
 def written(**files: FileHash) -> Manifest:
-    """What the writers say."""
+    """The lines of the writers."""
     return Manifest(3, 0, StepRecord(4).to_json(), "", files)
 
 

@@ -1,4 +1,4 @@
-"""What a machine cannot honour is substituted, listed, and refused on demand: never changed in silence."""
+"""A setting that a machine cannot honour is substituted, listed, and refused on demand: never changed in silence."""
 
 from __future__ import annotations
 

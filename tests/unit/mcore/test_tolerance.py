@@ -1,4 +1,4 @@
-"""What can be lost now is told in one line, once, by one rank, whenever it changes."""
+"""The losses that can be survived now are told in one line, once, by one rank, whenever they change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the engine runs under each policy is a valid plan, and says which rows nobody computes."""
+"""The plan that the engine runs under each policy is valid, and says which rows no rank computes."""
 
 from __future__ import annotations
 

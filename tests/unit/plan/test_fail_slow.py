@@ -81,7 +81,7 @@ def test_a_cell_that_stays_slow_is_tried_more_and_more_rarely() -> None:
 
 
 def test_a_machine_in_a_mood_keeps_nobody_from_getting_all_of_it_back() -> None:
-    """What would not have been called slow before is not called slow after: no share is kept back by the dead band."""
+    """A rank that was not slow before is not called slow after: no share is kept back by the dead band."""
     tracker = SpeedTracker()
     steps(tracker, 10, {5: 2.4})
     steps(tracker, 12, {5: 1.08})

@@ -1,4 +1,4 @@
-"""What survivors decide from their reports: one case a rule."""
+"""The decision of survivors on their reports: one case a rule."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can be lost now is what a search through all losses finds, and costs about as much as a promotion."""
+"""The losses that can be survived are those that a search finds, at about the cost of a promotion."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ def test_copies_added_during_training_have_the_sources_bits_and_lineage():
 
 @pytest.mark.parametrize("end", ["applied", "computed again", "skipped", "under another key"])
 def test_gradients_go_ahead_of_the_vote_on_them(end):
-    """What is left for the boundary is the record; whatever becomes of the step, the copy is the source's."""
+    """Only the record is left for the boundary; whatever becomes of the step, the copy is the source's."""
     source, record = source_pool()
     with streaming(source) as (joiner, sender, receiver):
         while sender.pump():

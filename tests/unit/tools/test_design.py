@@ -72,13 +72,13 @@ def _names(node: ast.stmt) -> set[str]:
 
 
 def _attributes(node: ast.ClassDef) -> set[str]:
-    """What methods assign to ``self``."""
+    """The attributes that methods assign to ``self``."""
     stored = (item for item in ast.walk(node) if isinstance(item, ast.Attribute) and isinstance(item.ctx, ast.Store))
     return {item.attr for item in stored if isinstance(item.value, ast.Name) and item.value.id == "self"}
 
 
 def defines(path: Path, name: str) -> bool:
-    """Whether the file has ``name``: ``function``, ``Class.member``, or in C++ ``Class::member``."""
+    """Return whether the file has ``name``: ``function``, ``Class.member``, or in C++ ``Class::member``."""
     if path.suffix == ".py":
         return name in definitions(path)
     return re.search(rf"\b{re.escape(name)}\s*\(", path.read_text(encoding="utf-8")) is not None
@@ -202,7 +202,7 @@ def test_files_and_names_on_the_page_exist(name: str) -> None:
 
 
 def _bare(name: str) -> bool:
-    """Whether it is a file's name without its folder, and there is such a file."""
+    """Return whether it is a file's name without its folder, and there is such a file."""
     return "/" not in name and any(path for place in (PACKAGE, ROOT / "tests") for path in place.rglob(name))
 
 

@@ -53,7 +53,7 @@ def record(
     srun: str = RUN_COMMAND,
     inside: tuple[str, ...] = (),
 ) -> list[dict[str, Any]]:
-    """What the programs a script starts were called with, in order.
+    """The arguments with which a script called its programs, in order.
 
     ``launcher``: what the interpreter does after it has written down its call; ``srun``: the same of srun; ``inside``:
     a command to run the script with; ``status``: the script's own, in the end.

@@ -1,4 +1,4 @@
-"""What a benchmark prints last is kept; one that fails leaves the figures before it as they were."""
+"""The last line that a benchmark prints is kept; one that fails leaves the figures before it as they were."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ JITTER = (0.9, 1.0, 1.1)
 
 
 def usual(layout: Layout) -> Mapping[tuple[str, Stage], float]:
-    """What actions of a layout take."""
+    """The times that actions of a layout take."""
     cuts = layout.cuts()
     stages = [Stage(first, end, layout.units) for first, end in pairwise(cuts)]
     return {(op, stage): TRUE[op].of(stage) for op in OPS for stage in stages}

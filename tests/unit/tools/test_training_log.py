@@ -1,4 +1,4 @@
-"""What the quickstart reports is computed from log lines and events as its docstring says."""
+"""The quickstart's report is computed from log lines and events as its docstring says."""
 
 from __future__ import annotations
 
