@@ -14,14 +14,11 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
 
+from tools import benchmark_tables as tables
 from tools.bench.record import STANDARD
-from tools.simulation_docs import table
-
-Figures = Mapping[str, Any]
-MIB = 1 << 20
+from tools.benchmark_tables import Figures
 
 
 @dataclass(frozen=True)
@@ -34,416 +31,25 @@ class Section:
     body: Callable[[Figures], str]
 
 
-def number(value: float) -> str:
-    """``value`` with three significant digits, never in scientific notation."""
-    if value == 0:
-        return "0"
-    digits = f"{value:.3g}"
-    return digits if "e" not in digits else f"{value:.0f}" if abs(value) >= 1 else f"{value:.1e}"
-
-
-def spread(figures: Figures, scale: float = 1.0) -> str:
-    """``median (lowest to highest)`` of a measurement, each times ``scale``."""
-    middle, low, high = (number(figures[key] * scale) for key in ("median", "low", "high"))
-    return middle if low == high else f"{middle} ({low} to {high})"
-
-
-def ratio_of(mine: float, peer: float) -> str:
-    """The figure of the ``peer`` as a multiple of ``mine``."""
-    return f"{number(peer / mine)}×"
-
-
-def recovery(figures: Figures) -> str:
-    """Overhead, detection and phases, by signal and communicator."""
-    rows = []
-    for signal, title in (("kill", "SIGKILL"), ("stop", "SIGSTOP")):
-        peer = figures[signal]["gloo"]["overhead_s"]["median"]
-        for comm, run in figures[signal].items():
-            phases = ", ".join(number(run["phases_s"][name] * 1e3) for name in ("decide", "edit", "plan", "settle"))
-            rows.append(
-                (
-                    title,
-                    comm,
-                    spread(run["overhead_s"]),
-                    number(run["normal_step_s"]),
-                    spread(run["detect_s"]),
-                    phases,
-                    f"{run['state_bytes_beside_the_step']}",
-                    f"{run['lost_steps']}",
-                    ratio_of(run["overhead_s"]["median"], peer),
-                )
-            )
-    head = (
-        "signal",
-        "communicator",
-        "overhead (s)",
-        "normal step (s)",
-        "detected after (s)",
-        "decide, edit, plan, settle (ms)",
-        "bytes of new copies received beside the step",
-        "steps lost",
-        "gloo / this",
-    )
-    return table(head, rows)
-
-
-def rejoin(figures: Figures) -> str:
-    """Admission, waits and background copies of a rank that comes back."""
-    named = (
-        ("normal step (s)", "step", 1.0),
-        ("ready until it takes part (s)", "admission", 1.0),
-        ("of that, the rest of the step under way (s)", "boundary", 1.0),
-        ("wait of the slowest member for the admission (% of a step)", "stall_of_step", 100.0),
-        ("the same, mean over members (% of a step)", "stall_mean_of_step", 100.0),
-        ("wait where the copies begin to count (% of a step)", "switch_of_step", 100.0),
-        ("step that begins with the admission, longer by (% of a step)", "longer_of_step", 100.0),
-        ("copies of state made in the background (s)", "background", 1.0),
-        ("links opened in the admission", "links_opened", 1.0),
-        ("links opened ahead of it", "links_ahead", 1.0),
-    )
-    return table(("figure", "median (lowest to highest)"), ((t, spread(figures[k], s)) for t, k, s in named))
-
-
-def migrate(figures: Figures) -> str:
-    """Time exposed by layers that move, by ownership and way."""
-    rows = []
-    for ownership in ("interleaved", "contiguous"):
-        blocking = figures[f"{ownership}_blocking"]["exposed"]["median"]
-        for way in ("background", "blocking"):
-            run = figures[f"{ownership}_{way}"]
-            rows.append(
-                (
-                    ownership,
-                    way,
-                    number(run["busiest_bytes"]["median"] / 1e6),
-                    spread(run["share"]),
-                    spread(run["stall"]),
-                    spread(run["step"]),
-                    ratio_of(run["exposed"]["median"], blocking) if run["exposed"]["median"] > 0 else "-",
-                )
-            )
-    head = (
-        "ownership",
-        "migration",
-        "MB to the busiest rank",
-        "exposed (share of the bytes' time on an idle link)",
-        "wait of the slowest rank (s)",
-        "quiet step (s)",
-        "blocking / this",
-    )
-    return table(head, rows)
-
-
-def checkpoint(figures: Figures) -> str:
-    """Waits for a save, beside plain Megatron-LM."""
-    peer = figures["stall_megatron_s"]["median"]
-    rows = [
-        (
-            title,
-            spread(figures[f"stall_{way}_s"]),
-            spread(figures[f"drag_{way}_s"]),
-            spread(figures[f"step_{step}_s"]),
-            ratio_of(figures[f"stall_{way}_s"]["median"], peer),
-        )
-        for title, way, step in (
-            ("written in the background (default)", "background", "elastic"),
-            ("finished before the next step", "blocking", "elastic"),
-            ("plain Megatron-LM", "megatron", "megatron"),
-        )
-    ]
-    head = ("save", "next step waits (s)", "later steps longer by (s)", "step (s)", "Megatron-LM / this")
-    return f"{figures['state_mib']:.0f} MiB of state on {figures['ranks']} ranks.\n\n{table(head, rows)}"
-
-
-def overhead(figures: Figures) -> str:
-    """Shares of a step's CPU time, memory, and the ratio of step times."""
-    titles = {
-        "ship": "sending reduced gradients to mirrors",
-        "checksums": "block checksums",
-        "retain": "keeping gradients",
-        "replay_mirrored": "updating mirrored blocks",
-        "vote": "vote",
-        "publish": "publishing activity",
-        "total": "all of these",
-    }
-    rows = [(f"{title} (% of a step's CPU time)", spread(figures["share"][key], 100)) for key, title in titles.items()]
-    rows += [
-        ("host memory (bytes a parameter)", number(figures["host_bytes_a_parameter"])),
-        ("step time with / without", spread(figures["step_ratio"])),
-    ]
-    return f"{figures['ranks']} ranks, one mirror.\n\n{table(('figure', 'median (lowest to highest)'), rows)}"
-
-
-def step_time(figures: Figures) -> str:
-    """Step times and their ratios to plain Megatron-LM."""
-    ratios = {
-        "elastic": "elastic/megatron",
-        "elastic_gloo": "elastic_gloo/megatron",
-        "elastic_no_mirrors": "elastic_no_mirrors/megatron",
-    }
-    titles = {
-        "megatron": "plain Megatron-LM",
-        "elastic": "--elastic",
-        "elastic_gloo": "--elastic, gloo",
-        "elastic_no_mirrors": "--elastic, no mirrors",
-    }
-    rows = [
-        (
-            titles[key],
-            spread(times),
-            spread(figures["ratio"][ratios[key]]) if key in ratios else "1",
-        )
-        for key, times in figures["step_ms"].items()
-    ]
-    return table(("run", "step (ms)", "this / Megatron-LM"), rows)
-
-
-def consistency(figures: Figures) -> str:
-    """Relative deviation of the loss after a loss of a rank, by mode."""
-    titles = {
-        "default": "--elastic",
-        "exact": "--elastic-exact",
-        "restarted": f"plain Megatron-LM restarted with {figures['naive_ranks']} ranks, same global batch",
-        "smaller": "--elastic-policy torchft (the batch shrinks)",
-    }
-    rows = [
-        (t, number(figures["deviation"][k]["largest"]), number(figures["deviation"][k]["mean"]))
-        for k, t in titles.items()
-    ]
-    return (
-        f"{figures['ranks']} data-parallel ranks, one rank killed in step {figures['at']} of {figures['steps']}. "
-        f"Tensors of the last checkpoint that differ in exact mode: {figures['exact_tensors_that_differ']}.\n\n"
-        f"{table(('run', 'largest deviation', 'mean deviation'), rows)}"
-    )
-
-
-def dropout(figures: Figures) -> str:
-    """Time an element and ratios to torch, by tensor and type."""
-    rows = [
-        (
-            case["site"],
-            case["dtype"],
-            f"{case['dropout']['ours_ns']:.2f}, {case['dropout']['torch_ns']:.2f}",
-            f"{case['dropout']['ratio']:.2f}",
-            f"{case['dropout_add']['ratio']:.2f}",
-            f"{case['backward']['ratio']:.2f}",
-        )
-        for case in figures["cases"]
-    ]
-    head = (
-        "tensor",
-        "type",
-        "ns an element (this, torch)",
-        "torch / this: dropout",
-        "dropout and add",
-        "kept mask / this: backward",
-    )
-    return f"p = {figures['p']}, {figures['threads']} thread, {figures['instructions']}.\n\n{table(head, rows)}"
-
-
-def comm(figures: Figures) -> str:
-    """Ratios to gloo, by collective, kind of link and number of ranks."""
-    found: dict[tuple[str, str, int], dict[int, float]] = {}
-    for case in figures["cases"]:
-        if case["kind"] != "gloo":
-            key = case["operation"], case["kind"], case["ranks"]
-            found.setdefault(key, {})[case["size"]] = case["times_gloo"]
-    sizes = [1024, 16 * MIB, 64 * MIB, 256 * MIB]
-    ranks = sorted({key[2] for key in found})
-    rows = [
-        (
-            operation.replace("_", "-"),
-            kind,
-            *(", ".join(number(found[operation, kind, n][size]) for size in sizes) for n in ranks),
-        )
-        for operation, kind in sorted({key[:2] for key in found})
-    ]
-    least = min(value for cases in found.values() for value in cases.values())
-    return (
-        "Time of gloo over time of this, at 1 KiB, 16 MiB, 64 MiB and 256 MiB. Lowest ratio of all recorded sizes: "
-        f"{number(least)}. Copy bandwidth of the machine: {figures['copy_gb_s']:.1f} GB/s.\n\n"
-        f"{table(('collective', 'links', *(f'{n} ranks' for n in ranks)), rows)}"
-    )
-
-
-def edit(figures: Figures) -> str:
-    """Phases of an edit and ratios to the rebuilds, by number of processes."""
-    rows = []
-    for processes, ways in figures["by_processes"].items():
-        mine, faster = ways["native"], ways["native_is_faster"]
-        rows.append(
-            (
-                processes,
-                f"{ways['groups']['made']}",
-                spread(mine["edit"], 1e3),
-                f"{number(mine['edit_slowest']['median'] * 1e3)}, {number(mine['edit_middle']['median'] * 1e3)}",
-                number(mine["edit_cpu"]["median"] * 1e3),
-                ", ".join(number(mine[phase]["median"] * 1e3) for phase in ("agree", "abort", "first")),
-                number(ways["full"]["edit"]["median"]),
-                ", ".join(f"{number(faster[way])}×" if way in faster else "-" for way in ("full", "partial", "gloo")),
-            )
-        )
-    head = (
-        "processes",
-        "groups",
-        "edit, first rank's begin to last rank's end (ms)",
-        "slowest, middle rank (ms)",
-        "CPU of one rank (ms)",
-        "agree, abort, first collective (ms)",
-        "full rebuild with torch and gloo (s)",
-        "full rebuild, partial rebuild, --elastic-comm gloo / this",
-    )
-    return table(head, rows)
-
-
-def movement(figures: Figures) -> str:
-    """Blocks moved by random changes, and by one layer."""
-    changes = (
-        ("blocks moved before the next step", figures["blocks_before_next_step"]),
-        ("blocks moved in the background / lower bound", number(figures["ratio_to_bound"])),
-        (
-            "blocks moved / contiguous ranges (Megatron's)",
-            number(figures["blocks_moved"] / figures["blocks_moved_contiguous"]),
-        ),
-        ("most owners of a unit less fewest (blocks)", figures["max_minus_min_in_a_unit"]),
-        ("held over the mean, fullest rank (%)", number(figures["held_over_mean"] * 100)),
-        ("owned over the mean, fullest rank (%)", number(figures["owned_over_mean"] * 100)),
-        ("mirrored over the mean, fullest rank (%)", number(figures["mirrored_over_mean"] * 100)),
-    )
-    layers = [
-        (
-            f"{row['data']}",
-            f"{row['mirrors']}",
-            busiest(row["interleaved"]),
-            busiest(row["contiguous"]),
-            f"{row['saved']:.0%}",
-        )
-        for row in figures["layer_moves"]
-    ]
-    return (
-        f"{figures['changes']:,} random losses and returns among {figures['ranks']} ranks, {figures['units']} units of "
-        f"{figures['blocks']} blocks, {figures['mirrors']} mirror.\n\n"
-        + table(("figure", "value"), ((title, f"{value}") for title, value in changes))
-        + "\n\nOne layer that moves to another stage: blocks that the busiest rank sends or receives.\n\n"
-        + table(("ranks of a stage", "mirrors", "interleaved", "contiguous", "saved"), layers)
-    )
-
-
-def busiest(blocks: Figures) -> str:
-    """The blocks of the busiest rank, sent or received, whichever is more."""
-    return f"{max(blocks['busiest_sends'], blocks['busiest_receives'])}"
-
-
-def planner(figures: Figures) -> str:
-    """CPU time of decisions and tables, by number of cells."""
-    rows = [
-        (
-            f"{row['cells']:,}",
-            f"{row['lost']}",
-            number(row["decision_s"] * 1e3),
-            number(row["decision_split_s"] * 1e3),
-            number(row["local_tables_s"] * 1e3),
-            number(row["instant_plan_s"] * 1e3) if "instant_plan_s" in row else "-",
-        )
-        for row in figures["rows"]
-    ]
-    damage = figures["damage_table"]
-    head = ("cells", "lost", "decision (ms)", "with split backward (ms)", "own tables (ms)", "instant plan (ms)")
-    return (
-        f"{table(head, rows)}\n\nDecisions for the {damage['scenarios']} damages of the simulator's table: "
-        f"{damage['median_s'] * 1e3:.0f} ms (median), {damage['worst_s'] * 1e3:.0f} ms (worst)."
-    )
-
-
-def protection(figures: Figures) -> str:
-    """Seconds and steps with fewer mirrors than asked for."""
-    named = (("seconds until the vote that names the last missing copy", "s"), ("steps committed until then", "steps"))
-    rows = [(title, number(figures[f"median_{unit}"]), number(figures[f"worst_{unit}"])) for title, unit in named]
-    return table(("figure", "median", "worst"), rows)
-
-
-def simulator_error(figures: Figures) -> str:
-    """Error of the simulator against timed waits, by plan."""
-    rows = [(row["case"], f"{row['error']:.1%}", f"{row['dilation']:.1%}") for row in figures["rows"]]
-    return (
-        f"{table(('plan', 'error', 'waits longer by'), rows)}\n\nError: {figures['median_error']:.1%} (median), "
-        f"{figures['worst_error']:.1%} (worst)."
-    )
-
-
-def simulator_real(figures: Figures) -> str:
-    """Error of the simulator against training."""
-    return (
-        f"Error: {figures['median_error']:.1%} (median), {figures['worst_error']:.1%} (worst), over "
-        f"{len(figures['rows'])} layouts: [simulation.md](simulation.md)."
-    )
-
-
-def simulate_table(figures: Figures) -> str:
-    """Ratios of simulated throughput, by policy."""
-    rows = [
-        (policy, *(number(ratios[key]) for key in ("least", "median", "most")), f"{ratios['stopped']}")
-        for policy, ratios in figures["damage"].items()
-        if isinstance(ratios, dict) and "median" in ratios and "stopped" in ratios
-    ]
-    head = ("policy", "elaswave / it: least", "median", "most", "scenarios in which it stops")
-    return f"{len(figures['rows'])} scenarios: [simulation.md](simulation.md).\n\n{table(head, rows)}"
-
-
-def throughput(figures: Figures) -> str:
-    """Emulated and simulated throughput after a loss, by case."""
-    measured = [row for row in figures["rows"] if "refused" not in row]
-    rows = [
-        (
-            " ".join(row["case"].split()),
-            f"{row['devices']}",
-            f"{row['relative']:.3f}",
-            f"{row['simulated_relative']:.3f}",
-        )
-        for row in measured
-    ]
-    errors = [abs(row["errors"][2]) for row in measured]
-    return (
-        f"{table(('case', 'processes', 'emulated', 'simulated'), rows)}\n\n"
-        f"Error of the simulated ratio: {median(errors):.1%} (median), {max(errors):.1%} (worst)."
-    )
-
-
-def readability(figures: Figures) -> str:
-    """Figures of the code, a column a checkout."""
-    checkouts = figures["checkouts"]
-    names = list(next(iter(checkouts.values())))
-    shares = {"annotated_arguments", "documented_public_functions", "sentences_against_the_style"}
-    rows = [
-        (
-            name.replace("_", " "),
-            *(f"{one[name]:.1%}" if name in shares else f"{one[name]:,g}" for one in checkouts.values()),
-        )
-        for name in names
-    ]
-    heads = [f"{name} ({commit})" if commit else name for name, commit in figures["commits"].items()]
-    return table(("figure", *heads), rows)
-
-
 SECTIONS = (
     Section(
         "recovery",
         "How long does a recovery take?",
         "Overhead is the time from the signal to the next committed step, less a normal step. The work that is "
         "computed again is part of it. `gloo` is the baseline that rebuilds every group.",
-        recovery,
+        tables.recovery,
     ),
     Section(
         "protection",
         "How long are state blocks short of a mirror after a loss?",
         "Over several layouts and numbers of mirrors.",
-        protection,
+        tables.protection,
     ),
     Section(
         "rejoin",
         "How long does a rejoin take, and what do the members wait?",
         "One rank of a data-parallel job is killed and comes back. Shares are shares of a normal step.",
-        rejoin,
+        tables.rejoin,
     ),
     Section(
         "migrate",
@@ -451,105 +57,105 @@ SECTIONS = (
         "PP 2 × DP 2, one rank lost, its layers taken over. All ranks share one link of 1 Gbit/s. `exposed` is the "
         "time by which steps got longer, over the time that the bytes take on an idle link. Single jobs "
         "vary (log.md); a negative share is noise.",
-        migrate,
+        tables.migrate,
     ),
     Section(
         "migrate_waiting",
         "What do they pay where forwards and backwards leave the cores free?",
         "The same; every forward and backward waits 50 ms, as a host waits for its accelerator.",
-        migrate,
+        tables.migrate,
     ),
     Section(
         "migrate_loopback",
         "What do they pay on the loopback?",
         "The same over TCP without a rate limit.",
-        migrate,
+        tables.migrate,
     ),
     Section(
         "checkpoint",
         "What does a save cost the steps around it?",
         "Each run is compared with a run of its kind without a save. A negative figure is noise.",
-        checkpoint,
+        tables.checkpoint,
     ),
     Section(
         "overhead",
         "What does elasticity cost while nothing fails?",
         "CPU time of work that a run without elasticity would not do. The vote is counted in full, although it "
         "replaces Megatron's own all-reduces.",
-        overhead,
+        tables.overhead,
     ),
-    Section("overhead_of_two", "What does it cost on two ranks?", "The same on two ranks.", overhead),
+    Section("overhead_of_two", "What does it cost on two ranks?", "The same on two ranks.", tables.overhead),
     Section(
         "step_time",
         "How long is a step beside plain Megatron-LM?",
         "The same model and data, all runs in turn. A ratio below 1: `--elastic` is faster.",
-        step_time,
+        tables.step_time,
     ),
     Section(
         "consistency",
         "What does a loss do to the numbers?",
         "Relative deviation of the loss from the undisturbed run of the same kind, over the steps from the loss on.",
-        consistency,
+        tables.consistency,
     ),
     Section(
         "dropout",
         "How fast is the dropout that does not depend on the rank?",
         "`kept mask` is a backward that reads a byte mask kept from the forward.",
-        dropout,
+        tables.dropout,
     ),
     Section(
         "comm",
         "How fast are collectives beside gloo?",
         "Stock gloo and the native links in alternating rounds. A trial's time is that of the slowest rank.",
-        comm,
+        tables.comm,
     ),
     Section(
         "edit",
         "How long until Megatron's groups work again after a death?",
         "One death in the groups of TP 2 × PP 2 × DP N/4. No rank begins a phase before all ranks have ended the phase "
         "before. The dead process has been reaped. Ranks outnumber cores.",
-        edit,
+        tables.edit,
     ),
-    Section("edit_of_64", "How long with 64 processes?", "The same, recorded apart with more trials.", edit),
+    Section("edit_of_64", "How long with 64 processes?", "The same, recorded apart with more trials.", tables.edit),
     Section(
         "movement",
         "How much state moves?",
         "Counted, not timed. The lower bound is that of any layout with owners and copies balanced.",
-        movement,
+        tables.movement,
     ),
-    Section("planner", "How long does planning take?", "CPU time of the best of five repetitions.", planner),
+    Section("planner", "How long does planning take?", "CPU time of the best of five repetitions.", tables.planner),
     Section(
         "simulator_error",
         "How close is the simulator to tables with timed waits?",
         "Ten plans.",
-        simulator_error,
+        tables.simulator_error,
     ),
     Section(
         "simulator_real",
         "How close is the simulator to real training?",
         "Each job is predicted from the costs of the other jobs.",
-        simulator_real,
+        tables.simulator_real,
     ),
     Section(
         "simulate_table",
         "What throughput is left after losses, policy by policy?",
         "Simulated, not run.",
-        simulate_table,
+        tables.simulate_table,
     ),
     Section(
         "throughput",
         "What throughput is left in an emulated job?",
         "The runtime with timed waits in place of kernels. Figures are shares of the throughput before the loss.",
-        throughput,
+        tables.throughput,
     ),
-    Section("throughput_96", "What is left with 96 processes?", "The same with 96 processes.", throughput),
+    Section("throughput_96", "What is left with 96 processes?", "The same with 96 processes.", tables.throughput),
     Section(
         "readability",
         "How does the code compare with that of other projects?",
         "Counted in checkouts, not timed. Lengths of functions and files are in lines. A sentence of a docstring or "
         "comment is against the style if it has more than 35 words or one of a list of words. The rule is this "
         "project's; the others do not follow it.",
-        readability,
+        tables.readability,
     ),
 )
 
