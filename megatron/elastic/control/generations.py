@@ -13,7 +13,7 @@ Standing of a rank's present incarnation::
 While there is no member (at the start, or after all were lost) the job is *fresh*. The next decision then waits for
 every rank that can still arrive, and contains all that did. Otherwise a newcomer waits to be admitted.
 
-Invariants (tests/unit/control/test_generations.py walks all interleavings)
+Invariants (tests/unit/control/test_generation_orders.py walks all interleavings)
 - ``decided ≤ frozen ≤ decided + number of changes since``; both only grow.
 - A decision names no incarnation whose loss precedes it in the journal.
 - A decision of generation g carries reports handed in for g, none older.
