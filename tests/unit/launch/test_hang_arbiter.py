@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, cast
 
 import pytest
 
@@ -39,6 +38,10 @@ class Timers:
 
     def __init__(self) -> None:
         self.calls: list[tuple[float, Callable[[], None]]] = []
+        self.seconds = 100.0
+
+    def now(self) -> float:
+        return self.seconds
 
     def after(self, seconds: float, call: Callable[[], None]) -> None:
         self.calls.append((seconds, call))
@@ -52,13 +55,11 @@ class Timers:
 class Job:
     """Four members of generation 1 on two nodes, and the arbiter of the first."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self) -> None:
         self.state = Generations({0: Node("a", (0, 1)), 1: Node("b", (2, 3))})
         self.said: list[Event] = []
         self.timers = Timers()
-        self.now = 100.0
-        monkeypatch.setattr("megatron.elastic.launch.agent.hang_arbiter.time.monotonic", lambda: self.now)
-        self.arbiter = HangArbiter(self.state, TIMING, cast(Any, self.timers), JobClock(), self.said.append)
+        self.arbiter = HangArbiter(self.state, TIMING, self.timers, JobClock(), self.said.append)
         self.apply(Waiting(tuple(Entry(Address(rank, 0, "h"), "") for rank in RANKS)), Decided(1, 0))
         assert self.state.quiet and self.state.decided == 1
 
@@ -81,8 +82,8 @@ class Job:
 
 
 @pytest.fixture
-def job(monkeypatch: pytest.MonkeyPatch) -> Job:
-    return Job(monkeypatch)
+def job() -> Job:
+    return Job()
 
 
 def test_a_broken_link_is_given_one_reconnection_and_then_costs_a_rank(job: Job) -> None:
@@ -108,13 +109,23 @@ def test_a_death_that_becomes_known_in_the_grace_is_ruling_enough(job: Job) -> N
 
 
 def test_a_rank_that_left_without_a_word_is_lost_once_the_others_hang_for_it(job: Job) -> None:
-    job.apply(Finished(2, 0, 0))
+    job.apply(Finished(2, 0, 0, announced=False))
     assert list(job.state.members) == [0, 1, 3]
     job.consider(1.1 * LIMIT, {0: (2,), 1: (0,), 3: (2,)}, members=(0, 1, 3))
     (lost,) = job.said
     assert isinstance(lost, Lost)
     (loss,) = lost.losses
     assert (loss.rank, loss.host, loss.ending) == (2, "b", Ending.LEFT)
+    job.apply(lost)
+    assert not job.state.quiet, "the others go on without it"
+
+
+def test_a_rank_that_ended_as_announced_is_no_loss_and_the_job_ends_once_the_others_hang_for_it(job: Job) -> None:
+    job.apply(Finished(2, 0, 0))
+    job.consider(1.1 * LIMIT, {0: (2,), 1: (0,), 3: (2,)}, members=(0, 1, 3))
+    (ended,) = job.said
+    assert isinstance(ended, JobEnded) and ended.code == ExitCode.DETERMINISTIC
+    assert "rank 2 ended as it had announced" in ended.why
 
 
 def test_the_rank_that_all_others_wait_for_is_hung_once_none_makes_progress(job: Job) -> None:
@@ -151,10 +162,10 @@ def test_a_member_that_neither_reports_nor_makes_progress_is_hung(job: Job) -> N
     assert list(job.state.missing()) == [2]
     members = {rank: (0, Idle(7, "reduce", (), 2 * TIMING.hang, LIMIT)) for rank in (0, 1, 2)}
     job.arbiter.consider(members)
-    job.now += 0.9 * TIMING.hang
+    job.timers.seconds += 0.9 * TIMING.hang
     job.arbiter.consider(members)
     assert job.said == [], "it has that long from the freeze on"
-    job.now += 0.2 * TIMING.hang
+    job.timers.seconds += 0.2 * TIMING.hang
     job.arbiter.consider(members)
     job.arbiter.consider(members)
     (condemned,) = job.said

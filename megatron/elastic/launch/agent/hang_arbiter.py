@@ -7,7 +7,6 @@ the condemned rank carries them out.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 
 from megatron.elastic.control.clock import JobClock
@@ -17,7 +16,7 @@ from megatron.elastic.control.generations import Generations
 from megatron.elastic.control.membership import Loss
 from megatron.elastic.control.suspicion import Accusation, Idle, Ruling, Suspicions, hang_verdict
 from megatron.elastic.control.timing import Timing
-from megatron.elastic.launch.agent.loop import Loop
+from megatron.elastic.launch.agent.loop import Timers
 
 __all__ = ["HangArbiter"]
 
@@ -26,9 +25,9 @@ class HangArbiter:
     """Used on the coordinating agent only."""
 
     def __init__(
-        self, state: Generations, timing: Timing, loop: Loop, clock: JobClock, append: Callable[[Event], None]
+        self, state: Generations, timing: Timing, timers: Timers, clock: JobClock, append: Callable[[Event], None]
     ) -> None:
-        self._state, self._timing, self._loop, self._clock, self._append = state, timing, loop, clock, append
+        self._state, self._timing, self._timers, self._clock, self._append = state, timing, timers, clock, append
         self._suspicions = Suspicions()
         self._ruled = 0
         """Newest generation in which a rank was condemned for a hang or a deadlock was broken up."""
@@ -40,7 +39,7 @@ class HangArbiter:
     def hear(self, event: Suspected) -> None:
         """Take an accusation; the ruling follows after a grace in which a death, its usual cause, becomes known."""
         if self._state.quiet and self._suspicions.add(event.generation, Accusation(event.by, event.rank, event.why)):
-            self._loop.after(self._timing.grace, lambda: self._decide_on(event.generation))
+            self._timers.after(self._timing.grace, lambda: self._decide_on(event.generation))
 
     def _decide_on(self, generation: int) -> None:
         state = self._state
@@ -54,13 +53,16 @@ class HangArbiter:
 
     def _condemn(self, verdict: Ruling) -> None:
         rank_state = self._state.ranks[verdict.rank]
-        if rank_state.standing == "done":
-            # It left without a word, and is missed.
+        if rank_state.standing != "done":
+            self._append(Condemned(verdict.rank, rank_state.incarnation, verdict.why))
+        elif rank_state.announced:
+            # Its end is no loss, so nothing would follow from one: the others would wait for ever.
+            why = f"rank {verdict.rank} ended as it had announced, but the other ranks still wait for it: the job ends"
+            self._append(JobEnded(ExitCode.DETERMINISTIC, why))
+        else:  # it left without a word, and is missed
             host = self._state.nodes[self._state.node_of(verdict.rank)].host
             loss = Loss(verdict.rank, rank_state.incarnation, host, "exit code 0", ending=Ending.LEFT)
             self._append(Lost((loss,), (-1,), self._clock.now()))
-        else:
-            self._append(Condemned(verdict.rank, rank_state.incarnation, verdict.why))
 
     # -- hangs ----------------------------------------------------------------------
 
@@ -96,7 +98,7 @@ class HangArbiter:
 
     def _consider_recovery(self, members: Mapping[int, Idle]) -> None:
         """A member that neither reports for a frozen generation nor makes progress is hung."""
-        state, now = self._state, time.monotonic()
+        state, now = self._state, self._timers.now()
         if self._frozen != state.frozen:
             self._frozen, self._frozen_since = state.frozen, now
         if now - self._frozen_since < self._timing.hang:

@@ -15,8 +15,19 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import Protocol
 
-__all__ = ["Loop"]
+__all__ = ["Loop", "Timers"]
+
+
+class Timers(Protocol):
+    """Calls at a later time, on the thread of a loop."""
+
+    def now(self) -> float:
+        """Seconds, from any start."""
+
+    def after(self, seconds: float, call: Callable[[], None]) -> None:
+        """Call once, ``seconds`` from now."""
 
 
 class Loop:
@@ -47,6 +58,10 @@ class Loop:
         """Watch ``fd`` no longer; silent if it is not watched."""
         if self._handlers.pop(fd, None) is not None:
             self._epoll.unregister(fd)
+
+    def now(self) -> float:
+        """Seconds of the clock by which timers run."""
+        return time.monotonic()
 
     def after(self, seconds: float, call: Callable[[], None]) -> None:
         """Call once, ``seconds`` from now."""
