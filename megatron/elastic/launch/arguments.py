@@ -263,7 +263,12 @@ def _preload(wanted: str, kind: Kind, target: str, adapt: bool, elastic: bool) -
 def _logs(args: argparse.Namespace) -> LogFiles | None:
     files = LogFiles(args.log_dir, Std.from_str(args.redirects), Std.from_str(args.tee))
     if files.folder:
-        os.makedirs(files.folder, exist_ok=True)
+        try:
+            os.makedirs(files.folder, exist_ok=True)
+        except (FileExistsError, NotADirectoryError):
+            raise ValueError(f"--log-dir {files.folder} is a file or lies below one: name a folder") from None
+        except OSError as error:
+            raise ValueError(f"--log-dir {files.folder}: {error.strerror}: name a folder that can be made") from None
     elif args.redirects == args.tee == "0":
         return None  # torch would make a temporary folder, and leave it behind, for nothing
     return files

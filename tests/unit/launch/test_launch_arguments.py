@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -156,3 +158,26 @@ def test_standalone_takes_any_port(script: str) -> None:
     assert parse(["--standalone", script], {}).master_port == 0
     assert parse([script], {}).master_port == 0
     assert parse(["--nnodes", "2", script], {env.SECRET: "ab" * 16}).master_port == 29500
+
+
+@pytest.mark.parametrize("below", ["", "logs"])
+def test_a_log_folder_that_is_a_file_is_one_line_that_names_the_flag_and_the_fix(
+    script: str, tmp_path: Path, below: str
+) -> None:
+    (tmp_path / "taken").write_text("mine")
+    place = tmp_path / "taken" / below
+    with pytest.raises(BadCommand) as refused:
+        parse(["--log-dir", str(place), script], {})
+    assert str(refused.value) == f"--log-dir {place} is a file or lies below one: name a folder"
+    assert (tmp_path / "taken").read_text() == "mine" and {path.name for path in tmp_path.iterdir()} == {
+        "taken",
+        "train.py",
+    }
+
+
+def test_a_log_folder_that_is_a_file_ends_the_launcher(script: str, tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("mine")
+    command = [sys.executable, "-m", "megatron.elastic.launch", "--log-dir", str(tmp_path / "taken"), script]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.stderr == f"error: --log-dir {tmp_path / 'taken'} is a file or lies below one: name a folder\n"
