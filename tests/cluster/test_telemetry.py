@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+import re
+import textwrap
 from collections import Counter
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -82,6 +87,47 @@ def test_a_loss_is_told_by_every_survivor_and_said_by_one(tmp_path: Path, capsys
     assert sum("move to other ranks" in line for line in said) == 1
     assert sum("without rank 1" in line for line in said) == 1
     assert sum("mirrors complete with step" in line for line in said) == 1
+
+
+def documented(event: type, field: str) -> list[str]:
+    """The values in quotes in the docstring of a field of ``event``."""
+    (defined,) = ast.parse(textwrap.dedent(inspect.getsource(event))).body
+    assert isinstance(defined, ast.ClassDef)
+    for one, docstring in pairwise(defined.body):
+        if isinstance(one, ast.AnnAssign) and ast.unparse(one.target) == field:
+            return re.findall(r"'([^']+)'", ast.unparse(docstring).strip('"'))
+    raise AssertionError(f"{event.__name__} has no field {field}")
+
+
+CHANGES = (
+    "kill:rank=1,step=2,point=mid_forward",
+    "kill:rank=1,step=2,point=before_vote",
+    "kill:rank=1,step=2,point=after_vote",
+    "evaluate=1 kill:rank=1,step=2,point=in_evaluate",
+    "steps=9 drain:rank=1,step=2",
+    "back=0.02 steps=9 kill:rank=1,step=2,point=after_reduce",
+)
+JOINED = re.compile(r"(joined by \d+(, \d+)*(?:, )?)?(.*)")
+NEVER_IN_A_CLUSTER = {"checkpoint", "reform", "rolled forward"}
+"""There is no checkpoint and no broken link, and no rank is a whole step behind."""
+
+
+def test_reasons_outcomes_and_phases_are_those_that_the_docstrings_name(tmp_path: Path) -> None:
+    reasons, outcomes, phases = set[str](), set[str](), set[tuple[str, ...]]()
+    for number, text in enumerate(CHANGES):
+        for seed in range(4):
+            settings = text if "back=" in text else f"back=never {text}"
+            _, records = logged(f"seed={seed} {settings}", tmp_path / f"{number}-{seed}")
+            for record in records:
+                if isinstance(record.event, GenerationEvent):
+                    reasons.add(record.event.reason)
+                elif isinstance(record.event, RecoveryEvent):
+                    joined, _, others = JOINED.fullmatch(record.event.outcome).groups("")  # type: ignore[union-attr]
+                    outcomes |= {"joined by 2, 3" if joined else "", others} - {""}
+                    phases.add(tuple(record.event.seconds))
+    assert reasons == {*documented(GenerationEvent, "reason")} - NEVER_IN_A_CLUSTER
+    assert outcomes == {*documented(RecoveryEvent, "outcome")} - NEVER_IN_A_CLUSTER
+    assert phases == {tuple(documented(RecoveryEvent, "seconds")[:-1])}
 
 
 def test_copies_and_layers_that_moved_are_told_by_every_rank(tmp_path: Path) -> None:

@@ -59,16 +59,18 @@ class LogEvent:
 
 @dataclass(frozen=True)
 class GenerationEvent(LogEvent):
-    """A generation was decided."""
+    """A generation after the first in which steps went on, as one of its members saw it."""
 
     kind: ClassVar[str] = "generation"
     number: int
     reason: str
-    """'start', 'loss', 'join' or 'drain'."""
+    """'loss', 'join', 'drain' or 'reform'."""
     members: tuple[int, ...]
     lost: tuple[int, ...] = ()
+    """Ranks lost since steps last went on."""
     joined: tuple[int, ...] = ()
     parked: tuple[int, ...] = ()
+    """Members that compute nothing."""
     left_out: tuple[int, ...] = ()
     """Nodes whose lost ranks are not started again for now: they lost some more often than the others."""
 
@@ -137,15 +139,20 @@ class TraceEvent(LogEvent):
 
 @dataclass(frozen=True)
 class RecoveryEvent(LogEvent):
-    """From noticing a loss to being able to go on, on one rank."""
+    """A change of the generation on one rank, from noticing it to being able to go on; or the way back to a checkpoint.
+
+    A rank whose way back is to a checkpoint ends with this event, like all others.
+    """
 
     kind: ClassVar[str] = "recovery"
     step: int
-    """The first step committed afterwards."""
+    """The step under way, or between steps the newest committed one; with 'checkpoint' the first that is repeated."""
     outcome: str
-    """'rolled forward', 're-run', 'between steps', 'checkpoint'."""
+    """With a step under way: 'finished' (its vote was known), 'voted again', 're-run', or 'rolled forward' (to the
+    version before it). Else: 'between steps', 'some ranks left as asked', or 'checkpoint'. Ranks that came are told
+    first: 'joined by 2, 3', behind a comma the outcome of the step if ranks were lost in it."""
     seconds: dict[str, float]
-    """By phase, in order: detect, freeze, decide, edit, promote, resume."""
+    """By phase, in order: 'decide', 'edit', 'plan', 'settle'. Empty with 'checkpoint'."""
     lost_steps: int = 0
     links_opened: int = 0
     """Links to other ranks that this rank opened while all waited for it."""

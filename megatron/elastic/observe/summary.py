@@ -3,7 +3,7 @@
 For example::
 
     recovered at generation 3 without tensor-parallel group {4,5} (stage 1, replica 0; rank 4 parked): step 57 rolled
-    forward, 0 steps lost, 0.184 s (freeze 0.021, edit 0.090, ...)
+    forward, 0 steps lost, 0.184 s (decide 0.021, edit 0.090, ...)
     mirrors complete with step 58: 12 state blocks were short of one for 0.412 s (1 step)
 
 The launcher has reported each loss before: host, step, cause and last lines of the process.

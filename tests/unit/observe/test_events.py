@@ -41,7 +41,7 @@ EVENTS = [
     PlanEvent(7, "ab12", ((0, 1, 0, 4), (1, 2, 0, 4)), {"1": 6, "2": 2}, ("instant",), 0.002),
     ReadyEvent(),
     PhasesEvent(7, {"compute": 12_000_000, "reduce": 5}),
-    RecoveryEvent(7, "re-run", {"freeze": 0.01, "edit": 0.2}),
+    RecoveryEvent(7, "re-run", {"decide": 0.01, "edit": 0.2}),
     MigrationEvent(8, 6, 2, 4, 595_200, 0.29, 0.001),
     ProtectionEvent(9, 0.412, 1, 12),
     CertificateEvent(7, "recovery", True, 96, 96, 0.004, 12, "ab", ("block (0, 0, 1) has no owner",)),
