@@ -12,7 +12,6 @@ loss raises a ``CommError``; the caller then calls again with a new report.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -107,7 +106,7 @@ class Agreement:
         """
         seconds = dict[str, float]()
         decision, edit = self._decided(error, report, seconds)
-        started = time.monotonic()
+        started = self.threads.monotonic()
         reports = reports_of(decision)
         named = history.in_force([record for r in reports.values() for record in r.holdings.records])
         voting = history.common(r.voting for r in reports.values())
@@ -122,7 +121,7 @@ class Agreement:
         # Some rank may have allocated units whose parameters it lacks.
         undefined = assignment != named.assignment or lost_steps > 0 or bool(newcomers(decision))
         view = self.views.build_view(decision, Configuration(promotion.placement, assignment), resolution.record)
-        seconds["plan"] = time.monotonic() - started
+        seconds["plan"] = self.threads.monotonic() - started
         outcome = RecoveryOutcome(
             decision=decision,
             lost=self.unreported,
@@ -147,15 +146,15 @@ class Agreement:
         if isinstance(error, PeerLost) and not error.heard:
             self.membership.suspect(error.rank, error.why)
         self.injector.reach("in_recovery_freeze", step)
-        started = time.monotonic()
+        started = self.threads.monotonic()
         decision = self.membership.decide(self.views.fabric.address(), report.to_text(), self.timeout)
         self.members = tuple(sorted(decision.members.keys() - set(newcomers(decision))))
         self.unreported = (*self.unreported, *self.membership.overlooked(), *decision.lost)
-        seconds["decide"] = time.monotonic() - started
+        seconds["decide"] = self.threads.monotonic() - started
         self.injector.enter([at.incarnation for at in decision.members.values()], self.views.launch_topology.slots)
         self.injector.reach("in_recovery_decide", step)
         edit = self.views.fabric.edit(decision.generation, decision.members, self.timeout)
-        seconds["edit"] = time.monotonic() - started - seconds["decide"]
+        seconds["edit"] = self.threads.monotonic() - started - seconds["decide"]
         self.injector.reach("in_recovery_edit", step)
         return decision, edit
 

@@ -8,7 +8,6 @@ the same statements and therefore comes to the same result.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -122,7 +121,7 @@ def examine(
     transition: Transition,
 ) -> CertificateOutcome:
     """Exchange statements and certify them. Findings are in the result, not raised. Collective."""
-    began, step = time.monotonic(), mine.record.version
+    began, step = tools.threads.monotonic(), mine.record.version
     texts = gather_messages(tools.fabric, str, mine.text)
     statements = {rank: Statement.from_json(text) for rank, text in texts.items()}
     due = {key: len(copies.mirrors) for key, copies in view.placement.copies.items()}
@@ -132,8 +131,8 @@ def examine(
         parked = transition != "start"
         passed = certify(statements, groups, due, rows, view.living, parked, view.plan.skipped)
     except CertificateError as error:
-        return CertificateOutcome(transition, step, time.monotonic() - began, None, error.findings)
-    return CertificateOutcome(transition, step, time.monotonic() - began, passed)
+        return CertificateOutcome(transition, step, tools.threads.monotonic() - began, None, error.findings)
+    return CertificateOutcome(transition, step, tools.threads.monotonic() - began, passed)
 
 
 def name_disputes(tools: Tools, view: View, record: StepRecord, mine: Disputes) -> CertificateOutcome:
@@ -154,7 +153,7 @@ def examine_memory(
     Call it between the vote and the update, while the parameters still come from the
     owners' last gather. Returns no changes if the right copy cannot be told from the wrong one.
     """
-    began = time.monotonic()
+    began = tools.threads.monotonic()
     suspects = sorted({key for keys in gather_messages(tools.fabric, Keys, mine.contents).values() for key in keys})
     marks = fingerprints(tools.pool, suspects, tools.arena.dtype), parameter_hashes(tools.arena, suspects)
     tables = gather_messages(tools.fabric, Marks, marks)
@@ -169,5 +168,5 @@ def examine_memory(
     if any((corruption.block, corruption.rank) not in dropped for corruption in found):
         changes = ()
     return changes, CertificateOutcome(
-        "rolling", record.version, time.monotonic() - began, None, tuple(map(str, found))
+        "rolling", record.version, tools.threads.monotonic() - began, None, tuple(map(str, found))
     )

@@ -10,7 +10,6 @@ An attempt is kept until the step is over. If every rank that had the vote's sum
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -203,7 +202,7 @@ class StepCommit:
             self._certifier.mend_memory(attempt.disputes)
             self.update()  # what is moved next is at the record's version
             self._migrator.gather_owners()
-            self._migrator.exposed(time.monotonic())
+            self._migrator.exposed(at.tools.threads.monotonic())
         at.tools.reach("after_vote", step)
 
     def _refuse(self, total: Tally, attempt: _Attempt) -> None:

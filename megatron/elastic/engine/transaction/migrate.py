@@ -14,7 +14,6 @@ Their calls, in order::
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -29,6 +28,7 @@ from megatron.elastic.engine.transaction.certify import Certifier
 from megatron.elastic.engine.transaction.context import Context
 from megatron.elastic.engine.transaction.protection import Exposure, Protected
 from megatron.elastic.engine.transaction.streams import Moved, Streams
+from megatron.elastic.platform.threads import Threads
 from megatron.elastic.state.transfer import commit, prune
 
 __all__ = ["Migrator"]
@@ -68,7 +68,7 @@ class Migrator:
         """Bytes a second at which state leaves this rank beside a step."""
         self._abandoned: list[Streams] = []
         """Kept until the next edit: only then does no peer write into their buffers."""
-        self._exposure = Exposure(context.tools.fabric.rank)
+        self._exposure = Exposure(context.tools.fabric.rank, context.tools.threads.monotonic)
         self._arrived = 0
         self._gone: list[object] = []
         """Unused memory. It is released while this rank waits, since the kernel takes milliseconds to reclaim it."""
@@ -199,7 +199,7 @@ class Migrator:
         if not self._concluded or "finish" in self._seconds:
             return
         streams, at = self._under_way(), self._context
-        with _timed(self._seconds, "finish"):
+        with _timed(self._seconds, "finish", at.tools.threads):
             at.tools.publish("migration", streams.peers)
             at.tools.reach("in_migration_finish", at.record.version)
             streams.finish()
@@ -226,7 +226,7 @@ class Migrator:
         self._gone.append(prune(at.tools.pool, self.heading.placement))
         if self._concluded:
             streams, before = self._under_way(), at.view.assignment
-            with _timed(self._seconds, "switch"):
+            with _timed(self._seconds, "switch", at.tools.threads):
                 self._build_view()
             gained = streams.migration.target.assignment.gained(before)
             self._ended, self.came = streams, frozenset[int]().union(*gained.values())
@@ -241,10 +241,10 @@ class Migrator:
         at, streams, seconds = self._context, self._ended, self._seconds
         blocks = {change.block for change in streams.migration.changes if change.kind != "drop"}
         blocks |= {key for key in at.view.placement.copies if key[0] in self.came}
-        with at.timer.phase("migration"), _timed(seconds, "certificate"):
+        with at.timer.phase("migration"), _timed(seconds, "certificate", at.tools.threads):
             self._certifier.certify("migration", blocks)
         self._ended, self.came = None, frozenset()
-        beside = time.monotonic() - streams.began - sum(seconds.values())
+        beside = at.tools.threads.monotonic() - streams.began - sum(seconds.values())
         at.listener.moved(at.record, at.view, Moved(streams.migration, streams.bytes_received, beside, seconds))
 
     def forget(self, keep: bool = True) -> None:
@@ -296,7 +296,7 @@ class Migrator:
 
 
 @contextmanager
-def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
-    began = time.monotonic()
+def _timed(seconds: dict[str, float], name: str, threads: Threads) -> Iterator[None]:
+    began = threads.monotonic()
     yield
-    seconds[name] = time.monotonic() - began
+    seconds[name] = threads.monotonic() - began

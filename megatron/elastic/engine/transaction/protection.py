@@ -7,7 +7,6 @@ lengthens it. A rank admitted meanwhile does not know when it began and does not
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
@@ -39,7 +38,7 @@ class _Open:
 class Exposure:
     """Measures the time with too few mirrors. For the training thread; ``clock`` returns monotonic seconds."""
 
-    def __init__(self, rank: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, rank: int, clock: Callable[[], float]) -> None:
         self._rank = rank
         self._clock = clock
         self._open: _Open | None = None

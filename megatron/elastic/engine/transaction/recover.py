@@ -12,7 +12,6 @@ nothing without a vote.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -74,7 +73,8 @@ class Recovery:
 
         ``StateLost``, ``PlanError``, ``CertificateError`` and ``CommunicationFault`` end the job.
         """
-        at, started = self._context, time.monotonic()
+        at = self._context
+        started = at.tools.threads.monotonic()
         while True:
             try:
                 self._explain(error)
@@ -89,7 +89,7 @@ class Recovery:
                 self._settle(outcome)
                 at.tools.reach("in_recovery_resume", at.record.version)
                 at.injector.settle()
-                at.listener.settled(outcome, at.view, time.monotonic() - started)
+                at.listener.settled(outcome, at.view, at.tools.threads.monotonic() - started)
                 self._migrator.exposed(started, outcome.newcomers)
                 at.agreement.unreported, at.agreement.members = (), ()
                 return outcome.phase_over

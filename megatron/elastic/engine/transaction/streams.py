@@ -26,7 +26,6 @@ receiver one message beside the copies it has received.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -153,7 +152,7 @@ class Streams:
     ) -> None:
         """Start the streams. ``held``: nothing is sent before :meth:`release`."""
         self.migration = migration
-        self.began = time.monotonic()
+        self.began = threads.monotonic()
         self._given_up = threads.event()
         self._link_is_free = threads.event()
         self._idle = threads.event()
