@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -11,13 +10,10 @@ from hypothesis import strategies as st
 
 from megatron.elastic.control.clock import JobClock
 from megatron.elastic.control.events import Event, Lifted, NodeLost
-from megatron.elastic.control.failures import Failures
 from megatron.elastic.control.generations import Generations, Node
 from megatron.elastic.control.quarantine import Quarantine
-from megatron.elastic.control.timing import Timing
 from megatron.elastic.control.wire import Codec, ProtocolError
-from megatron.elastic.launch.agent.loop import Loop
-from megatron.elastic.launch.agent.respawn import Respawn
+from megatron.elastic.launch.agent.quarantines import Quarantines
 
 SECONDS = st.floats(0.0, 1e6)
 
@@ -57,28 +53,15 @@ def test_a_quarantine_lasts_its_time_though_the_wall_clock_is_set(monkeypatch: p
     nodes = {n: Node(f"h{n}", (n,)) for n in range(3)}
     state = Generations(nodes, quarantine=Quarantine(1, 60.0))
     assert state.quarantine.lost(1, [0, 2], clock.now())
-    loop, timing = Loop(), Timing.derive(1.0)
-    nothing: Any = None  # no worker is started here
-    respawn = Respawn(
-        0,
-        state,
-        Failures(),
-        {},
-        loop,
-        timing,
-        clock,
-        nothing,
-        nothing,
-        appended.append,
-    )
+    let_in = list[int]()
+    quarantines = Quarantines(0, state, clock, lambda: let_in.append(0), appended.append)
     for wall, waited in ((1e12, 30.0), (0.0, 30.5)):
         monkeypatch.setattr(time, "time", lambda wall=wall: wall)
-        respawn.consider_quarantine({})
+        quarantines.consider({})
         assert appended == []
         machine.seconds += waited
-    respawn.consider_quarantine({})
-    assert appended == [Lifted(1, 1, "its time is over")]
-    loop.close()
+    quarantines.consider({})
+    assert appended == [Lifted(1, 1, "its time is over")] and let_in == []
 
 
 @pytest.mark.parametrize("at", ["1e999", "-1e999", "Infinity", "NaN", '"1"', "null"])

@@ -53,6 +53,7 @@ from megatron.elastic.launch.agent.node_leases import NodeLeases, Table
 from megatron.elastic.launch.agent.notify_workers import notify_worker
 from megatron.elastic.launch.agent.place import Place
 from megatron.elastic.launch.agent.presence import Presence
+from megatron.elastic.launch.agent.quarantines import Quarantines
 from megatron.elastic.launch.agent.rendezvous import JobMembers
 from megatron.elastic.launch.agent.respawn import Respawn
 from megatron.elastic.launch.agent.watch import Watch
@@ -60,6 +61,7 @@ from megatron.elastic.launch.agent.worker_messages import WorkerMessages
 from megatron.elastic.launch.arguments import JobSpec
 from megatron.elastic.launch.messages import say
 from megatron.elastic.launch.workers.logs import WorkerLogs
+from megatron.elastic.launch.workers.node_workers import NodeWorkers
 from megatron.elastic.launch.workers.pool import Pool, Worker
 from megatron.elastic.launch.workers.processes import kill_group, process_state
 from megatron.elastic.launch.workers.spawn import Spawner
@@ -80,7 +82,6 @@ class Agent:
         self.timing = Timing.derive(job.settings.detection_timeout)
         self.clock = JobClock()
         self.exit_code: int | None = None
-        self.by_rank: dict[int, Worker] = {}
         self._loop, self._pool = loop, pool
         self._mine = members.nodes[self.node]
         # The journal, and the state that follows from it.
@@ -110,18 +111,10 @@ class Agent:
         # Consequences of the state: workers are started, the journal is trimmed.
         self._logs = WorkerLogs(job, self._mine.ranks)
         self._spawner = Spawner(job, members, pool, self._logs)
-        self._respawn = Respawn(
-            self.node,
-            self.state,
-            self._failures,
-            self.by_rank,
-            loop,
-            self.timing,
-            self.clock,
-            pool,
-            self._spawner,
-            self.append,
-        )
+        workers = NodeWorkers(pool, self._spawner)
+        self.by_rank = workers.by_rank
+        self._respawn = Respawn(self.node, self.state, self._failures, workers, loop, self.timing, self.append)
+        self._quarantines = Quarantines(self.node, self.state, self.clock, self._respawn.start_lost, self.append)
         seen = {} if self._leases is None else self._leases.seen
         self._journal_trimming = JournalTrimming(
             members.store, members.signer, self.node, self.state, self._failures, seen
@@ -169,7 +162,7 @@ class Agent:
                 table.update(other)
         if self.state.coordinator() == self.node and self._active:
             self._hang_arbiter.consider(table)
-            self._respawn.consider_quarantine(table)
+            self._quarantines.consider(table)
 
     def table(self) -> Table:
         """The activities of this node's workers, and for how long each has not changed."""
@@ -295,7 +288,7 @@ class Agent:
             self._react(event)
         elif not self._mine.alive or isinstance(event, NodeBack):
             self._return(event)
-        self._respawn.follow_quarantine(event)
+        self._quarantines.follow(event)
         for worker in list(self.by_rank.values()):
             self._notify(worker)
         if self.state.decided != decided and self.state.decision is not None:
