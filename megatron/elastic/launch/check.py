@@ -13,7 +13,8 @@ import sys
 from megatron.elastic.control import env
 from megatron.elastic.control.slot import Slot
 from megatron.elastic.launch.arguments import JobSpec
-from megatron.elastic.launch.workers.worker import WorkerSpec, run_script
+from megatron.elastic.launch.workers.worker import run_script
+from megatron.elastic.launch.workers.zygote_messages import WorkerSpec
 
 __all__ = ["check"]
 
@@ -46,6 +47,6 @@ def _run(job: JobSpec) -> int:
     os.environ.update(environ)
     descriptor, slot = Slot.create("elastic-check")
     try:
-        return run_script(WorkerSpec(0, job.kind, job.target, job.arguments, environ, job.adapt), descriptor)
+        return run_script(WorkerSpec.of(0, job.kind, job.target, job.arguments, environ, job.adapt), descriptor)
     finally:
         slot.close()

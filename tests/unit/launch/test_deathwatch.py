@@ -25,7 +25,7 @@ from megatron.elastic.control.slot import Slot
 from megatron.elastic.launch.agent.loop import Loop
 from megatron.elastic.launch.workers.pool import Pool, PoolEvents, Worker
 from megatron.elastic.launch.workers.processes import describe_status, ending_status, process_state
-from megatron.elastic.launch.workers.worker import WorkerSpec
+from megatron.elastic.launch.workers.zygote_messages import WorkerSpec
 from megatron.elastic.launch.workers.zygote_process import ZygoteProcess
 
 HEAVY = 256 << 20
@@ -190,7 +190,7 @@ def start(pool: Pool, script: Path, number: int) -> None:
     fd, slot = Slot.create("test")
     environ = {"RANK": "0", env.SLOTS: "1", env.INCARNATION: str(number), env.HOST: "here", env.DOMAIN: "here"}
     environ["PYTHONPATH"] = os.pathsep.join(sys.path)
-    spec = WorkerSpec(number, "script", str(script), (), environ)
+    spec = WorkerSpec.of(number, "script", str(script), (), environ)
     out = os.open(os.devnull, os.O_WRONLY)
     pool.fork(spec, Worker(number, 0, 0, number, mine, slot), fd, theirs, out, os.dup(2))
 

@@ -1,4 +1,4 @@
-"""What the launcher knows of processes, and its loop."""
+"""The launcher's view of processes, and its loop."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megatron.elastic.launch.workers.processes import (
     sweep_scratch,
     sweep_segments,
 )
-from megatron.elastic.launch.workers.zygote_messages import Exited, Fork, FromZygote, Ready
+from megatron.elastic.launch.workers.zygote_messages import Exited, Fork, FromZygote, Ready, WorkerSpec
 
 ENVIRON = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[3])}
 
@@ -95,7 +95,7 @@ def test_killing_a_group_takes_what_the_leader_started() -> None:
 def test_messages_carry_descriptors_and_the_end_is_none() -> None:
     one, two = MessageSocket.pair(FromZygote, Fork)
     reading, writing = os.pipe()
-    fork = Fork(1, "script", b"name \xff.py", ("é".encode(),), {"A": b"\xfe"}, True)
+    fork = Fork(WorkerSpec(1, "script", b"name \xff.py", ("é".encode(),), {"A": b"\xfe"}, True))
     one.send(fork, [writing])
     os.close(writing)
     received = two.receive()

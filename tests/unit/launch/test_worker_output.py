@@ -1,4 +1,4 @@
-"""What a worker of a node is started with: output, environment, scratch folder; and a check that starts one alone."""
+"""The start of a node's worker: output, environment, scratch folder; and a check that starts one alone."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megatron.elastic.launch.check import check
 from megatron.elastic.launch.workers.logs import WorkerLogs
 from megatron.elastic.launch.workers.pool import Pool, Worker
 from megatron.elastic.launch.workers.spawn import Spawner
-from megatron.elastic.launch.workers.worker import WorkerSpec
+from megatron.elastic.launch.workers.zygote_messages import WorkerSpec
 
 RANKS = (4, 5)
 """Of the second of two nodes; the others have two ranks each, too."""
@@ -128,7 +128,8 @@ class Started:
 
     def start(self, rank: int, incarnation: int = 0, newcomer: bool = False) -> dict[str, str]:
         self.workers.append(self.spawner.start(rank, incarnation, newcomer))
-        return self.forks.specs[-1].environ
+        spec = self.forks.specs[-1]
+        return {name: spec.variable(name) for name in spec.environ}
 
 
 @pytest.fixture

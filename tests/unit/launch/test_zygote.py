@@ -18,9 +18,8 @@ import pytest
 from megatron.elastic.control import env
 from megatron.elastic.control.slot import Slot
 from megatron.elastic.launch.workers.processes import MessageSocket
-from megatron.elastic.launch.workers.worker import WorkerSpec
 from megatron.elastic.launch.workers.zygote import Zygote
-from megatron.elastic.launch.workers.zygote_messages import Exited, Fork, Forked, FromZygote, Ready
+from megatron.elastic.launch.workers.zygote_messages import Exited, Fork, Forked, FromZygote, Ready, WorkerSpec
 from megatron.elastic.launch.workers.zygote_process import ZygoteProcess
 
 PATIENCE = 60.0
@@ -48,8 +47,8 @@ class Agent:
         fd, slot = Slot.create("test")
         self._slots.append(slot)
         out, err = os.open(os.devnull, os.O_WRONLY), os.dup(2)
-        spec = WorkerSpec(number, "script", str(script), (), environ)
-        self.process.socket.send(spec.to_message(), [theirs.fileno(), fd, out, err])
+        spec = WorkerSpec.of(number, "script", str(script), (), environ)
+        self.process.socket.send(Fork(spec), [theirs.fileno(), fd, out, err])
         for descriptor in (fd, out, err):
             os.close(descriptor)
         theirs.close()

@@ -15,7 +15,7 @@ PROGRAM = """
     import torch
     import megatron.elastic.launch.agent.agent
     from megatron.elastic.control.slot import Slot
-    from megatron.elastic.launch.workers.worker import WorkerSpec
+    from megatron.elastic.launch.workers.zygote_messages import Fork, WorkerSpec
     from megatron.elastic.launch.workers.zygote_process import ZygoteProcess, may_fork
 
     def messages(zygote):
@@ -36,9 +36,9 @@ PROGRAM = """
     print(open(f"/proc/{zygote.pid}/comm").read(), end="")
     fd, _ = Slot.create("test")
     control, theirs = socket.socketpair()
-    spec = WorkerSpec(1, "script", sys.argv[2], ("a", "\\udcff"), {"RANK": "3"})
+    spec = WorkerSpec.of(1, "script", sys.argv[2], ("a", "\\udcff"), {"RANK": "3"})
     out = os.dup(1)
-    zygote.socket.send(spec.to_message(), [theirs.fileno(), fd, out, os.dup(2)])
+    zygote.socket.send(Fork(spec), [theirs.fileno(), fd, out, os.dup(2)])
     for _ in range(2):
         next(heard)
     print(open(sys.argv[3]).read())

@@ -32,8 +32,7 @@ from megatron.elastic.launch.workers.processes import (
     exit_status,
     kill_group,
 )
-from megatron.elastic.launch.workers.worker import WorkerSpec
-from megatron.elastic.launch.workers.zygote_messages import Exited, Forked, FromZygote, Ready
+from megatron.elastic.launch.workers.zygote_messages import Exited, Fork, Forked, FromZygote, Ready, WorkerSpec
 from megatron.elastic.launch.workers.zygote_process import ZygoteProcess
 
 __all__ = ["Pool", "PoolEvents", "Worker"]
@@ -163,7 +162,7 @@ class Pool:
         try:
             if self._socket is None:
                 raise ConnectionError("no zygote")
-            self._socket.send(spec.to_message(), [theirs.fileno(), slot_fd, out, err])
+            self._socket.send(Fork(spec), [theirs.fileno(), slot_fd, out, err])
         except OSError:
             # No zygote, or more arguments than one message holds: this worker is not going to be.
             self._loop.post(lambda: self._end(worker, _NOT_STARTED))

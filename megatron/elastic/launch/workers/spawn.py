@@ -13,7 +13,7 @@ from megatron.elastic.launch.arguments import JobSpec
 from megatron.elastic.launch.workers.logs import WorkerLogs
 from megatron.elastic.launch.workers.pool import Pool, Worker
 from megatron.elastic.launch.workers.processes import sweep_scratches, sweep_segments
-from megatron.elastic.launch.workers.worker import WorkerSpec
+from megatron.elastic.launch.workers.zygote_messages import WorkerSpec
 
 __all__ = ["Spawner"]
 
@@ -41,7 +41,7 @@ class Spawner:
         slot_fd, slot = Slot.create(f"elastic-slot-{rank}")
         worker = Worker(self._count, rank, rank - self._node.ranks[0], incarnation, mine, slot)
         environ = self._environ(worker) | {env.NEWCOMER: str(int(newcomer)), env.SCRATCH: self._scratch_of(worker)}
-        spec = WorkerSpec(self._count, job.kind, job.target, job.arguments, environ, job.adapt)
+        spec = WorkerSpec.of(self._count, job.kind, job.target, job.arguments, environ, job.adapt)
         out, err = self._logs.open(worker.local_rank)
         self._pool.fork(spec, worker, slot_fd, theirs, out, err)
         return worker

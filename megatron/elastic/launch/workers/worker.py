@@ -20,7 +20,7 @@ import sys
 import threading
 import traceback
 import types
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from string import Template
 from typing import Any, NoReturn
 
@@ -29,51 +29,22 @@ from megatron.elastic.control import env
 from megatron.elastic.control.exits import ExitReason
 from megatron.elastic.control.slot import Slot
 from megatron.elastic.launch.workers.processes import chain_children, die_with_parent, name_process, note_process
-from megatron.elastic.launch.workers.zygote_messages import Fork, Kind
+from megatron.elastic.launch.workers.zygote_messages import WorkerSpec
 
-__all__ = ["WorkerSpec", "become", "reason_of", "run_script"]
+__all__ = ["Start", "become", "reason_of", "run_script"]
 
 
 @dataclass
-class WorkerSpec:
-    """The program of a worker and its environment. ``fds``: control socket, slot, standard output, standard error."""
+class Start:
+    """The start of a worker in a process that the zygote forks."""
 
-    number: int
-    """The agent's name for this incarnation, unique in the agent's life."""
-    kind: Kind
-    target: str
-    arguments: tuple[str, ...]
-    environ: dict[str, str]
-    """Added to the zygote's own environment."""
-    adapt: bool = False
-    """Import ``megatron.elastic.adaptor`` before the script."""
-    fds: list[int] = field(default_factory=list)
-    parent: int = 0
+    spec: WorkerSpec
+    fds: list[int]
+    """Control socket, slot, standard output, standard error."""
+    parent: int
+    """Process that the worker ends with."""
     exec_python: bool = False
-
-    def to_message(self) -> Fork:
-        """The request to start it; the descriptors travel beside it."""
-        return Fork(
-            self.number,
-            self.kind,
-            os.fsencode(self.target),
-            tuple(map(os.fsencode, self.arguments)),
-            {name: os.fsencode(value) for name, value in self.environ.items()},
-            self.adapt,
-        )
-
-    @classmethod
-    def from_message(cls, message: Fork, fds: list[int]) -> WorkerSpec:
-        """Inverse of :meth:`to_message`."""
-        return cls(
-            message.number,
-            message.kind,
-            os.fsdecode(message.target),
-            tuple(map(os.fsdecode, message.arguments)),
-            {name: os.fsdecode(value) for name, value in message.environ.items()},
-            message.adapt,
-            fds,
-        )
+    """Begin with a new interpreter instead of the zygote's."""
 
     def close_fds(self) -> None:
         """Close the parent's copies."""
@@ -82,26 +53,33 @@ class WorkerSpec:
         self.fds = []
 
 
-def become(spec: WorkerSpec) -> NoReturn:
+def become(start: Start) -> NoReturn:
     """Turn this forked process into the worker, and end it with the exit code of the user's program."""
-    die_with_parent(spec.parent)
+    spec = start.spec
+    die_with_parent(start.parent)
     os.setsid()
     _reset_signals()
-    control, slot = _take_descriptors(spec)
-    os.environ.update(spec.environ)
+    control, slot = _take_descriptors(start)
+    os.environ.update((name, spec.variable(name)) for name in spec.environ)
     name_process(f"rank{os.environ.get('RANK', '')}")
     os.environ[env.CONTROL_FD], os.environ[env.SLOT_FD] = str(control), str(slot)
+    target, arguments = _command(spec)
     if spec.kind == "program":
-        _exec(spec.target, [spec.target, *spec.arguments], control, slot)
-    if spec.exec_python:
+        _exec(target, [target, *arguments], control, slot)
+    if start.exec_python:
         # A death signal survives exec; fork hooks do not, and are set up again there.
         runner = [sys.executable, "-u", "-m", "megatron.elastic.launch.workers.worker", spec.kind, str(int(spec.adapt))]
-        _exec(sys.executable, [*runner, spec.target, *spec.arguments], control, slot)
+        _exec(sys.executable, [*runner, target, *arguments], control, slot)
     _leave(run_script(spec, slot))
 
 
-def _take_descriptors(spec: WorkerSpec) -> tuple[int, int]:
-    control, slot, out, err = spec.fds
+def _command(spec: WorkerSpec) -> tuple[str, list[str]]:
+    """The target and its arguments, as text."""
+    return os.fsdecode(spec.target), [os.fsdecode(argument) for argument in spec.arguments]
+
+
+def _take_descriptors(start: Start) -> tuple[int, int]:
+    control, slot, out, err = start.fds
     null = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((null, 0), (out, 1), (err, 2)):
         os.dup2(source, target)
@@ -228,25 +206,26 @@ def _take_scratch() -> None:
 
 def _run_main(spec: WorkerSpec) -> None:
     local_rank = os.environ.get("LOCAL_RANK", "0")
+    target, arguments = _command(spec)
     # torchrun's one macro.
-    sys.argv = [spec.target, *(Template(text).safe_substitute(local_rank=local_rank) for text in spec.arguments)]
+    sys.argv = [target, *(Template(text).safe_substitute(local_rank=local_rank) for text in arguments)]
     if spec.kind == "module":
         sys.path[0] = os.getcwd()
-        runpy.run_module(spec.target, run_name="__main__", alter_sys=True)
+        runpy.run_module(target, run_name="__main__", alter_sys=True)
         return
-    sys.path[0] = os.path.dirname(os.path.realpath(spec.target))
-    with open(spec.target, "rb") as file:
-        code = compile(file.read(), spec.target, "exec")
+    sys.path[0] = os.path.dirname(os.path.realpath(target))
+    with open(target, "rb") as file:
+        code = compile(file.read(), target, "exec")
     main = types.ModuleType("__main__")
     # A module of its own, so that the script can be pickled from and imported again by spawned children.
-    main.__dict__.update(__file__=spec.target, __builtins__=builtins, __cached__=None)
+    main.__dict__.update(__file__=target, __builtins__=builtins, __cached__=None)
     sys.modules["__main__"] = main
     exec(code, main.__dict__)
 
 
 def main(argv: list[str]) -> NoReturn:
     """Second half of a worker started by exec: ``KIND ADAPT TARGET ARGUMENTS…``."""
-    spec = WorkerSpec(0, argv[1], argv[3], tuple(argv[4:]), {}, argv[2] == "1")  # type: ignore[arg-type]
+    spec = WorkerSpec.of(0, argv[1], argv[3], argv[4:], {}, argv[2] == "1")  # type: ignore[arg-type]
     _leave(run_script(spec, int(os.environ[env.SLOT_FD])))
 
 

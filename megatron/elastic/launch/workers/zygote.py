@@ -37,7 +37,7 @@ from megatron.elastic.launch.workers.processes import (
     sweep_segments,
     thread_count,
 )
-from megatron.elastic.launch.workers.worker import WorkerSpec, become
+from megatron.elastic.launch.workers.worker import Start, become
 from megatron.elastic.launch.workers.zygote_messages import Exited, Fork, Forked, FromZygote, Ready
 
 __all__ = ["Zygote", "main", "serve_agent"]
@@ -74,8 +74,8 @@ class Zygote:
         gc.freeze()
         self._tell(Ready(tuple(notes)))
 
-    def serve(self) -> WorkerSpec | None:
-        """Fork on request and reap. Returns a spec in a forked worker, None in the zygote once the agent is gone."""
+    def serve(self) -> Start | None:
+        """Fork on request and reap. Returns its start in a forked worker, None in the zygote once the agent is gone."""
         poll = select.poll()
         poll.register(self._agent, select.POLLIN)
         while True:
@@ -88,15 +88,15 @@ class Zygote:
                 if received is None:
                     self._end()
                     return None
-                spec = WorkerSpec.from_message(*received)
-                forked = self._fork(spec)
+                request, fds = received
+                start = Start(request.spec, list(fds), os.getpid(), not self._may_fork)
+                forked = self._fork(start)
                 if forked is None:
-                    return spec
+                    return start
                 poll.register(forked, select.POLLIN)
 
-    def _fork(self, spec: WorkerSpec) -> int | None:
-        spec.parent = os.getpid()
-        spec.exec_python = not self._may_fork
+    def _fork(self, start: Start) -> int | None:
+        spec = start.spec
         pid = os.fork()
         if pid == 0:
             self._agent.close()
@@ -104,10 +104,10 @@ class Zygote:
                 os.close(fd)
             return None
         pidfd = os.pidfd_open(pid)
-        self._segments, scratch = spec.environ.get(env.SEGMENT_PREFIX, ""), spec.environ.get(env.SCRATCH, "")
+        self._segments, scratch = spec.variable(env.SEGMENT_PREFIX), spec.variable(env.SCRATCH)
         self._scratch = os.path.dirname(scratch)
         self._workers[pidfd] = (spec.number, pid, scratch)
-        spec.close_fds()
+        start.close_fds()
         self._tell(Forked(spec.number, pid), [pidfd])
         return pidfd
 
@@ -149,11 +149,11 @@ def serve_agent(agent: MessageSocket[Fork], agent_pid: int, modules: Sequence[st
     die_with_parent(agent_pid, signal.SIGCONT)
     zygote = Zygote(agent)
     zygote.preload(modules)
-    spec = zygote.serve()
-    if spec is None:
+    start = zygote.serve()
+    if start is None:
         return 0
     del zygote
-    become(spec)
+    become(start)
 
 
 def main(argv: list[str]) -> int:

@@ -5,14 +5,15 @@ Text from a command line or from the environment travels as bytes, since it need
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import msgspec
 
 from megatron.elastic.control.wire import Int64
 
-__all__ = ["Exited", "Fork", "Forked", "FromZygote", "Kind", "Ready"]
+__all__ = ["Exited", "Fork", "Forked", "FromZygote", "Kind", "Ready", "WorkerSpec"]
 
 Kind = Literal["script", "module", "program"]
 """The kind of a worker's program, which says how it is started."""
@@ -22,8 +23,8 @@ class _ZygoteMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, ta
     """Base of the messages."""
 
 
-class Fork(_ZygoteMessage, frozen=True):
-    """Start a worker. Descriptors: its control socket, its slot, standard output, standard error."""
+class WorkerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The program of a worker and its environment."""
 
     number: Int64
     """The agent's name for this incarnation, unique in the agent's life."""
@@ -31,7 +32,33 @@ class Fork(_ZygoteMessage, frozen=True):
     target: bytes
     arguments: tuple[bytes, ...]
     environ: Mapping[str, bytes]
-    adapt: bool
+    """Added to the zygote's own environment."""
+    adapt: bool = False
+    """Import ``megatron.elastic.adaptor`` before the script."""
+
+    @classmethod
+    def of(
+        cls,
+        number: int,
+        kind: Kind,
+        target: str,
+        arguments: Sequence[str],
+        environ: Mapping[str, str],
+        adapt: bool = False,
+    ) -> WorkerSpec:
+        """The same from text, as the operating system gives it."""
+        values = {name: os.fsencode(value) for name, value in environ.items()}
+        return cls(number, kind, os.fsencode(target), tuple(map(os.fsencode, arguments)), values, adapt)
+
+    def variable(self, name: str) -> str:
+        """A variable of its environment; empty where there is none."""
+        return os.fsdecode(self.environ.get(name, b""))
+
+
+class Fork(_ZygoteMessage, frozen=True):
+    """Start a worker. Descriptors: its control socket, its slot, standard output, standard error."""
+
+    spec: WorkerSpec
 
 
 class Ready(_ZygoteMessage, frozen=True):
