@@ -24,7 +24,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.utils.data import Dataset
 
 from megatron.elastic.config import ElasticConfig
-from megatron.elastic.control.events import Wanted
+from megatron.elastic.control.events import Readmitted, Wanted
 from megatron.elastic.control.generations import Node
 from megatron.elastic.control.membership import Activity, Released
 from megatron.elastic.control.requests import Drain, Request, SaveCheckpoint
@@ -44,7 +44,7 @@ from megatron.elastic.runtime.connect import linked
 from megatron.elastic.runtime.start import JobGone, found, join
 from megatron.elastic.runtime.telemetry import write_recovery
 from megatron.elastic.state.record import ConstantSchedule, Hyper, Rate
-from tests.cluster.control import Agent, ClusterMembership, Journal, Launched
+from tests.cluster.control import Agent, ClusterMembership, Launched, SharedJournal
 from tests.cluster.fabric import ClusterFabric, Style, Wire
 from tests.cluster.model import Samples, TinyModel, collate, forward_step
 from tests.cluster.scheduler import ClusterThreads, Killed, Process, Scheduler
@@ -88,6 +88,8 @@ class Program:
     samples: Dataset[torch.Tensor] = field(default_factory=Samples)
     events: Path | None = None
     """Folder for the event logs of all ranks."""
+    outside: Callable[[Cluster], None] | None = None
+    """Runs beside all processes, and may end some."""
 
 
 def rows_of(scenario: Scenario) -> int:
@@ -113,7 +115,7 @@ def topology_of(scenario: Scenario) -> LaunchTopology:
         raise ValueError(f"{layout}: a cell of the cluster is one rank with one chunk")
     cuts = [UNITS * stage // layout.pipeline for stage in range(layout.pipeline + 1)]
     grid = Grid(rows_of(scenario), MICRO_BATCH, layout.data)
-    return LaunchTopology(1, layout.pipeline, layout.data, tuple(pairwise(cuts)), grid)
+    return LaunchTopology(1, layout.pipeline, layout.data, tuple(pairwise(cuts)), grid, extra=scenario.spares)
 
 
 def respawn_after(scenario: Scenario) -> float | None:
@@ -174,7 +176,7 @@ class RankProcess:
         self.process = Process(f"rank {rank}.{incarnation}")
         self.threads = ClusterThreads(cluster.scheduler, self.process)
         self.launched = Launched.of(rank, incarnation, self.process)
-        slots, host = cluster.scenario.layout.ranks, f"host{rank}"
+        slots, host = cluster.scenario.ranks, f"host{rank}"
         self.fabric = ClusterFabric(cluster.wire, rank, slots, incarnation, host, TIMEOUT)
         self.process.resumed = self.fabric.enter
         self.membership = ClusterMembership(self.launched, slots, host, newcomer, self.threads, self._publish)
@@ -198,10 +200,14 @@ class RankProcess:
 
     def die(self) -> NoReturn:
         """Be killed here."""
+        self.kill()
+        raise Killed
+
+    def kill(self) -> None:
+        """End this process, from any task."""
         self.fabric.break_off()
         self.cluster.scheduler.end(self.process)
         self.cluster.program.died(self)
-        raise Killed
 
     def _publish(self, activity: Activity) -> None:
         self.activity = activity
@@ -238,7 +244,8 @@ class RankProcess:
 
         settings = Settings(7, HYPER, per_token_loss=True, communication_timeout=TIMEOUT, steps=scenario.steps)
         topology, rows = topology_of(scenario), rows_of(scenario)
-        units = topology.chunks[self.rank // scenario.layout.data]
+        # A rank beyond the launch builds its model as the first stage would.
+        units = topology.chunks[0 if self.rank >= topology.slots else self.rank // scenario.layout.data]
         model = TinyModel(UNITS, range(*units))
         parts = EngineParts(
             model,
@@ -295,12 +302,11 @@ class Cluster:
         """The same in the order in which it happened."""
         self.processes: list[RankProcess] = []
         """Every incarnation of every rank, in the order they were started."""
-        self.journal = Journal()
+        self.journal = SharedJournal()
         self._wishes = list(scenario.wishes)
-        nodes = {rank: Node(f"host{rank}", (rank,)) for rank in range(scenario.layout.ranks)}
-        self.agents = [
-            Agent(self.scheduler, self.journal, node, nodes, respawn_after(scenario), self._start) for node in nodes
-        ]
+        nodes = {rank: Node(f"host{rank}", (rank,)) for rank in range(scenario.ranks)}
+        launched, after = scenario.layout.ranks, respawn_after(scenario)
+        self.agents = [Agent(self.scheduler, self.journal, node, nodes, launched, after, self._start) for node in nodes]
 
     def _start(self, rank: int, incarnation: int, newcomer: bool) -> Launched:
         started = RankProcess(self, rank, incarnation, newcomer)
@@ -311,12 +317,21 @@ class Cluster:
         """A rank has ended ``step``: what users ask for then."""
         for wish in [one for one in self._wishes if one.step <= step]:
             self._wishes.remove(wish)
-            self.journal.append(Wanted(Drain(wish.ranks) if wish.what == "drain" else SaveCheckpoint()))
+            match wish.what:
+                case "drain":
+                    self.journal.append(Wanted(Drain(wish.ranks)))
+                case "checkpoint":
+                    self.journal.append(Wanted(SaveCheckpoint()))
+                case "admit":
+                    self.journal.append(Readmitted(wish.ranks))
 
     def go(self) -> None:
         """Run to the end of the job. Raises what any rank did not expect, :class:`Deadlock`; with the scenario."""
         for agent in self.agents:
             self.scheduler.spawn(agent.process, "serves", agent.run)
+        outside = self.program.outside
+        if outside is not None:
+            self.scheduler.spawn(Process("outside"), "acts", lambda: outside(self))
         self.scheduler.over = lambda: all(agent.over for agent in self.agents)
         _set_imports_apart()
         with default_group_kept(), named(self.scenario):

@@ -1,9 +1,10 @@
 """The control plane of a cluster in one process: a journal, an agent a node, and each worker's end.
 
-What decides is the real code: every agent has its own :class:`Generations`, to which it applies the journal at its own
-pace; the real :class:`WorkerMessages` turns the messages of workers into events, the real :func:`notify_worker` writes
-those to them, and the worker's half is the real :class:`WorkerProtocol`. Only what carries messages, and the ends and
-starts of processes, are made here.
+What decides is the real code. Every agent has its own view of the real :class:`Journal`, whose store is in this
+process, and its own :class:`Generations`, to which it applies the entries at its own pace. The real
+:class:`WorkerMessages` turns the messages of workers into events, the real :func:`notify_worker` writes those to them,
+and the worker's half is the real :class:`WorkerProtocol`. Only what carries messages, and the ends and starts of
+processes, are made here.
 """
 
 from __future__ import annotations
@@ -13,40 +14,47 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from megatron.elastic.control.events import Decided, Event, Finished, JobEnded, Lost
+from megatron.elastic.control.channel import Credentials
+from megatron.elastic.control.events import Decided, Event, Finished, JobEnded, Lost, Readmitted
 from megatron.elastic.control.generations import Generations, Node
+from megatron.elastic.control.journal import BEGIN, Journal, Mark
+from megatron.elastic.control.keys import Keys, LocalStore
 from megatron.elastic.control.membership import Activity, Loss
 from megatron.elastic.control.messages import FROM_WORKER, TO_WORKER, DrainSignal, FromWorker
 from megatron.elastic.control.protocol import WorkerProtocol
-from megatron.elastic.control.wire import Codec, encode
+from megatron.elastic.control.signer import Signer
+from megatron.elastic.control.wire import encode
 from megatron.elastic.launch.agent.notify_workers import notify_worker
 from megatron.elastic.launch.agent.worker_messages import WorkerMessages
 from megatron.elastic.launch.workers.pool import Worker
 from tests.cluster.scheduler import ClusterThreads, Process, Scheduler
 
-__all__ = ["Agent", "ClusterMembership", "Journal", "Launched"]
+__all__ = ["Agent", "ClusterMembership", "Launched", "SharedJournal"]
 
-EVENT: Codec[Event] = Codec(Event)
+_READMITTED_AFTER = 0.05
+"""Seconds after which a rank that a user lets in is started, where lost ranks do not return by themselves."""
 
 
-@dataclass
-class Journal:
-    """The one order of events, as text."""
+class SharedJournal:
+    """The journal of a run, in a store of its own. Nothing is appended but through here."""
 
-    entries: list[bytes] = field(default_factory=list)
+    def __init__(self) -> None:
+        self._store, self._signer = LocalStore(Keys()), Signer(Credentials("ab" * 16, "cluster"))
+        self._end = self.view()
+        self.entries: list[Event] = []
+
+    def view(self, read: Mark = BEGIN) -> Journal:
+        """A view of its own for an agent that has ``read`` so far."""
+        return Journal(self._store, self._signer, read)
 
     def append(self, event: Event) -> None:
         """At the end."""
-        self.entries.append(encode(event))
+        self.entries += [found for _, found in self._end.append(event) if found is not None]
 
-    def append_at(self, position: int, event: Event) -> None:
-        """Only if nothing came in between."""
-        if len(self.entries) == position:
-            self.append(event)
-
-    def read(self, position: int) -> Event:
-        """The entry at ``position``."""
-        return EVENT.decode(self.entries[position])
+    def append_next(self, read: Mark, event: Event) -> None:
+        """Only if nothing came behind what its author has ``read``."""
+        if self.view(read).append_next(event):
+            self.entries += [found for _, found in self._end.follow(0.0) if found is not None]
 
 
 @dataclass
@@ -115,36 +123,37 @@ class ClusterMembership(WorkerProtocol):
 
 
 class Agent:
-    """Of one node. ``start(rank, incarnation, newcomer)`` starts a process there."""
+    """Of one node. ``start(rank, incarnation, newcomer)`` starts a process there; ``launched``: ranks of the launch."""
 
     def __init__(
         self,
         scheduler: Scheduler,
-        journal: Journal,
+        journal: SharedJournal,
         node: int,
         nodes: Mapping[int, Node],
+        launched: int,
         respawn_after: float | None,
         start: Callable[[int, int, bool], Launched],
     ) -> None:
         self.node, self.process = node, Process(f"agent {node}")
         self.state = Generations(
-            {number: Node(one.host, one.ranks) for number, one in nodes.items()}, respawn_after is not None
+            {number: Node(one.host, one.ranks) for number, one in nodes.items()}, respawn_after is not None, launched
         )
         self._scheduler, self._journal, self._start = scheduler, journal, start
-        self._respawn_after = respawn_after or 0.0
+        self._respawn_after = respawn_after or _READMITTED_AFTER
         self._ranks, self._host = nodes[node].ranks, nodes[node].host
         self._workers: dict[int, Launched] = {}
         self._starts: list[tuple[float, int, int]] = []
         """(when, rank, incarnation) of processes that are to be started."""
-        self._position, self._tried = 0, -1
+        self._read, self._tried = journal.view(), -1
         self.over = False
-        """Whether the job is, as far as this agent knows."""
+        """True once the job is over, as far as this agent knows."""
         self._messages = WorkerMessages(self.state, self._ranks, journal.append, self._greet, lambda worker: None)
 
     def run(self) -> None:
         """Start this node's workers and serve them, for ever."""
         for rank in self._ranks:
-            self._workers[rank] = self._start(rank, 0, False)
+            self._workers[rank] = self._start(rank, 0, rank >= self.state.nominal)
         while True:
             self._scheduler.wait(self._has_work, self._until_a_start())
             due = self._due()
@@ -152,7 +161,7 @@ class Agent:
                 self._scheduler.random.choice(due)()
 
     def _has_work(self) -> bool:
-        if self._position < len(self._journal.entries):
+        if self._read.position < len(self._journal.entries):
             return True
         return any(one.said or one.process.dead for one in self._workers.values())
 
@@ -160,9 +169,9 @@ class Agent:
         return max(0.0, min(self._starts)[0] - self._scheduler.now) if self._starts else None
 
     def _due(self) -> list[Callable[[], None]]:
-        """What this agent could do next: what it does first is chance, as which of its sockets is read first."""
+        """The next actions of this agent. The first one is chosen by chance, as one of several readable sockets is."""
         due: list[Callable[[], None]] = []
-        if self._position < len(self._journal.entries):
+        if self._read.position < len(self._journal.entries):
             due.append(self._deliver)
         for launched in self._workers.values():
             if launched.said and not launched.process.dead:
@@ -186,32 +195,36 @@ class Agent:
         self._journal.append(Lost((loss,), (-1,), self._scheduler.now))
 
     def _deliver(self) -> None:
-        event = self._journal.read(self._position)
-        self._position += 1
+        ((_, event),) = self._read.follow(0.0)
+        assert event is not None, "an entry that does not verify"
         frozen = self.state.frozen
         self.state.apply(event)
         if self.state.frozen != frozen:
             self._messages.begin()
         if isinstance(event, Lost):
-            self._respawn(event)
+            self._respawn({loss.rank: loss.incarnation for loss in event.losses})
+        elif isinstance(event, Readmitted):
+            lost = {rank: state for rank, state in self.state.ranks.items() if state.standing == "lost"}
+            self._respawn({rank: state.incarnation for rank, state in lost.items() if rank in event.ranks})
         for launched in self._workers.values():
             self._notify(launched)
         self._messages.report_if_complete()
         self.over = self.state.over()
-        if self.state.ready() and self.state.coordinator() == self.node and self._tried != self._position:
-            self._tried = self._position
-            self._journal.append_at(self._position, Decided(self.state.frozen, self.node))
+        if self.state.ready() and self.state.coordinator() == self.node and self._tried != self._read.position:
+            self._tried = self._read.position
+            self._journal.append_next(self._read.mark, Decided(self.state.frozen, self.node))
 
-    def _respawn(self, event: Lost) -> None:
-        for loss in event.losses:
-            if loss.rank in self._ranks and self.state.returns(loss.rank):
+    def _respawn(self, lost: Mapping[int, int]) -> None:
+        """Start these ranks of this node later, if they are to return. ``lost``: rank → its incarnation."""
+        for rank, incarnation in lost.items():
+            if rank in self._ranks and self.state.returns(rank):
                 when = self._scheduler.now + self._respawn_after * self._scheduler.random.uniform(0.5, 1.5)
-                self._starts.append((when, loss.rank, loss.incarnation + 1))
+                self._starts.append((when, rank, incarnation + 1))
 
     def _start_next(self) -> None:
         self._starts.sort()
         _, rank, incarnation = self._starts.pop(0)
-        self._workers[rank] = self._start(rank, incarnation, not self.state.fresh)
+        self._workers[rank] = self._start(rank, incarnation, rank >= self.state.nominal or not self.state.fresh)
 
     def _greet(self, worker: Worker) -> None:
         self._notify(self._workers[worker.rank])
@@ -221,5 +234,5 @@ class Agent:
 
     @property
     def ended(self) -> JobEnded | None:
-        """How a worker ended the job, if one did."""
+        """The entry by which a worker ended the job, if one did."""
         return self.state.ended

@@ -29,9 +29,9 @@ TICK = 1e-4
 IDLE = 60.0
 """Nothing but a time-out longer than this is left to wait for: no rank can continue."""
 STALLS = 0.1
-"""How often a task stalls: something keeps it for long from its next turn."""
+"""Probability that a task stalls: it is kept for long from its next turn."""
 HASTE = 0.02
-"""How often one that stalls is considered together with the others."""
+"""Probability with which one that stalls is considered together with the others."""
 
 
 class Killed(BaseException):
@@ -44,10 +44,12 @@ class Deadlock(AssertionError):
 
 @dataclass
 class Process:
-    """What ends as a whole. ``resumed`` is called whenever one of its tasks is about to run."""
+    """Tasks that end as a whole. ``resumed`` is called whenever one of its tasks is about to run."""
 
     name: str
     dead: bool = False
+    stopped: bool = False
+    """None of its tasks runs (SIGSTOP); it can end all the same."""
     resumed: Callable[[], None] = lambda: None
 
 
@@ -166,7 +168,8 @@ class Scheduler:
             able = self._able()
             if able is not None:
                 return able
-            next_end = min((task.until for task in self._tasks if task.until is not None), default=None)
+            running = [task for task in self._tasks if not task.process.stopped]
+            next_end = min((task.until for task in running if task.until is not None), default=None)
             if next_end is None or next_end > self.now + IDLE:
                 self._stop(Deadlock(f"no rank can continue\n{self._where()}"))
             else:
@@ -189,6 +192,8 @@ class Scheduler:
         return found
 
     def _is_able(self, task: Task) -> bool:
+        if task.process.stopped and not task.process.dead:
+            return False
         return task.ready() or task.process.dead or (task.until is not None and self.now >= task.until)
 
     def _where(self) -> str:

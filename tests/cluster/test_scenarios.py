@@ -13,7 +13,8 @@ from tests.scenario.named import NAMED, Named
 from tests.scenario.points import scenario_of
 from tests.scenario.scenario import parse
 from tests.unit.protocol.mutants import MUTANTS, Mutant
-from tests.unit.protocol.protocol_model import Violation, explore
+from tests.unit.protocol.protocol_explore import explore
+from tests.unit.protocol.protocol_state import Violation
 
 SEEDS = range(3)
 QUICK = [one for one in MUTANTS if one.setting.mirrors != 1 or not one.setting.migrate]

@@ -71,7 +71,7 @@ def _job(scenario: Scenario, folder: Path, seconds: float) -> JobResult:
         flags += ["--eval-interval", str(scenario.evaluate), "--eval-iters", "1"]
     if script:
         flags += ["--elastic-allow-inject", "--elastic-inject", script]
-    sizes = (layout.ranks, layout.tensor, layout.pipeline, scenario.steps)
+    sizes = (scenario.ranks, layout.tensor, layout.pipeline, scenario.steps)
     if not scenario.wishes:
         return elastic_job(folder / "events", *sizes, *flags, seconds=seconds)
     command = elastic_command(folder / "events", *sizes, *flags, *SAVING, str(folder / "saved"))

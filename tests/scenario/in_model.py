@@ -1,8 +1,9 @@
 """A scenario in the bounded model: each kill strikes a rank in the state nearest to its point, and there only.
 
 Every interleaving that is left is explored where there are at most :data:`STATES_EXPLORED` states, else :data:`WALKS`
-are drawn by the seed. The model's ranks own a block each, whatever stage they belong to, and none returns: ``losses=``
-and ``rejoin=`` count those that are lost.
+are drawn by the seed. The model's ranks own a block each, whatever stage they belong to. No rank comes later: a lost
+one does not return, also where a user lets it in, and there are no spares; ``losses=`` and ``rejoin=`` count those that
+are lost. A gradient is not finite in the first computation of the first step alone.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from typing import Literal
 from megatron.elastic.engine.inject import Fault
 from tests.scenario.points import finds
 from tests.scenario.scenario import Scenario
-from tests.unit.protocol.protocol_model import Model, TooManyStates, Violation, done, explore, found_by
-from tests.unit.protocol.protocol_state import Faults, Setting, State, initial_state
+from tests.unit.protocol.protocol_explore import TooManyStates, done, explore, found_by
+from tests.unit.protocol.protocol_model import Model
+from tests.unit.protocol.protocol_state import Faults, Setting, State, Violation, initial_state
 
 __all__ = ["Ending", "NotInModel", "play", "setting_of"]
 
@@ -35,17 +37,26 @@ def setting_of(scenario: Scenario, rules_off: Faults = Faults()) -> Setting:  # 
     if scenario.layout.tensor > 1:
         raise NotInModel("tensor-parallel groups")
     for fault in scenario.faults:
-        if fault.kind not in ("kill", "delay") or fault.incarnations - {0} or not fault.ranks:
+        if fault.missing and fault.kind == "delay":
+            continue  # it gives a rank time to return
+        if fault.kind not in ("kill", "delay", "nonfinite") or fault.incarnations - {0} or not fault.ranks:
             raise NotInModel(f"{fault.kind} of ranks {set(fault.ranks)}, lives {set(fault.incarnations)}")
+        if fault.kind == "nonfinite" and fault.steps != {1}:
+            raise NotInModel(f"a gradient that is not finite in steps {set(fault.steps)}")
+        if max(fault.ranks) >= scenario.layout.ranks:
+            raise NotInModel(f"ranks {set(fault.ranks)}, of which some are beyond the launch")
     struck = {rank for fault in scenario.kills() for rank in fault.ranks}
-    moves = scenario.heavy or any(wish.ranks for wish in scenario.wishes)
+    moves = scenario.heavy or any(wish.what == "drain" and wish.ranks for wish in scenario.wishes)
     return Setting(
         ranks=scenario.layout.ranks,
         mirrors=min(scenario.mirrors, scenario.layout.ranks - 1),
         steps=scenario.steps,
         kills=len(struck),
         migrate=moves,
+        refuse=any(fault.kind == "nonfinite" for fault in scenario.faults),
         replenish=len(struck) > 1 and not moves,
+        state_mode=dict(scenario.settings).get("snapshot") == "state",
+        drain=scenario.ends_early,
         faults=rules_off,
     )
 
@@ -61,6 +72,8 @@ class Scripted(Model):
         super().__init__(setting)
         self._kills, self._delays = list[Fault](), list[tuple[Fault, int]]()
         for fault in scenario.faults:
+            if fault.kind == "nonfinite" or fault.missing:
+                continue
             if fault.kind == "delay":
                 self._delays.append((fault, max(1, len(self._kills))))
             else:

@@ -1,7 +1,8 @@
 """The losing interleavings of the rules in docs/design.md §3.6, §4.6, §4.9 and §6.5, as scenarios.
 
-With the rules in force each ends well, in the model, in the cluster and as a job. A text has no word for a gradient
-that is not finite (rule 6) and for a control plane that fails (rules 11, 13 to 15 and 17).
+With the rules in force each ends well, in the model, in the cluster and as a job. In the model no rank comes later, so
+that there the ranks that return and the spares stay away. A text has no word for a control plane that fails (rules 11,
+13, 14 and 17, which ``tests/cluster/test_control_rules.py`` switches off) and for a stray message (rule 15).
 """
 
 from __future__ import annotations
@@ -53,6 +54,12 @@ NAMED: tuple[Named, ...] = (
         "a step is computed again alone",
         f"dp2 steps=3 {LEFT} kill:rank=0,step=2,point=after_reduce delay:rank=1,step=2,point=after_reduce",
     ),
+    Named(
+        6,
+        "a loss while a refused gradient is computed again",
+        f"dp3 steps=3 {LEFT} nonfinite:rank=0,step=1 kill:rank=1,step=1,point=after_reduce,nth=2 "
+        "delay:rank=0,step=1,point=after_reduce,nth=2",
+    ),
     Named(7, "mirrors receive the result", f"dp2 steps=3 {LEFT} snapshot=state kill:rank=1,step=1,point=mid_update"),
     Named(
         8,
@@ -80,6 +87,17 @@ NAMED: tuple[Named, ...] = (
         "dp3 steps=9 evaluate=0 back=boundary "
         "kill:rank=2,losses=0,point=mid_backward kill:rank=1,rejoin=1,point=before_vote",
         may_lose=True,
+    ),
+    Named(
+        16,
+        "a user lets one lost rank in, another is lost",
+        f"dp3 steps=9 {LEFT} mirrors=2 kill:rank=2,step=2,point=mid_backward kill:rank=1,step=6,point=after_reduce "
+        "delay:missing=1,count=0,point=between_steps,seconds=3.0 admit:rank=2,step=3",
+    ),
+    Named(
+        16,
+        "a spare takes a lost rank's place",
+        f"dp2 steps=6 {LEFT} spares=1 kill:rank=1,step=3,point=after_reduce",
     ),
     Named(
         18,

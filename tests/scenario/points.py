@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from megatron.elastic.engine.inject import Fault
-from tests.scenario.scenario import NEVER, Layout, Scenario
-from tests.unit.protocol.protocol_state import Rank, Setting, State
+from megatron.elastic.engine.inject import Fault, default
+from tests.scenario.scenario import NEVER, Layout, Scenario, Wish
+from tests.unit.protocol.protocol_state import ATTEMPTS, Rank, Setting, State
 
 __all__ = ["STATES", "Stand", "at", "finds", "scenario_of", "stand_of"]
 
@@ -163,17 +164,21 @@ def stand_of(state: State, r: int) -> Stand:
 
 
 def finds(fault: Fault, state: State, r: int) -> bool:
-    """Whether rank ``r`` is at a point of ``fault``. ``nth``: in that generation of a step at the earliest."""
+    """Return whether rank ``r`` is at a point of ``fault``. ``nth``: in that computation of a step at the earliest."""
     rank = state.ranks[r]
-    if fault.nth > rank.generation and not MANIFOLD.issuperset(fault.points):
+    if fault.nth > rank.generation + rank.key % ATTEMPTS and not MANIFOLD.issuperset(fault.points):
         return False
     return any(at(p).holds(state, r) and (not fault.steps or at(p).step(rank) in fault.steps) for p in fault.points)
 
 
 def scenario_of(setting: Setting, way: Sequence[tuple[State, str]]) -> Scenario:
     """The losses in a ``way`` of (state, action), and where each loss finds the others."""
-    faults = list[Fault]()
+    faults, wishes = list[Fault](), list[Wish]()
+    if setting.refuse:
+        faults.append(replace(default("nonfinite"), ranks=frozenset({0}), steps=frozenset({1})))
     for number, (state, action) in enumerate(way):
+        if action == "all know of the end":
+            wishes.append(Wish(max(rank.step for rank in state.ranks)))
         who, _, does = action.partition(" ")
         if who == "kill":
             faults.append(_fault("kill", way, number, int(does)))
@@ -182,7 +187,9 @@ def scenario_of(setting: Setting, way: Sequence[tuple[State, str]]) -> Scenario:
             # No point holds a rank that has sent its summand and lacks a sum that others know: left to chance.
             if held.steps and not (voting and held.points == ("after_vote",)):
                 faults.append(held)
-    settings = {"mirrors": setting.mirrors, "migrate_after": 0 if setting.migrate else -1}
+    settings: dict[str, Any] = {"mirrors": setting.mirrors, "migrate_after": 0 if setting.migrate else -1}
+    if setting.state_mode:
+        settings["snapshot"] = "state"
     return Scenario(
         Layout(1, 1, setting.ranks),
         setting.steps,
@@ -191,6 +198,7 @@ def scenario_of(setting: Setting, way: Sequence[tuple[State, str]]) -> Scenario:
         heavy=setting.migrate,
         settings=tuple(sorted(settings.items())),
         faults=tuple(faults),
+        wishes=tuple(wishes),
     )
 
 
@@ -206,5 +214,10 @@ def _fault(kind: str, way: Sequence[tuple[State, str]], number: int, r: int) -> 
     ):
         point = "before_vote"  # a rank that had the sum later would tell that it was sent
     fault = Fault(kind, frozenset({r}), steps, (point,), seconds=HELD_SECONDS)
-    before = {earlier.ranks[r].generation for earlier, _ in way[:number] if finds(fault, earlier, r)}
-    return replace(fault, nth=1 + len(before - {rank.generation}))
+    passes = {_pass(earlier.ranks[r]) for earlier, _ in way[:number] if finds(fault, earlier, r)}
+    return replace(fault, nth=1 + len(passes - {_pass(rank)}))
+
+
+def _pass(rank: Rank) -> tuple[int, int]:
+    """Return what tells one computation of a step from the next: the generation, and the attempt in it."""
+    return rank.generation, rank.key % ATTEMPTS

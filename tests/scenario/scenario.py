@@ -14,6 +14,9 @@ The text form is one line of words, which can be pasted into a test or a command
     kill:rank=0,...             a fault of ``--elastic-inject``, in its grammar
     checkpoint:step=2           a user asks for a checkpoint once step 2 is over
     drain:step=3                a user asks for the end of the job once step 3 is over; with ``rank=``: that these leave
+    admit:rank=2,step=3         a user lets rank 2 in once step 3 is over: a lost one returns, whatever ``back`` says,
+                                and a spare adds a replica
+    spares=1                    as many ranks beyond the launch, which have the numbers that follow
 
 Words of a default value are left out. ``parse`` is the inverse of ``str``.
 """
@@ -26,7 +29,8 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_type_hints
 
 from megatron.elastic.config import ElasticConfig, plain_type
-from megatron.elastic.engine.inject import STEP_POINTS, Fault
+from megatron.elastic.engine.inject import Fault
+from megatron.elastic.engine.inject import default as default_fault
 from megatron.elastic.engine.inject import parse as parse_faults
 
 __all__ = ["RETURNS", "SETTINGS", "Layout", "Scenario", "Wish", "parse"]
@@ -104,7 +108,7 @@ class Wish:
     """A user's request of ``ctl`` once ``step`` is over. A drain of no ``ranks`` is one of the whole job."""
 
     step: int
-    what: Literal["drain", "checkpoint"] = "drain"
+    what: Literal["drain", "checkpoint", "admit"] = "drain"
     ranks: tuple[int, ...] = ()
 
     def __str__(self) -> str:
@@ -150,8 +154,18 @@ class Scenario:
         return int(dict(self.settings).get("mirrors", ElasticConfig.mirrors))
 
     @property
+    def spares(self) -> int:
+        """Number of ranks beyond the launch."""
+        return int(dict(self.settings).get("spares", ElasticConfig.spares))
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks that are started, spares included."""
+        return self.layout.ranks + self.spares
+
+    @property
     def returns(self) -> bool:
-        """True if lost ranks come back."""
+        """True if lost ranks come back by themselves."""
         return self.back != NEVER
 
     @property
@@ -208,12 +222,13 @@ def parse(text: str) -> Scenario:
 
 
 def _take_event(word: str, found: dict[str, Any]) -> None:
-    asked = re.fullmatch(r"(drain|checkpoint):(?:rank=(\d+(?:\|\d+)*),)?step=(\d+)", word)
-    if asked is not None and (asked[1] == "drain" or not asked[2]):
+    asked = re.fullmatch(r"(drain|checkpoint|admit):(?:rank=(\d+(?:\|\d+)*),)?step=(\d+)", word)
+    fits = asked is not None and (asked[1] == "drain" or bool(asked[2]) == (asked[1] == "admit"))
+    if asked is not None and fits:
         ranks = tuple(map(int, asked[2].split("|"))) if asked[2] else ()
         found["wishes"].append(Wish(int(asked[3]), asked[1], ranks))  # type: ignore[arg-type]
-    elif word.startswith(("drain", "checkpoint")):
-        raise ValueError(f"{word!r} is neither drain:[rank=R|R,]step=S nor checkpoint:step=S")
+    elif word.startswith(("drain", "checkpoint", "admit")):
+        raise ValueError(f"{word!r} is none of drain:[rank=R|R,]step=S, checkpoint:step=S, admit:rank=R|R,step=S")
     else:
         found["faults"] += parse_faults(word)
 
@@ -232,7 +247,7 @@ def _text(value: Any) -> str:
 
 def _fault_text(fault: Fault) -> str:
     """The word of ``--elastic-inject`` that reads as ``fault``."""
-    plain = Fault(fault.kind, points=STEP_POINTS if fault.kind == "random" else ("before_step",))
+    plain = default_fault(fault.kind)
     points = "points" if fault.kind == "random" else "point"
     conditional = fault.losses is not None or fault.rejoin is not None or fault.missing or fault.wait
     lives = frozenset[int]() if conditional else plain.incarnations

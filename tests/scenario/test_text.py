@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.elastic.config import ConfigError
-from megatron.elastic.engine.inject import KILL_POINTS, STEP_POINTS, Fault
+from megatron.elastic.engine.inject import GRADIENT_POINTS, KILL_POINTS, STEP_POINTS, Fault
 from tests.scenario.scenario import RETURNS, Layout, Scenario, Wish, parse
 
 NUMBERS = st.integers(0, 40)
@@ -29,10 +29,13 @@ def conditions(draw: st.DrawFn) -> Fault:
     return Fault("kill", draw(SETS), draw(SETS), incarnations=draw(SETS), **conditional)  # type: ignore[arg-type]
 
 
+KINDS = ("kill", "stop", "exit", "raise", "oom", "delay", "slow", "flip", "nonfinite", "random")
+
+
 @st.composite
 def faults(draw: st.DrawFn) -> Fault:
     """Any fault that a script can name."""
-    kind = draw(st.sampled_from(("kill", "stop", "exit", "raise", "oom", "delay", "slow", "flip", "random")))
+    kind = draw(st.sampled_from(KINDS))
     fault = replace(draw(conditions()), kind=kind)
     if kind == "random":
         kinds = tuple(draw(st.lists(st.sampled_from(("kill", "stop")), min_size=1, max_size=2)))
@@ -41,7 +44,8 @@ def faults(draw: st.DrawFn) -> Fault:
         return replace(fault, seed=draw(NUMBERS), rate=draw(st.floats(0.0, 1.0)), count=draw(NUMBERS))
     if kind == "slow":
         return replace(fault, factor=draw(st.floats(1.0, 1000.0)))
-    points = tuple(draw(st.lists(st.sampled_from(list(KILL_POINTS)), min_size=1, max_size=2)))
+    known = GRADIENT_POINTS if kind == "nonfinite" else list(KILL_POINTS)
+    points = tuple(draw(st.lists(st.sampled_from(known), min_size=1, max_size=2)))
     fault = replace(fault, points=points, nth=draw(st.integers(1, 4)), count=draw(NUMBERS))
     match kind:
         case "exit":
@@ -65,8 +69,11 @@ SETTINGS = st.fixed_dictionaries(
     },
 )
 BACK = st.sampled_from(["never", *RETURNS]) | st.floats(0.001, 9.0).map("{:.3f}".format)
-WISHES = st.builds(Wish, NUMBERS, ranks=st.lists(NUMBERS, max_size=2).map(tuple)) | st.builds(
-    Wish, NUMBERS, st.just("checkpoint")
+SOME = st.lists(NUMBERS, min_size=1, max_size=2).map(tuple)
+WISHES = st.one_of(
+    st.builds(Wish, NUMBERS, ranks=st.just(()) | SOME),
+    st.builds(Wish, NUMBERS, st.just("checkpoint")),
+    st.builds(Wish, NUMBERS, st.just("admit"), SOME),
 )
 SCENARIOS = st.builds(
     Scenario,
@@ -102,7 +109,9 @@ def test_what_is_left_out_is_the_default() -> None:
         ("back=later", "never, soon"),
         ("heavy=yes", "on or off"),
         ("kill:rank=1,point=nowhere", "unknown point 'nowhere'"),
-        ("drain:rank=1", "is neither drain:"),
+        ("drain:rank=1", "is none of drain:"),
+        ("admit:step=3", "is none of drain:"),
+        ("nonfinite:rank=1,point=after_reduce", "unknown point 'after_reduce'"),
         ("respawn=on", "is no layout, setting or fault"),
     ],
 )

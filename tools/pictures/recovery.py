@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
-import msgspec
-
+from megatron.elastic.control.events import Decided, Lost, Reported
 from megatron.elastic.plan.model import Plan
 from megatron.elastic.runtime.telemetry import rows_of
 from tests.cluster.cluster import Cluster, run
@@ -114,13 +113,12 @@ def appended(cluster: Cluster) -> list[tuple[str, tuple[int, ...]]]:
 
     Each agent appends the report of its rank; they come in any order and are one here.
     """
-    entries = [msgspec.json.decode(text) for text in cluster.journal.entries]
-    kinds = [entry["kind"] for entry in entries]
-    first = kinds.index("Lost")
-    last = kinds.index("Decided", first)
-    reports = [entry["entries"] for entry in entries[first:last] if entry["kind"] == "Reported"]
-    lost = tuple(loss["rank"] for loss in entries[first]["losses"])
-    return [("Lost", lost), ("Reported", tuple(sorted(one[0]["address"]["rank"] for one in reports))), ("Decided", ())]
+    entries = cluster.journal.entries
+    first = next(place for place, entry in enumerate(entries) if isinstance(entry, Lost))
+    last = next(place for place, entry in enumerate(entries) if place > first and isinstance(entry, Decided))
+    lost = tuple(loss.rank for entry in entries[first : first + 1] if isinstance(entry, Lost) for loss in entry.losses)
+    reports = sorted(entry.entries[0].rank for entry in entries[first:last] if isinstance(entry, Reported))
+    return [("Lost", lost), ("Reported", tuple(reports)), ("Decided", ())]
 
 
 def samples(plan: Plan, rank: int) -> int:

@@ -23,6 +23,7 @@ import mmap
 import os
 import struct
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron.elastic import _process
@@ -61,9 +62,10 @@ class Glimpse:
 
 
 class Slot:
-    """The slot behind ``fd``; either side maps it. ``fd`` stays the caller's."""
+    """The slot behind ``fd``; either side maps it. ``fd`` stays the caller's. ``clock``: ns, of the lease."""
 
-    def __init__(self, fd: int) -> None:
+    def __init__(self, fd: int, clock: Callable[[], int] = boot_ns) -> None:
+        self._clock = clock
         self._map = mmap.mmap(fd, SLOT_BYTES)
         self._sequence: int = _U64.unpack_from(self._map, _AT_SEQUENCE)[0] & ~1
         self._progress = 0
@@ -72,11 +74,11 @@ class Slot:
         self._present = ("", 0)
 
     @classmethod
-    def create(cls, name: str) -> tuple[int, Slot]:
+    def create(cls, name: str, clock: Callable[[], int] = boot_ns) -> tuple[int, Slot]:
         """A new zeroed slot and its file descriptor (not inheritable until asked for)."""
         fd = os.memfd_create(name)
         os.ftruncate(fd, SLOT_BYTES)
-        slot = cls(fd)
+        slot = cls(fd, clock)
         slot.publish(Activity(_NO_STEP, "launch"), progress=0)
         return fd, slot
 
@@ -117,7 +119,7 @@ class Slot:
     def lease_over(self) -> bool:
         """True once the time in which this worker may act has run out; never, where no lease was given."""
         end = int(_U64.unpack_from(self._map, _AT_LEASE)[0])
-        return end != 0 and boot_ns() > end
+        return end != 0 and self._clock() > end
 
     # -- the agent's side -------------------------------------------------
 
@@ -156,7 +158,7 @@ class Slot:
         return memoryview(self._map)[_LOCK_AT : _LOCK_AT + _process.LOCK_BYTES]
 
     def extend_lease(self, until_ns: int) -> None:
-        """Allow the worker to act until ``until_ns`` of :func:`~megatron.elastic.control.clock.boot_ns`."""
+        """Allow the worker to act until ``until_ns`` of the clock."""
         _U64.pack_into(self._map, _AT_LEASE, until_ns)
 
     def close(self) -> None:

@@ -19,7 +19,7 @@ context, certifier, migrator, rebalancer, step commit, recovery, boundary and fe
 
 from __future__ import annotations
 
-import time
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
@@ -143,7 +143,7 @@ class Engine:
         target, program.end_only = at.record.version + (not program.end_only), False
         work = StepInput(target, address, forward_step, source)
         at.timer.begin(target, "prepare")
-        self.attempts, started = 0, time.monotonic()
+        self.attempts, started = 0, at.tools.threads.monotonic()
         if not at.needs_rebalance and not self._migrator.under_way:
             at.injector.restore()
         at.tools.reach("before_step", target)
@@ -152,7 +152,7 @@ class Engine:
         self._step_commit.close()
         program.over()
         at.tools.reach("after_step", target)
-        seconds = time.monotonic() - started
+        seconds = at.tools.threads.monotonic() - started
         at.listener.stepped(
             at.record,
             at.view,
@@ -256,6 +256,16 @@ class Engine:
         if not blocks:
             raise InjectedFault(f"flip: rank {self.view.rank} is the {copy} of no block")
         self.tools.pool.flip_bit(blocks[0].key, tensor)
+
+    def spoil_gradient(self) -> None:
+        """Make a number of this rank's unreduced gradient infinite (fault injection).
+
+        Raises :class:`InjectedFault` if this rank computes no layers.
+        """
+        gradients = self.tools.arena.gradients
+        if not gradients.numel():
+            raise InjectedFault(f"nonfinite: rank {self.view.rank} has no gradients")
+        gradients[0] = math.inf
 
     def close(self) -> None:
         """Stop background work and restore this rank's clock before it leaves. Idempotent."""

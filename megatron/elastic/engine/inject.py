@@ -13,6 +13,7 @@ Grammar of ``--elastic-inject``::
     slow:rank=1,step=5-20,factor=2              every computation of these steps takes twice as long
     flip:rank=2,step=6,point=after_gather,copy=mirror,tensor=exp_avg
                                                 one bit of a state block this rank owns or mirrors
+    nonfinite:rank=0,step=2                     a number of this rank's gradient becomes infinite
     random:seed=7,rate=0.001                    each rank, each step, with this probability
 
     kill:rank=1,losses=3,point=mid_update       the first step after three ranks were lost and all are back
@@ -20,9 +21,9 @@ Grammar of ``--elastic-inject``::
 
 ``|`` separates alternatives, ``step=5-20`` is 5 to 20. ``count`` is the number of times in one process (0: no limit).
 Defaults: every ``rank``, every ``step``, ``point=before_step``, ``nth=1``, ``count=1``, ``copy=owner``,
-``tensor=master``. The default ``incarnation`` is the first life of a rank; ``*`` is every life, the default with
-``losses`` and ``rejoin``. ``copy`` may be mirror, ``tensor`` may be exp_avg or exp_avg_sq. ``random`` also takes
-``kinds=kill|stop`` and ``points=...``.
+``tensor=master``. The ``point`` of ``nonfinite`` is before_reduce, the default, or mid_backward. The default
+``incarnation`` is the first life of a rank; ``*`` is every life, the default with ``losses`` and ``rejoin``. ``copy``
+may be mirror, ``tensor`` may be exp_avg or exp_avg_sq. ``random`` also takes ``kinds=kill|stop`` and ``points=...``.
 
 Many losses in one job are ordered by the number of losses before them: while every rank is
 present, the sum of their incarnations is that number, and every process can compute it.
@@ -53,7 +54,18 @@ import torch
 
 from megatron.elastic.config import ConfigError
 
-__all__ = ["FIRST_INCARNATION", "KILL_POINTS", "STEP_POINTS", "Effects", "Fault", "InjectedFault", "Injector", "parse"]
+__all__ = [
+    "FIRST_INCARNATION",
+    "GRADIENT_POINTS",
+    "KILL_POINTS",
+    "STEP_POINTS",
+    "Effects",
+    "Fault",
+    "InjectedFault",
+    "Injector",
+    "default",
+    "parse",
+]
 
 FIRST_INCARNATION = 0
 """Number of a rank's first incarnation."""
@@ -100,9 +112,11 @@ KILL_POINTS: Mapping[str, str] = MappingProxyType(
 STEP_POINTS: tuple[str, ...] = tuple(list(KILL_POINTS)[1 : list(KILL_POINTS).index("between_steps")])
 """The points that every undisturbed step passes, in order."""
 
-_KINDS = ("kill", "stop", "exit", "raise", "oom", "delay", "slow", "flip", "random")
+_KINDS = ("kill", "stop", "exit", "raise", "oom", "delay", "slow", "flip", "nonfinite", "random")
 _COPIES = ("owner", "mirror")
 _TENSORS = ("master", "exp_avg", "exp_avg_sq")
+GRADIENT_POINTS = ("before_reduce", "mid_backward")
+"""The points at which a rank has gradients that are not reduced; ``nonfinite`` is for these alone."""
 _AT_POINTS = tuple(kind for kind in _KINDS if kind not in ("random", "slow"))
 _FIELDS = {
     "rank": _KINDS,
@@ -216,7 +230,7 @@ def _with_field(fault: Fault, field: str, text: str) -> Fault:  # noqa: C901, PL
             lives = frozenset() if text == "*" else frozenset(_whole(field, part) for part in text.split("|"))
             return replace(fault, incarnations=lives)
         case "point":
-            return replace(fault, points=_names(field, text, points))
+            return replace(fault, points=_names(field, text, GRADIENT_POINTS if fault.kind == "nonfinite" else points))
         case "points":
             return replace(fault, points=_names("point", text, points))
         case "kinds":
@@ -250,12 +264,23 @@ def _with_field(fault: Fault, field: str, text: str) -> Fault:  # noqa: C901, PL
             return replace(fault, seconds=_real(field, text, most=86400.0))
 
 
+def default(kind: str) -> Fault:
+    """Return the fault of ``kind`` that a script without fields names."""
+    match kind:
+        case "random":
+            return Fault(kind, points=STEP_POINTS)
+        case "nonfinite":
+            return Fault(kind, points=GRADIENT_POINTS[:1])
+        case _:
+            return Fault(kind)
+
+
 def _parse_one(text: str) -> Fault:
     kind, _, rest = text.partition(":")
     kind = kind.strip()
     if kind not in _KINDS:
         raise _refuse(f"unknown fault {kind!r}; one of {', '.join(_KINDS)}")
-    fault = Fault(kind, points=STEP_POINTS) if kind == "random" else Fault(kind)
+    fault = default(kind)
     seen: set[str] = set()
     for part in filter(None, (part.strip() for part in rest.split(","))):
         field, equals, value = (piece.strip() for piece in part.partition("="))
@@ -309,6 +334,10 @@ def _nothing_to_flip(copy: str, tensor: str) -> None:
     raise InjectedFault("flip: this process holds no state yet")
 
 
+def _nothing_to_spoil() -> None:
+    raise InjectedFault("nonfinite: this process holds no gradients yet")
+
+
 class Injector:
     """Carries out a fault script in one process. ``device``: device on which ``oom`` allocates."""
 
@@ -333,6 +362,8 @@ class Injector:
         self._drawn: dict[tuple[Fault, int], Fault | None] = {}
         self.flip: Callable[[str, str], None] = _nothing_to_flip
         """Flips one bit of a block: (copy, tensor). Set by the owner of the pool."""
+        self.spoil: Callable[[], None] = _nothing_to_spoil
+        """Makes a number of this rank's gradient infinite. Set by the owner of the gradients."""
         self._entering: int | None = None
         """Losses so far, if every rank is present in the generation decided last."""
         self._settled: int | None = None
@@ -422,6 +453,8 @@ class Injector:
                 self._effects.exit(fault.code)
             case "flip":
                 self.flip(fault.copy, fault.tensor)
+            case "nonfinite":
+                self.spoil()
             case "raise":
                 raise InjectedFault(line)
             case _:

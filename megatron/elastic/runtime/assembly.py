@@ -178,7 +178,7 @@ def assemble(
     pace = Pace(SpeedOptions(evidence_ns=_EVIDENCE_NS, band_ppm=_BAND_PPM))
     rebalancer = Rebalancer(context, pace, _clocks(links, job.config, timer))
     engine = Engine(context, rebalancer, job.host_state, newcomer=links.decision is None)
-    links.injector.flip = engine.flip_bit
+    links.injector.flip, links.injector.spoil = engine.flip_bit, engine.spoil_gradient
     return engine
 
 

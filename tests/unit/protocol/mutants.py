@@ -6,13 +6,27 @@ from dataclasses import dataclass, replace
 
 from tests.unit.protocol.protocol_state import Faults, Setting
 
-__all__ = ["MUTANTS", "NO_MIRROR", "ONE_MIRROR", "REFUSED", "REPLENISH", "TWO_KILLS", "Mutant"]
+__all__ = [
+    "DRAIN",
+    "MUTANTS",
+    "NO_MIRROR",
+    "ONE_MIRROR",
+    "REFUSED",
+    "REPLENISH",
+    "STATE_MODE",
+    "TORN",
+    "TWO_KILLS",
+    "Mutant",
+]
 
 TWO_RANKS = Setting(ranks=2, mirrors=1, steps=3, kills=1)
 REFUSED = Setting(ranks=3, mirrors=1, steps=1, kills=1, refuse=True, parked=1)
 ONE_MIRROR = Setting(ranks=3, mirrors=1, steps=2, kills=1, migrate=True)
 TWO_KILLS = replace(ONE_MIRROR, kills=2)
 NO_MIRROR = Setting(ranks=2, mirrors=0, steps=2, kills=1, migrate=True)
+STATE_MODE = Setting(ranks=2, mirrors=1, steps=2, kills=1, state_mode=True)
+TORN = Setting(ranks=2, mirrors=1, steps=2, kills=0, tears=1)
+DRAIN = Setting(ranks=3, mirrors=1, steps=2, kills=1, drain=True)
 REPLENISH = Setting(ranks=3, mirrors=1, steps=1, kills=2, replenish=True)
 
 
@@ -44,6 +58,9 @@ MUTANTS = (
     Mutant("vote_before_mirrors", TWO_RANKS, "lost though every block has a copy"),
     Mutant("no_back_pressure", TWO_RANKS, "third gradient slot"),
     Mutant("generation_ignored", TWO_RANKS, "becomes"),
+    Mutant("versions_mixed", STATE_MODE, "goes on with block"),
+    Mutant("torn_counts", TORN, "for the second time"),
+    Mutant("drain_not_recorded", DRAIN, "stuck"),
     Mutant("newest_copy_wins", TWO_RANKS, "committed version 1 is lost"),
     Mutant("attempt_ignored", REFUSED, "becomes"),
     Mutant("retired_before_vote", ONE_MIRROR, "lost with no more losses than mirrors"),

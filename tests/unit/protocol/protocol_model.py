@@ -34,42 +34,27 @@ looks to everyone like one just after. A rank takes all shipped gradients of a s
 in one action: with a part of them it reports, and later discards, the same as with
 none (not merged where a fault makes the parts matter).
 
+With ``state_mode`` mirrors receive stepped blocks after the vote, all ranks wait for that before they gather, and a
+loss before may take all back by one version. With ``tears`` an error interrupts an update inside a block: its rank
+stops, and all form a new generation. With ``drain`` some vote agrees that the job ends with its step.
+
 Claims checked in every reachable state: see :class:`Violation`. ``Faults`` switch
-single rules off, to see that the exploration notices.
+single rules off, to see that the exploration notices. What happens once a loss is noticed
+is :mod:`protocol_decision`, the walk through all states :mod:`protocol_explore`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
 
-from megatron.elastic.state.layout import BlockKey
-from megatron.elastic.state.protocol import NOTHING, Holdings, Resolution, all_copies, resolve
-from megatron.elastic.state.record import GradientKey, StepRecord
-from tests.scenario.points import scenario_of
-from tests.unit.protocol.protocol_state import (
-    ATTEMPTS,
-    Chain,
-    Decision,
-    Faults,
-    Gradient,
-    Layout,
-    Rank,
-    Setting,
-    State,
-    Violation,
-    initial_state,
-)
+from tests.unit.protocol.protocol_decision import Decisions
+from tests.unit.protocol.protocol_state import ATTEMPTS, Decision, Faults, Gradient, Layout, Rank, State, Violation
 
-__all__ = ["Faults", "Model", "Setting", "TooManyStates", "Violation", "done", "explore", "found_by"]
+__all__ = ["Model"]
 
 
-class Model:
+class Model(Decisions):
     """Successors of a state, with the claims asserted on the way."""
-
-    def __init__(self, setting: Setting) -> None:
-        self.setting = setting
-        self.faults = setting.faults
 
     def successors(self, state: State) -> Iterator[tuple[str, State]]:
         """All (action, next state)."""
@@ -78,8 +63,12 @@ class Model:
             yield f"freeze {state.freeze + 1}", state._replace(freeze=state.freeze + 1, seen_dead=dead)
         if state.migrations and not dead and state.freeze == state.decided:
             step = max(rank.step for rank in state.ranks)
-            if all(rank.step < step or rank.phase in "RS" for rank in state.ranks):  # nobody has joined that vote
+            if self._open(state, step):
                 yield "all are ready", state._replace(migrations=state.migrations - 1, ready=(state.decided, step))
+        if state.drains and not dead and state.freeze == state.decided:
+            step = max(rank.step for rank in state.ranks)
+            if step < self.setting.steps and self._open(state, step):
+                yield "all know of the end", state._replace(drains=0, drained=(state.decided, step))
         yield from self._decide(state, dead)
         for r, rank in enumerate(state.ranks):
             if not rank.alive:
@@ -94,13 +83,14 @@ class Model:
             elif state.decided == rank.frozen and state.decision.kind != "lost":
                 yield f"{r} adopts", self._adopt(state, r, rank)
 
-    def is_progress(self, action: str) -> bool:
-        """Whether a job in which nothing but ``action`` can happen goes on: a rank need not be killed."""
-        return not action.startswith("kill")
-
     @staticmethod
-    def _with(state: State, r: int, rank: Rank) -> State:
-        return state._replace(ranks=(*state.ranks[:r], rank, *state.ranks[r + 1 :]))
+    def _open(state: State, step: int) -> bool:
+        """Return whether no rank has joined the vote on ``step``, the newest under way."""
+        return all(rank.step < step or rank.phase in "RS" for rank in state.ranks)
+
+    def is_progress(self, action: str) -> bool:
+        """Return whether a job in which nothing but ``action`` can happen goes on: a rank need not be killed."""
+        return not action.startswith("kill")
 
     def _owed(self, state: State) -> int:
         """Losses that may not cost a block here: one less than the copies of the block with fewest.
@@ -147,21 +137,14 @@ class Model:
         return "R" if r < self.setting.computing or any(ranks[0] == r for ranks in stands) else "S"
 
     def _refused(self, state: State, rank: Rank) -> bool:
-        """Whether the vote finds the gradient of block 0 not finite, as the first computation of step 0 left it."""
+        """Return whether the vote finds the gradient of block 0 not finite: that of the first attempt at step 0."""
         if not self.setting.refuse or rank.step:
             return False
         return state.decision.refused if rank.key // ATTEMPTS != rank.generation else rank.key == ATTEMPTS
 
-    def _name(self, computation: int) -> int:
-        """What a gradient goes by: the computation it comes from, unless its attempt is ignored."""
-        return computation - computation % ATTEMPTS if self.faults.attempt_ignored else computation
-
-    def _key(self, step: int, computation: int) -> GradientKey:
-        return GradientKey(step, *divmod(self._name(computation), ATTEMPTS))
-
     def _begun(self, decision: Decision, r: int, rank: Rank) -> Rank:
         """The next step, whose vote names what this rank works under, or the placement that all are ready for."""
-        ended = len(rank.chain) == self.setting.steps
+        ended = len(rank.chain) == self.setting.steps or 0 < rank.ends <= len(rank.chain)
         names, copies = rank.stands, rank.copies
         if rank.moving:
             names = tuple(self._moved(ranks) for ranks in rank.stands)
@@ -174,6 +157,11 @@ class Model:
         phase, step = "E" if ended else self._first_phase(r, rank.stands), len(rank.chain)
         key = ATTEMPTS * rank.generation
         return rank._replace(phase=phase, step=step, key=key, names=names, moving=False, copies=copies)
+
+    def _moved(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
+        """A rank without a copy becomes the owner; the last mirror goes."""
+        new = next(r for r in range(self.setting.ranks) if r not in ranks)
+        return (new, *ranks[:-1])
 
     def _take(self, state: State, r: int, rank: Rank) -> Iterator[tuple[str, State]]:
         """A copy streamed from its owner, brought to this rank's version; its hash has matched."""
@@ -191,11 +179,11 @@ class Model:
 
     @staticmethod
     def _past(peer: Rank, rank: Rank, phases: str) -> bool:
-        """Whether what ``peer`` sends on entering one of ``phases`` of this step was sent in this generation."""
-        if peer.generation != rank.generation or (peer.step < rank.step and peer.phase != "E"):
-            return False
-        if peer.step > rank.step or peer.phase == "E":
-            return True
+        """Return whether ``peer`` has sent, in this generation, the messages of one of ``phases`` of this step."""
+        if peer.generation != rank.generation or peer.step != rank.step:
+            return peer.generation == rank.generation and peer.step > rank.step
+        if peer.phase == "E":
+            return False  # it has sent nothing of this step
         return peer.key > rank.key or (peer.key == rank.key and peer.phase in phases)
 
     def _reduce(self, state: State, r: int, rank: Rank) -> State:
@@ -205,11 +193,26 @@ class Model:
         for b in owned:
             if b in held:
                 gradients = self._retained(gradients, (b, rank.step, rank.key))
-        messages = {(m, b, rank.step, rank.key) for b in owned for m in rank.names[b] if m != r}
         after = self._with(state, r, rank._replace(phase="S", gradients=gradients))
+        if self.setting.state_mode:
+            return after
+        messages = {(m, b, rank.step, rank.key) for b in owned for m in rank.names[b] if m != r}
         return after._replace(network=state.network | messages)
 
+    def _receive_stepped(self, state: State, r: int, rank: Rank) -> Iterator[tuple[str, State]]:
+        """A stepped block of the newest version that this rank knows."""
+        for message in sorted(m for m in state.network if m[0] == r and m[2] < len(rank.chain)):
+            _, block, step, computation = message
+            chain = dict(rank.copies).get(block)
+            if computation // ATTEMPTS == rank.generation and chain is not None and len(chain) == step:
+                copies = tuple((b, (*c, computation) if b == block else c) for b, c in rank.copies)
+                after = self._with(state, r, rank._replace(copies=copies))
+                yield f"{r} takes stepped {block}", after._replace(network=state.network - {message})
+
     def _receive(self, state: State, r: int, rank: Rank) -> Iterator[tuple[str, State]]:
+        if self.setting.state_mode:
+            yield from self._receive_stepped(state, r, rank)
+            return
         mine = frozenset(m for m in state.network if m[0] == r and m[1] in dict(rank.copies))
         current = frozenset(m for m in mine if m[2:] == (rank.step, rank.key) and rank.phase in "RS")
         mirrored = sum(r in ranks and rank.stands[b][0] != r for b, ranks in enumerate(rank.names))
@@ -240,7 +243,8 @@ class Model:
         again = rank.key // ATTEMPTS != rank.generation  # a decision names the gradients, no message brings them
         named = {g for _, _, g in rank.gradients if g == rank.key or (again and self._name(g) == rank.key)}
         held = {(b, s) for b, s, g in rank.gradients if g in named or self.faults.generation_ignored}
-        arrived = self.faults.vote_before_mirrors or all((b, rank.step) in held for b in due)
+        needed = [b for b in due if rank.names[b][0] == r] if self.setting.state_mode else due
+        arrived = self.faults.vote_before_mirrors or all((b, rank.step) in held for b in needed)
         replayed = self.faults.no_back_pressure or all(len(copies[b]) == rank.step for b in due if b in copies)
         return arrived and replayed and all(b in copies for b in due)
 
@@ -264,6 +268,7 @@ class Model:
             stands=layout,
             names=layout,
             moving=state.ready == (rank.generation, rank.step),
+            ends=len(chain) if state.drained == (rank.generation, rank.step) else rank.ends,
         )
         after = self._with(state, r, learned)
         return after._replace(committed=max(state.committed, chain, key=len))
@@ -280,12 +285,22 @@ class Model:
             )
             if not usable:
                 continue
+            if block in rank.torn:
+                raise Violation(f"rank {r} steps a part of block {block} for the second time")
+            if state.tears:
+                torn = rank._replace(torn=rank.torn | {block}, frozen=state.freeze + 1)
+                stopped = self._with(state, r, torn)
+                yield f"{r} tears {block}", stopped._replace(tears=state.tears - 1, freeze=state.freeze + 1)
             new = (*chain, usable[0][2])
             if new != rank.chain[: step + 1]:
                 raise Violation(f"rank {r} block {block} becomes {new}, the record says {rank.chain}")
             copies = (*rank.copies[:i], (block, new), *rank.copies[i + 1 :])
             left = frozenset(g for g in rank.gradients if g[0] != block or g[1] > step)
-            yield f"{r} updates {block}", self._with(state, r, rank._replace(copies=copies, gradients=left))
+            after = self._with(state, r, rank._replace(copies=copies, gradients=left))
+            if self.setting.state_mode and rank.stands[block][0] == r:
+                stepped = {(m, block, step, usable[0][2]) for m in rank.stands[block][1:]}
+                after = after._replace(network=after.network | stepped)
+            yield f"{r} updates {block}", after
 
     def _gatherable(self, state: State, rank: Rank) -> bool:
         for block, (owner, *_) in enumerate(rank.stands):
@@ -295,265 +310,12 @@ class Model:
                 return False
             if chain[: len(rank.chain)] != rank.chain:
                 raise Violation(f"gather mixes block {block} at {chain} with record {rank.chain}")
+            if self.setting.state_mode and not self._have(state, rank, block):
+                return False
         return True
 
-    # --- a change of membership ---------------------------------------------------------------
-
-    def _decide(self, state: State, dead: int) -> Iterator[tuple[str, State]]:
-        alive = [r for r, rank in enumerate(state.ranks) if rank.alive]
-        waiting = state.decided < state.freeze and dead == state.seen_dead
-        if not alive or not waiting or any(state.ranks[r].frozen != state.freeze for r in alive):
-            return
-        survivors = tuple((r, state.ranks[r]) for r in alive)
-        named = max((rank for _, rank in survivors), key=lambda rank: len(rank.chain)).layout
-        if any(named not in (rank.layout, rank.stands, rank.names) for _, rank in survivors):
-            raise Violation("the newest record names a placement that some survivor never heard of")
-        layout, outcome = self._resolve(survivors, named)
-        self._check_decision(state, alive, named, outcome)
-        base = tuple(tuple(r for r in ranks if r in alive) for ranks in layout)
-        wanted = tuple(self._replenished(ranks, alive) for ranks in base) if self.setting.replenish else base
-        late = state.network if self.faults.generation_ignored else frozenset()
-        for fits in (True,) if wanted == base else (True, False):
-            decision = Decision(
-                kind=outcome.kind,
-                chain=self._chain_of(survivors, outcome),
-                key=_computation(outcome.gradient_key) if outcome.gradient_key else ATTEMPTS * state.freeze,
-                members=frozenset(alive),
-                named=named,
-                base=base,
-                refused=bool(base[0]) and (0, 0, ATTEMPTS) in state.ranks[base[0][0]].gradients,
-                wanted=wanted,
-                fits=fits,
-                first=outcome.version,
-            )
-            after = state._replace(decision=decision, decided=state.freeze, network=late)
-            yield f"decide {outcome.kind} {outcome.version}", after
-
-    def _replenished(self, ranks: tuple[int, ...], alive: list[int]) -> tuple[int, ...]:
-        """With as many mirrors as it should have, or as there are ranks for."""
-        more = [r for r in alive if r not in ranks]
-        return (*ranks, *more[: max(0, self.setting.mirrors + 1 - len(ranks))])
-
-    def _moved(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
-        """A rank without a copy becomes the owner; the last mirror goes."""
-        new = next(r for r in range(self.setting.ranks) if r not in ranks)
-        return (new, *ranks[:-1])
-
     @staticmethod
-    def _chain_of(survivors: tuple[tuple[int, Rank], ...], outcome: Resolution) -> Chain:
-        version = outcome.record.version if outcome.record else 0
-        return next((rank.chain[:version] for _, rank in survivors if len(rank.chain) >= version), ())
-
-    @cache  # noqa: B019  (a model lives as long as its exploration)
-    def _resolve(self, survivors: tuple[tuple[int, Rank], ...], named: Layout) -> tuple[Layout, Resolution]:
-        """Whose copies count, and what is done with them."""
-        reports = {r: self._report(r, rank) for r, rank in survivors}
-        if self.faults.newest_copy_wins:
-            newest = max((record for held in reports.values() for record in held.records), key=lambda x: x.version)
-            return named, Resolution("roll_forward", newest.version, newest.gradient, newest)
-        counted = all_copies(_keyed(named), reports)
-        together = len({rank.names for _, rank in survivors}) == 1
-        again = all_copies(_keyed(survivors[0][1].names), reports) if together else None
-        if self.faults.leaving_carry_a_vote:
-            again = counted
-        outcome = resolve(reports, counted, self.setting.ranks, again)
-        configuration = counted
-        if outcome.kind == "revote" and again is not None and not self.faults.revote_under_the_record:
-            configuration = again
-        return tuple(tuple(configuration[b, 0, 0]) for b in range(len(named))), outcome
-
-    def _report(self, r: int, rank: Rank) -> Holdings:
-        versions = [len(chain) for _, chain in rank.copies]
-        keys = sorted({self._key(s, g) for _, s, g in rank.gradients})
-        copies = dict(rank.copies)
-        statistics = []
-        if rank.phase in "RSV":
-            own = ((r, r + 1),)
-            rows = ((0, self.setting.ranks),) if self.setting.statistics_travel and rank.phase != "R" else own
-            statistics = [(self._key(rank.step, rank.key), rows)]
-        if rank.phase in "SV":  # ready to vote as soon as every gradient is here, perhaps none
-            keys = sorted({*keys, self._key(rank.step, rank.key)})
-        complete = tuple(k for k in keys if self._complete(r, rank, copies, k))
-        if self.faults.gradient_does_not_count:
-            complete = ()
-        chains = (rank.chain[:v] for v in range(max(0, len(rank.chain) - 1), len(rank.chain) + 1))
-        records = tuple(_record(chain, self._name(chain[-1]) if chain else 0) for chain in chains)
-        more = [b for b, _ in rank.copies if r not in rank.layout[b]]
-        if not self.faults.offered_without_gradient:
-            held = {(b, self._key(s, g)) for b, s, g in rank.gradients}
-            more = [b for b in more if all(len(copies[b]) > k.step or (b, k) in held for k in complete)]
-        offered = tuple((b, 0, 0) for b in more)
-        if self.faults.only_named_copies:
-            offered = ()
-        # Whoever holds nothing says so.
-        oldest, newest = min(versions, default=NOTHING), max(versions, default=NOTHING)
-        return Holdings(r, oldest, newest, complete, records, tuple(statistics), offered=offered)
-
-    def _counts(self, r: int, rank: Rank, block: int) -> bool:
-        """Whether a copy that no vote has named can do what its rank's others can."""
-        if r in rank.layout[block]:
-            return False
-        if self.faults.offered_without_gradient:
-            return True
-        copies = dict(rank.copies)
-        held = {(b, self._key(s, g)) for b, s, g in rank.gradients}
-        keys = {key for _, key in held}
-        if rank.phase in "SV":
-            keys.add(self._key(rank.step, rank.key))
-        able = [k for k in keys if self._complete(r, rank, copies, k)]
-        return all(len(copies[block]) > k.step or (block, k) in held for k in able)
-
-    def _complete(self, r: int, rank: Rank, copies: dict[int, Chain], key: GradientKey) -> bool:
-        """Of the step under way: whether this rank could vote; of an earlier one: whether every copy can follow."""
-        due = list(copies)
-        if key.step == len(rank.chain) and not self.faults.leaving_must_vote:
-            due = [b for b, ranks in enumerate(rank.names) if r in ranks]
-            if self.faults.joining_need_not_vote:
-                due = [b for b in due if b in copies]
-        held = {(b, self._key(s, g)) for b, s, g in rank.gradients}
-        return all(b in copies and (len(copies[b]) > key.step or (b, key) in held) for b in due)
-
-    def _check_decision(self, state: State, alive: list[int], named: Layout, outcome: Resolution) -> None:
-        survivors = [(r, state.ranks[r]) for r in alive]
-        here = {b for r, rank in survivors for b, _ in rank.copies if r in named[b] or self._counts(r, rank, b)}
-        orphaned = [b for b in range(len(named)) if b not in here]
-        if orphaned and len(state.ranks) - len(alive) <= self.setting.mirrors:
-            raise Violation(f"blocks {orphaned} are lost with no more losses than mirrors")
-        if orphaned and state.owed >= 0:
-            raise Violation(f"blocks {orphaned} are lost though enough copies were there")
-        if outcome.kind == "lost":
-            if not orphaned:
-                raise Violation(f"state declared lost though every block has a copy: missing {outcome.missing}")
-            return
-        if orphaned:
-            raise Violation(f"going on without any copy of {orphaned}")
-        known = max((state.ranks[r].chain for r in alive), key=len)
-        few = len(state.ranks) - len(alive) <= self.setting.mirrors
-        kept = few or self._within_reach(survivors, state.committed)
-        owed = state.committed if self.setting.statistics_travel and kept else known
-        if outcome.version < len(owed):
-            raise Violation(f"committed version {len(owed)} is lost: {outcome}")
-        key = outcome.gradient_key
-        if (
-            outcome.kind == "revote"
-            and len(owed) == outcome.version
-            and (key is None or self._name(owed[-1]) != _computation(key))
-        ):
-            raise Violation(f"the vote is taken again on other gradients than those committed: {outcome}")
-        if outcome.kind == "revote" and key is not None:
-            able = {b for _, rank in survivors for b, *rest in rank.gradients if self._key(*rest) == key}
-            if len(able) < len(named):
-                raise Violation(f"the vote is taken again without any gradient of {set(range(len(named))) - able}")
-
-    @staticmethod
-    def _within_reach(survivors: list[tuple[int, Rank]], chain: Chain) -> bool:
-        """Whether of every block a copy that the vote named is at ``chain``, or a step behind with its gradient."""
-        step = len(chain) - 1
-        there = {
-            b
-            for r, rank in survivors
-            for b, at in rank.copies
-            if r in rank.names[b] and (len(at) > step or (len(at) == step and (b, step, chain[-1]) in rank.gradients))
-        }
-        return len(there) == len(survivors[0][1].layout)
-
-    def _adopt(self, state: State, r: int, rank: Rank) -> State:
-        decision = state.decision
-        version = len(decision.chain)
-        revote = decision.kind == "revote"
-        kept = frozenset(
-            g
-            for g in rank.gradients
-            if self.faults.generation_ignored
-            or g[1] < version
-            or (revote and (g[1], self._name(g[2])) == (version, decision.key))
-        )
-        held = decision.base
-        if revote and not self.faults.retired_before_revote:  # a copy goes with a vote, not with a decision
-            held = tuple((*held[b], *ranks) for b, ranks in enumerate(decision.named))
-        copies = tuple((b, chain) for b, chain in rank.copies if r in held[b])
-        for block, chain in copies:
-            if chain != decision.chain[: len(chain)]:
-                raise Violation(f"rank {r} block {block} at {chain} beside decision {decision.chain}")
-        after = rank._replace(
-            generation=state.decided,
-            phase="S" if revote else "U",
-            step=version if revote else version - 1,  # whose end is still to come: it has sent nothing of the next
-            key=decision.key if revote else ATTEMPTS * state.decided,
-            chain=decision.chain,
-            copies=copies,
-            gradients=frozenset(g for g in kept if r in held[g[0]]),
-            layout=decision.named,
-            stands=decision.base,
-            names=rank.names if revote else decision.base,
-            moving=False,
-        )
-        return self._with(state, r, after)
-
-
-def _computation(key: GradientKey) -> int:
-    return ATTEMPTS * key.generation + key.attempt
-
-
-def _keyed(layout: Layout) -> dict[BlockKey, tuple[int, ...]]:
-    return {(b, 0, 0): ranks for b, ranks in enumerate(layout)}
-
-
-@cache
-def _record(chain: Chain, name: int) -> StepRecord:
-    gradient = GradientKey(len(chain) - 1, *divmod(name, ATTEMPTS)) if chain else None
-    return StepRecord(len(chain), gradient=gradient, ledger_hash=str(chain))
-
-
-def done(state: State) -> bool:
-    """Whether it is right that nothing more can happen here."""
-    alive = [rank for rank in state.ranks if rank.alive]
-    return state.decision.kind == "lost" or all(rank.phase == "E" for rank in alive)
-
-
-class TooManyStates(RuntimeError):
-    """There are more states to explore than was allowed."""
-
-
-def explore(setting: Setting, limit: int = 3_000_000, model: Model | None = None) -> dict[str, int]:
-    """Visit every reachable state, depth first. Returns counts.
-
-    ``model``: one of ``setting`` that leaves some interleavings out. Raises :class:`Violation` with the way there, and
-    :class:`TooManyStates`.
-    """
-    model, start = model or Model(setting), initial_state(setting)
-    came: dict[State, tuple[State, str] | None] = {start: None}
-    stack, kinds, edges = [start], dict[str, int](), 0
-    while stack:
-        state = stack.pop()
-        progress = False
-        try:
-            for action, following in model.successors(state):
-                edges += 1
-                progress = progress or model.is_progress(action)
-                if following not in came:
-                    came[following] = (state, action)
-                    stack.append(following)
-                    if action.startswith("decide") or action.endswith("switches"):
-                        kinds[action] = kinds.get(action, 0) + 1
-            if not progress and not done(state):
-                raise Violation("stuck: no rank can continue")
-        except Violation as error:
-            raise found_by(setting, error, _way(came, state)) from None
-        if len(came) > limit:
-            raise TooManyStates(f"more than {limit} states")
-    return {"states": len(came), "edges": edges, **dict(sorted(kinds.items()))}
-
-
-def found_by(setting: Setting, error: Violation, way: tuple[tuple[State, str], ...]) -> Violation:
-    """``error`` with the way to it, as actions and as a scenario."""
-    actions = " | ".join(action for _, action in way)
-    return Violation(f"{error}; scenario: {scenario_of(setting, way)}; after: {actions}", way)
-
-
-def _way(came: dict[State, tuple[State, str] | None], state: State) -> tuple[tuple[State, str], ...]:
-    way = []
-    while (step := came[state]) is not None:
-        state = step[0]
-        way.append(step)
-    return tuple(way[::-1])
+    def _have(state: State, rank: Rank, block: int) -> bool:
+        """Return whether every copy of ``block`` is at the newest version that ``rank`` knows, or beyond."""
+        chains = [dict(state.ranks[m].copies).get(block, ()) for m in rank.stands[block]]
+        return all(len(chain) >= len(rank.chain) for chain in chains)

@@ -1,4 +1,4 @@
-"""What the bounded model explores: its settings, the rules that can be switched off, and a state of all ranks.
+"""Values of the bounded model: its settings, the rules that can be switched off, and a state of all ranks.
 
 Every value is immutable and hashable, so that a state is visited once. What happens from a
 state is :mod:`protocol_model`.
@@ -57,8 +57,14 @@ class Faults:
     """Rule 5 off: gradients are taken and applied whatever generation they come from."""
     attempt_ignored: bool = False
     """Rule 6 off: a step computed again there gives its gradients the name of those refused."""
+    versions_mixed: bool = False
+    """Rule 7 off: recovery goes to the newest version that a record names, whatever versions the copies are at."""
     newest_copy_wins: bool = False
     """Rule 8 off: recovery goes to the newest version anybody has, and no vote is taken again."""
+    torn_counts: bool = False
+    """Rule 9 off: a copy whose update was interrupted inside the block is reported as not updated."""
+    drain_not_recorded: bool = False
+    """Rule 10 off: the end of the job, which a vote agreed on, is known to the ranks that saw the sum alone."""
     retired_before_vote: bool = False
     """Copies that leave are dropped when the step begins whose vote lets them go."""
     only_named_copies: bool = False
@@ -83,7 +89,7 @@ class Faults:
 
 @dataclass(frozen=True)
 class Setting:
-    """What is explored. Block b is owned by rank b and mirrored by the next ``mirrors`` ranks.
+    """The bounds of an exploration. Block b is owned by rank b and mirrored by the next ``mirrors`` ranks.
 
     The last ``parked`` ranks compute nothing, and own nothing before a loss; they may mirror.
     """
@@ -97,20 +103,34 @@ class Setting:
     """The first vote on step 0 is refused by all who learn it."""
     parked: int = 0
     replenish: bool = False
+    state_mode: bool = False
+    """Owners ship stepped blocks after the vote, not gradients before it; a copy can go back by one version."""
+    tears: int = 0
+    """Number of updates that are interrupted inside a block."""
+    drain: bool = False
+    """Some vote agrees that the job ends with its step."""
     statistics_travel: bool = True
     """Token counts and losses travel with the reduce, so whoever has reduced knows them for all samples."""
     faults: Faults = Faults()
 
     @property
     def computing(self) -> int:
-        """How many ranks compute; as many blocks there are."""
+        """Number of ranks that compute, and of blocks."""
         return self.ranks - self.parked
 
     def __str__(self) -> str:
-        migrate = ("-migrate" if self.migrate else "") + ("-replenish" if self.replenish else "")
-        travel = "" if self.statistics_travel else "-local_statistics"
-        refuse = ("-refuse" if self.refuse else "") + (f"-parked{self.parked}" if self.parked else "")
-        return f"ranks{self.ranks}-mirrors{self.mirrors}-steps{self.steps}-kills{self.kills}{migrate}{refuse}{travel}"
+        words = {
+            "migrate": self.migrate,
+            "replenish": self.replenish,
+            "refuse": self.refuse,
+            f"parked{self.parked}": self.parked,
+            "state": self.state_mode,
+            f"tears{self.tears}": self.tears,
+            "drain": self.drain,
+            "local_statistics": not self.statistics_travel,
+        }
+        bounds = f"ranks{self.ranks}-mirrors{self.mirrors}-steps{self.steps}-kills{self.kills}"
+        return "-".join([bounds, *(word for word, holds in words.items() if holds)])
 
 
 class Rank(NamedTuple):
@@ -127,10 +147,12 @@ class Rank(NamedTuple):
     stands: Layout  # what it works under
     names: Layout  # what the vote is to name for which this step's gradients are shipped
     moving: bool  # the newest vote said that the next one may name another placement
+    ends: int = 0  # version with which the job ends, as far as this rank knows; 0: not agreed
+    torn: frozenset[int] = frozenset()  # blocks whose update was interrupted inside
 
     @property
     def voted_for(self) -> Layout:
-        """What the record of the vote under way names: one taken again goes on with the copies left of it."""
+        """The layout that the record of the vote under way names. One taken again goes on with the copies left."""
         return self.names if self.key // ATTEMPTS == self.generation else self.stands
 
 
@@ -145,6 +167,8 @@ class Decision(NamedTuple):
     wanted: Layout  # with the copies that are missing
     fits: bool  # they can be there before the next vote
     first: int  # the first step of its own: version it starts from
+    ends: int = 0  # version with which the job ends, by the records in the reports; 0: not agreed
+    torn: frozenset[tuple[int, int]] = frozenset()  # (block, rank) of copies that no vote names any more
 
 
 class State(NamedTuple):
@@ -159,6 +183,9 @@ class State(NamedTuple):
     migrations: int  # how often another placement may still be agreed on
     ready: tuple[int, int]  # (generation, step) of the vote in which all are ready to switch
     owed: int  # further losses that may not cost a block; negative: one may be lost
+    tears: int = 0  # how often an update may still be interrupted
+    drains: int = 0  # how often the end of the job may still be agreed on
+    drained: tuple[int, int] = (0, 0)  # (generation, step) of the vote that agrees on it
 
 
 def initial_state(setting: Setting) -> State:
@@ -171,5 +198,18 @@ def initial_state(setting: Setting) -> State:
         phase = "R" if r < setting.computing else "S"
         ranks.append(Rank(True, 1, 1, phase, 0, ATTEMPTS, (), copies, frozenset(), layout, layout, layout, False))
     first = Decision("start", (), ATTEMPTS, frozenset(range(n)), layout, layout, False, layout, True, 0)
-    migrations = int(setting.migrate)
-    return State(tuple(ranks), frozenset(), 1, 0, first, 1, setting.kills, (), migrations, (0, 0), setting.mirrors)
+    return State(
+        tuple(ranks),
+        frozenset(),
+        freeze=1,
+        seen_dead=0,
+        decision=first,
+        decided=1,
+        kills=setting.kills,
+        committed=(),
+        migrations=int(setting.migrate),
+        ready=(0, 0),
+        owed=setting.mirrors,
+        tears=setting.tears,
+        drains=int(setting.drain),
+    )

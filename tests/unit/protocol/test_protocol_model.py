@@ -6,8 +6,9 @@ from dataclasses import fields, replace
 
 import pytest
 
-from tests.unit.protocol.mutants import MUTANTS, NO_MIRROR, REFUSED, REPLENISH
-from tests.unit.protocol.protocol_model import Faults, Setting, Violation, explore
+from tests.unit.protocol.mutants import DRAIN, MUTANTS, NO_MIRROR, REFUSED, REPLENISH, STATE_MODE, TORN
+from tests.unit.protocol.protocol_explore import explore
+from tests.unit.protocol.protocol_state import Faults, Setting, Violation
 
 KINDS = ("rerun", "revote", "roll_forward")
 
@@ -42,6 +43,11 @@ def test_missing_copies_are_named_by_the_next_vote_and_count_as_soon_as_they_are
     """Three ranks, two of them lost at any two instants, the copies that the first loss left missing made meanwhile."""
     counts = explore(REPLENISH)
     assert {"decide lost 0", "decide rerun 1", "decide revote 1", "decide roll_forward 1"} <= counts.keys()
+
+
+@pytest.mark.parametrize("setting", [STATE_MODE, replace(STATE_MODE, ranks=3, steps=1), TORN, DRAIN], ids=str)
+def test_state_mode_torn_blocks_and_the_end_of_a_job_lose_nothing(setting: Setting) -> None:
+    assert any(name.startswith("decide") for name in explore(setting))
 
 
 @pytest.mark.slow

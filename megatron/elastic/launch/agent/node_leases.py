@@ -16,19 +16,19 @@ number that grows. So the lease of a second agent does not count, nor does an ol
 
 from __future__ import annotations
 
-import queue
-import threading
-import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import msgspec
 
-from megatron.elastic.control.clock import boot_ns, boot_seconds
+from megatron.elastic.control.clock import boot_ns
 from megatron.elastic.control.store import Store, StoreLost
 from megatron.elastic.control.suspicion import Idle
 from megatron.elastic.control.wire import Codec, Int64, ProtocolError, encode
 from megatron.elastic.launch.agent.place import Place
+from megatron.elastic.platform.threads import OS_THREADS, Threads
 
 __all__ = ["NodeLeases", "Silence", "Table"]
 
@@ -104,11 +104,37 @@ class _Look:
     broken: Mapping[int, float]
 
 
+T = TypeVar("T")
+
+
+class _Inbox(Generic[T]):
+    """Values for one thread, in their order."""
+
+    def __init__(self, threads: Threads) -> None:
+        self._arrived = threads.condition()
+        self._values: deque[T] = deque()
+
+    @property
+    def empty(self) -> bool:
+        return not self._values
+
+    def put(self, value: T) -> None:
+        with self._arrived:
+            self._values.append(value)
+            self._arrived.notify_all()
+
+    def get(self) -> T:
+        with self._arrived:
+            while not self._values:
+                self._arrived.wait()
+            return self._values.popleft()
+
+
 class NodeLeases:
     """See the module docstring. Callbacks run on the loop's thread.
 
-    ``extend(until)``: the workers may act until then (ns, boot-time clock);
-    ``lost(node, epoch, why)``; ``heard(now)``: seconds of the job by another agent's clock.
+    ``extend(until)``: the workers may act until then (ns, ``clock``); ``lost(node, epoch, why)``; ``heard(now)``:
+    seconds of the job by another agent's clock; ``clock``: ns of the clock by which the workers' leases run out.
     """
 
     def __init__(
@@ -117,11 +143,14 @@ class NodeLeases:
         extend: Callable[[int], None],
         lost: Callable[[int, int, str], None],
         heard: Callable[[float], None],
+        threads: Threads = OS_THREADS,
+        clock: Callable[[], int] = boot_ns,
     ) -> None:
         self._place, self._loop, self._timing = place, place.loop, place.timing
         self._extend, self._lost, self._heard = extend, lost, heard
-        self._beats: queue.SimpleQueue[tuple[int, bytes]] = queue.SimpleQueue()
-        self._looks: queue.SimpleQueue[_Look] = queue.SimpleQueue()
+        self._threads, self._clock = threads, clock
+        self._beats: _Inbox[tuple[int, bytes]] = _Inbox(threads)
+        self._looks: _Inbox[_Look] = _Inbox(threads)
         self._silence = Silence(place.timing.grace + 2 * place.timing.beat)
         self._broken: dict[int, float] = {}
         self._count = 0
@@ -134,8 +163,8 @@ class NodeLeases:
         """Begin, once this agent holds its place. Later calls change nothing."""
         if not self._started:
             self._started = True
-            threading.Thread(target=self._renew, name="lease", daemon=True).start()
-            threading.Thread(target=self._watch, name="lease-watch", daemon=True).start()
+            self._threads.start("lease", self._renew)
+            self._threads.start("lease-watch", self._watch)
 
     def beat(self, table: Table, read: int, now: float) -> None:
         """Renew and look (from the loop, every ``timing.beat`` seconds).
@@ -143,16 +172,16 @@ class NodeLeases:
         ``read``: entries of the journal; ``now``: seconds of the job.
         """
         self._count += 1
-        if self._beats.empty():
+        if self._beats.empty:
             lease = _Lease(self._count, self._place.epoch, self._place.token, now, read, table)
-            self._beats.put((boot_ns(), encode(lease)))
-        if self._looks.empty():
+            self._beats.put((self._clock(), encode(lease)))
+        if self._looks.empty:
             holders = {number: (node.epoch, node.agent) for number, node in self._place.others().items()}
             self._looks.put(_Look(holders, dict(self._broken)))
 
     def doubt(self, node: int) -> None:
         """The connection to the agent of ``node`` broke: if it does not renew its lease either, it is lost sooner."""
-        self._broken.setdefault(node, boot_seconds())
+        self._broken.setdefault(node, self._seconds())
 
     def trust(self, node: int) -> None:
         """The connection stands again, or ``node`` has a new agent."""
@@ -166,10 +195,17 @@ class NodeLeases:
             while True:
                 began, body = self._beats.get()
                 store.put(key, self._place.signer.sign(key, body))
-                until = began + int(self._timing.fence * 1e9)
+                until = self._until(began)
                 self._loop.post(lambda u=until: self._extend(u))  # type: ignore[misc]
         except StoreLost:
             pass  # the journal's follower tells the loop
+
+    def _until(self, began: int) -> int:
+        """The time (ns) up to which workers may act after a renewal that ``began`` then: before the node is lost."""
+        return began + int(self._timing.fence * 1e9)
+
+    def _seconds(self) -> float:
+        return self._clock() / 1e9
 
     def _watch(self) -> None:
         try:
@@ -180,9 +216,9 @@ class NodeLeases:
             pass
 
     def _look(self, store: Store, look: _Look) -> None:
-        began = boot_seconds()
+        began = self._seconds()
         values = store.get_many([f"lease/{node}" for node in look.holders])
-        ended = boot_seconds()
+        ended = self._seconds()
         found: dict[int, _Lease] = {}
         for node, holder in look.holders.items():
             lease = self._opened(node, holder, values.get(f"lease/{node}"))
@@ -200,15 +236,15 @@ class NodeLeases:
 
     def _tell_lost(self, store: Store, node: int, holder: Holder, known: _Lease | None) -> None:
         """Tell the loop, if the lease is still the same at this moment."""
-        began = boot_seconds()
+        began = self._seconds()
         fresh = self._opened(node, holder, store.get(f"lease/{node}"))
         if fresh is not None and (known is None or fresh.number > known.number):
-            self._silence.note(node, holder, fresh.number, began, boot_seconds())
+            self._silence.note(node, holder, fresh.number, began, self._seconds())
             return
 
         def report() -> None:
             # A loop that was kept from running takes the next look's word instead.
-            if boot_seconds() - began <= self._timing.grace + 2 * self._timing.beat:
+            if self._seconds() - began <= self._timing.grace + 2 * self._timing.beat:
                 why = "node unreachable" + (" (its agent ended)" if node in self._broken else "")
                 self._lost(node, holder[0], why)
 
@@ -233,6 +269,6 @@ class NodeLeases:
 
     def wait_for_others(self, store: Store, seconds: float) -> None:
         """The first agent leaves last: the others still read the journal's end from its store."""
-        end = time.monotonic() + seconds
+        end = self._threads.monotonic() + seconds
         for number in self._place.others():
-            store.wait(f"bye/{number}", max(0.01, end - time.monotonic()))
+            store.wait(f"bye/{number}", max(0.01, end - self._threads.monotonic()))
