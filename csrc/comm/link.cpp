@@ -1,9 +1,9 @@
 #include "link.hpp"
 
+#include <poll.h>
 #include <sys/socket.h>
 
 #include <algorithm>
-#include <cerrno>
 #include <cstring>
 
 #include "errors.hpp"
@@ -78,10 +78,11 @@ void Link::mark_dead(const std::string& why) {
 }
 
 void Link::probe() {
-  char byte;
-  const ssize_t n = ::recv(socket(), &byte, 1, MSG_PEEK | MSG_DONTWAIT);
-  const bool quiet = n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR);
-  if (!quiet && !(n > 0 && talks_on_socket())) mark_dead("connection closed");
+  pollfd asked{socket(), POLLIN | POLLRDHUP, 0};
+  if (::poll(&asked, 1, 0) <= 0) return;
+  // The kernel tells of an end also while there is something to read before it.
+  const bool ended = (asked.revents & (POLLRDHUP | POLLHUP | POLLERR | POLLNVAL)) != 0;
+  if (ended || !talks_on_socket()) mark_dead("connection closed");
 }
 
 std::exception_ptr Link::lost() {

@@ -1,5 +1,6 @@
 // Hubs as threads: edits, losses, interrupts, time-outs and links, over shared memory and TCP.
 #include <netinet/in.h>
+#include <sys/epoll.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -11,6 +12,7 @@
 #include <thread>
 
 #include "../../csrc/comm/congestion.hpp"
+#include "../../csrc/comm/p2p.hpp"
 #include "sums.hpp"
 
 // At both ends, whatever the system's default is, which may pace each segment with a timer.
@@ -113,6 +115,21 @@ TEST(a_link_dropped_by_an_edit_that_fails_is_broken_for_the_other_end_at_once) {
     CHECK(failed);
     CHECK((ranks.hubs[0]->broken() == std::vector<std::pair<int, uint64_t>>{{1, 0}}));
     ranks.edit(3, ranks.all());
+    all_reduce_everywhere(ranks, ranks.all(), ranks.all(), 1000);
+  });
+}
+
+TEST(a_link_that_ended_is_reported_as_broken_before_what_it_brought_was_read) {
+  both([](bool shared) {
+    Ranks ranks(2, shared);
+    ranks.edit(1, ranks.all());
+    std::vector<float> data(1000, 1);
+    const auto group = ranks.hubs[1]->group("state", {0, 1});
+    send_to(ranks.call(1, *group), 0, 7, data.data(), data.size() * 4);  // rank 0 reads nothing
+    ranks.hubs[1]->sever(0, false);
+    CHECK((ranks.hubs[0]->broken() == std::vector<std::pair<int, uint64_t>>{{1, 0}}));
+    CHECK((ranks.hubs[1]->broken() == std::vector<std::pair<int, uint64_t>>{{0, 0}}));
+    ranks.edit(2, ranks.all());
     all_reduce_everywhere(ranks, ranks.all(), ranks.all(), 1000);
   });
 }
