@@ -121,10 +121,9 @@ def _check_held(cluster: Cluster, settled: bool) -> None:
 
 def _check_parameters(engines: dict[int, Engine], key: tuple[int, int, int], master: torch.Tensor) -> None:
     for rank, engine in engines.items():
-        place = engine.tools.arena.slices.get(key[0])
+        place = engine.tools.arena.slices.get(key[:2])
         if place is not None:
-            block = place.layout.blocks[key[2]]
-            held = engine.tools.arena.unit_parameters(key[0])[block.start : block.stop].detach()
+            held = engine.tools.arena.block_parameters(place.layout.blocks[key[2]]).detach()
             assert torch.equal(held, master), f"rank {rank}: parameters of block {key} are not its master's"
 
 

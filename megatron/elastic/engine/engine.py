@@ -48,6 +48,7 @@ from megatron.elastic.engine.transaction.migrate import Migrator
 from megatron.elastic.engine.transaction.phases import StepInput, Tools
 from megatron.elastic.engine.transaction.rebalance import Rebalancer
 from megatron.elastic.engine.transaction.recover import Recovery
+from megatron.elastic.state.layout import UnitShard
 from megatron.elastic.state.record import StepRecord
 
 __all__ = ["Engine"]
@@ -92,39 +93,39 @@ class Engine:
         """Set masters of owned blocks to the model's parameters, and moments to zero."""
         at = self.context
         for block in at.view.owned:
-            values = at.tools.arena.unit_parameters(block.unit)[block.start : block.stop]
-            at.tools.pool.put(block.key, values, at.record.version)
+            at.tools.pool.put(block.key, at.tools.arena.block_parameters(block), at.record.version)
         at.tools.pool.start(at.record)
 
-    def resume(self, record: StepRecord, units: Mapping[int, torch.Tensor] | None) -> None:
-        """Go on from a loaded state: ``units[u]`` fp32 ``[3, numel]``, or ``None`` to take masters from parameters.
+    def resume(self, record: StepRecord, state: Mapping[UnitShard, torch.Tensor] | None) -> None:
+        """Go on from a loaded state, or with ``None`` take masters from parameters.
 
-        Collective. Mirrors and the parameters of all replicas are set from the owners' state.
+        ``state``: (unit, shard) → fp32 ``[3, numel]``, in the form of :meth:`empty_state`. Collective. Mirrors and
+        the parameters of all replicas are set from the owners' state.
         """
         at = self.context
         at.record = record
-        if units is None:
+        if state is None:
             self.adopt_parameters()
         else:
             for block in at.view.owned:
-                master, exp_avg, exp_avg_sq = units[block.unit][:, block.start : block.stop]
+                master, exp_avg, exp_avg_sq = state[block.key[:2]][:, block.start : block.stop]
                 at.tools.pool.put(block.key, master, record.version, exp_avg, exp_avg_sq)
             at.tools.pool.start(record)
         at.body.share(record.version)
         at.body.gather(record.version)
         at.parameters = record.version
         everything = [block.key for layout in at.views.layouts.values() for block in layout.blocks]
-        self._certifier.certify("start" if units is None else "load", everything)
+        self._certifier.certify("start" if state is None else "load", everything)
 
     def join(self, join_state: JoinState) -> None:
         """Take over the members' context; a newcomer's first call. Raises ``CommError``: the caller tries again."""
         self._recovery.join(join_state)
 
-    def empty_state(self) -> dict[int, torch.Tensor]:
-        """Return zeros for the whole state of every held unit: fp32 ``[3, numel]`` (master, exp_avg, exp_avg_sq)."""
+    def empty_state(self) -> dict[UnitShard, torch.Tensor]:
+        """Return zeros for the state of every held (unit, shard): fp32 ``[3, numel]`` (master, exp_avg, exp_avg_sq)."""
         arena = self.tools.arena
         rows = torch.zeros((3, arena.parameters.numel()), dtype=torch.float32)
-        return {unit: rows[:, piece.start : piece.stop] for unit, piece in arena.slices.items()}
+        return {key: rows[:, piece.start : piece.stop] for key, piece in arena.slices.items()}
 
     def agree_on_saves(self, due: Callable[[], bool], written: Callable[[], bool]) -> None:
         """Have each vote carry this rank's ``due()`` (needs a checkpoint) and ``written()`` (has written its share)."""
@@ -238,10 +239,9 @@ class Engine:
         """Return the L2 norm of all parameters, each counted once, from the masters of their owners."""
 
         def body() -> float:
-            layouts, total = self.views.layouts, torch.zeros(1, dtype=torch.float64)
+            total = torch.zeros(1, dtype=torch.float64)
             for block in self.view.owned:
-                if layouts[block.unit, block.shard].counts_in_norm(block):
-                    total += self.tools.pool.get(block.key).master.double().square().sum()
+                total += self.tools.pool.get(block.key).master.double().square().sum()
             dist.all_reduce(total, group=self.tools.fabric.world)
             return float(total.sqrt())
 

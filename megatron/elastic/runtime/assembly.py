@@ -54,7 +54,7 @@ from megatron.elastic.runtime.telemetry import (
     write_step,
 )
 from megatron.elastic.runtime.tolerance import Tolerances
-from megatron.elastic.state.layout import UnitLayout
+from megatron.elastic.state.layout import UnitLayout, UnitShard
 from megatron.elastic.state.ownership import initial
 from megatron.elastic.state.pool import StatePool
 from megatron.elastic.state.record import StepRecord
@@ -67,7 +67,7 @@ _EVIDENCE_NS = 500_000_000
 _BAND_PPM = 150_000
 """Differences of speed below this change no plan."""
 
-Layouts = Mapping[tuple[int, int], UnitLayout]
+Layouts = Mapping[UnitShard, UnitLayout]
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from megatron.elastic.engine.compute.buffers import Arena
 from megatron.elastic.engine.engine import Engine
 from megatron.elastic.engine.generation.factory import StageGone
 from megatron.elastic.engine.generation.hardware import survey
+from megatron.elastic.engine.generation.launch_topology import LaunchTopology
 from megatron.elastic.engine.generation.report import NEWCOMER, newcomers
 from megatron.elastic.engine.generation.state_catalog import build_layouts, exchange_catalog, own_catalog
 from megatron.elastic.engine.transaction.early_links import EarlyLinks
@@ -21,7 +22,7 @@ from megatron.elastic.observe.events import ReadyEvent
 from megatron.elastic.runtime.assembly import EngineParts, Layouts, assemble, beginning
 from megatron.elastic.runtime.connect import Links
 from megatron.elastic.runtime.warm_up import rehearse
-from megatron.elastic.state.layout import UnitLayout
+from megatron.elastic.state.layout import UnitLayout, UnitShard
 
 __all__ = ["JobGone", "found", "join"]
 
@@ -40,11 +41,10 @@ class JobGone(RuntimeError):
 def found(links: Links, job: EngineParts) -> Engine:
     """Return the engine at the start of a job, with state from the model's parameters. Collective."""
     assert links.decision is not None, "a newcomer calls join"
-    shard = job.launch_topology.shard(links.fabric.rank)
-    catalog = exchange_catalog(job.interface, shard, links.fabric)
+    catalog = exchange_catalog(job.interface, job.launch_topology, links.fabric)
     layouts = build_layouts(catalog, job.config.block_bytes)
     configuration, record = beginning(job, job.launched, layouts, links.decision)
-    arena = Arena(job.interface, _of_shard(layouts, shard))
+    arena = Arena(job.interface, _of_rank(layouts, job.launch_topology, links.fabric.rank))
     hardware = survey(links.fabric, links.threads)
     engine = assemble(links, job, links.decision, layouts, arena, configuration, record, hardware)
     engine.adopt_parameters()
@@ -59,10 +59,9 @@ def join(links: Links, job: EngineParts) -> tuple[Engine, JoinState]:
     the job's, :class:`JobGone` if the job has ended.
     """
     fabric, timeout = links.fabric, job.settings.communication_timeout
-    shard = job.launch_topology.shard(fabric.rank)
-    catalog = own_catalog(job.interface, shard)
+    catalog = own_catalog(job.interface, job.launch_topology, fabric.rank)
     own = build_layouts(catalog, job.config.block_bytes)
-    known = _of_shard(own, shard)
+    known = dict(own)
     arena = Arena(job.interface, known)
     rehearse(links, job, catalog, arena)
     links.events.write(ReadyEvent())
@@ -82,7 +81,7 @@ def join(links: Links, job: EngineParts) -> tuple[Engine, JoinState]:
                     f"rank {fabric.rank}: its model has other parameters than the model "
                     "of the job: start it with the same arguments"
                 )
-            known.update(_of_shard(layouts, shard))
+            known.update(_of_rank(layouts, job.launch_topology, fabric.rank))
             engine = assemble(
                 links, job, decision, layouts, arena, join_state.configuration, join_state.record, join_state.hardware
             )
@@ -101,6 +100,7 @@ def _silent(line: str) -> None:
     """Drop the line: the members log it."""
 
 
-def _of_shard(layouts: Layouts, shard: int) -> dict[int, UnitLayout]:
-    """Return unit → layout on tensor-parallel rank ``shard``."""
-    return {unit: layout for (unit, of), layout in layouts.items() if of == shard}
+def _of_rank(layouts: Layouts, launch_topology: LaunchTopology, rank: int) -> dict[UnitShard, UnitLayout]:
+    """Return the layouts of the shard of ``rank`` and of the common part, for every unit."""
+    shards = (launch_topology.shard(rank), launch_topology.common)
+    return {key: layout for key, layout in layouts.items() if key[1] in shards}

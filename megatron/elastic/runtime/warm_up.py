@@ -24,6 +24,7 @@ from megatron.elastic.engine.transaction.join import JoinState
 from megatron.elastic.observe.events import EventLog
 from megatron.elastic.runtime.assembly import EngineParts, assemble, beginning
 from megatron.elastic.runtime.connect import Links
+from megatron.elastic.state.layout import ParamSpec
 
 __all__ = ["rehearse"]
 
@@ -40,11 +41,10 @@ def rehearse(links: Links, job: EngineParts, own: Catalog, arena: Arena) -> None
 
 def _rehearse_admission(links: Links, job: EngineParts, own: Catalog, arena: Arena) -> None:
     rank, here = links.fabric.rank, links.fabric.address()
-    assignment, living = _in_a_place(job.launched, rank, tuple(arena.slices))
+    assignment, living = _in_a_place(job.launched, rank, arena.units)
     if rank not in living:
         return  # its model is not that of any stage at launch, so no place is known for a rehearsal
-    like = next(iter(own.values()))
-    layouts = build_layouts({key: own.get(key, like) for key in assignment.state_groups()}, job.config.block_bytes)
+    layouts = build_layouts(_guessed(own, assignment), job.config.block_bytes)
     decision = Decision(0, {peer: msgspec.structs.replace(here, rank=peer) for peer in living}, "join")
     configuration, record = beginning(job, assignment, layouts, decision)
     sent = JoinState(
@@ -69,6 +69,16 @@ def _rehearse_admission(links: Links, job: EngineParts, own: Catalog, arena: Are
     )
     # Its findings are ignored: there are no statements of other ranks to compare.
     examine(at.tools, at.view, at.views.groups(at.view), mine, "join")
+
+
+def _guessed(own: Catalog, assignment: Assignment) -> Catalog:
+    """Return a catalog of all units, in which units that this rank does not hold are like one that it holds."""
+    like: dict[bool, tuple[ParamSpec, ...]] = {}
+    common = assignment.launch_topology.common
+    for (_, shard), specs in own.items():
+        like.setdefault(shard == common, specs)
+    keys = assignment.state_groups()
+    return {key: own.get(key) or like[key[1] == common] for key in keys if key in own or (key[1] == common) in like}
 
 
 def _in_a_place(assignment: Assignment, rank: int, units: tuple[int, ...]) -> tuple[Assignment, tuple[int, ...]]:

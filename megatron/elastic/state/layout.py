@@ -1,18 +1,22 @@
 """Flat layout of one unit's state, and its cut into blocks.
 
 A unit (embedding, transformer layer, final norm + head) has, for each
-tensor-parallel shard, one flat fp32 element space that holds all its
-parameters. The space is cut into :class:`StateBlock` slices, the granule of
+tensor-parallel shard, one flat fp32 element space that holds the parameters of
+that shard. Parameters that are replicated over the tensor-parallel group (norms,
+biases of row-parallel layers) lie in a space of their own, the *common* part,
+numbered as one shard more. At tensor-parallel size 1 all parameters are in shard 0.
+Each space is cut into :class:`StateBlock` slices, the granule of
 ownership, copies, transfers and hashes (docs/design.md §6).
 
 Invariants
 - The layout is a pure function of (unit, shard, parameter list, block size),
   so every holder of (unit, shard) has the same one, also when a unit is held by
   several cells (tied embeddings).
-- Parameters start at multiples of :data:`ALIGN` elements. Parameters that
-  differ between tensor-parallel ranks come first, replicated ones after them,
-  and a block boundary lies between: a block counts in the global gradient norm
-  as a whole or not at all.
+- Parameters start at multiples of :data:`ALIGN` elements. In shard 0 of
+  tensor-parallel size 1, those that a larger size would cut come first, replicated ones
+  after them, and a block boundary lies between.
+- Each element of the model lies in one block, so every block counts in the global
+  gradient norm.
 - Padding belongs to the run before it. Its gradient and state are zero and stay
   zero under the update.
 """
@@ -25,7 +29,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
-__all__ = ["ALIGN", "BlockKey", "ParamSlot", "ParamSpec", "Run", "StateBlock", "UnitLayout"]
+__all__ = ["ALIGN", "BlockKey", "ParamSlot", "ParamSpec", "Run", "StateBlock", "UnitLayout", "UnitShard"]
 
 ALIGN = 16
 """Alignment in elements; 64 bytes of fp32: one cache line and one AVX-512 register."""
@@ -33,16 +37,19 @@ ALIGN = 16
 BlockKey = tuple[int, int, int]
 """(unit, shard, index): the name of a block, also in messages and reports."""
 
+UnitShard = tuple[int, int]
+"""(unit, shard): the name of one flat space. The common part is the shard behind the last one."""
+
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """One parameter on this tensor-parallel shard."""
+    """One parameter as the launch cuts it: its part in one shard, or all of it in the common part."""
 
     name: str
     numel: int
     shape: tuple[int, ...]
     sharded: bool
-    """True if it differs between tensor-parallel ranks; otherwise it is replicated and counts once in the norm."""
+    """True if it is cut over the tensor-parallel group; otherwise it is replicated, and state has it once a unit."""
     weight_decay_multiplier: float = 1.0
     lr_multiplier: float = 1.0
     group: int = 0
@@ -91,7 +98,6 @@ class Run:
     stop: int
     wd_mult: float
     lr_mult: float
-    counts_in_norm: bool
     group: int = 0
 
 
@@ -117,19 +123,17 @@ def _cut(start: int, stop: int, limit: int) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class UnitLayout:
-    """The layout of one (unit, shard) (module docstring). ``numel``: length of the flat space in elements."""
+    """The layout of one flat space (module docstring). ``numel``: its length in elements."""
 
     unit: int
     shard: int
     slots: tuple[ParamSlot, ...]
     blocks: tuple[StateBlock, ...]
     numel: int
-    sharded_stop: int
-    """First element of the replicated part."""
 
     @classmethod
     def build(cls, unit: int, shard: int, params: Sequence[ParamSpec], block_bytes: int) -> UnitLayout:
-        """Lay out ``params`` (in the given order, sharded ones first) and cut at ``block_bytes`` of fp32.
+        """Lay out the parameters of one space (in the given order, sharded ones first); cut at ``block_bytes`` of fp32.
 
         Raises ``ValueError`` for duplicate names or a block size below one aligned quantum.
         """
@@ -142,7 +146,7 @@ class UnitLayout:
         second, end = _place([p for p in params if not p.sharded], middle)
         ranges = _cut(0, middle, limit) + _cut(middle, end, limit)
         blocks = tuple(StateBlock(unit, shard, i, a, b) for i, (a, b) in enumerate(ranges))
-        return cls(unit, shard, tuple(first + second), blocks, end, middle)
+        return cls(unit, shard, tuple(first + second), blocks, end)
 
     @cached_property
     def _by_name(self) -> dict[str, ParamSlot]:
@@ -151,10 +155,6 @@ class UnitLayout:
     def slot(self, name: str) -> ParamSlot:
         """Return the slot of parameter ``name``. Raises ``KeyError``."""
         return self._by_name[name]
-
-    def counts_in_norm(self, block: StateBlock) -> bool:
-        """Return whether this shard's copy of the block counts in the global gradient norm."""
-        return self.shard == 0 or block.start < self.sharded_stop
 
     def params_in(self, block: StateBlock) -> tuple[ParamSlot, ...]:
         """Return the slots that overlap the block."""
@@ -169,14 +169,14 @@ class UnitLayout:
         return tuple(self._build_runs(block) for block in self.blocks)
 
     def _build_runs(self, block: StateBlock) -> tuple[Run, ...]:
-        counts, out = self.counts_in_norm(block), list[Run]()
+        out = list[Run]()
         for slot in self.slots:
             start, stop = max(slot.start, block.start), min(_aligned(slot.stop), block.stop)
             if start >= stop:
                 continue
             spec = slot.spec
-            run = Run(start, stop, spec.weight_decay_multiplier, spec.lr_multiplier, counts, spec.group)
+            run = Run(start, stop, spec.weight_decay_multiplier, spec.lr_multiplier, spec.group)
             if out and (out[-1].wd_mult, out[-1].lr_mult, out[-1].group) == (run.wd_mult, run.lr_mult, run.group):
-                run = Run(out.pop().start, stop, run.wd_mult, run.lr_mult, counts, run.group)
+                run = Run(out.pop().start, stop, run.wd_mult, run.lr_mult, run.group)
             out.append(run)
         return tuple(out)

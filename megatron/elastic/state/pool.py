@@ -48,7 +48,6 @@ class BlockCopy:
 
     block: StateBlock
     runs: tuple[Run, ...]
-    counts_in_norm: bool
     state: torch.Tensor
     version: int
     counted: bool = True
@@ -128,7 +127,7 @@ class StatePool:
         """Return a copy made of ``state`` (fp32 [3, numel], not cloned), not yet in the pool."""
         layout, block = self._layouts[key[0], key[1]], self.block(key)
         lineage = lineage or content_hash(key, state)
-        return BlockCopy(block, layout.runs(block), layout.counts_in_norm(block), state, version, lineage=lineage)
+        return BlockCopy(block, layout.runs(block), state, version, lineage=lineage)
 
     def take_in(self, copy: BlockCopy) -> None:
         """Add a complete copy to the pool; it counts from now on."""
@@ -223,8 +222,7 @@ class StatePool:
     def norm_sq(self, key: BlockKey, gradient: GradientKey) -> float:
         """Return the sum of squares of the raw retained gradient, fp64 in a fixed order.
 
-        It is finite exactly if all elements are. Also defined for blocks that do not count in the norm
-        (``BlockCopy.counts_in_norm``), for the check of finiteness.
+        It is finite exactly if all elements are.
         """
         copy = self.get(key)
         if gradient not in copy.gradients:

@@ -27,7 +27,7 @@ PLACES = resolutions(1.0)[0]
 def arena() -> Arena:
     model = TinyModel(len(UNITS), UNITS)
     specs = {unit: [one.spec for one in model.unit_parameters(unit)] for unit in UNITS}
-    return Arena(model, {unit: UnitLayout.build(unit, 0, specs[unit], 1024) for unit in UNITS})
+    return Arena(model, {(unit, 0): UnitLayout.build(unit, 0, specs[unit], 1024) for unit in UNITS})
 
 
 LENGTH = arena().gradients.numel()

@@ -37,11 +37,13 @@ def test_every_unit_is_held_by_every_replica(sizes: tuple[int, int, int], tied: 
     shape = nominal(*sizes, tied)
     groups = Assignment.at_launch(shape).state_groups()
     units = shape.compute_units + tied
-    assert set(groups) == {(unit, shard) for unit in range(units) for shard in range(shape.tensor)}
+    assert set(groups) == {(unit, shard) for unit in range(units) for shard in shape.shards}
+    assert (shape.common is None) == (shape.tensor == 1)
     for (unit, shard), members in groups.items():
         ends = 2 if tied and unit == shape.tied_unit and shape.pipeline > 1 else 1
-        assert len(members) == len(set(members)) == shape.data * ends
-        assert {shape.shard(rank) for rank in members} == {shard}
+        every = shape.tensor if shard == shape.common else 1
+        assert len(members) == len(set(members)) == shape.data * ends * every
+        assert {shape.shard(rank) for rank in members} == (set(range(shape.tensor)) if every > 1 else {shard})
 
 
 @given(SIZES, st.data())

@@ -69,7 +69,8 @@ def test_a_damaged_replica_is_cut_anew_by_itself_and_the_launchs_cut_returns(
     assert all({s.cell for s in r.segments} <= alive for r in recut.target.replicas), "only living cells get units"
     assert recut.target.units_of(lost) == ()
     for (unit, shard), ranks in recut.target.state_groups().items():
-        assert {place[0] for rank in ranks if (place := shape.place(rank))} == {shard}
+        of_cell = set(range(shape.tensor)) if shard == shape.common else {shard}
+        assert {place[0] for rank in ranks if (place := shape.place(rank))} == of_cell
         assert ranks, f"unit {unit} has no holder"
     instant_plan(recut.target.topology(living), profile(shape))  # there is a plan for it
     assert better_assignment(recut.target, living, profile(shape), MEMORY) is None, "once is enough"

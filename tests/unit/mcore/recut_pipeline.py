@@ -135,7 +135,7 @@ class Pipeline:
         }
         layouts = {unit: UnitLayout.build(unit, 0, tuple(found), 1 << 18) for unit, found in specs.items()}
         self.layouts = {(unit, 0): layout for unit, layout in layouts.items()}
-        self.arenas = [Arena(interface, layouts) for interface in self.ports]
+        self.arenas = [Arena(interface, self.layouts) for interface in self.ports]
         generator = torch.Generator().manual_seed(3 + parallel_state.get_tensor_model_parallel_rank())
         shared = torch.Generator().manual_seed(2)
         self.values = {}
@@ -150,8 +150,8 @@ class Pipeline:
 
     def fill(self) -> None:
         for arena in self.arenas:
-            for unit in arena.slices:
-                arena.unit_parameters(unit).copy_(self.values[unit])
+            for (unit, _), where in arena.slices.items():
+                arena.parameters[where.start : where.stop].copy_(self.values[unit])
 
     def cut(self, cuts: Sequence[int], ahead: bool = False) -> None:
         """Cell k holds units [cuts[k], cuts[k + 1]) from now on; ``ahead``: what it lacks is built before."""
@@ -203,8 +203,9 @@ class Pipeline:
             interface.finish_gradients(arena.gradient_views())
         total: dict[int, torch.Tensor] = {}
         for arena in self.arenas:  # a tied weight's gradient is the sum over its holders
-            for unit in arena.slices:
-                total[unit] = total.get(unit, 0) + arena.unit_gradients(unit)  # type: ignore[operator]
+            for (unit, _), where in arena.slices.items():
+                gradients = arena.gradients[where.start : where.stop]
+                total[unit] = total.get(unit, 0) + gradients  # type: ignore[operator]
         return {"loss": float(loss), "grads": {unit: value.tolist() for unit, value in sorted(total.items())}}
 
     def sizes(self) -> list[int]:

@@ -63,10 +63,9 @@ def _rehearsed(here: Here) -> dict[str, Any]:
     install(fabric)
     job = _job(nominal, rank, ElasticConfig(event_log=folder))
     links = Links(cast(Any, None), fabric, EventLog(folder, rank, 1), Injector((), rank, 1), None)
-    shard = nominal.shard(rank)
-    catalog = own_catalog(job.interface, shard)
+    catalog = own_catalog(job.interface, nominal, rank)
     layouts = build_layouts(catalog, job.config.block_bytes)
-    arena = Arena(job.interface, {unit: layout for (unit, _), layout in layouts.items()})
+    arena = Arena(job.interface, layouts)
     before, storage = arena.parameters.clone(), arena.parameters.data_ptr()
     verdicts = list[CertificateOutcome]()
     with mock.patch("megatron.elastic.runtime.warm_up.examine", lambda *given: verdicts.append(examine(*given))):

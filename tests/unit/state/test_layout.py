@@ -31,8 +31,7 @@ def test_blocks_and_runs_tile_the_unit_and_every_parameter_lies_once(raw, shard,
     for block in layout.blocks:
         runs = layout.runs(block)
         assert [block.start, *[r.stop for r in runs]] == [*[r.start for r in runs], block.stop]
-        assert len({r.counts_in_norm for r in runs}) == 1
-        assert all(s.spec.sharded == (block.start < layout.sharded_stop) for s in layout.params_in(block))
+        assert len({slot.spec.sharded for slot in layout.params_in(block)}) == 1
     taken = sorted((s.start, s.stop) for s in layout.slots)
     assert all(stop <= start for (_, stop), (start, _) in pairwise(taken))
     assert all(s.start % ALIGN == 0 and s.stop - s.start == s.spec.numel for s in layout.slots)
@@ -52,15 +51,8 @@ def test_runs_carry_each_element_its_own_parameters_multipliers(raw, block_bytes
 def test_sizes_of_blocks_differ_by_at_most_one_quantum_within_each_part(raw):
     layout = build(raw, 0, 1024)
     for sharded in (True, False):
-        sizes = [b.numel for b in layout.blocks if (b.start < layout.sharded_stop) == sharded]
+        sizes = [b.numel for b in layout.blocks if layout.params_in(b)[0].spec.sharded == sharded]
         assert not sizes or max(sizes) - min(sizes) <= ALIGN
-
-
-def test_replicated_parameters_count_once_in_the_norm_over_tensor_parallel_ranks():
-    raw = [(100, True, 1.0, 1.0), (50, False, 0.0, 1.0)]
-    layouts = [build(raw, shard, 1024) for shard in (0, 1)]
-    counted = [[b.index for b in layout.blocks if layout.counts_in_norm(b)] for layout in layouts]
-    assert counted == [[0, 1], [0]]
 
 
 def test_bad_input_is_refused_by_name():

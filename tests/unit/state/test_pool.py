@@ -54,7 +54,7 @@ def retain_all(pool: StatePool, key: GradientKey) -> None:
 
 
 def voted(pool: StatePool, record: StepRecord, key: GradientKey, found: bool = False) -> StepRecord:
-    norms = {k: pool.norm_sq(k, key) for k in pool if pool.get(k).counts_in_norm}
+    norms = {k: pool.norm_sq(k, key) for k in pool}
     return advance(record, Vote(key, norms, found, 4.0, 4.0, 8, rates=RATES), pool.hyper)
 
 

@@ -1,8 +1,9 @@
 """Flat parameter and gradient storage of the units this process holds.
 
-Each unit has one flat parameter tensor (model type) and one flat fp32 gradient
-tensor in the element order of its :class:`UnitLayout`. Units are adjacent in one
-arena, so one call can reduce or gather units with the same holders. Parameters
+Each (unit, shard) that this process holds, the common part included, has one flat
+parameter tensor (model type) and one flat fp32 gradient tensor in the element order of
+its :class:`UnitLayout`. They are adjacent in one arena, in the order of shard and unit, so
+one call can reduce or gather those with the same holders. Parameters
 become views of the arena: writing a block of the flat tensor writes the model.
 
 Invariant: ``arena.gradients`` is the only place gradients accumulate, in fp32,
@@ -21,22 +22,21 @@ from dataclasses import dataclass
 import torch
 
 from megatron.elastic.engine.compute.model_interface import ModelInterface, UnitParameter
-from megatron.elastic.state.layout import UnitLayout
+from megatron.elastic.state.layout import ParamSlot, StateBlock, UnitLayout, UnitShard
 
 __all__ = ["Arena", "UnitSlice"]
 
 
 @dataclass(frozen=True)
 class UnitSlice:
-    """The elements ``[start, start + layout.numel)`` of the arena that a unit takes."""
+    """The elements ``[start, start + layout.numel)`` of the arena that a (unit, shard) takes."""
 
-    unit: int
     start: int
     layout: UnitLayout
 
     @property
     def stop(self) -> int:
-        """End (exclusive) of the unit in the arena."""
+        """End (exclusive) of the (unit, shard) in the arena."""
         return self.start + self.layout.numel
 
 
@@ -46,14 +46,19 @@ class Arena:
     Raises ``ValueError`` when the parameters are of more than one type.
     """
 
-    def __init__(self, interface: ModelInterface, layouts: Mapping[int, UnitLayout]) -> None:
-        """``layouts``: layouts of every unit that this process may hold."""
+    def __init__(self, interface: ModelInterface, layouts: Mapping[UnitShard, UnitLayout]) -> None:
+        """``layouts``: layouts of every unit that this process may hold, for its shard and the common part."""
         self._interface = interface
         self._layouts = layouts
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._views: dict[int, list[torch.Tensor]] = {}
         self._view_of: dict[torch.nn.Parameter, torch.Tensor] = {}
-        self.slices: dict[int, UnitSlice] = {}
+        self._slots: dict[tuple[int, str], tuple[UnitSlice, ParamSlot]] = {}
+        """(unit, parameter's name) → where it lies."""
+        self.units: tuple[int, ...] = ()
+        """The held units, ascending."""
+        self.slices: dict[UnitShard, UnitSlice] = {}
+        """The flat spaces of the held units, in the order of the arena."""
         self.spare: tuple[torch.Tensor, torch.Tensor] | None = None
         """Storage prepared for other units (parameters, gradients; zeros)."""
         self.dtype, self.device = torch.float32, torch.device("cpu")
@@ -65,19 +70,19 @@ class Arena:
 
         On a CPU this saves most of the time of :meth:`hold`, since the kernel allocates pages at the first touch.
         """
-        if self.device.type == "cpu" and tuple(sorted(units)) != tuple(self.slices):
+        if self.device.type == "cpu" and tuple(sorted(units)) != self.units:
             self._interface.prepare(units)
-            length = sum(self._layouts[unit].numel for unit in units)
+            length = sum(self._layouts[key].numel for key in self._spaces(units))
             made = torch.empty(length, dtype=self.dtype), torch.empty(length, dtype=torch.float32)
             self.spare = made[0].zero_(), made[1].zero_()
 
     def hold(self, units: Collection[int]) -> bool:
         """Hold exactly ``units``. Returns whether the units changed: parameters of new units are then undefined."""
-        if tuple(sorted(units)) == tuple(self.slices):
+        if tuple(sorted(units)) == self.units:
             return False
         self.release()
-        before = frozenset(self.slices)
-        for unit in self.slices:
+        before = frozenset(self.units)
+        for unit in self.units:
             for item in self._interface.unit_parameters(unit):
                 item.parameter.grad = None
         self._views, self._view_of, self.gradients = {}, {}, self.gradients.new_empty(0)
@@ -87,11 +92,16 @@ class Arena:
 
     def _lay(self, known: Collection[int] | None = None) -> None:
         """Lay out storage for the units of the model interface. Only units ``known`` (None: all) keep their values."""
-        self.slices, start = {}, 0
-        for unit in self._interface.held_units():
-            self.slices[unit] = UnitSlice(unit, start, self._layouts[unit])
-            start += self._layouts[unit].numel
-        members = {unit: tuple(self._interface.unit_parameters(unit)) for unit in self.slices}
+        self.units, self.slices, start = self._interface.held_units(), {}, 0
+        for key in self._spaces(self.units):
+            self.slices[key] = UnitSlice(start, self._layouts[key])
+            start += self._layouts[key].numel
+        self._slots = {
+            (unit, slot.spec.name): (where, slot)
+            for (unit, _), where in self.slices.items()
+            for slot in where.layout.slots
+        }
+        members = {unit: tuple(self._interface.unit_parameters(unit)) for unit in self.units}
         self.dtype, self.device = _common_type(members) or (self.dtype, self.device)
         spare, self.spare = self.spare, None
         if spare is None or spare[0].numel() != start or spare[0].dtype != self.dtype:
@@ -110,11 +120,18 @@ class Arena:
             for item, view in zip(items, self._views[unit], strict=True)
         }
 
+    def _spaces(self, units: Collection[int]) -> list[UnitShard]:
+        """Return the flat spaces of ``units``, in the order of the arena."""
+        return sorted((key for key in self._layouts if key[0] in units), key=lambda key: (key[1], key[0]))
+
+    def place_of(self, unit: int, name: str) -> tuple[int, int]:
+        """Return the elements ``[start, stop)`` of the arena that a parameter of a held unit takes."""
+        where, slot = self._slots[unit, name]
+        return where.start + slot.start, where.start + slot.stop
+
     def _adopt(self, unit: int, item: UnitParameter, keep: bool) -> torch.Tensor:
         """Move one parameter's storage into the arena, its value too (``keep``); returns its fp32 gradient view."""
-        where = self.slices[unit]
-        start = where.start + where.layout.slot(item.spec.name).start
-        stop = start + item.spec.numel
+        start, stop = self.place_of(unit, item.spec.name)
         value = self.parameters[start:stop].view(item.spec.shape)
         gradient = self.gradients[start:stop].view(item.spec.shape)
         with torch.no_grad():
@@ -143,15 +160,15 @@ class Arena:
         """Return the fp32 gradient of each parameter, in its shape, per unit."""
         return self._views
 
-    def unit_parameters(self, unit: int) -> torch.Tensor:
-        """Return the flat parameters of a unit: 1-D, model type, a view."""
-        where = self.slices[unit]
-        return self.parameters[where.start : where.stop]
+    def block_parameters(self, block: StateBlock) -> torch.Tensor:
+        """Return the parameters of a block: 1-D, model type, a view."""
+        start = self.slices[block.key[:2]].start
+        return self.parameters[start + block.start : start + block.stop]
 
-    def unit_gradients(self, unit: int) -> torch.Tensor:
-        """Return the flat fp32 gradients of a unit: 1-D, a view."""
-        where = self.slices[unit]
-        return self.gradients[where.start : where.stop]
+    def block_gradients(self, block: StateBlock) -> torch.Tensor:
+        """Return the fp32 gradients of a block: 1-D, a view."""
+        start = self.slices[block.key[:2]].start
+        return self.gradients[start + block.start : start + block.stop]
 
     def release(self) -> None:
         """Detach from the model (hooks removed; parameters keep their storage)."""

@@ -86,10 +86,8 @@ class ExactGradients:
 
     def contribute(self, unit: int, name: str, gradient: torch.Tensor) -> None:
         """Add the gradient of one use of a parameter that has several uses."""
-        where = self._arena.slices[unit]
-        start = where.start + where.layout.slot(name).start
-        flat = gradient.detach().to(torch.float32, copy=True).reshape(-1)
-        self._fold(flat, self._sums[start : start + flat.numel()])
+        start, stop = self._arena.place_of(unit, name)
+        self._fold(gradient.detach().to(torch.float32, copy=True).reshape(-1), self._sums[start:stop])
 
     def _fold(self, gradient: torch.Tensor, sums: torch.Tensor) -> None:
         count = gradient.numel()
@@ -112,6 +110,10 @@ class ExactGradients:
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=world)
         self._finite = not bool(flags[1])
         return not self._finite or not bool(flags[0])
+
+    def withhold(self, start: int, stop: int) -> None:
+        """Contribute nothing to the sums of ``[start, stop)`` of the arena: another rank of the cell does."""
+        self._sums[start:stop].zero_()
 
     def reduce(self, start: int, stop: int, reduce_blocks: Callable[[torch.Tensor], None]) -> None:
         """Sum ``[start, stop)`` of the arena over a unit group, and write the sum as fp32 to the arena's gradients.

@@ -85,13 +85,19 @@ class Assignment:
         return found
 
     def state_groups(self) -> dict[tuple[int, int], tuple[int, ...]]:
-        """Return (unit, shard) → ranks that hold it, living or not, those nearer the start of their pipeline first."""
+        """Return (unit, shard) → ranks that hold it, living or not, those nearer the start of their pipeline first.
+
+        All ranks of a cell hold the common part of its units. Units without parameters of a kind have groups too.
+        """
         groups: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        common = self.launch_topology.common
         for replica in self.replicas:
             for segment in replica.segments:
                 for unit in self._units[segment.cell]:
                     for shard, rank in enumerate(self.cells[segment.cell].ranks):
                         groups.setdefault((unit, shard), []).append((segment.first, rank))
+                        if common is not None:
+                            groups.setdefault((unit, common), []).append((segment.first, rank))
         return {
             key: tuple(dict.fromkeys(rank for _, rank in sorted(holders, key=lambda holder: holder[0])))
             for key, holders in sorted(groups.items())

@@ -55,13 +55,30 @@ class LaunchTopology:
         beyond = (self.cell_of(rank) for rank in range(self.slots, self.slots + self.extra, self.tensor))
         return (*(self.cell(*place) for place in places), *beyond)
 
+    @property
+    def common(self) -> int | None:
+        """The shard number of the common part: parameters that are replicated over a tensor-parallel group.
+
+        ``None`` at tensor-parallel size 1: shard 0 then has all parameters.
+        """
+        return self.tensor if self.tensor > 1 else None
+
+    @property
+    def shards(self) -> tuple[int, ...]:
+        """Shard numbers of a unit's state, the common part's last."""
+        return tuple(range(self.tensor)) if self.common is None else (*range(self.tensor), self.common)
+
     def rank(self, shard: int, replica: int, stage: int) -> int:
         """Return the global rank at a place of the launch."""
         return shard + self.tensor * (replica + self.data * stage)
 
     def shard(self, rank: int) -> int:
-        """Return the tensor-parallel rank of any rank."""
+        """Return the tensor-parallel rank of any rank at launch: the shard that it then covers."""
         return rank % self.tensor
+
+    def shard_of(self, rank: int, sharded: bool) -> int:
+        """Return the shard number under which state has a parameter of ``rank`` at launch (``ParamSpec.sharded``)."""
+        return self.shard(rank) if sharded or self.common is None else self.common
 
     def place(self, rank: int) -> tuple[int, int, int] | None:
         """Return (tensor-parallel rank, replica, stage) of a rank of the launch; ``None`` for an extra rank."""

@@ -21,7 +21,7 @@ from megatron.elastic.plan.dataflow import PlanError
 from megatron.elastic.plan.model import Profile, UnitCost
 from megatron.elastic.plan.search.steady import DecisionOptions, decide
 from megatron.elastic.plan.topology import with_speeds
-from megatron.elastic.state.layout import UnitLayout
+from megatron.elastic.state.layout import UnitLayout, UnitShard
 
 __all__ = ["Recut", "all_cells_present", "better_assignment", "unmeasured_profile"]
 
@@ -90,7 +90,7 @@ def _recut(before: Assignment, target: Assignment, now_ns: int, then_ns: int) ->
 
 def unmeasured_profile(
     launch_topology: LaunchTopology,
-    layouts: Mapping[tuple[int, int], UnitLayout],
+    layouts: Mapping[UnitShard, UnitLayout],
     sequence: int,
     boundary_bytes: int,
     itemsize: int,
@@ -109,9 +109,9 @@ def unmeasured_profile(
         looks_up = unit == 0 or not parameters
         work = max(1, typical // _NO_WORK_SHARE if looks_up else parameters)
         forward = max(1, 2 * work * sequence // _OPERATIONS_PER_NS)
-        size = layouts[unit, 0].numel
+        size = sum(layout.numel for layout in _of_one_rank(launch_topology, layouts, unit))
         if launch_topology.tied_unit is not None and unit in (0, launch_topology.compute_units - 1):
-            size += layouts[launch_topology.tied_unit, 0].numel
+            size += sum(layout.numel for layout in _of_one_rank(launch_topology, layouts, launch_topology.tied_unit))
         units.append(
             UnitCost(
                 forward_ns=forward,
@@ -126,9 +126,18 @@ def unmeasured_profile(
     return Profile(tuple(units))
 
 
-def _multiplied(launch_topology: LaunchTopology, layouts: Mapping[tuple[int, int], UnitLayout], unit: int) -> int:
-    """Return the elements of a unit's matrices on one shard; the output layer has the tied matrix, if any."""
-    own = [slot.spec for slot in layouts[unit, 0].slots]
+def _multiplied(launch_topology: LaunchTopology, layouts: Mapping[UnitShard, UnitLayout], unit: int) -> int:
+    """Return the elements of a unit's matrices on one rank; the output layer has the tied matrix, if any."""
+    units = [unit]
     if unit == launch_topology.compute_units - 1 and launch_topology.tied_unit is not None:
-        own += [slot.spec for slot in layouts[launch_topology.tied_unit, 0].slots]
-    return sum(spec.numel for spec in own if len(spec.shape) > 1)
+        units.append(launch_topology.tied_unit)
+    held = [layout for unit in units for layout in _of_one_rank(launch_topology, layouts, unit)]
+    return sum(slot.spec.numel for layout in held for slot in layout.slots if len(slot.spec.shape) > 1)
+
+
+def _of_one_rank(
+    launch_topology: LaunchTopology, layouts: Mapping[UnitShard, UnitLayout], unit: int
+) -> list[UnitLayout]:
+    """Return the layouts of a unit's state on the first rank of a tensor-parallel group at launch."""
+    shards = (0,) if launch_topology.common is None else (0, launch_topology.common)
+    return [layouts[unit, shard] for shard in shards if (unit, shard) in layouts]

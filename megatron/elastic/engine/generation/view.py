@@ -21,7 +21,7 @@ from megatron.elastic.plan.model import Cell, Plan
 from megatron.elastic.plan.planner import plan_hash
 from megatron.elastic.plan.profile import PPM
 from megatron.elastic.state.domains import FailureDomains
-from megatron.elastic.state.layout import BlockKey, StateBlock, UnitLayout
+from megatron.elastic.state.layout import ALIGN, BlockKey, StateBlock, UnitLayout, UnitShard
 from megatron.elastic.state.placement import Placement, UnitGroup
 
 __all__ = [
@@ -36,12 +36,10 @@ __all__ = [
     "with_plan",
 ]
 
-UnitShard = tuple[int, int]
-
 
 @dataclass(frozen=True)
 class GroupSpan:
-    """Adjacent units of the arena with the same holders: one collective call.
+    """Adjacent (unit, shard)s of the arena with the same holders: one collective call.
 
     Elements ``[start, stop)`` of the arena; ``blocks`` are relative to ``start``.
     """
@@ -77,6 +75,8 @@ class View:
     shard: int
     """This rank's place in its tensor-parallel group."""
     spans: tuple[GroupSpan, ...]
+    silent: tuple[tuple[int, int], ...]
+    """Elements ``[start, stop)`` of the arena whose gradients another rank of the cell contributes."""
     configuration: Configuration
     owned: tuple[StateBlock, ...]
     mirrored: tuple[StateBlock, ...]
@@ -135,7 +135,8 @@ def build_view(
         plan_hash=plan_hash(plan),
         cell=cell,
         shard=configuration.assignment.launch_topology.shard(rank),
-        spans=_spans(rank, alive, configuration, arena, fabric),
+        spans=_spans(alive, configuration, arena, fabric),
+        silent=_silent(configuration.assignment.launch_topology.shard(rank), arena),
         configuration=configuration,
         owned=(),
         mirrored=(),
@@ -153,7 +154,7 @@ def with_configuration(
     fabric: Fabric,
 ) -> View:
     """Return the view with the same generation, assignment and plan under another placement."""
-    spans = _spans(rank, view.living, configuration, arena, fabric)
+    spans = _spans(view.living, configuration, arena, fabric)
     return _placed(replace(view, spans=spans, configuration=configuration), rank, layouts)
 
 
@@ -190,16 +191,13 @@ def _by_peer(pairs: Iterable[tuple[int, StateBlock]]) -> dict[int, tuple[StateBl
 
 
 def _spans(
-    rank: int, living: tuple[int, ...], configuration: Configuration, arena: Arena, fabric: Fabric
+    living: tuple[int, ...], configuration: Configuration, arena: Arena, fabric: Fabric
 ) -> tuple[GroupSpan, ...]:
-    assignment, placement = configuration.assignment, configuration.placement
-    shard = assignment.launch_topology.shard(rank)
-    groups = assignment.state_groups()
+    placement, groups = configuration.placement, configuration.assignment.state_groups()
     alive = frozenset(living)
-    units = sorted(arena.slices)
     spans = []
-    for members, run in groupby(units, key=lambda unit: tuple(r for r in groups[unit, shard] if r in alive)):
-        slices = [arena.slices[unit] for unit in run]
+    for members, run in groupby(arena.slices, key=lambda key: tuple(r for r in groups[key] if r in alive)):
+        slices = [arena.slices[key] for key in run]
         start = slices[0].start
         ranges = tuple(
             BlockRange(piece.start + block.start - start, piece.start + block.stop - start, placement.owner(block.key))
@@ -208,6 +206,21 @@ def _spans(
         )
         spans.append(GroupSpan(fabric.group("state", members), members, start, slices[-1].stop, ranges))
     return tuple(spans)
+
+
+def _silent(position: int, arena: Arena) -> tuple[tuple[int, int], ...]:
+    """Return the elements of replicated parameters, unless this is the first rank of its cell.
+
+    Their gradients are equal on all ranks of a cell: the first rank contributes them to the sum over cells.
+    """
+    ranges = list[tuple[int, int]]()
+    for where in arena.slices.values() if position > 0 else ():
+        for slot in where.layout.slots:
+            if not slot.spec.sharded:
+                start, stop = where.start + slot.start, where.start + -(-slot.stop // ALIGN) * ALIGN
+                joined = bool(ranges) and ranges[-1][1] == start
+                ranges.append((ranges.pop()[0] if joined else start, stop))
+    return tuple(ranges)
 
 
 def block_index(layouts: Mapping[UnitShard, UnitLayout]) -> tuple[BlockKey, ...]:
@@ -223,6 +236,6 @@ def unit_groups(
     groups = []
     for (unit, shard), members in assignment.state_groups().items():
         holders = tuple(rank for rank in members if rank in alive)
-        if holders:
+        if holders and (unit, shard) in layouts:
             groups.append(UnitGroup(unit, shard, layouts[unit, shard].blocks, holders))
     return tuple(groups)

@@ -174,6 +174,11 @@ class StepBody:
     def reduce(self, key: GradientKey) -> None:
         """Sum gradients over each unit group. Owners receive the sums and retain them under ``key``."""
         tools = self._tools
+        for start, stop in self._view.silent:
+            # x + -0.0 is x for every x, zeros included.
+            tools.arena.gradients[start:stop].fill_(-0.0)
+            if tools.exact is not None:
+                tools.exact.withhold(start, stop)
         for span in self._view.spans:
             if span is self._view.spans[-1]:
                 tools.reach("mid_reduce", key.step + 1)
@@ -183,8 +188,7 @@ class StepBody:
             else:
                 self._reduce_scatter(span, tools.arena.gradients[span.start : span.stop])
         for block in self._view.owned:
-            gradient = tools.arena.unit_gradients(block.unit)[block.start : block.stop]
-            tools.pool.retain(block.key, key, gradient)
+            tools.pool.retain(block.key, key, tools.arena.block_gradients(block))
 
     def _reduce_scatter(self, span: GroupSpan, values: torch.Tensor) -> None:
         if len(span.members) > 1:
@@ -206,7 +210,7 @@ class StepBody:
             return
 
         def pack(blocks: tuple[StateBlock, ...]) -> torch.Tensor:
-            parts = [tools.arena.unit_gradients(block.unit)[block.start : block.stop] for block in blocks]
+            parts = [tools.arena.block_gradients(block) for block in blocks]
             return torch.cat([*parts, block_checksums(pool, [block.key for block in blocks], gradient_key, interval)])
 
         def unpack(blocks: tuple[StateBlock, ...], parts: tuple[torch.Tensor, ...], sealed: torch.Tensor) -> None:
@@ -314,14 +318,8 @@ class StepBody:
 
     def weigh(self, tally: Tally, key: GradientKey) -> None:
         """Compute norms and overflows of the gradients that this rank owns in this generation."""
-        pool, layouts = self._tools.pool, self._tools.layouts
-        squares = {block: pool.norm_sq(block.key, key) for block in self._view.owned}
-        tally.norms = {
-            block.key: square
-            for block, square in squares.items()
-            if layouts[block.unit, block.shard].counts_in_norm(block)
-        }
-        tally.overflows = sum(not math.isfinite(square) for square in squares.values())
+        tally.norms = {block.key: self._tools.pool.norm_sq(block.key, key) for block in self._view.owned}
+        tally.overflows = sum(not math.isfinite(square) for square in tally.norms.values())
 
     def vote(self, layout: VoteLayout, tally: Tally) -> Tally:
         """Return the sum over all living ranks. Raises ``RuntimeError`` when plans differ."""
@@ -343,12 +341,9 @@ class StepBody:
         """Count the zero gradient elements of the blocks that this rank owns, without padding."""
         count = 0
         for block in self._view.owned:
-            layout = self._tools.layouts[block.unit, block.shard]
-            if not layout.counts_in_norm(block):
-                continue
-            gradient = self._tools.arena.unit_gradients(block.unit)
-            for slot in layout.params_in(block):
-                part = gradient[max(slot.start, block.start) : min(slot.stop, block.stop)]
+            gradient = self._tools.arena.block_gradients(block)
+            for slot in self._tools.layouts[block.unit, block.shard].params_in(block):
+                part = gradient[max(slot.start - block.start, 0) : slot.stop - block.start]
                 count += int(part.numel() - torch.count_nonzero(part).item())
         return count
 
@@ -361,10 +356,9 @@ class StepBody:
         copies of all its blocks, each uses its own copies, which are of this version.
         """
         tools, view = self._tools, self._view
-        mirrored = (block for block in view.mirrored if block.unit in came and block.unit in tools.arena.slices)
-        for block in (*view.owned, *(block for block in mirrored if block.shard == view.shard)):
-            target = tools.arena.unit_parameters(block.unit)[block.start : block.stop]
-            target.copy_(tools.pool.get(block.key).master)
+        mirrored = (block for block in view.mirrored if block.unit in came and block.key[:2] in tools.arena.slices)
+        for block in (*view.owned, *mirrored):
+            tools.arena.block_parameters(block).copy_(tools.pool.get(block.key).master)
         for span in view.spans:
             if span is view.spans[-1]:
                 tools.reach("mid_gather", step)
@@ -377,11 +371,11 @@ class StepBody:
     def _gathered(self, span: GroupSpan, came: Collection[int]) -> Iterator[tuple[int, int, Sequence[BlockRange]]]:
         """Yield ranges ``[start, stop)`` of the arena to gather, with their blocks relative to ``start``."""
         pieces = [p for p in self._tools.arena.slices.values() if span.start <= p.start < span.stop]
-        if not any(piece.unit in came for piece in pieces):
+        if not any(piece.layout.unit in came for piece in pieces):
             yield span.start, span.stop, span.blocks
             return
         for piece in pieces:
-            if piece.unit not in came or not self._have_copies(span.members, piece.layout):
+            if piece.layout.unit not in came or not self._have_copies(span.members, piece.layout):
                 first, last = piece.start - span.start, piece.stop - span.start
                 inside = [block for block in span.blocks if first <= block.start < last]
                 ranges = [BlockRange(b.start - first, b.stop - first, b.owner) for b in inside]

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from megatron.elastic.comm.fabric import Fabric
 from megatron.elastic.engine.compute.point_to_point import started
 from megatron.elastic.state.checkpoint_view import CheckpointView
-from megatron.elastic.state.layout import BlockKey, StateBlock, UnitLayout
+from megatron.elastic.state.layout import BlockKey, StateBlock, UnitLayout, UnitShard
 from megatron.elastic.state.placement import Placement
 from megatron.elastic.state.pool import StatePool
 from megatron.elastic.state.record import StepRecord
@@ -30,8 +30,6 @@ from megatron.elastic.state.record import StepRecord
 __all__ = ["StateStream", "Want"]
 
 _TAG = (1 << 30) + 0x400
-
-UnitShard = tuple[int, int]
 
 
 @dataclass(frozen=True, order=True)

@@ -39,7 +39,7 @@ from megatron.elastic.mcore.checkpoint.content import Content
 from megatron.elastic.mcore.checkpoint.launch_stage import LaunchStage
 from megatron.elastic.mcore.model.param_groups import settings_of
 from megatron.elastic.mcore.parallel_state.stage import GroupStandIn
-from megatron.elastic.state.layout import ParamSlot
+from megatron.elastic.state.layout import ParamSlot, UnitShard
 from megatron.elastic.state.record import StepRecord
 
 __all__ = ["LoadedState", "OptimizerCheckpoint", "without_holes"]
@@ -49,9 +49,10 @@ _RESHARDABLE = "fully_reshardable"
 
 @dataclass(frozen=True)
 class LoadedState:
-    """Optimizer state read from a checkpoint: ``units[u]`` is fp32 ``[3, numel]`` (master, exp_avg, exp_avg_sq)."""
+    """Optimizer state read from a checkpoint."""
 
-    units: Mapping[int, torch.Tensor]
+    state: Mapping[UnitShard, torch.Tensor]
+    """(unit, shard) → fp32 ``[3, numel]`` (master, exp_avg, exp_avg_sq)."""
     adam_step: int
     scaler: Mapping[str, Any]
     groups: Sequence[Mapping[str, Any]]
@@ -120,7 +121,7 @@ class OptimizerCheckpoint:
         return self._state_dict(self._own, self._reading, model_state, metadata, loading=True)
 
     def finish_load(self, state_dict: Any) -> LoadedState:
-        """Return the loaded state, by unit."""
+        """Return the loaded state."""
         shadow, self._reading = self._reading, None
         if state_dict.get("param_state_sharding_type") == _RESHARDABLE:
             step = _group_step(state_dict["optimizer"]["param_groups"])
@@ -136,30 +137,26 @@ class OptimizerCheckpoint:
                 if tensors and "step" in tensors[0]
                 else _group_step(shadow.optimizer.param_groups)
             )
-        units = self._engine.empty_state()
-        for (unit, slot), main, state in zip(self._slots(self._own), mains, tensors, strict=True):
-            rows = units[unit][:, slot.start : slot.stop]
-            for row, value in zip(rows, (main, state["exp_avg"], state["exp_avg_sq"]), strict=True):
+        loaded = self._engine.empty_state()
+        for (key, slot), main, moments in zip(self._slots(self._own), mains, tensors, strict=True):
+            rows = loaded[key][:, slot.start : slot.stop]
+            for row, value in zip(rows, (main, moments["exp_avg"], moments["exp_avg_sq"]), strict=True):
                 row.copy_(value.detach().reshape(-1))
         named = {_identity(group): settings_of(group) for group in groups}
         settings = [named.get(_identity(group), {}) for group in shadow.optimizer.param_groups]
-        return LoadedState(units, step, dict(state_dict.get("grad_scaler") or {}), settings)
+        return LoadedState(loaded, step, dict(state_dict.get("grad_scaler") or {}), settings)
 
     # -- Megatron's optimizer over the engine's parameters ------------------------------
 
-    def _slots(self, place: LaunchStage) -> Iterator[tuple[int, ParamSlot]]:
-        """Return (unit, slot in its flat state) of each of ``place.ordered()``."""
-        layouts, shard = self._engine.views.layouts, self._shard
-        home = {
-            id(item.parameter): (unit, layouts[unit, shard].slot(item.spec.name))
-            for unit, parameters in place.launched.items()
-            for item in parameters
-        }
+    def _slots(self, place: LaunchStage) -> Iterator[tuple[UnitShard, ParamSlot]]:
+        """Return ((unit, shard), slot in that flat state) of each of ``place.ordered()``."""
+        layouts, topology = self._engine.views.layouts, self._engine.views.launch_topology
+        home = dict[int, tuple[UnitShard, ParamSlot]]()
+        for unit, parameters in place.launched.items():
+            for item in parameters:
+                key = unit, topology.shard_of(self._engine.tools.fabric.rank, item.spec.sharded)
+                home[id(item.parameter)] = key, layouts[key].slot(item.spec.name)
         return iter([home[id(item.parameter)] for item in place.ordered()])
-
-    @property
-    def _shard(self) -> int:
-        return self._engine.views.launch_topology.shard(self._engine.tools.fabric.rank)
 
     def _shadow(self, place: LaunchStage, groups: Sequence[Mapping[str, Any]]) -> Any:
         """Return Megatron's optimizer for these arguments; its own copies of parameters are fp32."""
@@ -180,9 +177,8 @@ class OptimizerCheckpoint:
         """Give the shadow optimizer state of the right shapes, and register its tensors in the content."""
         assert self.content is not None, "a save is planned by BackgroundSave"
         step = torch.tensor(float(record.adam_step))
-        shard = self._shard
-        for main, item, (unit, slot) in zip(_main_parameters(shadow), place.ordered(), self._slots(place), strict=True):
-            master, first, second = (Want(unit, shard, slot.start, slot.stop, row) for row in range(3))
+        for main, item, (key, slot) in zip(_main_parameters(shadow), place.ordered(), self._slots(place), strict=True):
+            master, first, second = (Want(*key, slot.start, slot.stop, row) for row in range(3))
             exp_avg, exp_avg_sq = (torch.empty(main.shape, dtype=torch.float32) for _ in range(2))
             shadow.optimizer.state[main] = {"step": step.clone(), "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
             self.content.register(exp_avg, first)

@@ -238,7 +238,7 @@ class Setup:
             hysteresis_tracker=int(scaler.get("hysteresis_tracker", engine.record.hysteresis_tracker)),
         )
         record = record.at_adam_step(0 if loaded is None else loaded.adam_step, engine.tools.settings.hyper)
-        engine.resume(record, None if loaded is None else loaded.units)
+        engine.resume(record, None if loaded is None else loaded.state)
         engine.tools.reach("in_setup", 0)
 
     # -- data ------------------------------------------------------------------------
