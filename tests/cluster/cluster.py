@@ -28,6 +28,7 @@ from megatron.elastic.control.events import Readmitted, Wanted
 from megatron.elastic.control.generations import Node
 from megatron.elastic.control.membership import Activity, Released
 from megatron.elastic.control.requests import Drain, Request, SaveCheckpoint
+from megatron.elastic.engine.compute.model_interface import CellPlace, ModelInterface
 from megatron.elastic.engine.compute.samples import DatasetSource, StepAddress
 from megatron.elastic.engine.engine import Engine
 from megatron.elastic.engine.generation.launch_topology import LaunchTopology
@@ -45,6 +46,7 @@ from megatron.elastic.runtime.start import JobGone, found, join
 from megatron.elastic.runtime.telemetry import write_recovery
 from megatron.elastic.state.record import ConstantSchedule, Hyper, Rate
 from tests.cluster.control import Agent, ClusterMembership, Launched, SharedJournal
+from tests.cluster.cut_model import CutModel
 from tests.cluster.fabric import ClusterFabric, Style, Wire
 from tests.cluster.model import Samples, TinyModel, collate, forward_step
 from tests.cluster.scheduler import ClusterThreads, Killed, Process, Scheduler
@@ -86,6 +88,8 @@ class Program:
     died: Callable[[RankProcess], None] = lambda rank: None
     """Called at each kill, before anything follows from it."""
     samples: Dataset[torch.Tensor] = field(default_factory=Samples)
+    cut: bool = False
+    """Train the model that is cut over the ranks of a cell also where these are one."""
     events: Path | None = None
     """Folder for the event logs of all ranks."""
     outside: Callable[[Cluster], None] | None = None
@@ -111,11 +115,24 @@ def config_of(scenario: Scenario) -> ElasticConfig:
 def topology_of(scenario: Scenario) -> LaunchTopology:
     """The launch; units are dealt out evenly to the stages."""
     layout = scenario.layout
-    if layout.tensor > 1 or layout.chunks > 1:
-        raise ValueError(f"{layout}: a cell of the cluster is one rank with one chunk")
+    if layout.chunks > 1:
+        raise ValueError(f"{layout}: a rank of the cluster has one chunk")
     cuts = [UNITS * stage // layout.pipeline for stage in range(layout.pipeline + 1)]
     grid = Grid(rows_of(scenario), MICRO_BATCH, layout.data)
-    return LaunchTopology(1, layout.pipeline, layout.data, tuple(pairwise(cuts)), grid, extra=scenario.spares)
+    sizes = layout.tensor, layout.pipeline, layout.data
+    return LaunchTopology(*sizes, tuple(pairwise(cuts)), grid, extra=scenario.spares)
+
+
+def _model_of(topology: LaunchTopology, rank: int, fabric: ClusterFabric, cut: bool) -> ModelInterface:
+    """The model of a rank at launch: plain layers, or layers that are cut over the ranks of a cell.
+
+    A rank beyond the launch builds its model as the first stage would.
+    """
+    _, _, stage = topology.place(rank) or (0, 0, 0)
+    units = range(*topology.chunks[stage])
+    if topology.tensor == 1 and not cut:
+        return TinyModel(UNITS, units)
+    return CutModel(UNITS, units, CellPlace(topology.cell_of(rank).ranks, topology.shard(rank)), fabric)
 
 
 def respawn_after(scenario: Scenario) -> float | None:
@@ -244,9 +261,7 @@ class RankProcess:
 
         settings = Settings(7, HYPER, per_token_loss=True, communication_timeout=TIMEOUT, steps=scenario.steps)
         topology, rows = topology_of(scenario), rows_of(scenario)
-        # A rank beyond the launch builds its model as the first stage would.
-        units = topology.chunks[0 if self.rank >= topology.slots else self.rank // scenario.layout.data]
-        model = TinyModel(UNITS, range(*units))
+        model = _model_of(topology, self.rank, self.fabric, program.cut)
         parts = EngineParts(
             model,
             topology,

@@ -15,12 +15,15 @@ from torch.utils.data import Dataset
 
 from megatron.elastic.engine.compute.model_interface import (
     ROW_DIM,
+    CellPlace,
     DeferredWeights,
     ForwardStep,
     LossOutput,
     UnitParameter,
+    only_at_launch,
 )
 from megatron.elastic.plan.model import Piece
+from megatron.elastic.state.coverage import Position
 from megatron.elastic.state.layout import ParamSpec
 
 __all__ = ["LENGTH", "Samples", "TinyModel", "collate", "forward_step"]
@@ -55,10 +58,14 @@ class TinyModel:
         self.compute_units = units
         self._layers = {unit: _layer(unit) for unit in sorted(held)}
 
-    def prepare(self, units: Collection[int]) -> None:
+    def prepare(self, units: Collection[int], place: CellPlace | None = None) -> None:
         """Nothing takes long here."""
 
-    def hold(self, units: Collection[int]) -> None:
+    def covered(self, unit: int, position: Position) -> tuple[int, ...]:
+        """See :class:`ModelInterface`."""
+        return only_at_launch(unit, position)
+
+    def hold(self, units: Collection[int], place: CellPlace | None = None) -> None:
         """See :class:`ModelInterface`."""
         kept = {unit: self._layers[unit] for unit in units if unit in self._layers}
         self._layers = {unit: kept.get(unit) or _undefined() for unit in sorted(units)}

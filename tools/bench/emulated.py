@@ -28,7 +28,13 @@ import torch
 
 from megatron.elastic.config import ElasticConfig
 from megatron.elastic.control.requests import Request
-from megatron.elastic.engine.compute.model_interface import LossOutput, UnitParameter
+from megatron.elastic.engine.compute.model_interface import (
+    CellPlace,
+    Covered,
+    LossOutput,
+    UnitParameter,
+    only_at_launch,
+)
 from megatron.elastic.engine.compute.samples import StepAddress
 from megatron.elastic.engine.generation.assignment import Assignment
 from megatron.elastic.engine.generation.launch_topology import LaunchTopology
@@ -41,7 +47,8 @@ from megatron.elastic.runtime.connect import open_links
 from megatron.elastic.runtime.start import found
 from megatron.elastic.simulate.cases import Case, answer
 from megatron.elastic.simulate.scenarios import scenario_topology
-from megatron.elastic.state.layout import ParamSpec
+from megatron.elastic.state.coverage import Position
+from megatron.elastic.state.layout import ParamSpec, UnitShard
 from megatron.elastic.state.record import ConstantSchedule, Hyper, Rate
 
 WIDTH = 16
@@ -146,11 +153,15 @@ class EmulatedModel:
         finally:
             self.deferred = None
 
-    def prepare(self, units: Collection[int]) -> None:
+    def prepare(self, units: Collection[int], place: CellPlace | None = None) -> None:
         """Nothing has to be built."""
 
-    def hold(self, units: Collection[int]) -> None:
+    def hold(self, units: Collection[int], place: CellPlace | None = None) -> None:
         """Every unit is held, always."""
+
+    def covered(self, unit: int, position: Position) -> tuple[int, ...]:
+        """See ``ModelInterface``: a cell is one rank."""
+        return only_at_launch(unit, position)
 
     def held_units(self) -> tuple[int, ...]:
         """All."""
@@ -201,7 +212,7 @@ class Everywhere(Assignment):
         """All."""
         return tuple(range(self.launch_topology.compute_units))
 
-    def state_groups(self) -> dict[tuple[int, int], tuple[int, ...]]:
+    def state_groups(self, covered: Covered = only_at_launch) -> dict[UnitShard, tuple[int, ...]]:
         """One group of all ranks a unit."""
         return {
             (unit, 0): tuple(range(self.launch_topology.slots)) for unit in range(self.launch_topology.compute_units)

@@ -124,7 +124,7 @@ class Engine:
     def empty_state(self) -> dict[UnitShard, torch.Tensor]:
         """Return zeros for the state of every held (unit, shard): fp32 ``[3, numel]`` (master, exp_avg, exp_avg_sq)."""
         arena = self.tools.arena
-        rows = torch.zeros((3, arena.parameters.numel()), dtype=torch.float32)
+        rows = torch.zeros((3, arena.state_stop), dtype=torch.float32)
         return {key: rows[:, piece.start : piece.stop] for key, piece in arena.slices.items()}
 
     def agree_on_saves(self, due: Callable[[], bool], written: Callable[[], bool]) -> None:
@@ -207,7 +207,7 @@ class Engine:
         for batch in batches:
             at.tools.reach("in_evaluate", at.record.version)
             result = at.body.compute(batch, 1.0, training=False)
-            if at.view.shard == 0:
+            if at.view.leads:
                 tally.ledger.add(result.ledger)
                 for key, (total, count) in result.report.items():
                     before = tally.report.get(key, (0.0, 0.0))

@@ -100,7 +100,8 @@ def beginning(
     """Return the first configuration of a job that starts with the members of ``decision``, and its record."""
     config = job.config
     rules = placement_rules(config, failure_domains(decision))
-    configuration = Configuration(initial(unit_groups(assignment, layouts, decision.members), rules), assignment)
+    groups = unit_groups(assignment, layouts, decision.members, job.interface.covered)
+    configuration = Configuration(initial(groups, rules), assignment)
     return configuration, replace(StepRecord.initial(job.settings.hyper), placement=configuration.digest)
 
 
@@ -154,6 +155,7 @@ def assemble(
         moves_units=policy.moves_units and job.config.steps_before_migration >= 0,
         profile=_profile(job, layouts, arena, hardware) if job.profile is None else job.profile,
         hardware=hardware,
+        covered=job.interface.covered,
     )
     agreement = Agreement(links.membership, views, links.injector, job.settings.communication_timeout, links.threads)
     view = views.build_view(decision, configuration, record)

@@ -12,17 +12,15 @@ from megatron.elastic.engine.compute.buffers import Arena
 from megatron.elastic.engine.engine import Engine
 from megatron.elastic.engine.generation.factory import StageGone
 from megatron.elastic.engine.generation.hardware import survey
-from megatron.elastic.engine.generation.launch_topology import LaunchTopology
 from megatron.elastic.engine.generation.report import NEWCOMER, newcomers
-from megatron.elastic.engine.generation.state_catalog import build_layouts, exchange_catalog, own_catalog
+from megatron.elastic.engine.generation.state_catalog import build_layouts, built, exchange_catalog, own_catalog
 from megatron.elastic.engine.transaction.early_links import EarlyLinks
 from megatron.elastic.engine.transaction.join import JoinState, receive_join_state
 from megatron.elastic.engine.transaction.wait_for_ranks import await_ranks
 from megatron.elastic.observe.events import ReadyEvent
-from megatron.elastic.runtime.assembly import EngineParts, Layouts, assemble, beginning
+from megatron.elastic.runtime.assembly import EngineParts, assemble, beginning
 from megatron.elastic.runtime.connect import Links
 from megatron.elastic.runtime.warm_up import rehearse
-from megatron.elastic.state.layout import UnitLayout, UnitShard
 
 __all__ = ["JobGone", "found", "join"]
 
@@ -44,7 +42,8 @@ def found(links: Links, job: EngineParts) -> Engine:
     catalog = exchange_catalog(job.interface, job.launch_topology, links.fabric)
     layouts = build_layouts(catalog, job.config.block_bytes)
     configuration, record = beginning(job, job.launched, layouts, links.decision)
-    arena = Arena(job.interface, _of_rank(layouts, job.launch_topology, links.fabric.rank))
+    own = own_catalog(job.interface, job.launch_topology, links.fabric.rank)
+    arena = Arena(job.interface, layouts, built(own, job.launch_topology, links.fabric.rank))
     hardware = survey(links.fabric, links.threads)
     engine = assemble(links, job, links.decision, layouts, arena, configuration, record, hardware)
     engine.adopt_parameters()
@@ -62,7 +61,7 @@ def join(links: Links, job: EngineParts) -> tuple[Engine, JoinState]:
     catalog = own_catalog(job.interface, job.launch_topology, fabric.rank)
     own = build_layouts(catalog, job.config.block_bytes)
     known = dict(own)
-    arena = Arena(job.interface, known)
+    arena = Arena(job.interface, known, built(catalog, job.launch_topology, fabric.rank))
     rehearse(links, job, catalog, arena)
     links.events.write(ReadyEvent())
     ahead = EarlyLinks(fabric, timeout, links.threads)
@@ -81,7 +80,7 @@ def join(links: Links, job: EngineParts) -> tuple[Engine, JoinState]:
                     f"rank {fabric.rank}: its model has other parameters than the model "
                     "of the job: start it with the same arguments"
                 )
-            known.update(_of_rank(layouts, job.launch_topology, fabric.rank))
+            known.update(layouts)
             engine = assemble(
                 links, job, decision, layouts, arena, join_state.configuration, join_state.record, join_state.hardware
             )
@@ -98,9 +97,3 @@ def join(links: Links, job: EngineParts) -> tuple[Engine, JoinState]:
 
 def _silent(line: str) -> None:
     """Drop the line: the members log it."""
-
-
-def _of_rank(layouts: Layouts, launch_topology: LaunchTopology, rank: int) -> dict[UnitShard, UnitLayout]:
-    """Return the layouts of the shard of ``rank`` and of the common part, for every unit."""
-    shards = (launch_topology.shard(rank), launch_topology.common)
-    return {key: layout for key, layout in layouts.items() if key[1] in shards}

@@ -14,6 +14,7 @@ import msgspec
 from megatron.elastic.comm.messages import decode, encode
 from megatron.elastic.control.membership import Decision
 from megatron.elastic.engine.compute.buffers import Arena
+from megatron.elastic.engine.compute.model_interface import Covered
 from megatron.elastic.engine.generation.assignment import Assignment
 from megatron.elastic.engine.generation.hardware import Hardware
 from megatron.elastic.engine.generation.state_catalog import Catalog, build_layouts
@@ -41,10 +42,10 @@ def rehearse(links: Links, job: EngineParts, own: Catalog, arena: Arena) -> None
 
 def _rehearse_admission(links: Links, job: EngineParts, own: Catalog, arena: Arena) -> None:
     rank, here = links.fabric.rank, links.fabric.address()
-    assignment, living = _in_a_place(job.launched, rank, arena.units)
+    assignment, living = _in_a_place(job.launched, rank, arena.held.units)
     if rank not in living:
         return  # its model is not that of any stage at launch, so no place is known for a rehearsal
-    layouts = build_layouts(_guessed(own, assignment), job.config.block_bytes)
+    layouts = build_layouts(_guessed(own, assignment, job.interface.covered), job.config.block_bytes)
     decision = Decision(0, {peer: msgspec.structs.replace(here, rank=peer) for peer in living}, "join")
     configuration, record = beginning(job, assignment, layouts, decision)
     sent = JoinState(
@@ -71,13 +72,13 @@ def _rehearse_admission(links: Links, job: EngineParts, own: Catalog, arena: Are
     examine(at.tools, at.view, at.views.groups(at.view), mine, "join")
 
 
-def _guessed(own: Catalog, assignment: Assignment) -> Catalog:
+def _guessed(own: Catalog, assignment: Assignment, covered: Covered) -> Catalog:
     """Return a catalog of all units, in which units that this rank does not hold are like one that it holds."""
     like: dict[bool, tuple[ParamSpec, ...]] = {}
     common = assignment.launch_topology.common
     for (_, shard), specs in own.items():
         like.setdefault(shard == common, specs)
-    keys = assignment.state_groups()
+    keys = assignment.state_groups(covered)
     return {key: own.get(key) or like[key[1] == common] for key in keys if key in own or (key[1] == common) in like}
 
 

@@ -156,6 +156,10 @@ class UnitLayout:
         """Return the slot of parameter ``name``. Raises ``KeyError``."""
         return self._by_name[name]
 
+    def has(self, name: str) -> bool:
+        """Return whether the space has a parameter ``name``."""
+        return name in self._by_name
+
     def params_in(self, block: StateBlock) -> tuple[ParamSlot, ...]:
         """Return the slots that overlap the block."""
         return tuple(s for s in self.slots if s.start < block.stop and block.start < s.stop)

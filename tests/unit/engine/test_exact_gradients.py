@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.elastic.engine.compute.buffers import Arena
+from megatron.elastic.engine.compute.buffers import Arena, HeldPart
 from megatron.elastic.engine.compute.exact_gradients import ExactGradients, one_sample_pieces, resolutions
 from megatron.elastic.plan.planner import uniform_profile
 from megatron.elastic.plan.policies.registry import choice_of, policy_named
@@ -27,7 +27,8 @@ PLACES = resolutions(1.0)[0]
 def arena() -> Arena:
     model = TinyModel(len(UNITS), UNITS)
     specs = {unit: [one.spec for one in model.unit_parameters(unit)] for unit in UNITS}
-    return Arena(model, {(unit, 0): UnitLayout.build(unit, 0, specs[unit], 1024) for unit in UNITS})
+    layouts = {(unit, 0): UnitLayout.build(unit, 0, specs[unit], 1024) for unit in UNITS}
+    return Arena(model, layouts, HeldPart(UNITS, None, tuple(layouts)))
 
 
 LENGTH = arena().gradients.numel()

@@ -74,7 +74,7 @@ def factories(extra: int = 0, policy: str = "elaswave", **config: object) -> Ite
                 launch,
                 settings,
                 layouts(),
-                Arena(TinyModel(UNITS, assignment.units_of(fabric.rank)), layouts()),
+                Arena(TinyModel(UNITS, assignment.units_of(fabric.rank)), layouts(), assignment.held_by(fabric.rank)),
                 choice_of(chosen),
                 chosen.moves_units,
                 uniform_profile(UNITS),
@@ -266,7 +266,7 @@ def test_a_migration_to_another_cut_leads_to_a_view_of_that_cut() -> None:
             made[rank].prepare(view, recut.target)
             after = made[rank].with_configuration(view, migration.target)
             assert after.configuration == migration.target and after.generation == view.generation
-            assert made[rank].arena.units == recut.target.units_of(rank)
+            assert made[rank].arena.held.units == recut.target.units_of(rank)
             assert (after.domains, after.unproven) == (view.domains, view.unproven)
             assert not made[rank].owner_is_outside_group(after)
 

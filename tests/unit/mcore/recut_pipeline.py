@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -31,7 +31,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron.elastic.engine.compute.buffers import Arena
+from megatron.elastic.engine.compute.buffers import Arena, HeldPart
 from megatron.elastic.engine.compute.dropout import DropoutKey, dropout_scope
 from megatron.elastic.engine.compute.model_interface import LossOutput
 from megatron.elastic.mcore.model.dropout import key_dropout
@@ -121,6 +121,11 @@ def port_of(case: Case, stage: int) -> GptInterface:
     return GptInterface(chunks, args, GroupKeys(OptimizerConfig(lr=1e-3), None), reads_data=True)
 
 
+def _held(units: Collection[int]) -> HeldPart:
+    """What a cell holds; all parameters are in one space a unit."""
+    return HeldPart(tuple(sorted(units)), None, tuple((unit, 0) for unit in units))
+
+
 class Pipeline:
     """Cells side by side in one process; parameters of units that change place are handed over by value."""
 
@@ -135,7 +140,7 @@ class Pipeline:
         }
         layouts = {unit: UnitLayout.build(unit, 0, tuple(found), 1 << 18) for unit, found in specs.items()}
         self.layouts = {(unit, 0): layout for unit, layout in layouts.items()}
-        self.arenas = [Arena(interface, self.layouts) for interface in self.ports]
+        self.arenas = [Arena(interface, self.layouts, _held(interface.held_units())) for interface in self.ports]
         generator = torch.Generator().manual_seed(3 + parallel_state.get_tensor_model_parallel_rank())
         shared = torch.Generator().manual_seed(2)
         self.values = {}
@@ -164,8 +169,8 @@ class Pipeline:
             if self.tied is not None and units & {0, UNITS - 1}:
                 units.add(self.tied)
             if ahead:
-                arena.prepare(units)
-            arena.hold(units)
+                arena.prepare(_held(units))
+            arena.hold(_held(units))
         self.fill()
         self.segments = segments
 

@@ -19,7 +19,7 @@ from megatron.elastic.comm.native import NativeFabric
 from megatron.elastic.config import ElasticConfig
 from megatron.elastic.engine.compute.buffers import Arena
 from megatron.elastic.engine.generation.launch_topology import LaunchTopology
-from megatron.elastic.engine.generation.state_catalog import build_layouts, own_catalog
+from megatron.elastic.engine.generation.state_catalog import build_layouts, built, own_catalog
 from megatron.elastic.engine.inject import Injector
 from megatron.elastic.engine.settings import Settings
 from megatron.elastic.engine.transaction.certificates import CertificateOutcome, examine
@@ -65,7 +65,7 @@ def _rehearsed(here: Here) -> dict[str, Any]:
     links = Links(cast(Any, None), fabric, EventLog(folder, rank, 1), Injector((), rank, 1), None)
     catalog = own_catalog(job.interface, nominal, rank)
     layouts = build_layouts(catalog, job.config.block_bytes)
-    arena = Arena(job.interface, layouts)
+    arena = Arena(job.interface, layouts, built(catalog, nominal, rank))
     before, storage = arena.parameters.clone(), arena.parameters.data_ptr()
     verdicts = list[CertificateOutcome]()
     with mock.patch("megatron.elastic.runtime.warm_up.examine", lambda *given: verdicts.append(examine(*given))):

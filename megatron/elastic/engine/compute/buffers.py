@@ -1,43 +1,76 @@
 """Flat parameter and gradient storage of the units this process holds.
 
-Each (unit, shard) that this process holds, the common part included, has one flat
-parameter tensor (model type) and one flat fp32 gradient tensor in the element order of
-its :class:`UnitLayout`. They are adjacent in one arena, in the order of shard and unit, so
-one call can reduce or gather those with the same holders. Parameters
-become views of the arena: writing a block of the flat tensor writes the model.
+Each (unit, shard) of which this process computes a part, and the common part of each
+unit, has one flat *space*: parameters (model type) and fp32 gradients in the element
+order of its :class:`UnitLayout`. Spaces are adjacent in one arena, in the order of shard
+and unit, so one call can reduce or gather those with the same holders. A parameter that is
+the whole of one shard's becomes a view of its space: writing a block writes the model.
+
+In a cell of another size than at the launch, a parameter may consist of parts of several
+shards (:mod:`~megatron.elastic.state.coverage`). It then has *local* storage, behind the
+spaces in the arena. :meth:`Arena.spread` adds its gradient to the spaces before they are
+reduced; :meth:`Arena.collect` reads its value from them after they are gathered.
 
 Invariant: ``arena.gradients`` is the only place gradients accumulate, in fp32,
 unscaled by anything but the loss scale; ``param.grad`` is ``None`` between
 backward passes of non-fp32 parameters.
 
-The held units can change between steps (:meth:`Arena.hold`): the arena is laid out
-anew and parameters of units that stay are copied. Both layouts exist meanwhile.
+The held part can change between steps (:meth:`Arena.hold`): the arena is laid out
+anew and spaces that stay are copied. Both layouts exist meanwhile.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from megatron.elastic.engine.compute.model_interface import ModelInterface, UnitParameter
-from megatron.elastic.state.layout import ParamSlot, StateBlock, UnitLayout, UnitShard
+from megatron.elastic.engine.compute.model_interface import CellPlace, ModelInterface, UnitParameter
+from megatron.elastic.state.coverage import Patch, add, read
+from megatron.elastic.state.layout import ALIGN, ParamSlot, ParamSpec, StateBlock, UnitLayout, UnitShard
 
-__all__ = ["Arena", "UnitSlice"]
+__all__ = ["Arena", "HeldPart", "UnitSlice"]
+
+
+@dataclass(frozen=True)
+class HeldPart:
+    """The part of the model that one rank holds in a configuration."""
+
+    units: tuple[int, ...] = ()
+    """Ascending."""
+    place: CellPlace | None = None
+    """The rank's place in its cell; ``None``: it is in no cell, and holds no unit."""
+    spaces: tuple[UnitShard, ...] = ()
+    """The (unit, shard)s of which it computes a part; some may have no parameters."""
 
 
 @dataclass(frozen=True)
 class UnitSlice:
-    """The elements ``[start, start + layout.numel)`` of the arena that a (unit, shard) takes."""
+    """The elements ``[start, start + layout.numel)`` of the arena that the space of a (unit, shard) takes."""
 
     start: int
     layout: UnitLayout
 
     @property
     def stop(self) -> int:
-        """End (exclusive) of the (unit, shard) in the arena."""
+        """End (exclusive) of the space in the arena."""
         return self.start + self.layout.numel
+
+
+@dataclass(frozen=True)
+class _Local:
+    """A parameter with local storage: elements ``[start, stop)`` of the arena."""
+
+    unit: int
+    spec: ParamSpec
+    shape: torch.Size
+    patches: tuple[Patch, ...]
+    start: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.shape.numel()
 
 
 class Arena:
@@ -46,63 +79,69 @@ class Arena:
     Raises ``ValueError`` when the parameters are of more than one type.
     """
 
-    def __init__(self, interface: ModelInterface, layouts: Mapping[UnitShard, UnitLayout]) -> None:
-        """``layouts``: layouts of every unit that this process may hold, for its shard and the common part."""
+    def __init__(self, interface: ModelInterface, layouts: Mapping[UnitShard, UnitLayout], held: HeldPart) -> None:
+        """``layouts``: layouts of every space that this process may hold; ``held``: the part that the model holds."""
         self._interface = interface
-        self._layouts = layouts
+        self.layouts = layouts
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._views: dict[int, list[torch.Tensor]] = {}
         self._view_of: dict[torch.nn.Parameter, torch.Tensor] = {}
-        self._slots: dict[tuple[int, str], tuple[UnitSlice, ParamSlot]] = {}
-        """(unit, parameter's name) → where it lies."""
-        self.units: tuple[int, ...] = ()
-        """The held units, ascending."""
+        self._places: dict[tuple[int, str], tuple[int, int]] = {}
+        """(unit, parameter's name) → elements of the arena where its gradient accumulates."""
+        self._locals: list[_Local] = []
+        self.held = HeldPart()
         self.slices: dict[UnitShard, UnitSlice] = {}
-        """The flat spaces of the held units, in the order of the arena."""
+        """The spaces, in the order of the arena."""
+        self.state_stop = 0
+        """End (exclusive) of the spaces in the arena; local storage follows."""
         self.spare: tuple[torch.Tensor, torch.Tensor] | None = None
-        """Storage prepared for other units (parameters, gradients; zeros)."""
+        """Storage prepared for another part of the model (parameters, gradients; zeros)."""
         self.dtype, self.device = torch.float32, torch.device("cpu")
         self.parameters = self.gradients = torch.empty(0)
-        self._lay()
+        self._lay(held, initial=True)
 
-    def prepare(self, units: Collection[int]) -> None:
-        """Prepare storage and modules for exactly ``units``, for :meth:`hold`. On any thread, beside a step.
+    def prepare(self, held: HeldPart) -> None:
+        """Prepare storage and modules for exactly ``held``, for :meth:`hold`. On any thread, beside a step.
 
         On a CPU this saves most of the time of :meth:`hold`, since the kernel allocates pages at the first touch.
         """
-        if self.device.type == "cpu" and tuple(sorted(units)) != self.units:
-            self._interface.prepare(units)
-            length = sum(self._layouts[key].numel for key in self._spaces(units))
+        if self.device.type == "cpu" and not self._holds(held):
+            self._interface.prepare(held.units, held.place)
+            length = sum(self.layouts[key].numel for key in self._ordered(held))
             made = torch.empty(length, dtype=self.dtype), torch.empty(length, dtype=torch.float32)
             self.spare = made[0].zero_(), made[1].zero_()
 
-    def hold(self, units: Collection[int]) -> bool:
-        """Hold exactly ``units``. Returns whether the units changed: parameters of new units are then undefined."""
-        if tuple(sorted(units)) == self.units:
+    def hold(self, held: HeldPart) -> bool:
+        """Hold exactly ``held``. Returns whether that is a change: parameters in new spaces are then undefined."""
+        if self._holds(held):
             return False
         self.release()
-        before = frozenset(self.units)
-        for unit in self.units:
+        for unit in self.held.units:
             for item in self._interface.unit_parameters(unit):
                 item.parameter.grad = None
         self._views, self._view_of, self.gradients = {}, {}, self.gradients.new_empty(0)
-        self._interface.hold(units)
-        self._lay(before)
+        self._interface.hold(held.units, held.place)
+        self._lay(held)
         return True
 
-    def _lay(self, known: Collection[int] | None = None) -> None:
-        """Lay out storage for the units of the model interface. Only units ``known`` (None: all) keep their values."""
-        self.units, self.slices, start = self._interface.held_units(), {}, 0
-        for key in self._spaces(self.units):
-            self.slices[key] = UnitSlice(start, self._layouts[key])
-            start += self._layouts[key].numel
-        self._slots = {
-            (unit, slot.spec.name): (where, slot)
-            for (unit, _), where in self.slices.items()
-            for slot in where.layout.slots
-        }
-        members = {unit: tuple(self._interface.unit_parameters(unit)) for unit in self.units}
+    def _holds(self, held: HeldPart) -> bool:
+        same = held.place == self.held.place or not held.units
+        return same and held.units == self.held.units
+
+    def _lay(self, held: HeldPart, initial: bool = False) -> None:
+        """Lay out storage for ``held``, which the model holds. Only spaces that stay keep their values.
+
+        ``initial``: all parameters keep theirs.
+        """
+        before, slices = self.parameters, self.slices
+        self.held, self.slices, start = held, {}, 0
+        for key in self._ordered(held):
+            self.slices[key] = UnitSlice(start, self.layouts[key])
+            start += self.layouts[key].numel
+        self.state_stop = start
+        members = {unit: tuple(self._interface.unit_parameters(unit)) for unit in held.units}
         self.dtype, self.device = _common_type(members) or (self.dtype, self.device)
+        start = self._place(members)
         spare, self.spare = self.spare, None
         if spare is None or spare[0].numel() != start or spare[0].dtype != self.dtype:
             spare = (
@@ -110,30 +149,72 @@ class Arena:
                 torch.zeros(start, dtype=torch.float32, device=self.device),
             )
         self.parameters, self.gradients = spare
-        self._views = {
-            unit: [self._adopt(unit, item, known is None or unit in known) for item in items]
-            for unit, items in members.items()
-        }
+        for key, where in self.slices.items():
+            if key in slices:
+                self.parameters[where.start : where.stop].copy_(before[slices[key].start : slices[key].stop])
+        self._views = {unit: [self._adopt(unit, item, initial) for item in items] for unit, items in members.items()}
         self._view_of = {
             item.parameter: view
             for unit, items in members.items()
             for item, view in zip(items, self._views[unit], strict=True)
         }
+        if initial:
+            self.spread(self.parameters)
+        else:
+            self.collect()
 
-    def _spaces(self, units: Collection[int]) -> list[UnitShard]:
-        """Return the flat spaces of ``units``, in the order of the arena."""
-        return sorted((key for key in self._layouts if key[0] in units), key=lambda key: (key[1], key[0]))
+    @property
+    def has_local(self) -> bool:
+        """True if some parameter is not the whole of one shard's: the cell has another size than at the launch."""
+        return bool(self._locals)
+
+    def _ordered(self, held: HeldPart) -> list[UnitShard]:
+        """Return the spaces of ``held`` that have parameters, in the order of the arena."""
+        return sorted((key for key in held.spaces if key in self.layouts), key=lambda key: (key[1], key[0]))
+
+    def _place(self, members: Mapping[int, Sequence[UnitParameter]]) -> int:
+        """Give each parameter its place: in a space, or behind all of them. Returns the length of the arena."""
+        self._places, self._locals, stop = {}, [], self.state_stop
+        for unit, items in members.items():
+            for item in items:
+                whole = self._whole(unit, item)
+                if whole is not None:
+                    self._places[unit, item.spec.name] = whole
+                    continue
+                assert item.patches is not None
+                local = _Local(unit, item.spec, _shape(item), item.patches, stop)
+                self._places[unit, item.spec.name] = local.start, local.stop
+                self._locals.append(local)
+                stop = -(-local.stop // ALIGN) * ALIGN
+        return stop
+
+    def _whole(self, unit: int, item: UnitParameter) -> tuple[int, int] | None:
+        """Return the elements of the arena of which the parameter is the whole of one shard's; else ``None``."""
+        name = item.spec.name
+        if item.patches is None:
+            shards = [shard for (of, shard), where in self.slices.items() if of == unit and where.layout.has(name)]
+        else:
+            shards = [patch.shard for patch in item.patches]
+            box = tuple((0, size) for size in item.spec.shape)
+            if len(shards) > 1 or item.patches[0].remote != box:
+                return None
+        if len(shards) != 1:
+            raise ValueError(f"unit {unit}: parameter {name} without patches is in shards {shards}")
+        slot, start = self._slot(unit, shards[0], name), self.slices[unit, shards[0]].start
+        return start + slot.start, start + slot.stop
+
+    def _slot(self, unit: int, shard: int, name: str) -> ParamSlot:
+        return self.slices[unit, shard].layout.slot(name)
 
     def place_of(self, unit: int, name: str) -> tuple[int, int]:
-        """Return the elements ``[start, stop)`` of the arena that a parameter of a held unit takes."""
-        where, slot = self._slots[unit, name]
-        return where.start + slot.start, where.start + slot.stop
+        """Return the elements ``[start, stop)`` of the arena where the gradient of a held parameter accumulates."""
+        return self._places[unit, name]
 
     def _adopt(self, unit: int, item: UnitParameter, keep: bool) -> torch.Tensor:
         """Move one parameter's storage into the arena, its value too (``keep``); returns its fp32 gradient view."""
-        start, stop = self.place_of(unit, item.spec.name)
-        value = self.parameters[start:stop].view(item.spec.shape)
-        gradient = self.gradients[start:stop].view(item.spec.shape)
+        start, stop = self._places[unit, item.spec.name]
+        value = self.parameters[start:stop].view(_shape(item))
+        gradient = self.gradients[start:stop].view(_shape(item))
         with torch.no_grad():
             if keep and item.parameter.numel():  # else its storage was freed earlier
                 value.copy_(item.parameter)
@@ -143,6 +224,26 @@ class Arena:
         else:
             self._hooks.append(item.parameter.register_post_accumulate_grad_hook(_accumulate_into(gradient)))
         return gradient
+
+    def spread(self, values: torch.Tensor) -> None:
+        """Add the local part of ``values`` (of the arena's length, such as gradients) to the spaces in it."""
+        for local in self._locals:
+            add(local.patches, values[local.start : local.stop].view(local.shape), self._remote(local, values))
+
+    def collect(self) -> None:
+        """Read the values of parameters with local storage from the spaces."""
+        for local in self._locals:
+            value = self.parameters[local.start : local.stop].view(local.shape)
+            read(local.patches, value, self._remote(local, self.parameters))
+
+    def _remote(self, local: _Local, values: torch.Tensor) -> Callable[[int], torch.Tensor]:
+        """Return shard → the tensor of that parameter in ``values``, as it was cut at the launch."""
+
+        def remote(shard: int) -> torch.Tensor:
+            slot, where = self._slot(local.unit, shard, local.spec.name), self.slices[local.unit, shard]
+            return values[where.start + slot.start : where.start + slot.stop].view(slot.spec.shape)
+
+        return remote
 
     def zero_gradients(self) -> None:
         """Zero all gradients before a step, and attach fp32 views again that a ``zero_grad`` call dropped."""
@@ -175,6 +276,13 @@ class Arena:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+
+
+def _shape(item: UnitParameter) -> torch.Size:
+    """Return the shape of the live tensor; it may have no storage yet."""
+    if item.patches is None:
+        return torch.Size(item.spec.shape)
+    return torch.Size(max(stop for _, stop in ranges) for ranges in zip(*(p.local for p in item.patches), strict=True))
 
 
 def _common_type(members: Mapping[int, Sequence[UnitParameter]]) -> tuple[torch.dtype, torch.device] | None:

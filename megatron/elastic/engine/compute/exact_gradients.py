@@ -73,7 +73,12 @@ class ExactGradients:
         self._finite = True
 
     def begin(self, places: int) -> None:
-        """Begin a pass: set sums to zero; contributions are rounded to ``2^-places``."""
+        """Begin a pass: set sums to zero; contributions are rounded to ``2^-places``.
+
+        Raises ``ValueError`` in a cell of another size than at the launch: its partial sums are other numbers.
+        """
+        if self._arena.has_local:
+            raise ValueError("--elastic-exact cannot go on with another tensor-parallel size: it is part of the bits")
         if self._sums.shape != self._arena.gradients.shape:
             self._sums = torch.zeros_like(self._arena.gradients, dtype=torch.int64)
         else:

@@ -19,15 +19,45 @@ from typing import Any, Protocol
 import torch
 
 from megatron.elastic.plan.model import Piece
-from megatron.elastic.state.coverage import Patch
+from megatron.elastic.state.coverage import Patch, Position
 from megatron.elastic.state.layout import ParamSpec
 
-__all__ = ["ROW_DIM", "DeferredWeights", "ForwardStep", "LossOutput", "ModelInterface", "UnitParameter", "place_of"]
+__all__ = [
+    "ROW_DIM",
+    "CellPlace",
+    "Covered",
+    "DeferredWeights",
+    "ForwardStep",
+    "LossOutput",
+    "ModelInterface",
+    "UnitParameter",
+    "only_at_launch",
+    "place_of",
+]
 
 ROW_DIM = 1
 
 ForwardStep = Callable[[Iterator[Any], Any], tuple[torch.Tensor, Callable[[torch.Tensor], Any]]]
 """Megatron's compute contract: ``forward_step_func(data_iterator, model) → (output, loss_func)``."""
+
+
+@dataclass(frozen=True)
+class CellPlace:
+    """A rank's place in its cell."""
+
+    ranks: tuple[int, ...]
+    """The ranks of the cell, in order."""
+    index: int
+    """Which of them this rank is."""
+
+    @property
+    def position(self) -> Position:
+        """The place without the names of the ranks."""
+        return Position(self.index, len(self.ranks))
+
+
+Covered = Callable[[int, Position], tuple[int, ...]]
+"""The shards of a unit of which a rank at a position computes a part (:meth:`ModelInterface.covered`)."""
 
 
 @dataclass(frozen=True)
@@ -70,13 +100,21 @@ class ModelInterface(Protocol):
     compute_units: int
     """U, the number of units of a whole pipeline."""
 
-    def prepare(self, units: Collection[int]) -> None:
-        """Build as much as possible of the modules for ``hold(units)``; on any thread, beside a step."""
+    def prepare(self, units: Collection[int], place: CellPlace | None = None) -> None:
+        """Build as much as possible of the modules for ``hold(units, place)``; on any thread, beside a step."""
 
-    def hold(self, units: Collection[int]) -> None:
+    def hold(self, units: Collection[int], place: CellPlace | None = None) -> None:
         """Hold exactly ``units`` from now on: build missing ones (values undefined), free the others.
 
-        Raises ``ValueError`` if one rank cannot hold these units together.
+        ``place``: this rank's place in its cell; units are built anew when its position changes. ``None``: its place
+        at the launch. Raises ``ValueError`` if one rank cannot hold these units together, or not at that place.
+        """
+
+    def covered(self, unit: int, position: Position) -> tuple[int, ...]:
+        """Return the shards, ascending and without the common part, of which a rank at ``position`` computes a part.
+
+        For cells of another size than at the launch, and any unit. The same on every rank. Raises ``ValueError`` if
+        a cell of that size cannot compute the model.
         """
 
     def held_units(self) -> tuple[int, ...]:
@@ -129,6 +167,11 @@ class ModelInterface(Protocol):
 
     def train(self, mode: bool) -> None:
         """Switch between training and evaluation mode (dropout)."""
+
+
+def only_at_launch(unit: int, position: Position) -> tuple[int, ...]:
+    """Raise ``ValueError``: :meth:`ModelInterface.covered` of a model whose cells always have the launch's size."""
+    raise ValueError(f"unit {unit}: this model is not computed by cells of {position.count} ranks")
 
 
 def place_of(first: int, end: int, units: int) -> tuple[int, int]:

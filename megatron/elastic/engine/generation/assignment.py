@@ -6,6 +6,11 @@ the unit groups, and the units in a rank's arena.
 
 A cell keeps its number from launch. A listed cell that is not alive has lost its
 segments; a living cell that is not listed waits.
+
+A cell has the ranks of the launch unless the assignment *forms* it anew: of fewer ranks, or
+of ranks of several launch cells. The ranks of a cell are ordered. A rank's place among them
+says which part of each unit it computes, and so which shards of state it covers
+(:mod:`~megatron.elastic.state.coverage`). State itself stays cut as at the launch.
 """
 
 from __future__ import annotations
@@ -15,8 +20,12 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from megatron.elastic.engine.compute.buffers import HeldPart
+from megatron.elastic.engine.compute.model_interface import CellPlace, Covered, only_at_launch
 from megatron.elastic.engine.generation.launch_topology import LaunchTopology
 from megatron.elastic.plan.model import Cell, Replica, Segment, Topology
+from megatron.elastic.state.coverage import Position
+from megatron.elastic.state.layout import UnitShard
 
 __all__ = ["Assignment"]
 
@@ -27,6 +36,18 @@ class Assignment:
 
     launch_topology: LaunchTopology
     replicas: tuple[Replica, ...]
+    formed: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    """(cell, its ranks in order) of each cell with other ranks than at launch, ascending; no ranks: it is dissolved."""
+
+    def __post_init__(self) -> None:
+        if not self.formed:
+            return
+        cells, ranks = [cell for cell, _ in self.formed], [rank for _, mine in self.formed for rank in mine]
+        elsewhere = {rank for number, cell in self.cells.items() if number not in cells for rank in cell.ranks}
+        if cells != sorted(set(cells)) or not set(cells) <= self.cells.keys():
+            raise ValueError(f"formed cells {cells}: each must be a cell of the launch, once, ascending")
+        if len(set(ranks)) != len(ranks) or elsewhere & set(ranks):
+            raise ValueError(f"formed cells {self.formed}: a rank would be in two cells")
 
     @classmethod
     def at_launch(cls, launch_topology: LaunchTopology) -> Assignment:
@@ -49,8 +70,31 @@ class Assignment:
 
     @cached_property
     def cells(self) -> Mapping[int, Cell]:
-        """Every cell of the launch topology, extra ones included, by number."""
-        return {cell.id: cell for cell in self.launch_topology.cells}
+        """Every cell of the launch topology, extra ones included, by number, with its present ranks."""
+        formed = dict(self.formed)
+        return {
+            cell.id: replace(cell, ranks=formed[cell.id]) if cell.id in formed else cell
+            for cell in self.launch_topology.cells
+        }
+
+    @cached_property
+    def _places(self) -> Mapping[int, tuple[int, CellPlace]]:
+        """Rank → its cell, and its place there; ranks of no cell are left out."""
+        return {
+            rank: (cell.id, CellPlace(cell.ranks, index))
+            for cell in self.cells.values()
+            for index, rank in enumerate(cell.ranks)
+        }
+
+    def cell_of(self, rank: int) -> int | None:
+        """Return the number of the cell that ``rank`` belongs to; ``None`` if it is in none."""
+        place = self._places.get(rank)
+        return None if place is None else place[0]
+
+    def place(self, rank: int) -> CellPlace | None:
+        """Return the place of ``rank`` in its cell; ``None`` if it is in none."""
+        place = self._places.get(rank)
+        return None if place is None else place[1]
 
     @cached_property
     def _units(self) -> Mapping[int, tuple[int, ...]]:
@@ -67,37 +111,59 @@ class Assignment:
 
     def units_of(self, rank: int) -> tuple[int, ...]:
         """Return the units whose parameters ``rank`` holds, ascending."""
-        return self._units.get(self.launch_topology.cell_of(rank).id, ())
+        cell = self.cell_of(rank)
+        return () if cell is None else self.units_in(cell)
+
+    def units_in(self, cell: int) -> tuple[int, ...]:
+        """Return the units that a cell holds, ascending."""
+        return self._units.get(cell, ())
+
+    def shards_at(self, unit: int, position: Position, covered: Covered) -> tuple[int, ...]:
+        """Return the shards of ``unit`` that a rank at ``position`` covers, the common part included, ascending."""
+        regular = position.count == self.launch_topology.tensor
+        shards = (position.index,) if regular else covered(unit, position)
+        common = self.launch_topology.common
+        return shards if common is None else (*shards, common)
+
+    def held_by(self, rank: int, covered: Covered = only_at_launch) -> HeldPart:
+        """Return the part of the model that ``rank`` holds."""
+        units, place = self.units_of(rank), self.place(rank)
+        if place is None:
+            return HeldPart()
+        spaces = tuple((unit, shard) for unit in units for shard in self.shards_at(unit, place.position, covered))
+        return HeldPart(units, place, spaces)
 
     def gained(self, before: Assignment) -> dict[int, frozenset[int]]:
         """Return rank → units that it holds here but not under ``before``; ranks without such units are left out.
 
         The weight tied between the ends of the model is the embedding's where the rank holds that, else the output
-        layer's. A rank that gains or loses the embedding therefore needs the tied unit anew.
+        layer's. A rank that gains or loses the embedding therefore needs the tied unit anew. A rank whose place in
+        its cell changes needs all its units anew.
         """
         found = dict[int, frozenset[int]]()
         for rank in (rank for cell in self.cells.values() for rank in cell.ranks):
             now, then = frozenset(self.units_of(rank)), frozenset(before.units_of(rank))
+            if self.place(rank) != before.place(rank):
+                then = frozenset()
             moved = {self.launch_topology.tied_unit} if (0 in now) != (0 in then) else set()
             units = (now - then) | (now & moved)
             if units:
                 found[rank] = units
         return found
 
-    def state_groups(self) -> dict[tuple[int, int], tuple[int, ...]]:
-        """Return (unit, shard) → ranks that hold it, living or not, those nearer the start of their pipeline first.
+    def state_groups(self, covered: Covered = only_at_launch) -> dict[UnitShard, tuple[int, ...]]:
+        """Return (unit, shard) → ranks that cover it, living or not, those nearer the start of their pipeline first.
 
         All ranks of a cell hold the common part of its units. Units without parameters of a kind have groups too.
         """
-        groups: dict[tuple[int, int], list[tuple[int, int]]] = {}
-        common = self.launch_topology.common
+        groups: dict[UnitShard, list[tuple[int, int]]] = {}
         for replica in self.replicas:
             for segment in replica.segments:
-                for unit in self._units[segment.cell]:
-                    for shard, rank in enumerate(self.cells[segment.cell].ranks):
-                        groups.setdefault((unit, shard), []).append((segment.first, rank))
-                        if common is not None:
-                            groups.setdefault((unit, common), []).append((segment.first, rank))
+                for rank in self.cells[segment.cell].ranks:
+                    position = self._places[rank][1].position
+                    for unit in self._units[segment.cell]:
+                        for shard in self.shards_at(unit, position, covered):
+                            groups.setdefault((unit, shard), []).append((segment.first, rank))
         return {
             key: tuple(dict.fromkeys(rank for _, rank in sorted(holders, key=lambda holder: holder[0])))
             for key, holders in sorted(groups.items())
@@ -113,8 +179,10 @@ class Assignment:
         return Topology(launch_topology.grid, launch_topology.compute_units, whole, self.replicas, tied, parked)
 
     def whole(self, living: Collection[int]) -> tuple[int, ...]:
-        """Return the cells of which every rank is in ``living``, ascending."""
-        return tuple(number for number, cell in self.cells.items() if all(rank in living for rank in cell.ranks))
+        """Return the cells of which every rank is in ``living``, ascending; no dissolved ones."""
+        return tuple(
+            number for number, cell in self.cells.items() if cell.ranks and all(rank in living for rank in cell.ranks)
+        )
 
     @property
     def cut(self) -> tuple[tuple[tuple[int, int], ...], ...]:
@@ -135,9 +203,9 @@ class Assignment:
         taken = dict(zip(self.broken(living), self.waiting(living), strict=False))
         if not taken:
             return self
-        return Assignment(
-            self.launch_topology,
-            tuple(
+        return replace(
+            self,
+            replicas=tuple(
                 Replica(tuple(replace(s, cell=taken.get(s.cell, s.cell)) for s in replica.segments))
                 for replica in self.replicas
             ),
@@ -151,4 +219,5 @@ class Assignment:
     def digest(self) -> str:
         """Return a hash to compare between processes."""
         spans = [[(s.cell, s.first, s.end) for s in replica.segments] for replica in self.replicas]
-        return hashlib.sha256(repr(spans).encode()).hexdigest()[:32]
+        text = repr((spans, self.formed) if self.formed else spans)
+        return hashlib.sha256(text.encode()).hexdigest()[:32]

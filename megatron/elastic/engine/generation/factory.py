@@ -14,6 +14,7 @@ from megatron.elastic.comm.fabric import Fabric
 from megatron.elastic.config import ElasticConfig
 from megatron.elastic.control.membership import Decision
 from megatron.elastic.engine.compute.buffers import Arena
+from megatron.elastic.engine.compute.model_interface import Covered, only_at_launch
 from megatron.elastic.engine.generation.assignment import Assignment
 from megatron.elastic.engine.generation.configuration import Configuration
 from megatron.elastic.engine.generation.domains import failure_domains, placement_rules
@@ -69,6 +70,8 @@ class ViewFactory:
     profile: Profile
     """Costs of units, the same on every rank."""
     hardware: Hardware
+    covered: Covered = only_at_launch
+    """The shards of a unit that a rank of a cell of any size computes (:meth:`ModelInterface.covered`)."""
 
     # -- views -----------------------------------------------------------------
 
@@ -80,10 +83,10 @@ class ViewFactory:
         assignment = configuration.assignment
         units = assignment.uncovered(decision.members)
         if units:
-            groups = assignment.state_groups().items()
+            groups = assignment.state_groups(self.covered).items()
             holders = {rank for (unit, _), group in groups if unit in units for rank in group}
             raise StageGone(decision, units, sorted(holders - decision.members.keys()))
-        plan = self._plan(assignment, decision.members, _speeds_for(record, decision, self.launch_topology))
+        plan = self._plan(assignment, decision.members, _speeds_for(record, decision, assignment))
         view = self._build_view(decision.generation, tuple(decision.members), configuration, plan)
         reports = reports_of(decision)
         unproven = {*newcomers(decision), *(joined_since_vote(reports) if reports else ())}
@@ -92,7 +95,8 @@ class ViewFactory:
     def with_configuration(self, view: View, configuration: Configuration) -> View:
         """Return the view of the same generation under another configuration."""
         if configuration.assignment == view.assignment:
-            return with_configuration(view, self.fabric.rank, configuration, self.layouts, self.arena, self.fabric)
+            rank, layouts = self.fabric.rank, self.layouts
+            return with_configuration(view, rank, configuration, layouts, self.arena, self.fabric, self.covered)
         plan = self._plan(configuration.assignment, view.living, view.speeds())
         fresh = self._build_view(view.generation, view.living, configuration, plan)
         return replace(fresh, domains=view.domains, unproven=view.unproven)
@@ -105,12 +109,12 @@ class ViewFactory:
     def prepare(self, view: View, target: Assignment) -> None:
         """Make plan and memory for :meth:`with_configuration` to ``target``. On any thread, beside a step."""
         self._plan(target, view.living, view.speeds())
-        self.arena.prepare(target.units_of(self.fabric.rank))
+        self.arena.prepare(target.held_by(self.fabric.rank, self.covered))
 
     def _build_view(self, generation: int, living: tuple[int, ...], configuration: Configuration, plan: Plan) -> View:
-        rank = self.fabric.rank
-        self.arena.hold(configuration.assignment.units_of(rank))
-        return build_view(rank, generation, living, configuration, self.layouts, self.arena, self.fabric, plan)
+        rank, layouts = self.fabric.rank, self.layouts
+        self.arena.hold(configuration.assignment.held_by(rank, self.covered))
+        return build_view(rank, generation, living, configuration, layouts, self.arena, self.fabric, plan, self.covered)
 
     # -- plans -----------------------------------------------------------------
 
@@ -144,7 +148,11 @@ class ViewFactory:
 
     def groups(self, view: View) -> tuple[UnitGroup, ...]:
         """Return the living holders of every (unit, shard) that has any."""
-        return unit_groups(view.assignment, self.layouts, view.living)
+        return self.groups_of(view.assignment, view.living)
+
+    def groups_of(self, assignment: Assignment, ranks: Collection[int]) -> tuple[UnitGroup, ...]:
+        """Return the holders among ``ranks`` of every (unit, shard) that has any, under ``assignment``."""
+        return unit_groups(assignment, self.layouts, ranks, self.covered)
 
     def owner_is_outside_group(self, view: View) -> bool:
         """Return whether the owner of some block does not compute its unit, so that the block cannot be gathered."""
@@ -155,7 +163,7 @@ class ViewFactory:
         """Return the migration to balance and full redundancy on the ranks that stay, under assignment ``target``."""
         assignment = target or view.assignment
         staying = [rank for rank in view.living if rank not in leaving]
-        groups = unit_groups(assignment, self.layouts, staying)
+        groups = self.groups_of(assignment, staying)
         placement, changes = rebalance(view.placement, groups, placement_rules(self.config, view.domains, staying))
         return Migration(Configuration(placement, assignment), changes)
 
@@ -173,12 +181,12 @@ class ViewFactory:
             return None
         proven = [rank for rank in view.living if rank not in view.unproven]
         ranks = proven if len(proven) > self.config.mirrors else view.living
-        groups = unit_groups(view.assignment, self.layouts, ranks)
+        groups = self.groups_of(view.assignment, ranks)
         placement, changes = replenish(view.placement, groups, placement_rules(self.config, view.domains, ranks))
         return Migration(Configuration(placement, view.assignment), changes, urgent=True)
 
 
-def _speeds_for(record: StepRecord, decision: Decision, launch_topology: LaunchTopology) -> tuple[tuple[int, int], ...]:
+def _speeds_for(record: StepRecord, decision: Decision, assignment: Assignment) -> tuple[tuple[int, int], ...]:
     """Return the record's speeds without those of cells with a new process, which are not measured yet."""
-    new = {launch_topology.cell_of(rank).id for rank in newcomers(decision)}
+    new = {assignment.cell_of(rank) for rank in newcomers(decision)}
     return tuple((cell, speed) for cell, speed in record.speeds if cell not in new)

@@ -2,8 +2,8 @@
 
 Ranks are numbered as Megatron does (tensor, then data, then pipeline):
 ``rank = t + TP · (d + DP · p)``. Cell ``d · PP + p`` is the tensor-parallel
-group of stage ``p`` in replica ``d``; its id never changes, also when a new
-incarnation takes a rank.
+group of stage ``p`` in replica ``d``. Its id never changes, also when a new
+incarnation takes a rank, or when the cell goes on with other ranks (:mod:`assignment`).
 
 Ranks from W on are *extra*: they are started beside those of the launch to replace lost
 ranks or to add replicas. Each ``TP`` of them, in order, form a tensor-parallel group, with
@@ -73,7 +73,7 @@ class LaunchTopology:
         return shard + self.tensor * (replica + self.data * stage)
 
     def shard(self, rank: int) -> int:
-        """Return the tensor-parallel rank of any rank at launch: the shard that it then covers."""
+        """Return the tensor-parallel rank of any rank at launch: the shard that it then computes."""
         return rank % self.tensor
 
     def shard_of(self, rank: int, sharded: bool) -> int:
@@ -94,7 +94,7 @@ class LaunchTopology:
         return Cell(replica * self.pipeline + stage, ranks)
 
     def cell_of(self, rank: int) -> Cell:
-        """Return the cell that a rank belongs to."""
+        """Return the cell that a rank belongs to at launch."""
         place = self.place(rank)
         if place is not None:
             return self.cell(*place[1:])

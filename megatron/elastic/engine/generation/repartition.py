@@ -66,7 +66,7 @@ def better_assignment(
     """
     launch_topology = assignment.launch_topology
     if len(assignment.whole(living)) == launch_topology.data * launch_topology.pipeline:
-        launch = Assignment.at_launch(launch_topology)
+        launch = replace(assignment, replicas=Assignment.at_launch(launch_topology).replicas)
         if assignment.cut == launch.cut and not assignment.broken(living):
             return None
         return _recut(assignment, launch.seated(living), 0, 0)
@@ -77,14 +77,12 @@ def better_assignment(
     decision = decide(topology, profile, options)
     if decision.steady is None:
         return None
-    target = Assignment(assignment.launch_topology, decision.steady.replicas())
+    target = replace(assignment, replicas=decision.steady.replicas())
     return None if target == assignment else _recut(assignment, target, decision.instant_ns, decision.steady_ns)
 
 
 def _recut(before: Assignment, target: Assignment, now_ns: int, then_ns: int) -> Recut:
-    moved = sum(
-        len(set(target.units_of(cell.ranks[0])) - set(before.units_of(cell.ranks[0]))) for cell in target.cells.values()
-    )
+    moved = sum(len(set(target.units_in(cell)) - set(before.units_in(cell))) for cell in target.cells)
     return Recut(target, now_ns, then_ns, moved)
 
 

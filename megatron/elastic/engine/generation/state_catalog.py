@@ -14,11 +14,12 @@ from collections.abc import Mapping
 
 from megatron.elastic.comm.exchange import gather_messages
 from megatron.elastic.comm.fabric import Fabric
-from megatron.elastic.engine.compute.model_interface import ModelInterface
+from megatron.elastic.engine.compute.buffers import HeldPart
+from megatron.elastic.engine.compute.model_interface import CellPlace, ModelInterface
 from megatron.elastic.engine.generation.launch_topology import LaunchTopology
 from megatron.elastic.state.layout import ParamSpec, UnitLayout, UnitShard
 
-__all__ = ["Catalog", "build_layouts", "exchange_catalog", "own_catalog"]
+__all__ = ["Catalog", "build_layouts", "built", "exchange_catalog", "own_catalog"]
 
 Catalog = dict[UnitShard, tuple[ParamSpec, ...]]
 
@@ -34,6 +35,12 @@ def own_catalog(interface: ModelInterface, launch_topology: LaunchTopology, rank
             shard = launch_topology.shard_of(rank, item.spec.sharded)
             catalog.setdefault((unit, shard), []).append(item.spec)
     return {key: tuple(specs) for key, specs in catalog.items()}
+
+
+def built(catalog: Catalog, launch_topology: LaunchTopology, rank: int) -> HeldPart:
+    """Return the part of the model that the process of ``rank`` has built for the launch; ``catalog``: its own."""
+    units = tuple(sorted({unit for unit, _ in catalog}))
+    return HeldPart(units, CellPlace(launch_topology.cell_of(rank).ranks, launch_topology.shard(rank)), tuple(catalog))
 
 
 def exchange_catalog(interface: ModelInterface, launch_topology: LaunchTopology, fabric: Fabric) -> Catalog:

@@ -7,14 +7,15 @@ its gradients. The next generation replaces it as a whole.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby
+from itertools import pairwise
 
 import torch.distributed as dist
 
 from megatron.elastic.comm.fabric import BlockRange, Fabric
 from megatron.elastic.engine.compute.buffers import Arena
+from megatron.elastic.engine.compute.model_interface import Covered, only_at_launch
 from megatron.elastic.engine.generation.assignment import Assignment
 from megatron.elastic.engine.generation.configuration import Configuration
 from megatron.elastic.plan.model import Cell, Plan
@@ -31,6 +32,7 @@ __all__ = [
     "block_index",
     "build_view",
     "routes",
+    "shared_runs",
     "unit_groups",
     "with_configuration",
     "with_plan",
@@ -72,8 +74,6 @@ class View:
     plan_hash: str
     cell: Cell | None
     """This rank's cell; ``None`` if the rank is parked."""
-    shard: int
-    """This rank's place in its tensor-parallel group."""
     spans: tuple[GroupSpan, ...]
     silent: tuple[tuple[int, int], ...]
     """Elements ``[start, stop)`` of the arena whose gradients another rank of the cell contributes."""
@@ -96,6 +96,11 @@ class View:
     def assignment(self) -> Assignment:
         """Units of each cell."""
         return self.configuration.assignment
+
+    @property
+    def leads(self) -> bool:
+        """True if this is the first rank of its cell, which reports for the cell."""
+        return self.cell is not None and self.cell.ranks[0] == self.rank
 
     @property
     def lowest(self) -> bool:
@@ -123,8 +128,9 @@ def build_view(
     arena: Arena,
     fabric: Fabric,
     plan: Plan,
+    covered: Covered = only_at_launch,
 ) -> View:
-    """Return ``rank``'s view. ``arena`` must hold its units of the configuration; ``plan`` is made for ``living``."""
+    """Return ``rank``'s view. ``arena`` must hold its part of the configuration; ``plan`` is made for ``living``."""
     alive = tuple(sorted(living))
     cell = next((c for c in plan.cells if rank in c.ranks), None)
     bare = View(
@@ -134,9 +140,8 @@ def build_view(
         plan=plan,
         plan_hash=plan_hash(plan),
         cell=cell,
-        shard=configuration.assignment.launch_topology.shard(rank),
-        spans=_spans(alive, configuration, arena, fabric),
-        silent=_silent(configuration.assignment.launch_topology.shard(rank), arena),
+        spans=_spans(alive, configuration, arena, fabric, covered),
+        silent=_silent(cell is None or cell.ranks[0] != rank, arena),
         configuration=configuration,
         owned=(),
         mirrored=(),
@@ -152,9 +157,10 @@ def with_configuration(
     layouts: Mapping[UnitShard, UnitLayout],
     arena: Arena,
     fabric: Fabric,
+    covered: Covered = only_at_launch,
 ) -> View:
     """Return the view with the same generation, assignment and plan under another placement."""
-    spans = _spans(view.living, configuration, arena, fabric)
+    spans = _spans(view.living, configuration, arena, fabric, covered)
     return _placed(replace(view, spans=spans, configuration=configuration), rank, layouts)
 
 
@@ -191,13 +197,17 @@ def _by_peer(pairs: Iterable[tuple[int, StateBlock]]) -> dict[int, tuple[StateBl
 
 
 def _spans(
-    living: tuple[int, ...], configuration: Configuration, arena: Arena, fabric: Fabric
+    living: tuple[int, ...], configuration: Configuration, arena: Arena, fabric: Fabric, covered: Covered
 ) -> tuple[GroupSpan, ...]:
-    placement, groups = configuration.placement, configuration.assignment.state_groups()
-    alive = frozenset(living)
+    placement, alive = configuration.placement, frozenset(living)
+    groups = {
+        key: tuple(rank for rank in ranks if rank in alive)
+        for key, ranks in configuration.assignment.state_groups(covered).items()
+        if key in arena.layouts
+    }
     spans = []
-    for members, run in groupby(arena.slices, key=lambda key: tuple(r for r in groups[key] if r in alive)):
-        slices = [arena.slices[key] for key in run]
+    for run in shared_runs(tuple(arena.slices), groups):
+        members, slices = groups[run[0]], [arena.slices[key] for key in run]
         start = slices[0].start
         ranges = tuple(
             BlockRange(piece.start + block.start - start, piece.start + block.stop - start, placement.owner(block.key))
@@ -208,13 +218,38 @@ def _spans(
     return tuple(spans)
 
 
-def _silent(position: int, arena: Arena) -> tuple[tuple[int, int], ...]:
-    """Return the elements of replicated parameters, unless this is the first rank of its cell.
+def shared_runs(
+    held: Sequence[UnitShard], groups: Mapping[UnitShard, tuple[int, ...]]
+) -> Iterator[tuple[UnitShard, ...]]:
+    """Yield runs of adjacent spaces with the same holders, cut at the same places on all these holders.
+
+    ``held``: the spaces of this rank, in the order of every rank's arena. A holder's arena may have a further space
+    between two that this rank has side by side: then no rank joins the two.
+    """
+    needed = {rank for key in held for rank in groups[key]}
+    of_rank: dict[int, list[UnitShard]] = {rank: [] for rank in needed}
+    for key in sorted(groups, key=lambda key: (key[1], key[0])):
+        for rank in needed.intersection(groups[key]):
+            of_rank[rank].append(key)
+    follows = {(rank, *pair) for rank, keys in of_rank.items() for pair in pairwise(keys)}
+    run: list[UnitShard] = []
+    for key in held:
+        same = bool(run) and groups[run[-1]] == groups[key]
+        if run and not (same and all((rank, run[-1], key) in follows for rank in groups[key])):
+            yield tuple(run)
+            run = []
+        run.append(key)
+    if run:
+        yield tuple(run)
+
+
+def _silent(follows: bool, arena: Arena) -> tuple[tuple[int, int], ...]:
+    """Return the elements of replicated parameters on a rank that ``follows`` the first one of its cell.
 
     Their gradients are equal on all ranks of a cell: the first rank contributes them to the sum over cells.
     """
     ranges = list[tuple[int, int]]()
-    for where in arena.slices.values() if position > 0 else ():
+    for where in arena.slices.values() if follows else ():
         for slot in where.layout.slots:
             if not slot.spec.sharded:
                 start, stop = where.start + slot.start, where.start + -(-slot.stop // ALIGN) * ALIGN
@@ -229,12 +264,15 @@ def block_index(layouts: Mapping[UnitShard, UnitLayout]) -> tuple[BlockKey, ...]
 
 
 def unit_groups(
-    assignment: Assignment, layouts: Mapping[UnitShard, UnitLayout], living: Collection[int]
+    assignment: Assignment,
+    layouts: Mapping[UnitShard, UnitLayout],
+    living: Collection[int],
+    covered: Covered = only_at_launch,
 ) -> tuple[UnitGroup, ...]:
     """Return the living holders of every (unit, shard) that has any."""
     alive = frozenset(living)
     groups = []
-    for (unit, shard), members in assignment.state_groups().items():
+    for (unit, shard), members in assignment.state_groups(covered).items():
         holders = tuple(rank for rank in members if rank in alive)
         if holders and (unit, shard) in layouts:
             groups.append(UnitGroup(unit, shard, layouts[unit, shard].blocks, holders))

@@ -28,7 +28,7 @@ from megatron.elastic.engine.generation.report import (
     phase_is_over,
     reports_of,
 )
-from megatron.elastic.engine.generation.view import View, unit_groups
+from megatron.elastic.engine.generation.view import View
 from megatron.elastic.engine.inject import Injector
 from megatron.elastic.platform.threads import OS_THREADS, Threads
 from megatron.elastic.state.layout import BlockKey
@@ -113,7 +113,7 @@ class Agreement:
         resolution, configuration, gone = self._resolved(decision, reports, named, voting)
         assert resolution.record is not None, "only a lost state has no record"
         assignment = self.views.taken_over(configuration.assignment, decision)
-        groups = unit_groups(assignment, self.views.layouts, decision.members)
+        groups = self.views.groups_of(assignment, decision.members)
         promotion = promote_only(configuration.placement, reports.keys(), groups, gone)
         if promotion.lost:
             raise StateLost(report.holdings.newest, promotion.lost)

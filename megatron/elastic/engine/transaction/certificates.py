@@ -97,7 +97,7 @@ def statement(
     hashes = parameter_hashes(arena, contents)
     held = (block.key for place in arena.slices.values() for block in place.layout.blocks)
     params = {key: ParamClaim(parameters, hashes.get(key, "")) for key in held}
-    cell = view.cell.id if view.cell is not None and view.shard == 0 else None
+    cell = view.cell.id if view.cell is not None and view.leads else None
     rows = [row for piece in view.plan.pieces if piece.first == 0 and piece.cell == cell for row in piece.rows]
     return Statement(
         rank=tools.fabric.rank,
@@ -145,7 +145,7 @@ def name_disputes(tools: Tools, view: View, record: StepRecord, mine: Disputes) 
 
 
 def examine_memory(
-    tools: Tools, view: View, record: StepRecord, mine: Disputes
+    tools: Tools, view: View, groups: tuple[UnitGroup, ...], record: StepRecord, mine: Disputes
 ) -> tuple[tuple[Change, ...], CertificateOutcome]:
     """Compare copies that have the same history but differ; return the repairs and the findings. Collective.
 
@@ -161,7 +161,7 @@ def examine_memory(
         view.placement,
         {rank: hashes for rank, (_, hashes) in tables.items()},
     )
-    repaired = repairs(found, view.placement, view.assignment.state_groups())
+    repaired = repairs(found, view.placement, {(group.unit, group.shard): group.holders for group in groups})
     changes = tuple(change for change in repaired if change.kind != "add")
     dropped = {(change.block, change.rank) for change in changes if change.kind == "drop"}
     if any((corruption.block, corruption.rank) not in dropped for corruption in found):

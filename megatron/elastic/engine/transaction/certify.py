@@ -62,7 +62,7 @@ class Certifier:
         ``SilentCorruption`` if the right copy cannot be told from the wrong one.
         """
         at = self.context
-        changes, verdict = examine_memory(at.tools, at.view, at.record, mine)
+        changes, verdict = examine_memory(at.tools, at.view, at.views.groups(at.view), at.record, mine)
         at.listener.examined(at.view, verdict)
         if not changes:
             raise SilentCorruption(f"step {at.record.version}: " + "; ".join(verdict.findings))

@@ -104,7 +104,7 @@ class StepBody:
                 self._transport,
                 view.plan,
                 view.cell,
-                view.shard,
+                view.cell.ranks.index(view.rank),
                 tools.arena.accumulate,
                 tools.arena.device,
             )
@@ -174,6 +174,7 @@ class StepBody:
     def reduce(self, key: GradientKey) -> None:
         """Sum gradients over each unit group. Owners receive the sums and retain them under ``key``."""
         tools = self._tools
+        tools.arena.spread(tools.arena.gradients)
         for start, stop in self._view.silent:
             # x + -0.0 is x for every x, zeros included.
             tools.arena.gradients[start:stop].fill_(-0.0)
@@ -295,7 +296,7 @@ class StepBody:
     def tally(self, result: PassResult, key: GradientKey) -> Tally:
         """Return this rank's tally for the vote on the gradients of ``key``."""
         tools, view = self._tools, self._view
-        counted = view.shard == 0
+        counted = view.leads
         tally = Tally(
             tokens=result.tokens if counted else 0.0,
             zeros=self._zeros() if tools.settings.count_zeros else 0,
@@ -367,6 +368,7 @@ class StepBody:
             tools.publish("gather", span.members)
             for start, stop, blocks in self._gathered(span, came):
                 tools.fabric.all_gather_blocks(span.group, tools.arena.parameters[start:stop], blocks)
+        tools.arena.collect()
 
     def _gathered(self, span: GroupSpan, came: Collection[int]) -> Iterator[tuple[int, int, Sequence[BlockRange]]]:
         """Yield ranges ``[start, stop)`` of the arena to gather, with their blocks relative to ``start``."""

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
-from megatron.elastic.engine.compute.model_interface import ForwardStep, LossOutput, UnitParameter
+from megatron.elastic.engine.compute.model_interface import CellPlace, ForwardStep, LossOutput, UnitParameter
 from megatron.elastic.mcore.model.activations import held_bytes
 from megatron.elastic.mcore.model.dropout import key_module
 from megatron.elastic.mcore.model.param_groups import GroupKeys
@@ -32,6 +32,7 @@ from megatron.elastic.mcore.model.units import Anatomy, unwrapped
 from megatron.elastic.mcore.model.use_sites import own_use
 from megatron.elastic.mcore.parallel_state.stage import as_stage, whole_tensor_group
 from megatron.elastic.plan.model import Piece
+from megatron.elastic.state.coverage import Position
 from megatron.elastic.state.layout import ParamSpec
 
 __all__ = ["GptInterface", "unwrapped"]
@@ -75,12 +76,23 @@ class GptInterface:
         self._linears.install(module)
         split_te_linears(module, self._linears)
 
-    def prepare(self, units: Collection[int]) -> None:
+    def prepare(self, units: Collection[int], place: CellPlace | None = None) -> None:
         """Build modules ahead of :meth:`hold` (:class:`ModelInterface`)."""
+        self._require_launched(place)
         self._anatomy.prepare(units)
 
-    def hold(self, units: Collection[int]) -> None:
+    def covered(self, unit: int, position: Position) -> tuple[int, ...]:
+        """Raise ``ValueError``: layers of another tensor-parallel size are not built (:class:`ModelInterface`)."""
+        raise ValueError(f"unit {unit}: Megatron's layers are built for the launch's tensor-parallel size only")
+
+    def _require_launched(self, place: CellPlace | None) -> None:
+        launched = Position(self._tensor_rank, self._config.tensor_model_parallel_size)
+        if place is not None and place.position != launched:
+            raise ValueError(f"this rank's layers are those of {launched}, not of {place.position}")
+
+    def hold(self, units: Collection[int], place: CellPlace | None = None) -> None:
         """Hold exactly ``units`` (:class:`ModelInterface`)."""
+        self._require_launched(place)
         self._anatomy.hold([unit for unit in units if unit < self.compute_units])
         self._units = self._sort_parameters()
         if self.held_units() != tuple(sorted(units)):
