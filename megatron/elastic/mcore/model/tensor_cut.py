@@ -1,0 +1,278 @@
+"""The cut of a GPT over n tensor-parallel ranks, for any n, and how it covers the launch's even cut over T ranks.
+
+A share is the part of each tensor axis that one position computes:
+
+- *Attention.* With at least n query groups, whole groups are dealt as evenly as possible; the first positions get one
+  more. With fewer, the positions are dealt over the groups, and the heads of a group over its positions. Each of these
+  computes the group's key and value, so their gradient is the sum over these positions.
+- *Columns of the MLP and rows of the vocabulary* are dealt as evenly as possible.
+- *Sequence parallelism* is on only where n is above one and divides the sequence; otherwise it is off for the cell.
+
+With n = T the share is Megatron's own. Its fused query, key and value rows are then cut evenly, also inside a group.
+Each axis below is one dimension of the whole parameter; a share of it is a list of intervals (runs).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, TypeVar
+
+from megatron.elastic.state.coverage import Patch, Position, common_shard
+
+__all__ = [
+    "LAYER_NAMES",
+    "Share",
+    "Sizes",
+    "covered_shards",
+    "deal",
+    "is_cut",
+    "launch_shape",
+    "local_shape",
+    "patches_of",
+    "refusal",
+    "share_of",
+]
+
+T = TypeVar("T")
+
+Run = tuple[int, int]
+"""``[start, stop)``, in elements of a dimension of the whole parameter."""
+
+_QKV, _HEADS, _GATED, _COLUMNS, _VOCABULARY = "qkv", "heads", "gated columns", "columns", "vocabulary"
+
+LAYER_NAMES = (
+    "self_attention.linear_qkv.weight",
+    "self_attention.linear_proj.weight",
+    "mlp.linear_fc1.weight",
+    "mlp.linear_fc2.weight",
+)
+"""Cut parameters of a layer, one for each axis."""
+
+_CUTS: dict[str, tuple[str, int]] = {
+    "self_attention.linear_qkv.weight": (_QKV, 0),
+    "self_attention.linear_qkv.bias": (_QKV, 0),
+    "self_attention.linear_proj.weight": (_HEADS, 1),
+    "mlp.linear_fc1.weight": (_GATED, 0),
+    "mlp.linear_fc1.bias": (_GATED, 0),
+    "mlp.linear_fc2.weight": (_COLUMNS, 1),
+    "word_embeddings.weight": (_VOCABULARY, 0),
+    "output_layer.weight": (_VOCABULARY, 0),
+}
+"""End of a parameter's name → its axis and the dimension that is cut. All other parameters are replicated."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A model's sizes along its tensor axes, and the launch's tensor-parallel size."""
+
+    tensor: int
+    heads: int
+    groups: int
+    """Query groups; as many as heads without grouped-query attention."""
+    channels: int
+    """Elements of a head."""
+    columns: int
+    """Hidden size of the MLP."""
+    gated: bool
+    """Whether the MLP's first weight is [gate; up]."""
+    output_gate: bool
+    """Whether each head has a gate beside its query."""
+    vocabulary: int
+    """Padded size."""
+    sequence: int
+    sequence_parallel: bool
+
+    @classmethod
+    def of(cls, config: Any, vocabulary: int, sequence: int) -> Sizes:
+        """Return the sizes of a model with Megatron's ``TransformerConfig``."""
+        return cls(
+            tensor=config.tensor_model_parallel_size,
+            heads=config.num_attention_heads,
+            groups=config.num_query_groups or config.num_attention_heads,
+            channels=config.kv_channels,
+            columns=config.ffn_hidden_size,
+            gated=bool(config.gated_linear_unit),
+            output_gate=bool(getattr(config, "attention_output_gate", False)),
+            vocabulary=vocabulary,
+            sequence=sequence,
+            sequence_parallel=bool(config.sequence_parallel),
+        )
+
+
+@dataclass(frozen=True)
+class Share:
+    """The part of one position: intervals of the whole model's heads, query groups, MLP columns and vocabulary."""
+
+    heads: Run
+    groups: Run
+    columns: Run
+    vocabulary: Run
+    sequence_parallel: bool
+
+
+def deal(total: int, parts: int) -> tuple[Run, ...]:
+    """Return ``parts`` adjacent intervals of ``[0, total)`` whose sizes differ by at most one, larger ones first."""
+    size, more = divmod(total, parts)
+    stops = list(accumulate(size + (part < more) for part in range(parts)))
+    return tuple(zip([0, *stops], stops, strict=False))
+
+
+def refusal(sizes: Sizes, count: int) -> str:
+    """Return why a cell of ``count`` ranks cannot compute the model; empty if it can."""
+    groups = f"{sizes.groups} query groups of {sizes.heads // sizes.groups} heads"
+    if -(-count // sizes.groups) > sizes.heads // sizes.groups:
+        return f"{count} tensor-parallel ranks cannot share {groups}: each needs a head"
+    for name, total in (("MLP columns", sizes.columns), ("rows of the vocabulary", sizes.vocabulary)):
+        if total < count:
+            return f"{count} tensor-parallel ranks cannot share {total} {name}"
+    return ""
+
+
+def share_of(sizes: Sizes, position: Position) -> Share:
+    """Return the share of one position. Raises ``ValueError`` with the :func:`refusal`."""
+    reason = refusal(sizes, position.count)
+    if reason:
+        raise ValueError(reason)
+    index, count = position.index, position.count
+    each = sizes.heads // sizes.groups
+    if count <= sizes.groups:
+        groups = deal(sizes.groups, count)[index]
+        heads = groups[0] * each, groups[1] * each
+    else:
+        of_group = deal(count, sizes.groups)
+        group = next(number for number, (_, stop) in enumerate(of_group) if index < stop)
+        first, stop = of_group[group]
+        inside = deal(each, stop - first)[index - first]
+        groups = group, group + 1
+        heads = group * each + inside[0], group * each + inside[1]
+    return Share(
+        heads=heads,
+        groups=groups,
+        columns=deal(sizes.columns, count)[index],
+        vocabulary=deal(sizes.vocabulary, count)[index],
+        sequence_parallel=sizes.sequence_parallel and count > 1 and sizes.sequence % count == 0,
+    )
+
+
+def is_cut(name: str) -> bool:
+    """Return whether the parameter is cut over the tensor-parallel group; others are replicated."""
+    return _cut(name) is not None
+
+
+def launch_shape(sizes: Sizes, name: str, local: Sequence[int]) -> tuple[int, ...]:
+    """Return the shape of a parameter as cut at the launch; ``local``: its shape in any cut."""
+    cut = _cut(name)
+    return tuple(local) if cut is None else _with(tuple(local), cut[1], _length(_launch_runs(sizes, cut[0], 0)))
+
+
+def local_shape(sizes: Sizes, position: Position, name: str, launch: Sequence[int]) -> tuple[int, ...]:
+    """Return the shape of a parameter at one position; ``launch``: its shape as cut at the launch."""
+    cut = _cut(name)
+    return tuple(launch) if cut is None else _with(tuple(launch), cut[1], _length(_mine(sizes, cut[0], position)))
+
+
+def patches_of(sizes: Sizes, position: Position, name: str, launch: Sequence[int]) -> tuple[Patch, ...]:
+    """Return the patches of a parameter at one position; ``launch``: its shape as cut at the launch."""
+    cut = _cut(name)
+    whole = tuple((0, size) for size in launch)
+    if cut is None:
+        return (Patch(common_shard(sizes.tensor), whole, whole),)
+    if position.count == sizes.tensor:
+        return (Patch(position.index, whole, whole),)
+    axis, dim = cut
+    mine = _mine(sizes, axis, position)
+    return tuple(
+        Patch(shard, _with(whole, dim, here), _with(whole, dim, there))
+        for shard in range(sizes.tensor)
+        for here, there in _common(mine, _launch_runs(sizes, axis, shard))
+    )
+
+
+def covered_shards(sizes: Sizes, position: Position, names: Iterable[str]) -> tuple[int, ...]:
+    """Return the shards, ascending, of which a position computes a part of the parameters ``names``.
+
+    The common part is not among them. Raises ``ValueError`` with the :func:`refusal`.
+    """
+    found = set[int]()
+    for axis in {cut[0] for name in names if (cut := _cut(name)) is not None}:
+        mine = _mine(sizes, axis, position)
+        found |= {shard for shard in range(sizes.tensor) if _common(mine, _launch_runs(sizes, axis, shard))}
+    return tuple(sorted(found))
+
+
+def _cut(name: str) -> tuple[str, int] | None:
+    """Return the axis and dimension along which the parameter is cut; ``None`` if it is replicated."""
+    return next((cut for end, cut in _CUTS.items() if name == end or name.endswith("." + end)), None)
+
+
+def _mine(sizes: Sizes, axis: str, position: Position) -> list[Run]:
+    """Return a position's intervals of an axis; of as many ranks as at the launch they are the launch's."""
+    if position.count == sizes.tensor:
+        return _launch_runs(sizes, axis, position.index)
+    return _runs(sizes, axis, share_of(sizes, position))
+
+
+def _runs(sizes: Sizes, axis: str, share: Share) -> list[Run]:
+    """Return a share's intervals of an axis, in the order of the local parameter."""
+    if axis == _QKV:
+        return _qkv_runs(sizes, share)
+    if axis == _HEADS:
+        return [(share.heads[0] * sizes.channels, share.heads[1] * sizes.channels)]
+    if axis == _GATED and sizes.gated:
+        first, stop = share.columns
+        return [share.columns, (sizes.columns + first, sizes.columns + stop)]
+    return [share.vocabulary if axis == _VOCABULARY else share.columns]
+
+
+def _qkv_runs(sizes: Sizes, share: Share) -> list[Run]:
+    """Return rows of the fused weight, whose groups are [queries, gates if any, key, value]."""
+    each, channels = sizes.heads // sizes.groups, sizes.channels
+    queries = each * channels
+    width = queries * (2 if sizes.output_gate else 1) + 2 * channels
+    (first, stop), start = share.heads, share.groups[0] * width
+    if stop - first == (share.groups[1] - share.groups[0]) * each:
+        return [(start, share.groups[1] * width)]
+    inside = (first - share.groups[0] * each) * channels, (stop - share.groups[0] * each) * channels
+    rows = [inside]
+    if sizes.output_gate:
+        rows.append((queries + inside[0], queries + inside[1]))
+    rows.append((width - 2 * channels, width))
+    return [(start + a, start + b) for a, b in rows]
+
+
+def _launch_runs(sizes: Sizes, axis: str, shard: int) -> list[Run]:
+    """Return the intervals of a launch shard: every axis is divided evenly."""
+    if axis == _QKV:
+        each = sizes.heads * (2 if sizes.output_gate else 1) + 2 * sizes.groups
+        return [deal(each * sizes.channels, sizes.tensor)[shard]]
+    if axis == _HEADS:
+        return [deal(sizes.heads * sizes.channels, sizes.tensor)[shard]]
+    if axis == _VOCABULARY:
+        return [deal(sizes.vocabulary, sizes.tensor)[shard]]
+    first, stop = deal(sizes.columns, sizes.tensor)[shard]
+    return [(first, stop), (sizes.columns + first, sizes.columns + stop)][: 2 if axis == _GATED and sizes.gated else 1]
+
+
+def _common(mine: Sequence[Run], theirs: Sequence[Run]) -> list[tuple[Run, Run]]:
+    """Return the intersections of two lists of intervals, each as offsets into the first and into the second."""
+    found = []
+    at = 0
+    for first, stop in mine:
+        other = 0
+        for begin, end in theirs:
+            a, b = max(first, begin), min(stop, end)
+            if a < b:
+                found.append(((at + a - first, at + b - first), (other + a - begin, other + b - begin)))
+            other += end - begin
+        at += stop - first
+    return found
+
+
+def _length(runs: Sequence[Run]) -> int:
+    return sum(stop - start for start, stop in runs)
+
+
+def _with(items: tuple[T, ...], dim: int, item: T) -> tuple[T, ...]:
+    return (*items[:dim], item, *items[dim + 1 :])
