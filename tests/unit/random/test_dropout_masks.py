@@ -12,6 +12,7 @@ from megatron.elastic import _random
 from megatron.elastic.engine.compute.dropout import (
     DropoutKey,
     SampleDropout,
+    Section,
     Site,
     Split,
     _Mask,
@@ -179,6 +180,22 @@ def test_tensor_parallel_slices_of_heads_form_the_whole_mask(size, shape):
         ]
     assert torch.equal(torch.cat(parts, dim=1), whole)
     assert 0 < int((whole == 0).sum()) < whole.numel()
+
+
+@pytest.mark.parametrize("sizes", [(3, 3, 2), (5, 2, 1), (8,)])
+def test_slices_of_unequal_numbers_of_heads_form_the_whole_mask(sizes):
+    key = DropoutKey(7, 11, (2, 0))
+    x = torch.ones(2, 8, 12, 12)
+    parts, start = [], 0
+    with dropout_scope(key):
+        whole = SampleDropout(P, unit=5, site=Site.ATTENTION_PROBS, sample_dim=0)(x)
+        for chunk in x.split(sizes, dim=1):
+            section = Section(1, start, 8)
+            parts.append(SampleDropout(P, unit=5, site=Site.ATTENTION_PROBS, sample_dim=0, split=section)(chunk))
+            start += chunk.shape[1]
+        assert torch.equal(torch.cat(parts, dim=1), whole)
+        with pytest.raises(ValueError, match="4 elements from 5 lie outside of 8"):
+            SampleDropout(P, unit=5, site=Site.ATTENTION_PROBS, sample_dim=0, split=Section(1, 5, 8))(x[:, :4])
 
 
 @pytest.mark.parametrize("size", [2, 4])

@@ -32,6 +32,7 @@ __all__ = [
     "BiasDropoutAdd",
     "DropoutKey",
     "SampleDropout",
+    "Section",
     "Site",
     "Split",
     "current_key",
@@ -78,6 +79,25 @@ class Split:
     def __post_init__(self) -> None:
         if not 0 <= self.index < self.count:
             raise ValueError(f"part {self.index} of {self.count}")
+
+    def place(self, size: int) -> tuple[int, int]:
+        """Return (extent, offset) of a slice of ``size`` elements in the whole dimension."""
+        return size * self.count, size * self.index
+
+
+@dataclass(frozen=True)
+class Section:
+    """A slice of any size of dimension ``dim``: it begins at ``start`` of ``extent`` elements."""
+
+    dim: int
+    start: int
+    extent: int
+
+    def place(self, size: int) -> tuple[int, int]:
+        """Return (extent, offset) of the slice. Raises ``ValueError`` if ``size`` elements do not fit."""
+        if self.start + size > self.extent:
+            raise ValueError(f"{size} elements from {self.start} lie outside of {self.extent}")
+        return self.extent, self.start
 
 
 @contextmanager
@@ -279,15 +299,15 @@ def _check(x: Tensor, sample_dim: int, extent: tuple[int, ...], offset: tuple[in
             raise ValueError(f"slice {offset} + {local} lies outside extent {extent}")
 
 
-def _place(x: Tensor, sample_dim: int, split: Split | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _place(x: Tensor, sample_dim: int, split: Split | Section | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return (extent, offset) of a tensor that is sliced by ``split`` only."""
     extent, offset = [], []
     for dim, size in enumerate(x.shape):
         if dim == sample_dim:
             continue
-        divided = split is not None and dim == split.dim
-        extent.append(size * split.count if divided and split is not None else size)
-        offset.append(size * split.index if divided and split is not None else 0)
+        whole, start = split.place(size) if split is not None and dim == split.dim else (size, 0)
+        extent.append(whole)
+        offset.append(start)
     return tuple(extent), tuple(offset)
 
 
@@ -301,7 +321,9 @@ class SampleDropout(nn.Module):
     [s, b, h]: sample_dim 1, split dim 0 under sequence parallelism.
     """
 
-    def __init__(self, p: float, *, unit: int, site: Site, sample_dim: int, split: Split | None = None) -> None:
+    def __init__(
+        self, p: float, *, unit: int, site: Site, sample_dim: int, split: Split | Section | None = None
+    ) -> None:
         super().__init__()
         if not 0.0 <= p <= 1.0:
             raise ValueError(f"dropout probability must be in [0, 1], not {p}")
@@ -311,7 +333,7 @@ class SampleDropout(nn.Module):
         self.unit = unit
         self.site = site
         self.sample_dim = sample_dim
-        self.split = None if split is None or split.count == 1 else split
+        self.split = None if isinstance(split, Split) and split.count == 1 else split
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``x`` after dropout, in the same shape and dtype."""
@@ -333,7 +355,7 @@ class BiasDropoutAdd:
 
     unit: int
     site: Site
-    split: Split | None = None
+    split: Split | Section | None = None
     sample_dim: int = 1
 
     def __call__(
