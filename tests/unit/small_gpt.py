@@ -61,31 +61,31 @@ def gpt_config(
 ) -> TransformerConfig:
     """``recompute``: 'full', 'selective' or None; ``more``: further fields."""
     full = recompute == "full"
-    return TransformerConfig(
-        num_layers=layers,
-        hidden_size=32,
-        num_attention_heads=4,
-        ffn_hidden_size=64,
-        use_cpu_initialization=True,
-        hidden_dropout=dropout,
-        attention_dropout=dropout,
-        tensor_model_parallel_size=case.tensor_parallel,
-        sequence_parallel=case.sequence_parallel,
-        pipeline_dtype=dtype,
-        params_dtype=dtype,
-        bf16=dtype is torch.bfloat16,
-        bias_dropout_fusion=False,
-        bias_activation_fusion=False,
-        masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False,
-        persist_layer_norm=False,
-        cross_entropy_loss_fusion=True,
-        cross_entropy_fusion_impl="native",
-        recompute_granularity=recompute,
-        recompute_method="uniform" if full else None,
-        recompute_num_layers=1 if full else None,
-        **more,
-    )
+    fields: dict[str, Any] = {
+        "num_layers": layers,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "ffn_hidden_size": 64,
+        "use_cpu_initialization": True,
+        "hidden_dropout": dropout,
+        "attention_dropout": dropout,
+        "tensor_model_parallel_size": case.tensor_parallel,
+        "sequence_parallel": case.sequence_parallel,
+        "pipeline_dtype": dtype,
+        "params_dtype": dtype,
+        "bf16": dtype is torch.bfloat16,
+        "bias_dropout_fusion": False,
+        "bias_activation_fusion": False,
+        "masked_softmax_fusion": False,
+        "gradient_accumulation_fusion": False,
+        "persist_layer_norm": False,
+        "cross_entropy_loss_fusion": True,
+        "cross_entropy_fusion_impl": "native",
+        "recompute_granularity": recompute,
+        "recompute_method": "uniform" if full else None,
+        "recompute_num_layers": 1 if full else None,
+    }
+    return TransformerConfig(**(fields | more))
 
 
 def gpt(config: TransformerConfig, tied: bool, **more: Any) -> GPTModel:
@@ -103,24 +103,28 @@ def gpt(config: TransformerConfig, tied: bool, **more: Any) -> GPTModel:
     return model
 
 
-def answers_of(case: C, compute: Callable[[C], Any]) -> list[Any]:
-    """Return the values of ``compute(case)`` (as JSON) on each of the case's ranks, from the same random state."""
+def answers_of(case: C, compute: Callable[[C], Any], world: int | None = None) -> list[Any]:
+    """Return the values of ``compute(case)`` (as JSON) on each of the case's ranks, from the same random state.
+
+    ``world``: number of ranks, if more than the tensor-parallel size: several tensor-parallel groups.
+    """
+    world = case.tensor_parallel if world is None else world
     fork = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         ranks: Sequence[Any] = [
-            fork.Process(target=_rank, args=(case, compute, rank, folder)) for rank in range(case.tensor_parallel)
+            fork.Process(target=_rank, args=(case, compute, rank, world, folder)) for rank in range(world)
         ]
         for rank in ranks:
             rank.start()
         for rank in ranks:
             rank.join()
-        return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(case.tensor_parallel)]
+        return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(world)]
 
 
-def _rank(case: C, compute: Callable[[C], Any], rank: int, folder: str) -> None:
+def _rank(case: C, compute: Callable[[C], Any], rank: int, world: int, folder: str) -> None:
     torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", case.tensor_parallel)
-    dist.init_process_group("gloo", rank=rank, world_size=case.tensor_parallel, store=store)
+    store = dist.FileStore(f"{folder}/store", world)
+    dist.init_process_group("gloo", rank=rank, world_size=world, store=store)
     parallel_state.initialize_model_parallel(case.tensor_parallel)
     torch.manual_seed(1)
     tensor_parallel.model_parallel_cuda_manual_seed(1)

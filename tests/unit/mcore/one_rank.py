@@ -52,7 +52,7 @@ def units(case: Case) -> dict[str, Any]:
     """Give up all but some units, and take them back."""
     model = gpt(gpt_config(case, LAYERS, 0.0), case.tied)
     prepared: list[object] = []
-    anatomy = Anatomy([model], lambda inner, module: prepared.append(module))
+    anatomy = Anatomy([model], lambda inner, module, place: prepared.append(module))
     names = {unit: sorted(name for name, _ in anatomy.named_parameters(unit)) for unit in anatomy.held()}
     whole = sum(p.numel() for p in model.parameters())
     tokens = torch.arange(LENGTH).reshape(1, LENGTH) % VOCABULARY

@@ -87,3 +87,15 @@ def test_the_ends_hold_their_input_and_the_logits() -> None:
     assert held_bytes(model, config(), 64, 1000, LAST, LAST) == 2 * 64 * 64 * 4 + 64 * 1000 * 4
     two = config(tensor_model_parallel_size=2)
     assert held_bytes(model, two, 64, 1000, LAST, LAST) == 2 * 64 * 64 * 4 + 64 * 500 * 4
+
+
+def test_a_rank_of_an_uneven_cell_holds_what_its_local_sizes_need() -> None:
+    """Three of eight heads and of 256 columns 96, as one of three ranks: in the proportion of the sizes."""
+    local = Local()
+    sizes = {"num_attention_heads": 3, "kv_channels": 8, "ffn_hidden_size": 96, "num_query_groups": 3}
+    whole, outside = layer(local, 64, kv_channels=8), 4 * 64 * 64 * 4
+    part = config(**sizes)
+    part.tensor_model_parallel_size = 3
+    found = held_bytes(local, part, 64, 334, LAYER, LAST, local=True)
+    assert found - outside == (whole - outside) * 3 // 8
+    assert held_bytes(local, part, 64, 334, LAST, LAST, local=True) == 2 * 64 * 64 * 4 + 64 * 334 * 4

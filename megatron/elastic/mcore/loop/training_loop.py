@@ -24,6 +24,7 @@ from megatron.elastic.mcore.loop import launch_sizes
 from megatron.elastic.mcore.loop.counters import Counters
 from megatron.elastic.mcore.loop.setup import DatasetPosition, Setup
 from megatron.elastic.mcore.loop.shutdown import Shutdown
+from megatron.elastic.mcore.model import vocabulary_range
 from megatron.elastic.mcore.patching.patches import Patch, Row, bound, return_names
 
 __all__ = ["TrainingLoop", "patches"]
@@ -53,7 +54,7 @@ class TrainingLoop:
         """Return the elastic rows of the patch table, bound to this object."""
         before = map(self._shutdown.proven, self._setup.rows())
         ending = map(self._shutdown.named, (*self._rows(), *self._checkpoints.rows()))  # also after the loop
-        rows = (*before, *ending, *launch_sizes.rows(), *self._setup.reporter.rows())
+        rows = (*before, *ending, *launch_sizes.rows(), *vocabulary_range.rows(), *self._setup.reporter.rows())
         return tuple(Patch(symbol, reason, make) for symbol, reason, make in rows)
 
     def _rows(self) -> tuple[Row, ...]:

@@ -29,10 +29,15 @@ __all__ = ["held_bytes"]
 _FP32 = 4
 
 
-def held_bytes(model: torch.nn.Module, config: Any, sequence: int, vocabulary: int, unit: int, last: int) -> int:
-    """Return the bytes of one row of ``unit`` (0: embedding, ``last``: head); ``sequence``: positions of a row."""
-    tensor = config.tensor_model_parallel_size
-    own = sequence // tensor if config.sequence_parallel else sequence
+def held_bytes(
+    model: torch.nn.Module, config: Any, sequence: int, vocabulary: int, unit: int, last: int, *, local: bool = False
+) -> int:
+    """Return the bytes of one row of ``unit`` (0: embedding, ``last``: head); ``sequence``: positions of a row.
+
+    ``local``: heads, MLP columns and vocabulary are this rank's already, as in a cell that deals them unevenly.
+    """
+    own = sequence // config.tensor_model_parallel_size if config.sequence_parallel else sequence
+    tensor = 1 if local else config.tensor_model_parallel_size
     size: int = torch.finfo(config.params_dtype).bits // 8
     boundary: int = own * config.hidden_size * (_FP32 if config.fp32_residual_connection else size)
     if unit == 0 or (unit < last and config.recompute_granularity == "full" and config.recompute_method == "uniform"):

@@ -9,15 +9,16 @@ such modules, and :func:`unkeyed_line` the line to log, or the refusal in exact 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 
 from megatron.elastic.config import ConfigError
-from megatron.elastic.engine.compute.dropout import BiasDropoutAdd, SampleDropout, Site, Split
+from megatron.elastic.engine.compute.dropout import BiasDropoutAdd, SampleDropout, Section, Site, Split
 
-__all__ = ["key_dropout", "key_module", "unkeyed_line"]
+__all__ = ["Slices", "key_dropout", "key_module", "launch_slices", "unkeyed_line"]
 
 
 def key_dropout(model: Any, tensor_parallel_rank: int) -> tuple[str, ...]:
@@ -27,7 +28,8 @@ def key_dropout(model: Any, tensor_parallel_rank: int) -> tuple[str, ...]:
     still depends on rank and history.
     """
     modules = [getattr(model, "embedding", None), *model.decoder.layers]
-    found = (key_module(model, module, tensor_parallel_rank) for module in modules if module is not None)
+    slices = launch_slices(model.config, tensor_parallel_rank)
+    found = (key_module(model, module, slices) for module in modules if module is not None)
     return tuple(name for names in found for name in names)
 
 
@@ -48,22 +50,33 @@ def unkeyed_line(modules: Sequence[str], exact: bool) -> str:
     )
 
 
-def key_module(model: Any, module: Any, tensor_parallel_rank: int) -> list[str]:
+@dataclass(frozen=True)
+class Slices:
+    """This rank's slices of activations: of the heads [b, np, sq, sk], and of the sequence [s, b, h] (None: whole)."""
+
+    heads: Split | Section
+    sequence: Split | None
+
+
+def launch_slices(config: Any, tensor_parallel_rank: int) -> Slices:
+    """Return the slices of a tensor-parallel rank of the launch."""
+    even = Split(dim=1, index=tensor_parallel_rank, count=config.tensor_model_parallel_size)
+    return Slices(even, replace(even, dim=0) if config.sequence_parallel else None)
+
+
+def key_module(model: Any, module: Any, slices: Slices) -> list[str]:
     """Replace dropout in one embedding or layer of ``model`` (others have none), like :func:`key_dropout`."""
-    config = model.config
-    shards = config.tensor_model_parallel_size
-    sequence = Split(dim=0, index=tensor_parallel_rank, count=shards) if config.sequence_parallel else None
     if hasattr(module, "embedding_dropout"):
         module.embedding_dropout = SampleDropout(
-            config.hidden_dropout, unit=0, site=Site.EMBEDDING, sample_dim=1, split=sequence
+            model.config.hidden_dropout, unit=0, site=Site.EMBEDDING, sample_dim=1, split=slices.sequence
         )
         return []
     if hasattr(module, "layer_number"):
-        return _key_layer(module, Split(dim=1, index=tensor_parallel_rank, count=shards), sequence)
+        return _key_layer(module, slices.heads, slices.sequence)
     return []
 
 
-def _key_layer(layer: Any, heads: Split, sequence: Split | None) -> list[str]:
+def _key_layer(layer: Any, heads: Split | Section, sequence: Split | None) -> list[str]:
     unit = int(layer.layer_number)
     layer.self_attn_bda = BiasDropoutAdd(unit=unit, site=Site.ATTENTION_OUTPUT, split=sequence)
     layer.mlp_bda = BiasDropoutAdd(unit=unit, site=Site.MLP_OUTPUT, split=sequence)

@@ -9,12 +9,16 @@ either end.
 Megatron's global values (docs/design.md §2.2) are set for the piece around each ``forward_step_func`` and restored
 afterwards: ``args.micro_batch_size``, the present pipeline stage, and the number of stages, with one chunk a stage.
 ``args`` gets the stages too: a stage reads there which fields of a batch it needs.
+
+In a cell of another tensor-parallel size than the launch's, parameters have local shapes. :class:`UnitParameter` then
+names the parts of the launch's shards that they hold.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -24,15 +28,26 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
 from megatron.elastic.engine.compute.model_interface import CellPlace, ForwardStep, LossOutput, UnitParameter
 from megatron.elastic.mcore.model.activations import held_bytes
-from megatron.elastic.mcore.model.dropout import key_module
+from megatron.elastic.mcore.model.dropout import key_module, launch_slices
 from megatron.elastic.mcore.model.param_groups import GroupKeys
 from megatron.elastic.mcore.model.split_backward import SplitLinears, WeightQueue
 from megatron.elastic.mcore.model.split_te import split_te_linears
+from megatron.elastic.mcore.model.tensor_cut import (
+    LAYER_NAMES,
+    Sizes,
+    covered_shards,
+    is_cut,
+    launch_shape,
+    local_shape,
+    patches_of,
+    share_of,
+)
+from megatron.elastic.mcore.model.tensor_place import TensorPlace
 from megatron.elastic.mcore.model.units import Anatomy, unwrapped
 from megatron.elastic.mcore.model.use_sites import own_use
-from megatron.elastic.mcore.parallel_state.stage import as_stage, whole_tensor_group
+from megatron.elastic.mcore.parallel_state.stage import as_stage, as_tensor_group, whole_tensor_group
 from megatron.elastic.plan.model import Piece
-from megatron.elastic.state.coverage import Position
+from megatron.elastic.state.coverage import Patch, Position
 from megatron.elastic.state.layout import ParamSpec
 
 __all__ = ["GptInterface", "unwrapped"]
@@ -41,15 +56,30 @@ _TIED_NAME = "word_embeddings.weight"
 
 
 class GptInterface:
-    """This rank's units of Megatron's GPT. ``chunks``: the result of Megatron's ``get_model`` (without DDP)."""
+    """This rank's units of Megatron's GPT. ``chunks``: the result of Megatron's ``get_model`` (without DDP).
 
-    def __init__(self, chunks: Sequence[torch.nn.Module], args: Any, groups: GroupKeys, reads_data: bool) -> None:
+    ``tensor_group`` returns the tensor-parallel group of the ranks of a cell; without it this rank's layers are always
+    those of the launch.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[torch.nn.Module],
+        args: Any,
+        groups: GroupKeys,
+        reads_data: bool,
+        tensor_group: Callable[[tuple[int, ...]], dist.ProcessGroup] | None = None,
+    ) -> None:
         self._chunks = torch.nn.ModuleList(chunks)
         self._args = args
         self._config = get_model_config(chunks[0])
         self._groups = groups
         self._reads_data = reads_data
-        self._tensor_rank = parallel_state.get_tensor_model_parallel_rank()
+        self._tensor_group = tensor_group
+        self._sizes = Sizes.of(self._config, unwrapped(chunks[0]).vocab_size, args.seq_length)
+        self._launch_position = Position(parallel_state.get_tensor_model_parallel_rank(), self._sizes.tensor)
+        self._place: TensorPlace | None = None
+        """This rank's place in its cell; None: as at the launch."""
         self._linears = SplitLinears()
         self._anatomy = Anatomy(chunks, self._prepare)
         self.compute_units = self._anatomy.units
@@ -68,9 +98,38 @@ class GptInterface:
         """The state-only unit of tied embeddings, if the model ties them."""
         return self.compute_units if self._anatomy.tied else None
 
-    def _prepare(self, inner: Any, module: torch.nn.Module) -> None:
-        key_module(inner, module, self._tensor_rank)
+    def _prepare(self, inner: Any, module: torch.nn.Module, place: TensorPlace | None) -> None:
+        launch = launch_slices(self._config, self._launch_position.index)
+        key_module(inner, module, launch if place is None else place.slices)
         self._split(module)
+
+    def _place_of(self, place: CellPlace | None) -> TensorPlace | None:
+        """Return the place that layers are built for; ``None`` if it is that of the launch, in the launch's group."""
+        if place is None:
+            return None
+        if place.position == self._launch_position:
+            group = parallel_state.get_tensor_model_parallel_group()
+            if self._tensor_group is None or tuple(dist.get_process_group_ranks(group)) == place.ranks:
+                return None
+        if self._tensor_group is None:
+            raise ValueError(f"this rank's layers are those of {self._launch_position}, not of {place.position}")
+        return TensorPlace(place.position, self._tensor_group(place.ranks), self._sizes)
+
+    def covered(self, unit: int, position: Position) -> tuple[int, ...]:
+        """Return the shards of which a position computes a part (:class:`ModelInterface`)."""
+        names: tuple[str, ...] = LAYER_NAMES
+        if unit in (0, self.compute_units - 1, self.tied_unit):
+            holds_weight = self.tied_unit is None or unit == self.tied_unit
+            names = (_TIED_NAME,) if holds_weight else ()
+        return covered_shards(self._sizes, position, names)
+
+    def remark(self, position: Position) -> str:
+        """Return a line to log about a cell of this size; empty if its layers work as those of the launch."""
+        share = share_of(self._sizes, position)
+        if not self._sizes.sequence_parallel or share.sequence_parallel:
+            return ""
+        reason = "one rank needs none" if position.count == 1 else f"{position.count} ranks do not divide it"
+        return f"sequence parallelism is off in this cell: sequence of {self._sizes.sequence}, {reason}"
 
     def _split(self, module: torch.nn.Module) -> None:
         self._linears.install(module)
@@ -78,22 +137,16 @@ class GptInterface:
 
     def prepare(self, units: Collection[int], place: CellPlace | None = None) -> None:
         """Build modules ahead of :meth:`hold` (:class:`ModelInterface`)."""
-        self._require_launched(place)
-        self._anatomy.prepare(units)
-
-    def covered(self, unit: int, position: Position) -> tuple[int, ...]:
-        """Raise ``ValueError``: layers of another tensor-parallel size are not built (:class:`ModelInterface`)."""
-        raise ValueError(f"unit {unit}: Megatron's layers are built for the launch's tensor-parallel size only")
-
-    def _require_launched(self, place: CellPlace | None) -> None:
-        launched = Position(self._tensor_rank, self._config.tensor_model_parallel_size)
-        if place is not None and place.position != launched:
-            raise ValueError(f"this rank's layers are those of {launched}, not of {place.position}")
+        self._anatomy.prepare(units, self._place_of(place))
 
     def hold(self, units: Collection[int], place: CellPlace | None = None) -> None:
-        """Hold exactly ``units`` (:class:`ModelInterface`)."""
-        self._require_launched(place)
-        self._anatomy.hold([unit for unit in units if unit < self.compute_units])
+        """Hold exactly ``units`` (:class:`ModelInterface`).
+
+        Raises ``ConfigError`` for a model that cannot be cut for that place; nothing changes then.
+        """
+        built_for = self._place_of(place)
+        self._anatomy.hold([unit for unit in units if unit < self.compute_units], built_for)
+        self._place = built_for
         self._units = self._sort_parameters()
         if self.held_units() != tuple(sorted(units)):
             raise ValueError(f"units {sorted(units)} cannot be held together: these are {self.held_units()}")
@@ -117,7 +170,7 @@ class GptInterface:
 
     def reads_data(self) -> bool:
         """Return whether this rank reads the data set (:class:`ModelInterface`)."""
-        return self._reads_data
+        return self._reads_data if self._place is None else self._place.position.index == 0
 
     def train(self, mode: bool) -> None:
         """Switch between training and evaluation mode (:class:`ModelInterface`)."""
@@ -125,16 +178,18 @@ class GptInterface:
 
     def boundary(self, rows: int) -> tuple[torch.Size, torch.dtype]:
         """Return ``[s, rows, h]`` and its type; under sequence parallelism ``s`` is this rank's slice."""
-        length = self._args.seq_length
-        if self._config.sequence_parallel:
-            length //= self._config.tensor_model_parallel_size
+        length, config = self._args.seq_length, self._anatomy.config
+        if config.sequence_parallel:
+            length //= config.tensor_model_parallel_size
         dtype = torch.float32 if self._config.fp32_residual_connection else self._config.params_dtype
         return torch.Size((length, rows, self._config.hidden_size)), dtype
 
     def activation_bytes(self, unit: int) -> int:
         """Return the bytes a row that a unit's forward keeps (:class:`ModelInterface`)."""
-        vocabulary = unwrapped(self._chunks[0]).vocab_size
-        return held_bytes(self._chunks, self._config, self._args.seq_length, vocabulary, unit, self.compute_units - 1)
+        uneven = self._place is not None and not self._place.even
+        vocabulary = self._place.vocabulary if self._place is not None else self._sizes.vocabulary
+        config, last = self._anatomy.layer_config, self.compute_units - 1
+        return held_bytes(self._chunks, config, self._args.seq_length, vocabulary, unit, last, local=uneven)
 
     def forward(
         self,
@@ -145,6 +200,8 @@ class GptInterface:
         batches: Iterator[Any],
     ) -> torch.Tensor | LossOutput:
         """Run a piece (:class:`ModelInterface`). Raises ``ValueError`` if the output has another number of rows."""
+        if self._place is not None:
+            self._place.require_group()
         with self._running(piece, place):
             segment = self._anatomy.segment(piece.first, piece.end)
             get_attr_wrapped_model(segment, "set_input_tensor")([source])
@@ -186,8 +243,9 @@ class GptInterface:
 
     def finish_gradients(self, grads: Mapping[int, Sequence[torch.Tensor]]) -> None:
         """Sum (or average) partial gradients over the tensor-parallel group."""
-        group = parallel_state.get_tensor_model_parallel_group()
-        if self._config.tensor_model_parallel_size == 1:
+        group = parallel_state.get_tensor_model_parallel_group() if self._place is None else self._place.group
+        size = self._anatomy.config.tensor_model_parallel_size
+        if size == 1:
             return
         summed: list[torch.Tensor] = []
         averaged: list[torch.Tensor] = []
@@ -197,7 +255,7 @@ class GptInterface:
                     averaged.append(view)
                 elif self._partial(item):
                     summed.append(view)
-        for tensors, divisor in ((summed, 1), (averaged, self._config.tensor_model_parallel_size)):
+        for tensors, divisor in ((summed, 1), (averaged, size)):
             if tensors:
                 flat = torch.cat([t.reshape(-1) for t in tensors])
                 dist.all_reduce(flat, group=group)
@@ -211,7 +269,8 @@ class GptInterface:
             name in item.spec.name for name in ("q_layernorm", "k_layernorm")
         )
         return bool(
-            (self._config.sequence_parallel and getattr(item.parameter, "sequence_parallel", False)) or normalises_qk
+            (self._anatomy.config.sequence_parallel and getattr(item.parameter, "sequence_parallel", False))
+            or normalises_qk
         )
 
     def _sort_parameters(self) -> dict[int, tuple[UnitParameter, ...]]:
@@ -227,17 +286,34 @@ class GptInterface:
             if unit not in self._specs:
                 self._specs[unit] = tuple(self._spec(unit, name, parameter) for name, parameter in named)
             found[unit] = tuple(
-                UnitParameter(spec, parameter) for spec, (_, parameter) in zip(self._specs[unit], named, strict=True)
+                UnitParameter(spec, parameter, self._patches(spec, parameter))
+                for spec, (_, parameter) in zip(self._specs[unit], named, strict=True)
             )
         return found
 
+    def _patches(self, spec: ParamSpec, parameter: torch.nn.Parameter) -> tuple[Patch, ...] | None:
+        """Return the parts of the launch's shards that a parameter holds (:class:`UnitParameter`)."""
+        if self._place is None:
+            return None
+        if spec.sharded and not is_cut(spec.name):
+            raise ValueError(f"parameter {spec.name} differs between tensor-parallel ranks in an unknown way")
+        expected = local_shape(self._sizes, self._place.position, spec.name, spec.shape)
+        if parameter.numel() and parameter.shape != expected:
+            found = tuple(parameter.shape)
+            raise ValueError(f"{spec.name} has shape {found}; {self._place.position} has {expected} of it")
+        return patches_of(self._sizes, self._place.position, spec.name, spec.shape)
+
     def _spec(self, unit: int, name: str, parameter: torch.nn.Parameter) -> ParamSpec:
         key = self._groups.key(name, parameter)
+        shape = tuple(parameter.shape)
+        if self._place is not None:
+            shape = launch_shape(self._sizes, name, shape)
         return ParamSpec(
             name=self._local_name(unit, name),
-            numel=parameter.numel(),
-            shape=tuple(parameter.shape),
-            sharded=bool(getattr(parameter, "tensor_model_parallel", False)),
+            numel=math.prod(shape),
+            shape=shape,
+            # Megatron marks a weight only where it also gives it a value.
+            sharded=is_cut(name) or bool(getattr(parameter, "tensor_model_parallel", False)),
             weight_decay_multiplier=key.wd_mult,
             group=key.index,
         )
@@ -258,8 +334,9 @@ class GptInterface:
         }
         before = {name: getattr(self._args, name) for name in running}
         vars(self._args).update(running)
+        group = as_tensor_group(self._place.group) if self._place is not None else nullcontext()
         try:
-            with as_stage(*place):
+            with as_stage(*place), group:
                 yield
         finally:
             vars(self._args).update(before)

@@ -10,14 +10,19 @@ same time, also when activations are recomputed in backward.
 Invariant: parameters have Megatron's names, tensor-parallel attributes and types, whether Megatron or this module
 built them. A unit that is no longer held frees its memory. The modules of the launch stay, but empty, since Megatron's
 loop refers to them.
+
+A rank may take another place, in a tensor-parallel group of any size. All its units are then built anew, with the
+local sizes of that place (:mod:`tensor_place`).
 """
 
 from __future__ import annotations
 
 import copy
 import threading
+import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -29,6 +34,8 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from megatron.core.utils import get_pg_rank
 
 from megatron.elastic.engine.compute.model_interface import place_of
+from megatron.elastic.mcore.model.tensor_place import TensorPlace
+from megatron.elastic.mcore.model.vocabulary_range import vocabulary_range
 from megatron.elastic.mcore.parallel_state.stage import GroupStandIn
 
 __all__ = ["Anatomy", "unwrapped"]
@@ -38,9 +45,13 @@ Modules = dict[str, Any]
 
 
 class Anatomy:
-    """The units of one process; ``prepare`` is told of every unit that is built (dropout sites and the like)."""
+    """The units of one process; ``prepare`` is told of every module that is built, and for which place."""
 
-    def __init__(self, chunks: Sequence[torch.nn.Module], prepare: Callable[[Any, torch.nn.Module], object]) -> None:
+    def __init__(
+        self,
+        chunks: Sequence[torch.nn.Module],
+        prepare: Callable[[Any, torch.nn.Module, TensorPlace | None], object],
+    ) -> None:
         self._chunks = torch.nn.ModuleList(chunks)
         self._first = chunks[0]
         """The first chunk; configuration, layer specification, groups and wrappers are equal in all chunks."""
@@ -52,16 +63,28 @@ class Anatomy:
             self._born |= _units_of(unwrapped(chunk), self.units)
         self._held: dict[int, Modules] = dict(self._born)
         self._ready: dict[int, Modules] = {}
-        """Layers built ahead of :meth:`hold`."""
+        """Layers built ahead of :meth:`hold`, for ``_ready_for``."""
+        self._ready_for: TensorPlace | None = None
         self._building = threading.Lock()
         self._shapes = [(parameter, parameter.shape) for parameter in self._chunks.parameters()]
         self._segments: dict[tuple[int, int], torch.nn.Module] = {}
         self._training = True
+        self._site = _Site.of(self._inner, None)
 
     @property
     def tied(self) -> bool:
         """True if the output layer uses the word embeddings' weight."""
         return bool(getattr(self._inner, "share_embeddings_and_output_weights", False))
+
+    @property
+    def config(self) -> Any:
+        """The model's configuration, with the size of this rank's cell."""
+        return self._site.model
+
+    @property
+    def layer_config(self) -> Any:
+        """The configuration of this rank's layers; its sizes are local where the cell deals them unevenly."""
+        return self._site.layers
 
     def held(self) -> tuple[int, ...]:
         """Return the held compute units, ascending."""
@@ -86,27 +109,34 @@ class Anatomy:
             return self._held[self.units - 1]["output_layer"].weight  # type: ignore[no-any-return]
         return None
 
-    def prepare(self, units: Collection[int]) -> None:
+    def prepare(self, units: Collection[int], place: TensorPlace | None = None) -> None:
         """Build missing layers ahead of :meth:`hold`; on any thread, while other layers run.
 
         The ends of the model are not built ahead: only the training thread may restore the random state they use.
         """
         for unit in sorted(units):
             with self._building:
-                if 0 < unit < self.units - 1 and not {unit} & {*self._born, *self._held, *self._ready}:
-                    self._ready[unit] = self._built(unit)
+                if self._ready_for != place:
+                    self._ready, self._ready_for = {}, place
+                if 0 < unit < self.units - 1 and unit not in self._known(place):
+                    self._ready[unit] = self._built(unit, self._site_of(place))
 
-    def hold(self, units: Collection[int]) -> None:
-        """Build missing ones of ``units`` and free all others. Values of new parameters are undefined."""
+    def hold(self, units: Collection[int], place: TensorPlace | None = None) -> None:
+        """Build missing ones of ``units`` and free all others. Values of new parameters are undefined.
+
+        ``place``: this rank's place in its cell (None: that of the launch). When it changes, every unit is missing.
+        """
         self._segments.clear()
         wanted = frozenset(units)
         with self._building, torch.random.fork_rng(devices=[]):
-            known = {**self._ready, **self._born, **self._held}
+            known, site = self._known(place), self._site_of(place)
             self._held = {
-                unit: known[unit] if unit in known and not self._headless(known[unit], wanted) else self._built(unit)
+                unit: known[unit]
+                if unit in known and not self._headless(known[unit], wanted)
+                else self._built(unit, site)
                 for unit in sorted(wanted)
             }
-            self._ready = {}
+            self._site, self._ready = site, {}
         for modules in self._held.values():
             for module in modules.values():
                 module.train(self._training)
@@ -117,6 +147,21 @@ class Anatomy:
                 for parameter in module.parameters():
                     if parameter.requires_grad and id(parameter) not in alive:
                         parameter.data, parameter.grad = parameter.data.new_empty(0), None
+
+    def _known(self, place: TensorPlace | None) -> dict[int, Modules]:
+        """Return the units that need not be built for ``place``."""
+        return {
+            **(self._ready if place == self._ready_for else {}),
+            **(self._born if place is None else {}),
+            **(self._held if place == self._site.place else {}),
+        }
+
+    def _site_of(self, place: TensorPlace | None) -> _Site:
+        if place == self._site.place:
+            return self._site
+        # Modules are built in a group of one, then settled: Megatron's remark does not hold afterwards.
+        warnings.filterwarnings("ignore", message="`sequence_parallel` is set to `True`")
+        return _Site.of(self._inner, place)
 
     def _headless(self, modules: Modules, wanted: frozenset[int]) -> bool:
         """Return whether the unit is a head that was built without its own weight and now needs one."""
@@ -165,9 +210,11 @@ class Anatomy:
         )
         decoder.pre_process, decoder.post_process, decoder.input_tensor = starts, ends, None
         decoder.num_layers_per_pipeline_rank = len(layers)
+        self._join(decoder)
         output = parts.get("output_layer")
         if output is not None and self.tied:
             output = _copy_with(output)
+            vars(output).pop("weight", None)  # None in a head that Megatron built beside the embedding
             output._parameters["weight"] = self.tied_parameter()
         model = _copy_with(self._inner, embedding=parts.get("embedding"), decoder=decoder, output_layer=output)
         model.pre_process, model.post_process = starts, ends
@@ -175,7 +222,22 @@ class Anatomy:
         for attribute in ("embedding_activation_buffer", "grad_output_buffer"):
             if not hasattr(model, attribute):
                 setattr(model, attribute, None)
+        self._join(model)
+        place = self._site.place
+        if place is not None and not place.even:
+            model.compute_language_model_loss = _loss_of(model, place)
         return self._wrapped(model, first, end)
+
+    def _join(self, module: Any) -> None:
+        """Give the copy of a model, decoder or wrapper the configuration and groups of this rank's cell."""
+        if self._site.place is not None:
+            mine = {
+                "config": self._site.model,
+                "pg_collection": self._site.groups,
+                "tp_group": self._site.place.group,
+            }
+            for name in mine.keys() & vars(module).keys():
+                setattr(module, name, mine[name])
 
     def _wrapped(self, model: Any, first: int, end: int) -> torch.nn.Module:
         """Wrap units ``[first, end)`` like Megatron's own chunks (a wrapper converts to 16 bits at the ends).
@@ -189,6 +251,7 @@ class Anatomy:
         for wrapper in reversed(wrappers):
             model = _copy_with(wrapper, module=model)
             model.vp_stage = model.vp_size = None
+            self._join(model)
             if getattr(model, "pg_collection", None) is not None:
                 model.pg_collection = copy.copy(model.pg_collection)
                 model.pg_collection.pp = GroupStandIn(*place_of(first, end, self.units))
@@ -196,16 +259,18 @@ class Anatomy:
 
     # -- building ------------------------------------------------------------------
 
-    def _built(self, unit: int) -> Modules:
+    def _built(self, unit: int, site: _Site) -> Modules:
         """Return new modules for ``unit``, on the device and in the type of the chunks; values undefined."""
-        with _without_values(self._inner.config):
+        with _without_values(site.model, site.layers):
             if unit == 0:
-                modules = {"embedding": self._embedding()}
+                modules = {"embedding": self._embedding(site)}
             elif unit == self.units - 1:
-                modules = {"decoder.final_layernorm": self._final_norm(), "output_layer": self._output_layer()}
+                modules = {"decoder.final_layernorm": self._final_norm(site), "output_layer": self._output_layer(site)}
             else:
-                modules = {f"decoder.layers.{unit - 1}": self._layer(unit)}
+                modules = {f"decoder.layers.{unit - 1}": self._layer(unit, site)}
         for module in modules.values():
+            if site.place is not None:
+                site.place.settle(module)
             for parameter in module.parameters():
                 tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
             module.cuda(torch.cuda.current_device())
@@ -214,10 +279,10 @@ class Anatomy:
             elif getattr(self._first, "fp16", False):
                 module.half()
             module.train(self._training)
-            self._prepare(self._inner, module)
+            self._prepare(self._inner, module, site.place)
         return modules
 
-    def _layer(self, unit: int) -> torch.nn.Module:
+    def _layer(self, unit: int, site: _Site) -> torch.nn.Module:
         decoder = self._inner.decoder
         specs = [spec for chunk in self._chunks for spec in unwrapped(chunk).decoder.submodules.layer_specs or ()]
         spec = specs[0] if specs else self._inner.transformer_layer_spec
@@ -226,48 +291,86 @@ class Anatomy:
         offset = get_transformer_layer_offset(decoder.config, decoder.vp_stage, get_pg_rank(decoder.pg_collection.pp))
         layer = build_module(
             spec,
-            config=decoder.config,
+            config=site.layers,
             layer_number=unit - offset,
-            pg_collection=decoder.pg_collection,
+            pg_collection=site.building,
             vp_stage=decoder.vp_stage,
         )
         if layer.layer_number != unit:
             raise RuntimeError(f"Megatron gave layer {unit} the number {layer.layer_number}")
         return layer  # type: ignore[no-any-return]
 
-    def _embedding(self) -> torch.nn.Module:
+    def _embedding(self, site: _Site) -> torch.nn.Module:
         inner = self._inner
         embedding = LanguageModelEmbedding(
-            config=inner.config,
-            vocab_size=inner.vocab_size,
+            config=site.model,
+            vocab_size=site.vocabulary,
             max_sequence_length=inner.max_sequence_length,
             position_embedding_type=inner.position_embedding_type,
-            tp_group=inner.pg_collection.tp,
+            tp_group=site.building.tp,
         )
         embedding.word_embeddings.weight.is_embedding_or_output_parameter = True
         return embedding  # type: ignore[no-any-return]
 
-    def _final_norm(self) -> torch.nn.Module:
+    def _final_norm(self, site: _Site) -> torch.nn.Module:
         norm = self._inner.decoder.submodules.layer_norm
         make = partial(build_module, norm) if isinstance(norm, ModuleSpec) else norm
-        config = self._inner.config
+        config = site.model
         return make(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)  # type: ignore[no-any-return]
 
-    def _output_layer(self) -> torch.nn.Module:
-        inner, config = self._inner, self._inner.config
+    def _output_layer(self, site: _Site) -> torch.nn.Module:
+        config = site.model
         layer = tensor_parallel.ColumnParallelLinear(
             config.hidden_size,
-            inner.vocab_size,
+            site.vocabulary,
             config=config,
             init_method=config.init_method,
             bias=False,
             skip_bias_add=False,
-            gather_output=not inner.parallel_output,
+            gather_output=not self._inner.parallel_output,
             skip_weight_param_allocation=False,
-            tp_group=inner.pg_collection.tp,
+            tp_group=site.building.tp,
         )
         layer.weight.is_embedding_or_output_parameter = True
         return layer  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class _Site:
+    """The configurations, groups and vocabulary size with which Megatron builds and runs the modules of one place."""
+
+    place: TensorPlace | None
+    model: Any
+    layers: Any
+    groups: Any
+    building: Any
+    """The groups with which modules are built: stand-ins, so that no group needs its members yet."""
+    vocabulary: int
+
+    @classmethod
+    def of(cls, inner: Any, place: TensorPlace | None) -> _Site:
+        config, groups = inner.config, inner.pg_collection
+        if place is None:
+            return cls(None, config, config, groups, groups, inner.vocab_size)
+        return cls(
+            place,
+            place.cell_config(config),
+            place.layer_config(config),
+            place.groups(groups),
+            place.building_groups(groups),
+            place.vocabulary,
+        )
+
+
+def _loss_of(model: Any, place: TensorPlace) -> Callable[..., torch.Tensor]:
+    """Return the model's loss, computed with this position's rows of the vocabulary."""
+    original = model.compute_language_model_loss
+
+    def loss(*args: Any, **kwargs: Any) -> torch.Tensor:
+        with vocabulary_range(*place.share.vocabulary):
+            return original(*args, **kwargs)  # type: ignore[no-any-return]
+
+    return loss
 
 
 _TIED_NAMES = ("embedding.word_embeddings.weight", "output_layer.weight")
@@ -311,11 +414,13 @@ def _copy_with(original: Any, /, **children: torch.nn.Module | None) -> Any:
 
 
 @contextmanager
-def _without_values(config: Any) -> Iterator[None]:
+def _without_values(*configs: Any) -> Iterator[None]:
     """Build modules without initial values inside the context."""
-    before = config.perform_initialization
-    config.perform_initialization = False
+    before = [config.perform_initialization for config in configs]
+    for config in configs:
+        config.perform_initialization = False
     try:
         yield
     finally:
-        config.perform_initialization = before
+        for config, value in zip(configs, before, strict=True):
+            config.perform_initialization = value

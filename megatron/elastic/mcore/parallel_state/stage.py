@@ -7,9 +7,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 
-__all__ = ["GroupStandIn", "as_stage", "whole_tensor_group"]
+__all__ = ["GroupStandIn", "as_stage", "as_tensor_group", "whole_tensor_group"]
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,25 @@ def _set_stage(rank: int, size: int, chunks: int | None) -> None:
     parallel_state.set_pipeline_model_parallel_rank(rank)
     parallel_state.set_pipeline_model_parallel_world_size(size)
     parallel_state.set_virtual_pipeline_model_parallel_world_size(chunks)
+
+
+@contextmanager
+def as_tensor_group(group: dist.ProcessGroup) -> Iterator[None]:
+    """Make ``group`` the tensor-parallel group of ``parallel_state``, with its rank and size, inside the context."""
+    mine = {
+        "_TENSOR_MODEL_PARALLEL_GROUP": group,
+        "_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS": dist.get_process_group_ranks(group),
+        "_MPU_TENSOR_MODEL_PARALLEL_RANK": group.rank(),
+        "_MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE": group.size(),
+    }
+    before = {name: getattr(parallel_state, name) for name in mine}
+    try:
+        for name, value in mine.items():
+            setattr(parallel_state, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(parallel_state, name, value)
 
 
 @contextmanager
