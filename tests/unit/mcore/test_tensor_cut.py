@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from megatron.elastic.mcore.model.tensor_cut import (
     LAYER_NAMES,
-    Share,
     Sizes,
+    TensorShare,
     covered_shards,
     deal,
     is_cut,
@@ -197,9 +197,9 @@ SIZES = Sizes(
 
 
 def test_three_ranks_of_a_launch_with_four_share_unevenly_with_the_larger_parts_first() -> None:
-    assert share_of(SIZES, Position(0, 3)) == Share((0, 4), (0, 2), (0, 14), (0, 22), False)
-    assert share_of(SIZES, Position(1, 3)) == Share((4, 6), (2, 3), (14, 27), (22, 43), False)
-    assert share_of(SIZES, Position(2, 3)) == Share((6, 8), (3, 4), (27, 40), (43, 64), False)
+    assert share_of(SIZES, Position(0, 3)) == TensorShare((0, 4), (0, 2), (0, 14), (0, 22), False)
+    assert share_of(SIZES, Position(1, 3)) == TensorShare((4, 6), (2, 3), (14, 27), (22, 43), False)
+    assert share_of(SIZES, Position(2, 3)) == TensorShare((6, 8), (3, 4), (27, 40), (43, 64), False)
 
 
 def test_ranks_that_share_a_group_divide_its_heads_and_each_read_its_key_and_value() -> None:

@@ -23,8 +23,8 @@ from megatron.elastic.state.coverage import Patch, Position, common_shard
 
 __all__ = [
     "LAYER_NAMES",
-    "Share",
     "Sizes",
+    "TensorShare",
     "covered_shards",
     "deal",
     "is_cut",
@@ -76,9 +76,9 @@ class Sizes:
     columns: int
     """Hidden size of the MLP."""
     gated: bool
-    """Whether the MLP's first weight is [gate; up]."""
+    """True if the MLP's first weight is [gate; up]."""
     output_gate: bool
-    """Whether each head has a gate beside its query."""
+    """True if each head has a gate beside its query."""
     vocabulary: int
     """Padded size."""
     sequence: int
@@ -102,7 +102,7 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class Share:
+class TensorShare:
     """The part of one position: intervals of the whole model's heads, query groups, MLP columns and vocabulary."""
 
     heads: Run
@@ -130,7 +130,7 @@ def refusal(sizes: Sizes, count: int) -> str:
     return ""
 
 
-def share_of(sizes: Sizes, position: Position) -> Share:
+def share_of(sizes: Sizes, position: Position) -> TensorShare:
     """Return the share of one position. Raises ``ValueError`` with the :func:`refusal`."""
     reason = refusal(sizes, position.count)
     if reason:
@@ -147,7 +147,7 @@ def share_of(sizes: Sizes, position: Position) -> Share:
         inside = deal(each, stop - first)[index - first]
         groups = group, group + 1
         heads = group * each + inside[0], group * each + inside[1]
-    return Share(
+    return TensorShare(
         heads=heads,
         groups=groups,
         columns=deal(sizes.columns, count)[index],
@@ -214,7 +214,7 @@ def _mine(sizes: Sizes, axis: str, position: Position) -> list[Run]:
     return _runs(sizes, axis, share_of(sizes, position))
 
 
-def _runs(sizes: Sizes, axis: str, share: Share) -> list[Run]:
+def _runs(sizes: Sizes, axis: str, share: TensorShare) -> list[Run]:
     """Return a share's intervals of an axis, in the order of the local parameter."""
     if axis == _QKV:
         return _qkv_runs(sizes, share)
@@ -226,7 +226,7 @@ def _runs(sizes: Sizes, axis: str, share: Share) -> list[Run]:
     return [share.vocabulary if axis == _VOCABULARY else share.columns]
 
 
-def _qkv_runs(sizes: Sizes, share: Share) -> list[Run]:
+def _qkv_runs(sizes: Sizes, share: TensorShare) -> list[Run]:
     """Return rows of the fused weight, whose groups are [queries, gates if any, key, value]."""
     each, channels = sizes.heads // sizes.groups, sizes.channels
     queries = each * channels

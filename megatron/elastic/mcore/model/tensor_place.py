@@ -1,10 +1,10 @@
 """Megatron's modules for one position of a tensor-parallel group of any size.
 
-Megatron divides heads, query groups, MLP columns and vocabulary evenly by the size of the group. A module whose share
-is uneven is therefore built as if it were alone: with a group of one, and a copy of the configuration that has the
-local sizes. :meth:`TensorPlace.settle` then makes it a member of its cell. It puts in the real group, the flags of
-linear layers that depend on the group's size, and the range of the vocabulary. Attention keeps its group size of one,
-since its local heads have all query groups that they need.
+Megatron divides heads, query groups, MLP columns and vocabulary evenly by the size of the group. A module with an
+uneven share is therefore built for a group of one, from a copy of the configuration that has the local sizes. Then
+:meth:`TensorPlace.settle` makes it a member of its cell: it sets the real group, the flags of linear layers that
+depend on the group's size, and the range of the vocabulary. Attention keeps its group size of one, since its local
+heads have all query groups that they need.
 
 With the launch's size Megatron's own division is used. Modules may be built before the cell's group has its members:
 only :meth:`TensorPlace.settle` names the real group, and it runs when the cell computes.
@@ -24,7 +24,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, VocabParallelEmb
 from megatron.elastic.config import ConfigError
 from megatron.elastic.engine.compute.dropout import Section, Split
 from megatron.elastic.mcore.model.dropout import Slices
-from megatron.elastic.mcore.model.tensor_cut import Share, Sizes, share_of
+from megatron.elastic.mcore.model.tensor_cut import Sizes, TensorShare, share_of
 from megatron.elastic.mcore.parallel_state.stage import GroupStandIn
 from megatron.elastic.state.coverage import Position
 
@@ -46,13 +46,13 @@ class TensorPlace:
         _ = self.share
 
     @cached_property
-    def share(self) -> Share:
+    def share(self) -> TensorShare:
         """The part of the model that this position computes."""
         return share_of(self.sizes, self.position)
 
     @property
     def even(self) -> bool:
-        """Whether Megatron's own division is used: the cell has the launch's size."""
+        """True if the cell has the launch's size: Megatron's own division is used."""
         return self.position.count == self.sizes.tensor
 
     @property
