@@ -48,7 +48,7 @@ WORLD, LAYERS, ROWS, HEADS, COLUMNS, DROPOUT = 4, 2, 2, 8, 40, 0.1
 UNITS = LAYERS + 2
 SEGMENTS = ((0, 2), (2, UNITS))
 SIZES = (1, 2, 3, 4)
-PIPELINES = ((3, 1), (1, 2), (1, 3), (2, 1))
+PIPELINES = ((3, 1), (1, 2))
 """Sizes of two cells that hold a segment each."""
 SCOPE = DropoutKey(7, 5, tuple(range(ROWS)))
 
