@@ -24,11 +24,11 @@ from megatron.elastic.engine.compute.model_interface import (
     UnitParameter,
 )
 from megatron.elastic.plan.model import Piece
-from megatron.elastic.state.coverage import Patch, Position
+from megatron.elastic.state.coverage import Overlap, Position
 from megatron.elastic.state.layout import ParamSpec
 from tests.cluster.model import LENGTH, WIDTH
 
-__all__ = ["HIDDEN", "CutModel", "patches", "shape_at_launch", "whole_values"]
+__all__ = ["HIDDEN", "CutModel", "overlaps", "shape_at_launch", "whole_values"]
 
 HIDDEN, GROUPS = 12, 4
 """Hidden elements of a unit, and groups of them; the launch's tensor-parallel size divides both."""
@@ -68,13 +68,13 @@ def shape_at_launch(name: str, tensor: int) -> tuple[int, ...]:
     return _shape(name, Position(0, tensor))
 
 
-def patches(name: str, position: Position, tensor: int) -> tuple[Patch, ...]:
-    """The patches of a parameter over the shards of a launch of ``tensor`` ranks."""
+def overlaps(name: str, position: Position, tensor: int) -> tuple[Overlap, ...]:
+    """The overlaps of a parameter over the shards of a launch of ``tensor`` ranks."""
     shape = _shape(name, position)
     whole = tuple((0, size) for size in shape)
     if name not in CUT_DIM:
-        return (Patch(tensor if tensor > 1 else 0, whole, whole),)
-    dim, found = CUT_DIM[name], list[Patch]()
+        return (Overlap(tensor if tensor > 1 else 0, whole, whole),)
+    dim, found = CUT_DIM[name], list[Overlap]()
     first, stop = _interval(name, position)
     for shard in range(tensor):
         begin, end = _interval(name, Position(shard, tensor))
@@ -82,7 +82,7 @@ def patches(name: str, position: Position, tensor: int) -> tuple[Patch, ...]:
         if low < high:
             local, remote = list(whole), list(whole)
             local[dim], remote[dim] = (low - first, high - first), (low - begin, high - begin)
-            found.append(Patch(shard, tuple(local), tuple(remote)))
+            found.append(Overlap(shard, tuple(local), tuple(remote)))
     return tuple(found)
 
 
@@ -126,7 +126,7 @@ class CutModel:
     def covered(self, unit: int, position: Position) -> tuple[int, ...]:
         """See :class:`ModelInterface`."""
         tensor = len(self._launched.ranks)
-        return tuple(sorted({patch.shard for name in CUT_DIM for patch in patches(name, position, tensor)}))
+        return tuple(sorted({overlap.shard for name in CUT_DIM for overlap in overlaps(name, position, tensor)}))
 
     def held_units(self) -> tuple[int, ...]:
         """See :class:`ModelInterface`."""
@@ -140,7 +140,7 @@ class CutModel:
         for name, parameter in self._parameters[unit].items():
             shape = shape_at_launch(name, tensor)
             spec = ParamSpec(name, torch.Size(shape).numel(), shape, sharded=name in CUT_DIM)
-            items.append(UnitParameter(spec, parameter, None if regular else patches(name, position, tensor)))
+            items.append(UnitParameter(spec, parameter, None if regular else overlaps(name, position, tensor)))
         return items
 
     def boundary(self, rows: int) -> tuple[torch.Size, torch.dtype]:

@@ -2,12 +2,12 @@
 
 State stays cut as at the launch: unit, shard, block. A cell may go on with another number of ranks than the launch's
 tensor-parallel size T. A rank's parameters then lie in several shards, or in parts of them. Each local parameter is
-described by its name and by patches; a patch names equal boxes of the local tensor and of one shard's tensor.
+described by its name and by overlaps; an overlap names equal boxes of the local tensor and of one shard's tensor.
 
 Invariants
-- The patches of one local parameter fill it exactly once.
-- Over all positions of a cell, the patches of a name cover every element of every shard at least once.
-- With T ranks each sharded parameter is one patch: the shard is the position, and both boxes are whole.
+- The overlaps of one local parameter fill it exactly once.
+- Over all positions of a cell, the overlaps of a name cover every element of every shard at least once.
+- With T ranks each sharded parameter is one overlap: the shard is the position, and both boxes are whole.
 - If several positions cover an element, its gradient is the sum of their contributions (a key and value group that
   several ranks compute). Of a parameter that is replicated over the cell only position 0 contributes; all receive.
 """
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Box", "Patch", "Position", "add", "common_shard", "read"]
+__all__ = ["Box", "Overlap", "Position", "add", "common_shard", "read"]
 
 Box = tuple[tuple[int, int], ...]
 """``[start, stop)`` in each dimension of a tensor."""
@@ -38,7 +38,7 @@ class Position:
 
 
 @dataclass(frozen=True)
-class Patch:
+class Overlap:
     """A box of a local parameter and the equal box of one launch shard's parameter."""
 
     shard: int
@@ -50,7 +50,7 @@ class Patch:
 
     def __post_init__(self) -> None:
         if [stop - start for start, stop in self.local] != [stop - start for start, stop in self.remote]:
-            raise ValueError(f"boxes of one patch differ in shape: {self.local} and {self.remote}")
+            raise ValueError(f"boxes of one overlap differ in shape: {self.local} and {self.remote}")
 
 
 def common_shard(tensor: int) -> int:
@@ -58,18 +58,18 @@ def common_shard(tensor: int) -> int:
     return tensor if tensor > 1 else 0
 
 
-def read(patches: Sequence[Patch], local: torch.Tensor, remote_of_shard: Callable[[int], torch.Tensor]) -> None:
+def read(overlaps: Sequence[Overlap], local: torch.Tensor, remote_of_shard: Callable[[int], torch.Tensor]) -> None:
     """Fill the local tensor from the shards' tensors, which ``remote_of_shard`` returns in the launch's shape."""
     with torch.no_grad():
-        for patch in patches:
-            _box(local, patch.local).copy_(_box(remote_of_shard(patch.shard), patch.remote))
+        for overlap in overlaps:
+            _box(local, overlap.local).copy_(_box(remote_of_shard(overlap.shard), overlap.remote))
 
 
-def add(patches: Sequence[Patch], local: torch.Tensor, remote_of_shard: Callable[[int], torch.Tensor]) -> None:
+def add(overlaps: Sequence[Overlap], local: torch.Tensor, remote_of_shard: Callable[[int], torch.Tensor]) -> None:
     """Add the local tensor (a gradient) to the shards' tensors, which :func:`read` describes."""
     with torch.no_grad():
-        for patch in patches:
-            _box(remote_of_shard(patch.shard), patch.remote).add_(_box(local, patch.local))
+        for overlap in overlaps:
+            _box(remote_of_shard(overlap.shard), overlap.remote).add_(_box(local, overlap.local))
 
 
 def _box(tensor: torch.Tensor, box: Box) -> torch.Tensor:

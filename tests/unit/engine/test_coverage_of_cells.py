@@ -25,7 +25,7 @@ from megatron.elastic.engine.generation.view import shared_runs
 from megatron.elastic.plan.model import Grid
 from megatron.elastic.state.coverage import Position
 from megatron.elastic.state.layout import UnitLayout, UnitShard
-from tests.cluster.cut_model import CUT_DIM, HIDDEN, SHAPES, CutModel, patches, shape_at_launch, whole_values
+from tests.cluster.cut_model import CUT_DIM, HIDDEN, SHAPES, CutModel, overlaps, shape_at_launch, whole_values
 
 UNITS = 3
 SIZES = st.tuples(st.sampled_from([1, 2, 4]), st.integers(1, 3), st.integers(1, 3))
@@ -79,11 +79,11 @@ def test_each_cell_holds_every_element_of_its_units(assignment: Assignment) -> N
             for name in CUT_DIM:
                 elements = torch.zeros(SHAPES[name])
                 for index, rank in enumerate(cell.ranks):
-                    for patch in patches(name, Position(index, len(cell.ranks)), topology.tensor):
-                        assert rank in groups[unit, patch.shard], "a rank that computes a part holds the state"
+                    for overlap in overlaps(name, Position(index, len(cell.ranks)), topology.tensor):
+                        assert rank in groups[unit, overlap.shard], "a rank that computes a part holds the state"
                         dim = CUT_DIM[name]
                         size = SHAPES[name][dim] // topology.tensor
-                        first, stop = (patch.shard * size + at for at in patch.remote[dim])
+                        first, stop = (overlap.shard * size + at for at in overlap.remote[dim])
                         elements.narrow(dim, first, stop - first).fill_(1.0)
                 assert bool(elements.all()), f"unit {unit}: the ranks {cell.ranks} leave out a part of {name}"
             if topology.common is not None:
@@ -232,12 +232,12 @@ def test_contributions_of_all_positions_add_up_to_the_gradient(tensor: int, coun
     for ((_, shard), name), found in total.items():
         wanted = torch.zeros(SHAPES[name])
         for index in range(count):
-            for patch in patches(name, Position(index, count), tensor):
+            for overlap in overlaps(name, Position(index, count), tensor):
                 if name not in CUT_DIM:
                     wanted += 1.0
                     continue
                 size = SHAPES[name][CUT_DIM[name]] // tensor
-                first, stop = (patch.shard * size + at for at in patch.remote[CUT_DIM[name]])
+                first, stop = (overlap.shard * size + at for at in overlap.remote[CUT_DIM[name]])
                 wanted.narrow(CUT_DIM[name], first, stop - first).add_(1.0)
         assert torch.equal(found, cut(wanted, name, tensor, shard)), (shard, name)
 
@@ -251,7 +251,7 @@ def test_a_parameter_that_is_one_whole_shards_is_a_view_and_others_are_not(tenso
             name = item.spec.name
             start, _ = arena.place_of(0, name)
             assert item.parameter.data_ptr() == arena.parameters[start:].data_ptr()
-            found = patches(name, Position(index, count), tensor)
+            found = overlaps(name, Position(index, count), tensor)
             box = tuple((0, size) for size in shape_at_launch(name, tensor))
             assert (start < arena.state_stop) == (len(found) == 1 and found[0].remote == box), name
             local |= {name} if start >= arena.state_stop else set()

@@ -2,7 +2,7 @@
 
     python tests/unit/mcore/tensor_layers.py OUT.json
 
-Parameters are read by patches from the shards of the launch, and gradients are added by patches into them. Each case
+Parameters are read by overlaps from the shards of the launch, and gradients are added by overlaps into them. Each case
 first runs as launched, then in cells of each size, in pipelines of two cells of different size, and as launched
 again. The batch goes through two segments, with dropout 0.1 at every site. Written for ``test_tensor_layers.py``; ranks
 are forked after one import.
@@ -38,11 +38,10 @@ from megatron.elastic.mcore.model import vocabulary_range
 from megatron.elastic.mcore.model.dropout import key_dropout
 from megatron.elastic.mcore.model.gpt import GptInterface
 from megatron.elastic.mcore.model.param_groups import GroupKeys
-from megatron.elastic.mcore.patching.patches import Patch as Replacement
-from megatron.elastic.mcore.patching.patches import apply
+from megatron.elastic.mcore.patching.patches import Patch, apply
 from megatron.elastic.plan.model import Piece
 from megatron.elastic.plan.sequence_transfers import Transfer, boundary_transfers
-from megatron.elastic.state.coverage import Patch, Position, add, common_shard, read
+from megatron.elastic.state.coverage import Overlap, Position, add, common_shard, read
 
 WORLD, LAYERS, ROWS, HEADS, COLUMNS, DROPOUT = 4, 2, 2, 8, 40, 0.1
 UNITS = LAYERS + 2
@@ -156,23 +155,23 @@ class Cell:
         self.case, self.interface = case, interface
         self.launch = Position(parallel_state.get_tensor_model_parallel_rank(), case.tensor_parallel)
 
-    def items(self) -> list[tuple[int, UnitParameter, tuple[Patch, ...]]]:
-        """Every parameter with its unit and patches; as launched it is one whole patch."""
+    def items(self) -> list[tuple[int, UnitParameter, tuple[Overlap, ...]]]:
+        """Every parameter with its unit and overlaps; as launched it is one whole overlap."""
         found = []
         for unit in self.interface.held_units():
             for item in self.interface.unit_parameters(unit):
                 whole = tuple((0, size) for size in item.spec.shape)
                 shard = self.launch.index if item.spec.sharded else common_shard(self.case.tensor_parallel)
-                found.append((unit, item, item.patches or (Patch(shard, whole, whole),)))
+                found.append((unit, item, item.overlaps or (Overlap(shard, whole, whole),)))
         return found
 
     def fill(self) -> None:
         """Read every parameter from the launch's shards. One that was given up gets storage again."""
-        for unit, item, patches in self.items():
+        for unit, item, overlaps in self.items():
             if item.parameter.numel() == 0:
-                sides = zip(*(patch.local for patch in patches), strict=True)
+                sides = zip(*(overlap.local for overlap in overlaps), strict=True)
                 item.parameter.data = item.parameter.data.new_empty([max(b for _, b in side) for side in sides])
-            read(patches, item.parameter, lambda shard, unit=unit, item=item: value(unit, shard, item))  # type: ignore[misc]
+            read(overlaps, item.parameter, lambda shard, unit=unit, item=item: value(unit, shard, item))  # type: ignore[misc]
 
     def run(self, position: Position, group: dist.ProcessGroup) -> dict[str, Any]:
         """Loss of the batch, and the gradients of all shards from all ranks of the cell."""
@@ -233,11 +232,11 @@ class Cell:
         self.interface.finish_gradients(views)
         flat = [view for unit in views for view in views[unit]]
         tensor, found = self.case.tensor_parallel, dict[Key, torch.Tensor]()
-        for (unit, item, patches), view in zip(self.items(), flat, strict=True):
+        for (unit, item, overlaps), view in zip(self.items(), flat, strict=True):
             shards = range(tensor) if item.spec.sharded else [common_shard(tensor)]
             whole = {shard: torch.zeros(item.spec.shape) for shard in shards}
             if item.spec.sharded or position.index == 0:
-                add(patches, view, whole.__getitem__)
+                add(overlaps, view, whole.__getitem__)
             found |= {(unit, shard, item.spec.name): part for shard, part in whole.items()}
         return found
 
@@ -351,7 +350,7 @@ def largest(tensor: torch.Tensor) -> float:
 
 def compute(case: Case) -> dict[str, Any]:
     """The launch's loss, the comparison with it of each cell that this rank belongs to, and of the launch again."""
-    apply([Replacement(symbol, reason, make) for symbol, reason, make in vocabulary_range.rows()])
+    apply([Patch(symbol, reason, make) for symbol, reason, make in vocabulary_range.rows()])
     chains = [(tuple(range(a)), tuple(range(a, a + b))) for a, b in PIPELINES]
     named = sorted({*cells(case), *(ranks for both in chains for ranks in both)})
     groups = {ranks: dist.new_group(ranks) for ranks in named}
@@ -392,7 +391,9 @@ def in_cell(cell: Cell, place: CellPlace, group: dist.ProcessGroup, launch: dict
     interface.hold(units, place)
     cell.fill()
     boundary, _ = interface.boundary(ROWS)
-    named = {(unit, patch.shard) for unit, item, patches in cell.items() if item.spec.sharded for patch in patches}
+    named = {
+        (unit, overlap.shard) for unit, item, overlaps in cell.items() if item.spec.sharded for overlap in overlaps
+    }
     return {
         **compared(cell.run(position, group), launch),
         "line": interface.remark(position),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.elastic.state.coverage import Patch, Position, add, common_shard, read
+from megatron.elastic.state.coverage import Overlap, Position, add, common_shard, read
 
 
 def shards() -> list[torch.Tensor]:
@@ -13,8 +13,8 @@ def shards() -> list[torch.Tensor]:
 
 
 PATCHES = (
-    Patch(1, ((0, 2), (0, 4)), ((1, 3), (0, 4))),
-    Patch(0, ((2, 3), (1, 3)), ((0, 1), (2, 4))),
+    Overlap(1, ((0, 2), (0, 4)), ((1, 3), (0, 4))),
+    Overlap(0, ((2, 3), (1, 3)), ((0, 1), (2, 4))),
 )
 """Two rows of shard 1, then a part of a row of shard 0: the cut runs across rows."""
 
@@ -48,11 +48,11 @@ def test_neither_leaves_a_graph_behind() -> None:
 
 def test_boxes_that_differ_in_shape_or_lie_outside_are_refused() -> None:
     with pytest.raises(ValueError, match="differ in shape"):
-        Patch(0, ((0, 2),), ((0, 3),))
+        Overlap(0, ((0, 2),), ((0, 3),))
     with pytest.raises(ValueError, match="lies outside a tensor of shape"):
-        read([Patch(0, ((0, 4),), ((0, 4),))], torch.zeros(3), lambda shard: torch.zeros(4))
+        read([Overlap(0, ((0, 4),), ((0, 4),))], torch.zeros(3), lambda shard: torch.zeros(4))
     with pytest.raises(ValueError, match="lies outside a tensor of shape"):
-        add([Patch(0, ((0, 3),), ((1, 4),))], torch.zeros(3), lambda shard: torch.zeros(3))
+        add([Overlap(0, ((0, 3),), ((1, 4),))], torch.zeros(3), lambda shard: torch.zeros(3))
     with pytest.raises(ValueError, match="position 2 of 2"):
         Position(2, 2)
 

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron.elastic.engine.compute.model_interface import CellPlace, ModelInterface, UnitParameter
-from megatron.elastic.state.coverage import Patch, add, read
+from megatron.elastic.state.coverage import Overlap, add, read
 from megatron.elastic.state.layout import ALIGN, ParamSlot, ParamSpec, StateBlock, UnitLayout, UnitShard
 
 __all__ = ["Arena", "HeldPart", "UnitSlice"]
@@ -65,7 +65,7 @@ class _Local:
     unit: int
     spec: ParamSpec
     shape: torch.Size
-    patches: tuple[Patch, ...]
+    overlaps: tuple[Overlap, ...]
     start: int
 
     @property
@@ -181,8 +181,8 @@ class Arena:
                 if whole is not None:
                     self._places[unit, item.spec.name] = whole
                     continue
-                assert item.patches is not None
-                local = _Local(unit, item.spec, _shape(item), item.patches, stop)
+                assert item.overlaps is not None
+                local = _Local(unit, item.spec, _shape(item), item.overlaps, stop)
                 self._places[unit, item.spec.name] = local.start, local.stop
                 self._locals.append(local)
                 stop = -(-local.stop // ALIGN) * ALIGN
@@ -191,15 +191,15 @@ class Arena:
     def _whole(self, unit: int, item: UnitParameter) -> tuple[int, int] | None:
         """Return the elements of the arena of which the parameter is the whole of one shard's; else ``None``."""
         name = item.spec.name
-        if item.patches is None:
+        if item.overlaps is None:
             shards = [shard for (of, shard), where in self.slices.items() if of == unit and where.layout.has(name)]
         else:
-            shards = [patch.shard for patch in item.patches]
+            shards = [overlap.shard for overlap in item.overlaps]
             box = tuple((0, size) for size in item.spec.shape)
-            if len(shards) > 1 or item.patches[0].remote != box:
+            if len(shards) > 1 or item.overlaps[0].remote != box:
                 return None
         if len(shards) != 1:
-            raise ValueError(f"unit {unit}: parameter {name} without patches is in shards {shards}")
+            raise ValueError(f"unit {unit}: parameter {name} without overlaps is in shards {shards}")
         slot, start = self._slot(unit, shards[0], name), self.slices[unit, shards[0]].start
         return start + slot.start, start + slot.stop
 
@@ -228,13 +228,13 @@ class Arena:
     def spread(self, values: torch.Tensor) -> None:
         """Add the local part of ``values`` (of the arena's length, such as gradients) to the spaces in it."""
         for local in self._locals:
-            add(local.patches, values[local.start : local.stop].view(local.shape), self._remote(local, values))
+            add(local.overlaps, values[local.start : local.stop].view(local.shape), self._remote(local, values))
 
     def collect(self) -> None:
         """Read the values of parameters with local storage from the spaces."""
         for local in self._locals:
             value = self.parameters[local.start : local.stop].view(local.shape)
-            read(local.patches, value, self._remote(local, self.parameters))
+            read(local.overlaps, value, self._remote(local, self.parameters))
 
     def _remote(self, local: _Local, values: torch.Tensor) -> Callable[[int], torch.Tensor]:
         """Return shard → the tensor of that parameter in ``values``, as it was cut at the launch."""
@@ -280,9 +280,9 @@ class Arena:
 
 def _shape(item: UnitParameter) -> torch.Size:
     """Return the shape of the live tensor; it may have no storage yet."""
-    if item.patches is None:
+    if item.overlaps is None:
         return torch.Size(item.spec.shape)
-    return torch.Size(max(stop for _, stop in ranges) for ranges in zip(*(p.local for p in item.patches), strict=True))
+    return torch.Size(max(stop for _, stop in ranges) for ranges in zip(*(p.local for p in item.overlaps), strict=True))
 
 
 def _common_type(members: Mapping[int, Sequence[UnitParameter]]) -> tuple[torch.dtype, torch.device] | None:

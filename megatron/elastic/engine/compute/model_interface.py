@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 
 from megatron.elastic.plan.model import Piece
-from megatron.elastic.state.coverage import Patch, Position
+from megatron.elastic.state.coverage import Overlap, Position
 from megatron.elastic.state.layout import ParamSpec
 
 __all__ = [
@@ -79,12 +79,12 @@ class UnitParameter:
     """One parameter of a unit: its layout, and the live tensor whose storage the engine moves into its arena.
 
     ``spec`` is the launch's. In a cell of another tensor-parallel size the live tensor may have another shape;
-    ``patches`` then say which parts of which shards it holds (None: its own shard's, whole).
+    ``overlaps`` then say which parts of which shards it holds (None: its own shard's, whole).
     """
 
     spec: ParamSpec
     parameter: torch.nn.Parameter
-    patches: tuple[Patch, ...] | None = None
+    overlaps: tuple[Overlap, ...] | None = None
 
 
 class DeferredWeights(Protocol):

@@ -39,7 +39,7 @@ from megatron.elastic.mcore.model.tensor_cut import (
     is_cut,
     launch_shape,
     local_shape,
-    patches_of,
+    overlaps_of,
     share_of,
 )
 from megatron.elastic.mcore.model.tensor_place import TensorPlace
@@ -47,7 +47,7 @@ from megatron.elastic.mcore.model.units import Anatomy, unwrapped
 from megatron.elastic.mcore.model.use_sites import own_use
 from megatron.elastic.mcore.parallel_state.stage import as_stage, as_tensor_group, whole_tensor_group
 from megatron.elastic.plan.model import Piece
-from megatron.elastic.state.coverage import Patch, Position
+from megatron.elastic.state.coverage import Overlap, Position
 from megatron.elastic.state.layout import ParamSpec
 
 __all__ = ["GptInterface", "unwrapped"]
@@ -286,12 +286,12 @@ class GptInterface:
             if unit not in self._specs:
                 self._specs[unit] = tuple(self._spec(unit, name, parameter) for name, parameter in named)
             found[unit] = tuple(
-                UnitParameter(spec, parameter, self._patches(spec, parameter))
+                UnitParameter(spec, parameter, self._overlaps(spec, parameter))
                 for spec, (_, parameter) in zip(self._specs[unit], named, strict=True)
             )
         return found
 
-    def _patches(self, spec: ParamSpec, parameter: torch.nn.Parameter) -> tuple[Patch, ...] | None:
+    def _overlaps(self, spec: ParamSpec, parameter: torch.nn.Parameter) -> tuple[Overlap, ...] | None:
         """Return the parts of the launch's shards that a parameter holds (:class:`UnitParameter`)."""
         if self._place is None:
             return None
@@ -301,7 +301,7 @@ class GptInterface:
         if parameter.numel() and parameter.shape != expected:
             found = tuple(parameter.shape)
             raise ValueError(f"{spec.name} has shape {found}; {self._place.position} has {expected} of it")
-        return patches_of(self._sizes, self._place.position, spec.name, spec.shape)
+        return overlaps_of(self._sizes, self._place.position, spec.name, spec.shape)
 
     def _spec(self, unit: int, name: str, parameter: torch.nn.Parameter) -> ParamSpec:
         key = self._groups.key(name, parameter)

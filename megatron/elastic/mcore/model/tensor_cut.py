@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, TypeVar
 
-from megatron.elastic.state.coverage import Patch, Position, common_shard
+from megatron.elastic.state.coverage import Overlap, Position, common_shard
 
 __all__ = [
     "LAYER_NAMES",
@@ -30,7 +30,7 @@ __all__ = [
     "is_cut",
     "launch_shape",
     "local_shape",
-    "patches_of",
+    "overlaps_of",
     "refusal",
     "share_of",
 ]
@@ -173,18 +173,18 @@ def local_shape(sizes: Sizes, position: Position, name: str, launch: Sequence[in
     return tuple(launch) if cut is None else _with(tuple(launch), cut[1], _length(_mine(sizes, cut[0], position)))
 
 
-def patches_of(sizes: Sizes, position: Position, name: str, launch: Sequence[int]) -> tuple[Patch, ...]:
-    """Return the patches of a parameter at one position; ``launch``: its shape as cut at the launch."""
+def overlaps_of(sizes: Sizes, position: Position, name: str, launch: Sequence[int]) -> tuple[Overlap, ...]:
+    """Return the overlaps of a parameter at one position; ``launch``: its shape as cut at the launch."""
     cut = _cut(name)
     whole = tuple((0, size) for size in launch)
     if cut is None:
-        return (Patch(common_shard(sizes.tensor), whole, whole),)
+        return (Overlap(common_shard(sizes.tensor), whole, whole),)
     if position.count == sizes.tensor:
-        return (Patch(position.index, whole, whole),)
+        return (Overlap(position.index, whole, whole),)
     axis, dim = cut
     mine = _mine(sizes, axis, position)
     return tuple(
-        Patch(shard, _with(whole, dim, here), _with(whole, dim, there))
+        Overlap(shard, _with(whole, dim, here), _with(whole, dim, there))
         for shard in range(sizes.tensor)
         for here, there in _common(mine, _launch_runs(sizes, axis, shard))
     )
