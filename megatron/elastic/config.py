@@ -79,6 +79,10 @@ class ElasticConfig:
     policy: str = "elaswave"
     """Policy for the samples of a lost rank."""
 
+    tensor: Literal["park", "live-on"] = "park"
+    """Ranks of a tensor-parallel group that has lost a rank. 'park': they wait until it is back, and hold state only.
+    'live-on': they go on as a smaller group, with larger parts of its layers each."""
+
     schedule: Literal["1f1b", "zero-bubble"] = "1f1b"
     """Pipeline schedule. '1f1b': Megatron's. 'zero-bubble': ZB-H1, which computes weight gradients where ranks would
     wait; same gradients, more memory for activations."""
@@ -188,6 +192,14 @@ class ElasticConfig:
             yield "--elastic-trace needs --elastic-event-log DIR to write to"
         if self.inject and not self.allow_inject:
             yield "--elastic-inject needs --elastic-allow-inject (it kills workers on purpose)"
+        yield from self._exact_faults()
+
+    def _exact_faults(self) -> Iterator[str]:
+        if self.exact and self.tensor == "live-on":
+            yield (
+                "--elastic-exact with --elastic-tensor live-on: sums over fewer ranks of a tensor-parallel group round "
+                "differently; use --elastic-tensor park"
+            )
 
     @property
     def steps_before_migration(self) -> int:

@@ -128,6 +128,10 @@ class CutModel:
         tensor = len(self._launched.ranks)
         return tuple(sorted({overlap.shard for name in CUT_DIM for overlap in overlaps(name, position, tensor)}))
 
+    def largest_part(self, count: int) -> int | None:
+        """See :class:`ModelInterface`."""
+        return -(-HIDDEN // count) * 1_000_000 // HIDDEN
+
     def held_units(self) -> tuple[int, ...]:
         """See :class:`ModelInterface`."""
         return tuple(self._parameters)

@@ -65,6 +65,10 @@ class TinyModel:
         """See :class:`ModelInterface`."""
         return only_at_launch(unit, position)
 
+    def largest_part(self, count: int) -> int | None:
+        """See :class:`ModelInterface`."""
+        return 1_000_000 if count == 1 else None
+
     def hold(self, units: Collection[int], place: CellPlace | None = None) -> None:
         """See :class:`ModelInterface`."""
         kept = {unit: self._layers[unit] for unit in units if unit in self._layers}

@@ -159,6 +159,10 @@ class EmulatedModel:
     def hold(self, units: Collection[int], place: CellPlace | None = None) -> None:
         """Every unit is held, always."""
 
+    def largest_part(self, count: int) -> int | None:
+        """See :class:`ModelInterface`."""
+        return None
+
     def covered(self, unit: int, position: Position) -> tuple[int, ...]:
         """See ``ModelInterface``: a cell is one rank."""
         return only_at_launch(unit, position)

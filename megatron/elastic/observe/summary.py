@@ -32,38 +32,60 @@ def ranks_text(ranks: Iterable[int]) -> str:
     return "{" + ",".join(parts) + "}"
 
 
-def lost_text(losses: Sequence[RankLostEvent], parked: Iterable[int] = ()) -> str:
+def lost_text(losses: Sequence[RankLostEvent], parked: Iterable[int] = (), going_on: Iterable[int] = ()) -> str:
     """Tensor-parallel groups that lost ranks, in order of rank, and where each had its place.
 
-    ``parked``: living ranks of those groups that compute nothing until they are used again.
+    ``parked``: living ranks of those groups that compute nothing until they are used again; ``going_on``: ranks that
+    compute as a smaller group.
     """
-    groups: dict[tuple[int, ...], RankLostEvent] = {}
+    groups: dict[tuple[int, ...], list[RankLostEvent]] = {}
     for loss in sorted(losses, key=lambda one: one.lost_rank):
-        groups.setdefault(loss.tensor_parallel_group or (loss.lost_rank,), loss)
-    waiting = set(parked)
-    return ", ".join(_group_text(group, loss, sorted(waiting & set(group))) for group, loss in groups.items())
+        groups.setdefault(loss.tensor_parallel_group or (loss.lost_rank,), []).append(loss)
+    waiting, active = set(parked), set(going_on)
+    return ", ".join(
+        _group_text(group, lost, sorted(waiting & set(group)), sorted(active & set(group)))
+        for group, lost in groups.items()
+    )
 
 
-def _group_text(group: tuple[int, ...], loss: RankLostEvent, idle: Sequence[int]) -> str:
-    """``tensor-parallel group {4,5} (stage 1, replica 0; rank 4 parked)`` or ``rank 4 (stage 1, replica 0)``."""
+def _group_text(
+    group: tuple[int, ...], lost: Sequence[RankLostEvent], idle: Sequence[int], active: Sequence[int]
+) -> str:
+    """``tensor-parallel group {4,5} (stage 1, replica 0; rank 4 parked)`` or ``rank 4 (stage 1, replica 0)``.
+
+    Of a group that goes on: ``rank 5 of tensor-parallel group {4,5} (stage 1, replica 0; rank 4 goes on)``.
+    """
+    loss = lost[0]
     name = f"tensor-parallel group {ranks_text(group)}" if len(group) > 1 else f"rank {loss.lost_rank}"
+    if active:
+        name = f"{_ranks([one.lost_rank for one in lost])} of {name}"
     place = [f"stage {loss.stage}"] if loss.stage is not None else []
     place += [f"replica {loss.replica}"] if loss.replica is not None else []
     parts = [", ".join(place) or "no part of a pipeline"]
     if idle:
-        parts.append(f"rank {idle[0]} parked" if len(idle) == 1 else f"ranks {ranks_text(idle)} parked")
+        parts.append(f"{_ranks(idle)} parked")
+    if active:
+        parts.append(f"{_ranks(active)} {'goes' if len(active) == 1 else 'go'} on")
     return f"{name} ({'; '.join(parts)})"
 
 
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks_text(ranks)}"
+
+
 def recovery_line(
-    recovery: RecoveryEvent, generation: int, losses: Sequence[RankLostEvent] = (), parked: Iterable[int] = ()
+    recovery: RecoveryEvent,
+    generation: int,
+    losses: Sequence[RankLostEvent] = (),
+    parked: Iterable[int] = (),
+    going_on: Iterable[int] = (),
 ) -> str:
     """One line: missing ranks, result of the step, steps lost, and the time by phase."""
     total = sum(recovery.seconds.values())
     phases = ", ".join(f"{name} {seconds:.3f}" for name, seconds in recovery.seconds.items())
     steps = "1 step lost" if recovery.lost_steps == 1 else f"{recovery.lost_steps} steps lost"
     tail = f" ({phases})" if phases else ""
-    without = f" without {lost_text(losses, parked)}" if losses else ""
+    without = f" without {lost_text(losses, parked, going_on)}" if losses else ""
     what = f"step {recovery.step} {recovery.outcome}, {steps}, {total:.3f} s{tail}"
     return f"recovered at generation {generation}{without}: {what}"
 

@@ -45,7 +45,7 @@ def unit_sums(values: Iterable[int]) -> list[int]:
 
 def plan_costs(pieces: Sequence[Piece], edges: Sequence[Edge], cells: Sequence[Cell], profile: Profile) -> Costs:
     """Times of all pieces and transfers under ``profile`` and the cells' speeds."""
-    speed = {cell.id: cell.speed_ppm for cell in cells}
+    speed = {cell.id: cell.rate_ppm for cell in cells}
     forward = unit_sums(unit.forward_ns for unit in profile.units)
     backward = unit_sums(unit.backward_ns for unit in profile.units)
     weight = unit_sums(unit.weight_grad_ns for unit in profile.units)

@@ -230,7 +230,7 @@ class _Dealer:
     """
 
     def __init__(self, topology: Topology, unit_cost: Sequence[int], orphans: Sequence[Share]) -> None:
-        self.claims = {cell.id: _Holder(cell.id, cell.speed_ppm) for cell in topology.cells}
+        self.claims = {cell.id: _Holder(cell.id, cell.rate_ppm) for cell in topology.cells}
         self.prefix = list(accumulate(unit_cost, initial=0))
         self.parts = {span: _holders(topology, *span) for span in sorted({(o.first, o.end) for o in orphans})}
         self.turn = 0

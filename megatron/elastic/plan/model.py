@@ -67,6 +67,13 @@ class Cell:
     node: int = 0
     speed_ppm: int = 1_000_000
     memory_bytes: int = 1 << 62
+    nominal_ppm: int = 1_000_000
+    """Nominal speed of a cell of so many ranks, relative to the launch's number of ranks."""
+
+    @property
+    def rate_ppm(self) -> int:
+        """Rows a time, relative to a cell of the launch's size without a slow rank; at least 1."""
+        return max(1, self.speed_ppm * self.nominal_ppm // 1_000_000)
 
 
 @dataclass(frozen=True)

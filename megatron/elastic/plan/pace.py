@@ -3,7 +3,8 @@
 Idea: cells that run the same unit range are compared with each other. What a row
 of that range should take is the lower median over them, so embedding and head
 need no cost model, and a stage that is slow everywhere accuses no cell. A range
-that only one cell runs has no yardstick and says nothing.
+that only one cell runs has no yardstick and says nothing. A cell of fewer ranks
+than at launch is compared by its nominal speed.
 
 Times are integers (ns) and travel in the vote: every rank feeds its tracker the
 same numbers and publishes the same speeds. A step boundary later the plan is
@@ -39,6 +40,7 @@ def samples_of(plan: Plan, times: Times) -> dict[int, tuple[int, int]]:
     for piece in plan.pieces:
         key = (piece.cell, piece.first, piece.end)
         rows[key] = rows.get(key, 0) + len(piece.rows)
+    nominal = {cell.id: cell.nominal_ppm for cell in plan.cells}
     peers: dict[tuple[int, int], list[Range]] = {}
     for key in sorted(rows):
         if sum(times.get(key, (0, 0))) > 0:
@@ -47,11 +49,12 @@ def samples_of(plan: Plan, times: Times) -> dict[int, tuple[int, int]]:
     for members in peers.values():
         if len(members) < 2:
             continue
-        per_row = {key: sum(times[key]) // rows[key] for key in members}
+        per_row = {key: sum(times[key]) * nominal[key[0]] // PPM // rows[key] for key in members}
         usual = sorted(per_row.values())[(len(members) - 1) // 2]
         for key in members:
             work, measured = samples.get(key[0], (0, 0))
-            samples[key[0]] = (work + usual * rows[key], measured + sum(times[key]))
+            expected = usual * rows[key] * PPM // nominal[key[0]]
+            samples[key[0]] = (work + expected, measured + sum(times[key]))
     return samples
 
 
@@ -61,7 +64,7 @@ def measured_profile(plan: Plan, times: Times, base: Profile) -> Profile:
     for piece in plan.pieces:
         key = (piece.cell, piece.first, piece.end)
         rows[key] = rows.get(key, 0) + len(piece.rows)
-    speed = {cell.id: cell.speed_ppm for cell in plan.cells}
+    speed = {cell.id: cell.rate_ppm for cell in plan.cells}
     samples = [
         PieceSample(first, end, rows[cell, first, end], backward, spent, speed[cell])
         for (cell, first, end), both in sorted(times.items())

@@ -133,7 +133,7 @@ def speed_quotas(topology: Topology, profile: Profile, by_rows: bool = False) ->
     stages count as nominally fast: peers serve them, and dealing rows evens out
     their load. Replicas that are not whole hold state and compute nothing.
     """
-    places = {cell.id: CellCapacity(cell.speed_ppm) for cell in topology.cells}
+    places = {cell.id: CellCapacity(cell.rate_ppm) for cell in topology.cells}
     model = Model(profile, 1 if by_rows else topology.grid.micro_batch_size, topology.grid.data_parallel_size)
     times = []
     for replica in topology.replicas:
@@ -229,7 +229,7 @@ def plan_hash(plan: Plan) -> str:
 
     grid = plan.grid
     put("grid", (grid.global_batch_size, grid.micro_batch_size, grid.data_parallel_size))
-    put("cells", _flat((c.id, c.node, c.speed_ppm, c.memory_bytes, len(c.ranks), *c.ranks) for c in plan.cells))
+    put("cells", _flat((c.id, c.node, c.rate_ppm, c.memory_bytes, len(c.ranks), *c.ranks) for c in plan.cells))
     put("replicas", _flat((len(r.segments), *_flat(_numbers(s) for s in r.segments)) for r in plan.replicas))
     put("pieces", _flat((p.cell, p.first, p.end, len(p.rows), *p.rows) for p in plan.pieces))
     put("edges", _flat((e.source, e.target, len(e.rows), *e.source_at, *e.target_at, *e.rows) for e in plan.edges))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import cast
 
-from megatron.elastic.config import ElasticConfig
+from megatron.elastic.config import ConfigError, ElasticConfig
 from megatron.elastic.control.membership import Activity, Decision
 from megatron.elastic.engine.compute.buffers import Arena
 from megatron.elastic.engine.compute.clocks import Clocks
@@ -18,6 +18,7 @@ from megatron.elastic.engine.compute.exact_gradients import ExactGradients, one_
 from megatron.elastic.engine.compute.model_interface import ModelInterface
 from megatron.elastic.engine.engine import Engine
 from megatron.elastic.engine.generation.assignment import Assignment
+from megatron.elastic.engine.generation.cell_sizes import CellSizes
 from megatron.elastic.engine.generation.configuration import Configuration, History
 from megatron.elastic.engine.generation.domains import failure_domains, placement_rules
 from megatron.elastic.engine.generation.factory import ViewFactory
@@ -155,6 +156,7 @@ def assemble(
         moves_units=policy.moves_units and job.config.steps_before_migration >= 0,
         profile=_profile(job, layouts, arena, hardware) if job.profile is None else job.profile,
         hardware=hardware,
+        sizes=_sizes(job),
         covered=job.interface.covered,
     )
     agreement = Agreement(links.membership, views, links.injector, job.settings.communication_timeout, links.threads)
@@ -182,6 +184,18 @@ def assemble(
     engine = Engine(context, rebalancer, job.host_state, newcomer=links.decision is None)
     links.injector.flip, links.injector.spoil = engine.flip_bit, engine.spoil_gradient
     return engine
+
+
+def _sizes(job: EngineParts) -> CellSizes:
+    """Return the sizes that cells may have. Raises ``ConfigError`` if they are to live on and the model cannot."""
+    tensor = job.launch_topology.tensor
+    sizes = CellSizes.of(job.interface.largest_part, tensor)
+    if job.config.tensor == "live-on" and tensor > 1 and not sizes.smaller:
+        raise ConfigError(
+            f"--elastic-tensor live-on: this model is computed by tensor-parallel groups of {tensor} ranks only; "
+            "use --elastic-tensor park"
+        )
+    return sizes
 
 
 def _profile(job: EngineParts, layouts: Layouts, arena: Arena, hardware: Hardware) -> Profile:

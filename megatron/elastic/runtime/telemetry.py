@@ -97,7 +97,8 @@ def write_recovery(
         if any(loss.rank < view.living[0] for loss in outcome.lost):
             events.write_held()  # the rank that logged before may be lost and may not have logged its last step
         events.write(_plan(step, view))
-        recovered = recovery_line(agreement, decision.generation, losses, parked)
+        smaller = [rank for _, ranks in view.assignment.formed for rank in ranks]
+        recovered = recovery_line(agreement, decision.generation, losses, parked, smaller)
         for line in (recovered, *batch_lines(view.plan)):
             print(line, flush=True)
 

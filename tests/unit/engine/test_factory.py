@@ -16,6 +16,7 @@ from megatron.elastic.config import ElasticConfig
 from megatron.elastic.control.membership import Decision
 from megatron.elastic.engine.compute.buffers import Arena
 from megatron.elastic.engine.generation.assignment import Assignment
+from megatron.elastic.engine.generation.cell_sizes import CellSizes
 from megatron.elastic.engine.generation.configuration import Configuration
 from megatron.elastic.engine.generation.domains import failure_domains, placement_rules
 from megatron.elastic.engine.generation.factory import StageGone, ViewFactory
@@ -79,6 +80,7 @@ def factories(extra: int = 0, policy: str = "elaswave", **config: object) -> Ite
                 chosen.moves_units,
                 uniform_profile(UNITS),
                 Hardware(MEMORY, 10**9),
+                CellSizes(1, {1: 1_000_000}),
             )
             for fabric in fabrics
         }

@@ -15,6 +15,11 @@ def test_a_lost_tensor_parallel_group_is_named_with_its_place_and_who_is_parked(
     assert text == "tensor-parallel group {4,5} (stage 1, replica 0; rank 4 parked)"
 
 
+def test_a_group_that_goes_on_with_fewer_ranks_is_named_by_the_lost_ones():
+    text = lost_text([lost(5, (4, 5, 6, 7))], parked=(7,), going_on=(4, 6))
+    assert text == ("rank 5 of tensor-parallel group {4-7} (stage 1, replica 0; rank 7 parked; ranks {4,6} go on)")
+
+
 def test_both_ranks_of_a_group_are_one_and_other_groups_follow():
     text = lost_text([lost(9, (8, 9), replica=1), lost(5, (4, 5)), lost(4, (4, 5))])
     assert text == (

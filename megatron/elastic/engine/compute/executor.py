@@ -34,7 +34,7 @@ from megatron.elastic.engine.compute.model_interface import (
     ModelInterface,
     place_of,
 )
-from megatron.elastic.engine.compute.point_to_point import BoundaryTransport, Receipt
+from megatron.elastic.engine.compute.point_to_point import BoundaryTransport, Receipt, receivers, sender
 from megatron.elastic.engine.compute.samples import PieceBatch, StepAddress
 from megatron.elastic.observe.timeline import Timeline
 from megatron.elastic.plan.model import Action, Cell, Edge, Op, Piece, Plan
@@ -298,14 +298,15 @@ class Executor:
         peer = self._peer(edge, backward=backward)
         shape, dtype = self._interface.boundary(len(edge.rows))
         buffer = torch.empty(shape, dtype=dtype, device=self._device)
-        rank = self._cells[peer].ranks[self._position]
+        rank = sender(self._position, self._cells[peer].ranks)
         self._receipts[(index, backward)] = self._transport.receive(buffer, rank, step, index, backward)
 
     def _emit(
         self, tensor: torch.Tensor, at: Sequence[int], index: int, other: int, step: int, *, backward: bool
     ) -> None:
-        peer = self._cells[self._pieces[other].cell]
-        self._transport.send(_rows(tensor, at), peer.ranks[self._position], step, index, backward)
+        rows, peer = _rows(tensor, at), self._cells[self._pieces[other].cell]
+        for rank in receivers(self._position, len(self._cell.ranks), peer.ranks):
+            self._transport.send(rows, rank, step, index, backward)
 
 
 @contextmanager

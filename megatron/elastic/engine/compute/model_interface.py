@@ -117,6 +117,12 @@ class ModelInterface(Protocol):
         a cell of that size cannot compute the model.
         """
 
+    def largest_part(self, count: int) -> int | None:
+        """Return the largest part of a layer that one rank of a cell of ``count`` ranks computes, in millionths.
+
+        The same on every rank. ``None`` if a cell of that size cannot compute the model.
+        """
+
     def held_units(self) -> tuple[int, ...]:
         """Return the units whose parameters this process holds (compute and state-only), ascending."""
 

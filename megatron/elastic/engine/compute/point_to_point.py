@@ -1,23 +1,34 @@
 """The transfer of activations and their gradients between the cells of a pipeline.
 
 One message per :class:`~megatron.elastic.plan.model.Edge` and direction: the
-rows of the edge, ``[s, rows, h]``, contiguous. A tensor-parallel rank exchanges
-messages with the rank at the same position of the adjacent cell. Tags are a pure function
+rows of the edge, ``[s, rows, h]``, contiguous. All ranks of a cell have the same tensor.
+Position ``j`` of a cell receives from position ``j mod a`` of a cell of ``a`` ranks: from
+its own position if both have as many ranks. Tags are a pure function
 of (step, edge, direction), so the order of posting does not matter and messages
 of two consecutive steps cannot be confused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["BoundaryTransport", "Receipt", "started"]
+__all__ = ["BoundaryTransport", "Receipt", "receivers", "sender", "started"]
 
 _FORWARD, _BACKWARD = 0, 1
+
+
+def sender(position: int, ranks: Sequence[int]) -> int:
+    """Return which of the sending cell's ``ranks`` sends to ``position`` of the receiving cell."""
+    return ranks[position % len(ranks)]
+
+
+def receivers(position: int, count: int, ranks: Sequence[int]) -> Sequence[int]:
+    """Return which of the receiving cell's ``ranks`` receive from ``position`` of a cell of ``count`` ranks."""
+    return ranks[position::count]
 
 
 @dataclass

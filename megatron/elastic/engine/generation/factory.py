@@ -16,6 +16,7 @@ from megatron.elastic.control.membership import Decision
 from megatron.elastic.engine.compute.buffers import Arena
 from megatron.elastic.engine.compute.model_interface import Covered, only_at_launch
 from megatron.elastic.engine.generation.assignment import Assignment
+from megatron.elastic.engine.generation.cell_sizes import CellSizes
 from megatron.elastic.engine.generation.configuration import Configuration
 from megatron.elastic.engine.generation.domains import failure_domains, placement_rules
 from megatron.elastic.engine.generation.hardware import Hardware
@@ -27,6 +28,8 @@ from megatron.elastic.engine.generation.view import View, build_view, unit_group
 from megatron.elastic.plan.dataflow import PlanError
 from megatron.elastic.plan.model import Plan, Profile
 from megatron.elastic.plan.policies.registry import Choice
+from megatron.elastic.plan.profile import PPM
+from megatron.elastic.plan.schedule.validate import memory_peaks
 from megatron.elastic.plan.topology import with_speeds
 from megatron.elastic.state.layout import BlockKey, UnitLayout
 from megatron.elastic.state.ownership import rebalance
@@ -70,6 +73,7 @@ class ViewFactory:
     profile: Profile
     """Costs of units, the same on every rank."""
     hardware: Hardware
+    sizes: CellSizes
     covered: Covered = only_at_launch
     """The shards of a unit that a rank of a cell of any size computes (:meth:`ModelInterface.covered`)."""
 
@@ -122,26 +126,52 @@ class ViewFactory:
         """Return why the other ranks cannot go on without ``leaving``; empty if they can."""
         try:
             staying = [rank for rank in view.living if rank not in leaving]
-            self.choose(view.assignment.topology(staying), self.profile)
+            lives_on = self.config.tensor == "live-on"
+            assignment = self._manned(view.assignment, staying) if lives_on else view.assignment
+            self._plan(assignment, staying, ())
         except PlanError as error:
             return str(error)
         return ""
 
     def taken_over(self, assignment: Assignment, decision: Decision) -> Assignment:
-        """Return ``assignment`` with waiting cells in place of lost ones; re-cut if a lost stage will not come back."""
+        """Return ``assignment`` with waiting cells in place of lost ones; re-cut if a lost stage will not come back.
+
+        With ``--elastic-tensor live-on`` the other damaged cells go on with their living ranks.
+        """
         living = decision.members
-        seated = assignment.seated(living)
+        seated = self._manned(assignment, living)
         comes_back = not seated.uncovered({*living, *decision.returning})
         if not self.moves_units or not seated.uncovered(living) or comes_back:
             return seated
         try:
-            recut = better_assignment(seated, living, self.profile, self.hardware.memory_bytes)
+            recut = better_assignment(seated, living, self.profile, self.hardware.memory_bytes, sized=self.sizes.sized)
         except PlanError:  # no cut fits the memory: keep the present one
             return seated
         return seated if recut is None else recut.target
 
+    def _manned(self, assignment: Assignment, living: Collection[int]) -> Assignment:
+        """Return the assignment after losses and returns, with the same cut."""
+        if self.config.tensor == "park":
+            return assignment.seated(living)
+        formed = self.sizes.living_on(assignment, living)
+        crowded = self._crowded(formed, living)
+        return replace(formed, formed=tuple(pair for pair in formed.formed if pair[0] not in crowded))
+
+    def _crowded(self, assignment: Assignment, living: Collection[int]) -> frozenset[int]:
+        """Return the formed cells whose ranks lack the memory for their parts of their units."""
+        if not assignment.formed or assignment.uncovered(living):
+            return frozenset()
+        topology = self.sizes.sized(assignment.topology(living))
+        need = memory_peaks(self.choose(topology, self.profile), self.profile, topology.tied)
+        formed, memory = dict(assignment.formed), self.hardware.memory_bytes
+        return frozenset(
+            cell.id
+            for cell in topology.cells
+            if cell.id in formed and need.get(cell.id, 0) * PPM // cell.nominal_ppm > memory
+        )
+
     def _plan(self, assignment: Assignment, living: Iterable[int], speeds: Iterable[tuple[int, int]]) -> Plan:
-        topology = assignment.topology(tuple(living))
+        topology = self.sizes.sized(assignment.topology(tuple(living)))
         return self.choose(with_speeds(topology, dict(speeds)), self.profile)
 
     # -- placement -------------------------------------------------------------

@@ -18,7 +18,8 @@ from dataclasses import dataclass, replace
 from megatron.elastic.engine.generation.assignment import Assignment
 from megatron.elastic.engine.generation.launch_topology import LaunchTopology
 from megatron.elastic.plan.dataflow import PlanError
-from megatron.elastic.plan.model import Profile, UnitCost
+from megatron.elastic.plan.model import Profile, Topology, UnitCost
+from megatron.elastic.plan.profile import PPM
 from megatron.elastic.plan.search.steady import DecisionOptions, decide
 from megatron.elastic.plan.topology import with_speeds
 from megatron.elastic.state.layout import UnitLayout, UnitShard
@@ -55,11 +56,12 @@ def better_assignment(
     memory_bytes: int,
     speeds: Mapping[int, int] | None = None,
     options: DecisionOptions | None = None,
+    sized: Callable[[Topology], Topology] = lambda topology: topology,
 ) -> Recut | None:
     """Return the assignment to move to, or ``None`` to keep the present one.
 
     ``memory_bytes``: memory of a rank; ``speeds``: cell → ppm, of cells slower than their peers; ``options``: time
-    over which a cut must pay off.
+    over which a cut must pay off. ``sized`` gives cells of other sizes than at launch their nominal speed.
 
     With as many cells as at launch it is the launch's cut. Raises :class:`PlanError` if some
     unit has no living holder and no cut over the living cells fits their memory.
@@ -70,8 +72,10 @@ def better_assignment(
         if assignment.cut == launch.cut and not assignment.broken(living):
             return None
         return _recut(assignment, launch.seated(living), 0, 0)
-    topology = with_speeds(assignment.topology(living), dict(speeds or {}))
-    topology = replace(topology, cells=tuple(replace(cell, memory_bytes=memory_bytes) for cell in topology.cells))
+    topology = with_speeds(sized(assignment.topology(living)), dict(speeds or {}))
+    # A rank with a larger part of each unit than at launch needs as much more memory.
+    cells = tuple(replace(cell, memory_bytes=memory_bytes * cell.nominal_ppm // PPM) for cell in topology.cells)
+    topology = replace(topology, cells=cells)
     if not topology.cells:
         raise PlanError("every tensor-parallel group has lost a rank: no cell can compute")
     decision = decide(topology, profile, options)

@@ -94,9 +94,8 @@ class Boundary:
         costs = self._rebalancer.measured or views.profile
         speeds = dict(view.speeds())
         try:
-            return better_assignment(
-                view.assignment, view.living, costs, views.hardware.memory_bytes, speeds, self._outlook()
-            )
+            memory, sized = views.hardware.memory_bytes, views.sizes.sized
+            return better_assignment(view.assignment, view.living, costs, memory, speeds, self._outlook(), sized)
         except PlanError:  # no better cut fits; the present plan goes on
             return None
 

@@ -109,6 +109,11 @@ class Setup:
             raise RuntimeError("the elastic runtime is used before Megatron is initialized")
         return self._links
 
+    @property
+    def _lives_on(self) -> bool:
+        """True if a tensor-parallel group goes on with fewer ranks after a loss."""
+        return self._config.tensor == "live-on"
+
     def rows(self) -> tuple[Row, ...]:
         """(symbol, reason, replacement) for the patch table."""
         loop = "megatron.training.training."
@@ -165,7 +170,9 @@ class Setup:
         line = unkeyed_line([name for names in unkeyed for name in names], self._config.exact)
         if line and links.decision is not None and links.fabric.rank == 0:
             print(line, flush=True)
-        interface = GptInterface(model, args, groups, parallel_state.get_tensor_model_parallel_rank() == 0)
+        first = parallel_state.get_tensor_model_parallel_rank() == 0
+        group_of = functools.partial(links.fabric.group, "tensor") if self._lives_on else None
+        interface = GptInterface(model, args, groups, first, group_of)
         launched: Launched = {}
         if not is_extra(links.fabric, args):  # an extra rank writes no part of a checkpoint
             launched = {unit: tuple(interface.unit_parameters(unit)) for unit in interface.held_units()}
@@ -258,7 +265,9 @@ class Setup:
             args.consumed_train_samples = args.iteration * args.global_batch_size
         if self._engine is not None:
             self._engine.tools.reach("in_setup", 0)
-        reads = getattr(provider, "is_distributed", False) or parallel_state.get_tensor_model_parallel_rank() == 0
+        # A tensor-parallel group that has lost its first rank reads by its next one.
+        first = parallel_state.get_tensor_model_parallel_rank() == 0
+        reads = first or self._lives_on or getattr(provider, "is_distributed", False)
         # Megatron builds data sets only for both ends of a pipeline. Any rank may become an end, so all build them.
         with as_stage(0, 1), unwritable_cache_named(args.data_cache_path):
             datasets = training.build_train_valid_test_datasets(provider) if reads else (None, None, None)

@@ -40,6 +40,7 @@ from megatron.elastic.mcore.model.tensor_cut import (
     launch_shape,
     local_shape,
     overlaps_of,
+    refusal,
     share_of,
 )
 from megatron.elastic.mcore.model.tensor_place import TensorPlace
@@ -53,6 +54,8 @@ from megatron.elastic.state.layout import ParamSpec
 __all__ = ["GptInterface", "unwrapped"]
 
 _TIED_NAME = "word_embeddings.weight"
+_WHOLE = 1_000_000
+"""A whole layer, in the unit of :meth:`GptInterface.largest_part`."""
 
 
 class GptInterface:
@@ -122,6 +125,22 @@ class GptInterface:
             holds_weight = self.tied_unit is None or unit == self.tied_unit
             names = (_TIED_NAME,) if holds_weight else ()
         return covered_shards(self._sizes, position, names)
+
+    def largest_part(self, count: int) -> int | None:
+        """Return the largest part of a layer on one rank of ``count`` (:class:`ModelInterface`).
+
+        Only the launch's cells compute with sequence parallelism, or with another implementation than Megatron's local
+        one.
+        """
+        sizes = self._sizes
+        if count == sizes.tensor:
+            return _WHOLE // count
+        local = self._args.transformer_impl == "local" and not sizes.sequence_parallel
+        if self._tensor_group is None or not local or refusal(sizes, count):
+            return None
+        share = share_of(sizes, Position(0, count))
+        parts = ((share.heads, sizes.heads), (share.columns, sizes.columns))
+        return max(-(-_WHOLE * (stop - start) // whole) for (start, stop), whole in parts)
 
     def remark(self, position: Position) -> str:
         """Return a line to log about a cell of this size; empty if its layers work as those of the launch."""

@@ -39,6 +39,6 @@ class Spares(Policy):
         if len(lost) > self.count:
             return CheckpointRestart().respond(topology, profile)
         model = topology.cells[0]
-        standins = tuple(replace(model, id=cell, ranks=(), speed_ppm=1_000_000) for cell in lost)
+        standins = tuple(replace(model, id=cell, ranks=(), speed_ppm=1_000_000, nominal_ppm=1_000_000) for cell in lost)
         full = replace(topology, cells=tuple(sorted((*topology.cells, *standins), key=lambda cell: cell.id)))
         return without_damaged(full, profile)

@@ -41,7 +41,7 @@ class Reach:
 
     def __init__(self, topology: Topology, profile: Profile, split_backward: bool) -> None:
         rows = topology.grid.micro_batch_size
-        self.speed = max(cell.speed_ppm for cell in topology.cells)
+        self.speed = max(cell.rate_ppm for cell in topology.cells)
         self.memory = max(cell.memory_bytes for cell in topology.cells)
         self.units = len(profile.units)
         weight = [unit.weight_grad_ns if split_backward else 0 for unit in profile.units]

@@ -124,7 +124,7 @@ class _Search:
         self.model.late_weights &= options.late_weights
         self.model.margin = margin
         self.longest = max(len(replica.segments) for replica in topology.replicas)
-        self.places = {cell.id: CellCapacity(cell.speed_ppm, cell.memory_bytes) for cell in topology.cells}
+        self.places = {cell.id: CellCapacity(cell.rate_ppm, cell.memory_bytes) for cell in topology.cells}
         self.cuts: dict[tuple[tuple[CellCapacity, ...], tuple[tuple[Range, ...], ...]], tuple[int, ...] | None] = {}
         self.holds: dict[int, tuple[Range, ...]] = {}
         for replica in topology.replicas:
@@ -397,4 +397,4 @@ def pipeline_bound(topology: Topology, profile: Profile, split_backward: bool = 
 def work_bound(topology: Topology, profile: Profile) -> int:
     """Step time (ns) if all living cells were busy all the time: no schedule can do better."""
     work = sum(unit.forward_ns + unit.backward_ns for unit in profile.units) * topology.grid.global_batch_size
-    return -(-work * PPM // sum(cell.speed_ppm for cell in topology.cells))
+    return -(-work * PPM // sum(cell.rate_ppm for cell in topology.cells))

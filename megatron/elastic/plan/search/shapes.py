@@ -68,7 +68,7 @@ class ShapeTimer:
 
     def __init__(self, topology: Topology, profile: Profile, split_backward: bool) -> None:
         self.topology, self.profile, self.split = topology, profile, split_backward
-        self.speed = {cell.id: (cell.speed_ppm, cell.memory_bytes) for cell in topology.cells}
+        self.speed = {cell.id: (cell.rate_ppm, cell.memory_bytes) for cell in topology.cells}
         self.known: dict[tuple[object, ...], int] = {}
         self.reach = Reach(topology, profile, split_backward)
         units = profile.units
