@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megatron.elastic.engine.inject import STEP_POINTS
 from megatron.elastic.plan.model import Plan
 from tests.cluster.checks import check
 from tests.cluster.cluster import Cluster, RankProcess, run
+from tests.cluster.test_random import DELAYS, QUICK, SEEDS, kills
 
 POINTS = (*STEP_POINTS, "between_steps", "in_evaluate")
 
@@ -47,3 +50,17 @@ def test_tp2pp2dp2(point: str, rank: int) -> None:
     cluster = lives_on(f"tp2pp2dp2 steps=6 seed={rank} kill:rank={rank},step=2,point={point}")
     plans = survivor(cluster).plans
     assert sizes(plans[0]) == [1, 2, 2, 2] and sizes(plans[-1]) == [2, 2, 2, 2]
+
+
+@pytest.mark.parametrize("layout", ["tp4dp1", "tp2pp2dp1"])
+def test_the_only_replica_goes_on_without_waiting(layout: str) -> None:
+    """With its cell parked, a stage would have no rank left to compute it."""
+    cluster = lives_on(f"{layout} steps=4 back=never mirrors=2 kill:rank=1,step=2,point=mid_reduce")
+    assert {process.rank for process in cluster.finished} == {0, 2, 3}
+    assert sizes(survivor(cluster).plans[-1]) == ([3] if layout == "tp4dp1" else [1, 2])
+
+
+@QUICK
+@given(st.lists(kills(), min_size=1, max_size=3).map(" ".join), SEEDS, DELAYS, st.sampled_from(["tp2dp2", "tp4dp1"]))
+def test_scripts_of_kills_and_returns(script: str, seed: int, back: float, layout: str) -> None:
+    lives_on(f"{layout} steps=4 seed={seed} back={back} mirrors=3 migrate_after=1 {script}")
