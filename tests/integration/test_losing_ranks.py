@@ -69,6 +69,16 @@ def test_losses_of_one_rank_of_a_tensor_parallel_group_cost_no_step(tmp_path: Pa
     walk(tmp_path, LAYOUTS["tp2dp2"], cases, *TWO)
 
 
+def test_a_tensor_parallel_group_goes_on_with_the_ranks_it_has(tmp_path: Path) -> None:
+    """Its first rank, which reads the data set, is lost too; the losses are those of the whole group."""
+    cases = [one("tp2dp2", *case) for case in (("mid_backward", 1), ("mid_update", 0))]
+    walk(tmp_path, LAYOUTS["tp2dp2"], cases, "--elastic-tensor", "live-on")
+    said = (tmp_path / "output.txt").read_text()
+    assert "rank 0 goes on" in said
+    assert "rank 1 goes on" in said
+    assert "parked" not in said
+
+
 def test_the_gloo_baseline_survives_as_well(tmp_path: Path) -> None:
     """Here with two model chunks a stage."""
     cases = [one("pp2dp2v2", "mid_forward", 1), one("pp2dp2v2", "after_reduce", 2)]

@@ -61,7 +61,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature("tensor, pipeline and data parallelism",
             ("--tensor-model-parallel-size", "--pipeline-model-parallel-size"),
             lambda args: True, "works", "works",
-            "after a loss stages may be uneven; the tensor-parallel size never changes"),
+            "after a loss stages may be uneven, and with --elastic-tensor live-on tensor-parallel groups smaller"),
     Feature("sequence parallelism", ("--sequence-parallel",), _any("sequence_parallel"), "works", "works", ""),
     Feature("distributed optimizer", ("--use-distributed-optimizer",), _any("use_distributed_optimizer"), "works",
             "works", "with --elastic the optimizer is always sharded, with mirrors"),

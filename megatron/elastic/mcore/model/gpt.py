@@ -43,7 +43,7 @@ from megatron.elastic.mcore.model.tensor_cut import (
     refusal,
     share_of,
 )
-from megatron.elastic.mcore.model.tensor_place import TensorPlace
+from megatron.elastic.mcore.model.tensor_place import TensorPlace, only_even
 from megatron.elastic.mcore.model.units import Anatomy, unwrapped
 from megatron.elastic.mcore.model.use_sites import own_use
 from megatron.elastic.mcore.parallel_state.stage import as_stage, as_tensor_group, whole_tensor_group
@@ -129,14 +129,14 @@ class GptInterface:
     def largest_part(self, count: int) -> int | None:
         """Return the largest part of a layer on one rank of ``count`` (:class:`ModelInterface`).
 
-        Only the launch's cells compute with sequence parallelism, or with another implementation than Megatron's local
-        one.
+        Only the launch's cells compute with Transformer Engine (:class:`TensorPlace`), and under sequence parallelism:
+        slices at the boundary have one size.
         """
         sizes = self._sizes
         if count == sizes.tensor:
             return _WHOLE // count
-        local = self._args.transformer_impl == "local" and not sizes.sequence_parallel
-        if self._tensor_group is None or not local or refusal(sizes, count):
+        fixed = sizes.sequence_parallel or self._args.transformer_impl != "local" or only_even(self._config)
+        if fixed or self._tensor_group is None or refusal(sizes, count):
             return None
         share = share_of(sizes, Position(0, count))
         parts = ((share.heads, sizes.heads), (share.columns, sizes.columns))

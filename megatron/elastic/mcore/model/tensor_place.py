@@ -28,7 +28,16 @@ from megatron.elastic.mcore.model.tensor_cut import Sizes, TensorShare, share_of
 from megatron.elastic.mcore.parallel_state.stage import GroupStandIn
 from megatron.elastic.state.coverage import Position
 
-__all__ = ["TensorPlace"]
+__all__ = ["TensorPlace", "only_even"]
+
+
+def only_even(config: Any) -> str:
+    """Return why a model with this configuration cannot be cut unevenly; empty if it can."""
+    if config.num_moe_experts or getattr(config, "multi_latent_attention", False):
+        return "experts and latent attention have no uneven tensor-parallel cut"
+    if config.cross_entropy_loss_fusion and config.cross_entropy_fusion_impl == "te":
+        return "this cross entropy needs equal parts of the vocabulary: --cross-entropy-fusion-impl native"
+    return ""
 
 
 @dataclass(frozen=True)
@@ -77,12 +86,9 @@ class TensorPlace:
         mine = self.cell_config(config)
         if self.even:
             return mine
-        if config.num_moe_experts or getattr(config, "multi_latent_attention", False):
-            raise ConfigError("experts and latent attention have no uneven tensor-parallel cut")
-        if config.cross_entropy_loss_fusion and config.cross_entropy_fusion_impl == "te":
-            raise ConfigError(
-                "this cross entropy needs equal parts of the vocabulary: --cross-entropy-fusion-impl native"
-            )
+        reason = only_even(config)
+        if reason:
+            raise ConfigError(reason)
         share = self.share
         mine.num_attention_heads = share.heads[1] - share.heads[0]
         mine.num_query_groups = share.groups[1] - share.groups[0]
