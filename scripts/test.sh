@@ -51,7 +51,7 @@ check "import-linter" lint-imports --no-cache --no-logo
 # test must not outlive the run.
 run_pytest() {
     local cores
-    cores="$(env -u OMP_NUM_THREADS nproc)" # which would count as many
+    cores="$(env -u OMP_NUM_THREADS nproc)" # nproc obeys that variable
     timeout --signal=INT --kill-after=30 "$limit" python -m pytest -q -n "$(((cores < 8 ? cores : 8) + 1))" --dist loadscope \
         --max-worker-restart 3 --reruns 1 --durations=30 "${selection[@]}"
 }
