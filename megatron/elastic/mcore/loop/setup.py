@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -42,7 +43,7 @@ from megatron.elastic.mcore.model.gpt import GptInterface, unwrapped
 from megatron.elastic.mcore.model.optimizer import EngineOptimizer, MegatronSchedule
 from megatron.elastic.mcore.model.param_groups import GroupKeys
 from megatron.elastic.mcore.parallel_state.extra_ranks import as_of_the_launch, is_extra
-from megatron.elastic.mcore.parallel_state.stage import as_stage
+from megatron.elastic.mcore.parallel_state.stage import as_first_of_tensor_group, as_stage
 from megatron.elastic.mcore.patching.patches import Row, bound
 from megatron.elastic.runtime.assembly import EngineParts
 from megatron.elastic.runtime.connect import Links, open_links
@@ -269,7 +270,8 @@ class Setup:
         first = parallel_state.get_tensor_model_parallel_rank() == 0
         reads = first or self._lives_on or getattr(provider, "is_distributed", False)
         # Megatron builds data sets only for both ends of a pipeline. Any rank may become an end, so all build them.
-        with as_stage(0, 1), unwritable_cache_named(args.data_cache_path):
+        first_of_group = as_first_of_tensor_group() if self._lives_on else nullcontext()
+        with as_stage(0, 1), first_of_group, unwritable_cache_named(args.data_cache_path):
             datasets = training.build_train_valid_test_datasets(provider) if reads else (None, None, None)
         check_validation(args, *datasets[:2])
         flags = torch.tensor(

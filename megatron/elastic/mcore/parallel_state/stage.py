@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-__all__ = ["GroupStandIn", "as_stage", "as_tensor_group", "whole_tensor_group"]
+__all__ = ["GroupStandIn", "as_first_of_tensor_group", "as_stage", "as_tensor_group", "whole_tensor_group"]
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,17 @@ def as_tensor_group(group: dist.ProcessGroup) -> Iterator[None]:
     finally:
         for name, value in before.items():
             setattr(parallel_state, name, value)
+
+
+@contextmanager
+def as_first_of_tensor_group() -> Iterator[None]:
+    """Show Megatron the first rank of the tensor-parallel group inside the context: only that one builds data sets."""
+    before = parallel_state.get_tensor_model_parallel_rank()
+    parallel_state.set_tensor_model_parallel_rank(0)
+    try:
+        yield
+    finally:
+        parallel_state.set_tensor_model_parallel_rank(before)
 
 
 @contextmanager
