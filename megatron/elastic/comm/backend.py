@@ -17,6 +17,7 @@ another: a joiner does it alone, in a world of one. What is replaced in
 
 from __future__ import annotations
 
+import atexit
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -37,7 +38,7 @@ from megatron.elastic.config import ConfigError, ElasticConfig
 from megatron.elastic.platform.base import Platform
 from megatron.elastic.platform.select import select
 
-__all__ = ["REPLACED", "Installation", "install", "make_fabric", "register_backend"]
+__all__ = ["REPLACED", "Installation", "Make", "creation", "install", "make_fabric", "register_backend"]
 
 REPLACED = ("_new_group_with_tag", "_tensor_to_object", "broadcast_object_list", "batch_isend_irecv")
 """Names replaced in torch.distributed.distributed_c10d (the last also in torch.distributed)."""
@@ -86,8 +87,8 @@ def make_fabric(
         "timeout": timeout,
         "dense_world": dense_world,
     }
-    found = (platform or select()).name
-    if found == "cpu":
+    found = platform or select()
+    if found.name == "cpu":
         return NativeFabric(rank, slots, incarnation, **native)
     from megatron.elastic.comm.vendor.selection import vendor_of  # opens the vendor's library
 
@@ -221,32 +222,53 @@ def _standing_in(
     return src, group_src
 
 
-def register_backend(make: Callable[[dist.Store, int, int, timedelta, bool], Fabric], driven: bool = False) -> None:
-    """Teach torch the backend name ``elastic`` (CPU).
+Make = Callable[[dist.Store, int, int, timedelta, bool], Fabric]
+"""``make(store, rank, world_size, timeout, dense_world)`` returns a fabric that is not connected yet."""
 
-    ``init_process_group(backend="elastic")`` then calls ``make(store, rank,
-    world_size, timeout, dense_world)`` for an unconnected fabric, connects
-    the ranks through ``store`` and uses the fabric's world as the default group.
-    With ``enable_reconfigure=True`` (torch 2.14 and later; before, by ``driven``) it
-    stays a world of one, and dense, until a manager's ``_reconfigure``.
-    """
+
+def register_backend(make: Make, driven: bool = False) -> None:
+    """Teach torch the backend name ``elastic`` (CPU); see :func:`creation`. The last call counts."""
     if hasattr(dist.Backend, registry.BACKEND_NAME.upper()):
-        return
+        delattr(dist.Backend, registry.BACKEND_NAME.upper())
+    dist.Backend.register_backend(registry.BACKEND_NAME, creation(make, driven), extended_api=True, devices=["cpu"])
+
+
+def creation(make: Make, driven: bool = False) -> Callable[[Any, object], dist.ProcessGroup]:
+    """Return what ``init_process_group(backend="elastic")`` is to call.
+
+    It makes a fabric, connects the ranks through the store and returns the fabric's world, the default group. With
+    ``enable_reconfigure=True`` (torch 2.14 and later; before, by ``driven``) that stays a world of one, and dense,
+    until a manager's ``_reconfigure``.
+
+    The fabric ends with its group (``destroy_process_group``), at the latest when the interpreter begins to exit. An
+    operation that is still under way then fails, on its other ranks too. Threads must not outlive that: one that then
+    drops a tensor of the program's needs the interpreter's lock, and the process aborts (pytorch issue 190489).
+    """
 
     def create(options: Any, _: object) -> dist.ProcessGroup:
         reconfigured = driven or bool(getattr(options, "enable_reconfigure", False))
         fabric = make(options.store, options.group_rank, options.group_size, options.timeout, reconfigured)
-        _replace_functions(Installation(fabric))
+        installation = Installation(fabric)
+        _replace_functions(installation)
+
+        def end() -> None:
+            atexit.unregister(end)
+            installation.undo()
+            fabric.close()
+
+        atexit.register(end)
+        setattr(fabric.world, "shutdown", end)  # noqa: B010 - torch calls it when the group is destroyed
         if not reconfigured:
             _connect(fabric, options.store, options.timeout)
         return fabric.world
 
-    dist.Backend.register_backend(registry.BACKEND_NAME, create, extended_api=True, devices=["cpu"])
+    return create
 
 
 def _connect(fabric: Fabric, store: dist.Store, timeout: timedelta) -> None:
-    """Generation 1 of all slots, by handles in ``store``."""
-    key = "elastic/handle/{}".format
+    """Generation 1 of all slots, by handles in ``store``: those of the same time that a rank makes its group."""
+    count = store.add(f"elastic/made/{fabric.rank}", 1)
+    key = f"elastic/handle/{count}/{{}}".format
     store.set(key(fabric.rank), handle_of(fabric))
     handles = [store.get(key(rank)).decode() for rank in range(fabric.slots)]
     fabric.edit(1, members_of(handles), timeout.total_seconds())

@@ -73,6 +73,7 @@ class NoVendor(CpuPlatform):
     """A machine that says it has CUDA, as far as choosing goes."""
 
     name = "cuda"
+    default_backend = "nccl"
 
 
 def test_a_device_platform_without_its_library_is_refused_in_one_line() -> None:

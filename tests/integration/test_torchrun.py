@@ -1,0 +1,153 @@
+"""Programs that know nothing of this package run on backend ``elastic`` under torchrun."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections import Counter
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.integration.elastic_job import ROOT, environment_of
+
+RANKS = 3
+STEPS = 5
+
+
+def output(program: str, *arguments: str) -> str:
+    """Run ``program`` on :data:`RANKS` ranks under torchrun, and return what they print."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
+    done = subprocess.run(
+        [*command, program, *arguments],
+        cwd=ROOT,
+        env=environment_of(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, f"exit code {done.returncode}\n{done.stderr[-6000:]}"
+    return done.stdout
+
+
+def trained_alone() -> float:
+    """Train the examples' model on the data of all ranks in this process, and return the sum of its parameters."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = [torch.Generator().manual_seed(rank) for rank in range(RANKS)]
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        for generator in data:
+            (model(torch.randn(4, 8, generator=generator)).square().mean() / RANKS).backward()
+        optimizer.step()
+    return sum(float(parameter.detach().double().sum()) for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("program", ["ddp", "fsdp2"])
+def test_a_program_of_torchs_own_trains_the_model_of_one_process(program: str) -> None:
+    found = re.findall(rf"rank (\d) of {RANKS} on (\w+): (\S+)", output(f"examples/{program}.py", "elastic"))
+    assert {(int(rank), backend) for rank, backend, _ in found} == {(rank, "elastic") for rank in range(RANKS)}
+    (total,) = {float(value) for _, _, value in found}
+    assert total == pytest.approx(trained_alone(), rel=1e-5)
+
+
+ENDING = """
+import atexit, contextlib, os, sys, time
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+def ours(ended=True):
+    deadline = time.monotonic() + 10
+    while (more := len(os.listdir("/proc/self/task")) > threads) and ended and time.monotonic() < deadline:
+        time.sleep(0.01)  # a detached thread is listed for a moment after its end
+    return distributed_c10d._new_group_with_tag is not stock, more
+
+stock = distributed_c10d._new_group_with_tag
+torch.ones(2).sum()
+threads = len(os.listdir("/proc/self/task"))
+atexit.register(lambda: print("at exit", *ours(), "\\n", end="", flush=True))
+dist.init_process_group("elastic")
+value = torch.ones(4)
+dist.all_reduce(value)
+print("in use", *ours(ended=False), "\\n", end="", flush=True)
+if dist.get_rank() == 1:
+    time.sleep(0.5)
+work = dist.all_reduce(value, async_op=True)
+if dist.get_rank() == 1:
+    with contextlib.suppress(RuntimeError):  # the others may have ended it
+        work.wait()
+del value, work
+if sys.argv[1] == "destroyed":
+    dist.destroy_process_group()
+    print("destroyed", *ours(), "\\n", end="", flush=True)
+    dist.init_process_group("gloo")
+    value = torch.ones(1)
+    dist.all_reduce(value, group=dist.new_group([0, 1, 2]))
+    assert value.item() == 3
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("how", ["destroyed", "left"])
+def test_neither_a_thread_nor_a_replaced_function_outlives_the_group(tmp_path: Path, how: str) -> None:
+    """A collective is still under way at the end.
+
+    A thread that drops a tensor while the interpreter exits would abort the process.
+    """
+    (tmp_path / "ending.py").write_text(ENDING)
+    lines = Counter(line.strip() for line in output(str(tmp_path / "ending.py"), how).splitlines())
+    end = "destroyed False False" if how == "destroyed" else "at exit False False"
+    assert lines["in use True True"] == lines[end] == RANKS, lines
+
+
+AGAIN = """
+import time
+import torch
+import torch.distributed as dist
+for count in range(4):
+    dist.init_process_group("elastic")
+    value = torch.ones(4)
+    dist.all_reduce(value)
+    assert value[0] == dist.get_world_size()
+    time.sleep(0.2 * ((dist.get_rank() + count) % 2))
+    dist.destroy_process_group()
+print("done\\n", end="", flush=True)
+"""
+
+
+def test_a_program_makes_its_group_again_and_again(tmp_path: Path) -> None:
+    """Though some ranks destroy it later than others make the next."""
+    (tmp_path / "again.py").write_text(AGAIN)
+    assert output(str(tmp_path / "again.py")).split() == ["done"] * RANKS
+
+
+def test_torch_is_imported_all_the_same_where_this_package_is_hidden() -> None:
+    """Older forks of Megatron-LM have ``megatron/__init__.py``, which hides all other parts of ``megatron``."""
+    program = (
+        "import sys; sys.modules['megatron.elastic'] = None; "
+        "import torch; print(hasattr(torch.distributed.Backend, 'ELASTIC'))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment_of(), capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "False\n"), done.stderr[-3000:]
+    assert "torch's backend 'elastic' is not available" in done.stderr
+
+
+def test_importing_torch_makes_the_name_known_and_imports_no_communication() -> None:
+    (ours,) = [entry for entry in entry_points(group="torch.backends") if entry.name == "megatron_elastic"]
+    assert ours.value == "megatron_elastic_torch:register"
+    program = "import torch, sys; print(hasattr(torch.distributed.Backend, 'ELASTIC'), *sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment_of(), capture_output=True, text=True, timeout=60, check=True
+    )
+    known, *modules = done.stdout.split()
+    assert known == "True"
+    package = [name for name in modules if name.startswith("megatron.")]
+    assert package == ["megatron.elastic", "megatron.elastic.comm", "megatron.elastic.comm.entry_point"]
