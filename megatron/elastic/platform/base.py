@@ -65,9 +65,9 @@ class Platform(ABC):
     """One kind of device. Instances are cheap and hold no state."""
 
     name: ClassVar[str]
-    """'cpu', 'cuda' or 'npu'."""
+    """'cpu', 'cuda', 'npu', or the type that torch knows the device by."""
     default_backend: ClassVar[str]
-    """Backend of torch.distributed for bulk data."""
+    """Backend of torch.distributed for bulk data; 'gloo' on a device: its tensors go through host memory."""
     synchronous: ClassVar[bool]
     """Work is finished when a call returns: no stream order to keep."""
 
@@ -94,7 +94,11 @@ class Platform(ABC):
 
     @abstractmethod
     def set_device(self, index: int) -> None:
-        """Make device ``index`` current in this process."""
+        """Make device ``index`` current in the calling thread."""
+
+    def device_name(self, index: int = 0) -> str:
+        """A name that no other device of any machine has; empty where ranks have no device of their own."""
+        return ""
 
     @abstractmethod
     def synchronize(self) -> None:

@@ -25,6 +25,9 @@ class CudaPlatform(VendorPlatform):
     def module(self) -> Any:
         return torch.cuda
 
+    def device_name(self, index: int = 0) -> str:
+        return str(torch.cuda.get_device_properties(index).uuid)
+
     def prepare(self) -> None:
         if not self.available():
             raise PlatformUnavailable("no CUDA device is visible to torch (check CUDA_VISIBLE_DEVICES and the driver)")

@@ -7,6 +7,7 @@ backend, and what has to be imported first.
 
 from __future__ import annotations
 
+import socket
 from abc import abstractmethod
 from contextlib import AbstractContextManager
 from typing import Any, cast
@@ -39,6 +40,9 @@ class VendorPlatform(Platform):
 
     def set_device(self, index: int) -> None:
         self.module().set_device(index)
+
+    def device_name(self, index: int = 0) -> str:
+        return f"{socket.gethostname()}/{self.name}{index}"
 
     def synchronize(self) -> None:
         self.module().synchronize()

@@ -22,10 +22,15 @@ from megatron.elastic.comm.backend import install
 from megatron.elastic.comm.errors import CommError, GenerationChanged
 from megatron.elastic.comm.fabric import BlockRange
 from megatron.elastic.comm.vendor.group import DeviceGroup, Enqueued
-from megatron.elastic.comm.vendor.library import RESPAWN_EXIT_CODE
+from megatron.elastic.comm.vendor.library import RESPAWN_EXIT_CODE, VendorError
 from megatron.elastic.comm.vendor.nccl import NcclCommunicator, NcclLibrary
 from megatron.elastic.comm.vendor.selection import Vendor, vendor_of
+from megatron.elastic.comm.vendor.through_host import ThroughHost
 from megatron.elastic.config import ConfigError
+from megatron.elastic.platform.base import Platform
+from megatron.elastic.platform.cpu import CpuPlatform
+from megatron.elastic.platform.cuda import CudaPlatform
+from megatron.elastic.platform.npu import NpuPlatform
 from tests.unit.comm.fabric_checks import edit, same
 from tools.bench._common import Here, Ranks
 
@@ -163,6 +168,28 @@ def test_sends_and_receives_of_a_batch_begin_together(library: Callable[[str], P
         ranks.results(range(2))
 
 
+def posted_early(here: Here, path: Path) -> None:
+    """Both members post a receive, then send more than a link takes without a receiver, then wait."""
+    fabric = make(here, path)
+    edit(here, fabric, range(2), 1)
+    group, count = fabric.group("pp", range(2)), 1_500_000
+    got = torch.zeros(count, 2)[:, 0]
+    arriving = dist.irecv(got, 1 - here.rank, group, tag=5)
+    out = torch.full((count,), float(here.rank))
+    leaving = dist.isend(out, 1 - here.rank, group, tag=5)
+    out.fill_(-1.0)
+    assert arriving is not None and leaving is not None
+    for work in (arriving, leaving, arriving):
+        work.wait()
+    same(got.contiguous(), torch.full((count,), float(1 - here.rank)), "posted early")
+    fabric.close()
+
+
+def test_a_message_over_host_links_is_waited_for_only_where_it_is_waited_for(library: Callable[[str], Path]) -> None:
+    with Ranks(2, functools.partial(posted_early, path=library("full")), seconds=60) as ranks:
+        ranks.results(range(2))
+
+
 def through_edits(here: Here, path: Path, incarnation: int) -> list[str]:
     """All four; rank 1 is killed; three go on; it comes back."""
     fabric = make(here, path, incarnation)
@@ -260,12 +287,30 @@ def test_the_library_takes_what_all_members_know_it_can(library: Callable[[str],
         assert ranks.results(range(2)) == {0: expected, 1: expected}
 
 
-@pytest.mark.parametrize("platform", ["cuda", "npu"])
-def test_a_library_that_cannot_be_opened_is_refused_with_the_way_around_it(platform: str) -> None:
-    if platform == "cuda" and torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    with pytest.raises(ConfigError, match=f"elastic on {platform} needs the vendor's library .*--elastic-comm gloo"):
-        vendor_of(platform, dist.HashStore())
+@pytest.mark.parametrize("kind", [CudaPlatform, NpuPlatform])
+def test_a_library_that_cannot_be_opened_is_refused_with_the_way_around_it(kind: type[Platform]) -> None:
+    if kind.available():
+        pytest.skip("there is such a device")
+    with pytest.raises(ConfigError, match=f"elastic on {kind.name} needs the vendor's library .*--elastic-comm gloo"):
+        vendor_of(kind(), dist.HashStore())
+
+
+class NoLibrary(CpuPlatform):
+    """A device that torch has no communication library for."""
+
+    name = "other"
+
+    def device_name(self, index: int = 0) -> str:
+        return f"other{index}"
+
+
+def test_a_device_without_a_library_has_its_tensors_moved_through_host_memory() -> None:
+    vendor = vendor_of(NoLibrary(), dist.HashStore())
+    communicator = vendor.communicator(0)
+    assert isinstance(communicator, ThroughHost)
+    assert vendor.device_name == "other0" and not communicator.takes(torch.ones(1), dist.ReduceOp.SUM)
+    with pytest.raises(VendorError, match="no library that moves its tensors"):
+        communicator.all_reduce(torch.ones(1), dist.ReduceOp.SUM)
 
 
 def sharing(here: Here, path: Path) -> list[tuple[str, str]]:

@@ -14,6 +14,7 @@ from megatron.elastic.platform.base import Platform, PlatformUnavailable
 from megatron.elastic.platform.cpu import CpuPlatform
 from megatron.elastic.platform.cuda import CudaPlatform
 from megatron.elastic.platform.npu import NpuPlatform
+from megatron.elastic.platform.own_device import own_device, use_own_device
 from megatron.elastic.platform.select import ENVIRONMENT_NAME, PLATFORMS, select
 from megatron.elastic.platform.vendor import VendorPlatform
 
@@ -34,6 +35,43 @@ def test_a_platform_asked_for_by_name_is_never_replaced_by_another(monkeypatch: 
         select()
     with pytest.raises(PlatformUnavailable, match="one of cuda, npu, cpu"):
         select("tpu")
+
+
+class OutsidePlatform(CpuPlatform):
+    """A platform of another package."""
+
+    present = True
+
+    @classmethod
+    def available(cls) -> bool:
+        return cls.present
+
+
+def test_a_platform_of_another_package_is_named_by_its_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ENVIRONMENT_NAME, f"{__name__}:OutsidePlatform")
+    assert type(select()).__name__ == "OutsidePlatform"
+    for name, why in (("no.such.module:Kind", "no such class"), (f"{__name__}:Gone", "no such class")):
+        with pytest.raises(PlatformUnavailable, match=why):
+            select(name)
+    with pytest.raises(PlatformUnavailable, match="this is no Platform"):
+        select(f"{__name__}:Calls")
+    monkeypatch.setattr(sys.modules[__name__].OutsidePlatform, "present", False)
+    with pytest.raises(PlatformUnavailable, match="sees no such device"):
+        select()
+
+
+@pytest.mark.parametrize(("local", "devices", "own"), [(0, 1, 0), (3, 1, 0), (3, 4, 3), (5, 4, 1), (7, 8, 7)])
+def test_a_rank_uses_the_device_of_its_local_rank(
+    monkeypatch: pytest.MonkeyPatch, local: int, devices: int, own: int
+) -> None:
+    calls = Calls()
+    monkeypatch.setattr(CudaPlatform, "module", lambda self: calls)
+    monkeypatch.setattr(CudaPlatform, "device_count", lambda self: devices)
+    use_own_device(CudaPlatform(), {"LOCAL_RANK": str(local)})
+    assert calls.made == [("set_device", (own,))]
+    with pytest.raises(PlatformUnavailable, match="no device is visible"):
+        monkeypatch.setattr(CudaPlatform, "device_count", lambda self: 0)
+        own_device(CudaPlatform(), {})
 
 
 def test_devices_are_preferred_to_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

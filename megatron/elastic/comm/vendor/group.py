@@ -31,6 +31,7 @@ from megatron.elastic.comm.batched_work import BatchedWork
 from megatron.elastic.comm.call_arguments import broadcast_in, op_in, options_in, tensor_list
 from megatron.elastic.comm.native import NativeGroup
 from megatron.elastic.comm.reconfigure import Reconfigurable
+from megatron.elastic.comm.vendor import staged_message
 from megatron.elastic.comm.vendor.host_staging import through_host
 from megatron.elastic.comm.vendor.library import VendorCommunicator
 
@@ -283,8 +284,7 @@ class DeviceGroup(NativeGroup):
         works = [self._over_host(message, message.tensor) for message in on_host]
         if direct:
             self._exchange_by_library(direct)
-        if staged:
-            self._exchange_staged(staged)
+        works += [self._staged(message) for message in staged]
         return BatchedWork(works) if works else Enqueued([message.tensor for message in batch])
 
     def _exchange_by_library(self, batch: Sequence[Message]) -> None:
@@ -297,16 +297,9 @@ class DeviceGroup(NativeGroup):
             if not message.sends and tensor.data_ptr() != message.tensor.data_ptr():
                 message.tensor.detach().copy_(tensor)
 
-    def _exchange_staged(self, batch: Sequence[Message]) -> None:
-        sent = [message for message in batch if message.sends]
-        received = [message for message in batch if not message.sends]
-
-        def act(read: Tensors, written: Tensors) -> None:
-            pairs = zip((*sent, *received), (*read, *written), strict=True)
-            for work in [self._over_host(message, tensor) for message, tensor in pairs]:
-                work.wait()
-
-        through_host([message.tensor for message in sent], [message.tensor for message in received], act)
+    def _staged(self, message: Message) -> dist.Work:
+        begin = staged_message.sent if message.sends else staged_message.received
+        return begin(message.tensor, lambda host: self._over_host(message, host))
 
     def _by_library(self, message: Message) -> bool:
         return message.tag == 0 and self.by_vendor(message.tensor)

@@ -152,7 +152,7 @@ class NcclLibrary:
 
 
 class NcclCommunicator(VendorCommunicator):
-    """One ``ncclComm_t``. ``limit`` bounds each call that can block, in seconds.
+    """One ``ncclComm_t``. ``limit`` bounds each call that can block, in seconds; ``start_limit`` those that connect.
 
     The CUDA device must be current in the helper threads as well: ``set_device``
     is run there before each call. ``stream`` gives the ``cudaStream_t`` to enqueue on.
@@ -165,6 +165,7 @@ class NcclCommunicator(VendorCommunicator):
         limit: float,
         set_device: Callable[[], None] = lambda: None,
         stream: Callable[[], int] = lambda: 0,
+        start_limit: float | None = None,
     ) -> None:
         self.order: tuple[int, ...] = ()
         self.revoked = False
@@ -172,6 +173,7 @@ class NcclCommunicator(VendorCommunicator):
         self._library = library
         self._rank = rank
         self._limit = limit
+        self._start_limit = limit if start_limit is None else start_limit
         self._set_device = set_device
         self._stream = stream
         self._comm: int | None = None
@@ -285,14 +287,14 @@ class NcclCommunicator(VendorCommunicator):
 
     def _new(self, name: str, arguments: Callable[[Any], tuple[Any, ...]]) -> int:
         handle = ctypes.c_void_p()
-        self._bounded(name, *arguments(ctypes.byref(handle)))
+        self._bounded(name, *arguments(ctypes.byref(handle)), limit=self._start_limit)
         if handle.value is None:
             raise VendorError(f"{name}: gave no communicator")
         return handle.value
 
-    def _bounded(self, name: str, *arguments: Any) -> None:
+    def _bounded(self, name: str, *arguments: Any, limit: float | None = None) -> None:
         def run() -> None:
             self._set_device()
             self._library.call(name, *arguments)
 
-        bounded(run, self._limit, name)
+        bounded(run, self._limit if limit is None else limit, name)

@@ -1,13 +1,13 @@
 """Which vendor's library moves a platform's tensors, and how it is reached from a rank.
 
 CUDA: ``libnccl.so.2``, as torch's own wheel brings it. Ascend: ``torch_npu``, whose
-groups HCCL makes. Neither has been run by this project yet (docs/support.md).
+groups HCCL makes. Neither has been run by this project yet (docs/support.md). A device
+without such a library: all its tensors go through host memory.
 """
 
 from __future__ import annotations
 
 import importlib
-import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,12 +19,17 @@ from megatron.elastic.comm.vendor.fabric import DeviceFabric
 from megatron.elastic.comm.vendor.hccl import HcclCommunicator
 from megatron.elastic.comm.vendor.library import VendorCommunicator
 from megatron.elastic.comm.vendor.nccl import NcclCommunicator, NcclLibrary
+from megatron.elastic.comm.vendor.through_host import ThroughHost
 from megatron.elastic.config import ConfigError
+from megatron.elastic.platform.base import Platform
+from megatron.elastic.platform.own_device import own_device
 
-__all__ = ["ABORT_SECONDS", "Vendor", "vendor_of"]
+__all__ = ["ABORT_SECONDS", "START_SECONDS", "Vendor", "vendor_of"]
 
 ABORT_SECONDS = 10.0
-"""Time-out in seconds of a vendor call that can block; then the process ends and is started again."""
+"""Time-out in seconds of a vendor call that ends operations; then the process ends and is started again."""
+START_SECONDS = 120.0
+"""Time-out in seconds of a vendor call that connects members: the first one loads kernels and opens the network."""
 
 
 @dataclass(frozen=True)
@@ -49,33 +54,41 @@ class Vendor:
         )
 
 
-def vendor_of(platform: str, store: dist.Store | Callable[[], dist.Store]) -> Vendor:
-    """The library of ``platform`` ("cuda" or "npu"). Raises ``ConfigError`` when it cannot be opened."""
+def vendor_of(platform: Platform, store: dist.Store | Callable[[], dist.Store]) -> Vendor:
+    """The library of ``platform``, for its current device. Raises ``ConfigError`` when it cannot be opened."""
     try:
-        return _nccl() if platform == "cuda" else _hccl(store)
+        index = own_device(platform)
+        device, name = platform.device(index), platform.device_name(index)
+        match platform.default_backend:
+            case "nccl":
+                return Vendor(device, name, _nccl(platform, device))
+            case "hccl":
+                return Vendor(device, name, _hccl(store))
+            case _:
+                return Vendor(device, name, lambda rank: ThroughHost())
     except (OSError, ImportError, AssertionError, RuntimeError) as error:
         # VendorError is one of the last; torch's own are the last two: built without the device, no driver for it.
         raise ConfigError(
-            f"--elastic-comm elastic on {platform} needs the vendor's library ({error}); use --elastic-comm gloo"
+            f"--elastic-comm elastic on {platform.name} needs the vendor's library ({error}); use --elastic-comm gloo"
         ) from error
 
 
-def _nccl() -> Vendor:
-    library, index = NcclLibrary(), torch.cuda.current_device()
-    device = torch.device("cuda", index)
+def _nccl(platform: Platform, device: torch.device) -> Callable[[int], VendorCommunicator]:
+    library = NcclLibrary()
 
     def stream() -> int:
         return int(torch.cuda.current_stream(device).cuda_stream)
 
     def communicator(rank: int) -> VendorCommunicator:
-        return NcclCommunicator(library, rank, ABORT_SECONDS, lambda: torch.cuda.set_device(index), stream)
+        return NcclCommunicator(
+            library, rank, ABORT_SECONDS, lambda: platform.set_device(device.index), stream, START_SECONDS
+        )
 
-    return Vendor(device, str(torch.cuda.get_device_properties(index).uuid), communicator)
+    return communicator
 
 
-def _hccl(store: dist.Store | Callable[[], dist.Store]) -> Vendor:
+def _hccl(store: dist.Store | Callable[[], dist.Store]) -> Callable[[int], VendorCommunicator]:
     npu = importlib.import_module("torch_npu")
-    index = npu.npu.current_device()
 
     def communicator(rank: int) -> VendorCommunicator:
         def make_backend(members: Sequence[int], name: str) -> Any:
@@ -87,4 +100,4 @@ def _hccl(store: dist.Store | Callable[[], dist.Store]) -> Vendor:
 
         return HcclCommunicator(rank, make_backend, ABORT_SECONDS)
 
-    return Vendor(torch.device("npu", index), f"{socket.gethostname()}/npu{index}", communicator)
+    return communicator

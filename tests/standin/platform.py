@@ -1,0 +1,30 @@
+"""The stand-in devices as a platform of the engine: ``ELASTIC_PLATFORM=tests.standin.platform:StandinPlatform``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megatron.elastic.platform.vendor import VendorPlatform
+from tests.standin import device, redirect
+
+__all__ = ["StandinPlatform"]
+
+
+class StandinPlatform(VendorPlatform):
+    """See the module docstring. ``torch.cuda`` is redirected as ``torch_npu.contrib.transfer_to_npu`` does."""
+
+    name = device.NAME
+    default_backend = "gloo"
+
+    @classmethod
+    def available(cls) -> bool:
+        return device.register().is_available()
+
+    def module(self) -> Any:
+        return torch.get_device_module(device.NAME)
+
+    def prepare(self) -> None:
+        device.register()
+        redirect.install()

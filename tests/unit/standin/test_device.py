@@ -1,0 +1,33 @@
+"""The stand-in devices keep what the device path is tested for, and parts of the engine run on them."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from tests.standin.forked import Outcome, results
+from tests.unit.standin import device_checks, engine_checks
+
+CHECKS = [
+    (module.__name__, name)
+    for module in (device_checks, engine_checks)
+    for name in vars(module)
+    if name.startswith("check_")
+]
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
+    folder = tmp_path_factory.mktemp("standin")
+    modules = sorted({module for module, _ in CHECKS})
+    return {name: outcome for one in modules for name, outcome in results(one, folder / f"{one}.json").items()}
+
+
+@pytest.mark.parametrize("name", [name for _, name in CHECKS])
+def test_claim(outcomes: dict[str, Outcome], name: str) -> None:
+    status, text = outcomes[name]
+    if name.startswith("check_dies_"):
+        assert status == -signal.SIGSEGV and "the host touched memory of device" in text, text
+    else:
+        assert status == 0, text
