@@ -20,7 +20,11 @@ double seconds_since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
 
-constexpr auto kUnmapAfter = std::chrono::milliseconds(100);
+// Memory is given back and asked for once an edit is over: the kernel takes milliseconds, which the work that follows
+// an edit would wait for where ranks outnumber cores.
+constexpr auto kAfterwards = std::chrono::milliseconds(100);
+// An outbox grows only to this many times its size: one rank less on a host is not worth more memory.
+constexpr size_t kGrowth = 2;
 
 }  // namespace
 
@@ -88,7 +92,7 @@ EditStats Hub::edit(uint64_t generation, const Members& members, double timeout)
     if (want != nullptr && !link) missing.emplace(r, *want);
   }
   // Unmapping returns the memory of lost ranks: no thread need wait for that, nor take turns with it.
-  if (!gone->empty()) listener_->later(kUnmapAfter, [gone] { gone->clear(); });
+  if (!gone->empty()) listener_->later(kAfterwards, [gone] { gone->clear(); });
   {
     std::lock_guard<std::mutex> lock(parked_mutex_);
     for (size_t r = 0; r < links_.size(); ++r) {
@@ -177,8 +181,8 @@ void Hub::size_rings(const Members& members) {
   if (config_.ring_bytes == 0) ring_bytes_ = ring_bytes_for(size_t(on_this_host(members)));
 }
 
-// Chunks go by the fullest host, which all members see alike; the outbox by this one. Its memory is allocated beside
-// the edit, and used as soon as it is there.
+// Chunks go by the fullest host, which all members see alike; the outbox by this one. Its memory is allocated some time
+// after the edit, and used as soon as it is there.
 void Hub::size_outbox(const Members& members, uint64_t generation) {
   std::map<std::string, int> hosts;
   int most = 1;
@@ -190,9 +194,9 @@ void Hub::size_outbox(const Members& members, uint64_t generation) {
   if (!outbox_) return;
   outbox_->start(generation, chunk_bytes_);
   const size_t wanted = outbox_bytes_for(size_t(on_this_host(members)));
-  const size_t more = wanted - std::min(wanted, outbox_->allocated());
-  if (config_.outbox_bytes != 0 || more == 0) return;
-  listener_->later(std::chrono::milliseconds(0), [this, wanted, more] {
+  const size_t allocated = outbox_->allocated();
+  if (config_.outbox_bytes != 0 || wanted < kGrowth * allocated) return;
+  listener_->later(kAfterwards, [this, wanted, more = wanted - allocated] {
     if (shared_memory_headroom() / 4 > more) outbox_->grow(wanted);
   });
 }

@@ -47,6 +47,16 @@ TEST(edits_shrink_grow_and_replace) {
   });
 }
 
+// The work that follows a loss would wait for the kernel, which clears new memory.
+TEST(one_rank_less_on_a_host_allocates_nothing) {
+  Ranks ranks(9, true);
+  ranks.edit(1, ranks.all());
+  const size_t before = ranks.hubs[0]->outbox()->allocated();
+  ranks.edit(2, {0, 1, 2, 3, 4, 5, 6, 7});
+  std::this_thread::sleep_for(std::chrono::milliseconds(300));
+  CHECK(outbox_bytes_for(8) > before && ranks.hubs[0]->outbox()->allocated() == before);
+}
+
 TEST(a_lost_member_is_named_to_everyone_in_the_collective) {
   both([](bool shared) {
     Ranks ranks(4, shared);

@@ -81,7 +81,7 @@ TEST(beside_a_step_one_piece_is_on_the_way_until_it_is_confirmed) {
   });
 }
 
-// An interruption, a lost peer, somebody who gives up: each ends every wait, and the next generation has channels
+// An interruption, a lost peer, a rank that gives up: each ends every wait, and the next generation has channels
 // again.
 TEST(waits_beside_a_step_end_with_their_generation) {
   both([](bool shared) {
