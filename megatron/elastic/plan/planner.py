@@ -47,6 +47,7 @@ __all__ = [
     "instant_plan",
     "nominal_plan",
     "plan_hash",
+    "replica_times",
     "speed_quotas",
     "uniform_profile",
 ]
@@ -133,8 +134,16 @@ def speed_quotas(topology: Topology, profile: Profile, by_rows: bool = False) ->
     stages count as nominally fast: peers serve them, and dealing rows evens out
     their load. Replicas that are not whole hold state and compute nothing.
     """
+    times = replica_times(topology, profile, 1 if by_rows else topology.grid.micro_batch_size)
+    if len(times) == topology.grid.data_parallel_size and len(set(times)) == 1:
+        return None
+    return share_out(topology.grid.global_batch_size if by_rows else microbatches(topology.grid), times)[0]
+
+
+def replica_times(topology: Topology, profile: Profile, rows: int) -> list[PipelineTime]:
+    """Time of each replica as it stands, for micro-batches of ``rows`` rows; lost stages count as nominally fast."""
     places = {cell.id: CellCapacity(cell.rate_ppm) for cell in topology.cells}
-    model = Model(profile, 1 if by_rows else topology.grid.micro_batch_size, topology.grid.data_parallel_size)
+    model = Model(profile, rows, topology.grid.data_parallel_size)
     times = []
     for replica in topology.replicas:
         if not is_whole(replica, topology.units):
@@ -146,9 +155,7 @@ def speed_quotas(topology: Topology, profile: Profile, by_rows: bool = False) ->
             stages[s.cell] = stages.get(s.cell, 0) + spent
         slowest = max(stages.values())
         times.append(PipelineTime(sum(stages.values()) - slowest, slowest))
-    if len(times) == topology.grid.data_parallel_size and len(set(times)) == 1:
-        return None
-    return share_out(topology.grid.global_batch_size if by_rows else microbatches(topology.grid), times)[0]
+    return times
 
 
 def _check_topology(topology: Topology, profile: Profile) -> None:

@@ -28,6 +28,7 @@ from megatron.elastic.plan.policies.torchft import TorchFT, TorchFTBatch
 from megatron.elastic.plan.schedule.timing import plan_time
 from megatron.elastic.plan.search.graph import GraphOptions
 from megatron.elastic.plan.search.steady import DecisionOptions
+from megatron.elastic.plan.tensor import reduced_cells
 from megatron.elastic.simulate.scenarios import NEVER_PAYS, Scenario, layer_profile, lost_cells, scenario_topology
 
 __all__ = ["ANSWERS", "Case", "Predicted", "answer", "predict"]
@@ -80,9 +81,9 @@ class Case:
         return layer_profile(self.scenario.layers)
 
     def lost_ranks(self) -> list[int]:
-        """Ranks of the lost cells, numbered as Megatron does (data before pipeline)."""
-        pp, dp = self.scenario.pp, self.scenario.dp
-        return sorted(cell // pp + dp * (cell % pp) for cell in lost_cells(self.scenario))
+        """The last rank of each lost cell, numbered as Megatron does (tensor before data before pipeline)."""
+        pp, dp, tp = self.scenario.pp, self.scenario.dp, self.scenario.tp
+        return sorted(tp - 1 + tp * (cell // pp + dp * (cell % pp)) for cell in lost_cells(self.scenario))
 
     def seconds_per_ns(self) -> float:
         """Length of one ns of the profile, so that no piece of either plan is shorter than ``piece_ms``."""
@@ -109,7 +110,7 @@ def answer(policy: str, topology: Topology, profile: Profile) -> Plan:
     """The plan of ``policy``; Megatron's own while nothing is lost. Raises :class:`PlanError` when it stops."""
     if policy not in ANSWERS:
         raise PlanError(f"unknown policy {policy!r}: one of {', '.join(ANSWERS)}")
-    if not damaged_replicas(topology):
+    if not damaged_replicas(topology) and not reduced_cells(topology):
         return nominal_plan(topology, profile)
     return ANSWERS[policy](topology, profile)
 

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
+from megatron.elastic.plan.cost import PPM
 from megatron.elastic.plan.dataflow import PlanError
 from megatron.elastic.plan.model import Plan, Profile, Topology, UnitCost
 from megatron.elastic.plan.planner import nominal_plan
@@ -72,7 +73,7 @@ ABLATIONS: tuple[tuple[str, DecisionOptions], ...] = (
 
 @dataclass(frozen=True)
 class Scenario:
-    """One damage. ``tp`` only counts devices: losing one of them loses the cell."""
+    """One damage. Losing one of a cell's ``tp`` devices loses the cell, unless it ``lives_on`` with the others."""
 
     dp: int
     pp: int
@@ -82,6 +83,7 @@ class Scenario:
     waves: int = 16
     tp: int = 1
     headroom: float = 1.25
+    lives_on: bool = False
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,7 @@ class ScenarioRow:
     @classmethod
     def from_flat(cls, flat: Mapping[str, Any]) -> ScenarioRow:
         """Inverse of :meth:`flat`."""
-        names = {field.name for field in fields(Scenario)}
+        names = {field.name for field in fields(Scenario)} & flat.keys()
         rest = {key: value for key, value in flat.items() if key not in names}
         return cls(Scenario(**{name: flat[name] for name in names}), **rest)
 
@@ -134,7 +136,22 @@ def scenario_topology(scenario: Scenario) -> tuple[Topology, Topology]:
     before = regular_topology(
         scenario.dp, scenario.pp, scenario.layers, waves=scenario.waves, tp=scenario.tp, memory_bytes=memory
     )
-    return before, without_cells(before, lost_cells(scenario))
+    lost = lost_cells(scenario)
+    if not scenario.lives_on or scenario.tp == 1:
+        return before, without_cells(before, lost)
+    left = scenario.tp - 1
+    cells = tuple(
+        replace(
+            cell,
+            ranks=cell.ranks[:left],
+            nominal_ppm=PPM * left // scenario.tp,
+            memory_bytes=cell.memory_bytes * left // scenario.tp,
+        )
+        if cell.id in lost
+        else cell
+        for cell in before.cells
+    )
+    return before, replace(before, cells=cells)
 
 
 def lost_cells(scenario: Scenario) -> list[int]:

@@ -43,7 +43,7 @@ def test_every_answer_is_a_valid_plan_of_the_rows_it_names(
     entering = sorted(row for piece in plan.pieces if piece.first == 0 for row in piece.rows)
     assert sorted((*entering, *plan.skipped)) == list(range(plan.grid.global_batch_size))
     assert len(entering) == plan.rows
-    if name != "torchft" or not damaged_replicas(topology):
+    if policy_named(name).keeps_batch or not damaged_replicas(topology):
         assert plan.skipped == ()
     ops = {action.op for _, table in plan.tables for action in table}
     assert (Op.BACKWARD_INPUT in ops) == (split or (name == "recycle" and bool(damaged_replicas(topology))))
@@ -80,7 +80,7 @@ def test_without_a_spare_the_policy_of_spares_ends() -> None:
         choice_of(policy_named("spares"))(without_cells(whole, [3]), PROFILE)
 
 
-@pytest.mark.parametrize("name", ["torchft", "torchft-batch", "mindspeed"])
+@pytest.mark.parametrize("name", ["torchft", "torchft-batch", "mindspeed", "ntp"])
 def test_when_no_replica_is_whole_a_policy_that_drops_replicas_says_so(name: str) -> None:
     topology = without_cells(regular_topology(2, 2, UNITS, waves=2), [0, 3])
     with pytest.raises(PlanError, match=f"policy {name}"):
@@ -88,7 +88,7 @@ def test_when_no_replica_is_whole_a_policy_that_drops_replicas_says_so(name: str
 
 
 def test_an_unknown_policy_is_refused_by_name() -> None:
-    with pytest.raises(PlanError, match="elaswave, recycle, torchft, torchft-batch, mindspeed, spares"):
+    with pytest.raises(PlanError, match="elaswave, recycle, torchft, torchft-batch, mindspeed, ntp, spares"):
         choice_of(policy_named("none"))
 
 

@@ -46,6 +46,25 @@ def test_lost_ranks_are_those_of_the_lost_cells() -> None:
     assert {cell.id for cell in before.cells} - {cell.id for cell in seen.cells} == set(lost_cells(case.scenario))
 
 
+def test_one_rank_of_a_group_is_lost_where_groups_have_several() -> None:
+    case = Case(Scenario(2, 2, 8, 1, "spread", waves=8, tp=4), "elaswave")
+    assert lost_cells(case.scenario) == [1] and case.lost_ranks() == [11]
+    nominal = LaunchTopology(4, 2, 2, ((0, 4), (4, 8)), scenario_topology(case.scenario)[0].grid)
+    assert nominal.cell_of(11).id == 1
+
+
+def test_living_on_keeps_more_throughput_than_parking_and_that_more_than_dropping_the_replica() -> None:
+    """TP 4 × PP 2 × DP 2, one rank lost: the slow pipeline computes seven micro-batches of sixteen."""
+
+    def kept(policy: str, lives_on: bool) -> float:
+        return predict(Case(Scenario(2, 2, 8, 1, "spread", waves=8, tp=4, lives_on=lives_on), policy)).relative
+
+    assert kept("instant", True) > kept("elaswave", False) > kept("torchft-batch", False)
+    assert kept("elaswave", True) >= kept("instant", True)
+    assert kept("instant", True) == pytest.approx(9 / (1 + 7 * 4 / 3), abs=0.001)
+    assert kept("torchft-batch", False) == pytest.approx(9 / 17, abs=0.001)
+
+
 def test_whole_topologies_run_megatrons_plan_under_every_answer() -> None:
     before, _ = scenario_topology(ONE_LOSS)
     profile = Case(ONE_LOSS, "elaswave").profile

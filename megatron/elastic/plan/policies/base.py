@@ -76,6 +76,8 @@ class Policy(ABC):
     """True if ``--elastic-policy`` offers it; otherwise only the simulator has it."""
     moves_units: ClassVar[bool] = False
     """True if units may change place later (``--elastic-migrate-after``)."""
+    lives_on: ClassVar[bool] = False
+    """True if it needs tensor-parallel groups that go on with fewer ranks (``--elastic-tensor live-on``)."""
     keeps_batch: ClassVar[bool] = True
     """True if every row of the global batch is computed after a loss."""
 

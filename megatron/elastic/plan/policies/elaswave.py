@@ -1,4 +1,4 @@
-"""ElasWave (arXiv 2510.00606): four axes (docs/design.md §7), each of which can be left out."""
+"""ElasWave (arXiv 2510.00606): its axes and the tensor axis (docs/design.md §7), each of which can be left out."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 
 from megatron.elastic.plan.dataflow import PlanError
 from megatron.elastic.plan.model import Plan, Profile, Topology
-from megatron.elastic.plan.planner import instant_plan
+from megatron.elastic.plan.planner import Draft, draft_instant
 from megatron.elastic.plan.policies.base import STOPPED, Policy, PolicyOutcome, TableOptions
 from megatron.elastic.plan.search.steady import DecisionOptions, decide
+from megatron.elastic.plan.tensor import fastest_draft, parked, reduced_cells
 
 __all__ = ["ElasWave"]
 
@@ -22,9 +23,12 @@ class ElasWave(Policy):
     options: DecisionOptions = field(default_factory=DecisionOptions)
 
     def instant(self, topology: Topology, profile: Profile, options: TableOptions) -> Plan:
-        return instant_plan(
-            topology, profile, split_backward=options.split_backward, cut_microbatches=options.cut_microbatches
-        )
+        def draft(option: Topology) -> Draft:
+            split, cut = options.split_backward, options.cut_microbatches
+            return draft_instant(option, profile, "reroute", split_backward=split, cut_microbatches=cut)
+
+        usable = topology if self.options.tensor else parked(topology, reduced_cells(topology))
+        return fastest_draft(usable, profile, draft).plan
 
     def respond(self, topology: Topology, profile: Profile) -> PolicyOutcome:
         try:

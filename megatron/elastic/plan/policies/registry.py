@@ -14,6 +14,7 @@ from megatron.elastic.plan.model import Plan, Profile, Topology
 from megatron.elastic.plan.policies.base import Policy, TableOptions
 from megatron.elastic.plan.policies.elaswave import ElasWave
 from megatron.elastic.plan.policies.mindspeed import MindSpeed
+from megatron.elastic.plan.policies.ntp import NonuniformTP
 from megatron.elastic.plan.policies.recycle import ReCycle
 from megatron.elastic.plan.policies.restart import CheckpointRestart
 from megatron.elastic.plan.policies.spares import Spares
@@ -28,6 +29,7 @@ POLICIES: Mapping[str, Callable[[], Policy]] = MappingProxyType(
         "torchft": TorchFT,
         "torchft-batch": TorchFTBatch,
         "mindspeed": MindSpeed,
+        "ntp": NonuniformTP,
         "spares": Spares,
         "restart": CheckpointRestart,
     }

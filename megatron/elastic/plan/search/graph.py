@@ -10,7 +10,8 @@ left and computes fewer samples. The candidates:
 * *pool*: damaged pipelines and a few healthy ones are dissolved and their cells
   form pipelines of the best lengths (merged, re-lengthened, cells of a dead
   replica joining others), found by an unbounded knapsack;
-* *drop*: damaged pipelines idle.
+* *drop*: damaged pipelines idle;
+* *stay*: pipelines with a cell of fewer ranks than at launch go on with fewer micro-batches.
 
 Sources: ElasWave (arXiv 2510.00606) migrates layers between stages; unequal
 replicas and quotas go beyond it. The knapsack is Dinkelbach-like: with the best
@@ -63,6 +64,7 @@ class GraphOptions:
     recut: bool = True
     pool: bool = True
     drop: bool = True
+    stay: bool = True
     split_backward: bool = False
     """Rank shapes by zero-bubble tables instead of 1F1B."""
     late_weights: bool = True
@@ -134,9 +136,13 @@ class _Search:
         self.ranks = ranks(self.places, self.holds, self.model.units)
         self.idle = [cell for cell in self.places if cell not in self.holds]
         self.healthy: list[_Line] = []
+        self.slow: list[_Line] = []
+        """Whole pipelines that would gain by another cut: those of ``damaged`` that can compute as they are."""
+        self.small = {cell.id for cell in topology.cells if cell.nominal_ppm < PPM}
         self.damaged: list[list[int]] = []
         self.even: dict[CellCapacity, dict[int, PipelineTime | None]] = {}
-        self.as_is: dict[tuple[tuple[tuple[int, int, int], ...], tuple[CellCapacity, ...]], PipelineTime | None] = {}
+        self.as_is: dict[tuple[tuple[tuple[int, int, int], ...], tuple[CellCapacity, ...]], tuple[PipelineTime, bool]]
+        self.as_is = {}
         for replica in topology.replicas:
             self._sort_in(replica)
 
@@ -152,12 +158,21 @@ class _Search:
         if key not in self.as_is:
             now = self._time_as_is(replica, cells)
             better = self.line(cells)
-            self.as_is[key] = now if better is None or now.each * 99 <= better.time.each * 100 else None
-        known = self.as_is[key]
-        if known is None:
-            self.damaged.append(living)
-        else:
-            self.healthy.append(_Line(replica.segments, known))
+            self.as_is[key] = now, better is None or now.each * 99 <= better.time.each * 100
+        now, settled = self.as_is[key]
+        fits = self._fits_as_is(replica)
+        if settled and fits:
+            self.healthy.append(_Line(replica.segments, now))
+            return
+        self.damaged.append(living)
+        if fits:
+            self.slow.append(_Line(replica.segments, now))
+
+    def _fits_as_is(self, replica: Replica) -> bool:
+        """Return whether the replica's reduced cells have memory for the units that they hold."""
+        held = zip(replica.segments, self.model.in_flight(len(replica.segments)), strict=True)
+        small = [(segment, count) for segment, count in held if segment.cell in self.small]
+        return self._fit([segment for segment, _ in small], [count for _, count in small])
 
     def _time_as_is(self, replica: Replica, cells: Sequence[int]) -> PipelineTime:
         """Closed form for a replica as it stands; interleaving divides the bubble by the chunks."""
@@ -207,24 +222,37 @@ class _Search:
         return self.total * self.longest < (self.longest - 1) * len(self.places)
 
     def fits_memory(self, shape: Shape) -> bool:
-        """True if every stage fits with the micro-batches that its pipeline really computes."""
+        """True if every cell fits with the micro-batches that its pipeline really computes."""
         for pipeline in shape.pipelines:
             stages = len(pipeline.segments)
-            for stage, s in enumerate(pipeline.segments):
-                held = min(pipeline.quota, stages if self.model.late_weights else stages - stage)
-                if self.model.stage_bytes(s.first, s.end, held) > self.places[s.cell].memory_bytes:
-                    return False
+            most = [stages if self.model.late_weights else stages - stage for stage in range(stages)]
+            if not self._fit(pipeline.segments, [min(pipeline.quota, count) for count in most]):
+                return False
         return True
+
+    def _fit(self, segments: Sequence[Segment], in_flight: Sequence[int]) -> bool:
+        """Return whether each cell has the memory for all its segments, with so many micro-batches in each."""
+        need: dict[int, int] = {}
+        for segment, count in zip(segments, in_flight, strict=True):
+            held = self.model.stage_bytes(segment.first, segment.end, count)
+            need[segment.cell] = need.get(segment.cell, 0) + held
+        return all(held <= self.places[cell].memory_bytes for cell, held in need.items())
 
     def dropped(self) -> Shape:
         """Damaged lines compute nothing; their living cells still hold what they hold. Nothing moves."""
-        shape = self.shape(self.healthy, "drop")
-        resting = []
-        for cells in self.damaged:
-            held = tuple(Segment(cell, a, b) for cell in cells for a, b in self.holds[cell])
-            if held:
-                resting.append(Pipeline(held, 0))
-        return replace(shape, pipelines=shape.pipelines + tuple(resting))
+        return self._resting(self.shape(self.healthy, "drop"), self.damaged)
+
+    def staying(self) -> Shape:
+        """Every whole pipeline computes as it is, slow ones fewer micro-batches; the cells of others rest."""
+        lines = self.healthy + self.slow
+        computing = {segment.cell for line in lines for segment in line.segments}
+        rest = [[cell for cell in cells if cell not in computing] for cells in self.damaged]
+        return self._resting(self.shape(lines, "stay"), rest)
+
+    def _resting(self, shape: Shape, resting: Iterable[Sequence[int]]) -> Shape:
+        """``shape`` with cells that hold their units and compute nothing."""
+        held = (tuple(Segment(cell, a, b) for cell in cells for a, b in self.holds[cell]) for cells in resting)
+        return replace(shape, pipelines=shape.pipelines + tuple(Pipeline(some, 0) for some in held if some))
 
     def alike(self) -> Iterable[list[_Line]]:
         """All living cells in pipelines of one length, for each length worth trying."""
@@ -351,6 +379,8 @@ def _generate(search: _Search, options: GraphOptions) -> list[Shape]:
         shapes.append(search.shape(lines, "recut" if search.damaged else "keep"))
     if options.drop and search.healthy and search.damaged:
         shapes.append(search.dropped())
+    if options.stay and search.small and (search.healthy or search.slow):
+        shapes.append(search.staying())
     if options.alike:
         shapes.extend(search.shape(lines, "alike") for lines in search.alike())
     if options.pool:

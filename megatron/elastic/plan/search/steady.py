@@ -7,6 +7,8 @@ their micro-batches. The *steady* one is the best shape once units have moved
 runs. A shape is worth its migration when, over the expected time to the next
 change, more steps get done: ``mig / T_now + (horizon - mig) / T_new`` against
 ``horizon / T_now``.
+
+With reduced cells both answers are the best over the options of the tensor axis (``plan/tensor.py``).
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from megatron.elastic.plan.planner import Dataflow, Draft, draft_instant
 from megatron.elastic.plan.search.graph import GraphOptions, Shape, candidate_shapes
 from megatron.elastic.plan.search.shapes import ShapeTimer, shape_hash, shape_plan
 from megatron.elastic.plan.search.tuning import bound_shapes, few_microbatches
+from megatron.elastic.plan.tensor import crowded, parked, reduced_cells, tensor_options
 
 __all__ = [
     "DecisionOptions",
@@ -38,6 +41,8 @@ MAX_SOURCES = 16
 MAX_SHAPES = 4
 MAX_SETTLED = 3
 HOUR_NS = 3_600_000_000_000
+_STILL = ("drop", "stay")
+"""Kinds of shapes for which no unit moves."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,8 @@ class DecisionOptions:
     """None: units never move."""
     reroute: bool = True
     resize: bool = True
+    tensor: bool = True
+    """Cells that have lost ranks may compute with fewer; False: their other ranks are parked."""
     split_backward: bool = False
     mix_microbatches: bool = False
     horizon_ns: int = HOUR_NS
@@ -92,7 +99,7 @@ def steady_plan(topology: Topology, profile: Profile, options: DecisionOptions |
     Raises :class:`PlanError` when no shape of the living cells fits their memory.
     """
     options = options or DecisionOptions()
-    shapes = _shapes(topology, profile, options)
+    shapes = _all_shapes(_variants(topology, options), profile, options)
     if not shapes:
         raise PlanError("no shape of the living cells fits their memory")
     return shape_plan(topology, shapes[0], profile, options.split_backward)
@@ -176,8 +183,10 @@ def decide(topology: Topology, profile: Profile, options: DecisionOptions | None
     shape fits memory.
     """
     options = options or DecisionOptions()
-    shapes = _shapes(topology, profile, options)
-    instant, instant_ns = _instant(topology, profile, options, shapes)
+    variants = _variants(topology, options)
+    by_variant = [(variant, _shapes(variant, profile, options)) for variant in variants]
+    instant, instant_ns = _fastest_instant(by_variant, profile, options)
+    shapes = sorted((shape for _, some in by_variant for shape in some), key=lambda shape: shape.time_ns)
     best: Shape | None = None
     best_ns, best_moves, best_migration = instant_ns, tuple[Move, ...](), 0
     horizon = options.horizon_ns
@@ -197,6 +206,32 @@ def decide(topology: Topology, profile: Profile, options: DecisionOptions | None
     return SteadyDecision(instant, instant_ns, best, best_ns, best_moves, best_migration)
 
 
+def _variants(topology: Topology, options: DecisionOptions) -> tuple[Topology, ...]:
+    """Options of the tensor axis: which reduced cells compute, and which cells share a pipeline.
+
+    Raises :class:`PlanError` when no cell computes.
+    """
+    cut = options.graph is not None
+    found = tensor_options(topology, cut) if options.tensor else (parked(topology, reduced_cells(topology)),)
+    if not found[0].cells:
+        raise PlanError("every tensor-parallel group has lost a rank: no cell can compute")
+    return found
+
+
+def _all_shapes(variants: Iterable[Topology], profile: Profile, options: DecisionOptions) -> list[Shape]:
+    found = [shape for variant in variants for shape in _shapes(variant, profile, options)]
+    return sorted(found, key=lambda shape: shape.time_ns)
+
+
+def _fastest_instant(
+    by_variant: Iterable[tuple[Topology, Sequence[Shape]]], profile: Profile, options: DecisionOptions
+) -> tuple[Draft | Shape | None, int]:
+    """Return the fastest answer over the options that moves nothing, and its time (0: there is none)."""
+    found = [_instant(variant, profile, options, shapes) for variant, shapes in by_variant]
+    able = [(answer, time) for answer, time in found if answer is not None]
+    return min(able, key=lambda one: one[1], default=(None, 0))
+
+
 def _shapes(topology: Topology, profile: Profile, options: DecisionOptions) -> list[Shape]:
     """Shapes to consider, fastest first; without the graph axis only those that move nothing."""
     wanted = options.graph or GraphOptions(alike=False, recut=False, pool=False, drop=True)
@@ -214,10 +249,10 @@ def _shapes(topology: Topology, profile: Profile, options: DecisionOptions) -> l
     if not by_tables:
         return shapes
     shapes = list(dict.fromkeys(shapes))
-    near = [shape for number, shape in enumerate(shapes) if number < 2 * MAX_SHAPES or shape.kind == "drop"]
+    near = [shape for number, shape in enumerate(shapes) if number < 2 * MAX_SHAPES or shape.kind in _STILL]
     timer = ShapeTimer(topology, profile, options.split_backward)
-    timed = timer.best((shape for shape in near if shape.kind != "drop"), MAX_SHAPES)
-    timed += [timer.timed(shape) for shape in near if shape.kind == "drop"]
+    timed = timer.best((shape for shape in near if shape.kind not in _STILL), MAX_SHAPES)
+    timed += [timer.timed(shape) for shape in near if shape.kind in _STILL]
     if wanted.pool and options.split_backward and not wanted.even_quotas and few_microbatches(topology):
         tried = timer.best(bound_shapes(topology, profile, True), MAX_SETTLED)
         timed += [timer.settled(shape) for shape in tried]
@@ -230,7 +265,7 @@ def _instant(
     """The fastest answer that moves nothing, and its time (0: there is none)."""
     found: list[tuple[int, int, Draft | Shape]] = []
     for shape in shapes:
-        if shape.kind == "drop" or (shape.kind == "keep" and all(pipeline.quota for pipeline in shape.pipelines)):
+        if shape.kind in _STILL or (shape.kind == "keep" and all(pipeline.quota for pipeline in shape.pipelines)):
             found.append((shape.time_ns, 0, shape))
     if _piece_count(topology) <= options.max_pieces:
         flows: list[Dataflow] = []
@@ -242,6 +277,8 @@ def _instant(
             try:
                 draft = draft_instant(topology, profile, flow, options.mix_microbatches, options.split_backward)
             except PlanError:
+                continue
+            if reduced_cells(topology) and crowded(draft.plan, profile, topology.tied):
                 continue
             found.append((draft.time_ns, number, draft))
     if not found:
