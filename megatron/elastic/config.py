@@ -13,8 +13,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any, Literal, Union, get_args, get_origin
 
-__all__ = ["ConfigError", "ElasticConfig", "flag_name", "plain_type"]
+__all__ = ["LOOPBACK", "ConfigError", "ElasticConfig", "flag_name", "plain_type", "web_address"]
 
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+"""Addresses that no other host reaches."""
 STEPS_BEFORE_MIGRATION = 50
 """Default number of steps within which a lost rank may return before its layers move."""
 
@@ -25,6 +27,14 @@ class ConfigError(ValueError):
     def __init__(self, *texts: str) -> None:
         super().__init__("; ".join(texts))
         self.texts = texts
+
+
+def web_address(text: str) -> tuple[str, int]:
+    """Return host and port of ``[ADDRESS:]PORT``; loopback without an address. Raises ``ValueError``."""
+    host, _, port = text.rpartition(":")
+    if not (port.isascii() and port.isdecimal() and int(port) < 1 << 16) or (":" in text and not host):
+        raise ValueError(f"no [ADDRESS:]PORT: {text!r}")
+    return host.strip("[]") or LOOPBACK[0], int(port)
 
 
 def flag_name(field_name: str) -> str:
@@ -88,7 +98,7 @@ class ElasticConfig:
     wait; same gradients, more memory for activations."""
 
     fail_slow: Literal["auto", "on", "off"] = "auto"
-    """Give slower ranks fewer samples. 'auto': where each rank has a processor of its own."""
+    """Give slower ranks fewer samples. 'auto': on CPUs, where each rank has a processor of its own."""
 
     frequency: str = "off"
     """Lower the clocks of devices that wait for others. 'auto': by the library of the platform. KIND:DEVICE[:LIBRARY]:
@@ -154,6 +164,18 @@ class ElasticConfig:
     """Directory of the event log: one file a rank, one JSON line an event (generations, losses, plans, phases,
     certificates, tolerated losses). Default: no event log."""
 
+    dashboard: str | None = None
+    """[ADDRESS:]PORT of a live page of the job, served by each launcher: topology, steps, losses, recoveries. The
+    default address is loopback; another one needs --elastic-web-token-file. 0: any free port. Default: no page."""
+
+    metrics: str | None = None
+    """[ADDRESS:]PORT of an OpenMetrics endpoint of each launcher, at /metrics; address and port as for
+    --elastic-dashboard, which serves the same metrics. Default: no endpoint."""
+
+    web_token_file: str | None = None
+    """File with the token, at least 16 characters, that requests to --elastic-dashboard and --elastic-metrics must
+    carry. Required for addresses other than loopback."""
+
     trace: bool = False
     """Add the times of each phase and computation to the event log; python -m megatron.elastic.observe.run_trace draws
     them."""
@@ -190,9 +212,22 @@ class ElasticConfig:
             yield "--elastic-frequency must be off, auto, or KIND:DEVICE (nvml, dcmi, cpufreq)"
         if self.trace and not self.event_log:
             yield "--elastic-trace needs --elastic-event-log DIR to write to"
+        yield from self._web_faults()
         if self.inject and not self.allow_inject:
             yield "--elastic-inject needs --elastic-allow-inject (it kills workers on purpose)"
         yield from self._exact_faults()
+
+    def _web_faults(self) -> Iterator[str]:
+        for flag, text in (("--elastic-dashboard", self.dashboard), ("--elastic-metrics", self.metrics)):
+            if text is None:
+                continue
+            try:
+                host, _ = web_address(text)
+            except ValueError:
+                yield f"{flag} takes PORT or ADDRESS:PORT, such as 8080 or 0.0.0.0:8080, got {text!r}"
+                continue
+            if host not in LOOPBACK and self.web_token_file is None:
+                yield f"{flag} {text} is reached from other hosts: give --elastic-web-token-file, or a port alone"
 
     def _exact_faults(self) -> Iterator[str]:
         if self.exact and self.tensor == "live-on":

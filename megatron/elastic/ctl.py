@@ -1,16 +1,20 @@
-"""Talk to a running job: ``python -m megatron.elastic.ctl status|drain|stop|admit|checkpoint``.
+"""Talk to a running job: ``python -m megatron.elastic.ctl status|drain|stop|admit|checkpoint|reshape``.
 
 Run it on any node of the job. Jobs are found by run id (``--run-id``, the launcher's
 ``--rdzv-id``). With one job on the machine the id can be left out; what ends a job or
 ranks of it then asks for ``--yes``. Every answer names the job.
 
-    status      members, generation, what is pending, what can be lost now, what each local worker does
+    status      step and rate, time left, members, what can be lost now, last losses and recoveries, lost time
+                (--watch: again and again; --json: all of it for programs)
     drain       save and end the job at the next boundary with exit status 3: it may be queued again, as after SIGTERM
                 (--ranks 4,5: only these are asked to leave)
     stop        save and end the job at the next boundary with exit status 0: done for good
     admit       start ranks again that had been given up (--ranks, default: all such); spares named are put to work,
                 as further replicas
     checkpoint  save at the next boundary and go on
+    reshape     go on with other tensor-, pipeline- and data-parallel sizes (--tp 2 --pp 4 --dp 1): state moves while
+                steps go on. Returns when the sizes are in force, or says in one line why they cannot be; interrupting
+                it does not withdraw the request
 """
 
 from __future__ import annotations
@@ -18,18 +22,24 @@ from __future__ import annotations
 import argparse
 import socket
 import sys
+import time
 from typing import overload
 
 import msgspec
 
-from megatron.elastic.control.answers import ANSWERS, Acceptance, JobStatus, Refusal
-from megatron.elastic.control.requests import Admit, Command, Drain, SaveCheckpoint, Status, Stop
+from megatron.elastic.control.answers import ANSWERS, Acceptance, JobStatus, Refusal, ReshapeStatus
+from megatron.elastic.control.requests import Admit, Command, Drain, Reshape, SaveCheckpoint, Status, Stop
+from megatron.elastic.control.status_text import status_lines
 from megatron.elastic.control.wire import FrameReader, ProtocolError, encode, frame
 
 __all__ = ["CtlError", "ask", "consoles", "main"]
 
 _PREFIX = "@megatron-elastic/"
 _SECONDS = 10.0
+_LOOK_SECONDS = 0.2
+_WATCH_SECONDS = 2.0
+_CLEAR = "\x1b[H\x1b[2J"
+"""Moves a terminal's cursor to the upper left corner and clears the screen."""
 
 
 class CtlError(RuntimeError):
@@ -73,7 +83,7 @@ def ask(run_id: str, node: int, command: Status) -> JobStatus: ...
 
 
 @overload
-def ask(run_id: str, node: int, command: Drain | Stop | SaveCheckpoint | Admit) -> Acceptance: ...
+def ask(run_id: str, node: int, command: Drain | Stop | SaveCheckpoint | Admit | Reshape) -> Acceptance: ...
 
 
 def ask(run_id: str, node: int, command: Command) -> JobStatus | Acceptance:
@@ -94,6 +104,19 @@ def ask(run_id: str, node: int, command: Command) -> JobStatus | Acceptance:
     raise CtlError(f"the agent of job {run_id!r} closed the connection: only the user who started the job may use ctl")
 
 
+def reshape(run_id: str, node: int, sizes: Reshape) -> ReshapeStatus:
+    """Ask for other sizes and wait until they are in force. Raises :class:`CtlError`, also if they are refused."""
+    before = ask(run_id, node, Status()).reshape.number
+    ask(run_id, node, sizes)
+    while True:
+        found = ask(run_id, node, Status()).reshape
+        if found.number > before and found.state == "refused":
+            raise CtlError(f"reshape refused: {found.text}")
+        if found.number > before and found.state == "in force":
+            return found
+        time.sleep(_LOOK_SECONDS)
+
+
 def _command(do: str, ranks: tuple[int, ...]) -> Command:
     """Raises ``ValueError`` for numbers that are no ranks, :class:`CtlError` for ranks where the command takes none."""
     if any(not 0 <= rank < 1 << 31 for rank in ranks):
@@ -109,10 +132,20 @@ def _command(do: str, ranks: tuple[int, ...]) -> Command:
     return plain[do]
 
 
+def _reshape(args: argparse.Namespace) -> int:
+    """Raises :class:`CtlError`."""
+    if args.do != "reshape" or args.ranks or min(args.tp, args.pp, args.dp) < 1:
+        raise CtlError("reshape takes --tp, --pp and --dp, each at least 1, and no other command does")
+    run_id, node = choose(args.run_id, consoles())
+    found = reshape(run_id, node, Reshape(args.tp, args.pp, args.dp))
+    print(f"job {run_id}: {found.text}")
+    return 0
+
+
 def main(argv: list[str]) -> int:
     """Returns the exit code: 0 done, 1 refused or not found."""
     parser = argparse.ArgumentParser(prog="python -m megatron.elastic.ctl", description="Talk to a running job.")
-    parser.add_argument("do", choices=["status", "drain", "stop", "admit", "checkpoint"])
+    parser.add_argument("do", choices=["status", "drain", "stop", "admit", "checkpoint", "reshape"])
     parser.add_argument(
         "--run-id",
         default=None,
@@ -124,10 +157,33 @@ def main(argv: list[str]) -> int:
         help="For drain and stop: end the only job on this machine without naming it by --run-id.",
     )
     parser.add_argument("--ranks", default="", help="For drain and admit: ranks, e.g. 4,5. Default: all.")
+    parser.add_argument("--json", action="store_true", help="For status: print JSON, every field by its name.")
+    parser.add_argument(
+        "--watch",
+        nargs="?",
+        type=float,
+        const=_WATCH_SECONDS,
+        metavar="SECONDS",
+        help=f"For status: print it again and again until the job ends. Default: every {_WATCH_SECONDS:.0f} s.",
+    )
+    for flag, axis in (("--tp", "tensor"), ("--pp", "pipeline"), ("--dp", "data")):
+        parser.add_argument(
+            flag, type=int, default=0, help=f"For reshape, required: {axis}-parallel size to go on with, at least 1."
+        )
     args = parser.parse_args(argv)
+    if args.do != "status" and (args.json or args.watch is not None):
+        print(f"error: {args.do} takes neither --json nor --watch: they are for status", file=sys.stderr)
+        return 1
+    if args.watch is not None and not 0.1 <= args.watch <= 86400:
+        print(f"error: --watch takes seconds between 0.1 and 86400, got {args.watch:g}", file=sys.stderr)
+        return 1
     try:
+        if args.do == "reshape" or args.tp or args.pp or args.dp:
+            return _reshape(args)
         command = _command(args.do, tuple(int(rank) for rank in args.ranks.split(",") if rank))
         run_id, node = choose(args.run_id, consoles(), sure=args.yes or args.do not in ("drain", "stop"))
+        if isinstance(command, Status) and args.watch is not None:
+            return _watch(run_id, node, args.watch, args.json)
         answer = ask(run_id, node, command)
     except ValueError:
         print(f"error: --ranks takes numbers like 4,5, got {args.ranks!r}", file=sys.stderr)
@@ -135,8 +191,32 @@ def main(argv: list[str]) -> int:
     except CtlError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    print(msgspec.json.format(encode(answer), indent=2).decode())
+    if isinstance(answer, JobStatus) and not args.json:
+        print("\n".join(status_lines(answer)))
+    else:
+        print(msgspec.json.format(encode(answer), indent=2).decode())
     return 0
+
+
+def _watch(run_id: str, node: int, seconds: float, as_json: bool) -> int:
+    """Print the status until the job is gone from this machine. JSON: one line each time."""
+    while True:
+        try:
+            answer = ask(run_id, node, Status())
+        except CtlError:
+            if run_id in consoles():
+                raise
+            print(f"job {run_id} has ended", file=sys.stderr)
+            return 0
+        if as_json:
+            text = encode(answer).decode()
+        else:
+            text = (_CLEAR if sys.stdout.isatty() else "") + "\n".join(status_lines(answer)) + "\n"
+        try:
+            print(text, flush=True)
+            time.sleep(seconds)
+        except (KeyboardInterrupt, BrokenPipeError):
+            return 0
 
 
 if __name__ == "__main__":

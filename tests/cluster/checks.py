@@ -1,5 +1,6 @@
 """The claims that hold after every run of a cluster, whatever was lost in it.
 
+begun     when a rank first commits a step, the journal says that all have begun: a loss no longer starts all anew
 told      a step's result and record are the same on every rank that finishes, and come once. (A rank that is lost
           may alone have known of a vote that the others then took again, over the same gradients.)
 computed  losses, norms and evaluations of every life are those of the undisturbed run, to 1e-5; in exact mode but
@@ -17,9 +18,10 @@ from functools import cache
 
 import torch
 
+from megatron.elastic.control.generations import Generations
 from megatron.elastic.engine.engine import Engine
 from megatron.elastic.engine.settings import StepResult
-from tests.cluster.cluster import Cluster, RankProcess, config_of, named, run
+from tests.cluster.cluster import Cluster, Program, RankProcess, config_of, named, run
 from tests.scenario.scenario import Scenario
 
 __all__ = ["check", "undisturbed"]
@@ -28,14 +30,14 @@ TOLERANCE = 1e-5
 
 
 @cache
-def _reference(scenario: Scenario) -> RankProcess:
-    return run(scenario).finished[0]
+def _reference(scenario: Scenario, cut: bool) -> RankProcess:
+    return run(scenario, Program(cut=cut)).finished[0]
 
 
-def undisturbed(scenario: Scenario) -> RankProcess:
-    """A rank of the same job without any fault."""
+def undisturbed(scenario: Scenario, cut: bool = False) -> RankProcess:
+    """A rank of the same job without any fault. ``cut``: of :attr:`Program.cut`."""
     exact = (("exact", True),) if config_of(scenario).exact else ()
-    return _reference(replace(scenario, seed=0, back="soon", heavy=False, settings=exact, faults=(), wishes=()))
+    return _reference(replace(scenario, seed=0, back="soon", heavy=False, settings=exact, faults=(), wishes=()), cut)
 
 
 def check(cluster: Cluster, settled: bool = False) -> None:
@@ -56,11 +58,21 @@ def _check(cluster: Cluster, settled: bool) -> None:
     errors = {process.process.name: process.error for process in cluster.processes if process.error is not None}
     assert not errors, errors
     assert cluster.finished, "no rank came to the end"
+    _check_begun(cluster)
     _check_told(cluster)
     tolerance = 0.0 if config_of(scenario).exact else TOLERANCE
+    reference = undisturbed(replace(scenario, steps=last_step(cluster)), cluster.program.cut)
     for process in cluster.processes:
-        _check_computed(process, undisturbed(replace(scenario, steps=last_step(cluster))), tolerance)
+        _check_computed(process, reference, tolerance)
     _check_held(cluster, settled)
+
+
+def _check_begun(cluster: Cluster) -> None:
+    known = min((passed.entries for passed in cluster.passed if passed.point == "after_vote"), default=0)
+    state = Generations(dict(cluster.agents[0].state.nodes), nominal=cluster.scenario.layout.ranks)
+    for entry in cluster.journal.entries[:known]:
+        state.apply(entry)
+    assert not state.preparing, "a committed step would be forgotten with the next loss"
 
 
 def _check_told(cluster: Cluster) -> None:

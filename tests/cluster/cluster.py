@@ -27,7 +27,7 @@ from megatron.elastic.config import ElasticConfig
 from megatron.elastic.control.events import Readmitted, Wanted
 from megatron.elastic.control.generations import Node
 from megatron.elastic.control.membership import Activity, Released
-from megatron.elastic.control.requests import Drain, Request, SaveCheckpoint
+from megatron.elastic.control.requests import Drain, Request, Reshape, SaveCheckpoint
 from megatron.elastic.engine.compute.model_interface import CellPlace, ModelInterface
 from megatron.elastic.engine.compute.samples import DatasetSource, StepAddress
 from megatron.elastic.engine.engine import Engine
@@ -37,11 +37,13 @@ from megatron.elastic.engine.inject import Effects, Fault, Injector
 from megatron.elastic.engine.inject import parse as parse_faults
 from megatron.elastic.engine.settings import Settings, StepResult
 from megatron.elastic.engine.transaction.agreement import RecoveryOutcome, StateLost
-from megatron.elastic.observe.events import EventLog
+from megatron.elastic.observe.event_kinds import BeginEvent, EndEvent
+from megatron.elastic.observe.events import EventLog, clock_name
 from megatron.elastic.plan.dataflow import PlanError
 from megatron.elastic.plan.model import Grid, Plan, Profile, UnitCost
 from megatron.elastic.runtime.assembly import EngineParts
 from megatron.elastic.runtime.connect import linked
+from megatron.elastic.runtime.publish import RepeatedWork, publish_recovery
 from megatron.elastic.runtime.start import JobGone, found, join
 from megatron.elastic.runtime.telemetry import write_recovery
 from megatron.elastic.state.record import ConstantSchedule, Hyper, Rate
@@ -66,8 +68,8 @@ __all__ = [
     "topology_of",
 ]
 
-UNITS, MICRO_BATCH, MICRO_BATCHES = 4, 1, 2
-"""Units of the model, rows of a micro-batch, micro-batches a replica and step."""
+UNITS, MICRO_BATCH = 4, 1
+"""Units of the model, rows of a micro-batch."""
 RANKS = range(4)
 """Ranks of :func:`on_each_rank`."""
 TIMEOUT = 3600.0
@@ -90,15 +92,19 @@ class Program:
     samples: Dataset[torch.Tensor] = field(default_factory=Samples)
     cut: bool = False
     """Train the model that is cut over the ranks of a cell also where these are one."""
+    sequence: bool = False
+    """Cut the sequence over the ranks of a cell too."""
     events: Path | None = None
     """Folder for the event logs of all ranks."""
     outside: Callable[[Cluster], None] | None = None
     """Runs beside all processes, and may end some."""
+    begins_together: bool = True
+    """No rank takes a step before every agent has read that all have begun."""
 
 
 def rows_of(scenario: Scenario) -> int:
     """Rows of a global batch."""
-    return scenario.layout.data * MICRO_BATCH * MICRO_BATCHES
+    return scenario.layout.data * MICRO_BATCH * scenario.micro_batches
 
 
 def config_of(scenario: Scenario) -> ElasticConfig:
@@ -123,16 +129,17 @@ def topology_of(scenario: Scenario) -> LaunchTopology:
     return LaunchTopology(*sizes, tuple(pairwise(cuts)), grid, extra=scenario.spares)
 
 
-def _model_of(topology: LaunchTopology, rank: int, fabric: ClusterFabric, cut: bool) -> ModelInterface:
+def _model_of(topology: LaunchTopology, rank: int, fabric: ClusterFabric, program: Program) -> ModelInterface:
     """The model of a rank at launch: plain layers, or layers that are cut over the ranks of a cell.
 
     A rank beyond the launch builds its model as the first stage would.
     """
     _, _, stage = topology.place(rank) or (0, 0, 0)
     units = range(*topology.chunks[stage])
-    if topology.tensor == 1 and not cut:
+    if topology.tensor == 1 and not program.cut:
         return TinyModel(UNITS, units)
-    return CutModel(UNITS, units, CellPlace(topology.cell_of(rank).ranks, topology.shard(rank)), fabric)
+    place = CellPlace(topology.cell_of(rank).ranks, topology.shard(rank))
+    return CutModel(UNITS, units, place, fabric, program.sequence)
 
 
 def respawn_after(scenario: Scenario) -> float | None:
@@ -230,25 +237,35 @@ class RankProcess:
         self.activity = activity
 
     def _live(self) -> None:
+        log = EventLog(self.cluster.program.events, self.rank, self.incarnation)
+        log.write(BeginEvent("cluster", clock_name()))
         try:
-            self._train()
+            self._train(log)
+            self._write_end(log, 0)
             self.membership.finish(0)
         except (StateLost, PlanError, JobGone) as error:
             self.error = error
+            self._write_end(log, 4, str(error))
             self.membership.give_up(4, str(error))
             self.cluster.scheduler.wait(lambda: not self.launched.said)
         except Released:
+            self._write_end(log, 0, "leaves as requested")
             self.membership.finish(0)
+        finally:
+            log.close()
         self.fabric.close()
         self.cluster.scheduler.end(self.process)
 
-    def _train(self) -> None:
+    def _write_end(self, log: EventLog, code: int, why: str = "") -> None:
+        log.write(EndEvent(-1 if self.engine is None else self.engine.record.version, code, why))
+
+    def _train(self, log: EventLog) -> None:
         scenario, program, began = self.cluster.scenario, self.cluster.program, 0
 
         def counters() -> str:
             return json.dumps({"iteration": began})
 
-        log = EventLog(program.events, self.rank, self.incarnation)
+        repeated = RepeatedWork()
 
         def settled(outcome: RecoveryOutcome, view: View, seconds: float) -> None:
             self.recoveries.append(outcome)
@@ -257,11 +274,15 @@ class RankProcess:
             if engine is not None and log.enabled:
                 speaks = min(set(view.living) - set(outcome.newcomers)) == self.rank
                 step, in_step = engine.present_step, engine.in_step
-                write_recovery(log, topology, outcome, view, step, in_step, seconds, speaks)
+                event = write_recovery(log, outcome, view, step, in_step, seconds, speaks)
+                again = in_step and outcome.resolution.kind == "rerun" and not outcome.step_committed
+                repeated_s = repeated.seconds(engine.context.timer, again)
+                if speaks:
+                    publish_recovery(self.membership, outcome, event, repeated_s)
 
         settings = Settings(7, HYPER, per_token_loss=True, communication_timeout=TIMEOUT, steps=scenario.steps)
         topology, rows = topology_of(scenario), rows_of(scenario)
-        model = _model_of(topology, self.rank, self.fabric, program.cut)
+        model = _model_of(topology, self.rank, self.fabric, program)
         parts = EngineParts(
             model,
             topology,
@@ -282,8 +303,9 @@ class RankProcess:
             self.engine = found(links, parts)
             self.engine.resume(self.engine.record, None)
             self.membership.request(Request.BEGIN)
-            # A loss before all agents know of it is no matter of the engine's: the launcher starts all ranks anew.
-            self.cluster.scheduler.wait(lambda: not any(agent.state.preparing for agent in self.cluster.agents))
+            if program.begins_together:
+                # Until all agents know of it a loss is no matter of the engine's: the launcher starts all ranks anew.
+                self.cluster.scheduler.wait(lambda: not any(agent.state.preparing for agent in self.cluster.agents))
         engine = self.engine
         source = DatasetSource(program.samples, lambda sample: sample, collate=collate)
         for iteration in range(began, scenario.steps):
@@ -337,6 +359,8 @@ class Cluster:
                     self.journal.append(Wanted(Drain(wish.ranks)))
                 case "checkpoint":
                     self.journal.append(Wanted(SaveCheckpoint()))
+                case "reshape":
+                    self.journal.append(Wanted(Reshape(*wish.ranks)))
                 case "admit":
                     self.journal.append(Readmitted(wish.ranks))
 

@@ -19,7 +19,7 @@ from megatron.elastic.control.events import Decided, Event, Finished, JobEnded, 
 from megatron.elastic.control.generations import Generations, Node
 from megatron.elastic.control.journal import BEGIN, Journal, Mark
 from megatron.elastic.control.keys import Keys, LocalStore
-from megatron.elastic.control.membership import Activity, Loss
+from megatron.elastic.control.membership import Activity, Committed, Loss
 from megatron.elastic.control.messages import FROM_WORKER, TO_WORKER, DrainSignal, FromWorker
 from megatron.elastic.control.protocol import WorkerProtocol
 from megatron.elastic.control.signer import Signer
@@ -111,6 +111,9 @@ class ClusterMembership(WorkerProtocol):
     def publish(self, activity: Activity) -> None:
         self._doing(activity)
 
+    def committed(self, step: Committed) -> None:
+        """No user looks at a slot here."""
+
     def finish(self, code: int) -> None:
         self._launched.finished = code
         super().finish(code)
@@ -148,7 +151,9 @@ class Agent:
         self._read, self._tried = journal.view(), -1
         self.over = False
         """True once the job is over, as far as this agent knows."""
-        self._messages = WorkerMessages(self.state, self._ranks, journal.append, self._greet, lambda worker: None)
+        self._messages = WorkerMessages(
+            self.state, self._ranks, journal.append, self._greet, lambda worker: None, lambda: scheduler.now
+        )
 
     def run(self) -> None:
         """Start this node's workers and serve them, for ever."""

@@ -3,12 +3,15 @@
 Each unit is ``tanh(x + s · (W2 (h · k)) + c)`` with ``h = tanh(W1 x + b)``: the hidden elements are dealt over the
 ranks, so W1 and b are cut by rows and W2 by columns. The factors k belong to groups of hidden elements. Where a cut
 runs through a group, several ranks compute with its factor. The gain s and the bias c are replicated.
+
+With ``sequence`` each rank of a cell holds one slice of the positions between the products, where the cell's size
+divides them, as under Megatron's sequence parallelism: W1 gets all positions, and the sums of W2 are sliced. Then the
+gradients of s and c are partial sums.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,17 +19,13 @@ import torch.distributed as dist
 
 from megatron.elastic.comm.fabric import Fabric
 from megatron.elastic.engine.compute.model_interface import (
-    ROW_DIM,
     CellPlace,
-    DeferredWeights,
-    ForwardStep,
-    LossOutput,
     UnitParameter,
 )
-from megatron.elastic.plan.model import Piece
+from megatron.elastic.engine.compute.sequence_transfers import held_slice
 from megatron.elastic.state.coverage import Overlap, Position
 from megatron.elastic.state.layout import ParamSpec
-from tests.cluster.model import LENGTH, WIDTH
+from tests.cluster.model import LENGTH, WIDTH, UnitChain
 
 __all__ = ["HIDDEN", "CutModel", "overlaps", "shape_at_launch", "whole_values"]
 
@@ -92,12 +91,14 @@ def whole_values(unit: int, name: str) -> torch.Tensor:
     return torch.randn(SHAPES[name], generator=generator) * 0.3 + (name in "ks")
 
 
-class CutModel:
+class CutModel(UnitChain):
     """Implements :class:`ModelInterface` for ``units`` units on one rank of a cell; ``place``: that of the launch."""
 
-    def __init__(self, units: int, held: Collection[int], place: CellPlace, fabric: Fabric) -> None:
+    def __init__(
+        self, units: int, held: Collection[int], place: CellPlace, fabric: Fabric, sequence: bool = False
+    ) -> None:
         self.compute_units = units
-        self._fabric = fabric
+        self._fabric, self._sequence = fabric, sequence
         self._launched = self._place = place
         self._parameters = {unit: self._built(unit, defined=True) for unit in sorted(held)}
 
@@ -128,7 +129,7 @@ class CutModel:
         tensor = len(self._launched.ranks)
         return tuple(sorted({overlap.shard for name in CUT_DIM for overlap in overlaps(name, position, tensor)}))
 
-    def largest_part(self, count: int) -> int | None:
+    def largest_part(self, count: int, parameters: Collection[ParamSpec]) -> int | None:
         """See :class:`ModelInterface`."""
         return -(-HIDDEN // count) * 1_000_000 // HIDDEN
 
@@ -147,87 +148,86 @@ class CutModel:
             items.append(UnitParameter(spec, parameter, None if regular else overlaps(name, position, tensor)))
         return items
 
+    # -- positions of the sequence -------------------------------------------------
+
+    def cut_sequence(self) -> int | None:
+        """See :class:`ModelInterface`."""
+        return LENGTH if self._sequence else None
+
+    @property
+    def _positions(self) -> tuple[int, int]:
+        """The positions that this rank holds of a boundary tensor."""
+        at = self._place.position
+        return held_slice(at.index, at.count, LENGTH, self._sequence)
+
+    @property
+    def _sliced(self) -> bool:
+        return self._positions != (0, LENGTH)
+
     def boundary(self, rows: int) -> tuple[torch.Size, torch.dtype]:
         """See :class:`ModelInterface`."""
-        return torch.Size((LENGTH, rows, WIDTH)), torch.float32
+        start, stop = self._positions
+        return torch.Size((stop - start, rows, WIDTH)), torch.float32
 
-    def activation_bytes(self, unit: int) -> int:
-        """See :class:`ModelInterface`."""
-        return 8 * LENGTH * WIDTH
+    def _slice(self, whole: torch.Tensor) -> torch.Tensor:
+        return whole[slice(*self._positions)]
 
-    def forward(
-        self,
-        step: ForwardStep,
-        piece: Piece,
-        place: tuple[int, int],
-        source: torch.Tensor | None,
-        batches: Iterator[Any],
-    ) -> torch.Tensor | LossOutput:
-        """See :class:`ModelInterface`."""
-        first, last = piece.first == 0, piece.end == self.compute_units
-        batch = next(batches) if first or last else {}
-        x = batch["input"].transpose(0, ROW_DIM) if source is None else source
-        for unit in range(piece.first, piece.end):
-            x = self._unit(self._parameters[unit], x)
-        if not last:
-            return x
-        loss = (x - batch["target"].transpose(0, ROW_DIM)).square().mean(-1).sum()
-        tokens = torch.tensor(LENGTH * len(piece.rows))
-        return LossOutput(loss, tokens, {"loss": torch.stack([loss.detach(), tokens.float()])})
+    def _whole(self, x: torch.Tensor) -> torch.Tensor:
+        """The gradient is that of the whole loss on each rank, of which each takes its slice."""
+        return _Map.apply(x, self._gathered, self._slice) if self._sliced else x
 
-    def _unit(self, own: Mapping[str, torch.nn.Parameter], x: torch.Tensor) -> torch.Tensor:
-        place = self._place
-        group = self._fabric.group("tensor", place.ranks) if len(place.ranks) > 1 else None
-        first, stop = _interval("w1", place.position)
-        factors = torch.arange(first, stop) // (HIDDEN // GROUPS) - _interval("k", place.position)[0]
-        h = torch.tanh(torch.nn.functional.linear(_Enter.apply(x, group), own["w1"], own["b"])) * own["k"][factors]
-        return torch.tanh(x + own["s"] * _Leave.apply(torch.nn.functional.linear(h, own["w2"]), group) + own["c"])
+    def _gathered(self, x: torch.Tensor) -> torch.Tensor:
+        """All positions: slices of other ranks are added to zeros."""
+        whole = x.new_zeros((LENGTH, *x.shape[1:]))
+        whole[slice(*self._positions)] = x
+        return self._added(whole)
 
-    def deferring(self, piece: Piece) -> AbstractContextManager[DeferredWeights]:
-        """See :class:`ModelInterface`."""
-        raise AssertionError("no backward is split here")
-
-    def reads_data(self) -> bool:
-        """See :class:`ModelInterface`."""
-        return True
+    def _added(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum over all ranks of the cell."""
+        total, ranks = values.clone(), self._place.ranks
+        if len(ranks) > 1:
+            dist.all_reduce(total, group=self._fabric.group("tensor", ranks))
+        return total
 
     def finish_gradients(self, grads: Mapping[int, Sequence[torch.Tensor]]) -> None:
-        """Gradients of replicated parameters are equal on all ranks of a cell already."""
+        """See :class:`ModelInterface`."""
+        for unit in sorted(grads) if self._sliced else ():
+            for name, view in zip(self._parameters[unit], grads[unit], strict=True):
+                if name not in CUT_DIM:
+                    view.copy_(self._added(view))
 
-    def separate_uses(self, contribute: Callable[[int, str, torch.Tensor], None]) -> None:
-        """No weight is shared."""
+    def _run(self, unit: int, x: torch.Tensor) -> torch.Tensor:
+        place, own = self._place, self._parameters[unit]
+        first, stop = _interval("w1", place.position)
+        factors = torch.arange(first, stop) // (HIDDEN // GROUPS) - _interval("k", place.position)[0]
+        summed = self._summed_slice if self._sliced else self._added
+        entered = _Map.apply(x, self._gathered if self._sliced else _same, summed)
+        h = torch.tanh(torch.nn.functional.linear(entered, own["w1"], own["b"])) * own["k"][factors]
+        product = torch.nn.functional.linear(h, own["w2"])
+        left = _Map.apply(product, summed, self._gathered if self._sliced else _same)
+        return torch.tanh(x + own["s"] * left + own["c"])
 
-    def train(self, mode: bool) -> None:
-        """Nothing is random."""
+    def _summed_slice(self, values: torch.Tensor) -> torch.Tensor:
+        return self._slice(self._added(values)).contiguous()
 
 
-class _Enter(torch.autograd.Function):
-    """Identity; backward adds the gradients of all ranks of the cell."""
+class _Map(torch.autograd.Function):
+    """``forward(x)``, whose gradient is ``backward`` of the output's."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-        ctx.group = group
-        return x.view_as(x)
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        there: Callable[[torch.Tensor], torch.Tensor],
+        back: Callable[[torch.Tensor], torch.Tensor],
+    ) -> torch.Tensor:
+        ctx.back = back
+        return there(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return _added(gradients[0], ctx.group), None
+        return ctx.back(gradients[0].contiguous()), None, None
 
 
-class _Leave(torch.autograd.Function):
-    """The sum over all ranks of the cell; backward is the identity."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-        return _added(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return gradients[0], None
-
-
-def _added(values: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    total = values.clone()
-    if group is not None:
-        dist.all_reduce(total, group=group)
-    return total
+def _same(x: torch.Tensor) -> torch.Tensor:
+    return x.view_as(x)

@@ -26,9 +26,9 @@ from megatron.elastic.plan.model import Piece
 from megatron.elastic.state.coverage import Position
 from megatron.elastic.state.layout import ParamSpec
 
-__all__ = ["LENGTH", "Samples", "TinyModel", "collate", "forward_step"]
+__all__ = ["LENGTH", "Samples", "TinyModel", "UnitChain", "collate", "forward_step"]
 
-LENGTH, WIDTH = 2, 20
+LENGTH, WIDTH = 4, 20
 """Positions of a sample, and numbers at each: a unit has two blocks of state at the smallest block size."""
 
 
@@ -51,7 +51,74 @@ def forward_step(batches: Iterator[Any], model: Any) -> Any:
     raise AssertionError("not called")
 
 
-class TinyModel:
+class UnitChain:
+    """The part of :class:`ModelInterface` that models of the tests share: units that each map ``[s, rows, h]``."""
+
+    compute_units: int
+
+    def _run(self, unit: int, x: torch.Tensor) -> torch.Tensor:
+        """Return the output of a held unit."""
+        raise NotImplementedError
+
+    def boundary(self, rows: int) -> tuple[torch.Size, torch.dtype]:
+        """See :class:`ModelInterface`."""
+        return torch.Size((LENGTH, rows, WIDTH)), torch.float32
+
+    def cut_sequence(self) -> int | None:
+        """See :class:`ModelInterface`."""
+        return None
+
+    def _slice(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return the positions of an input that this rank holds."""
+        return whole
+
+    def _whole(self, x: torch.Tensor) -> torch.Tensor:
+        """Return all positions of an output, for the loss."""
+        return x
+
+    def activation_bytes(self, unit: int) -> int:
+        """See :class:`ModelInterface`."""
+        return 8 * LENGTH * WIDTH
+
+    def forward(
+        self,
+        step: ForwardStep,
+        piece: Piece,
+        place: tuple[int, int],
+        source: torch.Tensor | None,
+        batches: Iterator[Any],
+    ) -> torch.Tensor | LossOutput:
+        """See :class:`ModelInterface`."""
+        first, last = piece.first == 0, piece.end == self.compute_units
+        batch = next(batches) if first or last else {}
+        x = self._slice(batch["input"].transpose(0, ROW_DIM)) if source is None else source
+        for unit in range(piece.first, piece.end):
+            x = self._run(unit, x)
+        if not last:
+            return x
+        loss = (self._whole(x) - batch["target"].transpose(0, ROW_DIM)).square().mean(-1).sum()
+        tokens = torch.tensor(LENGTH * len(piece.rows))
+        return LossOutput(loss, tokens, {"loss": torch.stack([loss.detach(), tokens.float()])})
+
+    def deferring(self, piece: Piece) -> AbstractContextManager[DeferredWeights]:
+        """See :class:`ModelInterface`."""
+        raise AssertionError("no backward is split here")
+
+    def reads_data(self) -> bool:
+        """See :class:`ModelInterface`."""
+        return True
+
+    def finish_gradients(self, grads: Mapping[int, Sequence[torch.Tensor]]) -> None:
+        """Gradients need nothing more: a cell has one rank, or its ranks have equal gradients of what is replicated."""
+
+    def separate_uses(self, contribute: Callable[[int, str, torch.Tensor], None]) -> None:
+        """No weight is shared."""
+
+    def train(self, mode: bool) -> None:
+        """Nothing is random."""
+
+
+class TinyModel(UnitChain):
     """Implements :class:`ModelInterface` for ``units`` layers, of which this process holds ``held``."""
 
     def __init__(self, units: int, held: Collection[int]) -> None:
@@ -65,7 +132,7 @@ class TinyModel:
         """See :class:`ModelInterface`."""
         return only_at_launch(unit, position)
 
-    def largest_part(self, count: int) -> int | None:
+    def largest_part(self, count: int, parameters: Collection[ParamSpec]) -> int | None:
         """See :class:`ModelInterface`."""
         return 1_000_000 if count == 1 else None
 
@@ -85,50 +152,8 @@ class TinyModel:
             for name, parameter in self._layers[unit].named_parameters()
         ]
 
-    def boundary(self, rows: int) -> tuple[torch.Size, torch.dtype]:
-        """See :class:`ModelInterface`."""
-        return torch.Size((LENGTH, rows, WIDTH)), torch.float32
-
-    def activation_bytes(self, unit: int) -> int:
-        """See :class:`ModelInterface`."""
-        return 8 * LENGTH * WIDTH
-
-    def forward(
-        self,
-        step: ForwardStep,
-        piece: Piece,
-        place: tuple[int, int],
-        source: torch.Tensor | None,
-        batches: Iterator[Any],
-    ) -> torch.Tensor | LossOutput:
-        """See :class:`ModelInterface`."""
-        first, last = piece.first == 0, piece.end == self.compute_units
-        batch = next(batches) if first or last else {}
-        x = batch["input"].transpose(0, ROW_DIM) if source is None else source
-        for unit in range(piece.first, piece.end):
-            x = torch.tanh(self._layers[unit](x))
-        if not last:
-            return x
-        loss = (x - batch["target"].transpose(0, ROW_DIM)).square().mean(-1).sum()
-        tokens = torch.tensor(LENGTH * len(piece.rows))
-        return LossOutput(loss, tokens, {"loss": torch.stack([loss.detach(), tokens.float()])})
-
-    def deferring(self, piece: Piece) -> AbstractContextManager[DeferredWeights]:
-        """See :class:`ModelInterface`."""
-        raise AssertionError("no backward is split here")
-
-    def reads_data(self) -> bool:
-        """See :class:`ModelInterface`."""
-        return True
-
-    def finish_gradients(self, grads: Mapping[int, Sequence[torch.Tensor]]) -> None:
-        """Nothing is shared in a cell of one rank."""
-
-    def separate_uses(self, contribute: Callable[[int, str, torch.Tensor], None]) -> None:
-        """No weight is shared."""
-
-    def train(self, mode: bool) -> None:
-        """Nothing is random."""
+    def _run(self, unit: int, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self._layers[unit](x))
 
 
 def _layer(unit: int) -> torch.nn.Linear:

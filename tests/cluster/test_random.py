@@ -1,4 +1,4 @@
-"""Any script of a few kills, in any order of events: the run ends as the undisturbed one.
+"""Any script of a few kills, in any order of events: the run ends as the undisturbed one, with one history in its logs.
 
 A failing example is shrunk to the fewest and earliest kills, and printed as the command that runs it.
 """
@@ -10,12 +10,9 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from megatron.elastic.engine.inject import KILL_POINTS
-from tests.cluster.checks import check
-from tests.cluster.cluster import run
+from tests.cluster.history import ELSEWHERE, run_and_judge
 
 RANKS, STEPS = 4, 4
-ELSEWHERE = ("in_setup", "in_save", "save_writing", "save_finish", "save_whole", "save_named", "save_tracked")
-"""Points outside of what a cluster of one process runs: the host's set-up, checkpoints."""
 POINTS = [point for point in KILL_POINTS if point not in ELSEWHERE]
 
 
@@ -38,7 +35,7 @@ def scripts(most: int) -> st.SearchStrategy[str]:
 
 def survives(script: str, seed: int, back: float, mirrors: int, heavy: bool = False) -> None:
     layers = "heavy=on" if heavy else "heavy=off"
-    check(run(f"steps={STEPS} seed={seed} back={back} {layers} mirrors={mirrors} migrate_after=1 {script}"))
+    run_and_judge(f"steps={STEPS} seed={seed} back={back} {layers} mirrors={mirrors} migrate_after=1 {script}")
 
 
 SEEDS, DELAYS = st.integers(0, 10_000), st.sampled_from([0.01, 0.05, 0.3])

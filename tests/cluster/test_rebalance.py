@@ -8,6 +8,7 @@ from megatron.elastic.engine.compute.vote import Tally
 from megatron.elastic.engine.engine import Engine
 from megatron.elastic.engine.transaction.rebalance import Rebalancer
 from megatron.elastic.plan.pace import Range
+from megatron.elastic.plan.profile import PPM
 from tests.cluster.checks import check
 from tests.cluster.cluster import Cluster, Program, RankProcess, run
 from tests.cluster.test_migrate import engine_of
@@ -96,6 +97,25 @@ def test_a_new_generation_keeps_the_speeds_and_forgets_what_they_were_measured_f
         rebalancer, record = rebalancer_of(process), engine_of(process).record
         assert rebalancer.measured is None
         assert rebalancer.pace.speeds() == record.speeds and dict(record.speeds).keys() == {SLOW_CELL}
+
+
+def test_a_cell_whose_slow_rank_is_drained_counts_as_fast() -> None:
+    """The vote that names the cell's new ranks names no speed of the old ones, and no later one does."""
+    measured = set[int]()
+
+    def fenced(rank: RankProcess, step: int) -> None:
+        if step == 2:
+            let_votes_measure(rank, 3.0, until=7)
+        measured.update(cell for cell, _ in engine_of(rank).record.speeds)
+
+    scenario = "tp4dp2 tensor=live-on steps=12 seed=1 back=never mirrors=1 drain:rank=6,step=8"
+    cluster = run(scenario, Program(fenced=fenced))
+    check(cluster)
+    assert measured == {SLOW_CELL}
+    assert not any(cell.speed_ppm < PPM for process in cluster.finished for cell in process.plans[-1].cells)
+    for process in cluster.finished:
+        assert len(engine_of(process).view.plan.cells[SLOW_CELL].ranks) == 3
+        assert engine_of(process).record.speeds == rebalancer_of(process).pace.speeds() == ()
 
 
 def test_without_the_frequency_axis_no_clock_is_told_or_kept() -> None:

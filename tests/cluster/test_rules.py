@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import pytest
 
@@ -16,15 +16,21 @@ from megatron.elastic.control.events import Decided, Entry, Event, Reported
 from megatron.elastic.control.generations import Generations
 from megatron.elastic.control.journal import Journal
 from megatron.elastic.control.membership import Reason
+from megatron.elastic.control.messages import FROM_WORKER, Ask
+from megatron.elastic.control.protocol import WorkerProtocol
+from megatron.elastic.control.requests import Request
 from megatron.elastic.engine.transaction import agreement
 from megatron.elastic.engine.transaction.boundary import Boundary
 from tests.cluster import cluster
 from tests.cluster.checks import check
+from tests.cluster.control import Launched
 from tests.cluster.fabric import ClusterFabric
 from tests.cluster.scheduler import Scheduler
 from tests.scenario.scenario import parse
 
-SEEDS = range(12)
+SEEDS = range(40)
+LATE = 1.0
+"""Seconds."""
 TURNS = 30_000
 """Many times those of a run that ends; without a rule some runs do not."""
 
@@ -95,15 +101,20 @@ def migrations_begin_before_a_vote(patch: pytest.MonkeyPatch) -> None:
     """Rule 29 off: a migration for balance begins at the first boundary behind the recovery."""
     move = Boundary._move
 
-    def move_at_once(boundary: Boundary, leaving: tuple[int, ...]) -> None:
+    def move_at_once(boundary: Boundary, leaving: tuple[int, ...], reshape: tuple[int, ...]) -> None:
         at = boundary._context
         settled, at.settled_at = at.settled_at, -1
         try:
-            move(boundary, leaving)
+            move(boundary, leaving, reshape)
         finally:
             at.settled_at = settled
 
     patch.setattr(Boundary, "_move", move_at_once)
+
+
+def votes_wait_for_no_begin(patch: pytest.MonkeyPatch) -> None:
+    """Rule 30 off: the first step may be committed while agents do not know that all ranks have begun."""
+    patch.setattr(WorkerProtocol, "await_begin", lambda membership, timeout: None)
 
 
 @dataclass(frozen=True)
@@ -114,7 +125,7 @@ class Rule:
     text: str
     off: Callable[[pytest.MonkeyPatch], None]
     finding: str
-    outside: Callable[[cluster.Cluster], None] | None = None
+    program: cluster.Program = field(default_factory=cluster.Program)
 
     def __str__(self) -> str:
         return f"rule {self.number}"
@@ -127,13 +138,28 @@ def kill_once_it_has_reported(run: cluster.Cluster) -> None:
     run.scheduler.wait(lambda: False)
 
 
+def hear_late_that_a_rank_begins(run: cluster.Cluster) -> None:
+    """The last agent is slow to write down that its rank has begun."""
+    agent = run.agents[-1]
+    hear = agent._hear
+
+    def hear_late(launched: Launched) -> None:
+        match FROM_WORKER.decode(launched.said[0]):
+            case Ask(Request.BEGIN):
+                run.scheduler.wait(lambda: False, LATE)
+        hear(launched)
+
+    agent._hear = hear_late  # type: ignore[method-assign]
+    run.scheduler.wait(lambda: False)
+
+
 RULES = (
     Rule(
         11,
         "dp4 steps=3 back=never evaluate=0 mirrors=3 kill:rank=3,step=2,point=before_vote",
         decisions_pass_unread_entries,
         "no rank can continue",
-        kill_once_it_has_reported,
+        cluster.Program(outside=kill_once_it_has_reported),
     ),
     Rule(
         12,
@@ -161,19 +187,28 @@ RULES = (
         migrations_begin_before_a_vote,
         "ranks disagree about",
     ),
+    Rule(
+        30,
+        "dp4 steps=2 back=never evaluate=0",
+        votes_wait_for_no_begin,
+        "a committed step would be forgotten",
+        cluster.Program(outside=hear_late_that_a_rank_begins, begins_together=False),
+    ),
 )
 
 
 def findings(rule: Rule, patch: pytest.MonkeyPatch) -> str:
-    """The first error that a seed of the rule's scenario ends with; empty if all end well."""
+    """An error that a seed of the rule's scenario ends with: the rule's finding if any is; empty if all end well."""
     patch.setattr(cluster, "Scheduler", lambda seed: Scheduler(seed, TURNS))
+    found = ""
     for seed in SEEDS:
         try:
-            program = cluster.Program(outside=rule.outside)
-            check(cluster.run(replace(parse(rule.text), seed=seed), program))
+            check(cluster.run(replace(parse(rule.text), seed=seed), rule.program))
         except Exception as error:
-            return f"seed {seed}: {error}"
-    return ""
+            found = f"seed {seed}: {error}"
+            if rule.finding in found:
+                break
+    return found
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)

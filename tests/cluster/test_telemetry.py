@@ -13,9 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.elastic.observe.events import (
+from megatron.elastic.observe.event_kinds import (
     CertificateEvent,
-    EventRecord,
     GenerationEvent,
     MigrationEvent,
     PhasesEvent,
@@ -26,8 +25,8 @@ from megatron.elastic.observe.events import (
     SlowRankEvent,
     StepEvent,
     TraceEvent,
-    read_events,
 )
+from megatron.elastic.observe.events import EventRecord, read_events
 from megatron.elastic.runtime.telemetry import batch_lines, rows_of
 from tests.cluster.checks import check
 from tests.cluster.cluster import Cluster, Program, RankProcess, run

@@ -1,8 +1,8 @@
 """A scenario as a real job under the launcher: processes, SIGKILL, sockets, Megatron's loop.
 
 The job is as long as the scenario, unless a fault counts the losses before it. Then it goes on until all ranks are
-back, as in :mod:`kill_walk`. Its losses are those of an undisturbed job. ``heavy`` has no meaning here: a job measures
-its own costs.
+back, as in :mod:`kill_walk`. Its losses are those of an undisturbed job. ``heavy`` and ``micro_batches`` have no
+meaning here: a job measures its own costs, and its batch is that of its flags.
 """
 
 from __future__ import annotations
@@ -83,6 +83,11 @@ def _job(scenario: Scenario, folder: Path, seconds: float) -> JobResult:
 
 def _ask(job: RunningJob, wish: Wish) -> None:
     job.wait_for(rf"iteration +{wish.step}/")
-    ranks = ("--ranks", ",".join(map(str, wish.ranks))) if wish.ranks else ()
-    asked = job.ctl(wish.what, *ranks)
+    if wish.what == "reshape":
+        flags = tuple(
+            word for pair in zip(("--tp", "--pp", "--dp"), map(str, wish.ranks), strict=True) for word in pair
+        )
+    else:
+        flags = ("--ranks", ",".join(map(str, wish.ranks))) if wish.ranks else ()
+    asked = job.ctl(wish.what, *flags)
     assert asked.returncode == 0, asked.stderr

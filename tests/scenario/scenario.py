@@ -10,12 +10,14 @@ The text form is one line of words, which can be pasted into a test or a command
     back=never                  when lost ranks return (:data:`RETURNS`), or after how many seconds of a cluster
     evaluate=2                  steps between evaluations, 0 for none
     heavy=on                    units cost so much that moving them pays off (in a cluster; a job measures its own)
+    micro_batches=4             micro-batches a replica and step (in a cluster; a job has those of its flags)
     mirrors=2                   any other field of ``ElasticConfig``
     kill:rank=0,...             a fault of ``--elastic-inject``, in its grammar
     checkpoint:step=2           a user asks for a checkpoint once step 2 is over
     drain:step=3                a user asks for the end of the job once step 3 is over; with ``rank=``: that these leave
     admit:rank=2,step=3         a user lets rank 2 in once step 3 is over: a lost one returns, whatever ``back`` says,
                                 and a spare adds a replica
+    reshape:to=1|4|1,step=2     a user asks for these tensor-, pipeline- and data-parallel sizes once step 2 is over
     spares=1                    as many ranks beyond the launch, which have the numbers that follow
 
 Words of a default value are left out. ``parse`` is the inverse of ``str``.
@@ -108,11 +110,13 @@ class Wish:
     """A user's request of ``ctl`` once ``step`` is over. A drain of no ``ranks`` is one of the whole job."""
 
     step: int
-    what: Literal["drain", "checkpoint", "admit"] = "drain"
+    what: Literal["drain", "checkpoint", "admit", "reshape"] = "drain"
     ranks: tuple[int, ...] = ()
+    """Of a reshape: the sizes."""
 
     def __str__(self) -> str:
-        ranks = f"rank={'|'.join(map(str, self.ranks))}," if self.ranks else ""
+        name = "to" if self.what == "reshape" else "rank"
+        ranks = f"{name}={'|'.join(map(str, self.ranks))}," if self.ranks else ""
         return f"{self.what}:{ranks}step={self.step}"
 
 
@@ -126,6 +130,7 @@ class Scenario:
     back: str = "soon"
     evaluate: int = 2
     heavy: bool = False
+    micro_batches: int = 2
     settings: tuple[tuple[str, Any], ...] = ()
     """(field of ``ElasticConfig``, value), by name."""
     faults: tuple[Fault, ...] = ()
@@ -140,7 +145,7 @@ class Scenario:
 
     def __str__(self) -> str:
         words = [str(self.layout)]
-        for field in fields(self)[1:6]:
+        for field in fields(self)[1:7]:
             value = getattr(self, field.name)
             if value != field.default:
                 words.append(f"{field.name}={_text(value)}")
@@ -203,7 +208,7 @@ class Scenario:
 def parse(text: str) -> Scenario:
     """The scenario that ``text`` writes down. Raises ``ValueError`` that names the word."""
     found: dict[str, Any] = {"settings": {}, "faults": [], "wishes": []}
-    own = {"steps": int, "seed": int, "back": str, "evaluate": int, "heavy": bool}
+    own = {"steps": int, "seed": int, "back": str, "evaluate": int, "heavy": bool, "micro_batches": int}
     for word in text.split():
         name, equals, value = word.partition("=")
         if ":" in name:
@@ -222,13 +227,19 @@ def parse(text: str) -> Scenario:
 
 
 def _take_event(word: str, found: dict[str, Any]) -> None:
+    sizes = re.fullmatch(r"reshape:to=(\d+)\|(\d+)\|(\d+),step=(\d+)", word)
+    if sizes is not None:
+        *to, step = map(int, sizes.groups())
+        found["wishes"].append(Wish(step, "reshape", tuple(to)))
+        return
     asked = re.fullmatch(r"(drain|checkpoint|admit):(?:rank=(\d+(?:\|\d+)*),)?step=(\d+)", word)
     fits = asked is not None and (asked[1] == "drain" or bool(asked[2]) == (asked[1] == "admit"))
     if asked is not None and fits:
         ranks = tuple(map(int, asked[2].split("|"))) if asked[2] else ()
         found["wishes"].append(Wish(int(asked[3]), asked[1], ranks))  # type: ignore[arg-type]
-    elif word.startswith(("drain", "checkpoint", "admit")):
-        raise ValueError(f"{word!r} is none of drain:[rank=R|R,]step=S, checkpoint:step=S, admit:rank=R|R,step=S")
+    elif word.startswith(("drain", "checkpoint", "admit", "reshape")):
+        kinds = "drain:[rank=R|R,]step=S, checkpoint:step=S, admit:rank=R|R,step=S, reshape:to=T|P|D,step=S"
+        raise ValueError(f"{word!r} is none of {kinds}")
     else:
         found["faults"] += parse_faults(word)
 

@@ -74,6 +74,7 @@ WISHES = st.one_of(
     st.builds(Wish, NUMBERS, ranks=st.just(()) | SOME),
     st.builds(Wish, NUMBERS, st.just("checkpoint")),
     st.builds(Wish, NUMBERS, st.just("admit"), SOME),
+    st.builds(Wish, NUMBERS, st.just("reshape"), st.tuples(SIZES, SIZES, SIZES)),
 )
 SCENARIOS = st.builds(
     Scenario,
@@ -83,6 +84,7 @@ SCENARIOS = st.builds(
     back=BACK,
     evaluate=NUMBERS,
     heavy=st.booleans(),
+    micro_batches=st.integers(1, 8),
     settings=SETTINGS.map(lambda values: tuple(sorted(values.items()))),
     faults=st.lists(faults(), max_size=3).map(tuple),
     wishes=st.lists(WISHES, max_size=2).map(tuple),
@@ -111,6 +113,7 @@ def test_what_is_left_out_is_the_default() -> None:
         ("kill:rank=1,point=nowhere", "unknown point 'nowhere'"),
         ("drain:rank=1", "is none of drain:"),
         ("admit:step=3", "is none of drain:"),
+        ("reshape:to=1|2,step=3", "is none of drain:"),
         ("nonfinite:rank=1,point=after_reduce", "unknown point 'after_reduce'"),
         ("respawn=on", "is no layout, setting or fault"),
     ],

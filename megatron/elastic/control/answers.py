@@ -7,6 +7,9 @@ from collections.abc import Mapping
 import msgspec
 
 from megatron.elastic.comm.address import Rank
+from megatron.elastic.control.history import LossNote
+from megatron.elastic.control.observations import Protection, Recovered
+from megatron.elastic.control.requests import ReshapeState
 from megatron.elastic.control.wire import Codec, Int64
 
 __all__ = [
@@ -14,10 +17,13 @@ __all__ = [
     "Acceptance",
     "Answer",
     "GenerationStatus",
+    "HistoryStatus",
     "JobStatus",
     "NodeStatus",
+    "ProgressStatus",
     "RankStatus",
     "Refusal",
+    "ReshapeStatus",
     "ToleranceStatus",
     "WorkerStatus",
 ]
@@ -79,6 +85,16 @@ class NodeStatus(_StatusPart, frozen=True):
     """Seconds for which its lost ranks are not started again."""
 
 
+class ReshapeStatus(_StatusPart, frozen=True):
+    """The newest request for other sizes; ``number`` 0: there was none."""
+
+    number: Int64
+    sizes: str
+    state: ReshapeState
+    text: str
+    """What a member last said of it."""
+
+
 class WorkerStatus(_StatusPart, frozen=True):
     """A worker on the agent's node."""
 
@@ -90,17 +106,67 @@ class WorkerStatus(_StatusPart, frozen=True):
     """Seconds since it last made progress."""
 
 
+class ProgressStatus(_StatusPart, frozen=True):
+    """The newest committed step that the agent has seen on its node, and the rate of the last minute of steps."""
+
+    step: Int64
+    target: Int64 | None
+    """The last step of the run, if it is known."""
+    samples: Int64
+    step_s: float
+    """Duration of the newest step."""
+    steps_per_s: float | None
+    left_s: float | None
+    """Estimate of the seconds until the target."""
+    loss: float | None
+    ago_s: float
+    """Seconds since it was committed."""
+
+
+class HistoryStatus(_StatusPart, frozen=True):
+    """Losses, recoveries and lost time since the launch (:class:`megatron.elastic.control.history.JobHistory`)."""
+
+    losses: Int64
+    recoveries: Int64
+    changes: Int64
+    lost_steps: Int64
+    mttr_s: float | None
+    """Mean seconds of a recovery from noticing the loss to being able to go on."""
+    lost_s: Mapping[str, float]
+    """Seconds by cause."""
+    unprotected_s: float
+    first_step: Int64
+    """First step committed in this launch; −1: none yet."""
+    stepping_s: float
+    """Seconds since that step."""
+    goodput: float | None
+    """Share of that time that went into steps that count."""
+    protection: Protection
+    last_losses: tuple[LossNote, ...]
+    last_recoveries: tuple[Recovered, ...]
+
+
 class JobStatus(_Answer, frozen=True, tag="status"):
     """The state of the job, as one agent knows it."""
 
     run_id: str
     up_s: float
     """Seconds since this agent started."""
+    job_s: float
+    """Seconds of the job: since the agent that was first started. Times of losses and recoveries count so."""
+    state: str
+    """'starting', 'training', 'recovering', or 'draining'."""
+    progress: ProgressStatus | None
+    """None before the first step, and on a node without members."""
     generation: GenerationStatus
     members: tuple[Rank, ...]
     pending: tuple[str, ...]
     """Requests that members are to honour at their next boundary."""
     tolerance: ToleranceStatus
+    reshape: ReshapeStatus
+    moving: str
+    """The layers that move between ranks now; empty: none, or none known on this node."""
+    history: HistoryStatus
     ranks: Mapping[Rank, RankStatus]
     nodes: Mapping[Int64, NodeStatus]
     workers_here: Mapping[Rank, WorkerStatus]

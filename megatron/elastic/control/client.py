@@ -19,7 +19,7 @@ import threading
 from collections.abc import Callable, Mapping
 
 from megatron.elastic.control import env
-from megatron.elastic.control.membership import Activity
+from megatron.elastic.control.membership import Activity, Committed
 from megatron.elastic.control.messages import TO_WORKER, DrainSignal, FromWorker
 from megatron.elastic.control.protocol import WorkerProtocol
 from megatron.elastic.control.slot import Slot
@@ -90,6 +90,10 @@ class WorkerMembership(WorkerProtocol):
         with self._publishing:
             self._activity = activity
             self._slot.publish(activity)
+
+    def committed(self, step: Committed) -> None:
+        """See :meth:`Membership.committed`."""
+        self._slot.commit(step)
 
     def drain(self) -> None:
         """See :meth:`Membership.drain`. Only leaves word for the control thread: a signal handler may call it."""

@@ -11,7 +11,8 @@ import msgspec
 
 from megatron.elastic.comm.address import Address, Rank
 from megatron.elastic.control.membership import Loss
-from megatron.elastic.control.requests import Request, Wish
+from megatron.elastic.control.observations import Protection, Recovered, Reprotected, Stepping
+from megatron.elastic.control.requests import Request, ReshapeState, Wish
 from megatron.elastic.control.wire import Int64
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "Reformed",
     "Reported",
     "Requested",
+    "Reshaped",
     "Suspected",
     "Waiting",
     "Wanted",
@@ -169,6 +171,16 @@ class Announced(_Event, frozen=True):
 
     generation: Int64
     text: str
+    protection: Protection = Protection()
+    """The same in numbers."""
+
+
+class Reshaped(_Event, frozen=True):
+    """The state of the ``number``-th request for other sizes, as a member told in one line."""
+
+    number: Int64
+    state: ReshapeState
+    text: str
 
 
 class Decided(_Event, frozen=True):
@@ -201,6 +213,10 @@ Event = (
     | Condemned
     | Reformed
     | Announced
+    | Reshaped
+    | Stepping
+    | Recovered
+    | Reprotected
     | Decided
     | JobEnded
 )

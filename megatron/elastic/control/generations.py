@@ -42,13 +42,15 @@ from megatron.elastic.control.events import (
     Reformed,
     Reported,
     Requested,
+    Reshaped,
     Waiting,
     Wanted,
 )
 from megatron.elastic.control.exits import Ending
 from megatron.elastic.control.membership import Decision, Loss, Reason
 from megatron.elastic.control.quarantine import Quarantine
-from megatron.elastic.control.requests import Drain, Pending, Request, SaveCheckpoint, Stop, Wish
+from megatron.elastic.control.requests import Drain, Pending, Request, Reshape, SaveCheckpoint, Stop, Wish
+from megatron.elastic.control.reshapes import Reshapes
 
 __all__ = ["Generations", "Node", "RankState"]
 
@@ -90,6 +92,7 @@ class Generations(msgspec.Struct, forbid_unknown_fields=True):
     quarantine: Quarantine = msgspec.field(default_factory=Quarantine)
     expects_nodes: bool = False
     """A lost node is expected to be replaced (--nnodes MIN:MAX), so its ranks are waited for."""
+    reshapes: Reshapes = msgspec.field(default_factory=Reshapes)
     frozen: int = 1
     decided: int = 0
     decision: Decision | None = None
@@ -141,6 +144,11 @@ class Generations(msgspec.Struct, forbid_unknown_fields=True):
         return self._standing("member")
 
     @property
+    def coming(self) -> tuple[int, ...]:
+        """Members, and ranks that are being started or will be, ascending."""
+        return tuple(sorted({*self.members, *self.returning()}))
+
+    @property
     def fresh(self) -> bool:
         """No member is left that holds state: the next decision is a start."""
         return not self.members
@@ -180,6 +188,7 @@ class Generations(msgspec.Struct, forbid_unknown_fields=True):
             checkpoint=self._checkpoint,
             reform=self.quiet and not {*promised} <= {*self.members, *self.returning()},
             leave=self.drain or (),
+            reshape=self.reshapes.pending(len(self.coming)),
         )
 
     def coordinator(self) -> int | None:
@@ -256,6 +265,8 @@ class Generations(msgspec.Struct, forbid_unknown_fields=True):
             case Announced():
                 if event.generation >= self.announced[0]:
                     self.announced = event.generation, event.text
+            case Reshaped() if not self.fresh:  # else the members that told it are gone, and their sizes with them
+                self.reshapes.told(event.number, event.state, event.text)
             case Decided():
                 self._decide(event)
             case JobEnded():
@@ -396,6 +407,9 @@ class Generations(msgspec.Struct, forbid_unknown_fields=True):
                 self.drain, self.stopping = (), True
             case SaveCheckpoint():
                 self._checkpoint = True
+            case Reshape():
+                self.reshapes.ask(wish)
+                self._call_for_joiners()
 
     def _readmit(self, ranks: Sequence[int]) -> None:
         """Ranks that were given up, or asked to leave, may be started again; spares named are put to work."""
@@ -462,6 +476,7 @@ class Generations(msgspec.Struct, forbid_unknown_fields=True):
         if self.fresh:
             # No rank that held state is left: the ranks that wait start the job anew.
             self.reason = "start"
+            self.reshapes.begin_anew()
             for rank in self._standing("waiting"):
                 state = self.ranks[rank]
                 if rank < self.nominal:
@@ -481,16 +496,19 @@ class Generations(msgspec.Struct, forbid_unknown_fields=True):
             self._joining = True
 
     def _wanted(self) -> tuple[int, ...]:
-        """Waiting ranks to admit, ascending: whole tensor-parallel groups, as many as the job is short of."""
+        """Waiting ranks to admit, ascending: whole tensor-parallel groups, as many as the job is short of.
+
+        A job of another tensor-parallel size than the launch's, or on its way there, admits ranks one by one.
+        """
         waiting = self._standing("waiting")
         if self.nominal == len(self.ranks):
             return waiting
-        groups: dict[int, list[int]] = {}
+        size, groups = self.reshapes.group(self.cell), dict[int, list[int]]()
         for rank in (*self.members, *waiting):
-            groups.setdefault(rank // self.cell, []).append(rank)
-        whole = [ranks for _, ranks in sorted(groups.items()) if len(ranks) == self.cell]
+            groups.setdefault(rank // size, []).append(rank)
+        whole = [ranks for _, ranks in sorted(groups.items()) if len(ranks) == size]
         here = sum(all(self.ranks[rank].standing == "member" for rank in ranks) for ranks in whole)
-        short = (self.nominal + len(self.enlisted)) // self.cell - here
+        short = max(self.nominal + len(self.enlisted), self.reshapes.ranks) // size - here
         chosen = [ranks for ranks in whole if any(rank in waiting for rank in ranks)][: max(0, short)]
         return tuple(sorted(rank for ranks in chosen for rank in ranks if rank in waiting))
 

@@ -22,10 +22,11 @@ import msgspec
 
 from megatron.elastic.comm.address import Address, Rank
 from megatron.elastic.control.exits import Ending
-from megatron.elastic.control.requests import Pending, Request
+from megatron.elastic.control.observations import DrawnTopology, Observation, Protection
+from megatron.elastic.control.requests import Pending, Request, ReshapeState
 from megatron.elastic.control.wire import Int64
 
-__all__ = ["WAITING_FOR_RANKS", "Activity", "Decision", "Loss", "Membership", "Reason", "Released"]
+__all__ = ["WAITING_FOR_RANKS", "Activity", "Committed", "Decision", "Loss", "Membership", "Reason", "Released"]
 
 Reason = Literal["start", "loss", "join", "drain", "reform"]
 """drain: some ranks leave; reform: no rank comes or goes, but a member has something to report that all must know."""
@@ -89,6 +90,21 @@ class Activity:
     waiting_for: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True)
+class Committed:
+    """The newest committed step of a worker, published for users (``ctl status``). Nothing acts on it."""
+
+    step: int
+    target: int
+    """The last step of the run; 0: not known."""
+    samples: int
+    """Samples consumed so far."""
+    seconds: float
+    """Duration of the step, recoveries in it included."""
+    loss: float
+    """The first value that the loss function reports; NaN: none."""
+
+
 class Membership(Protocol):
     """A worker's handle on the control plane."""
 
@@ -120,14 +136,36 @@ class Membership(Protocol):
     def publish(self, activity: Activity) -> None:
         """Publish the activity of this worker and the ranks that it waits for. Cheap: a shared-memory write."""
 
+    def committed(self, step: Committed) -> None:
+        """Publish a committed step for users. Cheap: a shared-memory write."""
+
+    def draw(self, topology: DrawnTopology) -> None:
+        """Tell this node's agent the cells, stages and mirrors from now on, for a page that draws them."""
+
+    def moving(self, text: str) -> None:
+        """Tell this node's agent the layers that move between ranks from now on; empty: none any more."""
+
+    def observe(self, what: Observation) -> None:
+        """Have every agent know an event that users want to see. Rare: one message, one entry of the journal."""
+
     def pending(self) -> Pending:
         """Requests to honour at the next boundary."""
 
-    def announce(self, text: str) -> None:
-        """Have every agent know what can be lost now, in one line, for ``ctl status``."""
+    def announce(self, text: str, protection: Protection) -> None:
+        """Have every agent know what can be lost now, in one line and in numbers, for ``ctl status``."""
+
+    def reshape_is(self, number: int, state: ReshapeState, text: str) -> None:
+        """Have every agent know how the ``number``-th request for other sizes stands, in one line, for ``ctl``."""
 
     def request(self, what: Request) -> None:
         """Ask for a change at a boundary. See :class:`Request` for what each one begins."""
+
+    def await_begin(self, timeout: float) -> None:
+        """Wait until the control plane knows that every member has asked to BEGIN; at once from then on.
+
+        Before that a loss starts all ranks anew, so a step that is committed earlier could be lost. Raises
+        ``GenerationChanged`` when a newer generation is frozen meanwhile, ``CommTimeout`` after ``timeout`` seconds.
+        """
 
     def drain(self) -> None:
         """Pass on a signal that asks this process to end: the whole job saves and ends at the next boundary."""

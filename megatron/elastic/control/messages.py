@@ -13,15 +13,18 @@ import msgspec
 
 from megatron.elastic.comm.address import Address, Rank
 from megatron.elastic.control.membership import Decision
-from megatron.elastic.control.requests import Pending, Request
+from megatron.elastic.control.observations import DrawnTopology, Observation, Protection
+from megatron.elastic.control.requests import Pending, Request, ReshapeState
 from megatron.elastic.control.wire import Codec, Int64
 
 __all__ = [
     "FROM_WORKER",
     "TO_WORKER",
     "Ask",
+    "Begun",
     "Decide",
     "DrainSignal",
+    "Drawn",
     "End",
     "Finish",
     "Freeze",
@@ -29,9 +32,12 @@ __all__ = [
     "GiveUp",
     "Hello",
     "Members",
+    "Moving",
+    "Observed",
     "PendingChanged",
     "Promise",
     "Release",
+    "ReshapeNews",
     "Suspicion",
     "ToWorker",
     "ToleranceText",
@@ -77,6 +83,33 @@ class ToleranceText(_Message, frozen=True):
 
     generation: Int64
     text: str
+    protection: Protection = Protection()
+
+
+class ReshapeNews(_Message, frozen=True):
+    """The state of the ``number``-th request for other sizes, in one line."""
+
+    number: Int64
+    state: ReshapeState
+    text: str
+
+
+class Observed(_Message, frozen=True):
+    """An event for users alone."""
+
+    what: Observation
+
+
+class Moving(_Message, frozen=True):
+    """The layers that move between ranks from now on, in one line; empty: none any more. For users alone."""
+
+    text: str
+
+
+class Drawn(_Message, frozen=True):
+    """The topology from now on. For users alone."""
+
+    topology: DrawnTopology
 
 
 class DrainSignal(_Message, frozen=True):
@@ -96,7 +129,20 @@ class Finish(_Message, frozen=True):
     code: Int64
 
 
-FromWorker = Hello | Promise | Ask | Suspicion | ToleranceText | DrainSignal | GiveUp | Finish
+FromWorker = (
+    Hello
+    | Promise
+    | Ask
+    | Suspicion
+    | ToleranceText
+    | ReshapeNews
+    | Observed
+    | Moving
+    | Drawn
+    | DrainSignal
+    | GiveUp
+    | Finish
+)
 FROM_WORKER: Codec[FromWorker] = Codec(FromWorker)
 
 
@@ -127,6 +173,10 @@ class PendingChanged(_Message, frozen=True):
     pending: Pending
 
 
+class Begun(_Message, frozen=True):
+    """All members have begun: from now on the others go on without one that is lost. A step may be committed."""
+
+
 class Release(_Message, frozen=True):
     """The newest generation goes on without this worker, as it was asked to."""
 
@@ -138,5 +188,5 @@ class End(_Message, frozen=True):
     why: str
 
 
-ToWorker = Freeze | Decide | Members | PendingChanged | Release | End
+ToWorker = Freeze | Decide | Members | PendingChanged | Begun | Release | End
 TO_WORKER: Codec[ToWorker] = Codec(ToWorker)

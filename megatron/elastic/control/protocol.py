@@ -14,10 +14,12 @@ import msgspec
 
 from megatron.elastic.comm.address import Address
 from megatron.elastic.comm.errors import CommTimeout, GenerationChanged
-from megatron.elastic.control.membership import Activity, Decision, Loss, Released
+from megatron.elastic.control.membership import Activity, Committed, Decision, Loss, Released
 from megatron.elastic.control.messages import (
     Ask,
+    Begun,
     Decide,
+    Drawn,
     End,
     Finish,
     Freeze,
@@ -25,14 +27,18 @@ from megatron.elastic.control.messages import (
     GiveUp,
     Hello,
     Members,
+    Moving,
+    Observed,
     PendingChanged,
     Promise,
     Release,
+    ReshapeNews,
     Suspicion,
     ToleranceText,
     ToWorker,
 )
-from megatron.elastic.control.requests import Pending, Request
+from megatron.elastic.control.observations import DrawnTopology, Observation, Protection
+from megatron.elastic.control.requests import Pending, Request, ReshapeState
 from megatron.elastic.control.wire import printable
 from megatron.elastic.platform.threads import OS_THREADS, Threads
 
@@ -71,6 +77,8 @@ class WorkerProtocol(ABC):
         self._overlooked: tuple[Loss, ...] = ()
         self._pending = Pending()
         self._released = False
+        self._begun = newcomer
+        """The agents know that every member has begun; of a job that ran already they do."""
         self._on_freeze: Callable[[int], None] | None = None
         self._on_members: Callable[[Mapping[int, Address]], None] | None = None
 
@@ -91,6 +99,10 @@ class WorkerProtocol(ABC):
     @abstractmethod
     def publish(self, activity: Activity) -> None:
         """See :meth:`Membership.publish`."""
+
+    @abstractmethod
+    def committed(self, step: Committed) -> None:
+        """See :meth:`Membership.committed`."""
 
     @abstractmethod
     def drain(self) -> None:
@@ -163,9 +175,39 @@ class WorkerProtocol(ABC):
         """See :meth:`Membership.request`."""
         self._send(Ask(what, self._decided))
 
-    def announce(self, text: str) -> None:
+    def await_begin(self, timeout: float) -> None:
+        """See :meth:`Membership.await_begin`."""
+        if self._begun:
+            return
+        end = self._threads.monotonic() + timeout
+        with self._changed:
+            while not self._begun:
+                if self._frozen > self._decided:
+                    raise GenerationChanged(self._frozen)
+                left = end - self._threads.monotonic()
+                if left <= 0:
+                    raise CommTimeout(timeout)
+                self._changed.wait(left)
+
+    def announce(self, text: str, protection: Protection) -> None:
         """See :meth:`Membership.announce`."""
-        self._send(ToleranceText(self._decided, printable(text)))
+        self._send(ToleranceText(self._decided, printable(text), protection))
+
+    def reshape_is(self, number: int, state: ReshapeState, text: str) -> None:
+        """See :meth:`Membership.reshape_is`."""
+        self._send(ReshapeNews(number, state, printable(text)))
+
+    def draw(self, topology: DrawnTopology) -> None:
+        """See :meth:`Membership.draw`."""
+        self._send(Drawn(topology))
+
+    def moving(self, text: str) -> None:
+        """See :meth:`Membership.moving`."""
+        self._send(Moving(printable(text)))
+
+    def observe(self, what: Observation) -> None:
+        """See :meth:`Membership.observe`."""
+        self._send(Observed(what))
 
     def give_up(self, code: int, why: str) -> None:
         """See :meth:`Membership.give_up`."""
@@ -198,6 +240,10 @@ class WorkerProtocol(ABC):
                     self._on_members(members)
             case PendingChanged(pending):
                 self._pending = pending
+            case Begun():
+                with self._changed:
+                    self._begun = True
+                    self._changed.notify_all()
             case Release():
                 with self._changed:
                     self._released = True

@@ -8,13 +8,51 @@ honours it at its next boundary (:class:`Pending`). At a boundary a member asks 
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 
 from megatron.elastic.comm.address import Rank
-from megatron.elastic.control.wire import Codec
+from megatron.elastic.control.wire import Codec, Int64
 
-__all__ = ["COMMANDS", "Admit", "Command", "Drain", "Pending", "Request", "SaveCheckpoint", "Status", "Stop", "Wish"]
+__all__ = [
+    "COMMANDS",
+    "Admit",
+    "Command",
+    "Drain",
+    "OpenReshape",
+    "ParallelSizes",
+    "Pending",
+    "Request",
+    "Reshape",
+    "ReshapeState",
+    "SaveCheckpoint",
+    "Status",
+    "Stop",
+    "Wish",
+]
+
+_Size = Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
+"""A parallel size."""
+
+ReshapeState = Literal["open", "under way", "in force", "refused"]
+"""The state of a request for other sizes. The last two end it."""
+
+
+class ParallelSizes(NamedTuple):
+    """Tensor-, pipeline- and data-parallel size."""
+
+    tensor: int
+    pipeline: int
+    data: int
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks that compute."""
+        return self.tensor * self.pipeline * self.data
+
+    def __str__(self) -> str:
+        return f"TP {self.tensor}, PP {self.pipeline}, DP {self.data}"
 
 
 class _Command(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="do"):
@@ -45,11 +83,24 @@ class Admit(_Command, frozen=True, tag="admit"):
     ranks: tuple[Rank, ...] = ()
 
 
-Command = Status | Drain | Stop | SaveCheckpoint | Admit
+class Reshape(_Command, frozen=True, tag="reshape"):
+    """Go on with these tensor-, pipeline- and data-parallel sizes."""
+
+    tensor: _Size
+    pipeline: _Size
+    data: _Size
+
+    @property
+    def sizes(self) -> ParallelSizes:
+        """The three as one value."""
+        return ParallelSizes(self.tensor, self.pipeline, self.data)
+
+
+Command = Status | Drain | Stop | SaveCheckpoint | Admit | Reshape
 """A request of ``ctl`` to an agent."""
 COMMANDS: Codec[Command] = Codec(Command)
 
-Wish = Drain | Stop | SaveCheckpoint
+Wish = Drain | Stop | SaveCheckpoint | Reshape
 """A command that every agent learns from the journal and that the members honour at a boundary."""
 
 
@@ -73,6 +124,17 @@ class Request(StrEnum):
     """Begin a new generation at once, although no rank comes or goes."""
 
 
+class OpenReshape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A request for other sizes that is not carried out yet."""
+
+    number: Int64
+    tensor: _Size
+    pipeline: _Size
+    data: _Size
+    hopeless: bool = False
+    """Fewer ranks are here, or will be, than the sizes take."""
+
+
 class Pending(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The requests that the members are to honour at their next boundary."""
 
@@ -86,9 +148,13 @@ class Pending(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """For a member that waits for ranks: some that were to return will not. It asks for a decision that says which."""
     leave: tuple[Rank, ...] = ()
     """Ranks that are to leave, ascending."""
+    reshape: OpenReshape | None = None
+    """The job is to go on with other sizes."""
 
     def words(self) -> list[str]:
-        """The same as text, as ``ctl status`` shows it: 'checkpoint', 'drain', 'join', 'leave:4,5', 'reform'."""
+        """The same as text for ``ctl status``: 'checkpoint', 'join', 'leave:4,5', 'reshape:2,4,1' and so on."""
         named = {"checkpoint": self.checkpoint, "drain": self.drain, "join": self.join, "reform": self.reform}
         leave = ["leave:" + ",".join(map(str, self.leave))] if self.leave else []
-        return sorted([*(name for name, asked in named.items() if asked), *leave])
+        sizes = self.reshape
+        reshape = [] if sizes is None else [f"reshape:{sizes.tensor},{sizes.pipeline},{sizes.data}"]
+        return sorted([*(name for name, asked in named.items() if asked), *leave, *reshape])

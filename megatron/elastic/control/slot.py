@@ -3,12 +3,14 @@
 The slot is a memfd that the agent makes and the worker inherits. The worker writes its activity without a system
 call. The agent can read it while the worker is stopped, hung or dead, when the worker could send no message. A
 sequence word, odd during a write, guards the activity: a reader never takes half an update. If the writer dies during
-a write, the word stays odd and the reader keeps the last complete activity.
+a write, the word stays odd and the reader keeps the last complete activity. The newest committed step, at 1536, has a
+sequence word of its own: another thread writes it.
 
 Layout (little endian)::
 
     at 0     u64 lease end ns | u64 sequence | i64 step | u64 progress | u64 stamp ns | u64 usual ns
              i32 finished | i32 code | u16 phase length | u16 waiting count | 64 bytes phase | u32 × 256 waiting for
+    at 1536  u64 sequence | i64 step | i64 target | i64 samples | f64 seconds | f64 loss | u64 stamp ns
     at 2048  u32 exit reason
     at 3072  a lock that the worker's training thread holds for life
     at 4096  u32 length | last words
@@ -29,17 +31,19 @@ from dataclasses import dataclass
 from megatron.elastic import _process
 from megatron.elastic.control.clock import boot_ns
 from megatron.elastic.control.exits import ExitReason
-from megatron.elastic.control.membership import Activity
+from megatron.elastic.control.membership import Activity, Committed
 
 __all__ = ["SLOT_BYTES", "Glimpse", "Slot"]
 
 SLOT_BYTES = 1 << 16
+_COMMITTED_AT = 1536
 _REASON_AT = 2048
 _LOCK_AT = 3072
 _WORDS_AT = 4096
 _PHASE_BYTES = 64
 _MAX_WAITING = 256
 _HEAD = struct.Struct("<qQQQ")
+_COMMITTED = struct.Struct("<qqqddQ")
 _FINISH = struct.Struct("<ii")
 _COUNTS = struct.Struct("<HH")
 _U64 = struct.Struct("<Q")
@@ -68,6 +72,7 @@ class Slot:
         self._clock = clock
         self._map = mmap.mmap(fd, SLOT_BYTES)
         self._sequence: int = _U64.unpack_from(self._map, _AT_SEQUENCE)[0] & ~1
+        self._commits: int = _U64.unpack_from(self._map, _COMMITTED_AT)[0] & ~1
         self._progress = 0
         self._last = Glimpse(Activity(_NO_STEP, "launch"), 0, 0)
         self._lasted: dict[str, int] = {}
@@ -100,6 +105,15 @@ class Slot:
         struct.pack_into(f"<{len(waiting)}I", self._map, _AT_WAITING, *waiting)
         self._sequence += 1
         _U64.pack_into(self._map, _AT_SEQUENCE, self._sequence)
+
+    def commit(self, step: Committed) -> None:
+        """Write the newest committed step; costs a few stores."""
+        self._commits += 1
+        _U64.pack_into(self._map, _COMMITTED_AT, self._commits)
+        values = step.step, step.target, step.samples, step.seconds, step.loss, time.monotonic_ns()
+        _COMMITTED.pack_into(self._map, _COMMITTED_AT + _U64.size, *values)
+        self._commits += 1
+        _U64.pack_into(self._map, _COMMITTED_AT, self._commits)
 
     def finish(self, code: int) -> None:
         """Mark the coming end as meant."""
@@ -137,6 +151,17 @@ class Slot:
                 self._last = Glimpse(Activity(step, phase.decode(errors="replace"), waiting), progress, stamp, usual)
                 break
         return self._last
+
+    def committed(self) -> tuple[Committed, int] | None:
+        """The newest committed step and when it was written (ns, monotonic); None before the first, or during a write.
+
+        The values are as untrusted as the worker.
+        """
+        before = _U64.unpack_from(self._map, _COMMITTED_AT)[0]
+        *values, stamp = _COMMITTED.unpack_from(self._map, _COMMITTED_AT + _U64.size)
+        if before == 0 or before & 1 or _U64.unpack_from(self._map, _COMMITTED_AT)[0] != before:
+            return None
+        return Committed(*values), stamp
 
     def finished(self) -> int | None:
         """The code a worker announced for its purposeful end, if it did."""

@@ -6,6 +6,7 @@ import msgspec
 
 from megatron.elastic.control.failures import Failures
 from megatron.elastic.control.generations import Generations
+from megatron.elastic.control.history import JobHistory
 from megatron.elastic.control.wire import Codec, ProtocolError, encode
 
 __all__ = ["dump", "restore"]
@@ -14,18 +15,19 @@ __all__ = ["dump", "restore"]
 class _State(msgspec.Struct, forbid_unknown_fields=True):
     generations: Generations
     failures: Failures
+    history: JobHistory
 
 
 _STATE: Codec[_State] = Codec(_State)
 
 
-def dump(generations: Generations, failures: Failures) -> bytes:
-    """Both as text. Later changes of either do not show in it."""
-    return encode(_State(generations, failures))
+def dump(generations: Generations, failures: Failures, history: JobHistory) -> bytes:
+    """All as text. Later changes of any do not show in it."""
+    return encode(_State(generations, failures, history))
 
 
-def restore(generations: Generations, failures: Failures, text: bytes) -> None:
-    """Set both to what :func:`dump` was given. Raises :class:`ProtocolError` and changes neither for any other text.
+def restore(generations: Generations, failures: Failures, history: JobHistory, text: bytes) -> None:
+    """Set all to what :func:`dump` was given. Raises :class:`ProtocolError` and changes none for any other text.
 
     The nodes and the mapping that holds them keep their identity: other parts of the agent hold references to them.
     """
@@ -38,6 +40,7 @@ def restore(generations: Generations, failures: Failures, text: bytes) -> None:
     found.generations.nodes = nodes
     _assign(generations, found.generations)
     _assign(failures, found.failures)
+    _assign(history, found.history)
 
 
 def _assign(target: msgspec.Struct, source: msgspec.Struct) -> None:

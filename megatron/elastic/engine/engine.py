@@ -104,6 +104,7 @@ class Engine:
         """
         at = self.context
         at.record = record
+        at.listener.recorded(record, at.view, "start" if state is None else "load")
         if state is None:
             self.adopt_parameters()
         else:

@@ -29,8 +29,9 @@ Many losses in one job are ordered by the number of losses before them: while ev
 present, the sum of their incarnations is that number, and every process can compute it.
 ``losses=k`` holds from the time when all ranks are present after k losses and every copy of
 state is in place, until the recovery from the next loss. ``rejoin=k`` holds from the entry of
-the generation in which all are present again until copies are in place, ``missing=1`` while
-some rank is missing. ``wait=n`` first lets n steps pass with all ranks present and in place.
+the generation in which all are present again until copies are in place. ``missing=1`` holds
+while some rank is missing; such a ``delay`` ends as soon as a lost rank asks to be admitted.
+``wait=n`` first lets n steps pass with all ranks present and in place.
 
 Invariant: faults are a function of the seed, per (rank, incarnation, step), so a run can be
 repeated and processes need no communication. Without faults, a point costs one test.
@@ -69,6 +70,8 @@ __all__ = [
 
 FIRST_INCARNATION = 0
 """Number of a rank's first incarnation."""
+_LOOK_SECONDS = 0.02
+"""Between two looks whether a missing rank has asked to be admitted."""
 
 KILL_POINTS: Mapping[str, str] = MappingProxyType(
     {
@@ -364,6 +367,8 @@ class Injector:
         """Flips one bit of a block: (copy, tensor). Set by the owner of the pool."""
         self.spoil: Callable[[], None] = _nothing_to_spoil
         """Makes a number of this rank's gradient infinite. Set by the owner of the gradients."""
+        self.is_asked: Callable[[], bool] = lambda: False
+        """True while a rank that is not a member asks to be admitted. Set by the owner of the membership."""
         self._entering: int | None = None
         """Losses so far, if every rank is present in the generation decided last."""
         self._settled: int | None = None
@@ -438,7 +443,7 @@ class Injector:
 
     def _fire(self, fault: Fault, point: str, step: int) -> None:
         if fault.kind == "delay":
-            self._effects.sleep(fault.seconds)
+            self._delay(fault)
             return
         where = f"{point} ({KILL_POINTS[point]})"
         line = f"injected {fault.kind}: rank {self._rank}, step {step}, {where}, wall time {time.time():.4f}"
@@ -459,3 +464,13 @@ class Injector:
                 raise InjectedFault(line)
             case _:
                 torch.empty(1 << 58, dtype=torch.int8, device=self._device)  # 256 PiB: the allocator's own error
+
+    def _delay(self, fault: Fault) -> None:
+        """Sleep as ``fault`` says. Who lingers for a missing rank goes on once it asks to be admitted."""
+        if not fault.missing:
+            self._effects.sleep(fault.seconds)
+            return
+        left = fault.seconds
+        while left > 0 and not self.is_asked():
+            self._effects.sleep(min(left, _LOOK_SECONDS))
+            left -= _LOOK_SECONDS

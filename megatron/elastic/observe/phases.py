@@ -14,10 +14,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-__all__ = ["IDLE", "Moment", "PhaseTimer"]
+__all__ = ["IDLE", "RECOVER", "Moment", "PhaseTimer"]
 
 IDLE = "idle"
 """The phase between steps."""
+RECOVER = "recover"
+"""The phase from the notice of a loss until steps go on."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,10 @@ class PhaseTimer:
             yield
         finally:
             self.enter(before)
+
+    def worked_ns(self) -> int:
+        """Nanoseconds that the present step has spent in phases that are over, recoveries left out."""
+        return sum(spent for phase, spent in self._spent.items() if phase != RECOVER)
 
     def finish(self) -> dict[str, int]:
         """End the step: nanoseconds by phase, in order of first entry."""

@@ -19,15 +19,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
-from megatron.elastic.observe.events import (
-    EventRecord,
-    PhasesEvent,
-    RankLostEvent,
-    RecoveryEvent,
-    SlowRankEvent,
-    TraceEvent,
-    read_events,
-)
+from megatron.elastic.observe.event_kinds import PhasesEvent, RankLostEvent, RecoveryEvent, SlowRankEvent, TraceEvent
+from megatron.elastic.observe.events import EventRecord, read_events
 from megatron.elastic.observe.trace import Span, draw_spans, write_chrome_trace
 
 __all__ = ["main", "run_spans", "track_names"]

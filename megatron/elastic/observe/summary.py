@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from megatron.elastic.observe.events import ProtectionEvent, RankLostEvent, RecoveryEvent
+from megatron.elastic.observe.event_kinds import ProtectionEvent, RankLostEvent, RecoveryEvent
 
 __all__ = ["lost_text", "protection_line", "ranks_text", "recovery_line"]
 

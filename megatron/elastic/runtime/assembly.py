@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import cast
 
 from megatron.elastic.config import ConfigError, ElasticConfig
@@ -30,7 +31,7 @@ from megatron.elastic.engine.settings import Settings
 from megatron.elastic.engine.transaction.agreement import Agreement, RecoveryOutcome
 from megatron.elastic.engine.transaction.certificates import CertificateOutcome
 from megatron.elastic.engine.transaction.context import Context
-from megatron.elastic.engine.transaction.listener import Listener, Stepped
+from megatron.elastic.engine.transaction.listener import Listener, Stepped, Voted
 from megatron.elastic.engine.transaction.phases import Tools
 from megatron.elastic.engine.transaction.protection import Protected
 from megatron.elastic.engine.transaction.rebalance import Rebalancer
@@ -45,11 +46,13 @@ from megatron.elastic.plan.profile import SpeedOptions
 from megatron.elastic.platform.frequency import Kind, frequency_of, open_frequency
 from megatron.elastic.platform.select import select
 from megatron.elastic.runtime.connect import Links
+from megatron.elastic.runtime.publish import Publisher
 from megatron.elastic.runtime.telemetry import (
     write_certificate,
     write_clock,
     write_migration,
     write_protection,
+    write_record,
     write_recut,
     write_speeds,
     write_step,
@@ -115,12 +118,15 @@ def assemble(
     configuration: Configuration,
     record: StepRecord,
     hardware: Hardware,
+    measured: Assignment,
 ) -> Engine:
     """Return this rank's engine in the generation of ``decision``, at ``record``, under ``configuration``.
 
-    It holds no state yet. Raises :class:`StageGone` if some unit has no whole living cell.
+    ``measured``: the assignment that the record names. The engine holds no state yet. Raises :class:`StageGone` if some
+    unit has no whole living cell.
     """
     fabric, rank = links.fabric, links.fabric.rank
+    arena.hold(arena.built)  # costs are asked of the model: an admission cut short left it as in a cell of another size
     timeline = Timeline(job.config.trace)
     timer = PhaseTimer(timeline.moved if timeline.enabled else None)
     links.injector.enter([at.incarnation for at in decision.members.values()], job.launch_topology.slots)
@@ -156,18 +162,20 @@ def assemble(
         moves_units=policy.moves_units and job.config.steps_before_migration >= 0,
         profile=_profile(job, layouts, arena, hardware) if job.profile is None else job.profile,
         hardware=hardware,
-        sizes=_sizes(job),
+        sizes=_sizes(job, layouts),
         covered=job.interface.covered,
     )
     agreement = Agreement(links.membership, views, links.injector, job.settings.communication_timeout, links.threads)
-    view = views.build_view(decision, configuration, record)
+    view = views.build_view(decision, configuration, record, measured)
     tolerances = Tolerances(
         rank,
         job.config.mirrors,
         links.events,
-        announce=lambda text: links.membership.announce(text),
+        announce=lambda text, protection: links.membership.announce(text, protection),
         store=_first_serves_all(),
     )
+    drawing = _ranks_of_node(rank) if job.config.dashboard is not None else ()
+    publisher = Publisher(links.membership, job.settings.steps, drawing)
     context = Context(
         tools=tools,
         views=views,
@@ -177,7 +185,7 @@ def assemble(
         history=History(configuration),
         injector=links.injector,
         timer=timer,
-        listener=_EventWriter(links.events, timeline, job, tolerances),
+        listener=_EventWriter(links.events, timeline, job, tolerances, publisher),
     )
     pace = Pace(SpeedOptions(evidence_ns=_EVIDENCE_NS, band_ppm=_BAND_PPM))
     rebalancer = Rebalancer(context, pace, _clocks(links, job.config, timer))
@@ -186,10 +194,12 @@ def assemble(
     return engine
 
 
-def _sizes(job: EngineParts) -> CellSizes:
+def _sizes(job: EngineParts, layouts: Layouts) -> CellSizes:
     """Return the sizes that cells may have. Raises ``ConfigError`` if they are to live on and the model cannot."""
     tensor = job.launch_topology.tensor
-    sizes = CellSizes.of(job.interface.largest_part, tensor)
+    parameters = {slot.spec for layout in layouts.values() for slot in layout.slots}
+    largest_part = partial(job.interface.largest_part, parameters=parameters)
+    sizes = CellSizes.of(largest_part, tensor, job.launch_topology.slots + job.launch_topology.extra)
     if job.config.tensor == "live-on" and tensor > 1 and not sizes.smaller:
         raise ConfigError(
             f"--elastic-tensor live-on: this model is computed by tensor-parallel groups of {tensor} ranks only; "
@@ -220,10 +230,20 @@ def _first_serves_all() -> bool:
     return nodes > 1 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
+def _ranks_of_node(rank: int) -> range:
+    """Return the ranks of this rank's node, which are consecutive."""
+    first = rank - int(os.environ.get("LOCAL_RANK", "0"))
+    return range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
 def _has_steady_clock(config: ElasticConfig) -> bool:
-    """Return whether times measured by this rank may change plans. Times of ranks that share a core are invalid."""
-    if config.fail_slow == "auto" and select().name == "cpu":
-        return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= len(os.sched_getaffinity(0))
+    """Return whether times measured by this rank may change plans.
+
+    Invalid are times of ranks that share a core, and times of a device's work, which the host's clock takes at the
+    calls: they are those of launches.
+    """
+    if config.fail_slow == "auto":
+        return select().name == "cpu" and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= len(os.sched_getaffinity(0))
     return config.fail_slow != "off"
 
 
@@ -248,21 +268,28 @@ def _clocks(links: Links, config: ElasticConfig, timer: PhaseTimer) -> Clocks | 
 
 @dataclass(frozen=True)
 class _EventWriter(Listener):
-    """Writes the engine's events to the event log, and forwards to the host the lines that it prints."""
+    """Logs and publishes the engine's events, and forwards to the host the lines that it prints."""
 
     events: EventLog
     timeline: Timeline
     job: EngineParts
     tolerances: Tolerances
+    publisher: Publisher
+
+    def recorded(self, record: StepRecord, view: View, source: str, voted: Voted | None = None) -> None:
+        write_record(self.events, record, view, source, voted)
 
     def stepped(self, record: StepRecord, view: View, step: Stepped) -> None:
         write_step(self.events, self.timeline, record, view, step)
+        self.publisher.stepped(record, view, step)
         self.tolerances.look(view, record.version)
 
     def settled(self, outcome: RecoveryOutcome, view: View, seconds: float) -> None:
         self.job.on_settled(outcome, view, seconds)
+        self.publisher.rests()
         assert outcome.resolution.record is not None, "only a lost state has no record"
         self.tolerances.look(view, outcome.resolution.record.version)
+        self.publisher.draw(outcome.resolution.record, view)
 
     def noticed(self, why: str) -> None:
         self.job.on_notice(why)
@@ -272,13 +299,20 @@ class _EventWriter(Listener):
 
     def recut(self, record: StepRecord, view: View, recut: Recut) -> None:
         write_recut(record, view, recut)
+        self.publisher.moves(recut.moved_units)
+
+    def reshapes(self, units: int) -> None:
+        self.publisher.moves(units)
 
     def moved(self, record: StepRecord, view: View, moved: Moved) -> None:
         write_migration(self.events, record, view, moved)
+        if not moved.migration.urgent:
+            self.publisher.rests()
         self.tolerances.look(view, record.version)
 
     def protected(self, record: StepRecord, view: View, protected: Protected) -> None:
         write_protection(self.events, record, protected)
+        self.publisher.protected(record, protected)
 
     def examined(self, view: View, verdict: CertificateOutcome) -> None:
         write_certificate(self.events, view, verdict)

@@ -24,7 +24,10 @@ from megatron.elastic.control.requests import Request
 from megatron.elastic.control.store_client import reach
 from megatron.elastic.control.torch_store import TorchStore
 from megatron.elastic.engine.inject import Injector, parse
-from megatron.elastic.observe.events import EventLog
+from megatron.elastic.observe.event_kinds import BeginEvent
+from megatron.elastic.observe.events import EventLog, clock_name
+from megatron.elastic.platform.own_device import use_own_device
+from megatron.elastic.platform.select import select
 from megatron.elastic.platform.threads import OS_THREADS, Threads
 
 __all__ = ["Links", "linked", "open_links"]
@@ -46,8 +49,11 @@ class Links:
 def open_links(config: ElasticConfig, timeout: float) -> Links:
     """Join the control plane, listen, and connect to all ranks unless this is a newcomer.
 
-    Raises ``NotUnderLauncher`` outside the elastic launcher.
+    The device of this rank becomes the current one before anything names a device: Megatron sets it only where it
+    initialises torch.distributed itself. Raises ``NotUnderLauncher`` outside the elastic launcher.
     """
+    platform = select()
+    use_own_device(platform)
     membership = WorkerMembership.from_env()
     fabric = make_fabric(
         config,
@@ -59,8 +65,10 @@ def open_links(config: ElasticConfig, timeout: float) -> Links:
         store=lambda: _agent_store(timeout),
         host=os.environ[env.ADDRESS],
         timeout=timeout,
+        platform=platform,
     )
     events = EventLog(config.event_log, membership.rank, membership.incarnation)
+    events.write(BeginEvent(os.environ[env.RUN_ID], clock_name()))
     injector = Injector(parse(config.inject or ""), membership.rank, membership.incarnation)
     membership.start(fabric.interrupt)
     membership.sample(lambda: _waiting(fabric))
@@ -80,6 +88,7 @@ def linked(
 ) -> Links:
     """Return the links of a process that has started its membership: to all ranks, unless it is a newcomer."""
     decision = None
+    injector.is_asked = lambda: membership.pending().join
     if not membership.newcomer:
         membership.request(Request.SETUP)  # before "begin" no rank holds state, so a loss restarts the setup
         decision = membership.decide(fabric.address(), "", timeout)

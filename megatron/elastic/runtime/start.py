@@ -17,7 +17,7 @@ from megatron.elastic.engine.generation.state_catalog import build_layouts, buil
 from megatron.elastic.engine.transaction.early_links import EarlyLinks
 from megatron.elastic.engine.transaction.join import JoinState, receive_join_state
 from megatron.elastic.engine.transaction.wait_for_ranks import await_ranks
-from megatron.elastic.observe.events import ReadyEvent
+from megatron.elastic.observe.event_kinds import ReadyEvent
 from megatron.elastic.runtime.assembly import EngineParts, assemble, beginning
 from megatron.elastic.runtime.connect import Links
 from megatron.elastic.runtime.warm_up import rehearse
@@ -45,7 +45,8 @@ def found(links: Links, job: EngineParts) -> Engine:
     own = own_catalog(job.interface, job.launch_topology, links.fabric.rank)
     arena = Arena(job.interface, layouts, built(own, job.launch_topology, links.fabric.rank))
     hardware = survey(links.fabric, links.threads)
-    engine = assemble(links, job, links.decision, layouts, arena, configuration, record, hardware)
+    launched = configuration.assignment
+    engine = assemble(links, job, links.decision, layouts, arena, configuration, record, hardware, launched)
     engine.adopt_parameters()
     links.injector.settle()
     return engine
@@ -82,7 +83,15 @@ def join(links: Links, job: EngineParts) -> tuple[Engine, JoinState]:
                 )
             known.update(layouts)
             engine = assemble(
-                links, job, decision, layouts, arena, join_state.configuration, join_state.record, join_state.hardware
+                links,
+                job,
+                decision,
+                layouts,
+                arena,
+                join_state.configuration,
+                join_state.record,
+                join_state.hardware,
+                join_state.confirmed.assignment,
             )
             engine.join(join_state)
             links.events.generation = decision.generation

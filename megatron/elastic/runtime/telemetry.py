@@ -8,29 +8,30 @@ from __future__ import annotations
 from collections import Counter
 
 from megatron.elastic.control.membership import Loss
-from megatron.elastic.engine.generation.launch_topology import LaunchTopology
 from megatron.elastic.engine.generation.repartition import Recut
+from megatron.elastic.engine.generation.shape import GridShape
 from megatron.elastic.engine.generation.view import View
 from megatron.elastic.engine.transaction.agreement import RecoveryOutcome
 from megatron.elastic.engine.transaction.certificates import CertificateOutcome
-from megatron.elastic.engine.transaction.listener import Stepped
+from megatron.elastic.engine.transaction.listener import Stepped, Voted
 from megatron.elastic.engine.transaction.protection import Protected
 from megatron.elastic.engine.transaction.streams import Moved
-from megatron.elastic.observe.events import (
+from megatron.elastic.observe.event_kinds import (
     CertificateEvent,
     ClockEvent,
-    EventLog,
     GenerationEvent,
     MigrationEvent,
     PhasesEvent,
     PlanEvent,
     ProtectionEvent,
     RankLostEvent,
+    RecordEvent,
     RecoveryEvent,
     SlowRankEvent,
     StepEvent,
     TraceEvent,
 )
+from megatron.elastic.observe.events import EventLog
 from megatron.elastic.observe.summary import protection_line, ranks_text, recovery_line
 from megatron.elastic.observe.timeline import Timeline
 from megatron.elastic.plan import model
@@ -42,6 +43,7 @@ __all__ = [
     "write_clock",
     "write_migration",
     "write_protection",
+    "write_record",
     "write_recovery",
     "write_recut",
     "write_speeds",
@@ -51,23 +53,44 @@ __all__ = [
 _OUTCOMES = {"roll_forward": "rolled forward", "revote": "voted again", "rerun": "re-run"}
 
 
+def write_record(events: EventLog, record: StepRecord, view: View, source: str, voted: Voted | None) -> None:
+    """Record that ``record`` is this rank's newest in the generation of ``view``, to which later lines belong."""
+    if not events.enabled:
+        return
+    events.generation = view.generation
+    address, key = None if voted is None else voted.address, record.gradient
+    events.write(
+        RecordEvent(
+            step=record.version,
+            source=source,
+            digest=record.digest,
+            before="" if voted is None else voted.before.digest,
+            samples=None if address is None else (address.first, address.first + address.size),
+            gradient=None if key is None else (key.step, key.generation, key.attempt),
+            ledger=record.ledger_hash,
+            grad_norm=record.grad_norm,
+            skipped=record.skipped,
+            members=() if voted is not None else view.living,
+        )
+    )
+
+
 def write_recovery(
     events: EventLog,
-    launch_topology: LaunchTopology,
     outcome: RecoveryOutcome,
     view: View,
     step: int,
     in_step: bool,
     seconds: float,
     speaks: bool,
-) -> None:
+) -> RecoveryEvent:
     """Record one finished recovery that took ``seconds`` in ``step`` (the newest committed one between steps).
 
     ``in_step``: a step was under way, so it was finished or computed again.
     """
     decision = outcome.decision
     events.generation = decision.generation
-    losses = [_rank_lost(loss, launch_topology, step) for loss in outcome.lost]
+    losses = [_rank_lost(loss, view.assignment.base, step) for loss in outcome.lost]
     parked = view.plan.parked
     events.write(
         GenerationEvent(
@@ -101,6 +124,7 @@ def write_recovery(
         recovered = recovery_line(agreement, decision.generation, losses, parked, smaller)
         for line in (recovered, *batch_lines(view.plan)):
             print(line, flush=True)
+    return agreement
 
 
 def batch_lines(plan: model.Plan) -> tuple[str, ...]:
@@ -162,7 +186,9 @@ def write_recut(record: StepRecord, view: View, recut: Recut) -> None:
     if not view.lowest:
         return
     if recut.target.is_nominal:
-        why = "all ranks are back, so layers return to the ranks of the launch"
+        shape = recut.target.shape
+        of = "the launch" if shape is None else str(shape.sizes)
+        why = f"all ranks are back, so layers return to the ranks of {of}"
     elif recut.now_ns:
         why = f"a step is expected to take {recut.then_ns / recut.now_ns:.0%} of its present time"
     else:
@@ -262,8 +288,8 @@ def _outcome(outcome: RecoveryOutcome, in_step: bool) -> str:
     return "finished" if outcome.step_committed else _OUTCOMES[outcome.resolution.kind]
 
 
-def _rank_lost(loss: Loss, launch_topology: LaunchTopology, step: int) -> RankLostEvent:
-    place = launch_topology.place(loss.rank)
+def _rank_lost(loss: Loss, shape: GridShape, step: int) -> RankLostEvent:
+    ranks, replica, stage = shape.place(loss.rank)
     return RankLostEvent(
         lost_rank=loss.rank,
         lost_incarnation=loss.incarnation,
@@ -271,7 +297,7 @@ def _rank_lost(loss: Loss, launch_topology: LaunchTopology, step: int) -> RankLo
         cause=loss.cause,
         step=step,
         last_lines=loss.last_lines,
-        tensor_parallel_group=launch_topology.cell_of(loss.rank).ranks,
-        stage=None if place is None else place[2],
-        replica=None if place is None else place[1],
+        tensor_parallel_group=ranks,
+        stage=stage,
+        replica=replica,
     )

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from megatron.elastic.control.observations import Protection
 from megatron.elastic.engine.generation.view import View
-from megatron.elastic.observe import events
+from megatron.elastic.observe.event_kinds import ToleranceEvent
+from megatron.elastic.observe.events import EventLog
 from megatron.elastic.observe.summary import ranks_text
 from megatron.elastic.state.domains import FailureDomains
 from megatron.elastic.state.placement import Placement
@@ -25,7 +27,7 @@ class Tolerances:
     """
 
     def __init__(
-        self, rank: int, mirrors: int, log: events.EventLog, announce: Callable[[str], None], store: bool
+        self, rank: int, mirrors: int, log: EventLog, announce: Callable[[str, Protection], None], store: bool
     ) -> None:
         self._rank, self._mirrors = rank, mirrors
         self._log, self._announce, self._store = log, announce, store
@@ -43,7 +45,8 @@ class Tolerances:
         if text != self._reported:
             self._reported = text
             print(text, flush=True)
-            self._announce(text)
+            ranks, nodes = found.levels[:2]
+            self._announce(text, Protection(ranks.any, nodes.any, found.short, found.blocks))
             self._log.write(_event(found, present[1], step, text))
 
     def _is_seen(self, placement: Placement, domains: FailureDomains) -> bool:
@@ -80,9 +83,7 @@ def _fatal(level: Level, kind: str, domains: FailureDomains) -> str:
     return f"{text}{' together' * (len(first) > 1)} ({len(level.fatal)} of {level.possible} {unit})"
 
 
-def _event(found: Tolerance, domains: FailureDomains, step: int, text: str) -> events.ToleranceEvent:
+def _event(found: Tolerance, domains: FailureDomains, step: int, text: str) -> ToleranceEvent:
     ranks, nodes, *wider = found.levels
     named = tuple(tuple(domains.names[node] for node in one) for one in nodes.fatal)
-    return events.ToleranceEvent(
-        step, ranks.any, nodes.any, tuple(level.any for level in wider), named, found.short, text
-    )
+    return ToleranceEvent(step, ranks.any, nodes.any, tuple(level.any for level in wider), named, found.short, text)

@@ -63,7 +63,15 @@ def _rehearse_admission(links: Links, job: EngineParts, own: Catalog, arena: Are
     alone = replace(links, injector=Injector((), rank), events=EventLog(None, rank))
     quiet = replace(job, config=replace(job.config, frequency="off", trace=False, exact=False))
     at = assemble(
-        alone, quiet, decision, layouts, arena, join_state.configuration, join_state.record, join_state.hardware
+        alone,
+        quiet,
+        decision,
+        layouts,
+        arena,
+        join_state.configuration,
+        join_state.record,
+        join_state.hardware,
+        join_state.confirmed.assignment,
     ).context
     mine = statement(
         at.tools, at.view, record, 0, looked_at(layouts, configuration.placement.copies, 0, LOOKED_AT_BYTES)

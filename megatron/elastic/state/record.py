@@ -130,6 +130,8 @@ class Agreed:
     """Finish the checkpoint under way: every rank has written its share."""
     leave: tuple[int, ...] = ()
     """Ranks to release, ascending."""
+    reshape: tuple[int, ...] = ()
+    """Number of the request, tensor-, pipeline- and data-parallel size to go on with; empty: the present ones."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -217,7 +219,8 @@ class StepRecord:
         raw = json.loads(text)
         raw["rates"] = tuple(Rate(**rate) for rate in raw["rates"])
         raw["losses"] = {key: (num, den) for key, (num, den) in raw["losses"].items()}
-        raw["agreed"] = Agreed(**{**raw["agreed"], "leave": tuple(raw["agreed"]["leave"])})
+        agreed = raw["agreed"]
+        raw["agreed"] = Agreed(**{**agreed, "leave": tuple(agreed["leave"]), "reshape": tuple(agreed["reshape"])})
         raw["speeds"] = tuple((cell, speed) for cell, speed in raw["speeds"])
         raw["gradient"] = GradientKey(*raw["gradient"]) if raw["gradient"] is not None else None
         return cls(**raw)

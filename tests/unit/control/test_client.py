@@ -18,6 +18,7 @@ from megatron.elastic.control.membership import Activity, Decision, Loss
 from megatron.elastic.control.messages import (
     FROM_WORKER,
     Ask,
+    Begun,
     Decide,
     Finish,
     Freeze,
@@ -205,6 +206,22 @@ def test_pending_and_requests_and_suspicions_travel(agent: Agent) -> None:
     assert agent.hear(Suspicion) == Suspicion(0, 0, "link")
     agent.worker.finish(3)
     assert agent.hear(Finish) == Finish(3) and agent.slot.finished() == 3
+
+
+def test_the_first_vote_waits_until_the_agent_says_that_all_have_begun(agent: Agent) -> None:
+    agent.worker.start(lambda generation: None)
+    with pytest.raises(CommTimeout):
+        agent.worker.await_begin(0.05)
+    later(lambda: agent.tell(Freeze(1)))
+    with pytest.raises(GenerationChanged):
+        agent.worker.await_begin(20)
+    agent.decide(1, 0, 1)
+    later(lambda: agent.tell(Begun()))
+    while agent.worker._decided < 1:
+        time.sleep(0.001)
+    agent.worker.await_begin(20)
+    agent.tell(Freeze(2))
+    agent.worker.await_begin(0.0)
 
 
 def test_a_sampled_wait_keeps_the_step_and_gives_way_to_what_was_published(agent: Agent) -> None:

@@ -21,11 +21,12 @@ from megatron.elastic.control.events import (
     Reformed,
     Reported,
     Requested,
+    Reshaped,
     Waiting,
     Wanted,
 )
 from megatron.elastic.control.generations import Generations
-from megatron.elastic.control.requests import Drain, Request, SaveCheckpoint, Stop
+from megatron.elastic.control.requests import Drain, Request, Reshape, SaveCheckpoint, Stop
 from tests.unit.control.test_generations import entry, loss, machine, started
 
 
@@ -106,7 +107,10 @@ EVENTS = st.one_of(
     st.builds(Lifted, st.integers(0, 2), st.integers(0, 3), st.just("why")),
     st.builds(lambda r: Readmitted(tuple(r)), st.lists(st.integers(0, 4), max_size=2)),
     st.builds(lambda r: Wanted(Drain(tuple(r))), st.lists(st.integers(0, 3))),
-    st.builds(Wanted, st.sampled_from([SaveCheckpoint(), Stop()])),
+    st.builds(Wanted, st.sampled_from([SaveCheckpoint(), Stop(), Reshape(1, 2, 2), Reshape(5, 1, 1)])),
+    st.builds(
+        Reshaped, st.integers(0, 3), st.sampled_from(["under way", "in force", "refused"]), st.just("in one line")
+    ),
 )
 
 

@@ -23,6 +23,7 @@ from megatron.elastic.control import events as ev
 from megatron.elastic.control.channel import Credentials
 from megatron.elastic.control.failures import Failures
 from megatron.elastic.control.generations import Generations, Node
+from megatron.elastic.control.history import RESTART, JobHistory
 from megatron.elastic.control.journal import Journal, Mark, Snapshot, Trimmed, keep, newest, trim
 from megatron.elastic.control.keys import Keys, LocalStore
 from megatron.elastic.control.membership import Loss
@@ -64,7 +65,7 @@ class Agent:
 
     def __post_init__(self) -> None:
         self.journal = Journal(self.store, SEAL)
-        self.trimming = JournalTrimming(self.store, SEAL, self.node, self.state, self.failures, self.seen)
+        self.trimming = JournalTrimming(self.store, SEAL, self.node, self.state, self.failures, JobHistory(), self.seen)
         self.journal.mark = self.trimming.resume()
         self.restarts = 0
 
@@ -248,9 +249,9 @@ def test_a_coordinator_stopped_before_it_trims_does_not_lower_the_floor() -> Non
 
 def test_a_snapshot_of_something_else_is_refused_and_changes_nothing() -> None:
     state, failures = job(), Failures()
-    plain = json.loads(dump(state, failures))
+    plain = json.loads(dump(state, failures, JobHistory()))
     inner = plain["generations"]
-    other_nodes = dump(Generations({0: Node("h0", (0,))}), failures)
+    other_nodes = dump(Generations({0: Node("h0", (0,))}), failures, JobHistory())
     broken: list[object] = [{}, None, [], {**plain, "more": 1}]
     wrong: list[dict[str, object]] = [
         {"frozen": "1"},
@@ -262,7 +263,7 @@ def test_a_snapshot_of_something_else_is_refused_and_changes_nothing() -> None:
     broken += [{**plain, "generations": {**inner, **fields}} for fields in wrong]
     for text in (*(json.dumps(each).encode() for each in broken), other_nodes, b"", b"\xff"):
         with pytest.raises(ProtocolError):
-            restore(state, failures, text)
+            restore(state, failures, JobHistory(), text)
     assert state == job() and failures == Failures()
     store = LocalStore(Keys())
     store.put("journal/snapshot", b"garbage")
@@ -275,5 +276,6 @@ def test_what_others_hold_a_reference_to_is_the_same_after_a_restore() -> None:
     nodes, node = state.nodes, state.nodes[1]
     later = job()
     later.apply(ev.NodeLost(1, 0, "gone"))
-    restore(state, failures, dump(later, failures))
-    assert state == later and state.nodes is nodes and state.nodes[1] is node and not node.alive
+    history, told = JobHistory(), JobHistory(losses=3, lost_s={RESTART: 2.0})
+    restore(state, failures, history, dump(later, failures, told))
+    assert history == told and state == later and state.nodes is nodes and state.nodes[1] is node and not node.alive

@@ -141,7 +141,7 @@ def test_a_rank_is_in_one_cell_at_most() -> None:
         replace(launch, formed=((0, (0, 2)),))
     with pytest.raises(ValueError, match="two cells"):
         replace(launch, formed=((0, (0,)), (1, (2, 0))))
-    with pytest.raises(ValueError, match="a cell of the launch"):
+    with pytest.raises(ValueError, match="a cell of the sizes in force"):
         replace(launch, formed=((5, (0,)),))
     dissolved = replace(launch, formed=((1, ()),))
     assert dissolved.whole(range(4)) == (0,) and dissolved.topology(range(4)).parked == (2, 3)

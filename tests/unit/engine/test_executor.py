@@ -46,6 +46,10 @@ class Layers:
     def boundary(self, rows: int) -> tuple[torch.Size, torch.dtype]:
         return torch.Size((LENGTH, rows, WIDTH)), torch.float32
 
+    def cut_sequence(self) -> int | None:
+        """Cells do not cut the sequence."""
+        return None
+
     def deferring(self, piece: Piece) -> AbstractContextManager[Any]:
         raise AssertionError("no backward is split here")
 

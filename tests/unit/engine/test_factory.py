@@ -113,7 +113,8 @@ def configuration(factory: ViewFactory, members: Collection[int] = RANKS) -> Con
 def view_of(factory: ViewFactory, decided: Decision, record: StepRecord | None = None) -> View:
     """Return the view of ``decided`` under the launch's configuration without the copies of ranks that were lost."""
     survivors = [rank for rank in decided.members if rank not in newcomers(decided)]
-    return factory.build_view(decided, configuration(factory, survivors), record or RECORD)
+    held = configuration(factory, survivors)
+    return factory.build_view(decided, held, record or RECORD, held.assignment)
 
 
 SURVIVORS = st.sets(st.sampled_from(RANKS), min_size=1)
@@ -154,6 +155,20 @@ def test_a_rank_that_joined_is_unproven_and_its_cell_not_measured() -> None:
         view = view_of(made[0], decision(RANKS, joined=(3,)), record)
     assert view.unproven == {3}
     assert dict(view.speeds()) == {launch.cell_of(1).id: 700_000}
+
+
+def test_a_cell_of_other_ranks_than_were_measured_is_not_taken_for_slow() -> None:
+    """Its slow rank may be the one that it has lost. A cell that has its ranks keeps its speed."""
+    record = replace(RECORD, speeds=tuple((cell, 600_000) for cell in range(len(RANKS))))
+    with factories() as made:
+        held = configuration(made[0])
+        exchanged = ((0, held.assignment.cells[1].ranks), (1, held.assignment.cells[0].ranks))
+        formed = replace(held, assignment=replace(held.assignment, formed=exchanged))
+        loss = made[0].build_view(decision(RANKS), formed, record, held.assignment)
+        again = made[0].build_view(decision(RANKS), formed, record, formed.assignment)
+        moved = made[0].with_configuration(made[0].build_view(decision(RANKS), held, record, held.assignment), formed)
+    assert dict(loss.speeds()) == dict(moved.speeds()) == {2: 600_000, 3: 600_000}
+    assert set(dict(again.speeds())) == set(range(len(RANKS)))
 
 
 def test_a_new_plan_for_measured_speeds_keeps_everything_else() -> None:

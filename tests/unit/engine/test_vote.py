@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.elastic.control.requests import Pending
+from megatron.elastic.control.requests import OpenReshape, Pending
 from megatron.elastic.engine.compute.ledger import Ledger
 from megatron.elastic.engine.compute.vote import Tally, VoteLayout, agreed_by, plan_digest, wishes
 from megatron.elastic.state.record import Agreed, Rate, StepRecord
@@ -99,6 +99,7 @@ REQUESTS = st.builds(
     join=st.booleans(),
     drain=st.booleans(),
     leave=st.sampled_from([(), (3,), (1, 3), (13,)]),
+    reshape=st.sampled_from([None, OpenReshape(1, 2, 2, 1), OpenReshape(2, 2, 2, 1), OpenReshape(1, 2, 2, 1, True)]),
 )
 
 
@@ -114,12 +115,15 @@ def test_a_request_is_agreed_when_every_voter_knows_it_and_a_save_when_one_needs
         tallies.append(LAYOUT.pack(tally))
     total = LAYOUT.unpack(torch.stack(tallies).sum(0))
     known = [requests for requests, _, _ in voters]
+    numbers = [(one.reshape and (one.reshape.number, 2, 2, 1)) or () for one in known]
+    asked = set(numbers)
     expected = Agreed(
         join=all(requests.join for requests in known),
         drain=all(requests.drain for requests in known),
         save=any(save for _, save, _ in voters),
         written=all(written for _, _, written in voters),
         leave=known[0].leave if len({requests.leave for requests in known}) == 1 else (),
+        reshape=asked.pop() if len(asked) == 1 else (),
     )
     assert [agreed_by(total, requests) for requests in known] == [expected] * len(voters)
     record = StepRecord(1, agreed=expected)

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.elastic.config import ConfigError
-from megatron.elastic.engine.inject import KILL_POINTS, STEP_POINTS, InjectedFault, Injector, parse
+from megatron.elastic.engine.inject import KILL_POINTS, STEP_POINTS, Effects, InjectedFault, Injector, parse
 
 
 def fires(injector: Injector, point: str, step: int) -> bool:
@@ -108,6 +108,22 @@ def test_delay_makes_a_straggler():
     injector.reach("before_step", 1)
     injector.reach("before_step", 1)
     assert time.monotonic() - began >= 0.1
+
+
+def test_who_lingers_for_a_missing_rank_goes_on_once_it_asks_to_be_admitted():
+    class Slept(Effects):
+        def __init__(self) -> None:
+            self.seconds = 0.0
+
+        def sleep(self, seconds: float) -> None:
+            self.seconds += seconds
+
+    for asked_after, expected in ((0.0, 0.0), (0.5, 0.5), (9.0, 3.0)):
+        slept = Slept()
+        injector = Injector(parse("delay:missing=1,count=0,seconds=3"), rank=0, effects=slept)
+        injector.is_asked = lambda after=asked_after, slept=slept: slept.seconds >= after  # type: ignore[misc]
+        injector.reach("before_step", 1)
+        assert slept.seconds == pytest.approx(expected, abs=0.03)
 
 
 def test_a_slowed_rank_takes_a_multiple_of_its_own_time_and_only_in_its_steps():

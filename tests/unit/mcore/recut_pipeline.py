@@ -122,7 +122,7 @@ def port_of(case: Case, stage: int) -> GptInterface:
 
 
 def _held(units: Collection[int]) -> HeldPart:
-    """What a cell holds; all parameters are in one space a unit."""
+    """The part that a cell holds; all parameters of a unit are in one space."""
     return HeldPart(tuple(sorted(units)), None, tuple((unit, 0) for unit in units))
 
 

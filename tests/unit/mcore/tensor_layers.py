@@ -34,13 +34,13 @@ from megatron.core.transformer.module import Float16Module
 
 from megatron.elastic.engine.compute.dropout import DropoutKey, dropout_scope
 from megatron.elastic.engine.compute.model_interface import CellPlace, LossOutput, UnitParameter, place_of
+from megatron.elastic.engine.compute.sequence_transfers import Transfer, boundary_transfers
 from megatron.elastic.mcore.model import vocabulary_range
 from megatron.elastic.mcore.model.dropout import key_dropout
 from megatron.elastic.mcore.model.gpt import GptInterface
 from megatron.elastic.mcore.model.param_groups import GroupKeys
 from megatron.elastic.mcore.patching.patches import Patch, apply
 from megatron.elastic.plan.model import Piece
-from megatron.elastic.plan.sequence_transfers import Transfer, boundary_transfers
 from megatron.elastic.state.coverage import Overlap, Position, add, common_shard, read
 
 WORLD, LAYERS, ROWS, HEADS, COLUMNS, DROPOUT = 4, 2, 2, 8, 40, 0.1
@@ -71,10 +71,10 @@ class Case:
     sequence: str
     """'whole', or the sequence length with sequence parallelism: '16' is not divided by 3, '12' is."""
     fused: bool
-    """Whether Megatron's fused cross entropy is used, which rounds its gradient to bf16."""
+    """True for Megatron's fused cross entropy, which rounds its gradient to bf16."""
     recompute: str
     split: bool
-    """Whether weight gradients are computed after the input gradients."""
+    """True if weight gradients are computed after the input gradients."""
 
     @property
     def sequence_parallel(self) -> bool:
@@ -396,7 +396,6 @@ def in_cell(cell: Cell, place: CellPlace, group: dist.ProcessGroup, launch: dict
     }
     return {
         **compared(cell.run(position, group), launch),
-        "line": interface.remark(position),
         "shapes": {item.spec.name: list(item.parameter.shape) for unit, item, _ in cell.items() if unit == 1},
         "boundary": boundary[0],
         "covered": named == {(unit, shard) for unit in units for shard in interface.covered(unit, position)},

@@ -17,7 +17,8 @@ from megatron.elastic.control.membership import Released
 from megatron.elastic.engine.failures import CommunicationFault, NotFinite, SilentCorruption
 from megatron.elastic.engine.transaction.agreement import StateLost
 from megatron.elastic.mcore.loop.shutdown import Shutdown
-from megatron.elastic.observe.events import EventLog, RecoveryEvent, read_events
+from megatron.elastic.observe.event_kinds import EndEvent, RecoveryEvent
+from megatron.elastic.observe.events import EventLog, read_events
 from megatron.elastic.plan.dataflow import PlanError
 from megatron.elastic.runtime.start import JobGone
 from megatron.elastic.state.certificate import CertificateError
@@ -123,8 +124,9 @@ def test_lost_state_goes_back_to_the_checkpoint_and_says_which_steps_are_compute
     assert process.end(lost(9)) == ("exit", ExitCode.BEGUN_ANEW)
     (line,) = process.said
     assert "blocks 1, 2 are lost" in line and "of step 6" in line and "steps 7 to 9 are computed again" in line
-    (event,) = (record.event for record in read_events(process.events))
+    event, end = (record.event for record in read_events(process.events))
     assert isinstance(event, RecoveryEvent) and (event.step, event.lost_steps) == (7, 3)
+    assert end == EndEvent(9, ExitCode.BEGUN_ANEW, "blocks 1, 2 are lost")
 
 
 @pytest.mark.parametrize(("saved", "respawn"), [(None, True), ("6", False)])

@@ -109,6 +109,14 @@ def test_what_exact_mode_cannot_keep_is_refused(
         check(plain(calculate_per_token_loss=False, **asked), config, platform, [])
 
 
+def test_a_policy_of_smaller_groups_needs_groups_that_live_on() -> None:
+    parking, living = ElasticConfig(policy="ntp"), ElasticConfig(policy="ntp", tensor="live-on")
+    with pytest.raises(BadInput, match=r"--elastic-policy ntp .* add --elastic-tensor live-on"):
+        check(plain(tensor_model_parallel_size=2), parking, "cpu", [])
+    check(plain(tensor_model_parallel_size=2), living, "cpu", [])
+    check(plain(tensor_model_parallel_size=1), parking, "cpu", [])
+
+
 @pytest.mark.parametrize("asked", [{"micro_batch_size": 1}, {"micro_batch_size": 4, "calculate_per_token_loss": True}])
 def test_exact_mode_takes_batches_that_are_made_of_samples(asked: dict[str, Any]) -> None:
     check(plain(**asked), ElasticConfig(exact=True), "cpu", [])

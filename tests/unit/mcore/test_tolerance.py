@@ -6,7 +6,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from megatron.elastic.observe.events import EventLog, ToleranceEvent, read_events
+from megatron.elastic.control.observations import Protection
+from megatron.elastic.observe.event_kinds import ToleranceEvent
+from megatron.elastic.observe.events import EventLog, read_events
 from megatron.elastic.runtime.tolerance import Tolerances, line
 from megatron.elastic.state.domains import FailureDomains
 from megatron.elastic.state.ownership import Copies, Placement
@@ -47,17 +49,24 @@ def test_the_line_names_what_state_survives_and_what_it_does_not() -> None:
 
 def test_it_is_told_when_it_changes_and_by_the_lowest_rank_alone(tmp_path: Path, capsys: Any) -> None:
     domains, heard = domains_of("a", "b", "c"), list[str]()
+    numbers = list[Protection]()
+
+    def announce(text: str, protection: Protection) -> None:
+        heard.append(text)
+        numbers.append(protection)
+
     both = Placement({(0, 0, 0): Copies(0, (1,)), (0, 0, 1): Copies(1, (2,))})
     same, fewer = Placement(dict(both.copies)), Placement({(0, 0, 0): Copies(0), (0, 0, 1): Copies(1, (2,))})
     log = EventLog(tmp_path, 0)
-    lowest = Tolerances(0, 1, log, heard.append, False)
-    other = Tolerances(1, 1, log, heard.append, False)
+    lowest = Tolerances(0, 1, log, announce, False)
+    other = Tolerances(1, 1, log, announce, False)
     for step, placement in enumerate((both, both, same, fewer, both), 1):
         for rank in (lowest, other):
             rank.look(SimpleNamespace(living=(0, 1, 2), placement=placement, domains=domains), step)  # type: ignore[arg-type]
     printed = capsys.readouterr().out.splitlines()
     assert printed == heard and len(heard) == 3
     assert "lack copies" in heard[1] and heard[0] == heard[2]
+    assert numbers == [Protection(1, 1, 0, 2), Protection(0, 0, 1, 2), Protection(1, 1, 0, 2)]
     events = [record.event for record in read_events(tmp_path)]
     assert [event.text for event in events if isinstance(event, ToleranceEvent)] == heard
     assert events[0] == ToleranceEvent(1, 1, 1, (), (("a", "b"), ("b", "c")), 0, heard[0])

@@ -14,11 +14,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.elastic.observe.events import (
+from megatron.elastic.observe.event_kinds import (
     EVENT_KINDS,
+    BeginEvent,
     CertificateEvent,
     ClockEvent,
-    EventLog,
+    EndEvent,
     GenerationEvent,
     MigrationEvent,
     PhasesEvent,
@@ -26,14 +27,15 @@ from megatron.elastic.observe.events import (
     ProtectionEvent,
     RankLostEvent,
     ReadyEvent,
+    RecordEvent,
     RecoveryEvent,
     SlowRankEvent,
     StepEvent,
     SubstitutionEvent,
     ToleranceEvent,
     TraceEvent,
-    read_events,
 )
+from megatron.elastic.observe.events import EventLog, clock_name, read_events
 
 EVENTS = [
     GenerationEvent(3, "loss", (0, 1, 3), lost=(2,), parked=(3,)),
@@ -50,6 +52,10 @@ EVENTS = [
     SubstitutionEvent("--transformer-impl", "transformer_engine", "local", "no CUDA"),
     SlowRankEvent(9, 4, 500_000),
     ClockEvent(9, 1_500_000, 1_755_000, 1_740_000, True, 250_000),
+    BeginEvent("job", "boot time:[1]"),
+    RecordEvent(8, "vote", "cd", "ab", (56, 64), (7, 3, 0), "ff", 0.5),
+    RecordEvent(8, "decision", "cd", members=(0, 1, 3)),
+    EndEvent(8, 3, "drained"),
     TraceEvent(9, (("compute", 5, 90), ("vote", 90, 100)), (("F", 0, 0, 3, 6, 20), ("BW", 0, 0, 3, 50, 70))),
 ]
 
@@ -102,6 +108,12 @@ def test_any_value_survives_the_log(tmp_path_factory, number, lines, nanoseconds
     assert back[2].seconds == number or (math.isnan(back[2].seconds) and math.isnan(number))
 
 
+def test_processes_of_one_machine_share_a_clock_and_name_it_alike():
+    code = "from megatron.elastic.observe.events import clock_name; print(clock_name())"
+    told = {subprocess.check_output([sys.executable, "-c", code], text=True).strip() for _ in range(2)}
+    assert told == {clock_name()}
+
+
 def test_without_a_directory_nothing_is_written():
     log = EventLog(None, rank=0)
     assert not log.enabled
@@ -110,7 +122,8 @@ def test_without_a_directory_nothing_is_written():
 
 WRITER = """
 import sys
-from megatron.elastic.observe.events import EventLog, StepEvent
+from megatron.elastic.observe.event_kinds import StepEvent
+from megatron.elastic.observe.events import EventLog
 log = EventLog(sys.argv[1], rank=int(sys.argv[2]), incarnation=int(sys.argv[3]))
 step = 0
 while True:

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.elastic.observe.events import EventLog, PhasesEvent, StepEvent
+from megatron.elastic.observe.event_kinds import PhasesEvent, StepEvent
+from megatron.elastic.observe.events import EventLog
 from megatron.elastic.state.manifest import MANIFEST, Manifest, files_below, hash_of
 from megatron.elastic.state.record import StepRecord
 from tools.fingerprint import checkpoint_fingerprint, fingerprint, main, tensor_hash, total

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.elastic.observe.events import EventLog, PhasesEvent, RankLostEvent, RecoveryEvent, TraceEvent
+from megatron.elastic.observe.event_kinds import PhasesEvent, RankLostEvent, RecoveryEvent, TraceEvent
+from megatron.elastic.observe.events import EventLog
 from megatron.elastic.observe.phases import PhaseTimer
 from megatron.elastic.observe.run_trace import main
 from megatron.elastic.observe.timeline import Timeline

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.elastic.observe.events import ProtectionEvent, RankLostEvent, RecoveryEvent
+from megatron.elastic.observe.event_kinds import ProtectionEvent, RankLostEvent, RecoveryEvent
 from megatron.elastic.observe.summary import lost_text, protection_line, ranks_text, recovery_line
 
 

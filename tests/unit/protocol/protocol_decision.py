@@ -25,6 +25,10 @@ class Decisions:
         self.setting = setting
         self.faults = setting.faults
 
+    def broken(self, claim: str) -> None:
+        """A claim does not hold. Raises :class:`Violation`; a subclass may go on, to see what becomes of it."""
+        raise Violation(claim)
+
     @staticmethod
     def _with(state: State, r: int, rank: Rank) -> State:
         return state._replace(ranks=(*state.ranks[:r], rank, *state.ranks[r + 1 :]))
@@ -44,7 +48,7 @@ class Decisions:
         survivors = tuple((r, state.ranks[r]) for r in alive)
         named = max((rank for _, rank in survivors), key=lambda rank: len(rank.chain)).layout
         if any(named not in (rank.layout, rank.stands, rank.names) for _, rank in survivors):
-            raise Violation("the newest record names a placement that some survivor never heard of")
+            self.broken("the newest record names a placement that some survivor never heard of")
         layout, outcome = self._resolve(survivors, named)
         self._check_decision(state, alive, named, outcome)
         base = tuple(tuple(r for r in ranks if r in alive) for ranks in layout)
@@ -126,7 +130,7 @@ class Decisions:
         offered = tuple((b, 0, 0) for b in more)
         if self.faults.only_named_copies:
             offered = ()
-        # Whoever holds nothing says so.
+        # A rank without copies reports that too.
         oldest, newest = min(versions, default=NOTHING), max(versions, default=NOTHING)
         torn_keys = tuple((b, 0, 0) for b in sorted(torn))
         floor = max((max(0, v - 1) for v in versions), default=NOTHING) if self.setting.state_mode else None
@@ -166,15 +170,15 @@ class Decisions:
         here = {b for r, rank, b in whole if self._is_counted(r, rank, b, named)}
         orphaned = [b for b in range(len(named)) if b not in here]
         if orphaned and len(state.ranks) - len(alive) <= self.setting.mirrors:
-            raise Violation(f"blocks {orphaned} are lost with no more losses than mirrors")
+            self.broken(f"blocks {orphaned} are lost with no more losses than mirrors")
         if orphaned and state.owed >= 0:
-            raise Violation(f"blocks {orphaned} are lost though enough copies were there")
+            self.broken(f"blocks {orphaned} are lost though enough copies were there")
         if outcome.kind == "lost":
             if not orphaned:
-                raise Violation(f"state declared lost though every block has a copy: missing {outcome.missing}")
+                self.broken(f"state declared lost though every block has a copy: missing {outcome.missing}")
             return
         if orphaned:
-            raise Violation(f"going on without any copy of {orphaned}")
+            self.broken(f"going on without any copy of {orphaned}")
         known = max((state.ranks[r].chain for r in alive), key=len)
         few = len(state.ranks) - len(alive) <= self.setting.mirrors
         kept = few or self._within_reach(survivors, state.committed)
@@ -182,18 +186,18 @@ class Decisions:
         if self.setting.state_mode:
             owed = owed[:-1]
         if outcome.version < len(owed):
-            raise Violation(f"committed version {len(owed)} is lost: {outcome}")
+            self.broken(f"committed version {len(owed)} is lost: {outcome}")
         key = outcome.gradient_key
         if (
             outcome.kind == "revote"
             and len(owed) == outcome.version
             and (key is None or self._name(owed[-1]) != _computation(key))
         ):
-            raise Violation(f"the vote is taken again on other gradients than those committed: {outcome}")
+            self.broken(f"the vote is taken again on other gradients than those committed: {outcome}")
         if outcome.kind == "revote" and key is not None:
             able = {b for _, rank in survivors for b, *rest in rank.gradients if self._key(*rest) == key}
             if len(able) < len(named):
-                raise Violation(f"the vote is taken again without any gradient of {set(range(len(named))) - able}")
+                self.broken(f"the vote is taken again without any gradient of {set(range(len(named))) - able}")
 
     @staticmethod
     def _within_reach(survivors: list[tuple[int, Rank]], chain: Chain) -> bool:
@@ -226,10 +230,10 @@ class Decisions:
             copies = tuple((b, chain[:version]) for b, chain in copies)
         for block, chain in copies:
             if chain != decision.chain[: len(chain)]:
-                raise Violation(f"rank {r} block {block} at {chain} beside decision {decision.chain}")
+                self.broken(f"rank {r} block {block} at {chain} beside decision {decision.chain}")
             steps = {step for b, step, _ in kept if b == block}
             if self.setting.state_mode and not steps >= {*range(len(chain), version)}:
-                raise Violation(f"rank {r} goes on with block {block} at {chain} in state {decision.chain}")
+                self.broken(f"rank {r} goes on with block {block} at {chain} in state {decision.chain}")
         after = rank._replace(
             generation=state.decided,
             phase="S" if revote else "U",

@@ -48,7 +48,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tests.unit.protocol.protocol_decision import Decisions
-from tests.unit.protocol.protocol_state import ATTEMPTS, Decision, Faults, Gradient, Layout, Rank, State, Violation
+from tests.unit.protocol.protocol_state import ATTEMPTS, Decision, Faults, Gradient, Layout, Rank, State
 
 __all__ = ["Model"]
 
@@ -227,7 +227,7 @@ class Model(Decisions):
                 if wanted and len(dict(rank.copies)[block]) <= step:
                     gradients = self._retained(gradients, (block, step, computation))
                 if sum(g[0] == block for g in gradients) > 2:
-                    raise Violation(f"rank {r} needs a third gradient slot for block {block}")
+                    self.broken(f"rank {r} needs a third gradient slot for block {block}")
             after = self._with(state, r, rank._replace(gradients=gradients))
             yield f"{r} receives {len(messages)}", after._replace(network=state.network - messages)
 
@@ -254,7 +254,7 @@ class Model(Decisions):
         if self.setting.replenish and decision.fits and rank.key // ATTEMPTS == rank.generation:
             due = min(self.setting.mirrors + 1, len(decision.members))
             if any(len(ranks) < due for ranks in layout):
-                raise Violation(f"a step after a loss is committed without the copies that are missing: {layout}")
+                self.broken(f"a step after a loss is committed without the copies that are missing: {layout}")
         if self.faults.dropped_before_update:
             gradients = frozenset(g for g in gradients if rank.stands[g[0]][0] == r)
         copies = tuple((b, c) for b, c in rank.copies if r in layout[b])  # the others have left
@@ -286,14 +286,14 @@ class Model(Decisions):
             if not usable:
                 continue
             if block in rank.torn:
-                raise Violation(f"rank {r} steps a part of block {block} for the second time")
+                self.broken(f"rank {r} steps a part of block {block} for the second time")
             if state.tears:
                 torn = rank._replace(torn=rank.torn | {block}, frozen=state.freeze + 1)
                 stopped = self._with(state, r, torn)
                 yield f"{r} tears {block}", stopped._replace(tears=state.tears - 1, freeze=state.freeze + 1)
             new = (*chain, usable[0][2])
             if new != rank.chain[: step + 1]:
-                raise Violation(f"rank {r} block {block} becomes {new}, the record says {rank.chain}")
+                self.broken(f"rank {r} block {block} becomes {new}, the record says {rank.chain}")
             copies = (*rank.copies[:i], (block, new), *rank.copies[i + 1 :])
             left = frozenset(g for g in rank.gradients if g[0] != block or g[1] > step)
             after = self._with(state, r, rank._replace(copies=copies, gradients=left))
@@ -309,7 +309,7 @@ class Model(Decisions):
             if chain is None or peer.generation != rank.generation or len(chain) < len(rank.chain):
                 return False
             if chain[: len(rank.chain)] != rank.chain:
-                raise Violation(f"gather mixes block {block} at {chain} with record {rank.chain}")
+                self.broken(f"gather mixes block {block} at {chain} with record {rank.chain}")
             if self.setting.state_mode and not self._have(state, rank, block):
                 return False
         return True

@@ -83,6 +83,8 @@ class Arena:
         """``layouts``: layouts of every space that this process may hold; ``held``: the part that the model holds."""
         self._interface = interface
         self.layouts = layouts
+        self.built = held
+        """The part that the model was built for at the start of this process."""
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._views: dict[int, list[torch.Tensor]] = {}
         self._view_of: dict[torch.nn.Parameter, torch.Tensor] = {}

@@ -183,7 +183,7 @@ class _Mask(NamedTuple):
             "samples": key.samples,
             "drop_below": drop_below,
         }
-        kernel = _triton_kernel()
+        kernel = _triton_kernel() if x.device.type == "cuda" else None
         if kernel is not None and x.dtype in kernel.DTYPES:
             layout = kernel.row_layout(x.shape, *where)
             if layout is not None:

@@ -61,7 +61,10 @@ def one_sample_pieces(choice: Choice) -> Choice:
 
 
 class ExactGradients:
-    """The sums of one rank, one int64 an element of the arena. ``uses``: most uses of one weight in the model."""
+    """The sums of one rank, one int64 an element of the arena. ``uses``: most uses of one weight in the model.
+
+    They are kept and added on the host, also where the arena is on a device.
+    """
 
     def __init__(self, arena: Arena, samples: int, uses: int = 2) -> None:
         self._arena = arena
@@ -80,19 +83,22 @@ class ExactGradients:
         if self._arena.has_local:
             raise ValueError("--elastic-exact cannot go on with another tensor-parallel size: it is part of the bits")
         if self._sums.shape != self._arena.gradients.shape:
-            self._sums = torch.zeros_like(self._arena.gradients, dtype=torch.int64)
+            self._sums = torch.zeros(self._arena.gradients.shape, dtype=torch.int64)
         else:
             self._sums.zero_()
         self._scale, self._flags, self._finite = math.ldexp(1.0, places), 0, True
 
     def fold(self) -> None:
         """Add the arena's gradients of a backward pass to the sums, and set them to zero."""
-        self._fold(self._arena.gradients, self._sums)
+        gradients = self._arena.gradients
+        self._fold(gradients.cpu(), self._sums)  # on a CPU the same tensor, which the fold sets to zero
+        if gradients.device.type != "cpu":
+            gradients.zero_()
 
     def contribute(self, unit: int, name: str, gradient: torch.Tensor) -> None:
         """Add the gradient of one use of a parameter that has several uses."""
         start, stop = self._arena.place_of(unit, name)
-        self._fold(gradient.detach().to(torch.float32, copy=True).reshape(-1), self._sums[start:stop])
+        self._fold(gradient.detach().to("cpu", torch.float32, copy=True).reshape(-1), self._sums[start:stop])
 
     def _fold(self, gradient: torch.Tensor, sums: torch.Tensor) -> None:
         count = gradient.numel()
@@ -127,6 +133,10 @@ class ExactGradients:
         """
         sums, gradients = self._sums[start:stop], self._arena.gradients[start:stop]
         reduce_blocks(sums)
-        _state.unfold(sums.data_ptr(), gradients.data_ptr(), sums.numel(), self._scale)
+        on_host = gradients.device.type == "cpu"
+        summed = gradients if on_host else torch.empty(gradients.shape, dtype=torch.float32)
+        _state.unfold(sums.data_ptr(), summed.data_ptr(), sums.numel(), self._scale)
+        if not on_host:
+            gradients.copy_(summed)
         if not self._finite:
             gradients.fill_(math.nan)

@@ -34,8 +34,9 @@ from megatron.elastic.engine.compute.model_interface import (
     ModelInterface,
     place_of,
 )
-from megatron.elastic.engine.compute.point_to_point import BoundaryTransport, Receipt, receivers, sender
+from megatron.elastic.engine.compute.point_to_point import BoundaryTransport, Receipt
 from megatron.elastic.engine.compute.samples import PieceBatch, StepAddress
+from megatron.elastic.engine.compute.sequence_transfers import Transfer, boundary_transfers
 from megatron.elastic.observe.timeline import Timeline
 from megatron.elastic.plan.model import Action, Cell, Edge, Op, Piece, Plan
 
@@ -298,15 +299,27 @@ class Executor:
         peer = self._peer(edge, backward=backward)
         shape, dtype = self._interface.boundary(len(edge.rows))
         buffer = torch.empty(shape, dtype=dtype, device=self._device)
-        rank = sender(self._position, self._cells[peer].ranks)
-        self._receipts[(index, backward)] = self._transport.receive(buffer, rank, step, index, backward)
+        ranks = self._cells[peer].ranks
+        parts = [
+            (ranks[item.sender], item.put_at, item.put_at + item.stop - item.start)
+            for item in self._transfers(len(ranks), len(self._cell.ranks), shape[0])
+            if item.receiver == self._position
+        ]
+        self._receipts[(index, backward)] = self._transport.receive(buffer, parts, step, index, backward)
 
     def _emit(
         self, tensor: torch.Tensor, at: Sequence[int], index: int, other: int, step: int, *, backward: bool
     ) -> None:
-        rows, peer = _rows(tensor, at), self._cells[self._pieces[other].cell]
-        for rank in receivers(self._position, len(self._cell.ranks), peer.ranks):
-            self._transport.send(rows, rank, step, index, backward)
+        rows, ranks = _rows(tensor, at), self._cells[self._pieces[other].cell].ranks
+        for item in self._transfers(len(self._cell.ranks), len(ranks), rows.shape[0]):
+            if item.sender == self._position:
+                part = rows[item.sent_from : item.sent_from + item.stop - item.start]
+                self._transport.send(part, ranks[item.receiver], step, index, backward)
+
+    def _transfers(self, senders: int, receivers: int, held: int) -> tuple[Transfer, ...]:
+        """Return the messages of an edge. ``held``: positions of the sequence on this rank, all if it is not cut."""
+        length = self._interface.cut_sequence()
+        return boundary_transfers(senders, receivers, length or held, length is not None)
 
 
 @contextmanager

@@ -117,10 +117,11 @@ class ModelInterface(Protocol):
         a cell of that size cannot compute the model.
         """
 
-    def largest_part(self, count: int) -> int | None:
+    def largest_part(self, count: int, parameters: Collection[ParamSpec]) -> int | None:
         """Return the largest part of a layer that one rank of a cell of ``count`` ranks computes, in millionths.
 
-        The same on every rank. ``None`` if a cell of that size cannot compute the model.
+        The same on every rank, so it asks about the ``parameters`` of the whole model, not about those that this
+        process holds. ``None`` if a cell of that size cannot compute the model.
         """
 
     def held_units(self) -> tuple[int, ...]:
@@ -130,7 +131,14 @@ class ModelInterface(Protocol):
         """Return the parameters of a held unit, in the same order on every holder."""
 
     def boundary(self, rows: int) -> tuple[torch.Size, torch.dtype]:
-        """Return shape and type of the tensor that enters and leaves a segment of ``rows`` rows."""
+        """Return shape and type of the tensor that enters and leaves a segment of ``rows`` rows on this rank.
+
+        Under sequence parallelism it has this rank's slice of the sequence
+        (:func:`~megatron.elastic.engine.compute.sequence_transfers.held_slice`).
+        """
+
+    def cut_sequence(self) -> int | None:
+        """Return the length of the sequence if cells cut it over their ranks (sequence parallelism), else ``None``."""
 
     def activation_bytes(self, unit: int) -> int:
         """Return the bytes a row that a compute unit's forward keeps for its backward; for any unit."""

@@ -1,34 +1,23 @@
 """The transfer of activations and their gradients between the cells of a pipeline.
 
-One message per :class:`~megatron.elastic.plan.model.Edge` and direction: the
-rows of the edge, ``[s, rows, h]``, contiguous. All ranks of a cell have the same tensor.
-Position ``j`` of a cell receives from position ``j mod a`` of a cell of ``a`` ranks: from
-its own position if both have as many ranks. Tags are a pure function
+At most one message per :class:`~megatron.elastic.plan.model.Edge`, direction and pair of
+ranks: the rows of the edge, ``[s, rows, h]``, contiguous, or the part of the sequence that
+the receiver holds and the sender has (:mod:`sequence_transfers`). Tags are a pure function
 of (step, edge, direction), so the order of posting does not matter and messages
 of two consecutive steps cannot be confused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["BoundaryTransport", "Receipt", "receivers", "sender", "started"]
+__all__ = ["BoundaryTransport", "Receipt", "started"]
 
 _FORWARD, _BACKWARD = 0, 1
-
-
-def sender(position: int, ranks: Sequence[int]) -> int:
-    """Return which of the sending cell's ``ranks`` sends to ``position`` of the receiving cell."""
-    return ranks[position % len(ranks)]
-
-
-def receivers(position: int, count: int, ranks: Sequence[int]) -> Sequence[int]:
-    """Return which of the receiving cell's ``ranks`` receive from ``position`` of a cell of ``count`` ranks."""
-    return ranks[position::count]
 
 
 @dataclass
@@ -36,15 +25,16 @@ class Receipt:
     """A posted receive: ``wait`` returns the rows of one edge."""
 
     buffer: torch.Tensor
-    peer: int
-    work: dist.Work
+    parts: tuple[tuple[dist.Work, int], ...]
+    """One message each, with its sender."""
     blocking: Callable[[int], None]
 
     def wait(self) -> torch.Tensor:
         """Wait for and return ``[s, rows, h]``; raises the communicator's typed errors."""
-        if not self.work.is_completed():
-            self.blocking(self.peer)
-        self.work.wait()
+        for work, peer in self.parts:
+            if not work.is_completed():
+                self.blocking(peer)
+            work.wait()
         return self.buffer
 
 
@@ -62,10 +52,19 @@ class BoundaryTransport:
         work = started(dist.isend(tensor, dst=peer, group=self.group, tag=_tag(step, edge, backward)))
         self._sent.append((work, tensor, peer))
 
-    def receive(self, buffer: torch.Tensor, peer: int, step: int, edge: int, backward: bool) -> Receipt:
-        """Post a receive of one edge's rows into ``buffer``."""
-        work = started(dist.irecv(buffer, src=peer, group=self.group, tag=_tag(step, edge, backward)))
-        return Receipt(buffer, peer, work, self.blocking)
+    def receive(
+        self, buffer: torch.Tensor, parts: Iterable[tuple[int, int, int]], step: int, edge: int, backward: bool
+    ) -> Receipt:
+        """Post the receives of one edge's rows into ``buffer``.
+
+        ``parts``: (peer, first position, end) of the sequence, dimension 0; together the whole buffer.
+        """
+        tag = _tag(step, edge, backward)
+        works = tuple(
+            (started(dist.irecv(buffer[start:stop], src=peer, group=self.group, tag=tag)), peer)
+            for peer, start, stop in parts
+        )
+        return Receipt(buffer, works, self.blocking)
 
     def flush(self) -> None:
         """Wait until every message of the step is sent; its storage may be reused afterwards."""
@@ -81,8 +80,11 @@ class BoundaryTransport:
 
 
 def _tag(step: int, edge: int, backward: bool) -> int:
-    """Return a tag of 31 bits: 1 of direction, 26 of edge, 4 of step."""
-    return ((step & 0xF) << 27) | ((edge & 0x3FFFFFF) << 1) | (_BACKWARD if backward else _FORWARD)
+    """Return a tag of 31 bits: 4 of step, 26 of edge, 1 of direction.
+
+    It is never 0, the tag by which a vendor's library matches messages in their order instead.
+    """
+    return ((step & 0xF) << 27) | (((edge + 1) & 0x3FFFFFF) << 1) | (_BACKWARD if backward else _FORWARD)
 
 
 def started(work: dist.Work | None) -> dist.Work:

@@ -14,7 +14,7 @@ contributors are exact.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -57,7 +57,8 @@ class _Slot(IntEnum):
     GRADIENTS = 24
     PLAN = 27
     LEAVES = 30
-    SIZE = 33
+    RESHAPES = 33
+    SIZE = 36
 
 
 def _limbs(value: int) -> list[float]:
@@ -98,6 +99,8 @@ class Tally:
     """Copies with their owner's history whose contents differ from it."""
     leaves: int = 0
     """Sum of the voters' digests of the ranks that are to leave; 0: none."""
+    reshapes: int = 0
+    """Sum of the voters' digests of the request for other sizes; 0: none."""
     saves: int = 0
     """Voters that need a checkpoint: one was requested, or the last one was interrupted."""
     written: int = 0
@@ -166,6 +169,7 @@ class VoteLayout:
             _Slot.GRADIENTS: tally.ledger.gradients,
             _Slot.PLAN: tally.plan,
             _Slot.LEAVES: tally.leaves,
+            _Slot.RESHAPES: tally.reshapes,
         }
         head = [float(counters[slot]) for slot in sorted(counters)]
         head += [limb for slot in sorted(digests) for limb in _limbs(digests[slot])]
@@ -217,6 +221,7 @@ class VoteLayout:
             disputes=int(values[_Slot.DISPUTES]),
             suspects=int(values[_Slot.SUSPECTS]),
             leaves=_joined(values, _Slot.LEAVES),
+            reshapes=_joined(values, _Slot.RESHAPES),
             saves=int(values[_Slot.SAVES]),
             written=int(values[_Slot.WRITTEN]),
             steady=int(values[_Slot.STEADY]),
@@ -236,27 +241,34 @@ class VoteLayout:
 def wishes(tally: Tally, requests: Pending) -> None:
     """Put the requests from outside that this rank knows into its tally."""
     tally.joins, tally.drains = requests.join, requests.drain
-    tally.leaves = _digest_of_ranks(requests.leave) if requests.leave else 0
+    tally.leaves, tally.reshapes = _digest(requests.leave), _digest(_reshape(requests))
 
 
 def agreed_by(total: Tally, requests: Pending) -> Agreed:
     """Return the agreed requests, equal on every rank; ``requests``: those that this rank put in.
 
-    A request from outside is agreed if every voter knew it (with the same ranks, for a request
-    to leave). A checkpoint is agreed if one voter needs it.
+    A request from outside is agreed if every voter knew it (the same ranks that are to leave, the same
+    request for other sizes). A checkpoint is agreed if one voter needs it.
     """
-    known_to_all = bool(requests.leave) and total.leaves == _digest_of_ranks(requests.leave) * total.voters
+    leave, reshape = requests.leave, _reshape(requests)
     return Agreed(
         join=total.joins == total.voters,
         drain=total.drains == total.voters,
         save=total.saves > 0,
         written=total.written == total.voters,
-        leave=requests.leave if known_to_all else (),
+        leave=leave if total.leaves == _digest(leave) * total.voters else (),
+        reshape=reshape if total.reshapes == _digest(reshape) * total.voters else (),
     )
 
 
-def _digest_of_ranks(ranks: Iterable[int]) -> int:
-    return 1 + _text_digest(",".join(map(str, ranks)))  # 0: no rank leaves
+def _reshape(requests: Pending) -> tuple[int, ...]:
+    asked = requests.reshape
+    return () if asked is None else (asked.number, asked.tensor, asked.pipeline, asked.data)
+
+
+def _digest(numbers: Sequence[int]) -> int:
+    """Return a digest that is not 0; 0 of no numbers."""
+    return 1 + _text_digest(",".join(map(str, numbers))) if numbers else 0
 
 
 def plan_digest(*agreed: str) -> int:

@@ -4,11 +4,11 @@ At launch it is Megatron's own cut. Afterwards it changes only together with the
 of state, at a step boundary, on all ranks at once. It determines the planner's topology,
 the unit groups, and the units in a rank's arena.
 
-A cell keeps its number from launch. A listed cell that is not alive has lost its
-segments; a living cell that is not listed waits.
+A cell keeps its number for as long as the sizes in force are the same: those of the launch, or of a reshape
+(:mod:`shape`). A listed cell that is not alive has lost its segments; a living cell that is not listed waits.
 
-A cell has the ranks of the launch unless the assignment *forms* it anew: of fewer ranks, or
-of ranks of several launch cells. The ranks of a cell are ordered. A rank's place among them
+A cell has the ranks that these sizes give it unless the assignment *forms* it anew: of fewer ranks, or
+of ranks of several cells. The ranks of a cell are ordered. A rank's place among them
 says which part of each unit it computes, and so which shards of state it covers
 (:mod:`~megatron.elastic.state.coverage`). State itself stays cut as at the launch.
 """
@@ -16,14 +16,15 @@ says which part of each unit it computes, and so which shards of state it covers
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megatron.elastic.engine.compute.buffers import HeldPart
 from megatron.elastic.engine.compute.model_interface import CellPlace, Covered, only_at_launch
 from megatron.elastic.engine.generation.launch_topology import LaunchTopology
-from megatron.elastic.plan.model import Cell, Replica, Segment, Topology
+from megatron.elastic.engine.generation.shape import GridShape
+from megatron.elastic.plan.model import Cell, Replica, Topology
 from megatron.elastic.state.coverage import Position
 from megatron.elastic.state.layout import UnitShard
 
@@ -37,7 +38,9 @@ class Assignment:
     launch_topology: LaunchTopology
     replicas: tuple[Replica, ...]
     formed: tuple[tuple[int, tuple[int, ...]], ...] = ()
-    """(cell, its ranks in order) of each cell with other ranks than at launch, ascending; no ranks: it is dissolved."""
+    """(cell, its ranks in order) of each cell with other ranks than in :attr:`base`, ascending; no ranks: dissolved."""
+    shape: GridShape | None = None
+    """The sizes in force since a reshape; None: the launch's."""
 
     def __post_init__(self) -> None:
         if not self.formed:
@@ -45,36 +48,41 @@ class Assignment:
         cells, ranks = [cell for cell, _ in self.formed], [rank for _, mine in self.formed for rank in mine]
         elsewhere = {rank for number, cell in self.cells.items() if number not in cells for rank in cell.ranks}
         if cells != sorted(set(cells)) or not set(cells) <= self.cells.keys():
-            raise ValueError(f"formed cells {cells}: each must be a cell of the launch, once, ascending")
+            raise ValueError(f"formed cells {cells}: each must be a cell of the sizes in force, once, ascending")
         if len(set(ranks)) != len(ranks) or elsewhere & set(ranks):
             raise ValueError(f"formed cells {self.formed}: a rank would be in two cells")
 
     @classmethod
     def at_launch(cls, launch_topology: LaunchTopology) -> Assignment:
         """Return Megatron's own cut."""
-        replicas = tuple(
-            Replica(
-                tuple(
-                    Segment(launch_topology.cell(replica, chunk % launch_topology.pipeline).id, first, end)
-                    for chunk, (first, end) in enumerate(launch_topology.chunks)
-                )
-            )
-            for replica in range(launch_topology.data)
-        )
-        return cls(launch_topology, replicas)
+        return cls.regular(launch_topology, None)
+
+    @classmethod
+    def regular(cls, launch_topology: LaunchTopology, shape: GridShape | None) -> Assignment:
+        """Return the cut of ``shape`` on its own cells (None: of the launch)."""
+        return cls(launch_topology, (shape or GridShape.of_launch(launch_topology)).replicas(), shape=shape)
+
+    @cached_property
+    def base(self) -> GridShape:
+        """The sizes in force."""
+        return self.shape or GridShape.of_launch(self.launch_topology)
+
+    @cached_property
+    def nominal(self) -> Assignment:
+        """The cut of the sizes in force on their own cells, as it is while no rank is missing."""
+        return Assignment.regular(self.launch_topology, self.shape)
 
     @property
     def is_nominal(self) -> bool:
-        """True if every cell holds the units of the launch."""
-        return self == Assignment.at_launch(self.launch_topology)
+        """True if every cell holds the units that the sizes in force give it."""
+        return self == self.nominal
 
     @cached_property
     def cells(self) -> Mapping[int, Cell]:
-        """Every cell of the launch topology, extra ones included, by number, with its present ranks."""
+        """Every cell of the sizes in force, waiting ones included, by number, with its present ranks."""
         formed = dict(self.formed)
         return {
-            cell.id: replace(cell, ranks=formed[cell.id]) if cell.id in formed else cell
-            for cell in self.launch_topology.cells
+            cell.id: replace(cell, ranks=formed[cell.id]) if cell.id in formed else cell for cell in self.base.cells
         }
 
     @cached_property
@@ -151,6 +159,11 @@ class Assignment:
                 found[rank] = units
         return found
 
+    def same_cells(self, before: Assignment, speeds: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+        """Return those of ``speeds`` (cell, parts per million) whose cells have the same ranks as ``before``."""
+        now, then = self.cells, before.cells
+        return tuple((cell, ppm) for cell, ppm in speeds if cell in now and now[cell] == then.get(cell))
+
     def state_groups(self, covered: Covered = only_at_launch) -> dict[UnitShard, tuple[int, ...]]:
         """Return (unit, shard) → ranks that cover it, living or not, those nearer the start of their pipeline first.
 
@@ -219,5 +232,5 @@ class Assignment:
     def digest(self) -> str:
         """Return a hash to compare between processes."""
         spans = [[(s.cell, s.first, s.end) for s in replica.segments] for replica in self.replicas]
-        text = repr((spans, self.formed) if self.formed else spans)
+        text = repr((spans, self.formed, self.shape) if self.formed or self.shape else spans)
         return hashlib.sha256(text.encode()).hexdigest()[:32]

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from megatron.elastic.comm.fabric import Fabric
 from megatron.elastic.config import ElasticConfig
 from megatron.elastic.control.membership import Decision
+from megatron.elastic.control.requests import ParallelSizes
 from megatron.elastic.engine.compute.buffers import Arena
 from megatron.elastic.engine.compute.model_interface import Covered, only_at_launch
 from megatron.elastic.engine.generation.assignment import Assignment
@@ -24,6 +25,7 @@ from megatron.elastic.engine.generation.launch_topology import LaunchTopology
 from megatron.elastic.engine.generation.migration import Migration
 from megatron.elastic.engine.generation.repartition import better_assignment
 from megatron.elastic.engine.generation.report import joined_since_vote, newcomers, reports_of
+from megatron.elastic.engine.generation.reshape import reshaped
 from megatron.elastic.engine.generation.view import View, build_view, unit_groups, with_configuration, with_plan
 from megatron.elastic.plan.dataflow import PlanError
 from megatron.elastic.plan.model import Plan, Profile
@@ -79,18 +81,23 @@ class ViewFactory:
 
     # -- views -----------------------------------------------------------------
 
-    def build_view(self, decision: Decision, configuration: Configuration, record: StepRecord) -> View:
+    def build_view(
+        self, decision: Decision, configuration: Configuration, record: StepRecord, measured: Assignment
+    ) -> View:
         """Return this rank's view of a decided generation that goes on from ``record``.
 
-        Raises :class:`StageGone` if some unit has no whole living cell.
+        ``measured``: the assignment that the record names, whose cells have the record's speeds. Raises
+        :class:`StageGone` if some unit has no whole living cell.
         """
         assignment = configuration.assignment
         units = assignment.uncovered(decision.members)
         if units:
-            groups = assignment.state_groups(self.covered).items()
+            launched = replace(assignment, formed=())  # a dissolved cell lists no rank that could complete it
+            groups = (*assignment.state_groups(self.covered).items(), *launched.state_groups(self.covered).items())
             holders = {rank for (unit, _), group in groups if unit in units for rank in group}
             raise StageGone(decision, units, sorted(holders - decision.members.keys()))
-        plan = self._plan(assignment, decision.members, _speeds_for(record, decision, assignment))
+        speeds = _speeds_of_kept(dict(record.speeds), measured, assignment, newcomers(decision))
+        plan = self._plan(assignment, decision.members, speeds)
         view = self._build_view(decision.generation, tuple(decision.members), configuration, plan)
         reports = reports_of(decision)
         unproven = {*newcomers(decision), *(joined_since_vote(reports) if reports else ())}
@@ -101,18 +108,19 @@ class ViewFactory:
         if configuration.assignment == view.assignment:
             rank, layouts = self.fabric.rank, self.layouts
             return with_configuration(view, rank, configuration, layouts, self.arena, self.fabric, self.covered)
-        plan = self._plan(configuration.assignment, view.living, view.speeds())
+        speeds = _speeds_of_kept(dict(view.speeds()), view.assignment, configuration.assignment)
+        plan = self._plan(configuration.assignment, view.living, speeds)
         fresh = self._build_view(view.generation, view.living, configuration, plan)
         return replace(fresh, domains=view.domains, unproven=view.unproven)
 
     def replan(self, view: View, record: StepRecord) -> View:
         """Return the same view with a plan made from the speeds of ``record``."""
-        plan = self._plan(view.assignment, view.living, record.speeds)
+        plan = self._plan(view.assignment, view.living, dict(record.speeds))
         return with_plan(view, replace(plan, frequencies_khz=view.plan.frequencies_khz))
 
     def prepare(self, view: View, target: Assignment) -> None:
         """Make plan and memory for :meth:`with_configuration` to ``target``. On any thread, beside a step."""
-        self._plan(target, view.living, view.speeds())
+        self._plan(target, view.living, _speeds_of_kept(dict(view.speeds()), view.assignment, target))
         self.arena.prepare(target.held_by(self.fabric.rank, self.covered))
 
     def _build_view(self, generation: int, living: tuple[int, ...], configuration: Configuration, plan: Plan) -> View:
@@ -128,7 +136,7 @@ class ViewFactory:
             staying = [rank for rank in view.living if rank not in leaving]
             lives_on = self.config.tensor == "live-on"
             assignment = self._manned(view.assignment, staying) if lives_on else view.assignment
-            self._plan(assignment, staying, ())
+            self._plan(assignment, staying, {})
         except PlanError as error:
             return str(error)
         return ""
@@ -144,34 +152,70 @@ class ViewFactory:
         if not self.moves_units or not seated.uncovered(living) or comes_back:
             return seated
         try:
-            recut = better_assignment(seated, living, self.profile, self.hardware.memory_bytes, sized=self.sizes.sized)
+            recut = better_assignment(seated, living, self.profile, self.hardware.memory_bytes, sizes=self.sizes)
         except PlanError:  # no cut fits the memory: keep the present one
             return seated
         return seated if recut is None else recut.target
 
     def _manned(self, assignment: Assignment, living: Collection[int]) -> Assignment:
-        """Return the assignment after losses and returns, with the same cut."""
+        """Return the assignment after losses and returns, with the same cut.
+
+        A formed cell whose ranks lack the memory needs more of them. Its ranks are free for other cells then, and those
+        compute its rows, so the memory of all is examined again. Cells of leftover ranks stay as they are where forming
+        all anew, for ranks that have returned, would leave a stage without a cell.
+        """
         if self.config.tensor == "park":
             return assignment.seated(living)
-        formed = self.sizes.living_on(assignment, living)
-        crowded = self._crowded(formed, living)
-        return replace(formed, formed=tuple(pair for pair in formed.formed if pair[0] not in crowded))
+        least = dict[int, int]()
+        while True:
+            formed = self.sizes.living_on(assignment, living, least)
+            crowded = self._crowded(formed, living)
+            if not crowded:
+                stage_goes = formed.uncovered(living) and not assignment.uncovered(living)
+                return assignment if stage_goes else formed
+            least.update((cell, len(formed.cells[cell].ranks) + 1) for cell in crowded)
 
     def _crowded(self, assignment: Assignment, living: Collection[int]) -> frozenset[int]:
         """Return the formed cells whose ranks lack the memory for their parts of their units."""
         if not assignment.formed or assignment.uncovered(living):
             return frozenset()
-        topology = self.sizes.sized(assignment.topology(living))
-        need = memory_peaks(self.choose(topology, self.profile), self.profile, topology.tied)
-        formed, memory = dict(assignment.formed), self.hardware.memory_bytes
-        return frozenset(
-            cell.id
-            for cell in topology.cells
-            if cell.id in formed and need.get(cell.id, 0) * PPM // cell.nominal_ppm > memory
-        )
+        need = self._bytes_of_a_rank(assignment, living)
+        return frozenset(cell for cell, _ in assignment.formed if need.get(cell, 0) > self.hardware.memory_bytes)
 
-    def _plan(self, assignment: Assignment, living: Iterable[int], speeds: Iterable[tuple[int, int]]) -> Plan:
-        topology = self.sizes.sized(assignment.topology(tuple(living)))
+    def _bytes_of_a_rank(self, assignment: Assignment, living: Collection[int]) -> dict[int, int]:
+        """Return (whole cell) → bytes that the rank with the largest part of its units needs."""
+        topology = self.sizes.topology(assignment, living)
+        need = memory_peaks(self.choose(topology, self.profile), self.profile, topology.tied)
+        return {cell.id: need.get(cell.id, 0) * PPM // self.sizes.room(len(cell.ranks)) for cell in topology.cells}
+
+    def reshaped(self, living: Collection[int], sizes: ParallelSizes) -> Assignment:
+        """Return the assignment of other sizes over the living ranks.
+
+        Raises :class:`PlanError` with one line if it cannot be; whether there are enough ranks is for the caller.
+        """
+        launch, grid = self.launch_topology, self.launch_topology.grid
+        batches = grid.global_batch_size // grid.micro_batch_size
+        if sizes.tensor != launch.tensor and self.config.exact:
+            raise PlanError(f"TP {launch.tensor} decides how sums are rounded, and --elastic-exact keeps it")
+        if sizes.tensor not in self.sizes.speed_ppm:
+            raise PlanError(f"this model is not computed by tensor-parallel groups of {sizes.tensor} ranks")
+        if sizes.pipeline > launch.compute_units:
+            raise PlanError(f"{sizes.pipeline} stages for {launch.compute_units} layers, embedding and head counted")
+        if sizes.data > batches:
+            raise PlanError(f"{sizes.data} replicas for {batches} micro-batches a step")
+        elements = {key: layout.numel for key, layout in self.layouts.items()}
+        target = reshaped(launch, sizes, living, elements, self.covered)
+        if self.sizes.speed_ppm.keys() == {launch.tensor}:
+            known, segments = {cell.ranks for cell in launch.cells}, (s for r in target.replicas for s in r.segments)
+            if any(target.cells[segment.cell].ranks not in known for segment in segments):
+                raise PlanError("this model is computed by the tensor-parallel groups of the launch only")
+        most, memory = max(self._bytes_of_a_rank(target, living).values()), self.hardware.memory_bytes
+        if most > memory:
+            raise PlanError(f"a rank would need {most / 2**30:.1f} GiB and has {memory / 2**30:.1f} GiB")
+        return target
+
+    def _plan(self, assignment: Assignment, living: Iterable[int], speeds: Mapping[int, int]) -> Plan:
+        topology = self.sizes.topology(assignment, tuple(living))
         return self.choose(with_speeds(topology, dict(speeds)), self.profile)
 
     # -- placement -------------------------------------------------------------
@@ -190,10 +234,19 @@ class ViewFactory:
         return any(copies.owner not in holders.get(key[:2], ()) for key, copies in view.placement.copies.items())
 
     def migration(self, view: View, target: Assignment | None = None, leaving: Collection[int] = ()) -> Migration:
-        """Return the migration to balance and full redundancy on the ranks that stay, under assignment ``target``."""
-        assignment = target or view.assignment
+        """Return the migration to balance and full redundancy on the ranks that stay, under assignment ``target``.
+
+        Without a target the cells keep their units. Where cells live on, those of ranks that leave are formed without
+        them, so that the state of these ranks has other holders. Raises ``RuntimeError`` if a block would have none.
+        """
         staying = [rank for rank in view.living if rank not in leaving]
+        shrinks = bool(leaving) and self.config.tensor == "live-on"
+        assignment = target or (self._manned(view.assignment, staying) if shrinks else view.assignment)
         groups = self.groups_of(assignment, staying)
+        kept = {(group.unit, group.shard) for group in groups}
+        lost = sorted(key for key in view.placement.copies if key[:2] not in kept)
+        if lost:
+            raise RuntimeError(f"no rank would hold blocks {lost} of the state without ranks {sorted(leaving)}")
         placement, changes = rebalance(view.placement, groups, placement_rules(self.config, view.domains, staying))
         return Migration(Configuration(placement, assignment), changes)
 
@@ -216,7 +269,16 @@ class ViewFactory:
         return Migration(Configuration(placement, view.assignment), changes, urgent=True)
 
 
-def _speeds_for(record: StepRecord, decision: Decision, assignment: Assignment) -> tuple[tuple[int, int], ...]:
-    """Return the record's speeds without those of cells with a new process, which are not measured yet."""
-    new = {assignment.cell_of(rank) for rank in newcomers(decision)}
-    return tuple((cell, speed) for cell, speed in record.speeds if cell not in new)
+def _speeds_of_kept(
+    speeds: Mapping[int, int], measured: Assignment, assignment: Assignment, new: Collection[int] = ()
+) -> Mapping[int, int]:
+    """Return the speeds, by cell, of the cells that have the same processes as when they were measured.
+
+    A cell is as slow as its slowest rank, and no measurement tells which rank that is. ``new``: ranks whose process is
+    new.
+    """
+    return {
+        cell: speed
+        for cell, speed in assignment.same_cells(measured, speeds.items())
+        if not set(new).intersection(assignment.cells[cell].ranks)
+    }

@@ -11,6 +11,7 @@ are available to it while other ranks move units too.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from megatron.elastic.comm.exchange import gather_messages
 from megatron.elastic.comm.fabric import Fabric
 from megatron.elastic.plan.model import Profile
+from megatron.elastic.platform.own_device import own_device
 from megatron.elastic.platform.select import select
 from megatron.elastic.platform.threads import OS_THREADS, Threads
 
@@ -39,17 +41,35 @@ class Hardware:
     """Bytes a second in and out of a rank while all others transfer as well."""
 
 
+@dataclass(frozen=True)
+class _Rank:
+    """The measurements of one rank."""
+
+    memory_bytes: int
+    """Of its device as a whole."""
+    link_bytes_per_s: int
+    device: str
+    """The device's name, which ranks that share it have in common; empty on CPU."""
+
+
 def survey(fabric: Fabric, threads: Threads = OS_THREADS) -> Hardware:
     """Measure on every rank and return the minimum. Collective over ``fabric.world``."""
-    found = gather_messages(fabric, Hardware, Hardware(_own_memory(), _own_link(fabric, threads))).values()
-    return Hardware(min(one.memory_bytes for one in found), min(one.link_bytes_per_s for one in found))
+    found = list(gather_messages(fabric, _Rank, _own(fabric, threads)).values())
+    sharing = Counter(one.device for one in found if one.device)
+    return Hardware(
+        min(one.memory_bytes // max(1, sharing[one.device]) for one in found),
+        min(one.link_bytes_per_s for one in found),
+    )
 
 
-def _own_memory() -> int:
-    """Return the bytes of this rank's device; on CPU its share of the machine's memory."""
-    platform, local = select(), int(os.environ.get("LOCAL_RANK", "0"))
-    sharing = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if platform.name == "cpu" else 1
-    return platform.memory(0 if platform.name == "cpu" else local).total // sharing
+def _own(fabric: Fabric, threads: Threads) -> _Rank:
+    """Return what this rank measures; on CPU its memory is a share of the machine's."""
+    platform = select()
+    index = own_device(platform)
+    memory = platform.memory(index).total
+    if platform.name == "cpu":
+        memory //= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return _Rank(memory, _own_link(fabric, threads), platform.device_name(index))
 
 
 def _own_link(fabric: Fabric, threads: Threads) -> int:

@@ -2,9 +2,11 @@
 
 These are pure functions of values that are equal on every rank (assignment, living ranks,
 agreed costs), evaluated at the same boundary. The instant plan moves no unit and already
-runs. The steady plan replaces it if it pays off (``plan/search/steady.py``). The launch's own
-cut is taken as soon as there are as many cells as at launch, whichever cells they are. With
-more cells than at launch, the best cut for all of them is taken, usually with further replicas.
+runs. The steady plan replaces it if it pays off (``plan/search/steady.py``). The cut of the sizes in
+force (the launch's, or those of a reshape) is taken as soon as there are as many cells of their size
+as they have, whichever cells they are. While some cells have fewer ranks, units are dealt by the
+cells' speeds. With more cells than at launch, the best cut for all of them is taken, usually with
+further replicas; after a reshape they wait.
 
 Before costs are measured, a unit's cost is estimated from its matrices: two floating-point
 operations a parameter and position forward, four backward.
@@ -16,9 +18,10 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
 from megatron.elastic.engine.generation.assignment import Assignment
+from megatron.elastic.engine.generation.cell_sizes import CellSizes
 from megatron.elastic.engine.generation.launch_topology import LaunchTopology
 from megatron.elastic.plan.dataflow import PlanError
-from megatron.elastic.plan.model import Profile, Topology, UnitCost
+from megatron.elastic.plan.model import Profile, UnitCost
 from megatron.elastic.plan.profile import PPM
 from megatron.elastic.plan.search.steady import DecisionOptions, decide
 from megatron.elastic.plan.topology import with_speeds
@@ -45,8 +48,14 @@ class Recut:
 
 
 def all_cells_present(assignment: Assignment, living: Collection[int]) -> bool:
-    """Return whether there are at least as many whole cells as at launch."""
-    return len(assignment.whole(living)) >= assignment.launch_topology.data * assignment.launch_topology.pipeline
+    """Return whether there are at least as many cells of their full size as the sizes in force have."""
+    return _full(assignment, living) >= assignment.base.computing
+
+
+def _full(assignment: Assignment, living: Collection[int]) -> int:
+    """Return the number of whole cells that have the tensor-parallel size in force."""
+    tensor = assignment.base.sizes.tensor
+    return sum(len(assignment.cells[number].ranks) == tensor for number in assignment.whole(living))
 
 
 def better_assignment(
@@ -56,25 +65,27 @@ def better_assignment(
     memory_bytes: int,
     speeds: Mapping[int, int] | None = None,
     options: DecisionOptions | None = None,
-    sized: Callable[[Topology], Topology] = lambda topology: topology,
+    sizes: CellSizes | None = None,
 ) -> Recut | None:
     """Return the assignment to move to, or ``None`` to keep the present one.
 
     ``memory_bytes``: memory of a rank; ``speeds``: cell → ppm, of cells slower than their peers; ``options``: time
-    over which a cut must pay off. ``sized`` gives cells of other sizes than at launch their nominal speed.
+    over which a cut must pay off. ``sizes`` knows the speeds and memory of cells of other sizes than at launch.
 
-    With as many cells as at launch it is the launch's cut. Raises :class:`PlanError` if some
-    unit has no living holder and no cut over the living cells fits their memory.
+    With as many full cells as the sizes in force have it is their cut. The cells that the sizes of a reshape leave
+    over wait: a user has chosen the number of replicas. Raises :class:`PlanError` if some unit has no living holder and
+    no cut over the living cells fits their memory.
     """
-    launch_topology = assignment.launch_topology
-    if len(assignment.whole(living)) == launch_topology.data * launch_topology.pipeline:
-        launch = replace(assignment, replicas=Assignment.at_launch(launch_topology).replicas)
-        if assignment.cut == launch.cut and not assignment.broken(living):
+    full, computing = _full(assignment, living), assignment.base.computing
+    if full == computing or (full > computing and assignment.shape is not None):
+        regular = replace(assignment, replicas=assignment.nominal.replicas)
+        if assignment.cut == regular.cut and not assignment.broken(living):
             return None
-        return _recut(assignment, launch.seated(living), 0, 0)
-    topology = with_speeds(sized(assignment.topology(living)), dict(speeds or {}))
-    # A rank with a larger part of each unit than at launch needs as much more memory.
-    cells = tuple(replace(cell, memory_bytes=memory_bytes * cell.nominal_ppm // PPM) for cell in topology.cells)
+        return _recut(assignment, regular.seated(living), 0, 0)
+    known = sizes or CellSizes(assignment.launch_topology.tensor, {})
+    topology = with_speeds(known.topology(assignment, living), dict(speeds or {}))
+    room = {cell.id: memory_bytes * known.room(len(cell.ranks)) // PPM for cell in topology.cells}
+    cells = tuple(replace(cell, memory_bytes=room[cell.id]) for cell in topology.cells)
     topology = replace(topology, cells=cells)
     if not topology.cells:
         raise PlanError("every tensor-parallel group has lost a rank: no cell can compute")

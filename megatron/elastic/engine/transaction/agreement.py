@@ -120,7 +120,8 @@ class Agreement:
         lost_steps = _lost_steps(reports, resolution)
         # Some rank may have allocated units whose parameters it lacks.
         undefined = assignment != named.assignment or lost_steps > 0 or bool(newcomers(decision))
-        view = self.views.build_view(decision, Configuration(promotion.placement, assignment), resolution.record)
+        configuration = Configuration(promotion.placement, assignment)
+        view = self.views.build_view(decision, configuration, resolution.record, named.assignment)
         seconds["plan"] = self.threads.monotonic() - started
         outcome = RecoveryOutcome(
             decision=decision,

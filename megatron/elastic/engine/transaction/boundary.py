@@ -2,7 +2,7 @@
 
     membership   admit newcomers as the last vote agreed; release ranks that were asked to leave
     proceed      conclude a migration that all ranks are ready for: the vote of the next step names its target
-    move         begin missing copies; else a migration for balance, for a better cut or for a leaving rank
+    move         begin missing copies; else a migration for balance, for a leaving rank, for other sizes or a better cut
     rebalance    change plans and clocks according to measured speeds
 
 Every rank decides from the record and from values that are equal on all ranks, so no message is needed.
@@ -17,6 +17,7 @@ from megatron.elastic.engine.transaction.context import Context
 from megatron.elastic.engine.transaction.migrate import Migrator
 from megatron.elastic.engine.transaction.rebalance import Rebalancer
 from megatron.elastic.engine.transaction.recover import Recovery
+from megatron.elastic.engine.transaction.reshape import Reshaping
 from megatron.elastic.plan.dataflow import PlanError
 from megatron.elastic.plan.search.steady import DecisionOptions
 from megatron.elastic.state.record import Agreed
@@ -38,6 +39,7 @@ class Boundary:
         """Generation in which the cut was last reviewed."""
         self._refused: tuple[int, ...] = ()
         """Ranks whose request to leave was refused last."""
+        self._reshaping = Reshaping(context)
 
     def cross(self) -> None:
         """Pass this boundary. Raises ``Released`` on ranks that leave here, and the errors of a recovery."""
@@ -49,7 +51,7 @@ class Boundary:
             self._recovery.ask(Request.JOIN)
             agreed = Agreed()  # newcomers begin behind this boundary: what else was agreed waits for a vote of theirs
         self._migrator.proceed()
-        self._move(self._part(agreed.leave))
+        self._move(self._part(agreed.leave), agreed.reshape)
         self._rebalancer.at_boundary()
 
     def _wait_for_migration(self) -> None:
@@ -61,7 +63,7 @@ class Boundary:
             except CommError as error:
                 self._recovery.recover(error)
 
-    def _move(self, leaving: tuple[int, ...]) -> None:
+    def _move(self, leaving: tuple[int, ...], reshape: tuple[int, ...]) -> None:
         """Begin the migration that is due, unless one is under way."""
         at = self._context
         if self._migrator.under_way:
@@ -70,12 +72,15 @@ class Boundary:
         needs_rebalance = at.needs_rebalance and at.record.version > at.settled_at
         if needs_rebalance and self._migrator.replenish():
             return
-        recut = None if leaving else self._recut()
+        reshaped = None if leaving else self._reshaping.target(reshape)
+        recut = None if leaving or reshaped else self._recut()
         if recut is not None:
             at.listener.recut(at.record, at.view, recut)
-        if recut is not None or needs_rebalance or self._holds_state(leaving):
-            target = None if recut is None else recut.target
+        target = reshaped if recut is None else recut.target
+        if target is not None or needs_rebalance or self._holds_state(leaving):
             begun = self._migrator.begin(at.views.migration(at.view, target, leaving))
+            if begun and reshaped is not None:
+                self._reshaping.begun(reshape, reshaped)
             at.needs_rebalance = False
             if begun and at.views.config.migration == "blocking":
                 self._wait_for_migration()
@@ -94,8 +99,8 @@ class Boundary:
         costs = self._rebalancer.measured or views.profile
         speeds = dict(view.speeds())
         try:
-            memory, sized = views.hardware.memory_bytes, views.sizes.sized
-            return better_assignment(view.assignment, view.living, costs, memory, speeds, self._outlook(), sized)
+            memory, sizes = views.hardware.memory_bytes, views.sizes
+            return better_assignment(view.assignment, view.living, costs, memory, speeds, self._outlook(), sizes)
         except PlanError:  # no better cut fits; the present plan goes on
             return None
 

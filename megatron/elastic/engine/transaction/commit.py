@@ -24,6 +24,7 @@ from megatron.elastic.engine.generation.view import block_index
 from megatron.elastic.engine.settings import StepResult
 from megatron.elastic.engine.transaction.certify import Certifier
 from megatron.elastic.engine.transaction.context import Context
+from megatron.elastic.engine.transaction.listener import Voted
 from megatron.elastic.engine.transaction.migrate import Migrator
 from megatron.elastic.engine.transaction.phases import StepInput
 from megatron.elastic.engine.transaction.rebalance import Rebalancer
@@ -186,17 +187,24 @@ class StepCommit:
                 groups=len(rates),
             )
             at.tools.reach("before_vote", step)
+            at.agreement.membership.await_begin(at.agreement.timeout)
             total = at.body.vote(layout, tally)
             if total.unannounced:  # the loss functions of some rank report something new
                 total = at.body.vote(replace(layout, report_keys=at.agree_on_keys(tally.report, anew=True)), tally)
         self._refuse(total, attempt)
         self._rebalancer.observe(total)
+        self._rebalancer.follow(named.assignment)
+        voted = Voted(at.record, address)
         at.record = advance(at.record, self._outcome(total, attempt), at.tools.settings.hyper)
         at.admitted = 0
         self._zeros = total.zeros
         at.tools.pool.remember(at.record)
+        at.listener.recorded(at.record, at.view, "vote", voted)
         self._migrator.voted(total.ready == total.voters)
+        cells = at.view.assignment.cells
         self._migrator.confirm()
+        if at.view.assignment.cells != cells:
+            self._rebalancer.renew()
         if total.suspects:
             self._migrator.forget(keep=False)
             self._certifier.mend_memory(attempt.disputes)
@@ -243,7 +251,7 @@ class StepCommit:
             plan_hash=view.plan_hash,
             placement=self._migrator.heading.digest,
             agreed=agreed_by(total, attempt.requests),
-            speeds=self._rebalancer.pace.speeds(),
+            speeds=self._migrator.heading.assignment.same_cells(view.assignment, self._rebalancer.pace.speeds()),
             rates=total.rates,
         )
 

@@ -18,7 +18,7 @@ from megatron.elastic.engine.transaction.protection import Protected
 from megatron.elastic.engine.transaction.streams import Moved
 from megatron.elastic.state.record import StepRecord
 
-__all__ = ["Listener", "Stepped"]
+__all__ = ["Listener", "Stepped", "Voted"]
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,22 @@ class Stepped:
     """Bytes of state received in added copies since this process began."""
 
 
+@dataclass(frozen=True)
+class Voted:
+    """The basis of a vote: the record before it, and the samples of its step."""
+
+    before: StepRecord
+    address: StepAddress
+
+
 class Listener:
     """Ignores every event; override the methods of interest."""
+
+    def recorded(self, record: StepRecord, view: View, source: str, voted: Voted | None = None) -> None:
+        """``record`` is this rank's newest from here on; called before the rank acts on it.
+
+        ``source``: 'vote', which comes with ``voted``, or 'start', 'load', 'decision' or 'join'.
+        """
 
     def stepped(self, record: StepRecord, view: View, step: Stepped) -> None:
         """A step was committed: ``record``."""
@@ -54,6 +68,9 @@ class Listener:
 
     def recut(self, record: StepRecord, view: View, recut: Recut) -> None:
         """Units are about to move. Called before the migration begins."""
+
+    def reshapes(self, units: int) -> None:
+        """So many units begin to move to other ranks, because a user asked for other parallel sizes."""
 
     def moved(self, record: StepRecord, view: View, moved: Moved) -> None:
         """A migration of copies, and perhaps of units, has ended."""

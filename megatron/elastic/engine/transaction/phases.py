@@ -212,6 +212,8 @@ class StepBody:
 
         def pack(blocks: tuple[StateBlock, ...]) -> torch.Tensor:
             parts = [tools.arena.block_gradients(block) for block in blocks]
+            if tools.arena.device.type != "cpu":
+                parts = [torch.cat(parts).cpu()]  # one copy a message
             return torch.cat([*parts, block_checksums(pool, [block.key for block in blocks], gradient_key, interval)])
 
         def unpack(blocks: tuple[StateBlock, ...], parts: tuple[torch.Tensor, ...], sealed: torch.Tensor) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from megatron.elastic.engine.compute.clocks import Clocks
 from megatron.elastic.engine.compute.vote import Tally
+from megatron.elastic.engine.generation.assignment import Assignment
 from megatron.elastic.engine.generation.view import with_plan
 from megatron.elastic.engine.transaction.context import Context
 from megatron.elastic.plan.model import Profile
@@ -55,6 +56,12 @@ class Rebalancer:
         if total.steady == total.voters:
             self.measured = measured_profile(plan, times, profile)
             self._changed = self.pace.observe(plan, times) or self._changed
+
+    def follow(self, target: Assignment) -> None:
+        """Discard the speeds of cells that have other ranks under ``target``, which the vote's record is to name."""
+        before, now = self.context.view.assignment.cells, target.cells
+        same = {number for number in before.keys() & now if before[number].ranks == now[number].ranks}
+        self.pace.tracker.forget((before.keys() | now) - same)  # a reshape has other cells altogether
 
     def at_boundary(self) -> None:
         """Plan again if speeds changed, and set this rank's clock."""

@@ -31,6 +31,7 @@ from megatron.elastic.engine.transaction.join import JoinState, send_join_state
 from megatron.elastic.engine.transaction.migrate import Migrator
 from megatron.elastic.engine.transaction.rebalance import Rebalancer
 from megatron.elastic.engine.transaction.wait_for_ranks import await_ranks
+from megatron.elastic.observe.phases import RECOVER
 from megatron.elastic.state.record import GradientKey
 from megatron.elastic.state.transfer import prune
 
@@ -78,7 +79,7 @@ class Recovery:
         while True:
             try:
                 self._explain(error)
-                at.timer.enter("recover")
+                at.timer.enter(RECOVER)
                 self._migrator.forget()
                 attempted = self._step_commit.present_step if self._step_commit.under_way else at.record.version + 1
                 view, outcome = at.agreement.agree(error, self._report(), at.history, attempted)
@@ -141,6 +142,7 @@ class Recovery:
         pool.remember(record)
         # Requests agreed before are void: some ranks may not have asked for them yet. The next vote agrees anew.
         at.record, at.acted_on = record, record.version
+        at.listener.recorded(record, at.view, "decision")
         at.history.enter(at.view.configuration)
         if outcome.newcomers:
             send_join_state(at.tools.fabric, outcome.decision, lambda: self._join_state(outcome.first_open))
@@ -216,6 +218,7 @@ class Recovery:
         at, program = self._context, self._program
         at.record, at.history, at.report_keys = join_state.record, join_state.history(), join_state.report_keys
         at.acted_on, at.admitted = at.record.version, at.view.generation
+        at.listener.recorded(at.record, at.view, "join")
         program.take(join_state.place)
         program.end_only = join_state.step_committed
         self._rebalancer.renew()

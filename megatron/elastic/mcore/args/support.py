@@ -62,7 +62,8 @@ FEATURES: tuple[Feature, ...] = (
             ("--tensor-model-parallel-size", "--pipeline-model-parallel-size"),
             lambda args: True, "works", "works",
             "after a loss stages may be uneven, and with --elastic-tensor live-on tensor-parallel groups smaller"),
-    Feature("sequence parallelism", ("--sequence-parallel",), _any("sequence_parallel"), "works", "works", ""),
+    Feature("sequence parallelism", ("--sequence-parallel",), _any("sequence_parallel"), "works", "works",
+            "with --elastic-tensor live-on it is off in groups whose size does not divide the sequence"),
     Feature("distributed optimizer", ("--use-distributed-optimizer",), _any("use_distributed_optimizer"), "works",
             "works", "with --elastic the optimizer is always sharded, with mirrors"),
     Feature("activation recompute", ("--recompute-granularity", "--recompute-activations", "--recompute-method",
@@ -194,6 +195,16 @@ def _refusals(args: Namespace, config: ElasticConfig, platform: str, words: Sequ
     if args.elastic:
         yield from _exact_faults(args, config, platform)
         yield from _spare_faults(args, config)
+        yield from _policy_faults(args, config)
+
+
+def _policy_faults(args: Namespace, config: ElasticConfig) -> Iterator[str]:
+    smaller = policy_named(config.policy).lives_on and args.tensor_model_parallel_size > 1
+    if smaller and config.tensor == "park":
+        yield (
+            f"--elastic-policy {config.policy} computes with smaller tensor-parallel groups: "
+            "add --elastic-tensor live-on"
+        )
 
 
 def _exact_faults(args: Namespace, config: ElasticConfig, platform: str) -> Iterator[str]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -47,6 +46,7 @@ from megatron.elastic.mcore.parallel_state.stage import as_first_of_tensor_group
 from megatron.elastic.mcore.patching.patches import Row, bound
 from megatron.elastic.runtime.assembly import EngineParts
 from megatron.elastic.runtime.connect import Links, open_links
+from megatron.elastic.runtime.publish import RepeatedWork, publish_recovery
 from megatron.elastic.runtime.start import found, join
 from megatron.elastic.runtime.telemetry import write_recovery
 
@@ -77,8 +77,12 @@ class Setup:
         self._counters = counters
         self.reporter = Reporter()
         self.checkpoints = Checkpoints(config, lambda: self.engine, self.notice)
+        self._repeated = RepeatedWork()
         self._links: Links | None = None
         self._job: EngineParts | None = None
+        self._interface: GptInterface | None = None
+        self._said: set[str] = set()
+        """Lines about the present cells; each is said once while it holds."""
         self._engine: Engine | None = None
         self._optimizer: EngineOptimizer | None = None
         self._schedule: MegatronSchedule | None = None
@@ -109,11 +113,6 @@ class Setup:
         if self._links is None:
             raise RuntimeError("the elastic runtime is used before Megatron is initialized")
         return self._links
-
-    @property
-    def _lives_on(self) -> bool:
-        """True if a tensor-parallel group goes on with fewer ranks after a loss."""
-        return self._config.tensor == "live-on"
 
     def rows(self) -> tuple[Row, ...]:
         """(symbol, reason, replacement) for the patch table."""
@@ -172,8 +171,8 @@ class Setup:
         if line and links.decision is not None and links.fabric.rank == 0:
             print(line, flush=True)
         first = parallel_state.get_tensor_model_parallel_rank() == 0
-        group_of = functools.partial(links.fabric.group, "tensor") if self._lives_on else None
-        interface = GptInterface(model, args, groups, first, group_of)
+        group_of = functools.partial(links.fabric.group, "tensor")
+        interface = self._interface = GptInterface(model, args, groups, first, group_of)
         launched: Launched = {}
         if not is_extra(links.fabric, args):  # an extra rank writes no part of a checkpoint
             launched = {unit: tuple(interface.unit_parameters(unit)) for unit in interface.held_units()}
@@ -266,13 +265,10 @@ class Setup:
             args.consumed_train_samples = args.iteration * args.global_batch_size
         if self._engine is not None:
             self._engine.tools.reach("in_setup", 0)
-        # A tensor-parallel group that has lost its first rank reads by its next one.
-        first = parallel_state.get_tensor_model_parallel_rank() == 0
-        reads = first or self._lives_on or getattr(provider, "is_distributed", False)
-        # Megatron builds data sets only for both ends of a pipeline. Any rank may become an end, so all build them.
-        first_of_group = as_first_of_tensor_group() if self._lives_on else nullcontext()
-        with as_stage(0, 1), first_of_group, unwritable_cache_named(args.data_cache_path):
-            datasets = training.build_train_valid_test_datasets(provider) if reads else (None, None, None)
+        # Megatron builds data sets only for both ends of a pipeline, on the first rank of a tensor-parallel group. Any
+        # rank may come to be that, after a loss or with other parallel sizes, so all build them.
+        with as_stage(0, 1), as_first_of_tensor_group(), unwritable_cache_named(args.data_cache_path):
+            datasets = training.build_train_valid_test_datasets(provider)
         check_validation(args, *datasets[:2])
         flags = torch.tensor(
             [int(args.train_iters > 0), int(args.eval_iters > 0), int(args.eval_iters > 0 and datasets[2] is not None)]
@@ -290,8 +286,17 @@ class Setup:
         self.reporter.hand_over(engine.is_reporter)
         # A newcomer does not know the recovery that admitted it.
         speaks = min(set(view.living) - set(outcome.newcomers)) == links.fabric.rank
-        topology, step = engine.views.launch_topology, engine.present_step
-        write_recovery(links.events, topology, outcome, view, step, engine.in_step, seconds, speaks)
+        step = engine.present_step
+        event = write_recovery(links.events, outcome, view, step, engine.in_step, seconds, speaks)
+        again = engine.in_step and outcome.resolution.kind == "rerun" and not outcome.step_committed
+        repeated_s = self._repeated.seconds(engine.context.timer, again)
+        if speaks:
+            publish_recovery(links.membership, outcome, event, repeated_s)
+        assert self._interface is not None
+        said = {self._interface.whole_sequence_line(cell.ranks) for cell in view.plan.cells} - {""}
+        for line in sorted(said - self._said) if speaks else ():
+            print(line, flush=True)
+        self._said = said
 
     def notice(self, why: str) -> None:
         """Print one line on one of the ranks that all call this, also before a decided generation begins its steps."""

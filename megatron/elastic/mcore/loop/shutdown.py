@@ -23,7 +23,7 @@ from megatron.elastic.engine.transaction.agreement import StateLost
 from megatron.elastic.mcore.checkpoint.save_points import step_to_go_back_to
 from megatron.elastic.mcore.loop.setup import Setup
 from megatron.elastic.mcore.patching.patches import Row
-from megatron.elastic.observe.events import RecoveryEvent
+from megatron.elastic.observe.event_kinds import EndEvent, RecoveryEvent
 from megatron.elastic.plan.dataflow import PlanError
 from megatron.elastic.runtime.start import JobGone
 from megatron.elastic.state.certificate import CertificateError
@@ -68,8 +68,8 @@ class Shutdown:
             self._give_up(ExitCode.STATE_LOST, str(error))
         except JobGone as gone:
             if gone.begins_anew or self._step_to_go_back_to() is not None:
-                self._begin_anew(ExitCode.BEGUN_ANEW)
-            self._end(ExitCode.STATE_LOST)  # the ranks that held the state have ended and logged the reason
+                self._begin_anew(ExitCode.BEGUN_ANEW, str(gone))
+            self._end(ExitCode.STATE_LOST, str(gone))  # the ranks that held the state have ended and logged the reason
         except (CertificateError, SilentCorruption) as error:  # the same on every rank, and again if repeated
             self.leave(ExitCode.DETERMINISTIC, str(error))
         except CommunicationFault as error:
@@ -83,25 +83,36 @@ class Shutdown:
             raise
         except Released:
             print(f"rank {self._setup.links.fabric.rank} leaves as requested; the other ranks go on", flush=True)
-            self._end(0)
+            self._end(0, "leaves as requested")
 
     def leave(self, code: int, why: str) -> NoReturn:
         """End this rank on purpose; the rank that logs prints ``why``."""
         self._setup.notice(why)
-        self._end(code)
+        self._end(code, why)
 
     def _give_up(self, code: int, why: str) -> NoReturn:
         """End this rank and with it the job, independent of other ranks; the launcher's last line gives the reason."""
-        if self._setup.built:
-            self._setup.engine.close()
+        self._close(code, why)
         self._setup.links.membership.give_up(code, why)
         raise SystemExit(code)
 
-    def _end(self, code: int) -> NoReturn:
-        if self._setup.built:
-            self._setup.engine.close()
+    def finish(self) -> None:
+        """Tell the agent that this rank has come to the end of the training."""
+        self._close(0, "")
+        self._setup.links.membership.finish(0)
+
+    def _end(self, code: int, why: str) -> NoReturn:
+        self._close(code, why)
         self._setup.links.membership.finish(code)
         raise SystemExit(code)
+
+    def _close(self, code: int, why: str) -> None:
+        """Close the engine, and log the end of this rank."""
+        step = -1
+        if self._setup.built:
+            self._setup.engine.close()
+            step = self._setup.engine.record.version
+        self._setup.links.events.write(EndEvent(step, int(code), why))
 
     def _step_to_go_back_to(self) -> int | None:
         return step_to_go_back_to(get_args()) if self._respawn else None
@@ -118,12 +129,11 @@ class Shutdown:
         lost = "no step is lost" if back.lost_steps == 0 else f"steps {step + 1} to {version} are computed again"
         self._setup.notice(f"{why}: the job goes back to its last checkpoint, of step {step} (--load); {lost}")
         self._setup.links.events.write(back)
-        self._begin_anew(code)
+        self._begin_anew(code, why)
 
-    def _begin_anew(self, code: int) -> NoReturn:
+    def _begin_anew(self, code: int, why: str) -> NoReturn:
         """End this process, like all others, so that the agents start them again."""
-        if self._setup.built:
-            self._setup.engine.close()
+        self._close(code, why)
         sys.stdout.flush()
         os._exit(code)
 

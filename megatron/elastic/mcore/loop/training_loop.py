@@ -225,14 +225,12 @@ class TrainingLoop:
         @functools.wraps(original)
         def replacement(*args: Any, **kwargs: Any) -> Any:
             result = original(*args, **kwargs)
-            if self._setup.built:
-                self._engine.close()
             if self._setup.connected:
                 if self._checkpoints.unsaved:
                     remedy = f"free space in --save {get_args().save}, or give another folder"
                     why = f"the last checkpoint could not be saved: {self._checkpoints.unsaved}; {remedy}"
                     self._shutdown.leave(ExitCode.STATE_LOST, why)
-                self._setup.links.membership.finish(0)
+                self._shutdown.finish()
             return result
 
         return replacement

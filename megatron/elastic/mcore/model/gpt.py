@@ -27,6 +27,7 @@ from megatron.core import parallel_state
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
 from megatron.elastic.engine.compute.model_interface import CellPlace, ForwardStep, LossOutput, UnitParameter
+from megatron.elastic.engine.compute.sequence_transfers import is_sliced
 from megatron.elastic.mcore.model.activations import held_bytes
 from megatron.elastic.mcore.model.dropout import key_module, launch_slices
 from megatron.elastic.mcore.model.param_groups import GroupKeys
@@ -47,15 +48,15 @@ from megatron.elastic.mcore.model.tensor_place import TensorPlace, only_even
 from megatron.elastic.mcore.model.units import Anatomy, unwrapped
 from megatron.elastic.mcore.model.use_sites import own_use
 from megatron.elastic.mcore.parallel_state.stage import as_stage, as_tensor_group, whole_tensor_group
+from megatron.elastic.observe.summary import ranks_text
 from megatron.elastic.plan.model import Piece
+from megatron.elastic.plan.profile import PPM
 from megatron.elastic.state.coverage import Overlap, Position
 from megatron.elastic.state.layout import ParamSpec
 
 __all__ = ["GptInterface", "unwrapped"]
 
 _TIED_NAME = "word_embeddings.weight"
-_WHOLE = 1_000_000
-"""A whole layer, in the unit of :meth:`GptInterface.largest_part`."""
 
 
 class GptInterface:
@@ -126,29 +127,21 @@ class GptInterface:
             names = (_TIED_NAME,) if holds_weight else ()
         return covered_shards(self._sizes, position, names)
 
-    def largest_part(self, count: int) -> int | None:
+    def largest_part(self, count: int, parameters: Collection[ParamSpec]) -> int | None:
         """Return the largest part of a layer on one rank of ``count`` (:class:`ModelInterface`).
 
-        Only the launch's cells compute with Transformer Engine (:class:`TensorPlace`), and under sequence parallelism:
-        slices at the boundary have one size.
+        Only the launch's cells compute with Transformer Engine (:class:`TensorPlace`).
         """
         sizes = self._sizes
         if count == sizes.tensor:
-            return _WHOLE // count
-        fixed = sizes.sequence_parallel or self._args.transformer_impl != "local" or only_even(self._config)
-        if fixed or self._tensor_group is None or refusal(sizes, count):
+            return PPM // count
+        fixed = self._args.transformer_impl != "local" or only_even(self._config)
+        unknown = any(spec.sharded and not is_cut(spec.name) for spec in parameters)
+        if fixed or unknown or self._tensor_group is None or refusal(sizes, count):
             return None
         share = share_of(sizes, Position(0, count))
         parts = ((share.heads, sizes.heads), (share.columns, sizes.columns))
-        return max(-(-_WHOLE * (stop - start) // whole) for (start, stop), whole in parts)
-
-    def remark(self, position: Position) -> str:
-        """Return a line to log about a cell of this size; empty if its layers work as those of the launch."""
-        share = share_of(self._sizes, position)
-        if not self._sizes.sequence_parallel or share.sequence_parallel:
-            return ""
-        reason = "one rank needs none" if position.count == 1 else f"{position.count} ranks do not divide it"
-        return f"sequence parallelism is off in this cell: sequence of {self._sizes.sequence}, {reason}"
+        return max(-(-PPM * (stop - start) // whole) for (start, stop), whole in parts)
 
     def _split(self, module: torch.nn.Module) -> None:
         self._linears.install(module)
@@ -202,6 +195,20 @@ class GptInterface:
             length //= config.tensor_model_parallel_size
         dtype = torch.float32 if self._config.fp32_residual_connection else self._config.params_dtype
         return torch.Size((length, rows, self._config.hidden_size)), dtype
+
+    def cut_sequence(self) -> int | None:
+        """Return the length of a sequence under sequence parallelism (:class:`ModelInterface`)."""
+        return int(self._args.seq_length) if self._sizes.sequence_parallel else None
+
+    def whole_sequence_line(self, ranks: Sequence[int]) -> str:
+        """Return the line that a cell of ``ranks`` computes without sequence parallelism; empty if it has that."""
+        length, count = self.cut_sequence(), len(ranks)
+        if length is None or count == 1 or is_sliced(count, length):
+            return ""
+        named = ranks_text(ranks)
+        return (
+            f"sequence parallelism is off in tensor-parallel group {named}: {count} does not divide {length} positions"
+        )
 
     def activation_bytes(self, unit: int) -> int:
         """Return the bytes a row that a unit's forward keeps (:class:`ModelInterface`)."""

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, TypeVar
 
+from megatron.elastic.engine.compute.sequence_transfers import is_sliced
 from megatron.elastic.state.coverage import Overlap, Position, common_shard
 
 __all__ = [
@@ -152,7 +153,7 @@ def share_of(sizes: Sizes, position: Position) -> TensorShare:
         groups=groups,
         columns=deal(sizes.columns, count)[index],
         vocabulary=deal(sizes.vocabulary, count)[index],
-        sequence_parallel=sizes.sequence_parallel and count > 1 and sizes.sequence % count == 0,
+        sequence_parallel=sizes.sequence_parallel and is_sliced(count, sizes.sequence),
     )
 
 

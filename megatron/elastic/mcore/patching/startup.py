@@ -55,7 +55,9 @@ class Startup:
 
     def rows(self) -> Sequence[Patch]:
         """The platform's rows, in the order they are applied."""
-        return (*self._argument_rows, *(self._cpu_rows if self.platform.name == "cpu" else ()))
+        name = self.platform.name
+        rows = self._argument_rows + (self._norm_rows if name != "cuda" else ())
+        return rows + (self._cpu_rows if name == "cpu" else ())
 
     @functools.cached_property
     def _argument_rows(self) -> tuple[Patch, ...]:
@@ -93,6 +95,17 @@ class Startup:
         )
 
     @functools.cached_property
+    def _norm_rows(self) -> tuple[Patch, ...]:
+        return (
+            Patch(
+                "megatron.core.transformer.torch_norm.WrappedTorchNorm.__new__",
+                "torch's norms under sequence parallelism and with --apply-layernorm-1p (no Apex without CUDA)",
+                norms.make_wrapped_norm,
+                group="platform",
+            ),
+        )
+
+    @functools.cached_property
     def _cpu_rows(self) -> tuple[Patch, ...]:
         config_reason = (
             "deallocate_pipeline_outputs off: gloo's asynchronous send still reads what Megatron frees after posting it"
@@ -102,12 +115,6 @@ class Startup:
                 "megatron.training.arguments.core_transformer_config_from_args",
                 config_reason,
                 _make_config,
-                group="platform",
-            ),
-            Patch(
-                "megatron.core.transformer.torch_norm.WrappedTorchNorm.__new__",
-                "torch's norms under sequence parallelism and with --apply-layernorm-1p (no Apex on a CPU)",
-                norms.make_wrapped_norm,
                 group="platform",
             ),
             Patch(
