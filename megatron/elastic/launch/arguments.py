@@ -23,7 +23,7 @@ from megatron.elastic.config import ConfigError, ElasticConfig
 from megatron.elastic.control.etcd import Etcd
 from megatron.elastic.launch.cluster import NodePlace, derive
 from megatron.elastic.launch.domain import domain_of
-from megatron.elastic.launch.secret import job_secret
+from megatron.elastic.launch.secret import job_secret, web_token
 from megatron.elastic.launch.settings import elastic_settings, tensor_parallel_size
 from megatron.elastic.launch.workers.preload import modules_for
 from megatron.elastic.launch.workers.zygote_messages import Kind
@@ -108,6 +108,8 @@ class JobSpec:
     """Ranks of a tensor-parallel group, as the script's arguments have it."""
     secret: str = field(repr=False)
     """Hex digits that every process of the job knows, and no other."""
+    web_token: str = field(default="", repr=False)
+    """Token that requests to the pages of this launcher must carry; empty: none."""
     check: bool = False
     """The script was given ``--elastic-check``: one process of it tells what would be refused."""
     refused: str = ""
@@ -180,6 +182,7 @@ def _job(args: argparse.Namespace, place: NodePlace, settings: ElasticConfig, en
     kind, target = _target(args)
     run_id, workers, signals = _run_id(args, place), _workers(args.nproc_per_node), _signals(args.signals_to_handle)
     checks, refused, secret = _checks_only(args), "", ""
+    token = web_token(settings.web_token_file) if settings.web_token_file else ""
     try:
         secret = job_secret(settings.secret_file, environ, alone=place.nodes == 1 and place.etcd is None)
     except ValueError as error:
@@ -218,6 +221,7 @@ def _job(args: argparse.Namespace, place: NodePlace, settings: ElasticConfig, en
         settings=settings,
         tensor=1 if checks else tensor_parallel_size(args.training_script_args),
         secret=secret,
+        web_token=token,
         check=checks,
         refused=refused,
     )

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 from megatron.elastic.control import env
 
-__all__ = ["LEAST_BYTES", "job_secret"]
+__all__ = ["LEAST_BYTES", "job_secret", "web_token"]
 
 LEAST_BYTES = 16
 """A shorter one could be guessed from one recorded handshake."""
@@ -38,6 +38,17 @@ def job_secret(file: str | None, environ: Mapping[str, str], alone: bool) -> str
         f"agents that meet over a network need a secret: {_MAKE} > FILE, chmod 600 FILE, give every node a copy and "
         f"--elastic-secret-file FILE (or the same {env.SECRET} in its environment)"
     )
+
+
+def web_token(path: str) -> str:
+    """The token of ``--elastic-web-token-file``. Raises ValueError with one line that names the flag and the fix."""
+    token = _read(path, "--elastic-web-token-file")
+    if not LEAST_BYTES <= len(token) <= 4096 or not token.isascii() or not token.isprintable() or " " in token:
+        raise ValueError(
+            f"--elastic-web-token-file {path} must hold at least {LEAST_BYTES} printable characters "
+            f"without blanks: {_MAKE}"
+        )
+    return token
 
 
 def _read(path: str, source: str) -> str:

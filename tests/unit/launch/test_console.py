@@ -8,16 +8,20 @@ import socket
 import struct
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
-from megatron.elastic.control.answers import Acceptance
+from megatron.elastic.control.answers import Acceptance, ReshapeStatus
 from megatron.elastic.control.clock import JobClock
 from megatron.elastic.control.events import Event, Wanted
 from megatron.elastic.control.generations import Generations, Node
-from megatron.elastic.control.requests import Drain, Status
+from megatron.elastic.control.history import JobHistory
+from megatron.elastic.control.requests import Drain, Reshape, ReshapeState, Status
+from megatron.elastic.control.wire import frame
 from megatron.elastic.ctl import CtlError, ask, main
-from megatron.elastic.launch.agent.admin import Admin
+from megatron.elastic.launch.agent.admin import Admin, Sources
 from megatron.elastic.launch.agent.console import Console, console_name
 from megatron.elastic.launch.agent.loop import Loop
 
@@ -29,7 +33,7 @@ def appended() -> Iterator[list[Event]]:
     """The effect of the requests on the job; the agent's loop runs meanwhile."""
     events: list[Event] = []
     loop, state = Loop(), Generations({0: Node("h", (0, 1))})
-    console = Console(loop, RUN_ID, 0, Admin(RUN_ID, state, JobClock(), dict, dict, events.append).handle)
+    console = Console(loop, RUN_ID, 0, Admin(Sources(RUN_ID, state, JobHistory(), JobClock()), events.append).handle)
     thread = threading.Thread(target=loop.run)
     thread.start()
     yield events
@@ -76,10 +80,65 @@ def test_a_request_is_carried_out(appended: list[Event]) -> None:
     assert appended == [Wanted(Drain((1,)))]
 
 
+def test_impossible_sizes_are_refused_in_one_line(appended: list[Event], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["reshape", "--tp", "2", "--pp", "2", "--dp", "1", "--run-id", RUN_ID]) == 1
+    refused = "error: TP 2, PP 2, DP 1 takes 4 ranks, and 2 are here or starting: start agents on more nodes\n"
+    assert capsys.readouterr().err == refused and not appended
+
+
+@pytest.mark.parametrize("words", [["reshape", "--tp", "2"], ["status", "--dp", "2"], ["reshape", "--ranks", "1"]])
+def test_sizes_belong_to_reshape_all_three(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 1
+    assert "error: reshape takes --tp, --pp and --dp, each at least 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("state", "code"), [("refused", 1), ("in force", 0)])
+def test_ctl_returns_when_the_sizes_are_in_force_or_refused(
+    state: ReshapeState,
+    code: int,
+    appended: list[Event],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The job answers as its agents learn from the members."""
+    stands: tuple[tuple[int, ReshapeState], ...] = ((0, "open"), (1, "under way"), (1, state))
+    answers = (ReshapeStatus(number, "", how, "so") for number, how in stands)
+
+    def asked(run_id: str, node: int, request: Any) -> Any:
+        found = ask(run_id, node, request)
+        return replace(found, reshape=next(answers)) if isinstance(request, Status) else found
+
+    monkeypatch.setattr("megatron.elastic.ctl.ask", asked)
+    assert main(["reshape", "--tp", "1", "--pp", "2", "--dp", "1", "--run-id", RUN_ID]) == code
+    said = capsys.readouterr()
+    assert (said.err, said.out) == (("error: reshape refused: so\n", "") if code else ("", f"job {RUN_ID}: so\n"))
+    assert appended == [Wanted(Reshape(1, 2, 1))]
+
+
+def test_an_answer_larger_than_a_sockets_buffer_arrives_whole_and_delays_nobody() -> None:
+    nodes = {number: Node("h" * 200, (number,)) for number in range(5000)}
+    loop, state = Loop(), Generations(nodes)
+    console = Console(
+        loop, RUN_ID, 1, Admin(Sources(RUN_ID, state, JobHistory(), JobClock()), list[Event]().append).handle
+    )
+    thread = threading.Thread(target=loop.run)
+    thread.start()
+    try:
+        with socket.socket(socket.AF_UNIX) as slow:
+            slow.connect(console_name(RUN_ID, 1))
+            slow.sendall(frame(Status()))
+            assert len(ask(RUN_ID, 1, Status()).nodes) == len(nodes), "while another caller does not read"
+    finally:
+        loop.post(loop.stop)
+        thread.join()
+        console.close()
+        loop.close()
+
+
 def test_a_status_is_printed_as_json_with_the_names_of_its_fields(
     appended: list[Event], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["status", "--run-id", RUN_ID]) == 0
+    assert main(["status", "--json", "--run-id", RUN_ID]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed["answer"] == "status" and printed["ranks"]["1"] == {
         "standing": "starting",
@@ -89,3 +148,41 @@ def test_a_status_is_printed_as_json_with_the_names_of_its_fields(
     assert printed["nodes"] == {"0": {"host": "h", "alive": True, "losses_in_1h": 0, "out_s": 0.0}}
     assert printed["generation"] == {"decided": 0, "frozen": 1, "missing": [0, 1]}
     assert ask(RUN_ID, 0, Status()).nodes[0].host == "h"
+
+
+def test_a_status_is_for_people_unless_json_is_asked_for(
+    appended: list[Event], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["status", "--run-id", RUN_ID]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith(f"job         {RUN_ID}: starting") and any("0 of 2 ranks" in line for line in lines)
+
+
+def test_a_watch_ends_with_the_job(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, state = Loop(), Generations({0: Node("h", (0, 1))})
+    console = Console(
+        loop, RUN_ID, 0, Admin(Sources(RUN_ID, state, JobHistory(), JobClock()), list[Event]().append).handle
+    )
+    thread = threading.Thread(target=loop.run)
+    thread.start()
+    shown: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        shown.append(seconds)
+        if len(shown) == 2:  # the job ends
+            loop.post(loop.stop)
+            thread.join()
+            console.close()
+
+    monkeypatch.setattr("megatron.elastic.ctl.time.sleep", sleep)
+    assert main(["status", "--json", "--watch", "0.5", "--run-id", RUN_ID]) == 0
+    loop.close()
+    printed = capsys.readouterr()
+    assert shown == [0.5, 0.5] and [json.loads(line)["run_id"] for line in printed.out.split()] == [RUN_ID, RUN_ID]
+    assert "has ended" in printed.err
+
+
+@pytest.mark.parametrize("words", [["drain", "--json"], ["stop", "--watch"], ["status", "--watch", "nan"]])
+def test_options_of_status_are_refused_elsewhere(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*words, "--run-id", RUN_ID]) == 1
+    assert capsys.readouterr().err.startswith("error: ")

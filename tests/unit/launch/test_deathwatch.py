@@ -13,7 +13,6 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -27,10 +26,10 @@ from megatron.elastic.launch.workers.pool import Pool, PoolEvents, Worker
 from megatron.elastic.launch.workers.processes import describe_status, ending_status, process_state
 from megatron.elastic.launch.workers.zygote_messages import WorkerSpec
 from megatron.elastic.launch.workers.zygote_process import ZygoteProcess
+from tests.unit.launch.serving import PATIENCE, serve
 
 HEAVY = 256 << 20
 """Bytes that the kernel has to take apart, page by page, before a process is gone."""
-PATIENCE = 60.0
 
 
 class Holder:
@@ -193,20 +192,6 @@ def start(pool: Pool, script: Path, number: int) -> None:
     spec = WorkerSpec.of(number, "script", str(script), (), environ)
     out = os.open(os.devnull, os.O_WRONLY)
     pool.fork(spec, Worker(number, 0, 0, number, mine, slot), fd, theirs, out, os.dup(2))
-
-
-def serve(loop: Loop, until: Callable[[], bool]) -> None:
-    end = time.monotonic() + PATIENCE
-
-    def look() -> None:
-        assert time.monotonic() < end
-        if until():
-            loop.stop()
-        else:
-            loop.after(0.005, look)
-
-    loop.after(0.005, look)
-    loop.run()
 
 
 def test_a_worker_that_starts_has_the_lease_of_its_node(tmp_path: Path) -> None:

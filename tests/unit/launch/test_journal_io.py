@@ -12,6 +12,7 @@ from megatron.elastic.control import events as ev
 from megatron.elastic.control.channel import Credentials
 from megatron.elastic.control.failures import Failures
 from megatron.elastic.control.generations import Generations, Node
+from megatron.elastic.control.history import JobHistory
 from megatron.elastic.control.journal import BEGIN, Journal, Signer
 from megatron.elastic.control.keys import Keys, LocalStore
 from megatron.elastic.control.membership import Loss
@@ -54,7 +55,7 @@ class Agent:
         self.io = JournalIO(
             self.loop, store, SEAL, self.deliver, self.problems.append, lambda: self.problems.append("left behind")
         )
-        self.trimming = JournalTrimming(store, SEAL, 0, self.state, self.failures, {})
+        self.trimming = JournalTrimming(store, SEAL, 0, self.state, self.failures, JobHistory(), {})
         self.io.start(BEGIN)
 
     def deliver(self, position: int, event: ev.Event | None) -> None:

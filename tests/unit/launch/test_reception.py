@@ -13,10 +13,12 @@ from megatron.elastic.control.answers import JobStatus, ToleranceStatus
 from megatron.elastic.control.clock import JobClock
 from megatron.elastic.control.events import Decided, Entry, Event, Lost, Reported, Requested, Waiting
 from megatron.elastic.control.generations import Generations, Node
+from megatron.elastic.control.history import JobHistory
 from megatron.elastic.control.membership import Loss
-from megatron.elastic.control.messages import Promise, ToleranceText
+from megatron.elastic.control.messages import Hello, Moving, Promise, ToleranceText
 from megatron.elastic.control.requests import Request, Status
 from megatron.elastic.launch.agent.admin import Admin as Answers
+from megatron.elastic.launch.agent.admin import Sources
 from megatron.elastic.launch.agent.worker_messages import WorkerMessages
 from megatron.elastic.launch.workers.pool import Worker
 
@@ -33,7 +35,7 @@ class Admin:
     def __init__(self) -> None:
         self.state = Generations({0: Node("h", tuple(range(RANKS)))})
         self.journal = list[Event]()
-        self.worker_messages = WorkerMessages(self.state, range(RANKS), self.deliver, never, never)
+        self.worker_messages = WorkerMessages(self.state, range(RANKS), self.deliver, never, never, lambda: 7.0)
         self.deliver(Waiting(tuple(Entry(Address(rank, 0, "h"), "") for rank in range(RANKS))))
         self.deliver(Decided(1, 0))
 
@@ -110,9 +112,18 @@ def tolerance(answers: Answers) -> ToleranceStatus:
     return status.tolerance
 
 
+def test_the_moves_that_a_lost_process_told_of_are_not_those_of_its_successor() -> None:
+    state, news = Generations({0: Node("h", (0,))}), list[Worker]()
+    messages = WorkerMessages(state, (0,), lambda event: None, news.append, never, lambda: 7.0)
+    for message, moves in ((Hello(), {}), (Moving("3 layers move"), {0: "3 layers move"}), (Hello(), {})):
+        messages.said(worker(0), message)
+        assert messages.moving == moves
+    assert len(news) == 2
+
+
 def test_every_agent_answers_what_a_member_said_last_can_be_lost() -> None:
     admin, appended = Admin(), list[Event]()
-    answers = Answers("job", admin.state, JobClock(), dict, dict, appended.append)
+    answers = Answers(Sources("job", admin.state, JobHistory(), JobClock()), appended.append)
     assert tolerance(answers) == ToleranceStatus(0, "")
     for generation, text in ((1, "any 2 nodes"), (1, "any 1 node"), (0, "of a generation before")):
         admin.worker_messages.said(worker(0), ToleranceText(generation, text))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -16,13 +17,17 @@ from megatron.elastic.control import env
 from megatron.elastic.control.channel import Credentials
 from megatron.elastic.control.generations import Node
 from megatron.elastic.control.signer import Signer
+from megatron.elastic.launch.agent.loop import Loop
 from megatron.elastic.launch.agent.rendezvous import JobMembers
 from megatron.elastic.launch.arguments import BadCommand, JobSpec, parse
 from megatron.elastic.launch.check import check
 from megatron.elastic.launch.workers.logs import WorkerLogs
-from megatron.elastic.launch.workers.pool import Pool, Worker
+from megatron.elastic.launch.workers.node_workers import NodeWorkers
+from megatron.elastic.launch.workers.pool import Pool, PoolEvents, Worker
 from megatron.elastic.launch.workers.spawn import Spawner
 from megatron.elastic.launch.workers.zygote_messages import WorkerSpec
+from megatron.elastic.launch.workers.zygote_process import ZygoteProcess
+from tests.unit.launch.serving import serve
 
 RANKS = (4, 5)
 """Of the second of two nodes; the others have two ranks each, too."""
@@ -139,14 +144,23 @@ def started(script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 
 def make_started(spec: JobSpec) -> Iterator[Started]:
-    nodes = {number: Node(f"host{number}", (2 * number, 2 * number + 1)) for number in range(3)}
+    forks = Forks()
+    made = Started(second_node(spec, cast(Pool, forks)), forks)
+    yield made
+    for worker in made.workers:
+        worker.channel.close()
+        worker.slot.close()
+    made.spawner.sweep(all_of_node=True)
+
+
+def second_node(spec: JobSpec, pool: Pool) -> Spawner:
     members = JobMembers(
         node=2,
         store=cast(Any, SimpleNamespace(embedded=True)),
         store_place="host0:29500",
         program_store=None,
         signer=Signer(Credentials("ab" * 16, "run")),
-        nodes=nodes,
+        nodes={number: Node(f"host{number}", (2 * number, 2 * number + 1)) for number in range(3)},
         nominal=4,
         host="host2",
         returning=False,
@@ -155,13 +169,7 @@ def make_started(spec: JobSpec) -> Iterator[Started]:
         address="10.0.0.2",
         agent="token",
     )
-    forks = Forks()
-    made = Started(Spawner(spec, members, cast(Pool, forks), WorkerLogs(spec, RANKS)), forks)
-    yield made
-    for worker in made.workers:
-        worker.channel.close()
-        worker.slot.close()
-    made.spawner.sweep(all_of_node=True)
+    return Spawner(spec, members, pool, WorkerLogs(spec, RANKS))
 
 
 def test_a_worker_has_torchruns_environment_and_that_of_the_elastic_runtime(started: Started) -> None:
@@ -200,6 +208,32 @@ def test_each_worker_may_see_one_device_as_its_first(script: str, monkeypatch: p
         assert (environ["LOCAL_RANK"], environ["CUDA_VISIBLE_DEVICES"]) == ("0", "7")
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
         assert started.start(5)["CUDA_VISIBLE_DEVICES"] == "1"
+
+
+def test_ranks_of_a_node_are_started_and_killed_as_processes(script: str) -> None:
+    Path(script).write_text("import time; time.sleep(600)")
+    loop, ends = Loop(), list[tuple[int, int]]()
+
+    def ended(worker: Worker, status: int) -> None:
+        del workers.by_rank[worker.rank]
+        ends.append((worker.rank, status))
+
+    pool = Pool(loop, (), PoolEvents(lambda *_: None, ended, lambda _: None), ZygoteProcess.execute(()))
+    spawner = second_node(job(script), pool)
+    workers = NodeWorkers(pool, spawner)
+    try:
+        for rank in RANKS:
+            workers.start(rank, 0, False)
+        assert workers.running() == RANKS and workers.activity(4).phase == "launch"
+        assert workers.kill(4, "a test") and not workers.kill(4, "again"), "only the first is news"
+        serve(loop, lambda: not workers.remains(4))
+        assert ends == [(4, signal.SIGKILL)] and workers.running() == (5,) and workers.remains(5)
+        workers.start(4, 1, True)
+        assert set(workers.running()) == set(RANKS) and workers.by_rank[4].incarnation == 1
+    finally:
+        pool.close()
+        loop.close()
+        spawner.sweep(all_of_node=True)
 
 
 # -- a check alone ----------------------------------------------------------------------------

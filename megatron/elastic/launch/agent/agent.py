@@ -35,6 +35,7 @@ from megatron.elastic.control.events import (
 from megatron.elastic.control.exits import Ending, ExitCode
 from megatron.elastic.control.failures import Failures, exit_status
 from megatron.elastic.control.generations import Generations
+from megatron.elastic.control.history import JobHistory
 from megatron.elastic.control.journal import BEGIN
 from megatron.elastic.control.membership import WAITING_FOR_RANKS, Loss
 from megatron.elastic.control.messages import End, FromWorker
@@ -42,7 +43,7 @@ from megatron.elastic.control.quarantine import Quarantine
 from megatron.elastic.control.requests import Drain
 from megatron.elastic.control.store import StoreLost
 from megatron.elastic.control.timing import Timing
-from megatron.elastic.launch.agent.admin import Admin
+from megatron.elastic.launch.agent.admin import Admin, Sources
 from megatron.elastic.launch.agent.console import Console
 from megatron.elastic.launch.agent.hang_arbiter import HangArbiter
 from megatron.elastic.launch.agent.journal_io import JournalIO
@@ -51,11 +52,13 @@ from megatron.elastic.launch.agent.loop import Loop
 from megatron.elastic.launch.agent.losses import classify, input_error
 from megatron.elastic.launch.agent.node_leases import NodeLeases, Table
 from megatron.elastic.launch.agent.notify_workers import notify_worker
+from megatron.elastic.launch.agent.pages import Pages
 from megatron.elastic.launch.agent.place import Place
 from megatron.elastic.launch.agent.presence import Presence
 from megatron.elastic.launch.agent.quarantines import Quarantines
 from megatron.elastic.launch.agent.rendezvous import JobMembers
 from megatron.elastic.launch.agent.respawn import Respawn
+from megatron.elastic.launch.agent.run_report import RunReport
 from megatron.elastic.launch.agent.watch import Watch
 from megatron.elastic.launch.agent.worker_messages import WorkerMessages
 from megatron.elastic.launch.arguments import JobSpec
@@ -90,13 +93,14 @@ class Agent:
             members.nodes, job.settings.respawn, members.nominal, job.tensor, quarantine, job.least < job.nodes
         )
         self._failures = Failures(job.settings.max_losses_per_hour)
+        self._history = JobHistory()
         self._journal_io = JournalIO(
             loop, members.store, members.signer, self._deliver, self._store_lost, self._left_behind
         )
         self.append = self._journal_io.append
         # Sources of events: messages of workers, leases of other nodes, hangs, commands of users.
         self._worker_messages = WorkerMessages(
-            self.state, self._mine.ranks, self.append, self._worker_opened, self._leaving
+            self.state, self._mine.ranks, self.append, self._worker_opened, self._leaving, self.clock.now
         )
         self._watch = Watch(self.timing, lambda worker: self._pool.kill(worker, "stopped"))
         place = Place(self.node, members.agent, members.nodes, members.store, members.signer, self.timing, loop)
@@ -106,8 +110,19 @@ class Agent:
             leases = self._leases = NodeLeases(place, self._extend_leases, self._node_lost, self.clock.hear)
             self._presence = Presence(place, leases.doubt, leases.trust)
         self._hang_arbiter = HangArbiter(self.state, self.timing, loop, self.clock, self.append)
-        admin = Admin(job.run_id, self.state, self.clock, self._table_now, self._pids, self.append)
-        self._console = Console(loop, job.run_id, self.node, admin.handle)
+        self._sources = Sources(
+            job.run_id,
+            self.state,
+            self._history,
+            self.clock,
+            table=self._table_now,
+            pids=self._pids,
+            moving=self._worker_messages.moving,
+            topology=lambda: self._worker_messages.topology,
+        )
+        self._report = RunReport(self._sources)
+        self._pages = Pages(job.settings, job.web_token, self._sources)
+        self._console = Console(loop, job.run_id, self.node, Admin(self._sources, self.append).handle)
         # Consequences of the state: workers are started, the journal is trimmed.
         self._logs = WorkerLogs(job, self._mine.ranks)
         self._spawner = Spawner(job, members, pool, self._logs)
@@ -117,7 +132,7 @@ class Agent:
         self._quarantines = Quarantines(self.node, self.state, self.clock, self._respawn.start_lost, self.append)
         seen = {} if self._leases is None else self._leases.seen
         self._journal_trimming = JournalTrimming(
-            members.store, members.signer, self.node, self.state, self._failures, seen
+            members.store, members.signer, self.node, self.state, self._failures, self._history, seen
         )
         self._active = not members.returning
         self._start_workers: Callable[[], None] | None = None
@@ -155,12 +170,15 @@ class Agent:
     def _beat(self) -> None:
         self._pool.continue_zygote()
         self._pool.reap_orphans()
+        self._sources.meter.look(self.by_rank.values())
+        self._pages.beat()
         table = self.table()
         if self._leases is not None and self._active:
             self._leases.beat(table, self._journal_io.needed, self.clock.now())
             for other in self._leases.tables.values():
                 table.update(other)
         if self.state.coordinator() == self.node and self._active:
+            self._report.beat()
             self._hang_arbiter.consider(table)
             self._quarantines.consider(table)
 
@@ -239,6 +257,7 @@ class Agent:
     def ended(self, worker: Worker, status: int) -> None:
         """A worker's program has ended; its process may still be on its way out."""
         if self.by_rank.get(worker.rank) is worker:
+            self._sources.meter.look([worker])
             del self.by_rank[worker.rank]
         if self.exit_code is None:
             lines = self._logs.last_lines(worker.local_rank)
@@ -280,6 +299,7 @@ class Agent:
         if isinstance(event, Lost | NodeLost):
             self.clock.hear(event.at)
         self.state.apply(event)
+        self._history.follow(event, self.state)
         if self.state.frozen != frozen:
             self._worker_messages.begin()
             if self.state.fresh:
@@ -409,8 +429,10 @@ class Agent:
         ended = self.state.ended
         named = None if ended is None else (ended.code, ended.why)
         self.exit_code, why = exit_status(named, self.state.codes(), self._failures.verdict, self.state.stopping)
-        if why and self.state.coordinator() in (self.node, None):
-            say(*_head_and_rest(why))
+        if self.state.coordinator() in (self.node, None):
+            self._report.end(self.exit_code)
+            if why:
+                say(*_head_and_rest(why))
         self._loop.stop()
 
     def _store_lost(self, why: str) -> None:
@@ -424,6 +446,7 @@ class Agent:
                     text = "the job's store cannot be reached any more; this process ends"
                     self._pool.tell(worker, End(ExitCode.STATE_LOST, text))
             self._leases = None
+            self._report.end(ExitCode.STATE_LOST)
             self._stop(ExitCode.STATE_LOST)
 
     def _stop(self, code: int) -> None:
@@ -468,6 +491,7 @@ class Agent:
         """Everything of this node ends; the first agent stays until the others have read the journal's end."""
         self._console.close()
         self._pool.close()
+        self._pages.close()
         self._logs.close()
         self._spawner.sweep(self._holds_place)
         with suppress(ConnectionError):

@@ -1,7 +1,7 @@
 """The journal is kept short: a snapshot now and then, and entries that every agent has read are dropped.
 
 A job of weeks would otherwise keep an entry for each request of each rank at each change.
-The snapshot holds the state and the counts of failures, which all agents derive from the
+The snapshot holds the state, the counts of failures and the history, which all agents derive from the
 same entries; the floor is the last entry that every thread of every living agent has read. An agent that counts
 as lost is not waited for: it starts from the snapshot when it is back.
 """
@@ -14,6 +14,7 @@ from collections.abc import Mapping
 
 from megatron.elastic.control.failures import Failures
 from megatron.elastic.control.generations import Generations
+from megatron.elastic.control.history import JobHistory
 from megatron.elastic.control.journal import BEGIN, Mark, Signer, Snapshot, keep, newest, trim
 from megatron.elastic.control.snapshot import dump, restore
 from megatron.elastic.control.store import Store, StoreLost
@@ -26,13 +27,23 @@ TRIM_ENTRIES = 1024
 
 
 class JournalTrimming:
-    """One agent's part. ``state`` and ``failures`` change with each entry; ``seen``: node → entries it has read."""
+    """One agent's part. ``state``, ``failures`` and ``history`` change with each entry.
+
+    ``seen``: node → entries it has read.
+    """
 
     def __init__(
-        self, store: Store, signer: Signer, node: int, state: Generations, failures: Failures, seen: Mapping[int, int]
+        self,
+        store: Store,
+        signer: Signer,
+        node: int,
+        state: Generations,
+        failures: Failures,
+        history: JobHistory,
+        seen: Mapping[int, int],
     ) -> None:
         self._store, self._signer, self._node = store, signer, node
-        self._state, self._failures, self._seen = state, failures, seen
+        self._state, self._failures, self._history, self._seen = state, failures, history, seen
         self._newest = BEGIN
         self._kept = 0
         """Of the newest snapshot that this agent has seen in the store."""
@@ -49,7 +60,7 @@ class JournalTrimming:
                 return BEGIN
             if found.mark.position < self._kept:
                 raise ProtocolError(f"its snapshot, of entry {found.mark.position}, is older than one read before")
-            restore(self._state, self._failures, found.content)
+            restore(self._state, self._failures, self._history, found.content)
         except ProtocolError as error:
             raise StoreLost(f"its snapshot of the job's state cannot be used: {error}") from None
         self._newest, self._kept = found.mark, found.mark.position
@@ -69,7 +80,7 @@ class JournalTrimming:
             return
         self._newest = mark
         others = [self._seen.get(n, 0) for n, node in state.nodes.items() if node.alive and n != self._node]
-        content = dump(state, self._failures)  # now: both change with the next entry
+        content = dump(state, self._failures, self._history)  # now: all change with the next entry
         self._work.put((Snapshot(mark, content), min([mark.position, needed, *others])))
 
     def carry_out(self, store: Store) -> None:

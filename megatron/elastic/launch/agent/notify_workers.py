@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megatron.elastic.control.generations import Generations
-from megatron.elastic.control.messages import Decide, Freeze, Members, PendingChanged, Release, ToWorker
+from megatron.elastic.control.messages import Begun, Decide, Freeze, Members, PendingChanged, Release, ToWorker
 from megatron.elastic.launch.workers.pool import Worker
 
 __all__ = ["notify_worker"]
 
 
 def notify_worker(state: Generations, worker: Worker, tell: Callable[[Worker, ToWorker], None]) -> None:
-    """Freezes, decisions, requests and, while it waits, the members; notes in ``worker`` what it was sent."""
+    """Freezes, decisions, requests, the begin; to one that waits the members. Notes in ``worker`` what it was sent."""
     mine = state.ranks[worker.rank]
     if not worker.elastic or mine.incarnation != worker.incarnation:
         return
@@ -35,3 +35,6 @@ def notify_worker(state: Generations, worker: Worker, tell: Callable[[Worker, To
     if mine.standing == "member" and pending != worker.sent_pending:
         worker.sent_pending = pending
         tell(worker, PendingChanged(pending))
+    if mine.standing == "member" and not state.preparing and not worker.sent_begun:
+        worker.sent_begun = True
+        tell(worker, Begun())

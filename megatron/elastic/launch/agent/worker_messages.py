@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import msgspec
+
 from megatron.elastic.control.events import (
     Announced,
     Entry,
@@ -17,6 +19,7 @@ from megatron.elastic.control.events import (
     JobEnded,
     Reported,
     Requested,
+    Reshaped,
     Suspected,
     Waiting,
     Wanted,
@@ -25,14 +28,19 @@ from megatron.elastic.control.generations import Generations
 from megatron.elastic.control.messages import (
     Ask,
     DrainSignal,
+    Drawn,
     Finish,
     FromWorker,
     GiveUp,
     Hello,
+    Moving,
+    Observed,
     Promise,
+    ReshapeNews,
     Suspicion,
     ToleranceText,
 )
+from megatron.elastic.control.observations import DrawnTopology
 from megatron.elastic.control.requests import Drain
 from megatron.elastic.control.wire import ProtocolError
 from megatron.elastic.launch.messages import say
@@ -45,7 +53,10 @@ _LONGEST_TEXT = 500
 
 
 class WorkerMessages:
-    """For the ``ranks`` of one node. ``hello``: a worker opened its membership; ``leaving``: one is about to exit."""
+    """For the ``ranks`` of one node. ``hello``: a worker opened its membership; ``leaving``: one is about to exit.
+
+    ``now``: seconds of the job.
+    """
 
     def __init__(
         self,
@@ -54,19 +65,26 @@ class WorkerMessages:
         append: Callable[[Event], None],
         hello: Callable[[Worker], None],
         leaving: Callable[[Worker], None],
+        now: Callable[[], float],
     ) -> None:
+        self._now = now
         self._state, self._ranks, self._append = state, ranks, append
         self._hello, self._leaving = hello, leaving
         self._entries: dict[int, Entry] = {}
         self._early: dict[int, Entry] = {}
         """Reports for the next generation, before it is frozen: of ranks that asked for it, or lost a peer first."""
         self._reported = 0
+        self.topology: DrawnTopology | None = None
+        """The newest one that a rank of this node has told."""
+        self.moving: dict[int, str] = {}
+        """Rank of this node → the layers that move, as it told last."""
 
-    def said(self, worker: Worker, message: FromWorker) -> None:
+    def said(self, worker: Worker, message: FromWorker) -> None:  # noqa: C901 - a case for each kind of message
         """Take one message. Raises :class:`ProtocolError` where it speaks for another rank."""
         match message:
             case Hello():
                 worker.elastic = True
+                self.moving.pop(worker.rank, None)  # of the process before it, which may have been lost meanwhile
                 self._hello(worker)
             case Promise():
                 self._take_report(worker, message)
@@ -74,8 +92,16 @@ class WorkerMessages:
                 self._append(Requested(what, (worker.rank,), generation))
             case Suspicion():
                 self._take_suspicion(worker, message)
-            case ToleranceText(generation, text):
-                self._append(Announced(generation, text[:_LONGEST_TEXT]))
+            case ToleranceText(generation, text, protection):
+                self._append(Announced(generation, text[:_LONGEST_TEXT], protection))
+            case ReshapeNews(number, state, text):
+                self._append(Reshaped(number, state, text[:_LONGEST_TEXT]))
+            case Observed(what):
+                self._append(msgspec.structs.replace(what, at=self._now()))
+            case Moving(text):
+                self.moving[worker.rank] = text[:_LONGEST_TEXT]
+            case Drawn(topology):
+                self.topology = topology
             case GiveUp(code, why):
                 self._append(JobEnded(code, why))
             case DrainSignal():

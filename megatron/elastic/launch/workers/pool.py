@@ -61,6 +61,8 @@ class Worker:
     sent_frozen: int = 0
     sent_decided: int = 0
     sent_pending: Pending = field(default_factory=Pending)
+    sent_begun: bool = False
+    """It was told that all members have begun."""
     sent_members: int = 0
     """Generation whose members it was told while it waited."""
     reader: FrameReader[FromWorker] = field(default_factory=lambda: FrameReader(FROM_WORKER))

@@ -1,0 +1,60 @@
+"""A user who looks at a running job sees what its event log says."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.integration.elastic_job import JobResult, RunningJob, elastic_command
+
+FOR_EVER = 100_000
+KILL = ("--elastic-allow-inject", "--elastic-inject", "kill:rank=3,step=3,point=mid_backward")
+QUIET = ("--save-interval", "1000000", "--log-interval", "1")
+
+
+def watched(folder: Path, look: Callable[[RunningJob], None], *flags: str) -> JobResult:
+    """A job of four ranks that loses rank 3 in step 3, gets it back, and is drained after ``look``."""
+    save = ("--save", str(folder / "saved"))
+    command = elastic_command(folder / "events", 4, 1, 2, FOR_EVER, *QUIET, *KILL, *save, *flags)
+    with RunningJob(folder / "events", command) as job:
+        joined = job.wait_for(r"joined by 3").end()
+        at = int(job.wait_for(r"iteration +(\d+)/", joined).group(1))
+        job.wait_for(rf"iteration +{at + 5}/", joined)
+        look(job)
+        assert job.ctl("drain").returncode == 0
+        result = job.finish()
+    assert result.code == 3, result.output[-5000:]
+    return result
+
+
+def test_the_status_of_a_job_that_lost_a_rank_is_that_of_its_event_log(tmp_path: Path) -> None:
+    shown: dict[str, Any] = {}
+    text: list[str] = []
+
+    def look(job: RunningJob) -> None:
+        shown.update(json.loads(job.ctl("status", "--json").stdout))
+        text.extend(job.ctl("status").stdout.splitlines())
+
+    result = watched(tmp_path, look)
+    recoveries = {r.fields["step"]: r.fields for r in result.of("recovery") if r.rank == 0}
+    past, step = shown["history"], shown["progress"]["step"]
+    assert step in result.committed and abs(shown["progress"]["loss"] - result.committed[step]) < 1e-6
+    assert shown["progress"]["target"] == FOR_EVER and shown["progress"]["steps_per_s"] > 0
+    assert (past["losses"], past["recoveries"], past["changes"], past["lost_steps"]) == (1, 1, 1, 0)
+    assert [(loss["rank"], loss["step"], loss["cause"]) for loss in past["last_losses"]] == [(3, 3, "signal SIGKILL")]
+    for told in past["last_recoveries"]:
+        assert recoveries[told["step"]]["outcome"] == told["outcome"]
+        assert recoveries[told["step"]]["seconds"].keys() == told["seconds"].keys()
+    lost = past["last_recoveries"][0]
+    assert lost["lost"] == [3] and lost["outcome"] == "re-run" and lost["repeated_s"] > 0
+    assert past["lost_s"]["computed again"] == lost["repeated_s"] < 60
+    assert past["first_step"] == 1 and 0 < past["goodput"] < 1
+    assert past["protection"]["ranks"] == 1 and past["protection"]["short"] == 0 and past["unprotected_s"] > 0
+    summary = result.output[result.output.index("ends with exit status 3 after") :]
+    assert re.search(rf"steps 1 to {max(result.committed)} of {FOR_EVER}: {len(result.committed)} committed", summary)
+    assert "1 loss, 1 recovery of" in summary and re.search(r"goodput \d\d?\.\d\d% .*computed again \d", summary)
+    assert any(line.startswith("step ") and f"of {FOR_EVER}" in line for line in text)
+    assert any("rank 3 on" in line and "SIGKILL" in line for line in text)
