@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.elastic.observe.events import EventLog, EventRecord, LogEvent, RankLostEvent, RecoveryEvent
+from megatron.elastic.observe.event_kinds import LogEvent, RankLostEvent, RecoveryEvent
+from megatron.elastic.observe.events import EventLog, EventRecord
 from tools import loss_plot, training_log
 from tools.training_log import Iteration, Loss
 

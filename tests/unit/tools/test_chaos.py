@@ -1,0 +1,79 @@
+"""Random jobs are a function of the seed; one that fails is told with the command that repeats it."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.unit.tools.history_runs import SPOILED, Job, write
+from tools import chaos
+
+
+def test_jobs_are_a_function_of_the_seed_and_of_every_kind() -> None:
+    jobs = [chaos.drawn("7", number) for number in range(200)]
+    assert jobs == [chaos.drawn("7", number) for number in range(200)]
+    assert {job.kind for job in jobs} == set(chaos.KINDS) == set(chaos.ACTS)
+    assert jobs != [chaos.drawn("8", number) for number in range(200)]
+
+
+def good(job: chaos.Job, folder: Path, played: chaos.Played) -> None:
+    played.faults = 2
+    history = Job(0, 3)
+    for _ in range(3):
+        history.step()
+    write(folder / "events", history.end())
+
+
+def spoiled(job: chaos.Job, folder: Path, played: chaos.Played) -> None:
+    good(job, folder, played)
+    history = Job(0, 3)
+    for _ in range(3):
+        history.step()
+    files = history.end()
+    SPOILED["records_differ"][0](files, random.Random(0))
+    write(folder / "events", files)
+
+
+def breaks(job: chaos.Job, folder: Path, played: chaos.Played) -> None:
+    played.smaller = "dp2 kill:rank=1"
+    raise AssertionError("exit status 1")
+
+
+def told(act: chaos.Act, folder: Path, patch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    patch.setattr(chaos, "ACTS", dict.fromkeys(chaos.KINDS, act))
+    status = chaos.main(["--seed", "7", "--only", "3", "--folder", str(folder)])
+    lines = capsys.readouterr().out.splitlines()
+    assert (status == 1) == bool(json.loads(lines[-1])["failed"])
+    return lines
+
+
+def test_a_job_with_a_good_history_passes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = json.loads(told(good, tmp_path, monkeypatch, capsys)[-1])
+    assert (result["jobs"], result["faults"], result["failed"]) == (1, 2, [])
+
+
+@pytest.mark.parametrize(("act", "why"), [(spoiled, "one history: "), (breaks, "AssertionError: exit status 1")])
+def test_a_job_that_fails_is_told_with_the_command_that_repeats_it(
+    act: chaos.Act, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = told(act, tmp_path, monkeypatch, capsys)
+    assert any(why in line for line in lines)
+    assert "repeat: python -m tools.chaos --seed 7 --only 3" in lines
+    assert ("shrunk: python -m tests.scenario 'dp2 kill:rank=1' --as cluster" in lines) == (act is breaks)
+    (kept,) = tmp_path.glob("*/why.txt")
+    assert why in kept.read_text()
+
+
+def test_a_lost_step_is_a_failure_though_the_history_is_one(tmp_path: Path) -> None:
+    history = Job(0, 2)
+    history.step()
+    history._say(0, "recovery", step=1, outcome="re-run", seconds={}, lost_steps=2)
+    write(tmp_path / "events", history.end())
+    played = chaos.Played()
+    chaos._judge(tmp_path / "events", played)
+    assert played.why == ["a step was lost: rank00000.jsonl"]

@@ -1,0 +1,387 @@
+"""Random jobs under random faults for a while, each judged by the history checker (``tools/history``).
+
+    python -m tools.chaos --minutes 60 --seed 7           # a developer's tool; needs the tests beside it
+    python -m tools.chaos --seed 7 --only 12              # the twelfth job of that run once more
+
+Each job is drawn from the seed and its number: layout, settings and faults. Its kind decides who makes the faults:
+
+    script   the scenario's own words (``tests/scenario``), injected at named points; the losses of training are
+             compared with an undisturbed job's
+    outside  SIGKILL and SIGSTOP to any worker at any instant, also to ranks on their way back; slow and late ranks;
+             at the end perhaps a drained rank; checkpoints, at times on a disk that gets full
+    nodes    several agents on one machine: whole nodes or their agents killed, stopped and started again, their way
+             to the store cut; with etcd the coordinator too
+    hosts    two network namespaces: a late network, and a cable that is pulled
+    links    a link between two healthy ranks breaks
+
+A job fails if the checker finds anything, if it does not end in time or as it should, or if it lost a step. Then its
+text and the command that repeats it are printed; where the in-process cluster fails by the same scenario, that one
+with the fewest faults as well. When a signal comes is a matter of the machine, so a failure ``outside`` may need
+several tries. The last line is one JSON object; exit status 1 if a job failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.chaos.test_training_chaos import Havoc
+from tests.cluster.history import drawn as drawn_scenario
+from tests.cluster.history import rules_of, shrunk
+from tests.integration.cable import cable
+from tests.integration.elastic_job import ROOT, elastic_command, elastic_job, environment_of
+from tests.integration.etcd_server import etcd_server
+from tests.integration.kill_walk import DROPOUT, LAYOUTS, MANY, PHASES, RATES, TWO, Watch, cached
+from tests.integration.launcher import start_launcher
+from tests.integration.launcher_cluster import Cluster, descendants, is_alive
+from tests.integration.ports import free_port
+from tests.integration.test_broken_links import SEVERED
+from tests.integration.test_saving import can_mount
+from tests.integration.test_two_hosts import pods, running, why_not
+from tests.scenario import in_job
+from tests.scenario.scenario import Layout
+from tools.history.judge import Rules
+
+__all__ = ["Job", "drawn", "main"]
+
+DRAINED, UNSAVED = 3, 4
+EXACT = ("--elastic-exact", "--calculate-per-token-loss")
+NODE_SECONDS = 600.0
+"""Seconds that agents may take until all ranks of a job are back."""
+JOB_SECONDS = 1800.0
+"""Seconds that a job of the kind ``outside`` may take for all its losses."""
+LOST_STEPS = re.compile(r'"lost_steps":([1-9]\d*)')
+KINDS = {"outside": 4, "script": 3, "nodes": 3, "hosts": 1, "links": 1}
+"""Kind of job → its share."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One job, as it was drawn. ``dice``: seed of what is drawn while it runs."""
+
+    kind: str
+    layout: str
+    faults: int
+    dice: int
+    exact: bool = False
+    flags: tuple[str, ...] = ()
+    full_disk: bool = False
+    drains: bool = False
+    etcd: bool = False
+
+    def __str__(self) -> str:
+        words = [f"{name}={value}" for name, value in vars(self).items() if value and name not in ("kind", "flags")]
+        return " ".join([self.kind, *words, *self.flags])
+
+
+@dataclass
+class Played:
+    """The outcome of a job. ``why``: what was wrong with it."""
+
+    faults: int = 0
+    rules: Rules = field(default_factory=Rules)
+    why: list[str] = field(default_factory=list)
+    output: str = ""
+    smaller: str = ""
+    """The scenario in which the in-process cluster fails too."""
+
+
+def drawn(seed: str, number: int) -> Job:
+    """Return the job of this number."""
+    dice = random.Random(f"{seed}.{number}")
+    kind = dice.choices(list(KINDS), list(KINDS.values()))[0]
+    layout = dice.choice(list(LAYOUTS))
+    ranks = LAYOUTS[layout].ranks
+    flags: list[str] = []
+    if kind == "outside" and dice.random() < 0.5:
+        late = f"delay:rank={dice.randrange(ranks)},count=0,seconds={dice.uniform(0.01, 0.1):.3f}"
+        slow = f"slow:rank={dice.randrange(ranks)},step=3-4000,factor={dice.choice((2, 4))}"
+        flags += ["--elastic-allow-inject", "--elastic-inject", dice.choice((late, slow))]
+    if kind in ("outside", "nodes") and dice.random() < 0.3:
+        flags += ["--elastic-migrate-after", "0"]
+    return Job(
+        kind=kind,
+        layout=layout,
+        faults=dice.randint(4, 12) if kind == "outside" else dice.randint(1, 3),
+        dice=dice.randrange(10**6),
+        exact=kind == "outside" and LAYOUTS[layout].chunks == 1 and dice.random() < 0.3,
+        flags=tuple(flags),
+        full_disk=kind == "outside" and can_mount() and dice.random() < 0.2,
+        drains=dice.random() < 0.3,
+        etcd=kind == "nodes" and dice.random() < 0.5,
+    )
+
+
+def play(job: Job, folder: Path) -> Played:
+    """Run a job, and judge it. ``folder``: of the whole session, which keeps undisturbed runs."""
+    here = Path(tempfile.mkdtemp(prefix=f"{job.kind}-", dir=folder))
+    played = Played()
+    try:
+        ACTS[job.kind](job, here, played)
+    except Exception as error:  # whatever a job ends with is a finding
+        played.why.append(f"{type(error).__name__}: {error}"[:4000])
+    for events in sorted(here.glob("**/events")):
+        if "undisturbed" not in events.parts:
+            _judge(events, played)
+    (here / "why.txt").write_text("\n".join(played.why) + "\n\n" + played.output)
+    return played
+
+
+def _judge(events: Path, played: Played) -> None:
+    """The history checker, as a program of its own; and no step was lost."""
+    flags = [*(["--exact"] if played.rules.exact else []), *(["--state-mode"] if played.rules.state_mode else [])]
+    command = [sys.executable, "-m", "tools.history", str(events), *flags]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        played.why.append(f"{shlex.join(command[1:])}\n{done.stdout[-3000:]}{done.stderr}")
+    lost = [file.name for file in events.glob("rank*.jsonl") if LOST_STEPS.search(file.read_text(errors="replace"))]
+    if lost and not played.rules.state_mode:
+        played.why.append(f"a step was lost: {', '.join(lost)}")
+
+
+# -- kinds -------------------------------------------------------------------------
+
+
+def _script(job: Job, folder: Path, played: Played) -> None:
+    scenario = drawn_scenario(random.Random(job.dice))
+    played.rules, played.faults = rules_of(scenario), len(scenario.faults)
+    played.output = f"python -m tests.scenario '{scenario}' --as job"
+    try:
+        in_job.play(scenario, folder, folder.parent / "undisturbed")
+    except AssertionError:
+        least = shrunk(scenario)
+        played.smaller = "" if least is None else str(least)
+        raise
+
+
+def _flags(job: Job, folder: Path) -> list[str]:
+    exact = EXACT if job.exact else ()
+    return [*DROPOUT, *RATES, *PHASES, *TWO, *exact, *cached(folder), *job.flags]
+
+
+def _command(job: Job, folder: Path, *launch: str) -> list[str]:
+    layout: Layout = LAYOUTS[job.layout]
+    sizes = (layout.ranks, layout.tensor, layout.pipeline, MANY)
+    saved = ("--save", str(folder / "saved"), *layout.flags, *layout.batch_flags)
+    return elastic_command(folder / "events", *sizes, *_flags(job, folder), *saved, launch=launch)
+
+
+def _outside(job: Job, folder: Path, played: Played) -> None:
+    played.rules = Rules(exact=job.exact)
+    name, layout = f"chaos-{job.dice}-{os.getpid()}", LAYOUTS[job.layout]
+    command = _command(job, folder, "--rdzv-id", name)
+    if job.full_disk:
+        (folder / "saved").mkdir()
+        inside = f"mount -t tmpfs -o size=1600k none {folder / 'saved'} && exec {shlex.join(command)}"
+        command = ["unshare", "--mount", "sh", "-c", inside]
+    watch = Watch(folder / "output.txt", folder / "events")
+    with watch.said.open("w") as out:
+        launcher = start_launcher(command, environment_of(), out)
+        try:
+            havoc = Havoc(launcher, watch, layout.ranks, random.Random(job.dice), JOB_SECONDS)
+            while havoc.lost.total() < job.faults:
+                havoc.strike()
+                played.faults = havoc.lost.total()
+            havoc.wait_until_whole()
+            if job.drains:
+                _drain(name, job.dice % layout.ranks)
+            launcher.send_signal(signal.SIGTERM)
+            launcher.wait(120.0)
+        finally:
+            if launcher.poll() is None:
+                launcher.kill()
+            code = launcher.wait()
+            played.output = watch.said.read_text()[-6000:]
+    allowed = (DRAINED, UNSAVED) if job.full_disk else (DRAINED,)
+    assert code in allowed, f"exit status {code}"
+
+
+def _drain(name: str, rank: int) -> None:
+    command = [sys.executable, "-m", "megatron.elastic.ctl", "drain", "--ranks", str(rank), "--run-id", name]
+    asked = subprocess.run(command, cwd=ROOT, env=environment_of(), capture_output=True, text=True, check=False)
+    assert asked.returncode == 0, asked.stderr
+    time.sleep(3.0)
+
+
+def _nodes(job: Job, folder: Path, played: Played) -> None:
+    """Four ranks on two agents, or six on three."""
+    dice, nodes = random.Random(job.dice), 2 + job.dice % 2
+    plain = elastic_command(
+        *(folder / "events", 2 * nodes, 1, 1, MANY),
+        *(*_flags(job, folder), "--save", str(folder / "saved"), "--global-batch-size", str(4 * nodes)),
+        *("--elastic-block-bytes", "4096", "--elastic-quarantine-after", "0"),
+    )
+    script = plain[plain.index(str(ROOT / "pretrain_gpt.py")) :]
+    with ExitStack() as stack:
+        port = stack.enter_context(etcd_server(folder)).port if job.etcd else free_port()
+        way = stack.enter_context(cable(port))
+        last = nodes - 1
+        ends = {node: _store(job.etcd, way.port if node == last else port) for node in range(nodes)}
+        cluster = Cluster(2, nodes=nodes, command=script, node_options=ends)
+        stack.callback(cluster.close)
+        try:
+            _whole(cluster, folder, 0.0)
+            for _ in range(job.faults):
+                node = dice.randrange(0 if job.etcd else 1, nodes)
+                began = time.time()
+                how = dice.choice(("node", "agent", "stopped", "cut" if node == last else "node"))
+                print(f"  {how}: node {node}", flush=True)
+                played.faults += 1
+                if how == "cut":
+                    way.cut()
+                    time.sleep(dice.uniform(0.2, 6.0))
+                    way.mend()
+                else:
+                    _strike(cluster, node, how, dice.uniform(0.2, 6.0))
+                _whole(cluster, folder, began)
+            os.kill(cluster.agents[0].pid, signal.SIGTERM)
+            codes = [cluster.exit_code(node) for node in range(nodes)]
+            assert codes == [DRAINED] * nodes, f"exit statuses {codes}"
+        finally:
+            played.output = cluster.text()[-6000:]
+
+
+def _store(etcd: bool, port: int) -> tuple[str, ...]:
+    if etcd:
+        return ("--rdzv-backend", "etcd", "--rdzv-endpoint", f"127.0.0.1:{port}")
+    return ("--master-port", str(port))
+
+
+def _strike(cluster: Cluster, node: int, how: str, seconds: float) -> None:
+    """Lose a node, its agent alone, or its agent for a while; a dead one is started again after ``seconds``."""
+    agent = cluster.agents[node]
+    if how == "stopped":
+        os.kill(agent.pid, signal.SIGSTOP)
+        time.sleep(seconds)
+        os.kill(agent.pid, signal.SIGCONT)
+    else:
+        for pid in [agent.pid, *(descendants(agent.pid) if how == "node" else ())]:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(seconds)
+    if agent.poll() is not None or not is_alive(agent.pid):
+        agent.wait()
+        cluster.start_agent(node)
+
+
+def _whole(cluster: Cluster, folder: Path, since: float) -> None:
+    """Wait until the newest line of a step of every rank is later than ``since``, and all are of one generation."""
+    ranks, end = cluster.workers * cluster.nodes, time.monotonic() + NODE_SECONDS
+    while True:
+        newest = [_newest(file, since) for file in sorted((folder / "events").glob("rank*.jsonl"))]
+        if len(newest) == ranks and None not in newest and len(set(newest)) == 1:
+            return
+        assert time.monotonic() < end, f"not whole again: generations of the newest steps {newest}"
+        time.sleep(0.2)
+
+
+def _newest(file: Path, since: float) -> int | None:
+    """The generation of the newest step of a rank after ``since``."""
+    with file.open("rb") as log:
+        log.seek(max(0, file.stat().st_size - 20_000))
+        lines = [line for line in log.read().splitlines() if line.startswith(b'{"kind":"phases"')]
+    for line in reversed(lines):
+        with suppress(ValueError):
+            found = json.loads(line)
+            return int(found["generation"]) if found["wall"] > since else None
+    return None
+
+
+def _hosts(job: Job, folder: Path, played: Played) -> None:
+    if why_not():
+        return
+    dice = random.Random(job.dice)
+    with pods(folder) as both, running(folder, both) as (first, second):
+        second.wait_for(r"iteration +3/")
+        inside = ["ip", "netns", "exec", both[1].namespace]
+        late = f"tc qdisc add dev {both[1].device} root netem delay {dice.randint(1, 40)}ms 5ms"
+        slowed = subprocess.run([*inside, *late.split()], capture_output=True, check=False).returncode == 0
+        time.sleep(dice.uniform(1.0, 4.0))
+        played.faults += slowed
+        subprocess.run(["ip", "-n", both[1].namespace, "link", "set", both[1].device, "down"], check=True)
+        played.faults += 1
+        gone = first.wait_for(r"recovered at generation").end()
+        at = int(first.wait_for(r"iteration +(\d+)/", gone).group(1))
+        first.wait_for(rf"iteration +{at + 3}/", gone)
+        first.launcher.send_signal(signal.SIGTERM)
+        played.output = first.finish().output[-6000:]
+
+
+def _links(job: Job, folder: Path, played: Played) -> None:
+    dice = random.Random(job.dice)
+    one, other = dice.sample(range(4), 2)
+    script = folder / "severed.py"
+    text = SEVERED.replace('"RANK"] == "1" and self.rank == 1', f'"RANK"] == "{one}" and self.rank == {one}')
+    text = text.replace("calls == 4", f"calls == {dice.randint(2, 30)}").replace("sever(3)", f"sever({other})")
+    script.write_text(text)
+    flags = ("--elastic-transport", "tcp", *DROPOUT, *RATES)
+    done = elastic_job(folder / "events", 4, 1, 2, 20, *flags, script=script)
+    played.faults, played.output = 1, done.output[-6000:]
+    assert done.code == 0, f"exit status {done.code}"
+
+
+Act = Callable[[Job, Path, Played], None]
+ACTS: Mapping[str, Act] = {
+    "script": _script,
+    "outside": _outside,
+    "nodes": _nodes,
+    "hosts": _hosts,
+    "links": _links,
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0 if all jobs passed."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.chaos", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--minutes", type=float, default=60.0, help="begin no job after so many")
+    parser.add_argument("--seed", default=str(time.time_ns() % 10_000))
+    parser.add_argument("--only", type=int, help="run the job of this number alone")
+    parser.add_argument("--kinds", nargs="+", choices=list(KINDS), help="leave out jobs of other kinds")
+    parser.add_argument("--folder", type=Path, help="keeps logs and outputs (default: a temporary one)")
+    asked = parser.parse_args(arguments)
+    folder = asked.folder or Path(tempfile.mkdtemp(prefix="chaos"))
+    folder.mkdir(parents=True, exist_ok=True)
+    print(f"--seed {asked.seed}, logs in {folder}", flush=True)
+    began, number, jobs, faults, failed = time.monotonic(), asked.only or 0, 0, 0, list[int]()
+    while time.monotonic() - began < 60 * asked.minutes:
+        job = drawn(asked.seed, number)
+        if asked.kinds is None or job.kind in asked.kinds:
+            print(f"{number}: {job}", flush=True)
+            played = play(job, folder)
+            jobs, faults = jobs + 1, faults + played.faults
+            if played.why:
+                failed.append(number)
+                _tell(asked.seed, number, played)
+        if asked.only is not None:
+            break
+        number += 1
+    seconds = round(time.monotonic() - began, 1)
+    result = {"seed": asked.seed, "jobs": jobs, "faults": faults, "seconds": seconds, "failed": failed}
+    print(json.dumps(result))
+    return 1 if failed else 0
+
+
+def _tell(seed: str, number: int, played: Played) -> None:
+    print("\n".join(played.why), flush=True)
+    print(f"repeat: python -m tools.chaos --seed {seed} --only {number}", flush=True)
+    if played.smaller:
+        print(f"shrunk: python -m tests.scenario '{played.smaller}' --as cluster", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
