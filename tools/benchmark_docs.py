@@ -72,6 +72,13 @@ SECTIONS = (
         tables.migrate,
     ),
     Section(
+        "reshape",
+        "What do steps pay for other parallel sizes?",
+        "`ctl reshape` on four ranks that share one link of 1 Gbit/s. `exposed` is the time by which steps got longer. "
+        "A restart is what plain Megatron-LM needs for the same change: save, end, start, load.",
+        tables.reshape,
+    ),
+    Section(
         "checkpoint",
         "What does a save cost the steps around it?",
         "Each run is compared with a run of its kind without a save. A negative figure is noise.",
@@ -89,6 +96,12 @@ SECTIONS = (
         "step_time",
         "How long is a step beside plain Megatron-LM?",
         "The same model and data, all runs in turn. A ratio below 1: `--elastic` is faster.",
+        tables.step_time,
+    ),
+    Section(
+        "step_time_tensor",
+        "And with tensor parallelism?",
+        "TP 2 x DP 2. Parameters that are replicated over a tensor-parallel group are stored once a unit.",
         tables.step_time,
     ),
     Section(
@@ -143,12 +156,28 @@ SECTIONS = (
         tables.simulate_table,
     ),
     Section(
+        "nonuniform",
+        "What is lost with devices missing in groups of 32?",
+        "Simulated: 32,768 devices, the setting of nonuniform tensor parallelism (arXiv 2504.06095). Figures are the "
+        "loss of throughput, its mean over draws of the failed devices. `limit` is what that paper reports for up to "
+        "0.4% of failed devices. Ways that drop replicas and `ntp` let the batch shrink; the others keep it. In the "
+        "simulator a whole group costs what its rank with most heads and columns costs.",
+        tables.nonuniform,
+    ),
+    Section(
         "throughput",
         "What throughput is left in an emulated job?",
         "The runtime with timed waits in place of kernels. Figures are shares of the throughput before the loss.",
         tables.throughput,
     ),
     Section("throughput_96", "What is left with 96 processes?", "The same with 96 processes.", tables.throughput),
+    Section(
+        "throughput_tensor",
+        "What is left after one rank of TP 4 at PP 2 is lost?",
+        "The same runtime with timed waits. The rank's group lives on with three ranks, or it is parked, or its "
+        "replica is left out. `instant`: no unit moves; `elaswave`: layers are cut anew.",
+        tables.throughput,
+    ),
     Section(
         "readability",
         "How does the code compare with that of other projects?",

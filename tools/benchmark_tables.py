@@ -112,6 +112,34 @@ def migrate(figures: Figures) -> str:
     return table(head, rows)
 
 
+def reshape(figures: Figures) -> str:
+    """What each change of sizes cost, beside its bytes and a restart."""
+    head = (
+        "change",
+        "MB to all ranks",
+        "exposed (s)",
+        "exposed (share of the bytes' time on an idle link)",
+        "wait of the slowest rank (s)",
+        "quiet step before (s)",
+        "restart (s)",
+        "restart / exposed",
+    )
+    rows = [
+        (
+            change,
+            number(run["bytes"]["median"] / 1e6),
+            spread(run["exposed"]),
+            spread(run["share"]),
+            spread(run["stall"]),
+            spread(run["step"]),
+            spread(run["restart"]),
+            ratio_of(run["restart"]["median"], run["exposed"]["median"]) if run["exposed"]["median"] > 0 else "-",
+        )
+        for change, run in figures["changes"].items()
+    ]
+    return table(head, rows)
+
+
 def checkpoint(figures: Figures) -> str:
     """Waits for a save, beside plain Megatron-LM."""
     peer = figures["stall_megatron_s"]["median"]
@@ -366,6 +394,18 @@ def simulate_table(figures: Figures) -> str:
     ]
     head = ("policy", "elaswave / it: least", "median", "most", "scenarios in which it stops")
     return f"{len(figures['rows'])} scenarios: [simulation.md](simulation.md).\n\n{table(head, rows)}"
+
+
+def nonuniform(figures: Figures) -> str:
+    """Loss of each way, by the share of devices that have failed."""
+    shares = sorted({row["failed"] for row in figures["rows"]})
+    lost = {(row["way"], row["failed"]): row["mean_lost"] for row in figures["rows"]}
+    limit = {row["way"]: row["published"] for row in figures["rows"]}
+    rows = [
+        (way, *(f"{lost[way, share]:.2%}" for share in shares), "-" if published is None else f"{published:.0%}")
+        for way, published in limit.items()
+    ]
+    return table(("way", *(f"{share:.1%} failed" for share in shares), "limit"), rows)
 
 
 def throughput(figures: Figures) -> str:

@@ -47,7 +47,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -200,12 +200,17 @@ def link_bandwidth(link: str) -> float:
         return float(min(ranks.results((0, 1)).values()))
 
 
-def behind_a_slow_link(options: argparse.Namespace) -> NoReturn:
-    """Begin again in a network namespace whose loopback passes ``--gbit``. Raises ``SystemExit`` where none can be."""
+def behind_a_slow_link(options: argparse.Namespace, bench: str) -> None:
+    """With ``--gbit``, begin ``bench`` again in a network namespace whose loopback passes that.
+
+    Raises ``SystemExit`` where none can be made.
+    """
+    if not options.gbit or os.environ.get(INSIDE):
+        return
     if options.link != "tcp" or os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")):
         raise SystemExit("--gbit wants --link tcp, root, and the programs ip and tc (Debian: iproute2)")
     shape = f"tc qdisc add dev lo root tbf rate {options.gbit}gbit burst 256kb latency 50ms"
-    again = shlex.join([sys.executable, "-m", "tools.bench.migrate", *sys.argv[1:]])
+    again = shlex.join([sys.executable, "-m", f"tools.bench.{bench}", *sys.argv[1:]])
     os.environ[INSIDE] = "1"
     os.execvp("unshare", ["unshare", "--net", "sh", "-ec", f"ip link set lo up; {shape}; exec {again}"])
 
@@ -220,8 +225,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--waiting", type=float, default=0.0, help="Seconds that every forward and backward waits.")
     options = parser.parse_args()
-    if options.gbit and not os.environ.get(INSIDE):
-        behind_a_slow_link(options)
+    behind_a_slow_link(options, "migrate")
     variants = [(ownership, how) for ownership in ("interleaved", "contiguous") for how in ("background", "blocking")]
     found: dict[tuple[str, str], list[Moved]] = {variant: [] for variant in variants}
     bandwidths = []
