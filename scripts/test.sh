@@ -17,7 +17,7 @@ selection=(-m "not slow")
 case "${1:-}" in
     "") ;;
     --all)
-        selection=()
+        selection=(--hypothesis-profile exploring)
         limit="${MEGATRON_ELASTIC_TEST_SECONDS:-14400}"
         ;;
     --)
@@ -41,7 +41,7 @@ mapfile -t native < <(git ls-files 'csrc/*.cpp' 'csrc/*.hpp' 'csrc/*.h')
 mapfile -t shell < <(git ls-files '*.sh')
 check "ruff" ruff check --quiet .
 check "ruff format" ruff format --quiet --check .
-check "mypy --strict (tests: not strict)" mypy --no-error-summary -p megatron.elastic -p tools -p tests
+check "mypy --strict (tests: not strict)" mypy --no-error-summary -p megatron.elastic -p tools -p tests -m megatron_elastic_torch
 check "import-linter" lint-imports --no-cache --no-logo
 [[ ${#shell[@]} -eq 0 ]] || check "shellcheck" shellcheck -x --severity=warning "${shell[@]}"
 [[ ${#native[@]} -eq 0 ]] || check "clang-format" clang-format --dry-run --Werror "${native[@]}"
