@@ -60,10 +60,17 @@ def workers(launcher: int) -> dict[int, int]:
 class Havoc:
     """Losses one after the other in a running job; a rank more is lost only when all the others are back in a step."""
 
-    def __init__(self, job: Launcher | subprocess.Popen[str], watch: Watch, ranks: int, rng: random.Random) -> None:
+    def __init__(
+        self,
+        job: Launcher | subprocess.Popen[str],
+        watch: Watch,
+        ranks: int,
+        rng: random.Random,
+        seconds: float = SECONDS,
+    ) -> None:
         self._job, self._watch, self._rng = job, watch, rng
         self.lost = Counter(dict.fromkeys(range(ranks), 0))
-        self._end = time.monotonic() + SECONDS
+        self._end = time.monotonic() + seconds
 
     def wait_until_whole(self) -> None:
         """Until the newest life of every rank has taken part in a step."""

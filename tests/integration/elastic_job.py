@@ -193,7 +193,7 @@ class RunningJob:
             with self._more:
                 self._more.wait(min(left, 1.0))
 
-    def ctl(self, *words: str) -> subprocess.CompletedProcess[str]:
+    def ctl(self, *words: str, seconds: float = 60.0) -> subprocess.CompletedProcess[str]:
         """One request to this job's launcher."""
         return subprocess.run(
             [sys.executable, "-m", "megatron.elastic.ctl", *words, "--run-id", self.run_id],
@@ -201,7 +201,7 @@ class RunningJob:
             env=environment_of(),
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=seconds,
             check=False,
         )
 

@@ -14,6 +14,9 @@ What needs the same flags shares one job (:data:`GROUPS`), so that a start is pa
 layout share one undisturbed run. One case by itself, or a few:
 
     python -m tests.integration.kill_walk pp4dp2 --points mid_update after_vote --ranks 3 5 --folder /tmp/walk
+    python -m tests.integration.kill_walk tp4pp2 --group steps --folder /tmp/walk --elastic-tensor live-on
+
+Flags that it does not know go to the job.
 
 When the lost rank is back is a dimension of its own (``RETURNS`` of :mod:`tests.scenario.scenario`): a small model's
 step is over before a process has started, a large one's is not. Members linger at a chosen place while a rank is
@@ -98,6 +101,7 @@ LAYOUTS = {
     "tp2dp2": Layout(2, 1, 2),
     "tp2pp2dp2": Layout(2, 2, 2),
     "tp4dp2": Layout(4, 1, 2),
+    "tp4pp2": Layout(4, 2, 1),
     "pp4dp2": Layout(1, 4, 2),
     "pp2dp2v2": Layout(1, 2, 2, chunks=2),
 }
@@ -425,7 +429,7 @@ def main() -> None:
     parser.add_argument("--undisturbed", type=Path, help="a folder that keeps undisturbed runs for the next walk")
     parser.add_argument("--undisturbed-steps", type=int, default=0, help="how long one is made there if there is none")
     parser.add_argument("--seconds", type=float, default=3600.0, help="when the job is given up")
-    asked = parser.parse_args()
+    asked, further = parser.parse_known_args()
     groups = [name for name, points in GROUPS.items() if set(asked.points or points) <= set(points)]
     group = asked.group or (groups[0] if len(groups) == 1 else None)
     if group is None or group not in groups:
@@ -436,11 +440,12 @@ def main() -> None:
         cases = [case for case in cases if victim(case) in asked.ranks]
     if asked.undisturbed is not None and asked.undisturbed_steps:
         kept(asked.undisturbed, layout, asked.undisturbed_steps)
-    flags = flags_of(group, asked.folder)
+    flags = (*flags_of(group, asked.folder), *further)
     walked = walk(
         asked.folder, layout, cases, *flags, seconds=asked.seconds, shared=asked.undisturbed, returns=asked.returns
     )
-    print(json.dumps({"layout": asked.layout, "group": group, "back": asked.returns, **dataclasses.asdict(walked)}))
+    told = {"layout": asked.layout, "flags": " ".join(further), "group": group, "back": asked.returns}
+    print(json.dumps({**told, **dataclasses.asdict(walked)}))
 
 
 if __name__ == "__main__":

@@ -111,3 +111,13 @@ def test_what_a_policy_cannot_go_on_without_ends_the_job(tmp_path: Path, policy:
     result = job(tmp_path, policy, ranks="0|3")
     assert result.code == 4, result.output[-4000:]
     assert f"policy {policy}" in result.output and "Traceback" not in result.output
+
+
+def test_ntp_leaves_out_what_a_smaller_group_does_not_finish(tmp_path: Path) -> None:
+    """TP 2 × DP 2: one rank of two computes two of its replica's four micro-batches."""
+    flags = ("--elastic-policy", "ntp", "--elastic-tensor", "live-on", "--no-elastic-respawn", "--elastic-allow-inject")
+    fault = ("--elastic-inject", "kill:rank=3,step=3,point=mid_forward")
+    result = elastic_job(tmp_path, 4, 2, 1, STEPS, *flags, *fault)
+    assert result.code == 0, result.output[-4000:]
+    assert computed(result) == {1: 16, 2: 16, 3: 12, 4: 12, 5: 12}
+    assert numbers(result)[4] == ledger(4, [*range(10), 12, 13])

@@ -419,7 +419,7 @@ def test_ctl_shows_and_drains_a_running_job() -> None:
         job.wait_members([0, 1, 2])
         at_once = ask(job.run_id, 0, Status())
         assert isinstance(at_once, JobStatus) and set(at_once.workers_here) == {0, 1, 2}
-        done = ctl("status", "--run-id", job.run_id)
+        done = ctl("status", "--json", "--run-id", job.run_id)
         status = json.loads(done.stdout)
         assert status["members"] == [0, 1, 2] and status["generation"]["decided"] == 1
         assert set(status["workers_here"]) == {"0", "1", "2"}

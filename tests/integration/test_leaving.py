@@ -202,7 +202,7 @@ def test_ranks_asked_to_leave_give_up_their_blocks_and_can_come_back(tmp_path: P
         assert job.ctl("drain", "--ranks", "3").returncode == 0
         left = job.wait_for(r"rank 3 leaves as requested").end()
         job.wait_for(r"iteration +\d+/", left)
-        status = json.loads(job.ctl("status").stdout)
+        status = json.loads(job.ctl("status", "--json").stdout)
         assert status["members"] == [0, 1, 2] and status["ranks"]["3"]["standing"] == "done"
         refused = job.ctl("drain", "--ranks", "2")
         assert refused.returncode == 0

@@ -79,6 +79,17 @@ def test_a_tensor_parallel_group_goes_on_with_the_ranks_it_has(tmp_path: Path) -
     assert "parked" not in said
 
 
+def test_a_pipeline_goes_on_with_cells_of_unequal_size(tmp_path: Path) -> None:
+    """Without a replica: three ranks in one stage, four in the other. Slices of the sequence become whole and back."""
+    cases = [one("tp4pp2", *case) for case in (("mid_backward", 1), ("after_vote", 4))]
+    walk(tmp_path, LAYOUTS["tp4pp2"], cases, "--elastic-tensor", "live-on", "--sequence-parallel")
+    said = (tmp_path / "output.txt").read_text()
+    for group, stage in (("{0,2,3}", 0), ("{5-7}", 1)):
+        assert f"ranks {group} go on" in said and f"(stage {stage}, replica 0; ranks" in said
+        off = f"sequence parallelism is off in tensor-parallel group {group}: 3 does not divide 32 positions"
+        assert said.count(off) == 1
+
+
 def test_the_gloo_baseline_survives_as_well(tmp_path: Path) -> None:
     """Here with two model chunks a stage."""
     cases = [one("pp2dp2v2", "mid_forward", 1), one("pp2dp2v2", "after_reduce", 2)]

@@ -73,7 +73,7 @@ def test_its_time_over_a_node_is_let_in_and_the_next_loss_leaves_it_out_for_twic
     command = command[command.index(str(ROOT / "pretrain_gpt.py")) :]
     with cluster(2, nodes=2, command=command) as job:
         job.wait_text(f"its lost ranks are not started again for {SECONDS:.0f} s")
-        ask = [sys.executable, "-m", "megatron.elastic.ctl", "status", "--run-id", job.run_id]
+        ask = [sys.executable, "-m", "megatron.elastic.ctl", "status", "--json", "--run-id", job.run_id]
         status = json.loads(subprocess.run(ask, env=environment_of(), capture_output=True, check=True).stdout)
         job.wait_text("its lost ranks are started again: its time is over")
         job.wait_text(f"its lost ranks are not started again for {2 * SECONDS:.0f} s")

@@ -33,7 +33,7 @@ def kill_nodes(job: Cluster, nodes: tuple[int, ...]) -> None:
 
 
 def status(job: Cluster) -> dict[str, object]:
-    asked = [sys.executable, "-m", "megatron.elastic.ctl", "status", "--run-id", job.run_id]
+    asked = [sys.executable, "-m", "megatron.elastic.ctl", "status", "--json", "--run-id", job.run_id]
     done = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
     found = json.loads(done.stdout)
     assert isinstance(found, dict)

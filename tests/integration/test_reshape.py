@@ -1,0 +1,108 @@
+"""``ctl reshape`` on real jobs: other parallel sizes while training, evaluation and saving go on.
+
+Real processes and real SIGKILLs, dropout 0.1, compared step by step with an undisturbed run of the launch's sizes.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.integration.elastic_job import JobResult, RunningJob, elastic_command, elastic_job, largest_deviation
+from tests.integration.test_checkpoints import QUIET, plain_job
+from tests.integration.test_cpu_layouts import logs, losses, run_jobs
+from tests.integration.test_spares import DROPOUT, MANY, RATES, begun, checked, drained, kill, newest, waiting
+from tests.integration.test_spares import until as status_until
+
+LOOKED_AT = ("--eval-interval", "20", "--eval-iters", "1")
+SECONDS = 500.0
+
+
+def job(folder: Path, *flags: str, world: int = 4) -> RunningJob:
+    """A job of TP 2 by PP 2 that trains until it is drained."""
+    events = folder / "events"
+    command = elastic_command(events, world, 2, 2, MANY, *DROPOUT, *RATES, *LOOKED_AT, *flags)
+    return RunningJob(events, command, SECONDS)
+
+
+def reshape(job: RunningJob, tensor: int, pipeline: int, data: int) -> str:
+    """The line of ``ctl`` once the sizes are in force; a few steps later."""
+    words = ("--tp", str(tensor), "--pp", str(pipeline), "--dp", str(data))
+    done = job.ctl("reshape", *words, seconds=SECONDS / 3)
+    assert done.returncode == 0, (done.stderr, job.output[-4000:])
+    assert f"TP {tensor}, PP {pipeline}, DP {data} since step" in done.stdout
+    begun(job, 3 + newest(job))
+    return done.stdout
+
+
+def iteration_saved(folder: Path) -> int:
+    """The iteration of the first checkpoint, once it is whole."""
+    tracker, end = folder / "latest_checkpointed_iteration.txt", time.monotonic() + SECONDS / 3
+    while not tracker.is_file():
+        assert time.monotonic() < end, "no checkpoint was saved"
+        time.sleep(0.1)
+    return int(tracker.read_text())
+
+
+def cells(result: JobResult) -> list[int]:
+    """The number of cells that compute, of each plan in order."""
+    return [len({cell for _, cell, _, _ in record.fields["stages"]}) for record in result.of("plan")]
+
+
+def test_through_all_sizes_of_four_ranks_and_back(tmp_path: Path) -> None:
+    """Losses are those of the launch's sizes; plain Megatron resumes what other sizes have saved."""
+    saved, folder, quiet = tmp_path / "saved", tmp_path / "events", (*QUIET, *RATES)
+    saves = ("--save", str(saved), "--save-interval", "1000000")
+    command = elastic_command(folder, 4, 2, 2, MANY, *quiet, *LOOKED_AT, *saves)
+    with RunningJob(folder, command, SECONDS) as running:
+        begun(running)
+        reshape(running, 1, 4, 1)
+        reshape(running, 4, 1, 1)
+        refused = running.ctl("reshape", "--tp", "2", "--pp", "2", "--dp", "2")
+        assert refused.returncode == 1 and "takes 8 ranks, and 4 are here" in refused.stderr
+        assert running.ctl("checkpoint").returncode == 0
+        at = iteration_saved(saved)
+        reshape(running, 2, 2, 1)
+        begun(running, at + 5)
+        result = drained(running)
+    assert cells(result)[-3:] == [4, 1, 2]
+    reference = elastic_job(tmp_path / "undisturbed", 4, 2, 2, at + 4, *quiet, seconds=SECONDS)
+    assert reference.code == 0 and largest_deviation(reference.committed, result.committed) < 1e-5
+    flags = (*quiet, "--tensor-model-parallel-size", "2", "--train-iters", str(at + 4))
+    plain = plain_job(
+        "resumes", 4, 2, *flags, "--load", str(saved), "--ckpt-step", str(at), "--override-opt_param-scheduler"
+    )
+    codes = run_jobs(tmp_path, [plain])
+    assert set(codes["resumes"]) == {0}, logs(tmp_path, "resumes")[-3000:]
+    resumed = losses(logs(tmp_path, "resumes"))
+    later = {step: loss for step, loss in result.committed.items() if at + 2 < step <= at + 4}
+    assert len(later) == 2 and largest_deviation(later, resumed) < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", range(4))
+def test_ranks_lost_on_the_way_and_afterwards(tmp_path: Path, rank: int) -> None:
+    """Killed while state moves, and in a step of the new sizes: each time it returns to its place."""
+    script = f"kill:rank={rank},point=in_migration_finish"
+    with job(tmp_path, "--elastic-allow-inject", "--elastic-inject", script) as running:
+        begun(running)
+        reshape(running, 1, 4, 1)
+        running.wait_for(f"joined by {rank}")
+        kill(running, rank)
+        running.wait_for(f"joined by {rank}", running.output.rindex(f"joined by {rank}") + 1)
+        reshape(running, 4, 1, 1)
+        result = drained(running)
+    assert cells(result)[-1] == 1
+    checked(result, tmp_path / "undisturbed", 4, 2, 2)
+
+
+@pytest.mark.slow
+def test_spares_grow_the_tensor_parallel_size(tmp_path: Path) -> None:
+    with job(tmp_path, "--elastic-spares", "2", world=6) as running:
+        begun(running)
+        status_until(running, waiting(4, 5))
+        reshape(running, 3, 2, 1)
+        result = drained(running)
+    checked(result, tmp_path / "undisturbed", 4, 2, 2)
