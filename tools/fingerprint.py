@@ -38,7 +38,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from megatron.elastic.observe.events import StepEvent, read_events
+from megatron.elastic.observe.event_kinds import StepEvent
+from megatron.elastic.observe.events import read_events
 from megatron.elastic.state.manifest import MANIFEST, Manifest, ManifestError, damage, read
 
 __all__ = [

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from megatron.elastic.observe.events import EventRecord, RankLostEvent, RecoveryEvent, read_events
+from megatron.elastic.observe.event_kinds import RankLostEvent, RecoveryEvent
+from megatron.elastic.observe.events import EventRecord, read_events
 
 __all__ = [
     "Iteration",

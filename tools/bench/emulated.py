@@ -40,6 +40,7 @@ from megatron.elastic.engine.generation.assignment import Assignment
 from megatron.elastic.engine.generation.launch_topology import LaunchTopology
 from megatron.elastic.engine.settings import Settings
 from megatron.elastic.mcore.args.arguments import add_arguments, config_from_args
+from megatron.elastic.plan.cost import PPM
 from megatron.elastic.plan.model import Piece, Plan, Profile, Topology, UnitCost
 from megatron.elastic.plan.topology import even_cuts
 from megatron.elastic.runtime.assembly import EngineParts
@@ -132,6 +133,8 @@ class EmulatedModel:
     profile: Profile
     second: float
     """Seconds that one ns of the profile lasts."""
+    tensor: int = 1
+    """Tensor-parallel size at launch; a cell of fewer ranks waits as much longer."""
     waits: Waits = field(default_factory=Waits)
     deferred: Deferred | None = None
     """Where weight gradients go while a backward is split."""
@@ -139,10 +142,12 @@ class EmulatedModel:
     def __post_init__(self) -> None:
         self.compute_units = len(self.profile.units)
         self.parameters = [torch.nn.Parameter(torch.zeros(WIDTH)) for _ in self.profile.units]
+        self.ranks = self.tensor
 
     def seconds(self, piece: Piece, part: Callable[[UnitCost], int]) -> float:
         """Duration of that part of ``piece``."""
-        return sum(map(part, self.profile.units[piece.first : piece.end])) * len(piece.rows) * self.second
+        whole = sum(map(part, self.profile.units[piece.first : piece.end])) * len(piece.rows) * self.second
+        return whole * self.tensor / self.ranks
 
     @contextmanager
     def deferring(self, piece: Piece) -> Iterator[Deferred]:
@@ -157,15 +162,16 @@ class EmulatedModel:
         """Nothing has to be built."""
 
     def hold(self, units: Collection[int], place: CellPlace | None = None) -> None:
-        """Every unit is held, always."""
+        """Every unit is held, always; the number of ranks that share it may change."""
+        self.ranks = self.tensor if place is None else place.position.count
 
-    def largest_part(self, count: int) -> int | None:
-        """See :class:`ModelInterface`."""
-        return None
+    def largest_part(self, count: int, parameters: Collection[ParamSpec]) -> int | None:
+        """See :class:`ModelInterface`: ranks share a layer evenly, in any number."""
+        return None if self.tensor == 1 else PPM // count
 
     def covered(self, unit: int, position: Position) -> tuple[int, ...]:
-        """See ``ModelInterface``: a cell is one rank."""
-        return only_at_launch(unit, position)
+        """See ``ModelInterface``: a cell is one rank, or all its ranks hold the whole (tiny) unit."""
+        return only_at_launch(unit, position) if self.tensor == 1 else ()
 
     def held_units(self) -> tuple[int, ...]:
         """All."""
@@ -178,6 +184,10 @@ class EmulatedModel:
     def boundary(self, rows: int) -> tuple[torch.Size, torch.dtype]:
         """``[1, rows, WIDTH]``."""
         return torch.Size((1, rows, WIDTH)), torch.float32
+
+    def cut_sequence(self) -> int | None:
+        """Cells do not cut the sequence."""
+        return None
 
     def activation_bytes(self, unit: int) -> int:
         """Duration of a row at the boundary."""
@@ -218,9 +228,9 @@ class Everywhere(Assignment):
 
     def state_groups(self, covered: Covered = only_at_launch) -> dict[UnitShard, tuple[int, ...]]:
         """One group of all ranks a unit."""
-        return {
-            (unit, 0): tuple(range(self.launch_topology.slots)) for unit in range(self.launch_topology.compute_units)
-        }
+        shard = self.launch_topology.common or 0
+        ranks = tuple(range(self.launch_topology.slots))
+        return {(unit, shard): ranks for unit in range(self.launch_topology.compute_units)}
 
 
 def emulated_job(case: Case, second: float, config: ElasticConfig) -> tuple[EngineParts, EmulatedModel]:
@@ -229,11 +239,11 @@ def emulated_job(case: Case, second: float, config: ElasticConfig) -> tuple[Engi
     whole, _ = scenario_topology(scenario)
     memory = whole.cells[0].memory_bytes
     stages = tuple(pairwise(even_cuts(scenario.layers, scenario.pp)))
-    interface = EmulatedModel(case.profile, second)
-    launch_topology = LaunchTopology(1, scenario.pp, scenario.dp, stages, whole.grid)
+    interface = EmulatedModel(case.profile, second, scenario.tp)
+    launch_topology = LaunchTopology(scenario.tp, scenario.pp, scenario.dp, stages, whole.grid)
 
     def choose(topology: Topology, profile: Profile) -> Plan:
-        cells = tuple(replace(cell, memory_bytes=memory) for cell in topology.cells)
+        cells = tuple(replace(cell, memory_bytes=memory * cell.nominal_ppm // PPM) for cell in topology.cells)
         return answer(case.policy, replace(topology, cells=cells), profile)
 
     job = EngineParts(

@@ -27,7 +27,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from megatron.elastic.observe.events import PhasesEvent, TraceEvent, read_events
+from megatron.elastic.observe.event_kinds import PhasesEvent, TraceEvent
+from megatron.elastic.observe.events import read_events
 from megatron.elastic.plan.model import Piece, Plan
 from megatron.elastic.plan.planner import instant_plan, nominal_plan, uniform_profile
 from megatron.elastic.plan.topology import regular_topology, without_cells

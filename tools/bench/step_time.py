@@ -1,6 +1,7 @@
 """Time of a step: plain Megatron-LM beside --elastic, on the native communicator and on gloo.
 
-    python -m tools.bench.step_time [--trials 2] [--steps 12] [--ranks 4] [--pipeline 1] [--chunks 1] [--mirrors 1]
+    python -m tools.bench.step_time [--trials 2] [--steps 12] [--ranks 4] [--tensor 1] [--pipeline 1]
+        [--chunks 1] [--mirrors 1]
 
 Each trial runs all of them in turn on the same model and data, so that noise of the machine affects each
 alike; per run the median of Megatron's own
@@ -50,13 +51,15 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=2)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--tensor", type=int, default=1)
     parser.add_argument("--pipeline", type=int, default=1)
     parser.add_argument("--chunks", type=int, default=1, help="model chunks a stage")
     parser.add_argument("--mirrors", type=int, default=1)
     options = parser.parse_args()
     if options.steps <= WARM_UP:
         parser.error(f"--steps {options.steps}: the first {WARM_UP} are not counted")
-    shape = ["--pipeline-model-parallel-size", str(options.pipeline), "--train-iters", str(options.steps)]
+    sizes = {"--tensor-model-parallel-size": options.tensor, "--pipeline-model-parallel-size": options.pipeline}
+    shape = [*(str(word) for size in sizes.items() for word in size), "--train-iters", str(options.steps)]
     mirrors = ["--elastic-mirrors", str(options.mirrors)]
     ways: dict[str, tuple[str, list[str]]] = {
         "megatron": (TORCHRUN, shape),
@@ -89,6 +92,7 @@ def main() -> None:
         "step_time",
         {
             "ranks": options.ranks,
+            "tensor": options.tensor,
             "pipeline": options.pipeline,
             "chunks": options.chunks,
             "mirrors": options.mirrors,

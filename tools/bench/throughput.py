@@ -1,6 +1,6 @@
 """Throughput before and after losses, emulated: the real runtime, with timed waits for kernels.
 
-    python -m tools.bench.throughput [--cases small|table|96|all] [--only N,N] [--piece-ms 100] [--out FILE]
+    python -m tools.bench.throughput [--cases small|table|96|tensor|all] [--only N,N] [--piece-ms 100] [--out FILE]
 
 Each case is a job of its own under the launcher: up to 96 light processes forked
 from one preloaded parent, with the runtime's control plane, communicator, engine,
@@ -56,7 +56,19 @@ FULL = (
     Case(Scenario(4, 24, 32, 1, "spread"), "elaswave"),
 )
 """96 processes."""
-SETS = {"small": SMALL, "table": TABLE, "96": FULL, "all": (*TABLE, *FULL)}
+TENSOR = tuple(
+    Case(Scenario(dp, 2, 8, 1, "spread", waves=8, tp=4, lives_on=lives_on), policy)
+    for dp, policy, lives_on in (
+        (2, "instant", True),
+        (2, "elaswave", True),
+        (2, "instant", False),
+        (2, "elaswave", False),
+        (2, "torchft-batch", False),
+        (1, "elaswave", True),
+    )
+)
+"""One rank of TP 4 is lost: its group lives on, is parked, or its replica is dropped; a single replica lives on."""
+SETS = {"small": SMALL, "table": TABLE, "96": FULL, "tensor": TENSOR, "all": (*TABLE, *FULL)}
 
 
 class Refused(RuntimeError):
@@ -119,7 +131,7 @@ def emulate(case: Case) -> Emulation:
     before, after = median(walls[first]), median(walls[later])
     said = predict(case)
     return Emulation(
-        devices=case.scenario.dp * case.scenario.pp,
+        devices=case.scenario.dp * case.scenario.pp * case.scenario.tp,
         before_s=before,
         after_s=after,
         relative=(rows[steps] / after) / (rows[1] / before),
@@ -136,7 +148,7 @@ def _launch(case: Case, steps: int, folder: Path) -> None:
     """One job, to its end. Raises ``RuntimeError``."""
     lost = "|".join(map(str, case.lost_ranks()))
     script = f"kill:rank={lost},step={2 + BEFORE},point=before_step"
-    count = case.scenario.dp * case.scenario.pp
+    count = case.scenario.dp * case.scenario.pp * case.scenario.tp
     job = [
         sys.executable,
         "-m",
@@ -166,6 +178,8 @@ def _launch(case: Case, steps: int, folder: Path) -> None:
         "off",
         "--elastic-migrate-after",
         "-1",
+        "--elastic-tensor",
+        "live-on" if case.scenario.lives_on else "park",
         *faults(script),
     ]
     finished(job, 580.0)
@@ -174,7 +188,8 @@ def _launch(case: Case, steps: int, folder: Path) -> None:
 def title(case: Case) -> str:
     """One line for the table."""
     s = case.scenario
-    return f"DP {s.dp:2} x PP {s.pp:2}, {s.layers} layers, {s.losses} lost {s.pattern:12} {case.policy:14}"
+    group = "" if s.tp == 1 else f" x TP {s.tp}, group {'lives on' if s.lives_on else 'parked'}"
+    return f"DP {s.dp:2} x PP {s.pp:2}{group}, {s.layers} layers, {s.losses} lost {s.pattern:12} {case.policy:14}"
 
 
 def run(case: Case) -> dict[str, object]:
