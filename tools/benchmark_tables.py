@@ -133,7 +133,7 @@ def reshape(figures: Figures) -> str:
             spread(run["stall"]),
             spread(run["step"]),
             spread(run["restart"]),
-            ratio_of(run["restart"]["median"], run["exposed"]["median"]) if run["exposed"]["median"] > 0 else "-",
+            ratio_of(run["exposed"]["median"], run["restart"]["median"]) if run["exposed"]["median"] > 0 else "-",
         )
         for change, run in figures["changes"].items()
     ]
