@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import pytest
 
+from megatron.elastic.engine.transaction.phases import StepBody
 from tests.cluster.checks import check
 from tests.cluster.cluster import Cluster, run
 
@@ -76,3 +79,27 @@ def test_copies_that_receive_the_result(point: str) -> None:
     """``--elastic-snapshot state``: mirrors are sent stepped blocks, so a loss may take all back by one version."""
     cluster = run(f"steps=4 seed=2 snapshot=state kill:rank=1,step=2,point={point}")
     check(cluster)
+
+
+@pytest.mark.parametrize("point", ["mid_backward", "after_vote", "mid_gather"])
+@pytest.mark.parametrize("layout", ["tp2pp2dp1", "pp3dp1"])
+@pytest.mark.parametrize("snapshot", ["gradient", "state"])
+def test_owners_that_do_not_compute_their_units_step_them(
+    layout: str, point: str, snapshot: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The only copies are in other stages. Steps are committed before the migration has brought owners back."""
+    relayed: dict[int, int] = {}
+    gather = StepBody.gather
+
+    def noted(self: StepBody, step: int, came: Collection[int] = ()) -> None:
+        blocks = sum(map(len, self._view.relays.to_owners.outgoing.values()))
+        relayed[step] = relayed.get(step, 0) + blocks
+        gather(self, step, came)
+
+    monkeypatch.setattr(StepBody, "gather", noted)
+    back = "never" if layout == "tp2pp2dp1" else "soon"
+    cluster = run(f"{layout} steps=8 mirrors=2 snapshot={snapshot} back={back} kill:rank=1,step=2,point={point}")
+    check(cluster)
+    steps = [step for step, blocks in relayed.items() if blocks]
+    assert len(steps) > 1, "no step was committed with such owners: the case is not tried"
+    assert max(steps) < 8, "owners are back with the ranks that compute their units"

@@ -25,7 +25,7 @@ from megatron.elastic.engine.generation.launch_topology import LaunchTopology
 from megatron.elastic.engine.generation.migration import Migration
 from megatron.elastic.engine.generation.repartition import better_assignment
 from megatron.elastic.engine.generation.report import Report, newcomers
-from megatron.elastic.engine.generation.view import View, unit_groups
+from megatron.elastic.engine.generation.view import Relays, View, unit_groups
 from megatron.elastic.plan.model import Grid
 from megatron.elastic.plan.planner import uniform_profile
 from megatron.elastic.plan.policies.registry import choice_of, policy_named
@@ -285,14 +285,26 @@ def test_a_migration_to_another_cut_leads_to_a_view_of_that_cut() -> None:
             assert after.configuration == migration.target and after.generation == view.generation
             assert made[rank].arena.held.units == recut.target.units_of(rank)
             assert (after.domains, after.unproven) == (view.domains, view.unproven)
-            assert not made[rank].owner_is_outside_group(after)
+            assert after.relays == Relays(), "owners compute their units"
 
 
-def test_an_owner_that_does_not_compute_its_unit_is_noticed() -> None:
+def test_a_delegate_stands_in_for_an_owner_that_does_not_compute_the_unit() -> None:
+    """Of each such block one message goes to the owner and one comes back; the group knows the delegate alone."""
     with factories(mirrors=3) as made:
-        view = view_of(made[0], decision(RANKS))
-        assert not made[0].owner_is_outside_group(view)
-        key = view.owned[0].key
-        moved = view.placement.apply([Transition("promote", key, 3)])
-        outside = made[0].with_configuration(view, replace(view.configuration, placement=moved))
-        assert made[0].owner_is_outside_group(outside)
+        views = {rank: view_of(made[rank], decision(RANKS)) for rank in RANKS}
+        assert all(view.relays == Relays() for view in views.values())
+        keys = [block.key for block in views[0].owned]
+        moved = views[0].placement.apply([Transition("promote", key, 3) for key in keys])
+        for rank, view in views.items():
+            views[rank] = made[rank].with_configuration(view, replace(view.configuration, placement=moved))
+        relays = {rank: view.relays for rank, view in views.items()}
+        sent = {rank: [block.key for block in relays[rank].to_owners.outgoing.get(3, ())] for rank in RANKS}
+        assert sorted(key for rank in RANKS for key in sent[rank]) == keys
+        for rank in RANKS:
+            assert [block.key for block in relays[3].to_owners.incoming.get(rank, ())] == sent[rank]
+            assert relays[rank].from_owners.incoming == (
+                {} if not sent[rank] else {3: relays[rank].to_owners.outgoing[3]}
+            )
+            owners = {block.owner for span in views[rank].spans for block in span.blocks}
+            assert all(owners <= set(span.members) for span in views[rank].spans)
+            assert not (sent[rank] and rank == 3), "a rank that computes the unit is no relay to itself"

@@ -228,11 +228,6 @@ class ViewFactory:
         """Return the holders among ``ranks`` of every (unit, shard) that has any, under ``assignment``."""
         return unit_groups(assignment, self.layouts, ranks, self.covered)
 
-    def owner_is_outside_group(self, view: View) -> bool:
-        """Return whether the owner of some block does not compute its unit, so that the block cannot be gathered."""
-        holders = {(group.unit, group.shard): group.holders for group in self.groups(view)}
-        return any(copies.owner not in holders.get(key[:2], ()) for key, copies in view.placement.copies.items())
-
     def migration(self, view: View, target: Assignment | None = None, leaving: Collection[int] = ()) -> Migration:
         """Return the migration to balance and full redundancy on the ranks that stay, under assignment ``target``.
 

@@ -23,10 +23,11 @@ from megatron.elastic.plan.planner import plan_hash
 from megatron.elastic.plan.profile import PPM
 from megatron.elastic.state.domains import FailureDomains
 from megatron.elastic.state.layout import ALIGN, BlockKey, StateBlock, UnitLayout, UnitShard
-from megatron.elastic.state.placement import Placement, UnitGroup
+from megatron.elastic.state.placement import Copies, Placement, UnitGroup
 
 __all__ = [
     "GroupSpan",
+    "Relays",
     "Routes",
     "View",
     "block_index",
@@ -64,6 +65,16 @@ class Routes:
 
 
 @dataclass(frozen=True)
+class Relays:
+    """This rank's messages for blocks whose owners do not compute their units."""
+
+    to_owners: Routes = Routes({}, {})
+    """From delegates to owners: gradients."""
+    from_owners: Routes = Routes({}, {})
+    """From owners to delegates: parameters."""
+
+
+@dataclass(frozen=True)
 class View:
     """One rank's view of one generation. Immutable."""
 
@@ -82,6 +93,7 @@ class View:
     mirrored: tuple[StateBlock, ...]
     routes: Routes
     """Messages from owners to mirrors."""
+    relays: Relays = Relays()
     domains: FailureDomains = field(default_factory=FailureDomains)
     """Failure domains of the living ranks."""
     unproven: frozenset[int] = frozenset()
@@ -133,6 +145,7 @@ def build_view(
     """Return ``rank``'s view. ``arena`` must hold its part of the configuration; ``plan`` is made for ``living``."""
     alive = tuple(sorted(living))
     cell = next((c for c in plan.cells if rank in c.ranks), None)
+    groups, delegates = _groups(alive, configuration, layouts, covered)
     bare = View(
         rank=rank,
         generation=generation,
@@ -140,14 +153,14 @@ def build_view(
         plan=plan,
         plan_hash=plan_hash(plan),
         cell=cell,
-        spans=_spans(alive, configuration, arena, fabric, covered),
+        spans=_spans(configuration.placement, delegates, groups, arena, fabric),
         silent=_silent(cell is None or cell.ranks[0] != rank, arena),
         configuration=configuration,
         owned=(),
         mirrored=(),
         routes=Routes({}, {}),
     )
-    return _placed(bare, rank, layouts)
+    return _placed(bare, rank, delegates, layouts)
 
 
 def with_configuration(
@@ -160,8 +173,9 @@ def with_configuration(
     covered: Covered = only_at_launch,
 ) -> View:
     """Return the view with the same generation, assignment and plan under another placement."""
-    spans = _spans(view.living, configuration, arena, fabric, covered)
-    return _placed(replace(view, spans=spans, configuration=configuration), rank, layouts)
+    groups, delegates = _groups(view.living, configuration, layouts, covered)
+    spans = _spans(configuration.placement, delegates, groups, arena, fabric)
+    return _placed(replace(view, spans=spans, configuration=configuration), rank, delegates, layouts)
 
 
 def routes(rank: int, owners: Placement, holders: Placement, layouts: Mapping[UnitShard, UnitLayout]) -> Routes:
@@ -177,15 +191,39 @@ def routes(rank: int, owners: Placement, holders: Placement, layouts: Mapping[Un
     return Routes(_by_peer(outgoing), _by_peer(incoming))
 
 
-def _placed(view: View, rank: int, layouts: Mapping[UnitShard, UnitLayout]) -> View:
-    """Return ``view`` with the blocks and routes of its placement."""
+def _groups(
+    living: Collection[int], configuration: Configuration, layouts: Mapping[UnitShard, UnitLayout], covered: Covered
+) -> tuple[Mapping[UnitShard, tuple[int, ...]], Mapping[BlockKey, int]]:
+    """Return the living holders of every (unit, shard), and the delegates of the blocks whose owners are none of them.
+
+    Delegates take turns, so that all holders of a unit send and receive about as much.
+    """
+    alive = frozenset(living)
+    groups = {
+        key: tuple(rank for rank in ranks if rank in alive)
+        for key, ranks in configuration.assignment.state_groups(covered).items()
+        if key in layouts
+    }
+    delegates = {}
+    for key, copies in configuration.placement.copies.items():
+        holders = groups.get(key[:2], ())
+        if holders and copies.owner not in holders:
+            delegates[key] = holders[key[2] % len(holders)]
+    return groups, delegates
+
+
+def _placed(view: View, rank: int, delegates: Mapping[BlockKey, int], layouts: Mapping[UnitShard, UnitLayout]) -> View:
+    """Return ``view`` with the blocks, routes and relays of its placement."""
     placement = view.placement
+    owners = Placement({key: Copies(placement.owner(key)) for key in delegates})
+    holders = Placement({key: Copies(delegate) for key, delegate in delegates.items()})
     blocks = {block.key: block for layout in layouts.values() for block in layout.blocks}
     return replace(
         view,
         owned=tuple(blocks[key] for key in placement.owned_by(rank)),
         mirrored=tuple(blocks[key] for key in placement.mirrored_by(rank)),
         routes=routes(rank, placement, placement, layouts),
+        relays=Relays(routes(rank, holders, owners, layouts), routes(rank, owners, holders, layouts)),
     )
 
 
@@ -197,20 +235,24 @@ def _by_peer(pairs: Iterable[tuple[int, StateBlock]]) -> dict[int, tuple[StateBl
 
 
 def _spans(
-    living: tuple[int, ...], configuration: Configuration, arena: Arena, fabric: Fabric, covered: Covered
+    placement: Placement,
+    delegates: Mapping[BlockKey, int],
+    groups: Mapping[UnitShard, tuple[int, ...]],
+    arena: Arena,
+    fabric: Fabric,
 ) -> tuple[GroupSpan, ...]:
-    placement, alive = configuration.placement, frozenset(living)
-    groups = {
-        key: tuple(rank for rank in ranks if rank in alive)
-        for key, ranks in configuration.assignment.state_groups(covered).items()
-        if key in arena.layouts
-    }
+    """Return the collective calls of this rank; a delegate stands there for the owner."""
     spans = []
-    for run in shared_runs(tuple(arena.slices), groups):
+    held = {key: groups[key] for key in groups if key in arena.layouts}
+    for run in shared_runs(tuple(arena.slices), held):
         members, slices = groups[run[0]], [arena.slices[key] for key in run]
         start = slices[0].start
         ranges = tuple(
-            BlockRange(piece.start + block.start - start, piece.start + block.stop - start, placement.owner(block.key))
+            BlockRange(
+                piece.start + block.start - start,
+                piece.start + block.stop - start,
+                delegates.get(block.key, placement.owner(block.key)),
+            )
             for piece in slices
             for block in piece.layout.blocks
         )

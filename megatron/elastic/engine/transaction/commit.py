@@ -208,8 +208,6 @@ class StepCommit:
         if total.suspects:
             self._migrator.forget(keep=False)
             self._certifier.mend_memory(attempt.disputes)
-            self.update()  # what is moved next is at the record's version
-            self._migrator.gather_owners()
             self._migrator.exposed(at.tools.threads.monotonic())
         at.tools.reach("after_vote", step)
 

@@ -205,19 +205,6 @@ class Migrator:
             streams.finish()
             commit(at.tools.pool, streams.migration.changes, streams.received, at.record.version)
 
-    def gather_owners(self) -> None:
-        """Move owners to the ranks that compute their units, and wait: no rank can go on before.
-
-        Only blocks whose copies are all on other ranks are moved. The old copies stay until the next vote,
-        which does not name them.
-        """
-        views, view = self._context.views, self._context.view
-        if views.owner_is_outside_group(view):
-            self.begin(views.migration(view))
-            self.conclude()
-            self.arrive()
-            self._build_view()
-
     def confirm(self) -> None:
         """Work under :attr:`heading`, which the vote has named, and drop all other copies."""
         at, version = self._context, self._context.record.version

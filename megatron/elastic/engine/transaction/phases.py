@@ -1,11 +1,11 @@
 """One step from samples to vote, and from vote to parameters (docs/design.md §3).
 
     compute  forward/backward by the schedule table; unscaled gradients per unit
-    reduce   reduce-scatter per unit group by block owner
+    reduce   reduce-scatter per unit group by block owner; delegates send to owners that do not compute the unit
     ship     owners send reduced blocks to the copies that the vote is to name: their mirrors, as a rule
     vote     one all-reduce; with it the step is committed
     update   owners step their blocks, mirrors replay
-    gather   parameters from masters
+    gather   parameters from masters, the same ways back
 
 Phases up to the vote may be discarded and run again; survivors finish the phases after
 it. A rank joins the vote when its reduces are done and the gradients it mirrors have
@@ -48,6 +48,7 @@ from megatron.elastic.state.record import GradientKey, StepRecord
 __all__ = ["StepBody", "StepInput", "Tools"]
 
 _SHIP_TAG = 1 << 30
+_RELAY_TAG = _SHIP_TAG + 0x400
 
 
 @dataclass(frozen=True)
@@ -189,7 +190,25 @@ class StepBody:
             else:
                 self._reduce_scatter(span, tools.arena.gradients[span.start : span.stop])
         for block in self._view.owned:
-            tools.pool.retain(block.key, key, tools.arena.block_gradients(block))
+            if self._computes(block):
+                tools.pool.retain(block.key, key, tools.arena.block_gradients(block))
+
+        def unpack(blocks: tuple[StateBlock, ...], parts: tuple[torch.Tensor, ...], _: torch.Tensor) -> None:
+            for block, gradient in zip(blocks, parts, strict=True):
+                tools.pool.retain(block.key, key, gradient)
+
+        self._exchange(
+            self._view.relays.to_owners,
+            lambda blocks: torch.cat([tools.arena.block_gradients(block) for block in blocks]).cpu(),
+            unpack,
+            1,
+            0,
+            _RELAY_TAG + ((key.step + 1) & 0xFF),
+        )
+
+    def _computes(self, block: StateBlock) -> bool:
+        """Return whether this rank computes with the parameters of ``block``."""
+        return block.key[:2] in self._tools.arena.slices
 
     def _reduce_scatter(self, span: GroupSpan, values: torch.Tensor) -> None:
         if len(span.members) > 1:
@@ -211,9 +230,7 @@ class StepBody:
             return
 
         def pack(blocks: tuple[StateBlock, ...]) -> torch.Tensor:
-            parts = [tools.arena.block_gradients(block) for block in blocks]
-            if tools.arena.device.type != "cpu":
-                parts = [torch.cat(parts).cpu()]  # one copy a message
+            parts = [pool.get(block.key).gradients[gradient_key] for block in blocks]
             return torch.cat([*parts, block_checksums(pool, [block.key for block in blocks], gradient_key, interval)])
 
         def unpack(blocks: tuple[StateBlock, ...], parts: tuple[torch.Tensor, ...], sealed: torch.Tensor) -> None:
@@ -301,7 +318,7 @@ class StepBody:
         counted = view.leads
         tally = Tally(
             tokens=result.tokens if counted else 0.0,
-            zeros=self._zeros() if tools.settings.count_zeros else 0,
+            zeros=self._zeros(key) if tools.settings.count_zeros else 0,
             ledger=result.ledger if counted else Ledger(),
             report=result.report if counted else {},
             rows=tuple(sorted(result.rows)) if counted else (),
@@ -340,11 +357,11 @@ class StepBody:
             )
         return total
 
-    def _zeros(self) -> int:
+    def _zeros(self, key: GradientKey) -> int:
         """Count the zero gradient elements of the blocks that this rank owns, without padding."""
         count = 0
         for block in self._view.owned:
-            gradient = self._tools.arena.block_gradients(block)
+            gradient = self._tools.pool.get(block.key).gradients[key]
             for slot in self._tools.layouts[block.unit, block.shard].params_in(block):
                 part = gradient[max(slot.start - block.start, 0) : slot.stop - block.start]
                 count += int(part.numel() - torch.count_nonzero(part).item())
@@ -359,9 +376,22 @@ class StepBody:
         copies of all its blocks, each uses its own copies, which are of this version.
         """
         tools, view = self._tools, self._view
-        mirrored = (block for block in view.mirrored if block.unit in came and block.key[:2] in tools.arena.slices)
-        for block in (*view.owned, *mirrored):
+        mirrored = (block for block in view.mirrored if block.unit in came)
+        for block in filter(self._computes, (*view.owned, *mirrored)):
             tools.arena.block_parameters(block).copy_(tools.pool.get(block.key).master)
+
+        def unpack(blocks: tuple[StateBlock, ...], parts: tuple[torch.Tensor, ...], _: torch.Tensor) -> None:
+            for block, master in zip(blocks, parts, strict=True):
+                tools.arena.block_parameters(block).copy_(master)
+
+        self._exchange(
+            view.relays.from_owners,
+            lambda blocks: torch.cat([tools.pool.get(block.key).master for block in blocks]),
+            unpack,
+            1,
+            0,
+            _RELAY_TAG + 0x100 + (step & 0xFF),
+        )
         for span in view.spans:
             if span is view.spans[-1]:
                 tools.reach("mid_gather", step)

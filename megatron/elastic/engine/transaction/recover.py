@@ -157,7 +157,6 @@ class Recovery:
             self._step_commit.update()
         else:
             self._step_commit.void()
-        self._migrator.gather_owners()
         self._step_commit.finish(catching_up=True)
         at.settled_at = at.record.version
         if outcome.newcomers:
@@ -228,7 +227,6 @@ class Recovery:
             dist.barrier(group=at.tools.fabric.world)  # the one that ends StepBody.follow
             self._step_commit.followed = at.record.version
         at.needs_rebalance = True
-        self._migrator.gather_owners()
         at.body.gather(at.record.version)
         at.parameters = at.settled_at = at.record.version
         self._certifier.certify("join", self._every_block())
