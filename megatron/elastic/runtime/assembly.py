@@ -85,6 +85,8 @@ class EngineParts:
     on_settled: Callable[[RecoveryOutcome, View, float], None]
     host_state: Callable[[], str]
     on_notice: Callable[[str], None]
+    on_moved: Callable[[View], None] = lambda _: None
+    """Called after a migration, whose cells may be others."""
     choose: Choice | None = None
     """Chooses plans in place of the configured policy, if given."""
     profile: Profile | None = None
@@ -309,6 +311,7 @@ class _EventWriter(Listener):
         if not moved.migration.urgent:
             self.publisher.rests()
         self.tolerances.look(view, record.version)
+        self.job.on_moved(view)
 
     def protected(self, record: StepRecord, view: View, protected: Protected) -> None:
         write_protection(self.events, record, protected)

@@ -185,7 +185,7 @@ class Setup:
         topology = nominal_topology(args, config, interface.tied_unit is not None, links.fabric.slots)
         settings = engine_settings(args, self._schedule)
         self._job = EngineParts(
-            interface, topology, self._config, settings, self._settled, self._host_state, self.notice
+            interface, topology, self._config, settings, self._settled, self._host_state, self.notice, self._moved
         )
         args.iteration = args.num_floating_point_operations_so_far = 0
         if links.decision is None:  # a newcomer: the engine comes with admission, before the loop begins
@@ -292,6 +292,13 @@ class Setup:
         repeated_s = self._repeated.seconds(engine.context.timer, again)
         if speaks:
             publish_recovery(links.membership, outcome, event, repeated_s)
+        self._tell_of_cells(view, speaks)
+
+    def _moved(self, view: View) -> None:
+        self._tell_of_cells(view, view.lowest)
+
+    def _tell_of_cells(self, view: View, speaks: bool) -> None:
+        """Print a line for each cell that computes without sequence parallelism, once as long as it does."""
         assert self._interface is not None
         said = {self._interface.whole_sequence_line(cell.ranks) for cell in view.plan.cells} - {""}
         for line in sorted(said - self._said) if speaks else ():
