@@ -117,7 +117,7 @@ def write_recovery(
     )
     events.write(agreement)
     if speaks:
-        if any(loss.rank < view.living[0] for loss in outcome.lost):
+        if any(loss.rank < events.rank for loss in outcome.lost):  # perhaps back already, as a newcomer
             events.write_held()  # the rank that logged before may be lost and may not have logged its last step
         events.write(_plan(step, view))
         smaller = [rank for _, ranks in view.assignment.formed for rank in ranks]
