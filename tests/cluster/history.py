@@ -64,12 +64,12 @@ def run_and_judge(scenario: Scenario | str) -> Cluster:
 
 
 def drawn(dice: random.Random) -> Scenario:
-    """A job of a few ranks with up to three kills and as many mirrors, in any order of events."""
+    """A job of a few ranks with up to three kills, in any order of events; the state has as many copies more."""
     points = [point for point in KILL_POINTS if point not in ELSEWHERE]
     layout = dice.choice(("pp2dp2", "dp3", "dp4", "tp2dp2", "pp4", "pp2dp2"))
     layout = layout if "dp" in layout else f"{layout}dp1"
     ranks, words = parse(layout).layout.ranks, []
-    for _ in range(dice.randint(1, 3)):
+    for _ in range(dice.randint(1, min(3, ranks - 1))):
         life = dice.choice((0, 0, 1))
         step = dice.randint(0 if life else 1, 4)
         where = f",step={step}" if step else ""

@@ -83,6 +83,30 @@ def test_scenarios_are_a_function_of_the_seed_and_have_texts() -> None:
         assert scenario == drawn(random.Random(seed)) == parse(str(scenario))
 
 
+@pytest.mark.parametrize(
+    "script",
+    [
+        "pp4dp1 seed=502017 back=0.050 kill:rank=0,step=3,point=after_gather",
+        "pp4dp1 seed=670363 back=0.010 kill:rank=0,step=1,point=after_update",
+    ],
+)
+def test_the_step_of_a_rank_that_is_back_at_once_is_told(script: str) -> None:
+    """The lowest rank dies before it tells of its step, and is lowest again in the generation of its loss."""
+    run_and_judge(f"steps=4 migrate_after=1 mirrors=3 {script}")
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "pp4dp1 seed=958731 kill:rank=1,step=3,point=after_update kill:rank=2,step=2,point=in_recovery_promote",
+        "tp2dp2 seed=155739 heavy=on kill:rank=0,step=1,point=after_update "
+        "kill:rank=3,step=2,point=in_recovery_promote kill:rank=2,step=2,point=mid_update",
+    ],
+)
+def test_a_newcomer_whose_admission_is_cut_short_joins_again(script: str) -> None:
+    run_and_judge(f"steps=4 back=0.050 migrate_after=1 mirrors=3 {script}")
+
+
 @pytest.mark.slow
 def test_a_thousand_faults(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["history", "--faults", "1000", "--seed", "3"])

@@ -239,7 +239,9 @@ def _check_vote(life: Life, line: Line, held: Line | None, basis: Line | None, f
 
 
 def _check_basis(life: Life, line: Line, held: Line | None, basis: Line | None, rules: Rules, found: Verdict) -> None:
-    if (line.source == "decision") != (held is not None) or (basis is None and line.source == "decision"):
+    # A loss may cut an admission short: then the newcomer joins again.
+    joins_again = line.source == "join" and basis is not None and basis.source == "join" and held is basis
+    if (line.source == "decision") != (held is not None) and not joins_again:
         found.add("one history", f"{life} begins generation {line.generation} by {line.source}", line)
         return
     if held is None or basis is None:
