@@ -7,19 +7,25 @@ may be in a system call, evaluating, writing its share of a checkpoint, or not b
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import random
 import re
 import signal
 import subprocess
+import sys
+import threading
 import time
 from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
 from megatron.elastic.observe.events import read_events
-from tests.integration.elastic_job import JobResult, elastic_command, environment_of
+from tests.integration.elastic_job import ROOT, JobResult, elastic_command, environment_of
 from tests.integration.kill_walk import (
     DRAINED,
     DROPOUT,
@@ -99,44 +105,110 @@ class Havoc:
         print(f"{how.name} to rank {rank}, life {self.lost[rank]}", flush=True)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", [Layout(1, 2, 2), Layout(2, 2, 2)], ids=["pp2dp2", "tp2pp2dp2"])
-def test_losses_at_any_instant_change_no_loss_of_training(tmp_path: Path, layout: Layout) -> None:
-    seed = int(os.environ.get("CHAOS_SEED", time.time_ns() % 10_000))
-    print(f"CHAOS_SEED={seed}")
-    saved = ("--save", str(tmp_path / "saved"))
+@dataclass
+class Reshaping:
+    """Requests for other sizes, one after the other, while ranks are lost."""
+
+    run_id: str
+    through: tuple[Layout, ...]
+    told: list[str] = field(default_factory=list)
+    ended: threading.Event = field(default_factory=threading.Event)
+
+    def go_round(self) -> None:
+        """Ask for the sizes in turn until ``ended``; each request is over before the next."""
+        for sizes in itertools.cycle(self.through):
+            if self.ended.is_set():
+                return
+            words = ("--tp", str(sizes.tensor), "--pp", str(sizes.pipeline), "--dp", str(sizes.data))
+            asked = subprocess.run(
+                [sys.executable, "-m", "megatron.elastic.ctl", "reshape", *words, "--run-id", self.run_id],
+                cwd=ROOT,
+                env=environment_of(),
+                capture_output=True,
+                text=True,
+                timeout=SECONDS,
+                check=False,
+            )
+            self.told.append(asked.stdout.strip() or asked.stderr.strip())
+
+
+def survived(
+    folder: Path,
+    layout: Layout,
+    seed: int,
+    losses: int,
+    run_id: str = "",
+    during: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
+) -> JobResult:
+    """A job of ``layout`` that lost ranks at any instant, each named once, no step lost, its losses undisturbed."""
+    saved = ("--save", str(folder / "saved"))
+    flags = (*DROPOUT, *RATES, *PHASES, *TWO, *saved, *cached(folder))
     command = elastic_command(
-        tmp_path / "events",
+        folder / "events",
         layout.ranks,
         layout.tensor,
         layout.pipeline,
         MANY,
-        *DROPOUT,
-        *RATES,
-        *PHASES,
-        *TWO,
-        *saved,
-        *cached(tmp_path),
+        *flags,
+        launch=("--rdzv-id", run_id) if run_id else (),
     )
-    watch = Watch(tmp_path / "output.txt", tmp_path / "events")
+    watch = Watch(folder / "output.txt", folder / "events")
     with watch.said.open("w") as out:
         job = start_launcher(command, environment_of(), out)
         try:
             havoc = Havoc(job, watch, layout.ranks, random.Random(seed))
-            while havoc.lost.total() < LOSSES:
-                havoc.strike()
             havoc.wait_until_whole()
+            with during():
+                while havoc.lost.total() < losses:
+                    havoc.strike()
+                havoc.wait_until_whole()
             job.send_signal(signal.SIGTERM)
             job.wait(60.0)
         finally:
             if job.poll() is None:
                 job.kill()
             code = job.wait()
-    result = JobResult(code, watch.said.read_text(), read_events(tmp_path / "events"))
+    result = JobResult(code, watch.said.read_text(), read_events(folder / "events"))
     assert result.code == DRAINED, result.output[-6000:]
     told = {(record.fields["lost_rank"], record.fields["lost_incarnation"]) for record in result.of("loss")}
     assert told == {(rank, life) for rank, count in havoc.lost.items() for life in range(count)}
     assert all(record.fields["lost_steps"] == 0 for record in result.of("recovery"))
     steps = max(result.committed)
     assert set(result.committed) == set(range(1, steps + 1))
-    assert compare(result, kept(tmp_path / "undisturbed", layout, steps)) < ROUNDING
+    assert compare(result, kept(folder / "undisturbed", layout, steps)) < ROUNDING
+    return result
+
+
+def a_seed() -> int:
+    """The seed of ``CHAOS_SEED``, else one of the clock; printed."""
+    seed = int(os.environ.get("CHAOS_SEED", time.time_ns() % 10_000))
+    print(f"CHAOS_SEED={seed}")
+    return seed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [Layout(1, 2, 2), Layout(2, 2, 2)], ids=["pp2dp2", "tp2pp2dp2"])
+def test_losses_at_any_instant_change_no_loss_of_training(tmp_path: Path, layout: Layout) -> None:
+    survived(tmp_path, layout, a_seed(), LOSSES)
+
+
+@pytest.mark.slow
+def test_losses_at_any_instant_on_the_way_through_other_sizes(tmp_path: Path) -> None:
+    """TP 2 x PP 2 x DP 2 becomes TP 1 x PP 4 x DP 2, TP 4 x PP 1 x DP 2 and itself again, at least once."""
+    reshaping = Reshaping(f"reshape-{os.getpid()}", (Layout(1, 4, 2), Layout(4, 1, 2), Layout(2, 2, 2)))
+
+    @contextlib.contextmanager
+    def beside() -> Iterator[None]:
+        asking = threading.Thread(target=reshaping.go_round)
+        asking.start()
+        try:
+            yield
+        finally:
+            reshaping.ended.set()
+            asking.join(SECONDS)
+
+    result = survived(tmp_path, Layout(2, 2, 2), a_seed(), LOSSES, reshaping.run_id, beside)
+    print(*reshaping.told, sep="\n")
+    assert all("since step" in line for line in reshaping.told), reshaping.told
+    sizes = [tuple(map(int, found)) for found in re.findall(r"reshape: TP (\d), PP (\d), DP (\d) since", result.output)]
+    assert {(1, 4, 2), (4, 1, 2), (2, 2, 2)} <= set(sizes), sizes

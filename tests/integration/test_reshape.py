@@ -5,12 +5,23 @@ Real processes and real SIGKILLs, dropout 0.1, compared step by step with an und
 
 from __future__ import annotations
 
+import subprocess
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.integration.elastic_job import JobResult, RunningJob, elastic_command, elastic_job, largest_deviation
+from megatron.elastic.observe.events import read_events
+from tests.integration.elastic_job import (
+    ROOT,
+    JobResult,
+    RunningJob,
+    elastic_command,
+    elastic_job,
+    environment_of,
+    largest_deviation,
+)
+from tests.integration.ports import free_port
 from tests.integration.test_checkpoints import QUIET, plain_job
 from tests.integration.test_cpu_layouts import logs, losses, run_jobs
 from tests.integration.test_spares import DROPOUT, MANY, RATES, begun, checked, drained, kill, newest, waiting
@@ -106,3 +117,31 @@ def test_spares_grow_the_tensor_parallel_size(tmp_path: Path) -> None:
         reshape(running, 3, 2, 1)
         result = drained(running)
     checked(result, tmp_path / "undisturbed", 4, 2, 2)
+
+
+@pytest.mark.slow
+def test_a_further_node_doubles_the_tensor_parallel_size(tmp_path: Path) -> None:
+    """TP 2 by PP 1 on one node; a second comes, and with it TP 4; the second is lost, and TP 4 waits for nobody."""
+    folder = tmp_path / "events"
+    common = elastic_command(folder, 2, 2, 1, MANY, *DROPOUT, *RATES, *LOOKED_AT)
+    at = common.index("--nproc-per-node")
+    where = ["--nnodes", "1:2", "--master-port", str(free_port()), "--node-rank"]
+    with RunningJob(folder, [*common[:at], *where, "0", *common[at:]], SECONDS) as running:
+        begun(running)
+        early = running.ctl("reshape", "--tp", "4", "--pp", "1", "--dp", "1")
+        assert early.returncode == 1 and "takes 4 ranks, and 2 are here" in early.stderr
+        further = [*common[:at], "--rdzv-id", running.run_id, *where, "1", *common[at:]]
+        more = subprocess.Popen(
+            further, cwd=ROOT, env=environment_of(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        try:
+            status_until(running, lambda said: said.members == (0, 1, 2, 3))
+            reshape(running, 4, 1, 1)
+            assert cells(JobResult(0, running.output, read_events(folder)))[-1] == 1
+        finally:
+            more.kill()
+            more.wait()
+        status_until(running, lambda said: said.members == (0, 1))
+        begun(running, 3 + newest(running))
+        result = drained(running)
+    checked(result, tmp_path / "undisturbed", 2, 2, 1)
