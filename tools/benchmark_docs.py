@@ -79,6 +79,12 @@ SECTIONS = (
         tables.reshape,
     ),
     Section(
+        "reshape_waiting",
+        "What do they pay for them where forwards and backwards leave the cores free?",
+        "The same; every forward and backward waits 50 ms, as a host waits for its accelerator.",
+        tables.reshape,
+    ),
+    Section(
         "checkpoint",
         "What does a save cost the steps around it?",
         "Each run is compared with a run of its kind without a save. A negative figure is noise.",

@@ -108,12 +108,17 @@ def job(options: argparse.Namespace, *flags: str) -> list[EventRecord]:
         ]
         elastic = ("--elastic", "--no-elastic-respawn", "--elastic-migrate-after", str(PATIENCE))
         links = ("--elastic-transport", options.link, "--elastic-event-log", folder)
-        script = [f"kill:rank={RANK},step={AT},point=before_step"]
-        if options.waiting:
-            passes = [(point, nth + 1) for point in ("mid_forward", "mid_backward") for nth in range(options.batch)]
-            script += [f"delay:point={p},nth={n},count=0,seconds={options.waiting}" for p, n in passes]
+        script = [f"kill:rank={RANK},step={AT},point=before_step", *waits(options)]
         finished(command(WORLD, *MODEL, *sizes, *elastic, *links, *faults(";".join(script)), *flags))
         return read_events(Path(folder))
+
+
+def waits(options: argparse.Namespace) -> list[str]:
+    """Faults by which every forward and backward waits ``--waiting`` seconds."""
+    if not options.waiting:
+        return []
+    passes = [(point, nth + 1) for point in ("mid_forward", "mid_backward") for nth in range(options.batch)]
+    return [f"delay:point={p},nth={n},count=0,seconds={options.waiting}" for p, n in passes]
 
 
 def commits(records: list[EventRecord]) -> dict[int, float]:

@@ -1,13 +1,15 @@
 """Other parallel sizes while training (``ctl reshape``), beside moving the same bytes at once and beside a restart.
 
     python -m tools.bench.reshape [--trials 3] [--link tcp] [--gbit 1] [--hidden 512] [--seq 32] [--batch 16]
+                                  [--waiting 0.05]
 
 A trial is one real job under the launcher that begins as TP 2 x PP 2 and goes through ``SIZES``, each after quiet
 steps. Then the same changes as they are made without it, by plain Megatron-LM under torchrun: the job saves a
 checkpoint and ends, and one of the other sizes loads it.
 
 With ``--gbit R`` (root, programs ip and tc) everything runs in a network namespace of its own, whose loopback passes
-R Gbit/s (token bucket).
+R Gbit/s (token bucket). With ``--waiting S`` every forward and backward of that job waits S seconds besides, as a host
+does whose accelerator computes; the restarts wait for nothing but themselves.
 
 Of each change, from the event log:
 
@@ -46,8 +48,8 @@ from pathlib import Path
 from megatron.elastic.control.requests import ParallelSizes
 from megatron.elastic.observe.events import EventRecord, read_events
 from tools.bench._common import median_of, print_result
-from tools.bench._jobs import QUIET, ROOT, TORCHRUN, command, environment, followed
-from tools.bench.migrate import behind_a_slow_link, link_bandwidth
+from tools.bench._jobs import QUIET, ROOT, TORCHRUN, command, environment, faults, followed
+from tools.bench.migrate import behind_a_slow_link, link_bandwidth, waits
 
 WORLD = 4
 SIZES = (ParallelSizes(2, 2, 1), ParallelSizes(1, 4, 1), ParallelSizes(4, 1, 1), ParallelSizes(2, 2, 1))
@@ -160,6 +162,8 @@ def reshaped(options: argparse.Namespace) -> list[EventRecord]:
     with tempfile.TemporaryDirectory() as folder:
         run_id = f"bench-reshape-{os.getpid()}-{time.monotonic_ns()}"
         elastic = ["--elastic", "--elastic-transport", options.link, "--elastic-event-log", folder]
+        if options.waiting:
+            elastic += faults(";".join(waits(options)))
         job = command(WORLD, *flags_of(options), *sizes_of(SIZES[0]), *elastic, "--train-iters", "100000")
         job[3:3] = ["--rdzv-id", run_id]  # an argument of the launcher
         with Training(job, run_id) as training:
@@ -247,6 +251,7 @@ def main() -> None:
     parser.add_argument("--gbit", type=float, default=0.0, help="Gbit/s of all links together; 0: as fast as they go.")
     for name, default in (("hidden", 512), ("seq", 32), ("batch", 16)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--waiting", type=float, default=0.0, help="Seconds that every forward and backward waits.")
     options = parser.parse_args()
     behind_a_slow_link(options, "reshape")
     found: list[list[Change]] = []
@@ -262,7 +267,7 @@ def main() -> None:
         }
         for number, (before, after) in enumerate(pairwise(SIZES))
     }
-    settings = {name: getattr(options, name) for name in ("link", "gbit", "hidden", "seq", "batch")}
+    settings = {name: getattr(options, name) for name in ("link", "gbit", "hidden", "seq", "batch", "waiting")}
     print_result("reshape", {**settings, "link_bytes_a_second": median_of(bandwidths), "changes": changes})
 
 
