@@ -8,17 +8,22 @@ only if it is updated before it is sent.
 
 Invariant: sender and receiver derive every message (pieces, order, length) from the
 same table of wants and the placement at opening. A new generation voids the stream:
-its communication fails in every thread, and the view is released.
+its communication fails in every thread, and the view is released. The change of a
+generation ends the waits of its time; a thread that begins a message later would wait
+for peers that have given up, so waits look at the generation too, and a message's tag
+has it.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
+from megatron.elastic.comm.errors import GenerationChanged
 from megatron.elastic.comm.fabric import Fabric
 from megatron.elastic.engine.compute.point_to_point import started
 from megatron.elastic.state.checkpoint_view import CheckpointView
@@ -30,6 +35,8 @@ from megatron.elastic.state.record import StepRecord
 __all__ = ["StateStream", "Want"]
 
 _TAG = (1 << 30) + 0x400
+_LOOK_SECONDS = 0.001
+"""Time between two looks at a message under way."""
 
 
 @dataclass(frozen=True, order=True)
@@ -76,7 +83,9 @@ class StateStream:
         record: StepRecord,
         wants: Mapping[int, Sequence[Want]],
     ) -> None:
-        self._rank = fabric.rank
+        self._fabric = fabric
+        self._rank, self._generation = fabric.rank, fabric.generation
+        self._tag = _TAG + (self._generation & 0xFF)
         self._placement = placement
         self._layouts = layouts
         self._wants = {rank: tuple(sorted(set(wanted))) for rank, wanted in sorted(wants.items())}
@@ -101,12 +110,12 @@ class StateStream:
         for unit in self._units:
             blocks = dict[BlockKey, torch.Tensor]()
             leaving = [
-                (started(dist.isend(packed, dst=rank, group=self._group, tag=_TAG)), packed)
+                (started(dist.isend(packed, dst=rank, group=self._group, tag=self._tag)), packed)
                 for rank, packed in self._outgoing(unit, blocks)
             ]
             whole = {want: torch.empty(want.stop - want.start) for want in self._wanted(unit, self._rank)}
             arriving = [
-                (started(dist.irecv(buffer, src=owner, group=self._group, tag=_TAG)), buffer, pieces)
+                (started(dist.irecv(buffer, src=owner, group=self._group, tag=self._tag)), buffer, pieces)
                 for owner, pieces in self._pieces(unit, self._rank).items()
                 if owner != self._rank
                 for buffer in (torch.empty(sum(piece.stop - piece.start for piece in pieces)),)
@@ -114,13 +123,21 @@ class StateStream:
             for piece in self._pieces(unit, self._rank).get(self._rank, ()):
                 _place(whole, piece, self._cut(piece, blocks))
             for work, buffer, pieces in arriving:
-                work.wait()
+                self._wait(work)
                 for piece, part in zip(pieces, buffer.split([p.stop - p.start for p in pieces]), strict=True):
                     _place(whole, piece, part)
             for want, values in whole.items():
                 deliver(want, values)
             for work, _ in leaving:
-                work.wait()
+                self._wait(work)
+
+    def _wait(self, work: dist.Work) -> None:
+        """Wait for a message. Raises ``GenerationChanged`` in a newer generation, though the message is of no other."""
+        while not work.is_completed():
+            if self._fabric.generation != self._generation:
+                raise GenerationChanged(self._fabric.generation)
+            time.sleep(_LOOK_SECONDS)
+        work.wait()
 
     def abandon(self, why: str) -> None:
         """Void the stream: a reading thread raises ``ViewAbandoned``. Idempotent."""
