@@ -329,7 +329,7 @@ def deviations(result: JobResult, reference: JobResult, evaluates: bool = True) 
     steps = set(result.committed)
     ledgers = {r.fields["step"]: r.fields["ledger"] for r in result.of("step")}
     assert ledgers == {r.fields["step"]: r.fields["ledger"] for r in reference.of("step") if r.fields["step"] in steps}
-    told = [int(step) for step in re.findall(r"validation loss at iteration (\d+) ", result.output)]
+    told = [int(step) for step in re.findall(r"validation loss at iteration (\d+) \|", result.output)]
     assert len(told) == len(set(told)), f"evaluated twice: {told}"
     found = {step: _deviation(loss, reference.committed.get(step)) for step, loss in result.committed.items()}
     for step, loss in reference.validation.items():

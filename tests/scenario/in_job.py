@@ -33,6 +33,8 @@ def flags_of(scenario: Scenario) -> list[str]:
             flags.append(flag if value else f"--no-{flag[2:]}")
         else:
             flags += [flag, str(value)]
+    if ("exact", True) in scenario.settings:
+        flags.append("--calculate-per-token-loss")  # the mean over a micro-batch belongs to no sample
     return flags
 
 
