@@ -8,10 +8,11 @@ only if it is updated before it is sent.
 
 Invariant: sender and receiver derive every message (pieces, order, length) from the
 same table of wants and the placement at opening. A new generation voids the stream:
-its communication fails in every thread, and the view is released. The change of a
-generation ends the waits of its time; a thread that begins a message later would wait
-for peers that have given up, so waits look at the generation too, and a message's tag
-has it.
+its communication fails in every thread, and the view is released.
+
+An edit ends the waits of its time. A thread that begins a message later would wait for
+peers that have given up. So each wait looks at the generation too, and a message's tag
+has it: what a void stream has left behind is taken for nothing else.
 """
 
 from __future__ import annotations
