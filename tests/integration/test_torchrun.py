@@ -68,14 +68,17 @@ def ours(ended=True):
         time.sleep(0.01)  # a detached thread is listed for a moment after its end
     return distributed_c10d._new_group_with_tag is not stock, more
 
+def say(when, ended=True):
+    os.write(1, f"{when} {ours(ended)}\\n".encode())  # at once: ranks share the pipe
+
 stock = distributed_c10d._new_group_with_tag
 torch.ones(2).sum()
 threads = len(os.listdir("/proc/self/task"))
-atexit.register(lambda: print("at exit", *ours(), "\\n", end="", flush=True))
+atexit.register(say, "at exit")
 dist.init_process_group("elastic")
 value = torch.ones(4)
 dist.all_reduce(value)
-print("in use", *ours(ended=False), "\\n", end="", flush=True)
+say("in use", ended=False)
 if dist.get_rank() == 1:
     time.sleep(0.5)
 work = dist.all_reduce(value, async_op=True)
@@ -85,7 +88,7 @@ if dist.get_rank() == 1:
 del value, work
 if sys.argv[1] == "destroyed":
     dist.destroy_process_group()
-    print("destroyed", *ours(), "\\n", end="", flush=True)
+    say("destroyed")
     dist.init_process_group("gloo")
     value = torch.ones(1)
     dist.all_reduce(value, group=dist.new_group([0, 1, 2]))
@@ -102,8 +105,8 @@ def test_neither_a_thread_nor_a_replaced_function_outlives_the_group(tmp_path: P
     """
     (tmp_path / "ending.py").write_text(ENDING)
     lines = Counter(line.strip() for line in output(str(tmp_path / "ending.py"), how).splitlines())
-    end = "destroyed False False" if how == "destroyed" else "at exit False False"
-    assert lines["in use True True"] == lines[end] == RANKS, lines
+    end = "destroyed (False, False)" if how == "destroyed" else "at exit (False, False)"
+    assert lines["in use (True, True)"] == lines[end] == RANKS, lines
 
 
 AGAIN = """
