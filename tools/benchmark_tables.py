@@ -113,7 +113,7 @@ def migrate(figures: Figures) -> str:
 
 
 def reshape(figures: Figures) -> str:
-    """What each change of sizes cost, beside its bytes and a restart."""
+    """Cost of each change of sizes, its bytes, and the time of a restart."""
     head = (
         "change",
         "MB to all ranks",

@@ -92,7 +92,7 @@ class ReshapeStatus(_StatusPart, frozen=True):
     sizes: str
     state: ReshapeState
     text: str
-    """What a member last said of it."""
+    """The newest line about it from a member."""
 
 
 class WorkerStatus(_StatusPart, frozen=True):

@@ -22,7 +22,7 @@ class Reshapes(msgspec.Struct, forbid_unknown_fields=True):
     """The sizes that the newest request asked for."""
     state: ReshapeState = "open"
     text: str = ""
-    """What a member last said of it, in one line."""
+    """The newest line about it from a member."""
     in_force: Reshape | None = None
     """None: the launch's sizes."""
 

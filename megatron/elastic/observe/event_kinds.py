@@ -317,7 +317,7 @@ class ClockEvent(LogEvent):
     observed_khz: int
     verified: bool
     power_mw: int | None = None
-    """Where the platform gives it."""
+    """Power in milliwatts; None where the platform does not tell it."""
 
 
 @dataclass(frozen=True)
