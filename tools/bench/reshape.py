@@ -19,7 +19,7 @@ stall       wait of the slowest rank in that step
 longer      what the steps of the background took longer than the median of the quiet ones before them
 first       what the first step of the new sizes took longer than the median of the quiet ones after it
 exposed     longer and first
-share       exposed, as a share of moving the bytes over an idle link (see ``tools.bench.migrate``)
+share       exposed, as a share of moving the bytes over an idle link (with ``--gbit`` over the one that all ranks have)
 
 restart     seconds from the last step of the one job to the first of the other, less a step: save, end, start, load
 of_restart  exposed, as a share of the restart
@@ -32,7 +32,6 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import shlex
 import signal
 import statistics
 import subprocess
@@ -41,50 +40,44 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from pathlib import Path
 
 from megatron.elastic.control.requests import ParallelSizes
 from megatron.elastic.observe.events import EventRecord, read_events
 from tools.bench._common import median_of, print_result
-from tools.bench._jobs import QUIET, ROOT, TORCHRUN, command, environment, faults, followed
-from tools.bench.migrate import behind_a_slow_link, link_bandwidth, waits
+from tools.bench._jobs import ROOT, TORCHRUN, command, environment, faults, followed
+from tools.bench._movement import (
+    Paid,
+    add_options,
+    behind_a_slow_link,
+    link_bandwidth,
+    model_of,
+    paid,
+    settings_of,
+    waits,
+)
 
 WORLD = 4
 SIZES = (ParallelSizes(2, 2, 1), ParallelSizes(1, 4, 1), ParallelSizes(4, 1, 1), ParallelSizes(2, 2, 1))
 QUIET_STEPS = 8
 """Before the first change, and after each."""
 SECONDS = 300.0
-MODEL = QUIET + shlex.split("""
-    --num-layers 4 --num-attention-heads 4 --micro-batch-size 1 --vocab-size 1023 --ckpt-format torch_dist
-""")
 _ITERATION = re.compile(r"iteration\s+(\d+)/")
 
 
 @dataclass(frozen=True)
-class Change:
-    """One change of sizes; seconds, bytes and shares."""
+class Change(Paid):
+    """One change of sizes; what it costs without ``ctl reshape``."""
 
-    bytes: float
-    busiest_bytes: float
-    background: float
-    steps: float
-    stall: float
-    longer: float
-    first: float
-    exposed: float
-    share: float
-    step: float
-    """Quiet steps before it."""
     restart: float
     of_restart: float
 
 
-def flags_of(options: argparse.Namespace) -> list[str]:
-    """The model of ``options``."""
-    sizes = {"--hidden-size": options.hidden, "--seq-length": options.seq, "--max-position-embeddings": options.seq}
-    return [*MODEL, *(str(word) for size in sizes.items() for word in size), "--global-batch-size", str(options.batch)]
+def flags_of(options: argparse.Namespace, sizes: ParallelSizes) -> list[str]:
+    """Megatron-LM's flags for a job that trains on."""
+    return [*model_of(options), *sizes_of(sizes), "--train-iters", "100000", "--ckpt-format", "torch_dist"]
 
 
 def sizes_of(sizes: ParallelSizes) -> list[str]:
@@ -164,7 +157,7 @@ def reshaped(options: argparse.Namespace) -> list[EventRecord]:
         elastic = ["--elastic", "--elastic-transport", options.link, "--elastic-event-log", folder]
         if options.waiting:
             elastic += faults(";".join(waits(options)))
-        job = command(WORLD, *flags_of(options), *sizes_of(SIZES[0]), *elastic, "--train-iters", "100000")
+        job = command(WORLD, *flags_of(options, SIZES[0]), *elastic)
         job[3:3] = ["--rdzv-id", run_id]  # an argument of the launcher
         with Training(job, run_id) as training:
             training.quiet_steps(2 + QUIET_STEPS)
@@ -184,7 +177,7 @@ def restarts(options: argparse.Namespace) -> list[float]:
         before: list[tuple[float, float]] = []
         for number, sizes in enumerate(SIZES, start=1):
             saves = ("--save", folder, "--save-interval", "100000", "--load", folder, "--exit-interval", "6")
-            flags = (*flags_of(options), *sizes_of(sizes), *saves, "--train-iters", "100000", "--no-load-rng")
+            flags = (*flags_of(options, sizes), *saves, "--no-load-rng")
             lines = followed(command(WORLD, *flags, "--distributed-timeout-minutes", "3", module=TORCHRUN), SECONDS)
             steps = [
                 (when, float(took[1]) / 1e3)
@@ -201,37 +194,10 @@ def restarts(options: argparse.Namespace) -> list[float]:
 
 def evaluated(records: list[EventRecord], bandwidth: float, shared: bool, restart: Sequence[float]) -> list[Change]:
     """The changes of one job. ``shared``: one link for all ranks. ``restart``: the seconds of each, without it."""
-    at = {r.fields["step"]: r.monotonic_ns / 1e9 for r in records if r.kind == "step"}
-    taken = {step: when - at[step - 1] for step, when in at.items() if step - 1 in at}
-    ends = _ends(records)
     found = []
-    for number, (before, end, after) in enumerate(zip([2, *ends], ends, [*ends[1:], max(taken)], strict=False)):
-        moved = [r for r in records if r.kind == "migration" and r.fields["step"] == end]
-        waits = [r.fields["background_seconds"] + r.fields["stall_seconds"] for r in moved]
-        began = min(r.monotonic_ns / 1e9 - wait for r, wait in zip(moved, waits, strict=True))
-        first = min(step for step in taken if at[step] > began)
-        usual = statistics.median(taken[step] for step in range(before + 3, first))
-        later = statistics.median(taken[step] for step in range(end + 2, min(after, end + QUIET_STEPS)))
-        longer = sum(taken[step] - usual for step in range(first, end + 1))
-        late = taken[end + 1] - later
-        received = [r.fields["bytes_received"] for r in moved]
-        exposed = longer + late
-        found.append(
-            Change(
-                bytes=sum(received),
-                busiest_bytes=max(received),
-                background=max(r.fields["background_seconds"] for r in moved),
-                steps=end + 1 - first,
-                stall=max(r.fields["stall_seconds"] for r in moved),
-                longer=longer,
-                first=late,
-                exposed=exposed,
-                share=exposed * bandwidth / (sum(received) if shared else max(received)),
-                step=usual,
-                restart=restart[number],
-                of_restart=exposed / restart[number],
-            )
-        )
+    for end, seconds in zip(_ends(records), restart, strict=True):
+        cost = paid(records, end, bandwidth, shared)
+        found.append(Change(**asdict(cost), restart=seconds, of_restart=cost.exposed / seconds))
     return found
 
 
@@ -246,12 +212,7 @@ def _ends(records: list[EventRecord]) -> list[int]:
 def main() -> None:
     """Parse, run, print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--trials", type=int, default=3)
-    parser.add_argument("--link", choices=("shm", "tcp"), default="tcp")
-    parser.add_argument("--gbit", type=float, default=0.0, help="Gbit/s of all links together; 0: as fast as they go.")
-    for name, default in (("hidden", 512), ("seq", 32), ("batch", 16)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--waiting", type=float, default=0.0, help="Seconds that every forward and backward waits.")
+    add_options(parser)
     options = parser.parse_args()
     behind_a_slow_link(options, "reshape")
     found: list[list[Change]] = []
@@ -267,8 +228,7 @@ def main() -> None:
         }
         for number, (before, after) in enumerate(pairwise(SIZES))
     }
-    settings = {name: getattr(options, name) for name in ("link", "gbit", "hidden", "seq", "batch", "waiting")}
-    print_result("reshape", {**settings, "link_bytes_a_second": median_of(bandwidths), "changes": changes})
+    print_result("reshape", {**settings_of(options), "link_bytes_a_second": median_of(bandwidths), "changes": changes})
 
 
 if __name__ == "__main__":
