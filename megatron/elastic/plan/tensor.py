@@ -13,7 +13,7 @@ Pure functions of topologies; without a reduced cell there is one option, the to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from megatron.elastic.plan.cost import PPM
@@ -37,6 +37,8 @@ __all__ = [
 
 Pattern = tuple[tuple[int, int, int], ...]
 """(seat, first unit, end unit) of each segment of a replica; seats are its cells in order."""
+Seats = Mapping[int, tuple[int, ...]]
+"""Number of a replica → its cells, in the order of the seats."""
 
 
 def is_reduced(cell: Cell) -> bool:
@@ -67,21 +69,16 @@ def packed(topology: Topology, seats_change: bool = False) -> Topology:
     seat, as at a restart.
     """
     rate = {cell.id: cell.rate_ppm for cell in topology.cells}
-    alike: dict[Pattern, list[int]] = {}
-    for number, replica in enumerate(topology.replicas):
-        alike.setdefault(_pattern(replica), []).append(number)
-    replicas = list(topology.replicas)
-    for pattern, numbers in alike.items():
-        seats = {number: tuple(dict.fromkeys(s.cell for s in replicas[number].segments)) for number in numbers}
-        order = sorted(numbers, key=lambda number: (sorted(rate.get(cell, 0) for cell in seats[number]), number))
+
+    def deal(seats: Seats) -> dict[int, list[int]]:
+        order = sorted(seats, key=lambda number: (sorted(rate.get(cell, 0) for cell in seats[number]), number))
         columns = [sorted(column, key=lambda cell: rate.get(cell, 0)) for column in _columns(order, seats)]
         if seats_change:
             every = sorted((cell for number in order for cell in seats[number]), key=lambda cell: rate.get(cell, 0))
             columns = [every[seat :: len(columns)] for seat in range(len(columns))]
-        for place, number in enumerate(order):
-            cells = [column[place] for column in columns]
-            replicas[number] = Replica(tuple(Segment(cells[seat], first, end) for seat, first, end in pattern))
-    return replace(topology, replicas=tuple(replicas))
+        return {number: [column[place] for column in columns] for place, number in enumerate(order)}
+
+    return _dealt(topology, deal)
 
 
 def spread(topology: Topology) -> Topology:
@@ -92,21 +89,28 @@ def spread(topology: Topology) -> Topology:
     lacks least so far.
     """
     rate = {cell.id: cell.rate_ppm for cell in topology.cells}
+
+    def deal(seats: Seats) -> dict[int, list[int]]:
+        lacking, placed = dict.fromkeys(seats, 0), {number: list[int]() for number in seats}
+        for column in _columns(tuple(seats), seats):
+            for number, cell in _evenly(dict(zip(seats, column, strict=True)), rate, lacking).items():
+                placed[number].append(cell)
+                lacking[number] += max(0, PPM - rate.get(cell, 0))
+        return placed
+
+    return _dealt(topology, deal)
+
+
+def _dealt(topology: Topology, deal: Callable[[Seats], Mapping[int, Sequence[int]]]) -> Topology:
+    """Return the topology in which ``deal`` has given the cells of the replicas that are cut alike to their seats."""
     alike: dict[Pattern, list[int]] = {}
     for number, replica in enumerate(topology.replicas):
         alike.setdefault(_pattern(replica), []).append(number)
     replicas = list(topology.replicas)
     for pattern, numbers in alike.items():
         seats = {number: tuple(dict.fromkeys(s.cell for s in replicas[number].segments)) for number in numbers}
-        lacking = dict.fromkeys(numbers, 0)
-        placed: dict[int, list[int]] = {number: [] for number in numbers}
-        for column in _columns(numbers, seats):
-            for number, cell in _evenly(dict(zip(numbers, column, strict=True)), rate, lacking).items():
-                placed[number].append(cell)
-                lacking[number] += max(0, PPM - rate.get(cell, 0))
-        for number in numbers:
-            segments = (Segment(placed[number][seat], first, end) for seat, first, end in pattern)
-            replicas[number] = Replica(tuple(segments))
+        for number, cells in deal(seats).items():
+            replicas[number] = Replica(tuple(Segment(cells[seat], first, end) for seat, first, end in pattern))
     return replace(topology, replicas=tuple(replicas))
 
 
@@ -128,7 +132,7 @@ def _evenly(seated: dict[int, int], rate: dict[int, int], lacking: dict[int, int
     return found
 
 
-def _columns(order: Sequence[int], seats: dict[int, tuple[int, ...]]) -> Iterator[list[int]]:
+def _columns(order: Sequence[int], seats: Seats) -> Iterator[list[int]]:
     """Yield the cells of each seat, replica by replica in ``order``."""
     for seat in range(len(seats[order[0]])):
         yield [seats[number][seat] for number in order]
