@@ -48,6 +48,7 @@ while m.frozen() == d.generation:
     time.sleep(0.01)
     if m.rank == 2 and m.incarnation == 0: time.sleep(600)
 d = agree()
+m.publish(Activity(21, "compute"))  # waits for nobody any more: the other may end first
 m.finish(0)
 """
 
