@@ -89,9 +89,10 @@ class ElasticConfig:
     policy: str = "elaswave"
     """Policy for the samples of a lost rank."""
 
-    tensor: Literal["park", "live-on"] = "park"
-    """Ranks of a tensor-parallel group that has lost a rank. 'park': they wait until it is back, and hold state only.
-    'live-on': they go on as a smaller group, with larger parts of its layers each."""
+    tensor: Literal["auto", "live-on", "park"] = "auto"
+    """Ranks of a tensor-parallel group that has lost a rank. 'live-on': they go on as a smaller group, with larger
+    parts of its layers each. 'park': they wait until it is back, and hold state only. 'auto': 'live-on' where the
+    model, the policy and exact mode let them, otherwise 'park'."""
 
     schedule: Literal["1f1b", "zero-bubble"] = "1f1b"
     """Pipeline schedule. '1f1b': Megatron's. 'zero-bubble': ZB-H1, which computes weight gradients where ranks would

@@ -103,14 +103,18 @@ def test_replicated_parameters_count_once_whatever_the_tensor_parallel_size(layo
 @pytest.mark.parametrize("victim", range(4))
 @pytest.mark.parametrize("formed", ["one rank less", "three and one"])
 def test_a_rank_is_lost_and_comes_back_while_cells_are_formed(formed: str, victim: int) -> None:
-    """A cell of two launch shards goes on alone; the newcomer takes the lost rank's place in its cell."""
+    """A cell of two launch shards goes on alone; the newcomer takes the lost rank's place in its cell.
+
+    No recovery forms the cells anew (``tensor=park``).
+    """
 
     def fenced(rank: RankProcess, step: int) -> None:
         engine = engine_of(rank)
         if step == 2:
             assert engine._migrator.begin(engine.views.migration(engine.view, launched(engine, FORMED[formed])))
 
-    cluster = run(f"tp2dp2 steps=9 seed={victim} kill:rank={victim},step=5,point=before_vote", Program(fenced=fenced))
+    scenario = f"tp2dp2 tensor=park steps=9 seed={victim} kill:rank={victim},step=5,point=before_vote"
+    cluster = run(scenario, Program(fenced=fenced))
     check(cluster)
     assert {process.incarnation for process in cluster.finished if process.rank == victim} == {1}
     for process in cluster.finished:

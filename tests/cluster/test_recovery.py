@@ -97,8 +97,8 @@ def test_owners_that_do_not_compute_their_units_step_them(
         gather(self, step, came)
 
     monkeypatch.setattr(StepBody, "gather", noted)
-    back = "never" if layout == "tp2pp2dp1" else "soon"
-    cluster = run(f"{layout} steps=8 mirrors=2 snapshot={snapshot} back={back} kill:rank=1,step=2,point={point}")
+    flags = "tensor=park back=never" if layout == "tp2pp2dp1" else "back=soon"
+    cluster = run(f"{layout} steps=8 mirrors=2 snapshot={snapshot} {flags} kill:rank=1,step=2,point={point}")
     check(cluster)
     steps = [step for step, blocks in relayed.items() if blocks]
     assert len(steps) > 1, "no step was committed with such owners: the case is not tried"

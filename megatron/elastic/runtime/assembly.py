@@ -154,6 +154,7 @@ def assemble(
         exact=exact,
         threads=links.threads,
     )
+    sizes = _sizes(job, layouts)
     views = ViewFactory(
         fabric=fabric,
         launch_topology=job.launch_topology,
@@ -164,7 +165,8 @@ def assemble(
         moves_units=policy.moves_units and job.config.steps_before_migration >= 0,
         profile=_profile(job, layouts, arena, hardware) if job.profile is None else job.profile,
         hardware=hardware,
-        sizes=_sizes(job, layouts),
+        sizes=sizes,
+        lives_on=_lives_on(job, sizes, says=links.fabric.rank == 0 and links.decision is not None),
         covered=job.interface.covered,
     )
     agreement = Agreement(links.membership, views, links.injector, job.settings.communication_timeout, links.threads)
@@ -197,17 +199,34 @@ def assemble(
 
 
 def _sizes(job: EngineParts, layouts: Layouts) -> CellSizes:
-    """Return the sizes that cells may have. Raises ``ConfigError`` if they are to live on and the model cannot."""
+    """Return the sizes that tensor-parallel groups of this model may have."""
     tensor = job.launch_topology.tensor
     parameters = {slot.spec for layout in layouts.values() for slot in layout.slots}
     largest_part = partial(job.interface.largest_part, parameters=parameters)
-    sizes = CellSizes.of(largest_part, tensor, job.launch_topology.slots + job.launch_topology.extra)
-    if job.config.tensor == "live-on" and tensor > 1 and not sizes.smaller:
-        raise ConfigError(
-            f"--elastic-tensor live-on: this model is computed by tensor-parallel groups of {tensor} ranks only; "
-            "use --elastic-tensor park"
-        )
-    return sizes
+    return CellSizes.of(largest_part, tensor, job.launch_topology.slots + job.launch_topology.extra)
+
+
+def _lives_on(job: EngineParts, sizes: CellSizes, says: bool) -> bool:
+    """Return whether damaged cells go on with their living ranks. ``says``: print why not, where 'auto' decides.
+
+    Raises ``ConfigError`` if that was asked for and the model cannot be computed by smaller groups.
+    """
+    config, tensor = job.config, job.launch_topology.tensor
+    alone = tensor > 1 and not sizes.smaller
+    only = f"this model is computed by tensor-parallel groups of {tensor} ranks only"
+    if config.tensor == "live-on" and alone:
+        raise ConfigError(f"--elastic-tensor live-on: {only}; use --elastic-tensor park")
+    if config.tensor != "auto":
+        return config.tensor == "live-on"
+    reasons = {
+        only: alone,
+        "--elastic-exact keeps the order of sums": config.exact,
+        f"--elastic-policy {config.policy} has no smaller groups": policy_named(config.policy).smaller_cells == "never",
+    }
+    why = next((reason for reason, holds in reasons.items() if holds), "")
+    if why and tensor > 1 and says:
+        print(f"--elastic-tensor auto: a group that loses a rank waits until it is back, since {why}", flush=True)
+    return not why
 
 
 def _profile(job: EngineParts, layouts: Layouts, arena: Arena, hardware: Hardware) -> Profile:

@@ -104,7 +104,8 @@ def factory(memory: int, profile: Profile, sizes: CellSizes) -> ViewFactory:
     return ViewFactory(
         fabric=cast(Any, None),
         launch_topology=launch(),
-        config=ElasticConfig(tensor="live-on"),
+        config=ElasticConfig(),
+        lives_on=True,
         layouts={},
         arena=cast(Any, None),
         choose=choice_of(policy_named("elaswave")),

@@ -30,7 +30,7 @@ FROZEN = {
     "--elastic-block-bytes": 1 << 18,
     "--elastic-snapshot": "gradient",
     "--elastic-policy": "elaswave",
-    "--elastic-tensor": "park",
+    "--elastic-tensor": "auto",
     "--elastic-schedule": "1f1b",
     "--elastic-fail-slow": "auto",
     "--elastic-frequency": "off",

@@ -110,10 +110,11 @@ def test_what_exact_mode_cannot_keep_is_refused(
 
 
 def test_a_policy_of_smaller_groups_needs_groups_that_live_on() -> None:
-    parking, living = ElasticConfig(policy="ntp"), ElasticConfig(policy="ntp", tensor="live-on")
-    with pytest.raises(BadInput, match=r"--elastic-policy ntp .* add --elastic-tensor live-on"):
+    parking, living = ElasticConfig(policy="ntp", tensor="park"), ElasticConfig(policy="ntp", tensor="live-on")
+    with pytest.raises(BadInput, match=r"--elastic-policy ntp .* use --elastic-tensor live-on"):
         check(plain(tensor_model_parallel_size=2), parking, "cpu", [])
-    check(plain(tensor_model_parallel_size=2), living, "cpu", [])
+    for fitting in (living, ElasticConfig(policy="ntp")):
+        check(plain(tensor_model_parallel_size=2), fitting, "cpu", [])
     check(plain(tensor_model_parallel_size=1), parking, "cpu", [])
 
 

@@ -76,6 +76,8 @@ class ViewFactory:
     """Costs of units, the same on every rank."""
     hardware: Hardware
     sizes: CellSizes
+    lives_on: bool = False
+    """True if damaged cells go on with their living ranks."""
     covered: Covered = only_at_launch
     """The shards of a unit that a rank of a cell of any size computes (:meth:`ModelInterface.covered`)."""
 
@@ -134,8 +136,7 @@ class ViewFactory:
         """Return why the other ranks cannot go on without ``leaving``; empty if they can."""
         try:
             staying = [rank for rank in view.living if rank not in leaving]
-            lives_on = self.config.tensor == "live-on"
-            assignment = self._manned(view.assignment, staying) if lives_on else view.assignment
+            assignment = self._manned(view.assignment, staying) if self.lives_on else view.assignment
             self._plan(assignment, staying, {})
         except PlanError as error:
             return str(error)
@@ -144,7 +145,7 @@ class ViewFactory:
     def taken_over(self, assignment: Assignment, decision: Decision) -> Assignment:
         """Return ``assignment`` with waiting cells in place of lost ones; re-cut if a lost stage will not come back.
 
-        With ``--elastic-tensor live-on`` the other damaged cells go on with their living ranks.
+        Where cells live on, the other damaged ones go on with their living ranks.
         """
         living = decision.members
         seated = self._manned(assignment, living)
@@ -164,7 +165,7 @@ class ViewFactory:
         compute its rows, so the memory of all is examined again. Cells of leftover ranks stay as they are where forming
         all anew, for ranks that have returned, would leave a stage without a cell.
         """
-        if self.config.tensor == "park":
+        if not self.lives_on:
             return assignment.seated(living)
         least = dict[int, int]()
         while True:
@@ -235,7 +236,7 @@ class ViewFactory:
         them, so that the state of these ranks has other holders. Raises ``RuntimeError`` if a block would have none.
         """
         staying = [rank for rank in view.living if rank not in leaving]
-        shrinks = bool(leaving) and self.config.tensor == "live-on"
+        shrinks = bool(leaving) and self.lives_on
         assignment = target or (self._manned(view.assignment, staying) if shrinks else view.assignment)
         groups = self.groups_of(assignment, staying)
         kept = {(group.unit, group.shard) for group in groups}

@@ -61,9 +61,9 @@ FEATURES: tuple[Feature, ...] = (
     Feature("tensor, pipeline and data parallelism",
             ("--tensor-model-parallel-size", "--pipeline-model-parallel-size"),
             lambda args: True, "works", "works",
-            "after a loss stages may be uneven, and with --elastic-tensor live-on tensor-parallel groups smaller"),
+            "after a loss stages may be uneven, and tensor-parallel groups smaller (--elastic-tensor)"),
     Feature("sequence parallelism", ("--sequence-parallel",), _any("sequence_parallel"), "works", "works",
-            "with --elastic-tensor live-on it is off in groups whose size does not divide the sequence"),
+            "it is off in smaller groups whose size does not divide the sequence"),
     Feature("distributed optimizer", ("--use-distributed-optimizer",), _any("use_distributed_optimizer"), "works",
             "works", "with --elastic the optimizer is always sharded, with mirrors"),
     Feature("activation recompute", ("--recompute-granularity", "--recompute-activations", "--recompute-method",
@@ -199,11 +199,11 @@ def _refusals(args: Namespace, config: ElasticConfig, platform: str, words: Sequ
 
 
 def _policy_faults(args: Namespace, config: ElasticConfig) -> Iterator[str]:
-    smaller = policy_named(config.policy).lives_on and args.tensor_model_parallel_size > 1
-    if smaller and config.tensor == "park":
+    needed = policy_named(config.policy).smaller_cells == "needs" and args.tensor_model_parallel_size > 1
+    if needed and config.tensor == "park":
         yield (
             f"--elastic-policy {config.policy} computes with smaller tensor-parallel groups: "
-            "add --elastic-tensor live-on"
+            "use --elastic-tensor live-on"
         )
 
 

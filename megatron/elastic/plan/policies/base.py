@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from megatron.elastic.plan.dataflow import PlanError
 from megatron.elastic.plan.model import Plan, Profile, Topology
@@ -76,8 +76,9 @@ class Policy(ABC):
     """True if ``--elastic-policy`` offers it; otherwise only the simulator has it."""
     moves_units: ClassVar[bool] = False
     """True if units may change place later (``--elastic-migrate-after``)."""
-    lives_on: ClassVar[bool] = False
-    """True if it needs tensor-parallel groups that go on with fewer ranks (``--elastic-tensor live-on``)."""
+    smaller_cells: ClassVar[Literal["never", "uses", "needs"]] = "never"
+    """Whether tensor-parallel groups go on with fewer ranks where ``--elastic-tensor`` is 'auto'. 'needs': the
+    policy is nothing without, so 'park' is refused."""
     keeps_batch: ClassVar[bool] = True
     """True if every row of the global batch is computed after a loss."""
 

@@ -20,6 +20,7 @@ class ElasWave(Policy):
 
     summary = "other ranks of its stage compute them"
     moves_units = True
+    smaller_cells = "uses"
     options: DecisionOptions = field(default_factory=DecisionOptions)
 
     def instant(self, topology: Topology, profile: Profile, options: TableOptions) -> Plan:

@@ -39,7 +39,7 @@ class NonuniformTP(Policy):
 
     summary = "its replica goes on with fewer ranks and fewer samples, and the batch shrinks"
     keeps_batch = False
-    lives_on = True
+    smaller_cells = "needs"
     gain_ppm: int = PPM
 
     def instant(self, topology: Topology, profile: Profile, options: TableOptions) -> Plan:
