@@ -14,7 +14,7 @@ What needs the same flags shares one job (:data:`GROUPS`), so that a start is pa
 layout share one undisturbed run. One case by itself, or a few:
 
     python -m tests.integration.kill_walk pp4dp2 --points mid_update after_vote --ranks 3 5 --folder /tmp/walk
-    python -m tests.integration.kill_walk tp4pp2 --group steps --folder /tmp/walk --elastic-tensor live-on
+    python -m tests.integration.kill_walk tp4pp2 --group steps --folder /tmp/walk --elastic-tensor park
 
 Flags that it does not know go to the job.
 

@@ -16,7 +16,7 @@ from tests.integration.test_precision import FP16, scales
 
 STEPS = 6
 FAULTS = "kill:rank=1,step=3,point=mid_backward;kill:rank=2,step=4,point=after_vote"
-LIVING_ON = ("--elastic-tensor", "live-on", "--no-elastic-respawn", "--elastic-mirrors", "2")
+ALONE = ("--no-elastic-respawn", "--elastic-mirrors", "2")
 CHUNKS = ("--num-virtual-stages-per-pipeline-rank", "2")
 LLAMA = (
     "--swiglu",
@@ -49,7 +49,7 @@ def test_losses_are_those_of_whole_groups(tmp_path: Path, name: str) -> None:
     settings = (*DROPOUT, *flags)
     faults = ("--elastic-allow-inject", "--elastic-inject", FAULTS)
     whole = elastic_job(tmp_path / "whole", 4, 2, stages, STEPS, *settings)
-    killed = elastic_job(tmp_path / "killed", 4, 2, stages, STEPS, *settings, *LIVING_ON, *faults)
+    killed = elastic_job(tmp_path / "killed", 4, 2, stages, STEPS, *settings, *ALONE, *faults)
     assert (whole.code, killed.code) == (0, 0), killed.output[-6000:]
     for rank in (0, 3):
         assert f"rank {rank} goes on" in killed.output

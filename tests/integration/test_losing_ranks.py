@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.elastic.engine.inject import KILL_POINTS
+from megatron.elastic.engine.inject import KILL_POINTS, STEP_POINTS
 from megatron.elastic.observe.events import read_events
 from tests.integration.elastic_job import ROOT, JobResult, elastic_command, elastic_job, largest_deviation
 from tests.integration.kill_walk import (
@@ -35,9 +35,13 @@ from tests.integration.kill_walk import (
     walk,
 )
 from tests.integration.launcher_cluster import cluster, descendants
+from tests.scenario.in_job import play
 from tests.scenario.scenario import RETURNS, Scenario, parse
 
 STEPS = 5
+PARK = ("--elastic-tensor", "park")
+ALONE = (*STEP_POINTS, "between_steps", "in_evaluate")
+"""Points of the walk that nobody returns from: those that a rank comes to in every step."""
 
 
 def one(layout: str, point: str, rank: int) -> Scenario:
@@ -63,16 +67,16 @@ def test_many_losses_and_returns_in_one_job_cost_no_step(tmp_path: Path, monkeyp
         assert not os.listdir(scratch)
 
 
-def test_losses_of_one_rank_of_a_tensor_parallel_group_cost_no_step(tmp_path: Path) -> None:
+def test_a_tensor_parallel_group_that_waits_for_its_rank_costs_no_step(tmp_path: Path) -> None:
     """Its partner is parked; in the last case it is lost as well, in the recovery from the first loss."""
     cases = [one("tp2dp2", *case) for case in (("after_ship", 3), ("mid_update", 0), ("in_recovery_decide", 1))]
-    walk(tmp_path, LAYOUTS["tp2dp2"], cases, *TWO)
+    walk(tmp_path, LAYOUTS["tp2dp2"], cases, *TWO, *PARK)
 
 
 def test_a_tensor_parallel_group_goes_on_with_the_ranks_it_has(tmp_path: Path) -> None:
     """Its first rank, which reads the data set, is lost too; the losses are those of the whole group."""
     cases = [one("tp2dp2", *case) for case in (("mid_backward", 1), ("mid_update", 0))]
-    walk(tmp_path, LAYOUTS["tp2dp2"], cases, "--elastic-tensor", "live-on")
+    walk(tmp_path, LAYOUTS["tp2dp2"], cases)
     said = (tmp_path / "output.txt").read_text()
     assert "rank 0 goes on" in said
     assert "rank 1 goes on" in said
@@ -82,7 +86,7 @@ def test_a_tensor_parallel_group_goes_on_with_the_ranks_it_has(tmp_path: Path) -
 def test_a_pipeline_goes_on_with_cells_of_unequal_size(tmp_path: Path) -> None:
     """Without a replica: three ranks in one stage, four in the other. Slices of the sequence become whole and back."""
     cases = [one("tp4pp2", *case) for case in (("mid_backward", 1), ("after_vote", 4))]
-    walk(tmp_path, LAYOUTS["tp4pp2"], cases, "--elastic-tensor", "live-on", "--sequence-parallel")
+    walk(tmp_path, LAYOUTS["tp4pp2"], cases, "--sequence-parallel")
     said = (tmp_path / "output.txt").read_text()
     for group, stage in (("{0,2,3}", 0), ("{5-7}", 1)):
         assert f"ranks {group} go on" in said and f"(stage {stage}, replica 0; ranks" in said
@@ -114,6 +118,27 @@ def test_every_point_of_every_rank(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("at", range(len(ALONE)))
+@pytest.mark.parametrize("layout", ["tp4pp2", "tp2pp2dp2", "tp4dp2"])
+def test_every_point_of_every_rank_that_does_not_return(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, layout: str, at: int
+) -> None:
+    """Two jobs that lose every second rank of eight, each at another point; the tests together, every pair."""
+    shared = tmp_path_factory.getbasetemp() / "undisturbed"
+    for victims in ((0, 6, 2, 4), (5, 3, 7, 1)):
+        points = [ALONE[(at + 4 * number) % len(ALONE)] for number in range(4)]
+        kills = [
+            f"kill:rank={rank},step={3 * number + 3},point={point}"
+            for number, (rank, point) in enumerate(zip(victims, points, strict=True))
+        ]
+        folder = tmp_path / f"without {victims[0]}"
+        text = f"{LAYOUTS[layout]} steps=15 back=never evaluate=3 mirrors=2 {' '.join(kills)}"
+        assert play(parse(text), folder, shared) == "kept", text
+        lost = {record.fields["lost_rank"] for record in read_events(folder / "events") if record.kind == "loss"}
+        assert lost == set(victims), text
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("returns", [name for name in RETURNS if name != "soon"])
 @pytest.mark.parametrize("layout", ["pp2dp2", "tp2dp2", "tp2pp2dp2", "tp4dp2"])
 def test_it_does_not_matter_when_a_lost_rank_is_back(
@@ -139,7 +164,7 @@ def test_a_stage_without_a_living_group_waits_for_its_ranks(
         both((first, "before_reduce"), (second, "in_recovery_resume")),
         both((first, "after_vote"), (second, "in_recovery_edit")),
     ]
-    walk(tmp_path, LAYOUTS[layout], cases, *TWO)
+    walk(tmp_path, LAYOUTS[layout], cases, *TWO, *PARK)
 
 
 @pytest.mark.slow
@@ -151,13 +176,13 @@ def test_a_stage_without_a_living_group_waits_for_its_ranks_between_steps_too(
     points = ("after_step", "in_evaluate", "in_save", "save_finish")
     cases = [both((first, point), (second, "in_recovery_resume")) for point in points]
     flags = (*PHASES, "--log-params-norm", "--save", str(tmp_path / "saved"))
-    walk(tmp_path, LAYOUTS[layout], cases, *TWO, *flags)
+    walk(tmp_path, LAYOUTS[layout], cases, *TWO, *PARK, *flags)
 
 
 @pytest.mark.slow
 def test_without_respawn_a_stage_without_a_living_group_ends_the_job(tmp_path: Path) -> None:
     script = "kill:rank=0,losses=0,point=before_reduce;kill:rank=3,losses=0,point=in_recovery_resume"
-    flags = ("--no-elastic-respawn", "--elastic-allow-inject", "--elastic-inject", script)
+    flags = (*TWO, *PARK, "--no-elastic-respawn", "--elastic-allow-inject", "--elastic-inject", script)
     ended = elastic_job(tmp_path, 4, 2, 1, 5, *flags)
     assert ended.code == 4, ended.output[-3000:]
     assert "ranks [0, 3] are gone" in ended.output and "--no-elastic-respawn" in ended.output
@@ -182,7 +207,7 @@ def test_without_respawn_a_stage_without_a_living_group_ends_the_job(tmp_path: P
     ],
     ids=[
         "two stages at once",
-        "a parked rank while state moves",
+        "its partner while state moves",
         "in the last step",
         "at its vote",
         "after it",
