@@ -111,6 +111,12 @@ class UnitChain:
     def finish_gradients(self, grads: Mapping[int, Sequence[torch.Tensor]]) -> None:
         """Gradients need nothing more: a cell has one rank, or its ranks have equal gradients of what is replicated."""
 
+    def weigh_layer_losses(self, weight: float) -> None:
+        """No layer has a loss of its own."""
+
+    def layer_losses(self) -> Mapping[str, tuple[float, float]]:
+        return {}
+
     def separate_uses(self, contribute: Callable[[int, str, torch.Tensor], None]) -> None:
         """No weight is shared."""
 

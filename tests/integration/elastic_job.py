@@ -220,6 +220,15 @@ class RunningJob:
             self.launcher.wait()
 
 
+def deviation_without_loss(whole: JobResult, killed: JobResult) -> float:
+    """The largest relative deviation of a loss. Asserts that no step was lost and each had the samples of ``whole``."""
+    assert (whole.code, killed.code) == (0, 0), killed.output[-6000:]
+    assert all(record.fields["lost_steps"] == 0 for record in killed.of("recovery"))
+    ledgers = [{r.fields["step"]: r.fields["ledger"] for r in run.of("step")} for run in (whole, killed)]
+    assert ledgers[0] == ledgers[1]
+    return largest_deviation(whole.committed, killed.committed)
+
+
 def largest_deviation(reference: dict[int, float], other: dict[int, float]) -> float:
     """Largest relative difference over the steps of the reference; a missing step is infinite."""
     return max(abs(other.get(step, float("inf")) - value) / abs(value) for step, value in reference.items())

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.elastic_job import elastic_job, largest_deviation
+from tests.integration.elastic_job import deviation_without_loss, elastic_job
 from tests.integration.kill_walk import DROPOUT, ROUNDING
 from tests.integration.test_precision import FP16, scales
 
@@ -50,15 +50,11 @@ def test_losses_are_those_of_whole_groups(tmp_path: Path, name: str) -> None:
     faults = ("--elastic-allow-inject", "--elastic-inject", FAULTS)
     whole = elastic_job(tmp_path / "whole", 4, 2, stages, STEPS, *settings)
     killed = elastic_job(tmp_path / "killed", 4, 2, stages, STEPS, *settings, *ALONE, *faults)
-    assert (whole.code, killed.code) == (0, 0), killed.output[-6000:]
+    deviation = deviation_without_loss(whole, killed)
     for rank in (0, 3):
         assert f"rank {rank} goes on" in killed.output
     assert "parked" not in killed.output
-    assert all(record.fields["lost_steps"] == 0 for record in killed.of("recovery"))
-    assert set(killed.committed) == set(whole.committed) == set(range(1, STEPS + 1))
-    ledgers = [{r.fields["step"]: r.fields["ledger"] for r in run.of("step")} for run in (whole, killed)]
-    assert ledgers[0] == ledgers[1]
+    assert set(killed.committed) == set(range(1, STEPS + 1))
     assert scales(whole.output) == scales(killed.output)
-    deviation = largest_deviation(whole.committed, killed.committed)
     print(f"{name}: losses deviate by {deviation:.1e}")
     assert deviation < allowed

@@ -21,8 +21,9 @@ QUIET = ("--hidden-dropout", "0", "--attention-dropout", "0", "--lr-decay-iters"
 FORMATS = {
     "fp32": (),
     "bf16-distributed-optimizer": ("--bf16", "--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable"),
+    "experts": ("--num-experts", "4", "--moe-aux-loss-coeff", "0.01", "--disable-bias-linear", "--sequence-parallel"),
 }
-ROUNDING = {"fp32": 2e-6, "bf16-distributed-optimizer": 2e-4}
+ROUNDING = {"fp32": 2e-6, "bf16-distributed-optimizer": 2e-4, "experts": 2e-6}
 
 
 def saving(folder: Path) -> tuple[str, ...]:
@@ -82,7 +83,7 @@ def rates(output: str) -> dict[int, str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "victim"), zip(FORMATS, (0, 1), strict=True))
+@pytest.mark.parametrize(("kind", "victim"), zip(FORMATS, (0, 1, 0), strict=True))
 def test_a_rank_that_returns_after_a_load_has_the_schedule_of_the_checkpoint(
     tmp_path: Path, kind: str, victim: int
 ) -> None:

@@ -9,6 +9,7 @@ have between half and all of their tokens.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ UNTIED = ("--untie-embeddings-and-output-weights",)
 RECOMPUTE = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
 PER_TOKEN = ("--calculate-per-token-loss",)
 CHUNKS = ("--num-virtual-stages-per-pipeline-rank", "2")
+EXPERTS = ("--num-experts", "4", "--moe-aux-loss-coeff", "0.01", "--moe-z-loss-coeff", "1e-3", "--disable-bias-linear")
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,8 @@ QUICK = (
     Case("tp2pp2-per-token-uneven-masks", (2, 2, 1), (*PER_TOKEN, "--eod-mask-loss", "--sequence-parallel")),
     Case("dp4-tied", (1, 1, 4)),
     Case("pp2-interleaved", (1, 2, 1), CHUNKS),
+    Case("tp2dp2-experts", (2, 1, 2), (*EXPERTS, "--sequence-parallel")),
+    Case("pp2dp2-experts-per-token", (1, 2, 2), (*EXPERTS, *PER_TOKEN, "--eod-mask-loss")),
 )
 
 
@@ -101,6 +105,12 @@ def test_losses_and_norms_are_megatrons(plain: Path, tmp_path: Path, case: Case)
     assert largest_deviation(reference, result.losses) < ROUNDING
     theirs, ours = gradient_norms(logs(plain, case.name)), list(result.norms.values())
     assert all(abs(float(a) - b) <= 1.01e-3 for a, b in zip(theirs, ours, strict=True)), (theirs, ours)
+    assert balancing(result.output) == pytest.approx(balancing(logs(plain, case.name)), rel=ROUNDING)
+
+
+def balancing(text: str) -> list[float]:
+    """The loss that balances experts, by step; Megatron's z-loss is that of one rank alone."""
+    return [float(loss) for loss in re.findall(r"load_balancing_loss: (\S+)", text)]
 
 
 # -- every layout, both meanings of a loss ------------------------------------------------------

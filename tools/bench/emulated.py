@@ -208,6 +208,13 @@ class EmulatedModel:
     def separate_uses(self, contribute: Callable[[int, str, torch.Tensor], None]) -> None:
         """No weight is shared."""
 
+    def weigh_layer_losses(self, weight: float) -> None:
+        """No layer has a loss of its own."""
+
+    def layer_losses(self) -> Mapping[str, tuple[float, float]]:
+        """No layer has a loss of its own."""
+        return {}
+
     def reads_data(self) -> bool:
         """Nothing is read."""
         return False

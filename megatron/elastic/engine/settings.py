@@ -16,6 +16,8 @@ class Settings:
     seed: int
     hyper: Hyper
     per_token_loss: bool = False
+    whole_microbatches: bool = False
+    """True if a loss depends on all rows of a micro-batch together, so that ranks never share one."""
     count_zeros: bool = False
     check_finite: bool = True
     """True if a gradient that is not finite ends the job (Megatron's default)."""

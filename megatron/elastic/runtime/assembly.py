@@ -134,7 +134,7 @@ def assemble(
     links.injector.enter([at.incarnation for at in decision.members.values()], job.launch_topology.slots)
     per_token, split = job.settings.per_token_loss, job.config.schedule == "zero-bubble"
     policy = policy_named(job.config.policy)
-    choose = job.choose or choice_of(policy, split, per_token)
+    choose = job.choose or choice_of(policy, split, per_token and not job.settings.whole_microbatches)
     exact = None
     if job.config.exact:
         exact, choose = ExactGradients(arena, job.launch_topology.grid.global_batch_size), one_sample_pieces(choose)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, NoReturn
 
@@ -31,6 +31,7 @@ class Layers:
     compute_units: int = UNITS
     layers: list[torch.nn.Linear] = field(default_factory=list)
     batch: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    weight: float = 0.0
 
     def forward(
         self, step: Any, piece: Piece, place: tuple[int, int], source: torch.Tensor | None, batches: Iterator[Any]
@@ -49,6 +50,12 @@ class Layers:
     def cut_sequence(self) -> int | None:
         """Cells do not cut the sequence."""
         return None
+
+    def weigh_layer_losses(self, weight: float) -> None:
+        self.weight = weight
+
+    def layer_losses(self) -> Mapping[str, tuple[float, float]]:
+        return {"balance": (self.weight, 2.0)}
 
     def deferring(self, piece: Piece) -> AbstractContextManager[Any]:
         raise AssertionError("no backward is split here")
@@ -119,6 +126,15 @@ def gradients(found: Plan, interface: Layers) -> tuple[list[torch.Tensor], float
     ], result.tokens
 
 
+@pytest.mark.parametrize(("per_token", "weight"), [(True, 8.0), (False, 2.0)])
+def test_losses_of_layers_have_the_weight_of_the_steps_loss(per_token: bool, weight: float) -> None:
+    """Times the loss scale, and without per-token loss a part of the micro-batches each."""
+    interface = Layers(layers=[torch.nn.Linear(WIDTH, WIDTH) for _ in range(UNITS)])
+    interface.batch = torch.randn(LENGTH, ROWS, WIDTH)
+    asked = replace(work(), loss_scale=8.0, per_token=per_token, microbatches=4.0)
+    assert executor(interface, plan(0, UNITS)).run(asked).report["balance"] == (weight, 2.0)
+
+
 @pytest.mark.parametrize("cuts", [(0, 2, 4), (0, 1, 2, 3, 4)], ids=str)
 def test_gradients_are_those_of_whole_pieces(cuts: tuple[int, ...]) -> None:
     generator = torch.manual_seed(11)
@@ -132,4 +148,5 @@ def test_gradients_are_those_of_whole_pieces(cuts: tuple[int, ...]) -> None:
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
     with torch.no_grad():
         reported = executor(interface, plan(*cuts)).run(work(training=False))
+    assert set(reported.report) == {"loss"}, "layers add no losses where no gradient is computed"
     assert reported.report["loss"][1] == 4 and sorted(reported.rows) == list(range(ROWS))

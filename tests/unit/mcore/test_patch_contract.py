@@ -73,8 +73,9 @@ def test_every_patched_name_is_there_with_the_shape_on_record(version: str) -> N
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_replacements_read_only_arguments_the_release_has(version: str) -> None:
+    replaced = table()["expected"][version]
     for symbol, _, names in table()["reads"]:
-        if names:
+        if names and symbol in replaced:
             missing = set(names) - set(RECORD[version][symbol]["parameters"])
             assert not missing, f"{symbol} in {version} has no parameter {sorted(missing)}"
 

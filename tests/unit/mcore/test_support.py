@@ -22,6 +22,8 @@ def plain(**given: Any) -> Namespace:
         "elastic": True,
         "context_parallel_size": 1,
         "num_experts": None,
+        "sequence_parallel": False,
+        "add_bias_linear": True,
         "expert_model_parallel_size": 1,
         "optimizer": "adam",
         "ckpt_format": "torch_dist",
@@ -35,10 +37,16 @@ def plain(**given: Any) -> Namespace:
     return Namespace(**{**base, **given})
 
 
+EXPERTS = {"num_experts": 8, "sequence_parallel": True, "add_bias_linear": False}
+
 REFUSED_WITH_ELASTIC: list[tuple[str, dict[str, Any]]] = [
     ("--context-parallel-size", {"context_parallel_size": 2}),
-    ("--num-experts", {"num_experts": 8}),
     ("--expert-model-parallel-size", {"expert_model_parallel_size": 2}),
+    ("--moe-layer-freq", {**EXPERTS, "moe_layer_freq": 2}),
+    ("--moe-router-load-balancing-type", {**EXPERTS, "moe_router_load_balancing_type": ["global_aux_loss"]}),
+    ("--moe-router-enable-expert-bias", {**EXPERTS, "moe_router_enable_expert_bias": True}),
+    ("--moe-input-jitter-eps", {**EXPERTS, "moe_input_jitter_eps": 0.1}),
+    ("--expert-tensor-parallel-size", {**EXPERTS, "expert_tensor_parallel_size": 1}),
     ("--mtp-num-layers", {"mtp_num_layers": 1}),
     ("--use-torch-fsdp2", {"use_torch_fsdp2": True}),
     ("--use-megatron-fsdp", {"use_megatron_fsdp": True}),
@@ -147,7 +155,8 @@ def test_each_of_the_most_used_flags_is_classified() -> None:
         ("--transformer-impl", "substituted", "honoured"),
         ("--overlap-grad-reduce", "honoured", "no effect"),
         ("--context-parallel-size", "refused", "refused"),
-        ("--num-experts", "honoured", "refused"),
+        ("--num-experts", "honoured", "honoured"),
+        ("--expert-model-parallel-size", "honoured", "refused"),
         ("--enable-cuda-graph", "substituted", "refused"),
     ],
 )
@@ -207,8 +216,23 @@ def test_a_layout_with_copies_elsewhere_is_not(world: int, config: ElasticConfig
 
 def test_all_that_is_refused_is_told_at_once() -> None:
     with pytest.raises(BadInput) as caught:
-        check(plain(num_experts=8, fp8="hybrid", micro_batch_size=1), ElasticConfig(spares=1), "cpu", [])
-    assert [text.split()[0] for text in caught.value.texts] == ["--num-experts", "--fp8-format", "--elastic-spares"]
+        check(plain(mtp_num_layers=1, fp8="hybrid", micro_batch_size=1), ElasticConfig(spares=1), "cpu", [])
+    assert [text.split()[0] for text in caught.value.texts] == ["--mtp-num-layers", "--fp8-format", "--elastic-spares"]
+
+
+@pytest.mark.parametrize(
+    ("given", "config", "words"),
+    [
+        ({"sequence_parallel": False}, ElasticConfig(), "--num-experts .* --sequence-parallel"),
+        ({"add_bias_linear": True}, ElasticConfig(), "--num-experts.* --disable-bias-linear"),
+        ({"micro_batch_size": 2}, ElasticConfig(exact=True), "--elastic-exact .* --micro-batch-size 1"),
+    ],
+)
+def test_experts_that_cannot_be_trained_are_refused(given: dict[str, Any], config: ElasticConfig, words: str) -> None:
+    whole = {"micro_batch_size": 1, "calculate_per_token_loss": True, **EXPERTS}
+    check(plain(**whole), config, "cpu", [])
+    with pytest.raises(BadInput, match=words):
+        check(plain(**{**whole, **given}), config, "cpu", [])
 
 
 @pytest.mark.parametrize(

@@ -167,6 +167,8 @@ class Executor:
         """Execute every action; gradients accumulate in the arena. Raises the communicator's typed errors."""
         result = PassResult()
         self._reset()
+        if work.training:
+            self._interface.weigh_layer_losses(work.loss_scale / (1.0 if work.per_token else work.microbatches))
         try:
             for action in self._plan.table(self._cell.id):
                 if work.training or action.op not in _BACKWARD_OPS:
@@ -178,6 +180,8 @@ class Executor:
             if work.training and self._running:
                 raise RuntimeError(f"the schedule has no backward for pieces {sorted(self._running)}")
             self._transport.flush()
+            if work.training:
+                result.report |= self._interface.layer_losses()
         finally:
             self._reset()
             self._transport.abandon()

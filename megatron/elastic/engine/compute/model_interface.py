@@ -179,6 +179,15 @@ class ModelInterface(Protocol):
         Without this call autograd adds them up in ``parameter.grad`` (:mod:`exact_gradients`).
         """
 
+    def weigh_layer_losses(self, weight: float) -> None:
+        """Multiply the gradients of losses that layers add (those that balance experts) by ``weight`` from now on."""
+
+    def layer_losses(self) -> Mapping[str, tuple[float, float]]:
+        """Return name → (sum, number of values) of these losses since :meth:`weigh_layer_losses`, over the cell.
+
+        Collective in the cell.
+        """
+
     def train(self, mode: bool) -> None:
         """Switch between training and evaluation mode (dropout)."""
 

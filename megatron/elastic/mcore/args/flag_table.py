@@ -12,12 +12,11 @@ __all__ = ["HONOURED", "LINEAR_ATTENTION", "MLA", "MOE", "MOST_USED"]
 # A table: one row a line, which the formatter would break up.
 # fmt: off
 MOE = (
-    "--moe-router-load-balancing-type", "--moe-router-topk", "--moe-ffn-hidden-size", "--moe-router-dtype",
-    "--moe-shared-expert-intermediate-size", "--moe-shared-expert-gate", "--moe-token-dispatcher-type",
-    "--moe-aux-loss-coeff", "--moe-z-loss-coeff", "--moe-layer-freq", "--moe-per-layer-logging",
+    "--moe-router-topk", "--moe-ffn-hidden-size", "--moe-router-dtype", "--moe-shared-expert-intermediate-size",
+    "--moe-shared-expert-gate", "--moe-token-dispatcher-type", "--moe-aux-loss-coeff", "--moe-z-loss-coeff",
     "--moe-router-pre-softmax", "--moe-router-score-function", "--moe-router-topk-scaling-factor",
-    "--moe-router-num-groups", "--moe-router-group-topk", "--moe-router-enable-expert-bias",
-    "--moe-input-jitter-eps", "--overlap-moe-expert-parallel-comm",
+    "--moe-router-num-groups", "--moe-router-group-topk", "--moe-expert-capacity-factor", "--moe-token-drop-policy",
+    "--moe-pad-expert-input-to-capacity",
 )
 # fmt: on
 

@@ -77,6 +77,7 @@ def engine_settings(args: Any, schedule: Schedule) -> Settings:
         seed=args.seed,
         hyper=hyper,
         per_token_loss=bool(args.calculate_per_token_loss),
+        whole_microbatches=bool(args.num_experts),
         count_zeros=bool(args.log_num_zeros_in_grad),
         check_finite=bool(args.check_for_nan_in_loss_and_grad) and not args.fp16,
         communication_timeout=60.0 * float(args.distributed_timeout_minutes),

@@ -80,10 +80,31 @@ FEATURES: tuple[Feature, ...] = (
                                     "--hybrid-context-parallel", "--cp-comm-type"),
             lambda args: (args.context_parallel_size or 1) > 1 or bool(getattr(args, "hybrid_context_parallel", False)),
             "refused", "refused", f"its attention needs Transformer Engine: {_GPU}, {_PLAIN}"),
-    Feature("mixture of experts, expert parallelism",
-            ("--num-experts", "--expert-model-parallel-size", "--expert-tensor-parallel-size", *flag_table.MOE),
-            lambda args: bool(args.num_experts) or (args.expert_model_parallel_size or 1) > 1, "works", "refused",
-            f"the elastic engine does not divide and copy the state of experts: {_PLAIN}"),
+    Feature("mixture of experts", ("--num-experts", *flag_table.MOE), _any("num_experts"), "works", "works",
+            "with --elastic every rank of a stage has all experts of its layers"),
+    Feature("expert parallelism", ("--expert-model-parallel-size", "--overlap-moe-expert-parallel-comm"),
+            lambda args: (args.expert_model_parallel_size or 1) > 1, "works", "refused",
+            "the elastic engine does not deal experts to ranks: use --expert-model-parallel-size 1"),
+    Feature("experts with another tensor-parallel size than attention", ("--expert-tensor-parallel-size",),
+            lambda args: getattr(args, "expert_tensor_parallel_size", None)
+            not in (None, args.tensor_model_parallel_size), "works", "refused",
+            "a tensor-parallel group computes a whole layer with --elastic: leave it out"),
+    Feature("layers with and without experts", ("--moe-layer-freq",),
+            lambda args: bool(args.num_experts) and getattr(args, "moe_layer_freq", 1) not in (1, None), "works",
+            "refused", f"plans assume that all layers cost the same: {_PLAIN}"),
+    Feature("balancing experts over the global batch", ("--moe-router-load-balancing-type",),
+            lambda args: bool(args.num_experts)
+            and "global_aux_loss" in (getattr(args, "moe_router_load_balancing_type", None) or ()), "works", "refused",
+            "that loss depends on which rank computed which micro-batch before: use aux_loss or seq_aux_loss"),
+    Feature("balancing experts by a bias", ("--moe-router-enable-expert-bias",), _any("moe_router_enable_expert_bias"),
+            "works", "refused", f"the bias is state outside the parameters: use an auxiliary loss, or {_PLAIN}"),
+    Feature("noise in the router's input", ("--moe-input-jitter-eps",), _any("moe_input_jitter_eps"), "works",
+            "refused", "its random numbers are not those of a sample, so a micro-batch that is computed again would "
+            "differ: leave it out"),
+    Feature("losses of experts by layer", ("--moe-per-layer-logging",), _any("moe_per_layer_logging"), "works",
+            "refused", "the log has their mean over layers: leave it out"),
+    Feature("experts from a dense checkpoint", ("--moe-use-upcycling",), _any("moe_use_upcycling"), "works", "refused",
+            "convert the checkpoint first, without --elastic"),
     Feature("multi-token prediction", ("--mtp-num-layers", "--mtp-loss-scaling-factor"), _any("mtp_num_layers"),
             "works", "refused", f"its layers share weights with the embedding across stages: {_PLAIN}"),
     Feature("multi-latent attention", ("--multi-latent-attention", *flag_table.MLA), _any("multi_latent_attention"),
@@ -196,6 +217,8 @@ def _refusals(args: Namespace, config: ElasticConfig, platform: str, words: Sequ
         yield from _exact_faults(args, config, platform)
         yield from _spare_faults(args, config)
         yield from _policy_faults(args, config)
+    if args.num_experts:
+        yield from _expert_faults(args, config, platform)
 
 
 def _policy_faults(args: Namespace, config: ElasticConfig) -> Iterator[str]:
@@ -204,6 +227,18 @@ def _policy_faults(args: Namespace, config: ElasticConfig) -> Iterator[str]:
         yield (
             f"--elastic-policy {config.policy} computes with smaller tensor-parallel groups: "
             "use --elastic-tensor live-on"
+        )
+
+
+def _expert_faults(args: Namespace, config: ElasticConfig, platform: str) -> Iterator[str]:
+    if args.tensor_model_parallel_size > 1 and not args.sequence_parallel:
+        yield "--num-experts with tensor parallelism trains with --sequence-parallel only: add it"
+    if platform == "cpu" and args.add_bias_linear:
+        yield "--num-experts: Megatron's own layers (a CPU's) have experts without biases: add --disable-bias-linear"
+    if args.elastic and config.exact and (args.micro_batch_size or 1) > 1:
+        yield (
+            "--elastic-exact computes sample by sample, and experts are balanced over a micro-batch of "
+            f"{args.micro_batch_size}: use --micro-batch-size 1"
         )
 
 

@@ -39,6 +39,7 @@ from megatron.elastic.mcore.loop.data import source_for
 from megatron.elastic.mcore.loop.reporter import Reporter
 from megatron.elastic.mcore.model.dropout import key_dropout, unkeyed_line
 from megatron.elastic.mcore.model.gpt import GptInterface, unwrapped
+from megatron.elastic.mcore.model.layer_losses import LayerLosses
 from megatron.elastic.mcore.model.optimizer import EngineOptimizer, MegatronSchedule
 from megatron.elastic.mcore.model.param_groups import GroupKeys
 from megatron.elastic.mcore.parallel_state.extra_ranks import as_of_the_launch, is_extra
@@ -76,6 +77,7 @@ class Setup:
         self._config = config
         self._counters = counters
         self.reporter = Reporter()
+        self.layer_losses = LayerLosses()
         self.checkpoints = Checkpoints(config, lambda: self.engine, self.notice)
         self._repeated = RepeatedWork()
         self._links: Links | None = None
@@ -172,7 +174,7 @@ class Setup:
             print(line, flush=True)
         first = parallel_state.get_tensor_model_parallel_rank() == 0
         group_of = functools.partial(links.fabric.group, "tensor")
-        interface = self._interface = GptInterface(model, args, groups, first, group_of)
+        interface = self._interface = GptInterface(model, args, groups, first, group_of, self.layer_losses)
         launched: Launched = {}
         if not is_extra(links.fabric, args):  # an extra rank writes no part of a checkpoint
             launched = {unit: tuple(interface.unit_parameters(unit)) for unit in interface.held_units()}

@@ -55,7 +55,8 @@ class TrainingLoop:
         before = map(self._shutdown.proven, self._setup.rows())
         ending = map(self._shutdown.named, (*self._rows(), *self._checkpoints.rows()))  # also after the loop
         rows = (*before, *ending, *launch_sizes.rows(), *vocabulary_range.rows(), *self._setup.reporter.rows())
-        return tuple(Patch(symbol, reason, make) for symbol, reason, make in rows)
+        patches = (Patch(symbol, reason, make) for symbol, reason, make in rows)
+        return (*patches, *self._setup.layer_losses.patches())
 
     def _rows(self) -> tuple[Row, ...]:
         loop = "megatron.training.training."

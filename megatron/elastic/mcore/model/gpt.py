@@ -30,6 +30,7 @@ from megatron.elastic.engine.compute.model_interface import CellPlace, ForwardSt
 from megatron.elastic.engine.compute.sequence_transfers import is_sliced
 from megatron.elastic.mcore.model.activations import held_bytes
 from megatron.elastic.mcore.model.dropout import key_module, launch_slices
+from megatron.elastic.mcore.model.layer_losses import LayerLosses
 from megatron.elastic.mcore.model.param_groups import GroupKeys
 from megatron.elastic.mcore.model.split_backward import SplitLinears, WeightQueue
 from megatron.elastic.mcore.model.split_te import split_te_linears
@@ -73,6 +74,7 @@ class GptInterface:
         groups: GroupKeys,
         reads_data: bool,
         tensor_group: Callable[[tuple[int, ...]], dist.ProcessGroup] | None = None,
+        layer_losses: LayerLosses | None = None,
     ) -> None:
         self._chunks = torch.nn.ModuleList(chunks)
         self._args = args
@@ -80,6 +82,7 @@ class GptInterface:
         self._groups = groups
         self._reads_data = reads_data
         self._tensor_group = tensor_group
+        self._layer_losses = layer_losses or LayerLosses()
         self._sizes = Sizes.of(self._config, unwrapped(chunks[0]).vocab_size, args.seq_length)
         self._launch_position = Position(parallel_state.get_tensor_model_parallel_rank(), self._sizes.tensor)
         self._place: TensorPlace | None = None
@@ -267,9 +270,21 @@ class GptInterface:
         finally:
             del model.shared_embedding_or_output_weight
 
+    def weigh_layer_losses(self, weight: float) -> None:
+        """Weigh the losses that balance experts (:class:`ModelInterface`)."""
+        if self._config.num_moe_experts:
+            self._layer_losses.weigh(weight, torch.device(torch.cuda.current_device()))
+
+    def layer_losses(self) -> Mapping[str, tuple[float, float]]:
+        """Return the losses that balance experts (:class:`ModelInterface`)."""
+        return self._layer_losses.take(self._cell_group(), self._anatomy.config.tensor_model_parallel_size)
+
+    def _cell_group(self) -> dist.ProcessGroup:
+        return parallel_state.get_tensor_model_parallel_group() if self._place is None else self._place.group
+
     def finish_gradients(self, grads: Mapping[int, Sequence[torch.Tensor]]) -> None:
         """Sum (or average) partial gradients over the tensor-parallel group."""
-        group = parallel_state.get_tensor_model_parallel_group() if self._place is None else self._place.group
+        group = self._cell_group()
         size = self._anatomy.config.tensor_model_parallel_size
         if size == 1:
             return

@@ -1,0 +1,98 @@
+"""Losses that transformer layers add to the model's own: those that balance experts, and the router's z-loss.
+
+Such a loss is a function of a micro-batch at one layer, whatever stage that layer is in. Megatron attaches its gradient
+to the layer's activations, times one weight for the process (``MoEAuxLossAutoScaler``), and sums its value in a global
+table, which collectives add up before a log line. Here the weight is that of the step's loss (docs/design.md §7.2), and
+the values go through the vote, as the model's loss does. So they are those of the committed step, and no collective
+outside the step needs every rank.
+
+Invariant: values are counted once. Megatron passes them in forwards that record gradients, so a layer that is
+recomputed counts when it is computed again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.moe.router import MoEAuxLossAutoScaler
+
+from megatron.elastic.mcore.patching.patches import Patch, bound
+
+__all__ = ["LayerLosses"]
+
+
+@dataclass
+class _Sum:
+    total: torch.Tensor
+    """On the layers' device, so that nothing waits for them before the end of the pass."""
+    count: int = 0
+    parts: bool = False
+    """True if each rank of the cell has a part of the value; otherwise each has the value of its tokens."""
+
+
+@dataclass
+class LayerLosses:
+    """The losses of this process's layers since :meth:`weigh`."""
+
+    _sums: dict[str, _Sum] = field(default_factory=dict)
+
+    def patches(self) -> tuple[Patch, ...]:
+        """Return the rows of the patch table. Megatron 0.18 has a class for the table of values."""
+        moe, why = "megatron.core.transformer.moe.", "losses of layers are added up in the vote, with that of the model"
+        tracker = moe + "moe_logging.MoEMetricsTracker."
+        return (
+            Patch(moe + "moe_utils.save_to_aux_losses_tracker", why, self._save, versions="<0.18"),
+            Patch(moe + "moe_utils.track_moe_metrics", why, _reporting, versions="<0.18"),
+            Patch(tracker + "record", why, self._record, versions=">=0.18"),
+            Patch(tracker + "report", why, _reporting, versions=">=0.18"),
+        )
+
+    def weigh(self, weight: float, device: torch.device) -> None:
+        """Multiply gradients of these losses by ``weight`` from now on, and forget the values."""
+        self._sums.clear()
+        MoEAuxLossAutoScaler.set_loss_scale(torch.tensor([weight], device=device))
+
+    def take(self, group: dist.ProcessGroup | None, ranks: int) -> Mapping[str, tuple[float, float]]:
+        """Return name → (sum, number of values) over ``ranks`` ranks of a cell; collective in its ``group``."""
+        sums, self._sums = dict(sorted(self._sums.items())), {}
+        if not sums:
+            return {}
+        totals = torch.stack([item.total for item in sums.values()])
+        if ranks > 1:
+            dist.all_reduce(totals, group=group)
+        return {
+            name: (total if item.parts else total / ranks, float(item.count))
+            for (name, item), total in zip(sums.items(), totals.tolist(), strict=True)
+        }
+
+    def _save(self, original: Callable[..., None]) -> Callable[..., None]:
+        def save(*args: Any, **kwargs: Any) -> None:
+            call = bound(original, args, kwargs)
+            self._add(call["name"], call["loss"], call["reduce_group"])
+
+        return save
+
+    def _record(self, original: Callable[..., None]) -> Callable[..., None]:
+        def record(*args: Any, **kwargs: Any) -> None:
+            call = bound(original, args, kwargs)
+            self._add(call["name"], call["value"], call["reduce_group"])
+
+        return record
+
+    def _add(self, name: str, loss: torch.Tensor, summed_over: dist.ProcessGroup | None) -> None:
+        value = loss.detach().double().reshape(())
+        item = self._sums.setdefault(name, _Sum(torch.zeros_like(value), parts=summed_over is not None))
+        item.total += value
+        item.count += 1
+
+
+def _reporting(original: Callable[..., Any]) -> Callable[..., str]:
+    def report(*args: Any, **kwargs: Any) -> str:
+        """Return no text: the log line has these values with the losses of the step."""
+        return ""
+
+    return report

@@ -1,0 +1,55 @@
+"""Losses that layers add are summed once each, over the ranks of a cell, and weighed as the step's loss."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.router import MoEAuxLossAutoScaler
+
+from megatron.elastic.mcore.model.layer_losses import LayerLosses
+
+CPU = torch.device("cpu")
+GROUP = object()
+
+
+def saving(losses: LayerLosses, name: str, value: float, layer: int, group: object = None) -> None:
+    """What Megatron's router does in a forward."""
+    make = losses.patches()[0].make
+    make(moe_utils.save_to_aux_losses_tracker)(name, torch.tensor(value), layer, 4, reduce_group=group)
+
+
+def test_values_of_layers_and_micro_batches_are_added_up_and_counted() -> None:
+    losses = LayerLosses()
+    for layer, value in ((1, 1.0), (2, 2.0), (1, 4.0)):
+        saving(losses, "load_balancing_loss", value, layer)
+    saving(losses, "z_loss", 0.5, 1)
+    assert losses.take(None, 1) == {"load_balancing_loss": (7.0, 3.0), "z_loss": (0.5, 1.0)}
+    assert losses.take(None, 1) == {}, "each value counts once"
+
+
+def test_what_an_abandoned_pass_left_does_not_count() -> None:
+    losses = LayerLosses()
+    saving(losses, "z_loss", 0.5, 1)
+    losses.weigh(1.0, CPU)
+    saving(losses, "z_loss", 0.25, 1)
+    assert losses.take(None, 1) == {"z_loss": (0.25, 1.0)}
+
+
+def test_parts_of_a_value_are_added_over_the_cell_and_values_averaged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here three ranks with the same numbers."""
+    monkeypatch.setattr(dist, "all_reduce", lambda values, group: values.mul_(3))
+    losses = LayerLosses()
+    saving(losses, "load_balancing_loss", 0.25, 1, GROUP)
+    saving(losses, "z_loss", 0.5, 1)
+    assert losses.take(None, 3) == {"load_balancing_loss": (0.75, 1.0), "z_loss": (0.5, 1.0)}
+
+
+def test_a_gradient_has_the_weight_of_the_step() -> None:
+    losses = LayerLosses()
+    for weight in (0.25, 8.0):
+        losses.weigh(weight, CPU)
+        activation, loss = torch.ones(2, requires_grad=True), torch.ones((), requires_grad=True)
+        MoEAuxLossAutoScaler.apply(activation, loss).sum().backward()
+        assert loss.grad is not None and loss.grad.item() == weight
