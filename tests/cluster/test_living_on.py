@@ -175,6 +175,16 @@ def test_a_rank_of_a_cell_is_drained(layout: str) -> None:
     assert sizes(survivor(cluster).plans[-1]) == [3, 3]
 
 
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("layout", CELLS)
+def test_a_rank_is_lost_again_while_it_is_let_in(layout: str, seed: int) -> None:
+    """The cell had all its ranks for the time of a gather: the others need their larger parts again."""
+    rank = f"rank={seed % 3 * 3}"
+    again = f"kill:{rank},losses=0,point=mid_backward kill:{rank},rejoin=1,point=in_join"
+    cluster = lives_on(f"{layout} steps=9 seed={seed} back={0.01 * (1 + seed % 3)} mirrors=2 {again}")
+    assert max(process.incarnation for process in cluster.processes) == 2
+
+
 def test_a_spare_completes_a_damaged_cell() -> None:
     """Of four spares one has arrived when a rank is lost: it is no cell of its own."""
     scenario = "tp4pp2dp1 steps=6 back=never mirrors=2 spares=4 kill:rank=1,step=2,point=mid_reduce"

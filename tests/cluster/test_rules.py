@@ -19,8 +19,10 @@ from megatron.elastic.control.membership import Reason
 from megatron.elastic.control.messages import FROM_WORKER, Ask
 from megatron.elastic.control.protocol import WorkerProtocol
 from megatron.elastic.control.requests import Request
+from megatron.elastic.engine.generation.report import Report
 from megatron.elastic.engine.transaction import agreement
 from megatron.elastic.engine.transaction.boundary import Boundary
+from megatron.elastic.engine.transaction.recover import Recovery
 from tests.cluster import cluster
 from tests.cluster.checks import check
 from tests.cluster.control import Launched
@@ -117,6 +119,17 @@ def votes_wait_for_no_begin(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(WorkerProtocol, "await_begin", lambda membership, timeout: None)
 
 
+def shapes_of_the_record(patch: pytest.MonkeyPatch) -> None:
+    """Rule 31 off: a rank is thought to hold its parameters as the record's assignment says."""
+    report = Recovery._report
+
+    def as_recorded(recovery: Recovery) -> Report:
+        at = recovery._context
+        return replace(report(recovery), held_for=at.history.of(at.record).assignment.digest())
+
+    patch.setattr(Recovery, "_report", as_recorded)
+
+
 @dataclass(frozen=True)
 class Rule:
     """``off`` switches it off; some seed of the scenario then ends with ``finding``."""
@@ -193,6 +206,13 @@ RULES = (
         votes_wait_for_no_begin,
         "a committed step would be forgotten",
         cluster.Program(outside=hear_late_that_a_rank_begins, begins_together=False),
+    ),
+    Rule(
+        31,
+        "tp2pp2dp2 steps=9 back=0.03 heavy=on micro_batches=4 mirrors=2 "
+        "kill:rank=6,losses=0,point=mid_backward kill:rank=6,rejoin=1,point=in_join",
+        shapes_of_the_record,
+        "StepResult(losses=",
     ),
 )
 

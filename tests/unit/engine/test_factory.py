@@ -92,7 +92,7 @@ def factories(extra: int = 0, policy: str = "elaswave", **config: object) -> Ite
 def decision(members: Collection[int], joined: Collection[int] = (), **fields: object) -> Decision:
     """A decision of generation 2; ``joined`` have no report."""
     report = {
-        rank: Report(Holdings(rank, 3, 3, (), (RECORD,)), phase=3, done=False, parameters=3).to_text()
+        rank: Report(Holdings(rank, 3, 3, (), (RECORD,)), phase=3, done=False, parameters=3, held_for="").to_text()
         for rank in sorted(members)
         if rank not in joined
     }

@@ -10,7 +10,7 @@ from megatron.elastic.state.protocol import Holdings
 
 REPORT = st.builds(
     lambda rank, phase, done, version, under_way: Report(
-        Holdings(rank, version, version), phase, done, version, under_way=under_way
+        Holdings(rank, version, version), phase, done, version, "assignment", under_way=under_way
     ),
     st.integers(0, 7),
     st.integers(1, 3),

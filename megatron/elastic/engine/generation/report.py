@@ -33,6 +33,8 @@ class Report:
     done: bool
     parameters: int
     """Version of the parameters; lower than the state's if a gather was interrupted."""
+    held_for: str
+    """Digest of the assignment that decides which parameters this rank holds, and in what shapes."""
     failure: str = ""
     """Reason for which the present fenced action failed on this rank; empty if it did not."""
     under_way: bool = True
@@ -55,6 +57,7 @@ class Report:
                 "phase": self.phase,
                 "done": self.done,
                 "parameters": self.parameters,
+                "held_for": self.held_for,
                 "failure": self.failure,
                 "under_way": self.under_way,
                 "voting": self.voting,
@@ -72,6 +75,7 @@ class Report:
             int(raw["phase"]),
             bool(raw["done"]),
             int(raw["parameters"]),
+            str(raw["held_for"]),
             str(raw["failure"]),
             bool(raw["under_way"]),
             str(raw["voting"]),

@@ -118,8 +118,10 @@ class Agreement:
         if promotion.lost:
             raise StateLost(report.holdings.newest, promotion.lost)
         lost_steps = _lost_steps(reports, resolution)
-        # Some rank may have allocated units whose parameters it lacks.
-        undefined = assignment != named.assignment or lost_steps > 0 or bool(newcomers(decision))
+        # A rank that held its parameters for another assignment may lack some now. This need not be the assignment that
+        # the record names: a generation that was abandoned may have had one of its own, and gathered all of them.
+        held_for = {r.held_for for r in reports.values()}
+        undefined = held_for != {assignment.digest()} or lost_steps > 0 or bool(newcomers(decision))
         configuration = Configuration(promotion.placement, assignment)
         view = self.views.build_view(decision, configuration, resolution.record, named.assignment)
         seconds["plan"] = self.threads.monotonic() - started

@@ -120,6 +120,7 @@ class Recovery:
             phase=program.phase,
             done=program.done,
             parameters=at.parameters,
+            held_for=at.view.assignment.digest(),
             failure=program.failure,
             under_way=program.under_way,
             voting=self._step_commit.voting.digest,
