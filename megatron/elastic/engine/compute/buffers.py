@@ -100,6 +100,8 @@ class Arena:
         """Storage prepared for another part of the model (parameters, gradients; zeros)."""
         self.dtype, self.device = torch.float32, torch.device("cpu")
         self.parameters = self.gradients = torch.empty(0)
+        self.filled = True
+        """False after a change of the held part, until its parameters have been gathered."""
         self._lay(held, initial=True)
 
     def prepare(self, held: HeldPart) -> None:
@@ -160,6 +162,7 @@ class Arena:
             for unit, items in members.items()
             for item, view in zip(items, self._views[unit], strict=True)
         }
+        self.filled = initial
         if initial:
             self.spread(self.parameters)
         else:

@@ -126,12 +126,17 @@ class StepBody:
         raise OutOfRange(f"step {step.step}: a gradient is outside the range that --elastic-exact can add exactly")
 
     def compute(self, step: StepInput, loss_scale: float, *, training: bool = True) -> PassResult:
-        """Run forward (and backward) of this rank's pieces; a parked rank computes nothing."""
+        """Run forward (and backward) of this rank's pieces; a parked rank computes nothing.
+
+        Raises ``RuntimeError`` if a recovery or a migration has left parameters without values (rule 31).
+        """
         tools = self._tools
         if training:
             tools.arena.zero_gradients()
         if self._executor is None:
             return PassResult()
+        if not tools.arena.filled:
+            raise RuntimeError(f"step {step.step} would be computed with parameters that have not been gathered")
         batches = self._batches(step, self._executor.data_pieces())
         tools.publish("compute", ())
         grid = self._view.plan.grid
@@ -401,6 +406,7 @@ class StepBody:
             for start, stop, blocks in self._gathered(span, came):
                 tools.fabric.all_gather_blocks(span.group, tools.arena.parameters[start:stop], blocks)
         tools.arena.collect()
+        tools.arena.filled = True
 
     def _gathered(self, span: GroupSpan, came: Collection[int]) -> Iterator[tuple[int, int, Sequence[BlockRange]]]:
         """Yield ranges ``[start, stop)`` of the arena to gather, with their blocks relative to ``start``."""
