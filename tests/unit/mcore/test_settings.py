@@ -44,6 +44,7 @@ def arguments(**more: Any) -> SimpleNamespace:
         "hysteresis": 2,
         "seed": 7,
         "calculate_per_token_loss": False,
+        "num_experts": None,
         "log_num_zeros_in_grad": False,
         "check_for_nan_in_loss_and_grad": True,
         "distributed_timeout_minutes": 10,
