@@ -28,6 +28,8 @@ PYBIND11_MODULE(_frequency, m) {
       .def("limits", &ef::Driver::limits)
       .def("current_khz", &ef::Driver::current_khz)
       .def("set", &ef::Driver::set, py::arg("khz"), Released())
+      .def(
+          "raise_power", [](ef::Driver&) {}, "Nothing: neither NPUs nor CPUs have a power limit that is set here.")
       .def("snapshot", &ef::Driver::snapshot)
       .def("restore", &ef::Driver::restore, py::arg("snapshot"), Released())
       .def("claim", &ef::Driver::claim)

@@ -105,6 +105,10 @@ class ElasticConfig:
     """Lower the clocks of devices that wait for others. 'auto': by the library of the platform. KIND:DEVICE[:LIBRARY]:
     by this library, e.g. 'nvml:{local_rank}'; kinds are nvml, dcmi and cpufreq. 'off': clocks do not change."""
 
+    frequency_boost: bool = False
+    """While ranks are missing, let --elastic-frequency also raise clocks above those of before the job, and the power
+    limits of NVIDIA GPUs to the highest that these allow. Use it where power supply and cooling bear it."""
+
     exact: bool = False
     """Make the final weights equal, bit by bit, to those of a run without losses. Slower; on CPUs only."""
 
@@ -209,14 +213,19 @@ class ElasticConfig:
             yield "--elastic-mean-time-between-losses must be a number of seconds above 0"
         if self.detection_timeout <= 0:
             yield "--elastic-detection-timeout must be above 0"
-        if self.frequency not in ("off", "auto") and self.frequency.split(":")[0] not in ("nvml", "dcmi", "cpufreq"):
-            yield "--elastic-frequency must be off, auto, or KIND:DEVICE (nvml, dcmi, cpufreq)"
+        yield from self._clock_faults()
         if self.trace and not self.event_log:
             yield "--elastic-trace needs --elastic-event-log DIR to write to"
         yield from self._web_faults()
         if self.inject and not self.allow_inject:
             yield "--elastic-inject needs --elastic-allow-inject (it kills workers on purpose)"
         yield from self._exact_faults()
+
+    def _clock_faults(self) -> Iterator[str]:
+        if self.frequency not in ("off", "auto") and self.frequency.split(":")[0] not in ("nvml", "dcmi", "cpufreq"):
+            yield "--elastic-frequency must be off, auto, or KIND:DEVICE (nvml, dcmi, cpufreq)"
+        if self.frequency_boost and self.frequency == "off":
+            yield "--elastic-frequency-boost raises clocks: give --elastic-frequency auto or KIND:DEVICE as well"
 
     def _web_faults(self) -> Iterator[str]:
         for flag, text in (("--elastic-dashboard", self.dashboard), ("--elastic-metrics", self.metrics)):

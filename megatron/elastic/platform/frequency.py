@@ -86,8 +86,11 @@ class FrequencyControl(Protocol):
     def current(self) -> int:
         """kHz the device runs at now. Raises ``FrequencyUnavailable``."""
 
-    def set(self, khz: int) -> Applied:
-        """Raises ``FrequencyUnavailable``; then nothing was changed."""
+    def set(self, khz: int, more_power: bool = False) -> Applied:
+        """Set the clock; with ``more_power`` raise the power limit first, where the device has one that can be set.
+
+        Raises ``FrequencyUnavailable``; then nothing was changed.
+        """
 
     def restore(self) -> None:
         """Restore the setting from before the first :meth:`set`. Idempotent."""
@@ -114,7 +117,7 @@ class NoFrequency:
     def current(self) -> int:
         raise FrequencyUnavailable(self.reason)
 
-    def set(self, khz: int) -> Applied:
+    def set(self, khz: int, more_power: bool = False) -> Applied:
         raise FrequencyUnavailable(self.reason)
 
     def restore(self) -> None:
@@ -131,6 +134,9 @@ class Driver(Protocol):
     def limits(self) -> Limits | _frequency.Limits: ...
     def current_khz(self) -> int: ...
     def set(self, khz: int) -> Applied | _frequency.Applied: ...
+    def raise_power(self) -> None:
+        """Allow the device its highest power, where the platform has a limit to set."""
+
     def snapshot(self) -> str:
         """All that :meth:`restore` needs, in this process or in the guard."""
 
@@ -184,13 +190,15 @@ class NativeFrequency:
         except (_frequency.Unavailable, _frequency.NotPermitted) as error:
             raise self._refusal(error) from error
 
-    def set(self, khz: int) -> Applied:
+    def set(self, khz: int, more_power: bool = False) -> Applied:
         first = self._guard is None
         try:
             if first:
                 self._before = self._driver.snapshot()
             if first or self._guard_died():
                 self._guard = self._start_guard()
+            if more_power:
+                self._driver.raise_power()
             done = self._driver.set(khz)
         except (_frequency.Unavailable, _frequency.NotPermitted) as error:
             if first:

@@ -1,6 +1,7 @@
-"""Clock of one NVIDIA GPU, through NVIDIA's own bindings of NVML (``pynvml``, of the package nvidia-ml-py).
+"""Clock and power limit of one NVIDIA GPU, through NVIDIA's own bindings of NVML (``pynvml``, of nvidia-ml-py).
 
-NVML cannot be asked which lock was in force, so restoring means unlocking: the driver's default.
+NVML cannot be asked which lock of clocks was in force, so restoring means unlocking: the driver's default. A power
+limit can be asked for, and is put back.
 It has the methods of the drivers in ``csrc/frequency`` and raises their errors.
 """
 
@@ -73,14 +74,23 @@ class NvmlDriver:
             seen = self._clock_mhz()
         return Applied(khz, step, seen * 1000, abs(seen - mhz) <= TOLERANCE_MHZ)
 
+    def raise_power(self) -> None:
+        """Set the highest power limit that the device allows. A device without such limits is left as it is."""
+        if self._power_limit():
+            _, highest = self._call("nvmlDeviceGetPowerManagementLimitConstraints", self._device)
+            self._call("nvmlDeviceSetPowerManagementLimit", self._device, highest)
+
     def snapshot(self) -> str:
-        return "unlocked"
+        """The power limit in mW, 0 without one."""
+        return str(self._power_limit())
 
     def claim(self) -> None:
         """Nothing: a GPU is of one rank."""
 
     def restore(self, snapshot: str) -> None:
         self._call("nvmlDeviceResetGpuLockedClocks", self._device)
+        if int(snapshot) != self._power_limit():
+            self._call("nvmlDeviceSetPowerManagementLimit", self._device, int(snapshot))
 
     def power_mw(self) -> int:
         try:
@@ -89,6 +99,14 @@ class NvmlDriver:
             return -1
         except self._nvml.NVMLError as error:
             raise Unavailable(f"nvmlDeviceGetPowerUsage: {error}") from None
+
+    def _power_limit(self) -> int:
+        try:
+            return int(self._nvml.nvmlDeviceGetPowerManagementLimit(self._device))
+        except self._nvml.NVMLError_NotSupported:
+            return 0
+        except self._nvml.NVMLError as error:
+            raise Unavailable(f"nvmlDeviceGetPowerManagementLimit: {error}") from None
 
     def _find(self, device: str) -> Any:
         if device.startswith("GPU-"):

@@ -284,6 +284,7 @@ def _clocks(links: Links, config: ElasticConfig, timer: PhaseTimer) -> Clocks | 
         control,
         say=lambda line: print(f"rank {links.fabric.rank}: {line}", flush=True),
         note=lambda applied, power: write_clock(links.events, timer.current.step + 1, applied, power),
+        boost=config.frequency_boost,
     )
 
 

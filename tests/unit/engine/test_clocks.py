@@ -35,16 +35,18 @@ def times(second_stage: float, clocks: dict[int, int], bound: float = 0.6) -> Ti
     return found
 
 
-def watcher(notes: list[tuple[Applied, int | None]] | None = None) -> Clocks:
+def watcher(notes: list[tuple[Applied, int | None]] | None = None, boost: bool = False) -> Clocks:
     kept = [] if notes is None else notes
-    return Clocks(NoFrequency("none here"), lambda line: None, lambda *note: kept.append(note))
+    return Clocks(NoFrequency("none here"), lambda line: None, lambda *note: kept.append(note), boost)
 
 
-def settle(clocks: Clocks, second_stage: float, steps: int = 30) -> tuple[Plan, dict[int, int], int]:
+def settle(
+    clocks: Clocks, second_stage: float, steps: int = 30, short: bool = False
+) -> tuple[Plan, dict[int, int], int]:
     """Run; every chosen clock is obeyed. Returns the last plan, the clocks and how often they changed."""
     plan, present, changes = PLAN, dict[int, int](), 0
     for _ in range(steps):
-        chosen = clocks.observe(plan, times(second_stage, present), states(present), PROFILE)
+        chosen = clocks.observe(plan, times(second_stage, present), states(present), PROFILE, short)
         if chosen is not None:
             plan, present, changes = chosen, dict(chosen.frequencies_khz), changes + 1
     return plan, present, changes
@@ -61,6 +63,27 @@ def test_the_stage_that_waits_is_lowered_and_the_step_is_hardly_longer() -> None
 
 def test_without_slack_nothing_is_set() -> None:
     assert settle(watcher(), second_stage=1.0)[2] == 0
+
+
+def test_while_ranks_are_missing_the_stage_that_others_wait_for_runs_above_its_clock() -> None:
+    plan, present, changes = settle(watcher(boost=True), second_stage=2.0, short=True)
+    assert present[1] == present[3] == HIGHEST > NOMINAL, "the second stage is waited for"
+    assert present[0] == present[2] < NOMINAL, "and the first one has slack"
+    assert changes <= 3, "clocks settle"
+    nominal, raised = (measured_profile(plan, times(2.0, clocks), PROFILE) for clocks in ({}, present))
+    assert plan_time(plan, raised) < 0.95 * plan_time(plan, nominal)
+
+
+def test_no_clock_rises_while_all_ranks_are_there_or_without_the_flag() -> None:
+    for clocks, short in ((watcher(boost=True), False), (watcher(), True)):
+        assert max(settle(clocks, second_stage=2.0, short=short)[1].values()) == NOMINAL
+
+
+def test_a_device_raised_on_purpose_does_not_count_as_a_fast_one() -> None:
+    clocks = watcher(boost=True)
+    plan, present, _ = settle(clocks, second_stage=2.0, short=True)
+    seen = samples_of(plan, clocks.at_nominal(times(2.0, present)))
+    assert seen[1][1] == seen[3][1] and 0.97 < seen[1][1] / samples_of(plan, times(2.0, {}))[1][1] < 1.03
 
 
 def test_every_rank_derives_the_same_clocks() -> None:

@@ -55,6 +55,37 @@ def test_a_gpu_clock_is_locked_seen_and_unlocked(compiled, state, device):
     control.restore()
 
 
+def test_more_power_is_allowed_before_the_clock_rises_and_the_limit_is_put_back(compiled, state):
+    limit = state.with_name(f"{state.name}.power")
+    with NativeFrequency("nvml", "0", str(compiled["nvml"])) as control:
+        control.set(1_200_000)
+        assert not limit.exists()
+        assert control.set(1_980_000, more_power=True).verified
+        assert limit.read_text() == "520000\n"
+        control.set(900_000)
+        assert limit.read_text() == "520000\n", "a limit above what is drawn costs nothing; it goes with the clock"
+    assert not limit.exists() and state.read_text() == "0 1 0\n"
+
+
+def test_a_power_limit_is_put_back_when_its_owner_is_killed(compiled, state):
+    limit = state.with_name(f"{state.name}.power")
+    limit.write_text("300000\n")  # an operator's own
+    script = (
+        "import sys, time\nfrom megatron.elastic.platform.frequency import NativeFrequency\n"
+        "NativeFrequency('nvml', '0', sys.argv[1]).set(1_980_000, more_power=True)\n"
+        "print('set', flush=True)\ntime.sleep(60)"
+    )
+    owner = subprocess.Popen([sys.executable, "-c", script, str(compiled["nvml"])], stdout=subprocess.PIPE, text=True)
+    assert owner.stdout is not None and owner.stdout.readline() == "set\n"
+    assert limit.read_text() == "520000\n"
+    owner.kill()
+    until = time.monotonic() + 30
+    while limit.read_text() != "300000\n" and time.monotonic() < until:
+        time.sleep(0.005)
+    assert limit.read_text() == "300000\n"
+    owner.communicate(timeout=30)
+
+
 def test_a_throttled_gpu_is_reported_as_it_runs(compiled, state):
     state.write_text("0 1 900\n")
     with NativeFrequency("nvml", "0", str(compiled["nvml"])) as control:

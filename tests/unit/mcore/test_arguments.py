@@ -34,6 +34,7 @@ FROZEN = {
     "--elastic-schedule": "1f1b",
     "--elastic-fail-slow": "auto",
     "--elastic-frequency": "off",
+    "--elastic-frequency-boost": False,
     "--elastic-exact": False,
     "--elastic-secret-file": None,
     "--elastic-detection-timeout": 1.0,
@@ -106,6 +107,7 @@ def test_every_field_has_help() -> None:
         (["--elastic-mirrors", "-1"], "--elastic-mirrors"),
         (["--elastic-block-bytes", "1000"], "--elastic-block-bytes"),
         (["--elastic-inject", "kill:rank=1"], "--elastic-allow-inject"),
+        (["--elastic-frequency-boost"], "--elastic-frequency-boost"),
     ],
 )
 def test_a_setting_that_cannot_be_names_its_flag_in_one_line(words: list[str], flag: str) -> None:

@@ -1,5 +1,8 @@
 """Device clocks in a run: devices with slack run slower, while a step takes hardly longer.
 
+With ``boost`` clocks may also rise above those of before the job as long as ranks are missing: the ranks that are left
+make up for a part of the loss, as with nonuniform tensor parallelism's higher power (arXiv 2504.06095).
+
 Every vote carries the clock range and present clock of each cell's devices, and the
 times of its pieces. From these numbers every rank derives the same clocks, which
 become part of the plan (``Plan.frequencies_khz``); each rank then sets its own
@@ -44,12 +47,14 @@ _STEPS = 15
 class Clocks:
     """The clock of this rank's device, and the measured times of all cells.
 
-    ``say`` logs one line if the device refuses a clock; ``note`` records every clock that was set.
+    ``say`` logs one line if the device refuses a clock; ``note`` records every clock that was set. ``boost`` allows
+    clocks above those of before the job while the plan is short of ranks.
     """
 
     control: FrequencyControl
     say: Callable[[str], None]
     note: Callable[[Applied, int | None], None]
+    boost: bool = False
     _before: int = 0
     """Clock of the device before the job set one."""
     _asked: int = 0
@@ -82,8 +87,13 @@ class Clocks:
         if self._asked:
             self._set(self._before)
 
-    def observe(self, plan: Plan, times: Times, states: Mapping[int, ClockState], profile: Profile) -> Plan | None:
-        """Take in one committed step. Returns the plan with new clocks if they should change; equal on every rank."""
+    def observe(
+        self, plan: Plan, times: Times, states: Mapping[int, ClockState], profile: Profile, short: bool = False
+    ) -> Plan | None:
+        """Take in one committed step. Returns the plan with new clocks if they should change; equal on every rank.
+
+        ``short``: fewer ranks compute than the sizes in force have.
+        """
         able = {cell.id: _of_cell(cell, states.get(cell.id, (0, 0, 0, 0))) for cell in plan.cells}
         ranges = {}
         per_row = _per_row(plan, times)
@@ -102,7 +112,8 @@ class Clocks:
             return None
         self._profile = self._profile or measured_profile(plan, times, profile)
         fits = {cell: self._fit(cell) for cell in ranges}
-        chosen = with_clocks(plan, self._profile, fits, ranges, tolerance_ppm=_TOLERANCE_PPM)
+        boost = self.boost and short
+        chosen = with_clocks(plan, self._profile, fits, ranges, boost=boost, tolerance_ppm=_TOLERANCE_PPM)
         if all(_near(khz, self._present[cell], ranges[cell]) for cell, khz in chosen.frequencies_khz):
             return None
         self._steady = 0
@@ -138,7 +149,7 @@ class Clocks:
 
     def _set(self, khz: int) -> None:
         try:
-            applied = self.control.set(khz)
+            applied = self.control.set(khz, more_power=khz > self._before)
         except FrequencyUnavailable as error:
             self._refused(error)
             return

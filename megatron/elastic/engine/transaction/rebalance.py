@@ -7,6 +7,7 @@ the record carries. It discards the measurements behind them, which newcomers la
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from megatron.elastic.engine.compute.clocks import Clocks
@@ -14,7 +15,7 @@ from megatron.elastic.engine.compute.vote import Tally
 from megatron.elastic.engine.generation.assignment import Assignment
 from megatron.elastic.engine.generation.view import with_plan
 from megatron.elastic.engine.transaction.context import Context
-from megatron.elastic.plan.model import Profile
+from megatron.elastic.plan.model import Cell, Profile
 from megatron.elastic.plan.pace import Pace, measured_profile
 
 __all__ = ["Rebalancer"]
@@ -50,7 +51,9 @@ class Rebalancer:
         """Take in a vote's sum. The next boundary acts on it, alike on every rank."""
         plan, times, profile = self.context.view.plan, total.times, self.context.views.profile
         if self.clocks is not None:
-            chosen = self.clocks.observe(plan, times, total.clocks, profile)
+            base = self.context.view.assignment.base
+            short = _ranks(plan.cells) < _ranks(base.cells[: base.computing])
+            chosen = self.clocks.observe(plan, times, total.clocks, profile, short)
             self._clocked = None if chosen is None else chosen.frequencies_khz
             times = self.clocks.at_nominal(times)
         if total.steady == total.voters:
@@ -92,3 +95,7 @@ class Rebalancer:
         """Restore this rank's clock before it leaves. Idempotent."""
         if self.clocks is not None:
             self.clocks.restore()
+
+
+def _ranks(cells: Iterable[Cell]) -> int:
+    return sum(len(cell.ranks) for cell in cells)

@@ -3,7 +3,8 @@
  * process, the guard, sees the same device, as it would with a real driver; there are
  * further GPUs i = 1, 2, 3 where files STANDIN_STATE.i exist.
  *
- * State file: "<locked MHz or 0> <permitted> <throttled MHz or 0>\n" */
+ * State file: "<locked MHz or 0> <permitted> <throttled MHz or 0>\n". A second file, of that name and ".power", holds
+ * the power limit in mW while it is not the 400 W of the start; 200 to 520 W can be set. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -132,6 +133,41 @@ int nvmlDeviceResetGpuLockedClocks(struct device *d) {
   if (!s.permitted) return 4;
   s.locked = 0;
   store(d, s);
+  return 0;
+}
+
+static const char *power_file(struct device *d) {
+  static char path[4200];
+  snprintf(path, sizeof path, "%s.power", file_of(d));
+  return path;
+}
+
+int nvmlDeviceGetPowerManagementLimit(struct device *d, unsigned *milliwatts) {
+  FILE *f;
+  if (!known(d)) return 2;
+  *milliwatts = 400000;
+  if ((f = fopen(power_file(d), "r"))) {
+    if (fscanf(f, "%u", milliwatts) != 1) abort();
+    fclose(f);
+  }
+  return 0;
+}
+
+int nvmlDeviceGetPowerManagementLimitConstraints(struct device *d, unsigned *lowest, unsigned *highest) {
+  if (!known(d)) return 2;
+  *lowest = 200000;
+  *highest = 520000;
+  return 0;
+}
+
+int nvmlDeviceSetPowerManagementLimit(struct device *d, unsigned milliwatts) {
+  FILE *f;
+  if (!known(d) || milliwatts < 200000 || milliwatts > 520000) return 2;
+  if (!load(d).permitted) return 4;
+  if (milliwatts == 400000) return remove(power_file(d)) ? 999 : 0;
+  f = fopen(power_file(d), "w");
+  fprintf(f, "%u\n", milliwatts);
+  fclose(f);
   return 0;
 }
 
