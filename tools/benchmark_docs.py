@@ -85,6 +85,12 @@ SECTIONS = (
         tables.reshape,
     ),
     Section(
+        "reshape_loopback",
+        "What do they pay for them on a faster link?",
+        "The same over TCP without a rate limit: what is left beside the bytes.",
+        tables.reshape,
+    ),
+    Section(
         "checkpoint",
         "What does a save cost the steps around it?",
         "Each run is compared with a run of its kind without a save. A negative figure is noise.",
