@@ -1,4 +1,4 @@
-"""Talk to a running job: ``python -m megatron.elastic.ctl status|drain|stop|admit|checkpoint|reshape``.
+"""Talk to a running job: ``python -m megatron.elastic.ctl status|doctor|drain|stop|admit|checkpoint|reshape``.
 
 Run it on any node of the job. Jobs are found by run id (``--run-id``, the launcher's
 ``--rdzv-id``). With one job on the machine the id can be left out; what ends a job or
@@ -6,6 +6,8 @@ ranks of it then asks for ``--yes``. Every answer names the job.
 
     status      step and rate, time left, members, what can be lost now, last losses and recoveries, lost time
                 (--watch: again and again; --json: all of it for programs)
+    doctor      for a job that does not start: what is there and what is missing on this node, one line each; exit
+                status 1 if something is missing (--store HOST:PORT: also whether the store can be reached)
     drain       save and end the job at the next boundary with exit status 3: it may be queued again, as after SIGTERM
                 (--ranks 4,5: only these are asked to leave)
     stop        save and end the job at the next boundary with exit status 0: done for good
@@ -28,7 +30,9 @@ from typing import overload
 import msgspec
 
 from megatron.elastic.control.answers import ANSWERS, Acceptance, JobStatus, Refusal, ReshapeStatus
+from megatron.elastic.control.doctor import diagnose
 from megatron.elastic.control.requests import Admit, Command, Drain, Reshape, SaveCheckpoint, Status, Stop
+from megatron.elastic.control.starting import PREFIX, ask_launcher
 from megatron.elastic.control.status_text import status_lines
 from megatron.elastic.control.wire import FrameReader, ProtocolError, encode, frame
 
@@ -48,16 +52,21 @@ class CtlError(RuntimeError):
 
 def consoles() -> dict[str, list[int]]:
     """Run ids with an agent on this machine (network namespace) → their node numbers here."""
+    return _listening(_PREFIX)
+
+
+def _listening(prefix: str) -> dict[str, list[int]]:
+    """Run id → numbers of the abstract Unix sockets ``PREFIX/RUN_ID/NUMBER`` that are listened at here."""
     found: dict[str, list[int]] = {}
     with open("/proc/net/unix", encoding="utf-8", errors="replace") as table:
         for line in table:
             name = line.split(maxsplit=7)[-1].strip()
             # Listening sockets carry the flag __SO_ACCEPTCON.
-            if name.startswith(_PREFIX) and line.split()[3] == "00010000":
-                run_id, _, node = name[len(_PREFIX) :].rpartition("/")
-                if node.isdigit():
-                    found.setdefault(run_id, []).append(int(node))
-    return {run_id: sorted(nodes) for run_id, nodes in found.items()}
+            if name.startswith(prefix) and line.split()[3] == "00010000":
+                run_id, _, number = name[len(prefix) :].rpartition("/")
+                if number.isdigit():
+                    found.setdefault(run_id, []).append(int(number))
+    return {run_id: sorted(numbers) for run_id, numbers in found.items()}
 
 
 def choose(run_id: str | None, found: dict[str, list[int]], sure: bool = True) -> tuple[str, int]:
@@ -145,7 +154,7 @@ def _reshape(args: argparse.Namespace) -> int:
 def main(argv: list[str]) -> int:
     """Returns the exit code: 0 done, 1 refused or not found."""
     parser = argparse.ArgumentParser(prog="python -m megatron.elastic.ctl", description="Talk to a running job.")
-    parser.add_argument("do", choices=["status", "drain", "stop", "admit", "checkpoint", "reshape"])
+    parser.add_argument("do", choices=["status", "doctor", "drain", "stop", "admit", "checkpoint", "reshape"])
     parser.add_argument(
         "--run-id",
         default=None,
@@ -166,6 +175,12 @@ def main(argv: list[str]) -> int:
         metavar="SECONDS",
         help=f"For status: print it again and again until the job ends. Default: every {_WATCH_SECONDS:.0f} s.",
     )
+    parser.add_argument(
+        "--store",
+        type=_place,
+        metavar="HOST:PORT",
+        help="For doctor: also check this address of the store (--master-addr and --master-port, or etcd's).",
+    )
     for flag, axis in (("--tp", "tensor"), ("--pp", "pipeline"), ("--dp", "data")):
         parser.add_argument(
             flag, type=int, default=0, help=f"For reshape, required: {axis}-parallel size to go on with, at least 1."
@@ -177,7 +192,12 @@ def main(argv: list[str]) -> int:
     if args.watch is not None and not 0.1 <= args.watch <= 86400:
         print(f"error: --watch takes seconds between 0.1 and 86400, got {args.watch:g}", file=sys.stderr)
         return 1
+    if args.store is not None and args.do != "doctor":
+        print(f"error: {args.do} takes no --store: it is for doctor", file=sys.stderr)
+        return 1
     try:
+        if args.do == "doctor":
+            return _doctor(args.run_id, args.store)
         if args.do == "reshape" or args.tp or args.pp or args.dp:
             return _reshape(args)
         command = _command(args.do, tuple(int(rank) for rank in args.ranks.split(",") if rank))
@@ -196,6 +216,31 @@ def main(argv: list[str]) -> int:
     else:
         print(msgspec.json.format(encode(answer), indent=2).decode())
     return 0
+
+
+def _place(text: str) -> tuple[str, int]:
+    """Raises ``ValueError``, as argparse wants it."""
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise ValueError(text)
+    return host.strip("[]"), int(port)
+
+
+def _doctor(run_id: str | None, store: tuple[str, int] | None) -> int:
+    """Print all findings; 1 if something is missing."""
+    launchers = _listening(f"@{PREFIX}/")
+    asked = [ask_launcher(name, pid) for name, pids in launchers.items() for pid in pids]
+    starts = [start for start in asked if start is not None and run_id in (None, start.run_id)]
+    jobs: list[JobStatus | str] = []
+    for name, nodes in consoles().items():
+        if run_id is None or name == run_id[:80]:
+            try:
+                jobs.append(ask(name, nodes[0], Status()))
+            except CtlError as error:
+                jobs.append(str(error))
+    findings = list(diagnose(starts, jobs, [] if store is None else [store]))
+    print("\n".join(map(str, findings)))
+    return int(any(finding.verdict == "missing" for finding in findings))
 
 
 def _watch(run_id: str, node: int, seconds: float, as_json: bool) -> int:

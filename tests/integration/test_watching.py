@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.integration.elastic_job import JobResult, RunningJob, elastic_command
+from tests.integration.ports import free_port
 
 FOR_EVER = 100_000
 KILL = ("--elastic-allow-inject", "--elastic-inject", "kill:rank=3,step=3,point=mid_backward")
@@ -58,3 +59,15 @@ def test_the_status_of_a_job_that_lost_a_rank_is_that_of_its_event_log(tmp_path:
     assert "1 loss, 1 recovery of" in summary and re.search(r"goodput \d\d?\.\d\d% .*computed again \d", summary)
     assert any(line.startswith("step ") and f"of {FOR_EVER}" in line for line in text)
     assert any("rank 3 on" in line and "SIGKILL" in line for line in text)
+
+
+def test_the_doctor_names_the_nodes_that_a_job_waits_for(tmp_path: Path) -> None:
+    launch = ("--nnodes", "3", "--node-rank", "0", "--master-addr", "127.0.0.1", "--master-port", str(free_port()))
+    with RunningJob(tmp_path, elastic_command(tmp_path, 1, 1, 1, 1, launch=launch)) as job:
+        job.wait_for(r"waiting for node 1 of 3 .*\(9 s\)")
+        told = job.ctl("doctor")
+    assert told.returncode == 1, told.stdout + told.stderr
+    assert (
+        "waits for nodes {1,2} of 3 at 127.0.0.1:" in told.stdout and "ok       store          served by" in told.stdout
+    )
+    assert "Traceback" not in told.stderr

@@ -23,6 +23,7 @@ def main(argv: list[str]) -> int:
     from megatron.elastic.launch.agent.agent import Agent
     from megatron.elastic.launch.agent.loop import Loop
     from megatron.elastic.launch.agent.rendezvous import meet
+    from megatron.elastic.launch.agent.starting import Starting
     from megatron.elastic.launch.arguments import BadCommand, parse
     from megatron.elastic.launch.limits import raise_file_limit
     from megatron.elastic.launch.workers.pool import Pool, PoolEvents
@@ -53,7 +54,9 @@ def main(argv: list[str]) -> int:
         )
         loop = Loop()
         pool = Pool(loop, job.preload, events, zygote)
-        agents.append(Agent(job, loop, pool, meet(job)))
+        starting = Starting(job)
+        agents.append(Agent(job, loop, pool, meet(job, starting)))
+        starting.close()
         return agents[0].run()
     except BadCommand as error:
         print(f"error: {error}", file=sys.stderr)

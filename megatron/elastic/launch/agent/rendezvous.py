@@ -15,6 +15,7 @@ import ipaddress
 import secrets
 import socket
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -31,12 +32,14 @@ from megatron.elastic.control.store_client import ReachedStore, reach
 from megatron.elastic.control.store_server import ServedStore, serve
 from megatron.elastic.control.timing import Timing
 from megatron.elastic.control.wire import Codec, Int64, ProtocolError, encode
+from megatron.elastic.launch.agent.starting import Starting
 from megatron.elastic.launch.arguments import BadCommand, JobSpec
-from megatron.elastic.launch.messages import waiting_for
+from megatron.elastic.observe.summary import ranks_text
 
 __all__ = ["JobMembers", "meet"]
 
 _LOOK_SECONDS = 0.05
+_TELL_SECONDS = 3.0
 _LOOPBACK = "127.0.0.1"
 
 
@@ -91,21 +94,23 @@ class JobMembers:
     """This agent's token. The place is its own only while the node's (:class:`Node`) is the same."""
 
 
-def meet(job: JobSpec) -> JobMembers:
+def meet(job: JobSpec, starting: Starting) -> JobMembers:
     """Serve or reach the store and wait for every node. Raises :class:`BadCommand` when that fails."""
-    store = _open_store(job)
+    store = _open_store(job, starting)
+    starting.serves = store.server
     signer = Signer(Credentials(job.secret, job.run_id))
     program = _serve_programs(job, store)
     address = _address(job)
     served = program if program is not None else store if isinstance(store, ServedStore) else None
     agent, port = secrets.token_hex(8), job.master_port if served is None else served.port
     node, mine = _take_place(store, signer, job, address, port, agent)
+    starting.node = node
     nodes: dict[int, Node] = {}
     first, cards = (job.master_addr, job.master_port), []
     end = time.monotonic() + job.rendezvous_timeout
     for number in range(job.least):
-        with waiting_for(f"node {number} of {job.least} {_meeting_point(store, job)}"):
-            found = _wait(store, f"card/{number}", end)
+        with starting.waiting_for(f"node {number} of {job.least} {_meeting_point(store, job)}"):
+            found = _wait(store, f"card/{number}", end, lambda: _note_missing(store, job, starting))
         if found is None:
             raise BadCommand(
                 f"node {number} of {job.nodes} did not come within {job.rendezvous_timeout:.0f} s: "
@@ -181,13 +186,27 @@ def _add_absent(nodes: dict[int, Node], number: int, job: JobSpec) -> None:
     nodes[number] = Node(f"node {number}", tuple(range(first, first + workers)), alive=False)
 
 
-def _wait(store: Store, key: str, end: float) -> bytes | None:
-    """Ask until ``end`` (monotonic) or ``key`` is there; between two looks Python sees signals."""
+def _wait(store: Store, key: str, end: float, late: Callable[[], None]) -> bytes | None:
+    """Ask until ``end`` (monotonic) or ``key`` is there; between two looks Python sees signals.
+
+    ``late`` is called every few seconds.
+    """
+    told = time.monotonic()
     while True:
-        found = store.get(key)
-        if found is not None or time.monotonic() >= end:
+        found, now = store.get(key), time.monotonic()
+        if found is not None or now >= end:
             return found
+        if now - told >= _TELL_SECONDS:
+            late()
+            told = time.monotonic()
         time.sleep(_LOOK_SECONDS)
+
+
+def _note_missing(store: Store, job: JobSpec, starting: Starting) -> None:
+    """Note all nodes that are not here, for the doctor."""
+    missing = [number for number in range(job.least) if store.get(f"card/{number}") is None]
+    if missing:
+        starting.specify(f"waits for nodes {ranks_text(missing)} of {job.least} {_meeting_point(store, job)}")
 
 
 def _take_place(
@@ -235,7 +254,7 @@ def _add_node(nodes: dict[int, Node], number: int, body: bytes | None, job: JobS
         raise BadCommand(f"node {number}: {error}; {env.SECRET} must be the same on every node") from None
 
 
-def _open_store(job: JobSpec) -> Store:
+def _open_store(job: JobSpec, starting: Starting) -> Store:
     timing = Timing.derive(job.settings.detection_timeout)
     if job.etcd is not None:
         try:
@@ -253,7 +272,7 @@ def _open_store(job: JobSpec) -> Store:
         with suppress(BadCommand):  # another agent of this machine was first
             return _serve(host, job.master_port, credentials)
     try:
-        with waiting_for(f"the first agent (node 0) at {host}:{job.master_port}"):
+        with starting.waiting_for(f"the first agent (node 0) at {host}:{job.master_port}"):
             return reach(host, job.master_port, credentials, job.rendezvous_timeout, timing.lease, timing.patience)
     except StoreLost as error:
         raise BadCommand(
