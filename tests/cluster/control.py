@@ -19,7 +19,7 @@ from megatron.elastic.control.events import Decided, Event, Finished, JobEnded, 
 from megatron.elastic.control.generations import Generations, Node
 from megatron.elastic.control.journal import BEGIN, Journal, Mark
 from megatron.elastic.control.keys import Keys, LocalStore
-from megatron.elastic.control.membership import Activity, Committed, Loss
+from megatron.elastic.control.membership import Activity, Committed, Loss, RunFigures
 from megatron.elastic.control.messages import FROM_WORKER, TO_WORKER, DrainSignal, FromWorker
 from megatron.elastic.control.protocol import WorkerProtocol
 from megatron.elastic.control.signer import Signer
@@ -113,6 +113,9 @@ class ClusterMembership(WorkerProtocol):
 
     def committed(self, step: Committed) -> None:
         """No user looks at a slot here."""
+
+    def figures(self) -> RunFigures | None:
+        return None  # an agent here keeps no history
 
     def finish(self, code: int) -> None:
         self._launched.finished = code

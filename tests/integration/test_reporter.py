@@ -93,6 +93,10 @@ def test_one_wandb_run_is_handed_over_and_back(tmp_path: Path) -> None:
     (first, *_), between, back = sorted(found.values(), key=lambda made: _steps(made)[0])
     assert first["rank"] == 1 and between[0]["rank"] == 0 and back[0]["rank"] == 1
     assert [made[-1]["call"] for made in (between, back)] == ["finish", "finish"]
+    told = [
+        (call["step"], call["value"]) for made in found.values() for call in made if call.get("key") == "elastic/losses"
+    ]
+    assert dict(told)[1] == 0 and dict(told)[steps] == 1, "the figures of the run go on too"
     logged_steps = [step for made in found.values() for step in _steps(made)]
     assert sorted(logged_steps) == list(range(1, steps + 1)), "each step once, whoever reported it"
 

@@ -18,7 +18,7 @@ QUIET = ("--save-interval", "1000000", "--log-interval", "1")
 
 def watched(folder: Path, look: Callable[[RunningJob], None], *flags: str) -> JobResult:
     """A job of four ranks that loses rank 3 in step 3, gets it back, and is drained after ``look``."""
-    save = ("--save", str(folder / "saved"))
+    save = ("--save", str(folder / "saved"), "--tensorboard-dir", str(folder / "board"))
     command = elastic_command(folder / "events", 4, 1, 2, FOR_EVER, *QUIET, *KILL, *save, *flags)
     with RunningJob(folder / "events", command) as job:
         joined = job.wait_for(r"joined by 3").end()
@@ -29,6 +29,20 @@ def watched(folder: Path, look: Callable[[RunningJob], None], *flags: str) -> Jo
         result = job.finish()
     assert result.code == 3, result.output[-5000:]
     return result
+
+
+def last_scalars(folder: Path) -> dict[str, float]:
+    """The newest value of each figure of the run, over all event files."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    newest: dict[str, tuple[int, float]] = {}
+    for path in folder.glob("events.out.tfevents.*"):
+        board = EventAccumulator(str(path)).Reload()
+        for tag in board.Tags()["scalars"]:
+            if tag.startswith("elastic/"):
+                last = board.Scalars(tag)[-1]
+                newest[tag] = max(newest.get(tag, (-1, 0.0)), (last.step, last.value))
+    return {tag.removeprefix("elastic/"): value for tag, (_, value) in newest.items()}
 
 
 def test_the_status_of_a_job_that_lost_a_rank_is_that_of_its_event_log(tmp_path: Path) -> None:
@@ -50,6 +64,10 @@ def test_the_status_of_a_job_that_lost_a_rank_is_that_of_its_event_log(tmp_path:
         assert recoveries[told["step"]]["outcome"] == told["outcome"]
         assert recoveries[told["step"]]["seconds"].keys() == told["seconds"].keys()
     lost = past["last_recoveries"][0]
+    scalars = last_scalars(tmp_path / "board")
+    assert (scalars["losses"], scalars["recoveries"], scalars["tolerated_ranks"]) == (1, 1, 1)
+    assert abs(scalars["recovery_s"] - sum(lost["seconds"].values())) < 1e-3
+    assert abs(scalars["lost_s"] - sum(past["lost_s"].values())) < 1e-3 and 0 < scalars["goodput"] < 1
     assert lost["lost"] == [3] and lost["outcome"] == "re-run" and lost["repeated_s"] > 0
     assert past["lost_s"]["computed again"] == lost["repeated_s"] < 60
     assert past["first_step"] == 1 and 0 < past["goodput"] < 1

@@ -19,7 +19,7 @@ import threading
 from collections.abc import Callable, Mapping
 
 from megatron.elastic.control import env
-from megatron.elastic.control.membership import Activity, Committed
+from megatron.elastic.control.membership import Activity, Committed, RunFigures
 from megatron.elastic.control.messages import TO_WORKER, DrainSignal, FromWorker
 from megatron.elastic.control.protocol import WorkerProtocol
 from megatron.elastic.control.slot import Slot
@@ -94,6 +94,10 @@ class WorkerMembership(WorkerProtocol):
     def committed(self, step: Committed) -> None:
         """See :meth:`Membership.committed`."""
         self._slot.commit(step)
+
+    def figures(self) -> RunFigures | None:
+        """See :meth:`Membership.figures`."""
+        return self._slot.figures()
 
     def drain(self) -> None:
         """See :meth:`Membership.drain`. Only leaves word for the control thread: a signal handler may call it."""

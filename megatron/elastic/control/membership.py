@@ -26,7 +26,17 @@ from megatron.elastic.control.observations import DrawnTopology, Observation, Pr
 from megatron.elastic.control.requests import Pending, Request, ReshapeState
 from megatron.elastic.control.wire import Int64
 
-__all__ = ["WAITING_FOR_RANKS", "Activity", "Committed", "Decision", "Loss", "Membership", "Reason", "Released"]
+__all__ = [
+    "WAITING_FOR_RANKS",
+    "Activity",
+    "Committed",
+    "Decision",
+    "Loss",
+    "Membership",
+    "Reason",
+    "Released",
+    "RunFigures",
+]
 
 Reason = Literal["start", "loss", "join", "drain", "reform"]
 """drain: some ranks leave; reform: no rank comes or goes, but a member has something to report that all must know."""
@@ -105,6 +115,29 @@ class Committed:
     """The first value that the loss function reports; NaN: none."""
 
 
+@dataclass(frozen=True)
+class RunFigures:
+    """Figures of the run so far, as an agent tells its workers for their logs. Nothing acts on them."""
+
+    losses: int
+    recoveries: int
+    repeated_steps: int
+    """Committed steps that were computed again."""
+    tolerated_ranks: int
+    """Any so many ranks may be lost at once without losing state."""
+    tolerated_nodes: int
+    short_blocks: int
+    """State blocks that lack copies for now."""
+    recovery_s: float
+    """Seconds of all recoveries."""
+    lost_s: float
+    """Seconds lost by all causes, recoveries included."""
+    unprotected_s: float
+    """Seconds in which some block was short of a mirror."""
+    goodput: float
+    """NaN: not known yet."""
+
+
 class Membership(Protocol):
     """A worker's handle on the control plane."""
 
@@ -138,6 +171,9 @@ class Membership(Protocol):
 
     def committed(self, step: Committed) -> None:
         """Publish a committed step for users. Cheap: a shared-memory write."""
+
+    def figures(self) -> RunFigures | None:
+        """Return the newest figures of the run; None before the agent has told any. Cheap: a shared-memory read."""
 
     def draw(self, topology: DrawnTopology) -> None:
         """Tell this node's agent the cells, stages and mirrors from now on, for a page that draws them."""

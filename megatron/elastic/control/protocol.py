@@ -14,7 +14,7 @@ import msgspec
 
 from megatron.elastic.comm.address import Address
 from megatron.elastic.comm.errors import CommTimeout, GenerationChanged
-from megatron.elastic.control.membership import Activity, Committed, Decision, Loss, Released
+from megatron.elastic.control.membership import Activity, Committed, Decision, Loss, Released, RunFigures
 from megatron.elastic.control.messages import (
     Ask,
     Begun,
@@ -103,6 +103,10 @@ class WorkerProtocol(ABC):
     @abstractmethod
     def committed(self, step: Committed) -> None:
         """See :meth:`Membership.committed`."""
+
+    @abstractmethod
+    def figures(self) -> RunFigures | None:
+        """See :meth:`Membership.figures`."""
 
     @abstractmethod
     def drain(self) -> None:

@@ -4,7 +4,7 @@ The slot is a memfd that the agent makes and the worker inherits. The worker wri
 call. The agent can read it while the worker is stopped, hung or dead, when the worker could send no message. A
 sequence word, odd during a write, guards the activity: a reader never takes half an update. If the writer dies during
 a write, the word stays odd and the reader keeps the last complete activity. The newest committed step, at 1536, has a
-sequence word of its own: another thread writes it.
+sequence word of its own: another thread writes it. So have the figures of the run, at 2304, which the agent writes.
 
 Layout (little endian)::
 
@@ -12,6 +12,7 @@ Layout (little endian)::
              i32 finished | i32 code | u16 phase length | u16 waiting count | 64 bytes phase | u32 × 256 waiting for
     at 1536  u64 sequence | i64 step | i64 target | i64 samples | f64 seconds | f64 loss | u64 stamp ns
     at 2048  u32 exit reason
+    at 2304  u64 sequence | i64 × 6 counts | f64 × 4 seconds and share
     at 3072  a lock that the worker's training thread holds for life
     at 4096  u32 length | last words
 
@@ -26,24 +27,26 @@ import os
 import struct
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from megatron.elastic import _process
 from megatron.elastic.control.clock import boot_ns
 from megatron.elastic.control.exits import ExitReason
-from megatron.elastic.control.membership import Activity, Committed
+from megatron.elastic.control.membership import Activity, Committed, RunFigures
 
 __all__ = ["SLOT_BYTES", "Glimpse", "Slot"]
 
 SLOT_BYTES = 1 << 16
 _COMMITTED_AT = 1536
 _REASON_AT = 2048
+_FIGURES_AT = 2304
 _LOCK_AT = 3072
 _WORDS_AT = 4096
 _PHASE_BYTES = 64
 _MAX_WAITING = 256
 _HEAD = struct.Struct("<qQQQ")
 _COMMITTED = struct.Struct("<qqqddQ")
+_FIGURES = struct.Struct("<6q4d")
 _FINISH = struct.Struct("<ii")
 _COUNTS = struct.Struct("<HH")
 _U64 = struct.Struct("<Q")
@@ -115,6 +118,15 @@ class Slot:
         self._commits += 1
         _U64.pack_into(self._map, _COMMITTED_AT, self._commits)
 
+    def figures(self) -> RunFigures | None:
+        """Return the newest figures of the run; None before the first, or where the agent writes again and again."""
+        for _ in range(4):
+            before = _U64.unpack_from(self._map, _FIGURES_AT)[0]
+            values = _FIGURES.unpack_from(self._map, _FIGURES_AT + _U64.size)
+            if before & 1 == 0 and _U64.unpack_from(self._map, _FIGURES_AT)[0] == before:
+                return RunFigures(*values) if before else None
+        return None
+
     def finish(self, code: int) -> None:
         """Mark the coming end as meant."""
         _FINISH.pack_into(self._map, _AT_FINISH, 1, code)
@@ -162,6 +174,13 @@ class Slot:
         if before == 0 or before & 1 or _U64.unpack_from(self._map, _COMMITTED_AT)[0] != before:
             return None
         return Committed(*values), stamp
+
+    def tell(self, figures: RunFigures) -> None:
+        """Write the figures of the run for the worker; costs a few stores."""
+        sequence = int(_U64.unpack_from(self._map, _FIGURES_AT)[0]) & ~1
+        _U64.pack_into(self._map, _FIGURES_AT, sequence + 1)
+        _FIGURES.pack_into(self._map, _FIGURES_AT + _U64.size, *astuple(figures))
+        _U64.pack_into(self._map, _FIGURES_AT, sequence + 2)
 
     def finished(self) -> int | None:
         """The code a worker announced for its purposeful end, if it did."""

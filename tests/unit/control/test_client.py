@@ -14,7 +14,7 @@ import pytest
 from megatron.elastic.comm.address import Address
 from megatron.elastic.comm.errors import CommTimeout, GenerationChanged
 from megatron.elastic.control.client import NotUnderLauncher, WorkerMembership
-from megatron.elastic.control.membership import Activity, Decision, Loss
+from megatron.elastic.control.membership import Activity, Decision, Loss, RunFigures
 from megatron.elastic.control.messages import (
     FROM_WORKER,
     Ask,
@@ -68,6 +68,16 @@ class Agent:
                 if isinstance(message, kind):
                     return message
             self._read += list(self._reader.feed(self.socket.recv(1 << 16)))
+
+
+def test_a_worker_reads_the_newest_figures_of_the_run_and_none_of_half_a_write(agent: Agent) -> None:
+    assert agent.worker.figures() is None
+    for losses in (1, 2):
+        figures = RunFigures(losses, 1, 0, 1, 1, 0, 0.25, 1.5, 0.0, 0.99)
+        agent.slot.tell(figures)
+        assert agent.worker.figures() == figures
+    agent.slot._map[2304] |= 1  # the agent is writing
+    assert agent.worker.figures() is None
 
 
 @pytest.fixture

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +16,11 @@ from megatron.training import global_vars
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron.elastic.control import env
+from megatron.elastic.control.membership import RunFigures
 from megatron.elastic.mcore.loop.reporter import Reporter
+from tests.integration.standins import wandb
+
+FIGURES = RunFigures(1, 1, 0, 1, 0, 12, 0.5, 2.5, 3.0, 0.75)
 
 
 @pytest.fixture
@@ -63,6 +69,34 @@ def test_the_reporter_goes_on_in_the_folder_and_its_lines_are_in_the_file_when_f
         reporter.flush()
     assert [step for step, _ in scalars(args.tensorboard_dir)] == [1, 2, 3]
     assert args.rank == 1, "the argument was another for a moment only"
+
+
+def test_the_figures_of_the_run_are_in_the_event_file_and_in_the_run(
+    args: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setenv("WANDB_CALLS", str(tmp_path))
+    args.wandb_project, args.tensorboard_log_interval = "project", 2
+    reporter = Reporter()
+    reporter.log(FIGURES, 2)
+    reporter.hand_over(reports=True)
+    for step, figures in ((3, FIGURES), (4, None), (6, replace(FIGURES, losses=2, goodput=float("nan"))), (8, FIGURES)):
+        reporter.log(figures, step)
+    reporter.flush()
+    board = EventAccumulator(args.tensorboard_dir).Reload()
+    found = {
+        tag.removeprefix("elastic/"): [(event.step, event.value) for event in board.Scalars(tag)]
+        for tag in board.Tags()["scalars"]
+        if tag.startswith("elastic/")
+    }
+    assert found.keys() == asdict(FIGURES).keys()
+    assert found["losses"] == [(6, 2.0), (8, 1.0)] and found["lost_s"] == [(6, 2.5), (8, 2.5)]
+    assert found["goodput"] == [(8, 0.75)], "an unknown share is not logged"
+    reporter.hand_over(reports=False)
+    calls = [json.loads(line) for path in tmp_path.glob("*.jsonl") for line in path.read_text().splitlines()]
+    logged = {(call["key"], call["step"]): call["value"] for call in calls if call["call"] == "log"}
+    assert logged["elastic/losses", 6] == 2.0 and logged["elastic/goodput", 8] == 0.75
+    assert ("elastic/goodput", 6) not in logged and not any(step in (2, 3, 4) for _, step in logged)
 
 
 class Wandb:

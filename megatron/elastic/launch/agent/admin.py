@@ -25,6 +25,7 @@ from megatron.elastic.control.clock import JobClock
 from megatron.elastic.control.events import Event, Readmitted, Wanted
 from megatron.elastic.control.generations import Generations
 from megatron.elastic.control.history import JobHistory
+from megatron.elastic.control.membership import RunFigures
 from megatron.elastic.control.observations import DrawnTopology
 from megatron.elastic.control.quarantine import NodeRecord
 from megatron.elastic.control.requests import Admit, Command, Drain, ParallelSizes, Reshape, Status
@@ -86,6 +87,23 @@ class Sources:
                 )
                 for rank, (_, idle) in sorted(self.table().items())
             },
+        )
+
+    def figures(self) -> RunFigures:
+        """The figures of the run now, for logs of the workers."""
+        past, newest, protection = self.history, self.meter.newest, self.history.protection
+        goodput = None if newest is None else past.goodput(self.clock.now(), newest.step)
+        return RunFigures(
+            losses=past.losses,
+            recoveries=past.recoveries,
+            repeated_steps=past.lost_steps,
+            tolerated_ranks=protection.ranks,
+            tolerated_nodes=protection.nodes,
+            short_blocks=protection.short,
+            recovery_s=past.recovery_s,
+            lost_s=sum(past.lost_s.values()),
+            unprotected_s=past.unprotected_s,
+            goodput=math.nan if goodput is None else goodput,
         )
 
     def progress(self) -> ProgressStatus | None:

@@ -43,8 +43,8 @@ from megatron.elastic.control.quarantine import Quarantine
 from megatron.elastic.control.requests import Drain
 from megatron.elastic.control.store import StoreLost
 from megatron.elastic.control.timing import Timing
-from megatron.elastic.launch.agent.admin import Admin, Sources
-from megatron.elastic.launch.agent.console import Console
+from megatron.elastic.launch.agent.admin import Sources
+from megatron.elastic.launch.agent.display import Display
 from megatron.elastic.launch.agent.hang_arbiter import HangArbiter
 from megatron.elastic.launch.agent.journal_io import JournalIO
 from megatron.elastic.launch.agent.journal_trimming import JournalTrimming
@@ -52,13 +52,11 @@ from megatron.elastic.launch.agent.loop import Loop
 from megatron.elastic.launch.agent.losses import classify, input_error
 from megatron.elastic.launch.agent.node_leases import NodeLeases, Table
 from megatron.elastic.launch.agent.notify_workers import notify_worker
-from megatron.elastic.launch.agent.pages import Pages
 from megatron.elastic.launch.agent.place import Place
 from megatron.elastic.launch.agent.presence import Presence
 from megatron.elastic.launch.agent.quarantines import Quarantines
 from megatron.elastic.launch.agent.rendezvous import JobMembers
 from megatron.elastic.launch.agent.respawn import Respawn
-from megatron.elastic.launch.agent.run_report import RunReport
 from megatron.elastic.launch.agent.watch import Watch
 from megatron.elastic.launch.agent.worker_messages import WorkerMessages
 from megatron.elastic.launch.arguments import JobSpec
@@ -120,9 +118,7 @@ class Agent:
             moving=self._worker_messages.moving,
             topology=lambda: self._worker_messages.topology,
         )
-        self._report = RunReport(self._sources)
-        self._pages = Pages(job.settings, job.web_token, self._sources)
-        self._console = Console(loop, job.run_id, self.node, Admin(self._sources, self.append).handle)
+        self._display = Display(job, loop, self.node, self._sources, self.append)
         # Consequences of the state: workers are started, the journal is trimmed.
         self._logs = WorkerLogs(job, self._mine.ranks)
         self._spawner = Spawner(job, members, pool, self._logs)
@@ -170,15 +166,14 @@ class Agent:
     def _beat(self) -> None:
         self._pool.continue_zygote()
         self._pool.reap_orphans()
-        self._sources.meter.look(self.by_rank.values())
-        self._pages.beat()
+        coordinates = self.state.coordinator() == self.node and self._active
+        self._display.beat(self.by_rank.values(), coordinates)
         table = self.table()
         if self._leases is not None and self._active:
             self._leases.beat(table, self._journal_io.needed, self.clock.now())
             for other in self._leases.tables.values():
                 table.update(other)
-        if self.state.coordinator() == self.node and self._active:
-            self._report.beat()
+        if coordinates:
             self._hang_arbiter.consider(table)
             self._quarantines.consider(table)
 
@@ -430,7 +425,7 @@ class Agent:
         named = None if ended is None else (ended.code, ended.why)
         self.exit_code, why = exit_status(named, self.state.codes(), self._failures.verdict, self.state.stopping)
         if self.state.coordinator() in (self.node, None):
-            self._report.end(self.exit_code)
+            self._display.end(self.exit_code)
             if why:
                 say(*_head_and_rest(why))
         self._loop.stop()
@@ -446,7 +441,7 @@ class Agent:
                     text = "the job's store cannot be reached any more; this process ends"
                     self._pool.tell(worker, End(ExitCode.STATE_LOST, text))
             self._leases = None
-            self._report.end(ExitCode.STATE_LOST)
+            self._display.end(ExitCode.STATE_LOST)
             self._stop(ExitCode.STATE_LOST)
 
     def _stop(self, code: int) -> None:
@@ -489,9 +484,8 @@ class Agent:
 
     def _leave(self) -> None:
         """Everything of this node ends; the first agent stays until the others have read the journal's end."""
-        self._console.close()
+        self._display.close()
         self._pool.close()
-        self._pages.close()
         self._logs.close()
         self._spawner.sweep(self._holds_place)
         with suppress(ConnectionError):

@@ -4,7 +4,9 @@ Megatron opens its writers once, on its last rank. When that rank is lost, the h
 living rank opens its own, and closes them when the last rank is back. For TensorBoard it is a
 further event file in the same folder, for W&B the same run resumed (``wandb.init`` with
 ``WANDB_RUN_ID`` and ``WANDB_RESUME=allow``, which wandb reads from the environment). A rank
-that is started again opens no run before it is admitted. TensorBoard's lines are flushed, so
+that is started again opens no run before it is admitted. Beside Megatron's own values the
+rank logs the figures of the run that its agent tells: losses, recoveries, lost time, goodput,
+protection. TensorBoard's lines are flushed, so
 the lines of a lost rank are in its file; wandb's own process sends its queued lines.
 """
 
@@ -12,14 +14,17 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any
 
 from megatron.training import get_args, global_vars
 
 from megatron.elastic.control import env
+from megatron.elastic.control.membership import RunFigures
 from megatron.elastic.mcore.patching.patches import Row
 
 __all__ = ["Reporter"]
@@ -59,6 +64,17 @@ class Reporter:
         if run is not None:
             run.finish()
             global_vars._GLOBAL_WANDB_WRITER = None
+
+    def log(self, figures: RunFigures | None, step: int) -> None:
+        """Log the figures of the run with ``step``, where this rank has writers and Megatron logs the step."""
+        board, run = global_vars.get_tensorboard_writer(), global_vars.get_wandb_writer()
+        if figures is None or board is None or step % get_args().tensorboard_log_interval:
+            return
+        values = {f"elastic/{name}": float(value) for name, value in asdict(figures).items() if math.isfinite(value)}
+        for name, value in values.items():
+            board.add_scalar(name, value, step)
+        if run is not None:
+            run.log(values, step)
 
     def flush(self) -> None:
         """Write all logged lines to TensorBoard's file."""

@@ -177,8 +177,11 @@ class TrainingLoop:
             if self._came_later and "is_first_iteration" in call:
                 # Megatron adds a process's first step to its second line; a newcomer's first is not the job's first.
                 call["is_first_iteration"] = False
+            figures = self._engine.agreement.membership.figures()
             if call["iteration"] % get_args().log_interval and not call.get("is_first_iteration"):
-                return original(**call)
+                result = original(**call)
+                self._setup.reporter.log(figures, call["iteration"])
+                return result
             totals = call["total_loss_dict"]
             before = copy.deepcopy(totals)
 
@@ -188,6 +191,7 @@ class TrainingLoop:
                 return original(**call)
 
             result = self._engine.fenced(body)
+            self._setup.reporter.log(figures, call["iteration"])
             self._setup.reporter.flush()
             return result
 
