@@ -12,8 +12,9 @@ import types
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any, Literal, Union, get_args, get_origin
+from urllib.parse import urlsplit
 
-__all__ = ["LOOPBACK", "ConfigError", "ElasticConfig", "flag_name", "plain_type", "web_address"]
+__all__ = ["LOOPBACK", "ConfigError", "ElasticConfig", "flag_name", "is_web_url", "plain_type", "web_address"]
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 """Addresses that no other host reaches."""
@@ -35,6 +36,15 @@ def web_address(text: str) -> tuple[str, int]:
     if not (port.isascii() and port.isdecimal() and int(port) < 1 << 16) or (":" in text and not host):
         raise ValueError(f"no [ADDRESS:]PORT: {text!r}")
     return host.strip("[]") or LOOPBACK[0], int(port)
+
+
+def is_web_url(text: str) -> bool:
+    """Return whether ``text`` is an http or https URL with a host."""
+    try:
+        found = urlsplit(text)
+        return found.scheme in ("http", "https") and bool(found.hostname) and found.port != 0
+    except ValueError:
+        return False
 
 
 def flag_name(field_name: str) -> str:
@@ -181,6 +191,10 @@ class ElasticConfig:
     """File with the token, at least 16 characters, that requests to --elastic-dashboard and --elastic-metrics must
     carry. Required for addresses other than loopback."""
 
+    webhook: str | None = None
+    """http:// or https:// URL that gets a JSON message (POST) on each loss and at the end of the job. A message that
+    cannot be delivered is given up after three attempts and delays nothing. Default: no messages."""
+
     trace: bool = False
     """Add the times of each phase and computation to the event log; python -m megatron.elastic.observe.run_trace draws
     them."""
@@ -217,6 +231,7 @@ class ElasticConfig:
         if self.trace and not self.event_log:
             yield "--elastic-trace needs --elastic-event-log DIR to write to"
         yield from self._web_faults()
+        yield from self._webhook_faults()
         if self.inject and not self.allow_inject:
             yield "--elastic-inject needs --elastic-allow-inject (it kills workers on purpose)"
         yield from self._exact_faults()
@@ -238,6 +253,10 @@ class ElasticConfig:
                 continue
             if host not in LOOPBACK and self.web_token_file is None:
                 yield f"{flag} {text} is reached from other hosts: give --elastic-web-token-file, or a port alone"
+
+    def _webhook_faults(self) -> Iterator[str]:
+        if self.webhook is not None and not is_web_url(self.webhook):
+            yield "--elastic-webhook takes an http:// or https:// URL with a host"
 
     def _exact_faults(self) -> Iterator[str]:
         if self.exact and self.tensor == "live-on":

@@ -10,6 +10,7 @@ from typing import Any
 
 from tests.integration.elastic_job import JobResult, RunningJob, elastic_command
 from tests.integration.ports import free_port
+from tests.receiver import receiver
 
 FOR_EVER = 100_000
 KILL = ("--elastic-allow-inject", "--elastic-inject", "kill:rank=3,step=3,point=mid_backward")
@@ -53,7 +54,12 @@ def test_the_status_of_a_job_that_lost_a_rank_is_that_of_its_event_log(tmp_path:
         shown.update(json.loads(job.ctl("status", "--json").stdout))
         text.extend(job.ctl("status").stdout.splitlines())
 
-    result = watched(tmp_path, look)
+    with receiver() as server:
+        result = watched(tmp_path, look, "--elastic-webhook", server.url)
+        (_, told), (_, ended) = server.wait(2)
+    (loss,) = told["losses"]
+    assert (told["event"], loss["rank"], loss["cause"]) == ("loss", 3, "signal SIGKILL")
+    assert (ended["event"], ended["exit_status"], ended["losses_total"]) == ("end", 3, 1)
     recoveries = {r.fields["step"]: r.fields for r in result.of("recovery") if r.rank == 0}
     past, step = shown["history"], shown["progress"]["step"]
     assert step in result.committed and abs(shown["progress"]["loss"] - result.committed[step]) < 1e-6

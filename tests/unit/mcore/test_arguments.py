@@ -41,6 +41,7 @@ FROZEN = {
     "--elastic-dashboard": None,
     "--elastic-metrics": None,
     "--elastic-web-token-file": None,
+    "--elastic-webhook": None,
     "--elastic-max-losses-per-hour": 0,
     "--elastic-quarantine-after": 3,
     "--elastic-respawn": True,

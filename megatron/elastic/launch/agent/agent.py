@@ -166,14 +166,13 @@ class Agent:
     def _beat(self) -> None:
         self._pool.continue_zygote()
         self._pool.reap_orphans()
-        coordinates = self.state.coordinator() == self.node and self._active
-        self._display.beat(self.by_rank.values(), coordinates)
+        self._display.beat(self.by_rank.values(), self._coordinates)
         table = self.table()
         if self._leases is not None and self._active:
             self._leases.beat(table, self._journal_io.needed, self.clock.now())
             for other in self._leases.tables.values():
                 table.update(other)
-        if coordinates:
+        if self._coordinates:
             self._hang_arbiter.consider(table)
             self._quarantines.consider(table)
 
@@ -196,6 +195,11 @@ class Agent:
 
     def _pids(self) -> dict[int, int]:
         return {rank: worker.pid for rank, worker in self.by_rank.items()}
+
+    @property
+    def _coordinates(self) -> bool:
+        """True while this agent decides and speaks for the job."""
+        return self.state.coordinator() == self.node and self._active
 
     @property
     def _holds_place(self) -> bool:
@@ -295,6 +299,7 @@ class Agent:
             self.clock.hear(event.at)
         self.state.apply(event)
         self._history.follow(event, self.state)
+        self._display.follow(self._coordinates)
         if self.state.frozen != frozen:
             self._worker_messages.begin()
             if self.state.fresh:
@@ -425,7 +430,7 @@ class Agent:
         named = None if ended is None else (ended.code, ended.why)
         self.exit_code, why = exit_status(named, self.state.codes(), self._failures.verdict, self.state.stopping)
         if self.state.coordinator() in (self.node, None):
-            self._display.end(self.exit_code)
+            self._display.end(self.exit_code, why)
             if why:
                 say(*_head_and_rest(why))
         self._loop.stop()
@@ -441,7 +446,7 @@ class Agent:
                     text = "the job's store cannot be reached any more; this process ends"
                     self._pool.tell(worker, End(ExitCode.STATE_LOST, text))
             self._leases = None
-            self._display.end(ExitCode.STATE_LOST)
+            self._display.end(ExitCode.STATE_LOST, f"{self.members.store.keeper} cannot be reached")
             self._stop(ExitCode.STATE_LOST)
 
     def _stop(self, code: int) -> None:
@@ -486,6 +491,7 @@ class Agent:
         """Everything of this node ends; the first agent stays until the others have read the journal's end."""
         self._display.close()
         self._pool.close()
+        self._display.wait()
         self._logs.close()
         self._spawner.sweep(self._holds_place)
         with suppress(ConnectionError):
