@@ -14,7 +14,16 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, Union, get_args, get_origin
 from urllib.parse import urlsplit
 
-__all__ = ["LOOPBACK", "ConfigError", "ElasticConfig", "flag_name", "is_web_url", "plain_type", "web_address"]
+__all__ = [
+    "LOOPBACK",
+    "ConfigError",
+    "ElasticConfig",
+    "flag_name",
+    "is_web_url",
+    "notice_source",
+    "plain_type",
+    "web_address",
+]
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 """Addresses that no other host reaches."""
@@ -45,6 +54,19 @@ def is_web_url(text: str) -> bool:
         return found.scheme in ("http", "https") and bool(found.hostname) and found.port != 0
     except ValueError:
         return False
+
+
+def notice_source(text: str) -> tuple[str, str]:
+    """Return kind and address of ``KIND``, ``KIND=URL`` or ``URL``; an empty address is the usual one.
+
+    Raises ``ValueError``.
+    """
+    kind, equals, base = text.partition("=")
+    if kind in ("aws", "gcp", "azure") and (is_web_url(base) if equals else True):
+        return kind, base
+    if is_web_url(text):
+        return "url", text
+    raise ValueError(f"no source of notices: {text!r}")
 
 
 def flag_name(field_name: str) -> str:
@@ -195,6 +217,12 @@ class ElasticConfig:
     """http:// or https:// URL that gets a JSON message (POST) on each loss and at the end of the job. A message that
     cannot be delivered is given up after three attempts and delays nothing. Default: no messages."""
 
+    notices: str | None = None
+    """Source of notices that this node will be taken away, asked every 5 s: 'aws' (spot interruptions), 'gcp'
+    (preemption, host maintenance), 'azure' (Scheduled Events), one of these with another address, e.g.
+    'aws=http://HOST', or a URL that answers with a text when there is one. On a notice the node's ranks leave.
+    Default: no notices."""
+
     trace: bool = False
     """Add the times of each phase and computation to the event log; python -m megatron.elastic.observe.run_trace draws
     them."""
@@ -231,7 +259,7 @@ class ElasticConfig:
         if self.trace and not self.event_log:
             yield "--elastic-trace needs --elastic-event-log DIR to write to"
         yield from self._web_faults()
-        yield from self._webhook_faults()
+        yield from self._url_faults()
         if self.inject and not self.allow_inject:
             yield "--elastic-inject needs --elastic-allow-inject (it kills workers on purpose)"
         yield from self._exact_faults()
@@ -254,7 +282,12 @@ class ElasticConfig:
             if host not in LOOPBACK and self.web_token_file is None:
                 yield f"{flag} {text} is reached from other hosts: give --elastic-web-token-file, or a port alone"
 
-    def _webhook_faults(self) -> Iterator[str]:
+    def _url_faults(self) -> Iterator[str]:
+        if self.notices is not None:
+            try:
+                notice_source(self.notices)
+            except ValueError:
+                yield "--elastic-notices takes aws, gcp, azure, one of these with =URL, or an http:// or https:// URL"
         if self.webhook is not None and not is_web_url(self.webhook):
             yield "--elastic-webhook takes an http:// or https:// URL with a host"
 

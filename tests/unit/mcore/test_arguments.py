@@ -42,6 +42,7 @@ FROZEN = {
     "--elastic-metrics": None,
     "--elastic-web-token-file": None,
     "--elastic-webhook": None,
+    "--elastic-notices": None,
     "--elastic-max-losses-per-hour": 0,
     "--elastic-quarantine-after": 3,
     "--elastic-respawn": True,

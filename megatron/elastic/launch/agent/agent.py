@@ -50,6 +50,7 @@ from megatron.elastic.launch.agent.journal_io import JournalIO
 from megatron.elastic.launch.agent.journal_trimming import JournalTrimming
 from megatron.elastic.launch.agent.loop import Loop
 from megatron.elastic.launch.agent.losses import classify, input_error
+from megatron.elastic.launch.agent.node_conditions import NodeConditions
 from megatron.elastic.launch.agent.node_leases import NodeLeases, Table
 from megatron.elastic.launch.agent.notify_workers import notify_worker
 from megatron.elastic.launch.agent.place import Place
@@ -126,6 +127,7 @@ class Agent:
         self.by_rank = workers.by_rank
         self._respawn = Respawn(self.node, self.state, self._failures, workers, loop, self.timing, self.append)
         self._quarantines = Quarantines(self.node, self.state, self.clock, self._respawn.start_lost, self.append)
+        self._conditions = NodeConditions(job.settings, self.node, self.state, loop, self.append)
         seen = {} if self._leases is None else self._leases.seen
         self._journal_trimming = JournalTrimming(
             members.store, members.signer, self.node, self.state, self._failures, self._history, seen
@@ -147,6 +149,7 @@ class Agent:
             self._loop.on_signal(signal.Signals[name], self._signalled)
         self._catch_up()
         self._journal_trimming.start()
+        self._conditions.start()
         self._loop.every(self.timing.look, self._look)
         self._loop.every(self.timing.beat, self._beat)
         if self._active:
@@ -300,6 +303,7 @@ class Agent:
         self.state.apply(event)
         self._history.follow(event, self.state)
         self._display.follow(self._coordinates)
+        self._conditions.follow()
         if self.state.frozen != frozen:
             self._worker_messages.begin()
             if self.state.fresh:
@@ -490,6 +494,7 @@ class Agent:
     def _leave(self) -> None:
         """Everything of this node ends; the first agent stays until the others have read the journal's end."""
         self._display.close()
+        self._conditions.close()
         self._pool.close()
         self._display.wait()
         self._logs.close()
