@@ -12,6 +12,7 @@ import runpy
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -148,11 +149,11 @@ def arm() -> None:
         return
     original, struck = Certifier.certify, list[str]()
 
-    def certify(self: Certifier, transition: Any, moved: Any) -> None:
+    def certify(self: Certifier, transition: Any, moved: Any, saved: Any = MappingProxyType({})) -> None:
         if transition == when and not struck:
             struck.append(name)
             BUGS[name](self.context)
-        original(self, transition, moved)
+        original(self, transition, moved, saved)
 
     Certifier.certify = certify  # type: ignore[method-assign]
 

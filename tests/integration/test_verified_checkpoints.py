@@ -118,7 +118,7 @@ def test_a_manifest_that_was_harmed_is_no_manifest_and_none_is_said(
     job = resumed(tmp_path / "without", load)
     assert job.code == 0 and min(job.committed) == 7, job.output[-3000:]
     lines = said(job, load)
-    assert len(lines) == 1 and lines[0].startswith("iter_0000006 has no manifest") and "nothing" in lines[0]
+    assert len(lines) == 1 and lines[0].startswith("iter_0000006 is loaded unverified: it has no manifest")
 
 
 @pytest.mark.slow
@@ -129,7 +129,9 @@ def test_what_plain_megatron_wrote_is_loaded_and_a_line_says_that_nothing_was_ve
     assert run_jobs(tmp_path, jobs) == {"plain": [0], "whole": [0]}, json.dumps(jobs)
     job = resumed(tmp_path / "events", tmp_path / "plain")
     assert job.code == 0 and min(job.committed) == 3, job.output[-3000:]
-    assert [line.split(" (")[0] for line in said(job, tmp_path / "plain")] == ["iter_0000002 has no manifest"]
+    assert [line.split(" (")[0] for line in said(job, tmp_path / "plain")] == [
+        "iter_0000002 is loaded unverified: it has no manifest"
+    ]
     # Megatron's second line after a start averages two steps.
     known = {step: loss for step, loss in losses(logs(tmp_path, "whole")).items() if step > 4}
     assert largest_deviation(known, job.losses) < ROUNDING

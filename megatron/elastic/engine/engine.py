@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TypeVar
 
 import torch
@@ -48,7 +49,7 @@ from megatron.elastic.engine.transaction.migrate import Migrator
 from megatron.elastic.engine.transaction.phases import StepInput, Tools
 from megatron.elastic.engine.transaction.rebalance import Rebalancer
 from megatron.elastic.engine.transaction.recover import Recovery
-from megatron.elastic.state.layout import UnitShard
+from megatron.elastic.state.layout import BlockKey, UnitShard
 from megatron.elastic.state.record import StepRecord
 
 __all__ = ["Engine"]
@@ -96,11 +97,17 @@ class Engine:
             at.tools.pool.put(block.key, at.tools.arena.block_parameters(block), at.record.version)
         at.tools.pool.start(at.record)
 
-    def resume(self, record: StepRecord, state: Mapping[UnitShard, torch.Tensor] | None) -> None:
+    def resume(
+        self,
+        record: StepRecord,
+        state: Mapping[UnitShard, torch.Tensor] | None,
+        saved: Mapping[BlockKey, str] = MappingProxyType({}),
+    ) -> None:
         """Go on from a loaded state, or with ``None`` take masters from parameters.
 
         ``state``: (unit, shard) → fp32 ``[3, numel]``, in the form of :meth:`empty_state`. Collective. Mirrors and
-        the parameters of all replicas are set from the owners' state.
+        the parameters of all replicas are set from the owners' state. ``saved``: hashes of the contents that the
+        checkpoint was made from. Raises ``CertificateError`` if the state is other than that.
         """
         at = self.context
         at.record = record
@@ -116,7 +123,7 @@ class Engine:
         at.body.gather(record.version)
         at.parameters = record.version
         everything = [block.key for layout in at.views.layouts.values() for block in layout.blocks]
-        self._certifier.certify("start" if state is None else "load", everything)
+        self._certifier.certify("start" if state is None else "load", everything, saved)
 
     def join(self, join_state: JoinState) -> None:
         """Take over the members' context; a newcomer's first call. Raises ``CommError``: the caller tries again."""

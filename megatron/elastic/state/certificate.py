@@ -10,6 +10,7 @@ every rank runs :func:`certify` on the same set. It passes only if (docs/design.
 - every block has one owner, a holder of its unit, and k mirrors, all at the
   record's version with equal lineages (``hashing``) and, where contents were
   hashed (moved blocks), equal contents;
+- after a load, contents are those that the owners handed to the writers (``saved_contents``);
 - every rank's parameters equal the owner's masters and have the record's version;
 - each row of the global batch is assigned once;
 - the random key of the next step is (seed, version), so no mask is used twice.
@@ -24,6 +25,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -152,15 +154,18 @@ def certify(
     members: Collection[int],
     parked_owners: bool = False,
     left_out: Collection[int] = (),
+    saved: Mapping[BlockKey, str] = MappingProxyType({}),
 ) -> Certificate:
     """Check all ``statements`` of ``members``. Raises :class:`CertificateError` with every finding.
 
     ``mirrors``: k, or the number of mirrors of each block; ``rows``: the global batch size.
     ``parked_owners``: the owner of a block may be a rank that does not compute its unit (right
     after a loss, if the only copy is there). ``left_out``: rows that the plan deliberately
-    leaves out. Pure, so all ranks have the same result.
+    leaves out. ``saved``: hashes of the contents that a loaded checkpoint was made from.
+    Pure, so all ranks have the same result.
     """
     findings = list(_all_findings(statements, groups, mirrors, rows, members, parked_owners, left_out))
+    findings += _not_saved(statements, saved)
     if findings:
         raise CertificateError(findings)
     claims = [claim for statement in statements.values() for claim in statement.blocks.values()]
@@ -246,6 +251,14 @@ def _copies(
         if len(held[key]) != 1 + due:
             yield f"block {key} has {len(held[key]) - 1} mirrors on ranks {sorted(held[key])}, {due} are due"
         yield from _equal_copies(key, owners[0], held[key], version)
+
+
+def _not_saved(statements: Mapping[int, Statement], saved: Mapping[BlockKey, str]) -> Iterator[str]:
+    """Yield findings about owned blocks whose contents are not those that their owners handed to the writers."""
+    for rank, statement in sorted(statements.items()):
+        for key, claim in sorted(statement.blocks.items()):
+            if claim.role == "owner" and claim.content and saved.get(key, claim.content) != claim.content:
+                yield f"block {key}, loaded by rank {rank}, is not the state that was saved"
 
 
 def _equal_copies(key: BlockKey, owner: int, held: Mapping[int, Claim], version: int) -> Iterator[str]:

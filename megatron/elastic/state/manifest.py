@@ -2,8 +2,9 @@
 
 It is the last file written into the folder before the folder is renamed. It carries
 the ``StepRecord`` of the saved version and the digest of the newest certificate, so a
-checkpoint can be traced to its certificate. A load compares every file with the manifest.
-The manifest has a hash of itself, so damage to it is found too.
+checkpoint can be traced to its certificate. A load compares every file with the manifest,
+and the loaded state with the contents in it (:mod:`saved_contents`). The manifest has a
+hash of itself, so damage to it is found too.
 
 Hashes are xxh3_128, like block hashes (:mod:`hashing`): they guard against bugs, truncation
 and bit flips, not against an adversary.
@@ -21,6 +22,7 @@ from typing import BinaryIO
 import xxhash
 
 from megatron.elastic.state.hashing import text_hash
+from megatron.elastic.state.saved_contents import SavedContents
 
 __all__ = [
     "MANIFEST",
@@ -65,6 +67,8 @@ class Manifest:
     certificate: str
     """Digest of the newest certificate when the save began; empty if there was none."""
     files: Mapping[str, FileHash]
+    contents: SavedContents | None = None
+    """Contents of the saved version; ``None`` in checkpoints of older versions."""
 
     @property
     def size(self) -> int:
@@ -73,7 +77,9 @@ class Manifest:
 
     @property
     def _raw(self) -> dict[str, object]:
+        contents = {} if self.contents is None else {"contents": self.contents.raw()}
         return {
+            **contents,
             "format": _FORMAT,
             "generation": self.generation,
             "incarnation": self.incarnation,
@@ -105,7 +111,10 @@ class Manifest:
             if any(name.startswith("/") or ".." in name.split("/") for name in files):
                 raise ManifestError("it names files outside the checkpoint")
             record = json.dumps(raw["record"], sort_keys=True, separators=(",", ":"))
-            return cls(int(raw["generation"]), int(raw["incarnation"]), record, str(raw["certificate"]), files)
+            contents = SavedContents.from_raw(raw["contents"]) if "contents" in raw else None
+            return cls(
+                int(raw["generation"]), int(raw["incarnation"]), record, str(raw["certificate"]), files, contents
+            )
         except ManifestError:
             raise
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:

@@ -63,6 +63,19 @@ def test_megatron_reads_in_the_new_tracker_which_checkpoint_came_before(tmp_path
     assert not folders.is_written(), "it still names the one before"
 
 
+def test_a_tracker_that_names_a_later_step_completes_no_checkpoint(tmp_path: Path) -> None:
+    """Training has gone on while the files were written, and the tracker was made from the step that it is at now."""
+    folders = Folders(nothing, nothing)
+    begun(folders, tmp_path, 2)
+    folders.commit(written())
+    with folders.naming(TAG):
+        Path(folders.named(str(tmp_path / "iter_0000004"))).mkdir()
+        tracker = Path(folders.tracked(str(tmp_path / "latest_checkpointed_iteration.txt")))
+    tracker.write_text("5")
+    assert not folders.is_written(), "so it is never renamed"
+    assert tracked(tmp_path) == "2"
+
+
 @pytest.mark.parametrize("again", [4, 2], ids=["a later one", "the same iteration anew"])
 @pytest.mark.parametrize("cut_at", ["save_whole", "save_named", "save_tracked", "never"])
 def test_at_every_cut_a_whole_checkpoint_is_tracked(tmp_path: Path, again: int, cut_at: str) -> None:

@@ -101,6 +101,16 @@ def job() -> Job:
     return Job()
 
 
+def test_a_block_that_is_not_the_one_that_was_saved_is_found(job):
+    saved = {key: claim.content for s in job.statements().values() for key, claim in s.blocks.items()}
+    assert all(saved.values()) and certify(job.statements(), [GROUP], 1, ROWS, RANKS, saved=saved).blocks == len(saved)
+    wrong = sorted(saved)[1]
+    with pytest.raises(CertificateError) as found:
+        certify(job.statements(), [GROUP], 1, ROWS, RANKS, saved={**saved, wrong: "0" * 32})
+    owner = job.placement.owner(wrong)
+    assert found.value.findings == (f"block {wrong}, loaded by rank {owner}, is not the state that was saved",)
+
+
 def some_mirror(job: Job) -> tuple:
     """(block, its mirror's rank)."""
     key, copies = next(iter(job.placement.copies.items()))

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import random
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron.elastic.state.layout import UnitLayout
 from megatron.elastic.state.manifest import (
     MANIFEST,
     FileHash,
@@ -24,6 +26,8 @@ from megatron.elastic.state.manifest import (
     shares,
 )
 from megatron.elastic.state.record import GradientKey, Rate, StepRecord
+from megatron.elastic.state.saved_contents import SavedContents, layout_digest
+from tests.unit.state.test_certificate import LAYOUT
 
 FILES = st.dictionaries(
     st.text(st.characters(exclude_characters="/", exclude_categories=["Cs"]), min_size=1).filter(lambda n: n != ".."),
@@ -35,8 +39,11 @@ RECORD = StepRecord(
 )
 
 
+CONTENTS = SavedContents("e" * 32, {(0, 0, 1): "a" * 32, (3, 1, 0): "b" * 32})
+
+
 def manifest(files: dict[str, FileHash]) -> Manifest:
-    return Manifest(2, 1, RECORD.to_json(), "c" * 32, files)
+    return Manifest(2, 1, RECORD.to_json(), "c" * 32, files, CONTENTS)
 
 
 @given(FILES)
@@ -44,6 +51,18 @@ def test_a_manifest_is_read_as_it_was_written(files: dict[str, FileHash]) -> Non
     again = Manifest.from_text(manifest(files).to_text())
     assert again == manifest(files) and again.digest == manifest(files).digest
     assert StepRecord.from_json(again.record) == RECORD
+
+
+def test_a_manifest_of_an_older_version_has_no_contents() -> None:
+    before = replace(manifest({}), contents=None)
+    assert "contents" not in before.to_text() and Manifest.from_text(before.to_text()) == before
+
+
+def test_contents_are_comparable_where_blocks_and_places_of_parameters_are_the_same() -> None:
+    other = UnitLayout.build(LAYOUT.unit, LAYOUT.shard, [slot.spec for slot in LAYOUT.slots], 2048)
+    digests = {layout_digest({(1, 0): layout}) for layout in (LAYOUT, other)}
+    assert len(digests | {layout_digest({(2, 0): LAYOUT})}) == 3
+    assert layout_digest({(1, 0): LAYOUT}) in digests
 
 
 @settings(max_examples=300)

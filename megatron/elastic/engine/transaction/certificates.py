@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal
 
 from megatron.elastic.comm.exchange import gather_messages
@@ -118,8 +119,12 @@ def examine(
     groups: tuple[UnitGroup, ...],
     mine: Statement,
     transition: Transition,
+    saved: Mapping[BlockKey, str] = MappingProxyType({}),
 ) -> CertificateOutcome:
-    """Exchange statements and certify them. Findings are in the result, not raised. Collective."""
+    """Exchange statements and certify them. Findings are in the result, not raised. Collective.
+
+    ``saved``: hashes of the contents of a loaded checkpoint, equal on every rank.
+    """
     began, step = tools.threads.monotonic(), mine.record.version
     texts = gather_messages(tools.fabric, str, mine.text)
     statements = {rank: Statement.from_json(text) for rank, text in texts.items()}
@@ -128,7 +133,7 @@ def examine(
     try:
         # Right after a loss the only copy may be on a rank that does not compute its unit.
         parked = transition != "start"
-        passed = certify(statements, groups, due, rows, view.living, parked, view.plan.skipped)
+        passed = certify(statements, groups, due, rows, view.living, parked, view.plan.skipped, saved)
     except CertificateError as error:
         return CertificateOutcome(transition, step, tools.threads.monotonic() - began, None, error.findings)
     return CertificateOutcome(transition, step, tools.threads.monotonic() - began, passed)

@@ -7,8 +7,9 @@ cannot be told from the wrong one, the job ends.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import NoReturn
 
 from megatron.elastic.engine.compute.block_checksums import Disputes
@@ -36,13 +37,18 @@ class Certifier:
 
     context: Context
 
-    def certify(self, transition: Transition, moved: Iterable[BlockKey]) -> None:
-        """Have every rank compare the statements of all. Raises ``CertificateError``."""
+    def certify(
+        self, transition: Transition, moved: Iterable[BlockKey], saved: Mapping[BlockKey, str] = MappingProxyType({})
+    ) -> None:
+        """Have every rank compare the statements of all. Raises ``CertificateError``.
+
+        ``saved``: hashes of the contents of a loaded checkpoint.
+        """
         at = self.context
         limit = ALL_BYTES if transition in ("start", "load") else LOOKED_AT_BYTES
         contents = looked_at(at.views.layouts, moved, at.record.version, limit)
         mine = statement(at.tools, at.view, at.record, at.parameters, contents)
-        verdict = examine(at.tools, at.view, at.views.groups(at.view), mine, transition)
+        verdict = examine(at.tools, at.view, at.views.groups(at.view), mine, transition, saved)
         at.listener.examined(at.view, verdict)
         if verdict.findings:
             raise CertificateError(verdict.findings)

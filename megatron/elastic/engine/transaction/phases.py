@@ -32,6 +32,7 @@ from megatron.elastic.engine.compute.executor import Executor, Pass, PassResult
 from megatron.elastic.engine.compute.ledger import Ledger
 from megatron.elastic.engine.compute.model_interface import ForwardStep, ModelInterface
 from megatron.elastic.engine.compute.point_to_point import BoundaryTransport, started
+from megatron.elastic.engine.compute.replicas import unequal_replicas
 from megatron.elastic.engine.compute.samples import PieceBatch, SampleSource, StepAddress
 from megatron.elastic.engine.compute.vote import Tally, VoteLayout
 from megatron.elastic.engine.generation.view import GroupSpan, Routes, View, routes
@@ -40,6 +41,7 @@ from megatron.elastic.observe.timeline import Timeline
 from megatron.elastic.plan.model import Piece
 from megatron.elastic.plan.pace import Range
 from megatron.elastic.platform.threads import OS_THREADS, Threads
+from megatron.elastic.state.certificate import CertificateError
 from megatron.elastic.state.layout import StateBlock, UnitLayout
 from megatron.elastic.state.placement import Placement
 from megatron.elastic.state.pool import StatePool
@@ -161,7 +163,18 @@ class StepBody:
         if training:
             gradients = tools.arena.gradient_views() if tools.exact is None else tools.exact.views()
             tools.interface.finish_gradients(gradients)
+            if self._verify_interval and (step.step - 1) % self._verify_interval == 0:
+                self._compare_replicas(step.step, gradients)
         return result
+
+    def _compare_replicas(self, step: int, gradients: Mapping[int, Sequence[torch.Tensor]]) -> None:
+        """Raise ``CertificateError`` on every rank of the cell if gradients of replicated parameters differ in it."""
+        cell, fabric = self._view.cell, self._tools.fabric
+        if cell is None or len(cell.ranks) == 1:
+            return
+        unequal = unequal_replicas(self._tools.interface, gradients, fabric.group("tensor", cell.ranks))
+        if unequal:
+            raise CertificateError([f"step {step}: gradients of {name} differ within a cell" for name in unequal])
 
     def _batches(self, step: StepInput, pieces: Sequence[Piece]) -> Callable[[Piece], PieceBatch]:
         """Return the samples of this rank's pieces; only the first rank of a cell reads the data set."""

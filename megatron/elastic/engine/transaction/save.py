@@ -28,6 +28,7 @@ from megatron.elastic.comm.errors import GenerationChanged
 from megatron.elastic.comm.fabric import Fabric
 from megatron.elastic.engine.compute.point_to_point import started
 from megatron.elastic.state.checkpoint_view import CheckpointView
+from megatron.elastic.state.hashing import content_hash
 from megatron.elastic.state.layout import BlockKey, StateBlock, UnitLayout, UnitShard
 from megatron.elastic.state.placement import Placement
 from megatron.elastic.state.pool import StatePool
@@ -102,6 +103,8 @@ class StateStream:
             for piece in pieces
         }
         self._view = CheckpointView(pool, mine, record)
+        self.contents: dict[BlockKey, str] = {}
+        """Hashes of the blocks that this rank has sent, as it read them; complete when :meth:`run` returns."""
 
     def run(self, deliver: Callable[[Want, torch.Tensor], None]) -> None:
         """Send and receive all wants. Calls ``deliver(want, values)``, fp32 ``[stop − start]``, which has to copy.
@@ -155,6 +158,7 @@ class StateStream:
         key = piece.block.key
         if key not in blocks:
             blocks[key] = self._view.read(key)
+            self.contents[key] = content_hash(key, blocks[key])
         return blocks[key][piece.want.row, piece.start - piece.block.start : piece.stop - piece.block.start]
 
     def _wanted(self, unit: UnitShard, rank: int) -> Iterator[Want]:

@@ -48,6 +48,7 @@ from megatron.elastic.mcore.checkpoint.state_dict import OptimizerCheckpoint, wi
 from megatron.elastic.mcore.checkpoint.writing import write_file
 from megatron.elastic.state.manifest import MANIFEST, FileHash, Manifest, files_below, hash_of
 from megatron.elastic.state.record import StepRecord
+from megatron.elastic.state.saved_contents import SavedContents, layout_digest
 
 __all__ = ["BackgroundSave", "Folders", "Outcome"]
 
@@ -186,6 +187,13 @@ def _all_files(fabric: Fabric, mine: Mapping[str, FileHash]) -> dict[str, FileHa
     """Return the files that all ranks have written, by name. Collective."""
     texts = gather_messages(fabric, str, json.dumps({name: (file.size, file.hash) for name, file in mine.items()}))
     return {name: FileHash(*file) for text in texts.values() for name, file in json.loads(text).items()}
+
+
+def _all_contents(fabric: Fabric, mine: SavedContents) -> SavedContents:
+    """Return the contents that all owners have handed to writers. Collective."""
+    texts = gather_messages(fabric, str, json.dumps(mine.raw()))
+    parts = [SavedContents.from_raw(json.loads(text)) for text in texts.values()]
+    return SavedContents(mine.layout, {key: hash for part in parts for key, hash in part.blocks.items()})
 
 
 def _put_in_place(partial: str, final: str) -> None:
@@ -405,15 +413,17 @@ class BackgroundSave:
         if write.error is not None:
             raise RuntimeError(f"the checkpoint of step {write.record.version} could not be written") from write.error
         files = _all_files(engine.tools.fabric, write.files)
+        mine = SavedContents(layout_digest(engine.views.layouts), write.stream.contents)
+        contents = _all_contents(engine.tools.fabric, mine)
         if write.request is not None:
-            self._name(write.request, self._manifest(write, files))
+            self._name(write.request, self._manifest(write, files, contents))
         # All ranks wait until it is renamed: if the rank that renames it is lost, the save is begun again.
         dist.barrier(group=engine.tools.fabric.world)
         return "done"
 
-    def _manifest(self, write: _Write, files: Mapping[str, FileHash]) -> Manifest:
+    def _manifest(self, write: _Write, files: Mapping[str, FileHash], contents: SavedContents) -> Manifest:
         incarnation = self._engine.agreement.membership.incarnation
-        return Manifest(write.generation, incarnation, write.record.to_json(), write.certificate, files)
+        return Manifest(write.generation, incarnation, write.record.to_json(), write.certificate, files, contents)
 
     def _name(self, request: Any, manifest: Manifest) -> None:
         """Have Megatron write the metadata of the files, then complete the checkpoint."""

@@ -21,7 +21,7 @@ from megatron.training.checkpointing import checkpoint_exists, get_checkpoint_tr
 from megatron.elastic.comm.exchange import gather_messages
 from megatron.elastic.comm.fabric import Fabric
 from megatron.elastic.mcore.args.bad_input import BadInput
-from megatron.elastic.state.manifest import ManifestError, damage, read, shares
+from megatron.elastic.state.manifest import Manifest, ManifestError, damage, read, shares
 
 __all__ = ["verified"]
 
@@ -45,20 +45,22 @@ class _Found:
 
 
 @contextmanager
-def verified(args: Any, fabric: Fabric, say: Callable[[str], None]) -> Iterator[None]:
+def verified(args: Any, fabric: Fabric, say: Callable[[str], None]) -> Iterator[Manifest | None]:
     """Have Megatron load the newest checkpoint that verifies, beginning with the tracker's, inside the context.
 
-    With --ckpt-step it is that one or none. Collective. ``say`` prints a line, on one rank. Raises
-    :class:`BadInput` if checkpoints exist and none verifies.
+    With --ckpt-step it is that one or none. Yields its manifest, ``None`` if it has none. Collective. ``say`` prints
+    a line, on one rank. Raises :class:`BadInput` if checkpoints exist and none verifies.
     """
     step, first = args.ckpt_step, fabric.alive[0]
     speaks = fabric.rank == first
     texts = gather_messages(fabric, str, json.dumps(astuple(_look(args)) if speaks else None))
     found = _Found(*json.loads(texts[first]))
+    manifest: Manifest | None = None
     if found.names or found.why:
-        args.ckpt_step = _choose(found, step, fabric, say if speaks else _nothing) or step
+        instead, manifest = _choose(found, step, fabric, say if speaks else _nothing)
+        args.ckpt_step = instead or step
     try:
-        yield
+        yield manifest
     finally:
         args.ckpt_step = step
 
@@ -67,17 +69,19 @@ def _nothing(line: str) -> None:
     return None
 
 
-def _choose(found: _Found, step: int | None, fabric: Fabric, say: Callable[[str], None]) -> int | None:
-    """Return the step to load instead of Megatron's choice; None to keep Megatron's choice."""
+def _choose(
+    found: _Found, step: int | None, fabric: Fabric, say: Callable[[str], None]
+) -> tuple[int | None, Manifest | None]:
+    """Return the step to load instead of Megatron's choice (None to keep that), and the manifest of that checkpoint."""
     why = found.why
     for number, name in enumerate(found.names):
         began = time.monotonic()
-        finding, unverified = _examine(Path(found.folder) / name, fabric)
+        finding, manifest = _examine(Path(found.folder) / name, fabric)
         if not finding:
             seconds = time.monotonic() - began
             without = "is loaded unverified: it has no manifest (plain Megatron or an older version wrote it)"
-            say(f"{found.flag}: {name} {without if unverified else f'is verified ({seconds:.2f} s)'}")
-            return _step(name) if number else None
+            say(f"{found.flag}: {name} {without if manifest is None else f'is verified ({seconds:.2f} s)'}")
+            return _step(name) if number else None, manifest
         if not step:
             say(f"{found.flag}: {name} is skipped: {finding}")
         why = why or f"{name}: {finding}"
@@ -115,9 +119,9 @@ def _step(name: str) -> int:
     return int(name.removeprefix("iter_"))
 
 
-def _examine(checkpoint: Path, fabric: Fabric) -> tuple[str, bool]:
-    """Return the finding about a checkpoint (empty: none), and whether it has no manifest; equal on every rank."""
-    mark, findings = _UNVERIFIED, []
+def _examine(checkpoint: Path, fabric: Fabric) -> tuple[str, Manifest | None]:
+    """Return the finding about a checkpoint (empty: none), and its manifest if there is one; equal on every rank."""
+    mark, findings, manifest = _UNVERIFIED, list[str](), None
     try:
         manifest = read(checkpoint)
         if manifest is not None:
@@ -135,7 +139,7 @@ def _examine(checkpoint: Path, fabric: Fabric) -> tuple[str, bool]:
         found = ["ranks do not see the same files"]
     found = sorted(set(found))
     more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-    return (found[0] + more if found else ""), marks == {_UNVERIFIED}
+    return (found[0] + more if found else ""), manifest
 
 
 def _what_is_there(checkpoint: Path) -> str:

@@ -42,6 +42,7 @@ from megatron.elastic.mcore.model.gpt import GptInterface, unwrapped
 from megatron.elastic.mcore.model.layer_losses import LayerLosses
 from megatron.elastic.mcore.model.optimizer import EngineOptimizer, MegatronSchedule
 from megatron.elastic.mcore.model.param_groups import GroupKeys
+from megatron.elastic.mcore.model.units import refuse_frozen
 from megatron.elastic.mcore.parallel_state.extra_ranks import as_of_the_launch, is_extra
 from megatron.elastic.mcore.parallel_state.stage import as_first_of_tensor_group, as_stage
 from megatron.elastic.mcore.patching.patches import Row, bound
@@ -50,6 +51,8 @@ from megatron.elastic.runtime.connect import Links, open_links
 from megatron.elastic.runtime.publish import RepeatedWork, publish_recovery
 from megatron.elastic.runtime.start import found, join
 from megatron.elastic.runtime.telemetry import write_recovery
+from megatron.elastic.state.layout import BlockKey
+from megatron.elastic.state.saved_contents import SavedContents, layout_digest
 
 __all__ = ["DatasetPosition", "Setup"]
 
@@ -166,6 +169,7 @@ class Setup:
         args, links = get_args(), self.links
         get_rerun_state_machine().set_mode(RerunMode.DISABLED)
         model = training.get_model(provider, model_type, wrap_with_ddp=False)
+        refuse_frozen(model)
         optimizer_config, overrides = training.get_megatron_optimizer_config(args)
         groups = GroupKeys(optimizer_config, overrides)
         unkeyed = [key_dropout(unwrapped(c), parallel_state.get_tensor_model_parallel_rank()) for c in model]
@@ -198,14 +202,16 @@ class Setup:
             flag = "--load" if args.load is not None else "--pretrained-checkpoint"
             folder = args.load or args.pretrained_checkpoint
             with (
-                verified(args, links.fabric, lambda line: print(line, flush=True)),
+                verified(args, links.fabric, lambda line: print(line, flush=True)) as manifest,
                 without_holes(links.fabric, topology.slots),
                 unreadable_named(flag, folder),
             ):
                 args.iteration, args.num_floating_point_operations_so_far = load_checkpoint(
                     model, self._optimizer, scheduler, checkpointing_context=context
                 )
-        self._resume(scheduler)
+            self._resume(scheduler, None if manifest is None else manifest.contents)
+        else:
+            self._resume(scheduler, None)
         return model, self._optimizer, scheduler
 
     def admitted(self) -> Mapping[str, Any]:
@@ -231,8 +237,8 @@ class Setup:
         self._engine = engine
         self._optimizer.checkpoint = self.checkpoints.attach(self._place, self._others)
 
-    def _resume(self, scheduler: Any) -> None:
-        """Start from the loaded checkpoint, or from the initial parameters."""
+    def _resume(self, scheduler: Any, contents: SavedContents | None) -> None:
+        """Start from the loaded checkpoint, or from the initial parameters. ``contents``: of the checkpoint."""
         args, engine = get_args(), self.engine
         assert self._optimizer is not None
         loaded, self._optimizer.loaded = self._optimizer.loaded, None
@@ -247,8 +253,17 @@ class Setup:
             hysteresis_tracker=int(scaler.get("hysteresis_tracker", engine.record.hysteresis_tracker)),
         )
         record = record.at_adam_step(0 if loaded is None else loaded.adam_step, engine.tools.settings.hyper)
-        engine.resume(record, None if loaded is None else loaded.state)
+        saved = {} if contents is None or loaded is None else self._comparable(contents)
+        engine.resume(record, None if loaded is None else loaded.state, saved)
         engine.tools.reach("in_setup", 0)
+
+    def _comparable(self, contents: SavedContents) -> Mapping[BlockKey, str]:
+        """Return the hashes with which the loaded state is compared; none, with one line, if blocks are cut anew."""
+        if contents.layout == layout_digest(self.engine.views.layouts):
+            return contents.blocks
+        if self.links.fabric.rank == self.links.fabric.alive[0]:
+            print("--load: the state is not compared with the saved one: it was cut for other sizes", flush=True)
+        return {}
 
     # -- data ------------------------------------------------------------------------
 

@@ -33,12 +33,13 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from megatron.core.utils import get_pg_rank
 
+from megatron.elastic.config import ConfigError
 from megatron.elastic.engine.compute.model_interface import place_of
 from megatron.elastic.mcore.model.tensor_place import TensorPlace
 from megatron.elastic.mcore.model.vocabulary_range import vocabulary_range
 from megatron.elastic.mcore.parallel_state.stage import GroupStandIn
 
-__all__ = ["Anatomy", "unwrapped"]
+__all__ = ["Anatomy", "refuse_frozen", "unwrapped"]
 
 Modules = dict[str, Any]
 """Modules of one unit by their path in the model: ``embedding``, ``decoder.layers.<n>``, ``output_layer``, …"""
@@ -374,6 +375,21 @@ def _loss_of(model: Any, place: TensorPlace) -> Callable[..., torch.Tensor]:
 
 
 _TIED_NAMES = ("embedding.word_embeddings.weight", "output_layer.weight")
+
+
+def refuse_frozen(chunks: Sequence[torch.nn.Module]) -> None:
+    """Raise ``ConfigError`` for a model with parameters that are not trained.
+
+    They are no part of the state that is copied: a rank that joins, or takes layers over, would compute with other
+    values of them.
+    """
+    names = [name for chunk in chunks for name, parameter in chunk.named_parameters() if not parameter.requires_grad]
+    if names:
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        raise ConfigError(
+            f"--elastic moves trained parameters only, and {names[0]}{more} has requires_grad=False: train it "
+            "(a learning rate of 0 keeps its value), or leave out --elastic"
+        )
 
 
 def unwrapped(module: torch.nn.Module) -> Any:
