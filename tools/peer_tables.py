@@ -126,7 +126,9 @@ def notes(figures: Figures) -> str:
             f"- {FAULTS[fault]}: {number(best['ours'])} s here, {number(best['peer'])} s for the quickest peer, "
             f"{which}: {number(best['times'])} times."
         )
-    return f"{versions}. {ALIKE}\n\n" + "\n".join(lines)
+    minutes = figures["trial_s"] / 60
+    done = f"{figures['trials_done']} of {figures['trials_asked']} jobs were run, in {minutes:.0f} minutes"
+    return f"{versions}. {done}; a dash stands for what was not. {ALIKE}\n\n" + "\n".join(lines)
 
 
 ALIKE = (

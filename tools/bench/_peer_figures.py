@@ -120,22 +120,24 @@ def read_peer_log(folder: Path) -> History:
 
 
 def read_own_log(folder: Path) -> History:
-    """Read the event log of a job of this project."""
+    """Read the event log of a job of this project: each rank tells of its phases, one rank of the rest of a step."""
+    records = read_events(folder)
+    steps = {record.fields["step"]: record.fields for record in records if record.kind == "step"}
     commits = []
-    for record in read_events(folder):
-        if record.kind == "step":
-            first, end = record.fields["samples"]
-            computed = record.fields["computed"]
+    for record in records:
+        step = steps.get(record.fields["step"]) if record.kind == "phases" else None
+        if step is not None:
+            first, end = step["samples"]
             commits.append(
                 Commit(
                     rank=record.rank,
                     life=record.incarnation,
                     step=record.fields["step"],
-                    began=record.wall - record.fields["seconds"],
+                    began=record.wall - step["seconds"],
                     wall=record.wall,
-                    rows=end - first if computed is None else computed,
+                    rows=end - first if step["computed"] is None else step["computed"],
                     own_rows=1,
-                    loss=next(iter(record.fields["losses"].values()), float("nan")),
+                    loss=next(iter(step["losses"].values()), float("nan")),
                     membership=record.generation,
                 )
             )

@@ -1,6 +1,6 @@
 """This runtime beside what a user would pick instead: the same model, data, processes and faults, in the same run.
 
-    python -m tools.bench.peers [--contenders ours,torchft,...] [--faults kill,...] [--trials 2] [--losses 3] [--quick]
+    python -m tools.bench.peers [--contenders ours,torchft,...] [--faults kill,...] [--trials 2] [--losses 2] [--quick]
         [--environments FOLDER] [--kept FOLDER] [--minutes M]
 
 Contenders: this runtime (default, exact), torchft, nvidia-resiliency-ext (restart within the process, ``ft_launcher``)
@@ -44,19 +44,18 @@ from tools.bench._peer_summary import summary
 from tools.bench._peer_trials import BASELINES, FAULTS, STEPS, Setting, Trial, run_trial
 from tools.bench.peers_programs import common
 
-QUICK = {"contenders": "ours,torchrun", "faults": "kill", "trials": 1, "losses": 1, "calm_steps": 12}
+QUICK = {"contenders": "ours,torchrun", "faults": "calm,kill", "trials": 1, "losses": 1, "calm_steps": 12}
 
 
 def trials_of(options: argparse.Namespace) -> Iterator[Trial]:
     """Every trial asked for, the contenders in turn."""
     names, faults = options.contenders.split(","), options.faults.split(",")
-    repeated = [fault for fault in faults if fault in ("kill", "stay")]
+    repeated = [fault for fault in faults if fault in ("kill", "stay", "calm")]
+    baselines = sorted({CONTENDERS[name].baseline for name in names})
     for number in range(options.trials):
-        for name in sorted({CONTENDERS[name].baseline for name in names}) + names:
-            yield Trial(name, "calm", number)
         for fault in faults if number == 0 else repeated:
-            for name in names:
-                if fault in CONTENDERS[name].faults:
+            for name in (baselines + names) if fault == "calm" else names:
+                if fault == "calm" or fault in CONTENDERS[name].faults:
                     yield Trial(name, fault, number)
 
 
@@ -128,11 +127,13 @@ def parsed() -> argparse.Namespace:
     """Parse and check the flags."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--contenders", default=",".join(CONTENDERS), help="names, separated by commas")
-    parser.add_argument("--faults", default=",".join(FAULTS), help="names, separated by commas; empty: calm runs only")
+    parser.add_argument(
+        "--faults", default="calm," + ",".join(FAULTS), help="names, separated by commas, in this order"
+    )
     parser.add_argument("--trials", type=int, default=2, help="rounds of calm, kill and stay; other faults have one")
-    parser.add_argument("--losses", type=int, default=3, help="of one job under 'kill', one after the other")
+    parser.add_argument("--losses", type=int, default=2, help="of one job under 'kill', one after the other")
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--calm-steps", type=int, default=30)
+    parser.add_argument("--calm-steps", type=int, default=25)
     parser.add_argument("--patience", type=float, default=100.0, help="seconds that a contender has to recover")
     parser.add_argument("--quick", action="store_true", help="two contenders, one fault, one trial")
     parser.add_argument(
@@ -143,10 +144,12 @@ def parsed() -> argparse.Namespace:
     options = parser.parse_args()
     if options.quick:
         vars(options).update(QUICK)
-    for flag, known in (("contenders", CONTENDERS), ("faults", FAULTS)):
-        for name in filter(None, getattr(options, flag).split(",")):
+    for flag, known in (("contenders", CONTENDERS), ("faults", {"calm": None, **FAULTS})):
+        for name in getattr(options, flag).split(","):
             if name not in known:
                 parser.error(f"--{flag}: no {name!r}; choose from {','.join(known)}")
+    if min(options.trials, options.losses, options.calm_steps - 5) < 1:
+        parser.error("--trials and --losses take at least 1, --calm-steps at least 6")
     if options.ranks < 4:
         parser.error(f"--ranks {options.ranks}: the fault 'two' kills ranks 1 and 2 of at least 4")
     return options
@@ -170,7 +173,7 @@ def main() -> None:
         "patience_s": options.patience,
         "losses_a_job": options.losses,
         "model": " ".join(MEGATRON),
-        "versions": versions(needed),
+        "versions": versions(),
     }
     results, failed = measure(trials, Kept(options.kept, settings), setting, options.minutes)
     done = {
@@ -182,12 +185,12 @@ def main() -> None:
     print_result("peers", {**settings, **done, **summary(results)})
 
 
-def versions(environments: set[str]) -> dict[str, str]:
+def versions() -> dict[str, str]:
     """Return the peers' pinned versions."""
     lines = [line for path in sorted(PINS.glob("peers-*.txt")) for line in path.read_text().splitlines()]
-    lines += [environment.foreign for name, environment in ENVIRONMENTS.items() if name in environments]
+    lines += [environment.foreign for environment in ENVIRONMENTS.values()]
     named = dict(line.split("==") for line in lines if "==" in line)
-    return {name: named[name] for name in ("torchft", "nvidia-resiliency-ext") if name in named}
+    return {name: named[name] for name in ("torchft-nightly", "nvidia-resiliency-ext") if name in named}
 
 
 if __name__ == "__main__":

@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron.elastic.observe.event_kinds import PhasesEvent, StepEvent
+from megatron.elastic.observe.events import EventLog
+from tools import peer_tables
 from tools.bench._jobs import ROOT, environment
 from tools.bench._peer_contenders import CONTENDERS, Place, free_ports
 from tools.bench._peer_figures import (
@@ -21,11 +24,13 @@ from tools.bench._peer_figures import (
     figures_of,
     losses_by_step,
     normal_step,
+    read_own_log,
     read_peer_log,
 )
 from tools.bench._peer_processes import Command, Job, words_of
 from tools.bench._peer_summary import summary
 from tools.bench._peer_trials import FAULTS
+from tools.bench.peers import parsed
 
 RANKS, STEP = 3, 0.5
 
@@ -182,11 +187,59 @@ def test_a_summary_compares_with_the_quickest_peer_and_the_baseline_of_the_same_
     assert found["contenders"]["torchft"]["faults"]["kill"]["batch_kept"] == pytest.approx(0.75)
 
 
-@pytest.mark.parametrize("flags", [("--contenders", "horse"), ("--faults", "flood"), ("--ranks", "2")])
-def test_bad_input_is_one_clear_line(flags: tuple[str, str]) -> None:
-    command = [sys.executable, "-m", "tools.bench.peers", *flags]
-    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 2 and flags[0] in done.stderr.splitlines()[-1]
+@pytest.mark.parametrize(
+    "flags", [("--contenders", "horse"), ("--faults", "flood"), ("--ranks", "2"), ("--trials", "0")]
+)
+def test_bad_input_is_one_clear_line(
+    flags: tuple[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["peers", *flags])
+    with pytest.raises(SystemExit):
+        parsed()
+    assert flags[0] in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_log_of_this_project_gives_a_commit_of_each_rank(tmp_path: Path) -> None:
+    for rank in (0, 1):
+        log = EventLog(tmp_path, rank, incarnation=2)
+        log.generation = 3
+        if rank == 0:
+            log.write(StepEvent(step=5, samples=(64, 96), seconds=0.5, losses={"lm loss": 2.5}, computed=24))
+        log.write(PhasesEvent(step=5, nanoseconds={}))
+        log.close()
+    found = read_own_log(tmp_path).commits
+    assert sorted((c.rank, c.life, c.step, c.rows, c.loss, c.membership) for c in found) == [
+        (0, 2, 5, 24, 2.5, 3),
+        (1, 2, 5, 24, 2.5, 3),
+    ]
+    assert all(c.wall - c.began == pytest.approx(0.5) for c in found)
+
+
+def test_tables_and_picture_say_where_a_contender_does_not_recover(tmp_path: Path) -> None:
+    once = {"median": 1.5, "low": 1.0, "high": 2.0, "trials": 2}
+    kill = {
+        **{
+            "trials": 2,
+            "recovered": 2,
+            "mttr_s": once,
+            "whole_after_s": None,
+            "rejoin_stall_s": None,
+            "batch_kept": 0.75,
+        },
+        **{"rows_lost": 8, "steps_undone": 1, "steps_discarded": 0, "loss_deviation": 0.1, "words": ""},
+        **{"throughput_without": None},
+    }
+    dead = {**kill, "recovered": 0, "mttr_s": None, "words": "RuntimeError: gone|lost"}
+    row = {"title": "a peer", "own": False, "caveats": "", "coordinator": "", "overhead": None, "step_s": once}
+    figures = {
+        "contenders": {"peer": {**row, "faults": {"kill": kill, "rank0": dead}}},
+        **{"versions": {"peer": "1.0"}, "best_mttr_s": {}, "trials_asked": 4, "trials_done": 2, "trial_s": 60.0},
+    }
+    page = peer_tables.peers(figures)
+    assert "| a peer | 1.5 (1 to 2) | - | no |" in page and "RuntimeError: gone\\|lost" in page
+    assert "the batch shrinks to 75%, 8 samples lost, 1 steps undone" in peer_tables.readme(figures)
+    peer_tables.picture(figures, tmp_path / "picture.svg")
+    assert "<svg" in (tmp_path / "picture.svg").read_text()
 
 
 @pytest.mark.slow

@@ -99,12 +99,16 @@ def main() -> None:
         is_master=rank == 0 and not options.tuned,
         wait_for_workers=False,
     )
+    local_rank = os.environ.pop(
+        "LOCAL_RANK"
+    )  # with it the wrapper adds checks of GPUs, which fail where there are none
     wrapper = inprocess.Wrapper(
         store_kwargs={"port": port + 1},
         abort=AbortGloo(),
         monitor_process_pidfile=str(options.events / "monitor_{rank}.pid"),
         **(tuned() if options.tuned else {}),
     )
+    os.environ["LOCAL_RANK"] = local_rank
     wrapper(train)(options, log, model, common.optimizer_of(model), store)
 
 
