@@ -214,7 +214,7 @@ def _rejoin_stall(
     after: Sequence[Commit], recovered: Mapping[int, Commit] | None, whole: float | None, normal: float
 ) -> float | None:
     """None also where survivors were started again: they come back together, so none waits for another."""
-    if recovered is None or whole is None:
+    if recovered is None or whole is None or whole <= max(commit.wall for commit in recovered.values()):
         return None
     longest = None
     for rank, first in recovered.items():
@@ -222,7 +222,7 @@ def _rejoin_stall(
         end = next((index for index, commit in enumerate(own) if commit.wall > whole), len(own)) + 2
         walls = [commit.wall for commit in own[:end]]
         gaps = [later - earlier for earlier, later in itertools.pairwise(walls)]
-        if gaps and first.wall < whole:
+        if gaps:
             longest = max(longest or 0.0, max(gaps) - normal)
     return longest
 
