@@ -1,10 +1,11 @@
 """Write ``docs/benchmarks.md`` from the recorded figures, so that no figure is typed by hand.
 
-    python -m tools.benchmark_docs --write docs/benchmarks.md [--measured DIR]
+    python -m tools.benchmark_docs --write docs/benchmarks.md [--measured DIR] [--readme README.md] [--images DIR]
 
 ``DIR`` is ``docs/measured``, where ``tools.bench.record`` keeps the last line of each benchmark. The page has one
 section for each recorded benchmark: its question, its command, the machine, its main figures, and the ratio to the
-peer that ran in the same run. A benchmark that has not been recorded has no section.
+peer that ran in the same run. A benchmark that has not been recorded has no section. ``--readme`` also rewrites the
+comparison with peers on the first page, between its marks, ``--images`` draws the page's pictures.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from tools import benchmark_tables as tables
+from tools import peer_tables
 from tools.bench.record import STANDARD
 from tools.benchmark_tables import Figures
+from tools.simulation_docs import rewritten
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,15 @@ class Section:
 
 
 SECTIONS = (
+    Section(
+        "peers",
+        "How does it compare with other runtimes?",
+        "This runtime beside what a user would pick instead, in one run: the same model, samples, processes and "
+        "faults. Peers are started as their documentation says, *tuned* ones with the lowest time-outs that hold "
+        "here.\n\n"
+        "![times to recover of all contenders](images/peers.svg)",
+        peer_tables.peers,
+    ),
     Section(
         "recovery",
         "How long does a recovery take?",
@@ -204,7 +216,8 @@ HEAD = """# Benchmarks
 
 Every figure on this page comes from `docs/measured/*.json`, one file a benchmark.
 `python -m tools.bench.record [NAME ...]` records them;
-`python -m tools.benchmark_docs --write docs/benchmarks.md` writes this page. None was recorded on a GPU or an NPU.
+`python -m tools.benchmark_docs --write docs/benchmarks.md --readme README.md --images docs/images` writes this page.
+None was recorded on a GPU or an NPU.
 A figure is a median, with the lowest and the highest trial in parentheses where there are several. `load` is the
 load average of the machine at the end of the run, the benchmark's own processes included.
 """
@@ -262,8 +275,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--measured", type=Path, default=Path("docs/measured"))
     parser.add_argument("--write", type=Path, required=True, metavar="PAGE")
+    parser.add_argument("--readme", type=Path, metavar="PAGE", help="the page whose comparison with peers is rewritten")
+    parser.add_argument("--images", type=Path, metavar="DIR", help="folder of the pictures")
     options = parser.parse_args()
     options.write.write_text(page(options.measured), encoding="utf-8")
+    recorded = options.measured / "peers.json"
+    if options.readme and recorded.exists():
+        section = {"peers": peer_tables.readme(json.loads(recorded.read_text()))}
+        options.readme.write_text(rewritten(options.readme.read_text(), section), encoding="utf-8")
+    if options.images and recorded.exists():
+        peer_tables.picture(json.loads(recorded.read_text()), options.images / "peers.svg")
 
 
 if __name__ == "__main__":

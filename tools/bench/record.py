@@ -73,6 +73,7 @@ STANDARD = {
     "throughput_96": Benchmark("throughput", ("--cases", "96"), 1200),
     "throughput_tensor": Benchmark("throughput", ("--cases", "tensor"), 1200),
     "dropout": Benchmark("dropout"),
+    "peers": Benchmark("peers", ("--kept", "out/peers/kept"), 7200),
 }
 
 

@@ -1,0 +1,274 @@
+"""The contenders of ``tools.bench.peers``: how each job is started, and what each is said to be.
+
+Every contender trains the same GPT on the same samples with four ranks on this machine. Peers are started as their
+documentation says; *tuned* ones with the lowest time-outs that hold on a busy machine. ``caveats`` names what makes a
+row unlike the others.
+"""
+
+from __future__ import annotations
+
+import shlex
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tools.bench._jobs import QUIET, TORCHRUN, command
+from tools.bench._peer_processes import Command
+from tools.bench.peers_programs import common
+
+__all__ = ["CONTENDERS", "MEGATRON", "Contender", "Place", "free_ports"]
+
+PROGRAMS = "tools.bench.peers_programs"
+MEGATRON = QUIET + shlex.split(f"""
+    --num-layers {common.LAYERS} --hidden-size {common.HIDDEN} --num-attention-heads {common.HEADS}
+    --seq-length {common.SEQUENCE} --max-position-embeddings {common.SEQUENCE} --vocab-size {common.VOCABULARY - 1}
+    --micro-batch-size 2 --global-batch-size {common.ROWS} --hidden-dropout 0 --attention-dropout 0
+    --lr-decay-style constant --weight-decay {common.WEIGHT_DECAY} --clip-grad {common.CLIP}
+""")
+RESTARTS = "20"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where and how long one job runs."""
+
+    python: Path
+    """Interpreter of the contender's environment."""
+    folder: Path
+    data: Path
+    ranks: int
+    steps: int
+    port: int
+    """First of some free ones."""
+    returns: bool = True
+    """Whether a lost rank is started again."""
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One row: ``start`` gives its commands, ``environment`` is where it runs (empty: this one)."""
+
+    title: str
+    start: Callable[[Place], list[Command]]
+    environment: str = ""
+    baseline: str = "plain"
+    """The run that its steady overhead is measured against: 'plain' DDP or 'megatron'."""
+    coordinator: str = ""
+    """What the fault 'coordinator' kills."""
+    faults: tuple[str, ...] = ("kill", "stay", "rank0", "coordinator", "two", "stop")
+    returns: bool = True
+    """Whether it starts a lost rank again."""
+    caveats: str = ""
+
+    @property
+    def own(self) -> bool:
+        """Return whether it is this project's runtime."""
+        return self.environment == ""
+
+
+def free_ports(count: int) -> int:
+    """Return the first of ``count`` consecutive ports that are free now."""
+    for first in range(21000 + (hash(socket.gethostname()) + sys.hash_info.width) % 1000, 32000, count):
+        sockets = [socket.socket() for _ in range(count)]
+        try:
+            for offset, opened in enumerate(sockets):
+                opened.bind(("127.0.0.1", first + offset))
+            return first
+        except OSError:
+            continue
+        finally:
+            for opened in sockets:
+                opened.close()
+    raise RuntimeError("no free ports between 21000 and 32000")
+
+
+def ours(*flags: str) -> Callable[[Place], list[Command]]:
+    """Return the start of this project's runtime with some flags."""
+
+    def start(place: Place) -> list[Command]:
+        elastic = ["--elastic", "--elastic-event-log", str(place.folder), *flags]
+        if not place.returns:
+            elastic.append("--no-elastic-respawn")
+        job = command(place.ranks, *MEGATRON, "--train-iters", str(place.steps), *elastic)
+        return [Command(tuple(job), coordinator=True)]
+
+    return start
+
+
+def megatron(place: Place) -> list[Command]:
+    """Plain Megatron-LM under torchrun: the baseline of this project's rows."""
+    return [Command(tuple(command(place.ranks, *MEGATRON, "--train-iters", str(place.steps), module=TORCHRUN)))]
+
+
+def _program(place: Place, name: str, *flags: str) -> tuple[str, ...]:
+    return (
+        f"{PROGRAMS}.{name}",
+        *("--data", str(place.data), "--events", str(place.folder), "--steps", str(place.steps)),
+        *flags,
+    )
+
+
+def plain(place: Place) -> list[Command]:
+    """Plain DDP over gloo, without checkpoints: the baseline of the peers' rows."""
+    return [Command((*_torchrun(place, "0"), "-m", *_program(place, "plain")))]
+
+
+def _torchrun(place: Place, restarts: str) -> tuple[str, ...]:
+    return (
+        *(str(place.python), "-m", TORCHRUN, "--standalone", "--nproc-per-node", str(place.ranks)),
+        *("--max-restarts", restarts),
+    )
+
+
+def torchrun(place: Place) -> list[Command]:
+    """torchrun: all processes are started again, from a checkpoint of every step in memory."""
+    program = _program(place, "plain", "--checkpoint", str(place.folder / "checkpoint.pt"), "--group-timeout", "10")
+    surroundings = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    return [Command((*_torchrun(place, RESTARTS), "-m", *program), surroundings, coordinator=True)]
+
+
+def torchft(tuned: bool) -> Callable[[Place], list[Command]]:
+    """Return the start of torchft: a lighthouse, and a torchrun for each replica group of one process."""
+
+    def start(place: Place) -> list[Command]:
+        address = f"127.0.0.1:{place.port}"
+        limits = (
+            ("--join_timeout_ms", "1000", "--heartbeat_timeout_ms", "1000") if tuned else ("--join_timeout_ms", "10000")
+        )
+        house = (str(place.python.parent / "torchft_lighthouse"), "--bind", address, "--min_replicas", "1")
+        commands = [
+            Command((*house, "--quorum_tick_ms", "100", *limits), coordinator=True, first_seconds=1.0, again=True)
+        ]
+        flags = ("--tuned", "--group-timeout", "1") if tuned else ()
+        for replica in range(place.ranks):
+            surroundings = {
+                "TORCHFT_LIGHTHOUSE": f"http://{address}",
+                "REPLICA_GROUP_ID": str(replica),
+                "NUM_REPLICA_GROUPS": str(place.ranks),
+            }
+            launcher = (
+                *(str(place.python), "-m", TORCHRUN, "--nnodes", "1", "--nproc-per-node", "1"),
+                *("--master-port", str(place.port + 1 + replica)),
+                *("--max-restarts", RESTARTS if place.returns else "0"),
+            )
+            commands.append(Command((*launcher, "-m", *_program(place, "torchft_ddp", *flags)), surroundings))
+        return commands
+
+    return start
+
+
+def nvrx_inprocess(tuned: bool) -> Callable[[Place], list[Command]]:
+    """Return the start of nvidia-resiliency-ext's in-process restart: bare ranks, since torchrun would end them all."""
+
+    def start(place: Place) -> list[Command]:
+        commands = []
+        if tuned:
+            stores = (str(place.python), "-m", f"{PROGRAMS}.stores", str(place.port + 1), str(place.port + 2))
+            commands.append(Command(stores, coordinator=True, first_seconds=4.0))
+        flags = (
+            "--checkpoint",
+            str(place.folder / "checkpoint.pt"),
+            *(("--tuned", "--group-timeout", "1") if tuned else ()),
+        )
+        for rank in range(place.ranks):
+            surroundings = {
+                **{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(place.ranks)},
+                **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(place.port)},
+            }
+            words = (str(place.python), "-m", *_program(place, "nvrx_inprocess", *flags))
+            commands.append(Command(words, surroundings, coordinator=not tuned and rank == 0))
+        return commands
+
+    return start
+
+
+def ft_launcher(tuned: bool) -> Callable[[Place], list[Command]]:
+    """Return the start of ft_launcher, which starts all ranks again, and finds hung ones by their heartbeats."""
+
+    def start(place: Place) -> list[Command]:
+        launcher = (
+            *(str(place.python), "-m", "nvidia_resiliency_ext.fault_tolerance.launcher"),
+            *("--nnodes", "1", "--nproc-per-node", str(place.ranks), "--max-restarts", RESTARTS),
+            *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{place.port}"),
+        )
+        limits = ("--ft-ignore-missing-cfg",)
+        if tuned:
+            limits = (
+                *("--monitor-interval", "0.05", "--workers-stop-timeout", "1", "--ft-workload-check-interval", "0.2"),
+                *("--ft-initial-rank-heartbeat-timeout", "60", "--ft-rank-heartbeat-timeout", "2"),
+            )
+        program = _program(
+            place,
+            *("plain", "--heartbeats", "--checkpoint", str(place.folder / "checkpoint.pt"), "--group-timeout", "10"),
+            *(("--tuned",) if tuned else ()),
+        )
+        surroundings = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        return [Command((*launcher, *limits, "-m", *program), surroundings, coordinator=True)]
+
+    return start
+
+
+WHOLE_RESTARTS = "all processes are started again, so no step runs with fewer ranks"
+SMALLER_CALLS = "a lost rank does not come back in this release; the others divide the global batch among them"
+
+CONTENDERS: dict[str, Contender] = {
+    "ours": Contender("megatron-elastic", ours(), baseline="megatron", coordinator="the only agent, with the store"),
+    "ours_exact": Contender(
+        "megatron-elastic, exact",
+        ours("--elastic-exact"),
+        baseline="megatron",
+        faults=("kill", "stay"),
+    ),
+    "ours_two_mirrors": Contender(
+        "megatron-elastic, two mirrors", ours("--elastic-mirrors", "2"), baseline="megatron", faults=("two",)
+    ),
+    "torchft": Contender("torchft", torchft(tuned=False), "torchft", coordinator="the lighthouse, up again after 1 s"),
+    "torchft_tuned": Contender(
+        "torchft, tuned", torchft(tuned=True), "torchft", coordinator="the lighthouse, up again after 1 s"
+    ),
+    "nvrx_inprocess": Contender(
+        "nvidia-resiliency-ext, in-process",
+        nvrx_inprocess(tuned=False),
+        "nvrx",
+        coordinator="rank 0, which serves the stores",
+        faults=("stay", "rank0", "two", "stop"),
+        returns=False,
+        caveats=SMALLER_CALLS,
+    ),
+    "nvrx_inprocess_tuned": Contender(
+        "nvidia-resiliency-ext, in-process, tuned",
+        nvrx_inprocess(tuned=True),
+        "nvrx",
+        coordinator="a process of its own that serves the stores",
+        faults=("stay", "rank0", "coordinator", "two", "stop"),
+        returns=False,
+        caveats=SMALLER_CALLS,
+    ),
+    "ft_launcher": Contender(
+        "nvidia-resiliency-ext, ft_launcher",
+        ft_launcher(tuned=False),
+        "nvrx",
+        coordinator="the launcher",
+        faults=("kill", "rank0", "coordinator", "two", "stop"),
+        caveats=WHOLE_RESTARTS,
+    ),
+    "ft_launcher_tuned": Contender(
+        "nvidia-resiliency-ext, ft_launcher, tuned",
+        ft_launcher(tuned=True),
+        "nvrx",
+        coordinator="the launcher",
+        faults=("kill", "rank0", "coordinator", "two", "stop"),
+        caveats=WHOLE_RESTARTS,
+    ),
+    "torchrun": Contender(
+        "torchrun, a checkpoint at every step",
+        torchrun,
+        "torch",
+        coordinator="the launcher",
+        faults=("kill", "rank0", "coordinator", "two", "stop"),
+        caveats=WHOLE_RESTARTS,
+    ),
+}
+"""By name. A rank that returns counts for 'kill'; under 'stay' it does not."""

@@ -1,0 +1,187 @@
+"""Tables and picture of the benchmark beside peers, from its recorded figures.
+
+A time that a contender did not reach is written as "no", with its own words in a table of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from tools.benchmark_tables import number, spread
+from tools.simulation_docs import table
+
+__all__ = ["peers", "picture", "readme"]
+
+Figures = Mapping[str, Any]
+FAULTS = {
+    "kill": "one rank killed",
+    "stay": "one rank killed, not started again",
+    "rank0": "rank 0 killed",
+    "two": "two ranks killed at once",
+    "stop": "one rank stopped (SIGSTOP)",
+    "coordinator": "coordinator killed",
+}
+
+
+def measured(figures: Figures | None) -> str:
+    """The median with its extremes; a dash for what was not measured."""
+    return "-" if figures is None else spread(figures)
+
+
+def share(value: float | None) -> str:
+    """A share as a percentage; a dash for what was not measured."""
+    return "-" if value is None else f"{value:.0%}"
+
+
+def recovery_of(row: Figures, fault: str) -> str:
+    """Seconds to recover from ``fault``; "no" where it did not recover in any trial, a dash where it was not run."""
+    figures = row["faults"].get(fault)
+    if figures is None:
+        return "-"
+    if not figures["recovered"]:
+        return "no"
+    reached = "" if figures["recovered"] == figures["trials"] else f" ({figures['recovered']} of {figures['trials']})"
+    return spread(figures["mttr_s"]) + reached
+
+
+def peers(figures: Figures) -> str:
+    """Times to recover by fault, figures of one rank killed, words of those that do not recover."""
+    rows = list(figures["contenders"].values())
+    times = table(
+        ("contender", *FAULTS.values()),
+        ((row["title"], *(recovery_of(row, fault) for fault in FAULTS)) for row in rows),
+    )
+    parts = [
+        "Seconds from the signal until each survivor has committed a step, less a normal step:",
+        times,
+        "One rank killed (for contenders without its return: not started again):",
+        table(KILL_HEAD, (kill_row(row) for row in rows if first_fault(row))),
+        "What contenders print or do where they do not recover (last line that tells of it):",
+        table(("contender", "fault", "last line"), words(rows)),
+        notes(figures),
+    ]
+    return "\n\n".join(parts)
+
+
+KILL_HEAD = (
+    "contender",
+    "steady overhead",
+    "batch kept",
+    "samples lost",
+    "steps undone",
+    "attempts discarded",
+    "whole after (s)",
+    "members wait for the return (s)",
+    "throughput with a rank missing",
+    "largest deviation of the loss",
+)
+
+
+def first_fault(row: Figures) -> Figures | None:
+    """The figures of the row under 'kill', else under 'stay'."""
+    found: Figures | None = row["faults"].get("kill", row["faults"].get("stay"))
+    return found
+
+
+def kill_row(row: Figures) -> tuple[str, ...]:
+    """Figures of one rank killed."""
+    kill = first_fault(row)
+    assert kill is not None
+    missing = row["faults"].get("stay", {}).get("throughput_without")
+    overhead = row["overhead"]
+    deviation = kill["loss_deviation"]
+    return (
+        row["title"],
+        "-" if overhead is None else spread(overhead, 100) + "%",
+        share(kill["batch_kept"]),
+        f"{kill['rows_lost']}",
+        f"{kill['steps_undone']}",
+        f"{kill['steps_discarded']}",
+        measured(kill["whole_after_s"]),
+        measured(kill["rejoin_stall_s"]),
+        "-" if missing is None else share(missing["median"]),
+        "-" if deviation is None else number(deviation),
+    )
+
+
+def words(rows: list[Figures]) -> Iterator[tuple[str, str, str]]:
+    """The words of contenders that did not recover."""
+    for row in rows:
+        for fault, figures in row["faults"].items():
+            if figures["recovered"] < figures["trials"]:
+                what = FAULTS[fault] + (f": {row['coordinator']}" if fault == "coordinator" else "")
+                said = figures["words"].replace("|", "\\|").replace("`", "'")
+                yield row["title"], what, f"`{said}`" if said else "(nothing)"
+
+
+def notes(figures: Figures) -> str:
+    """What is alike and what is not, versions, the ratio to the quickest peer."""
+    lines = [f"- {row['title']}: {row['caveats']}." for row in figures["contenders"].values() if row["caveats"]]
+    versions = ", ".join(f"{name} {version}" for name, version in figures["versions"].items())
+    for fault, best in figures["best_mttr_s"].items():
+        which = figures["contenders"][best["which"]]["title"]
+        lines.append(
+            f"- {FAULTS[fault]}: {number(best['ours'])} s here, {number(best['peer'])} s for the quickest peer, "
+            f"{which}: {number(best['times'])} times."
+        )
+    minutes = figures["trial_s"] / 60
+    done = f"{figures['trials_done']} of {figures['trials_asked']} jobs were run, in {minutes:.0f} minutes"
+    return f"{versions}. {done}; a dash stands for what was not. {ALIKE}\n\n" + "\n".join(lines)
+
+
+ALIKE = (
+    "All train a GPT of the same shape on the same samples in the same order, fp32, on four data-parallel processes of "
+    "one machine. They are not alike in this: megatron-elastic runs Megatron-LM's model in micro-batches of 2 and with "
+    "other initial weights; peers run a plain torch model with all samples of a rank at once, and have a shorter step. "
+    "Checkpoints of torchrun, ft_launcher and the in-process restart lie in memory. Processes share the cores, so a "
+    "missing rank frees a part of a core for the others: throughput with a rank missing is no figure for accelerators. "
+    "Signals come from outside."
+)
+
+
+def readme(figures: Figures) -> str:
+    """The first table of the project: seconds until all survivors have committed a step, and what is left."""
+    rows = []
+    for row in figures["contenders"].values():
+        kill = first_fault(row)
+        if kill is None:
+            continue
+        kept = "same batch" if kill["batch_kept"] == 1 else f"the batch shrinks to {share(kill['batch_kept'])}"
+        rows.append(
+            (
+                row["title"],
+                recovery_of(row, "kill" if "kill" in row["faults"] else "stay"),
+                recovery_of(row, "rank0"),
+                f"{kept}, {kill['rows_lost']} samples lost, {kill['steps_undone']} steps undone"
+                + (f"; {row['caveats']}" if row["caveats"] else ""),
+            )
+        )
+    return table(("runtime", "one rank killed (s)", "rank 0 killed (s)", "after one rank is killed"), rows)
+
+
+def picture(figures: Figures, path: Path) -> None:
+    """Draw times to recover after one rank is killed, on a logarithmic axis, as SVG."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "peers"  # the same ids, so the same file, each time
+    from matplotlib import pyplot
+
+    found = {}
+    for row in figures["contenders"].values():
+        kill = first_fault(row)
+        if kill is not None and kill["mttr_s"] is not None:
+            found[row["title"]] = kill["mttr_s"]
+    drawing, axes = pyplot.subplots(figsize=(7.5, 0.4 * len(found) + 1), layout="constrained")
+    names, middle = list(found), [one["median"] for one in found.values()]
+    below = [one["median"] - one["low"] for one in found.values()]
+    above = [one["high"] - one["median"] for one in found.values()]
+    colors = ["#2a7de1" if name.startswith("megatron-elastic") else "#999999" for name in names]
+    axes.barh(names, middle, xerr=[below, above], color=colors, capsize=2)
+    axes.invert_yaxis()
+    axes.set_xscale("log")
+    axes.set_xlabel("seconds to recover from the kill of one rank, beyond a normal step (logarithmic)")
+    drawing.savefig(path, format="svg", metadata={"Date": None})
+    pyplot.close(drawing)
