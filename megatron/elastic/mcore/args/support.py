@@ -83,8 +83,8 @@ FEATURES: tuple[Feature, ...] = (
     Feature("mixture of experts", ("--num-experts", *flag_table.MOE), _any("num_experts"), "works", "works",
             "with --elastic every rank of a stage has all experts of its layers"),
     Feature("expert parallelism", ("--expert-model-parallel-size", "--overlap-moe-expert-parallel-comm"),
-            lambda args: (args.expert_model_parallel_size or 1) > 1, "works", "refused",
-            "the elastic engine does not deal experts to ranks: use --expert-model-parallel-size 1"),
+            lambda args: (args.expert_model_parallel_size or 1) > 1, "works", "works",
+            "with --elastic without tensor parallelism"),
     Feature("experts with another tensor-parallel size than attention", ("--expert-tensor-parallel-size",),
             lambda args: getattr(args, "expert_tensor_parallel_size", None)
             not in (None, args.tensor_model_parallel_size), "works", "refused",

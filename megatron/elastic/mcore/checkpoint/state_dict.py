@@ -154,7 +154,7 @@ class OptimizerCheckpoint:
         home = dict[int, tuple[UnitShard, ParamSlot]]()
         for unit, parameters in place.launched.items():
             for item in parameters:
-                key = unit, topology.shard_of(self._engine.tools.fabric.rank, item.spec.sharded)
+                key = unit, topology.shard_of(self._engine.tools.fabric.rank, item.spec)
                 home[id(item.parameter)] = key, layouts[key].slot(item.spec.name)
         return iter([home[id(item.parameter)] for item in place.ordered()])
 
