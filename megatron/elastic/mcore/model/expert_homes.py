@@ -16,6 +16,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from megatron.elastic.engine.compute.model_interface import Crew
 from megatron.elastic.mcore.model.crew_dispatcher import CrewDispatcher, GroupOf
+from megatron.elastic.mcore.parallel_state.stage import GroupStandIn
 
 __all__ = ["deal_experts", "expert_of", "join_crew", "launch_crew"]
 
@@ -40,9 +41,12 @@ def deal_experts(module: torch.nn.Module, experts: Sequence[int], groups: Any) -
 def join_crew(module: torch.nn.Module, crew: Crew, rank: int, group_of: GroupOf) -> None:
     """Make the layers in ``module`` exchange tokens with the ranks of ``crew``.
 
-    A shared expert is computed beside, not inside, the exchange.
+    A shared expert is computed beside, not inside, the exchange. Checkpoints number experts by the sizes of the launch,
+    whichever ranks of Megatron's group are left.
     """
     for layer in _layers(module):
+        if not isinstance(layer.experts.ep_group, GroupStandIn):
+            layer.experts.ep_group = GroupStandIn(layer.experts.ep_group.rank(), layer.experts.ep_group.size())
         layer.token_dispatcher = CrewDispatcher(crew, rank, group_of)
         layer.shared_expert_overlap = False
 
