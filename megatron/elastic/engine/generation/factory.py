@@ -94,7 +94,9 @@ class ViewFactory:
         assignment = configuration.assignment
         units = assignment.uncovered(decision.members)
         if units:
-            launched = replace(assignment, formed=(), rehomed=())  # a dissolved cell lists no rank that could complete it
+            launched = replace(
+                assignment, formed=(), rehomed=()
+            )  # a dissolved cell lists no rank that could complete it
             groups = (*assignment.state_groups(self.covered).items(), *launched.state_groups(self.covered).items())
             holders = {rank for (unit, _), group in groups if unit in units for rank in group}
             raise StageGone(decision, units, sorted(holders - decision.members.keys()))
