@@ -100,6 +100,10 @@ class UnitChain:
         tokens = torch.tensor(LENGTH * len(piece.rows))
         return LossOutput(loss, tokens, {"loss": torch.stack([loss.detach(), tokens.float()])})
 
+    def ghost(self, piece: Piece, place: tuple[int, int]) -> torch.Tensor:
+        """See :class:`ModelInterface`."""
+        raise AssertionError("no ranks share experts here")
+
     def deferring(self, piece: Piece) -> AbstractContextManager[DeferredWeights]:
         """See :class:`ModelInterface`."""
         raise AssertionError("no backward is split here")

@@ -60,6 +60,37 @@ def test_either_resumes_what_the_other_wrote(tmp_path: Path, kind: str) -> None:
     assert largest_deviation(straight, tail(resumed.losses)) < ROUNDING[kind]
 
 
+SHARED = ("--num-experts", "4", "--moe-aux-loss-coeff", "0.01", "--disable-bias-linear")
+
+
+@pytest.mark.slow
+def test_experts_that_ranks_share_are_resumed_by_either(tmp_path: Path) -> None:
+    """Ours with two ranks for the experts, after the loss of one; plain Megatron then with two, and with one."""
+    two, ours, theirs = ("--expert-model-parallel-size", "2"), str(tmp_path / "ours"), str(tmp_path / "theirs")
+    lost = (
+        "--no-elastic-respawn",
+        "--elastic-allow-inject",
+        "--elastic-inject",
+        "kill:rank=1,step=2,point=mid_backward",
+    )
+    flags = (*QUIET, *SHARED, *two)
+    written = elastic_job(tmp_path / "events", 4, 1, 1, STEPS, *flags, *lost, *saving(tmp_path / "ours"))
+    assert written.code == 0 and len(written.of("loss")) == 1, written.output[-4000:]
+    plain = [
+        plain_job("straight", 4, 1, *SHARED, *two),
+        plain_job("writes", 4, 1, *SHARED, *two, *saving(tmp_path / "theirs")),
+        plain_job("two", 4, 1, *SHARED, *two, "--load", ours),
+        plain_job("one", 2, 1, *SHARED, "--load", ours),
+    ]
+    codes = run_jobs(tmp_path, plain)
+    assert all(set(ranks) == {0} for ranks in codes.values()), (codes, logs(tmp_path, "two")[-3000:])
+    straight = tail(losses(logs(tmp_path, "straight")))
+    resumed = elastic_job(tmp_path / "later", 4, 1, 1, STEPS, *flags, "--load", theirs)
+    assert resumed.code == 0, resumed.output[-4000:]
+    for found in (losses(logs(tmp_path, "two")), losses(logs(tmp_path, "one")), resumed.losses):
+        assert largest_deviation(straight, tail(found)) < ROUNDING["experts"]
+
+
 WRITTEN_WITH = ("--lr-decay-iters", "40")
 RESUMED_WITH = (
     "--lr",

@@ -28,6 +28,8 @@ RECOMPUTE = ("--recompute-granularity", "full", "--recompute-method", "uniform",
 PER_TOKEN = ("--calculate-per-token-loss",)
 CHUNKS = ("--num-virtual-stages-per-pipeline-rank", "2")
 EXPERTS = ("--num-experts", "4", "--moe-aux-loss-coeff", "0.01", "--moe-z-loss-coeff", "1e-3", "--disable-bias-linear")
+SHARED = ("--expert-model-parallel-size", "2", "--moe-token-dispatcher-type", "alltoall")
+"""Two ranks have half of the experts each."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,7 @@ QUICK = (
     Case("dp4-tied", (1, 1, 4)),
     Case("pp2-interleaved", (1, 2, 1), CHUNKS),
     Case("tp2dp2-experts", (2, 1, 2), (*EXPERTS, "--sequence-parallel")),
+    Case("pp2dp2-experts-shared", (1, 2, 2), (*EXPERTS, *SHARED)),
     Case("pp2dp2-experts-per-token", (1, 2, 2), (*EXPERTS, *PER_TOKEN, "--eod-mask-loss")),
 )
 

@@ -1,7 +1,8 @@
 """Mixtures of experts lose ranks and nothing else, whatever the router, the precision and the schedule.
 
-Every rank of a stage has all experts of its layers. In each job one rank dies in a step that is run again and one in a
-committed step. Losses, those that balance experts among them, are those of the undisturbed job, with dropout 0.1.
+Every rank of a stage has all experts of its layers, or shares them with others: then those of a lost rank go to the
+rest of its crew, and back. In each job one rank dies in a step that is run again and one in a committed step. Losses,
+those that balance experts among them, are those of the undisturbed job, with dropout 0.1.
 """
 
 from __future__ import annotations
@@ -18,9 +19,12 @@ STEPS = 6
 EXPERTS = ("--num-experts", "4", "--moe-router-topk", "2", "--moe-aux-loss-coeff", "0.01", "--disable-bias-linear")
 FAULTS = "kill:rank=1,step=2,point=mid_backward;kill:rank=2,step=4,point=after_vote"
 RECOMPUTE = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
-SHARED = ("--moe-shared-expert-intermediate-size", "64", "--moe-shared-expert-gate")
+BESIDE = ("--moe-shared-expert-intermediate-size", "64", "--moe-shared-expert-gate")
 SINKHORN = ("--moe-router-load-balancing-type", "sinkhorn", "--moe-router-topk", "1", "--moe-aux-loss-coeff", "0")
 GROUPS = ("--moe-router-score-function", "sigmoid", "--moe-router-num-groups", "2", "--moe-router-group-topk", "1")
+SHARED = ("--expert-model-parallel-size", "2", "--moe-token-dispatcher-type", "alltoall")
+FOUR = ("--expert-model-parallel-size", "4")
+"""Three survivors compute the micro-batches of four in two turns, the second with ranks that have none."""
 Z_LOSS = ("--moe-z-loss-coeff", "1e-3")
 BALANCING = r"(?<=_loss: )\S+"
 MODELS: dict[str, tuple[int, int, int, tuple[str, ...]]] = {
@@ -31,17 +35,37 @@ MODELS: dict[str, tuple[int, int, int, tuple[str, ...]]] = {
     "sinkhorn": (4, 1, 2, SINKHORN),
     "groups of experts": (4, 1, 2, GROUPS),
     "capacity": (4, 1, 2, ("--moe-expert-capacity-factor", "1.0", "--moe-pad-expert-input-to-capacity")),
-    "shared expert, all to all": (4, 1, 2, (*SHARED, "--moe-token-dispatcher-type", "alltoall")),
+    "shared expert, all to all": (4, 1, 2, (*BESIDE, "--moe-token-dispatcher-type", "alltoall")),
     "interleaved": (4, 1, 2, ("--num-virtual-stages-per-pipeline-rank", "2")),
     "zero bubble, gated": (4, 1, 2, ("--elastic-schedule", "zero-bubble", "--swiglu", "--normalization", "RMSNorm")),
     "full recompute": (4, 1, 2, RECOMPUTE),
     "recompute of experts": (4, 1, 2, ("--recompute-granularity", "selective", "--recompute-modules", "moe")),
     "bf16": (4, 1, 2, ("--bf16",)),
     "fp16 with a loss scale": (4, 1, 1, ("--fp16", "--initial-loss-scale", "1024")),
+    "four share": (4, 1, 1, FOUR),
+    "two share": (4, 1, 1, SHARED),
+    "two share in two stages": (4, 1, 2, SHARED),
+    "two share, none returns": (4, 1, 1, (*SHARED, "--no-elastic-respawn")),
+    "four share, full recompute": (4, 1, 1, (*FOUR, *RECOMPUTE)),
+    "four share, recompute of experts": (
+        4,
+        1,
+        1,
+        (*FOUR, "--recompute-granularity", "selective", "--recompute-modules", "moe"),
+    ),
+    "four share in two stages": (8, 1, 2, (*FOUR, "--num-virtual-stages-per-pipeline-rank", "2")),
+    "four share, zero bubble, bf16": (8, 1, 2, (*FOUR, "--elastic-schedule", "zero-bubble", "--bf16")),
+    "four share, capacity": (
+        4,
+        1,
+        1,
+        (*FOUR, *BESIDE, "--moe-expert-capacity-factor", "1.0", "--moe-pad-expert-input-to-capacity"),
+    ),
+    "four share, per token": (4, 1, 1, (*FOUR, *GROUPS, "--calculate-per-token-loss", "--swiglu")),
     "exact": (4, 1, 2, ("--elastic-exact", "--micro-batch-size", "1")),
 }
 """Name → ranks, tensor-parallel size, stages, and flags."""
-EACH_TIME = ("cut sequence", "whole micro-batches")
+EACH_TIME = ("cut sequence", "whole micro-batches", "four share")
 
 
 def balancing(job: JobResult) -> dict[int, list[float]]:

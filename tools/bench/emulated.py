@@ -149,6 +149,10 @@ class EmulatedModel:
         whole = sum(map(part, self.profile.units[piece.first : piece.end])) * len(piece.rows) * self.second
         return whole * self.tensor / self.ranks
 
+    def ghost(self, piece: Piece, place: tuple[int, int]) -> torch.Tensor:
+        """See ``ModelInterface``."""
+        raise AssertionError("no ranks share experts here")
+
     @contextmanager
     def deferring(self, piece: Piece) -> Iterator[Deferred]:
         """See ``ModelInterface``."""

@@ -119,11 +119,13 @@ class Topology:
     """Pairs of units that share a weight (tied embeddings)."""
     parked: tuple[int, ...] = ()
     """Living ranks of broken tensor-parallel groups: members for state only."""
+    crew_size: int = 1
+    """Number of adjacent replicas that share the experts of their layers (:mod:`~megatron.elastic.plan.crews`)."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows that one cell runs through units ``[first, end)`` as one forward/backward."""
+    """Rows that one cell runs through units ``[first, end)`` as one forward/backward; none: a ghost of its crew."""
 
     id: int
     cell: int
@@ -185,6 +187,8 @@ class Plan:
     labels: tuple[str, ...] = field(default=())
     skipped: tuple[int, ...] = ()
     """Rows of the global batch that no cell computes, ascending: a policy that drops replicas lets the batch shrink."""
+    crews: tuple[tuple[int, ...], ...] = ()
+    """Cells that compute in lockstep, since they exchange tokens (:mod:`~megatron.elastic.plan.crews`)."""
 
     @property
     def rows(self) -> int:

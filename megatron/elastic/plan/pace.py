@@ -43,7 +43,7 @@ def samples_of(plan: Plan, times: Times) -> dict[int, tuple[int, int]]:
     nominal = {cell.id: cell.nominal_ppm for cell in plan.cells}
     peers: dict[tuple[int, int], list[Range]] = {}
     for key in sorted(rows):
-        if sum(times.get(key, (0, 0))) > 0:
+        if rows[key] and sum(times.get(key, (0, 0))) > 0:
             peers.setdefault(key[1:], []).append(key)
     samples: dict[int, tuple[int, int]] = {}
     for members in peers.values():
@@ -68,7 +68,7 @@ def measured_profile(plan: Plan, times: Times, base: Profile) -> Profile:
     samples = [
         PieceSample(first, end, rows[cell, first, end], backward, spent, speed[cell])
         for (cell, first, end), both in sorted(times.items())
-        if (cell, first, end) in rows
+        if rows.get((cell, first, end))
         for backward, spent in zip((False, True), both, strict=True)
         if spent
     ]

@@ -245,6 +245,7 @@ def plan_hash(plan: Plan) -> str:
     put("khz", _flat(plan.frequencies_khz))
     put("parked", plan.parked)
     put("skipped", plan.skipped)
+    put("crews", _flat((len(crew), *crew) for crew in plan.crews))
     digest.update("\0".join(plan.labels).encode())
     return digest.hexdigest()
 

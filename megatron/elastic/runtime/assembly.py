@@ -39,6 +39,7 @@ from megatron.elastic.engine.transaction.streams import Moved
 from megatron.elastic.observe.events import EventLog
 from megatron.elastic.observe.phases import PhaseTimer
 from megatron.elastic.observe.timeline import Timeline
+from megatron.elastic.plan.crews import crewed
 from megatron.elastic.plan.model import Profile
 from megatron.elastic.plan.pace import Pace
 from megatron.elastic.plan.policies.registry import Choice, choice_of, policy_named
@@ -135,6 +136,7 @@ def assemble(
     per_token, split = job.settings.per_token_loss, job.config.schedule == "zero-bubble"
     policy = policy_named(job.config.policy)
     choose = job.choose or choice_of(policy, split, per_token and not job.settings.whole_microbatches)
+    choose = crewed(choose)
     exact = None
     if job.config.exact:
         exact, choose = ExactGradients(arena, job.launch_topology.grid.global_batch_size), one_sample_pieces(choose)
@@ -162,7 +164,7 @@ def assemble(
         layouts=layouts,
         arena=arena,
         choose=choose,
-        moves_units=policy.moves_units and job.config.steps_before_migration >= 0,
+        moves_units=_moves_units(job),
         profile=_profile(job, layouts, arena, hardware) if job.profile is None else job.profile,
         hardware=hardware,
         sizes=sizes,
@@ -196,6 +198,12 @@ def assemble(
     engine = Engine(context, rebalancer, job.host_state, newcomer=links.decision is None)
     links.injector.flip, links.injector.spoil = engine.flip_bit, engine.spoil_gradient
     return engine
+
+
+def _moves_units(job: EngineParts) -> bool:
+    """Return whether layers may change place; the cells of a crew hold the same ones."""
+    moves = policy_named(job.config.policy).moves_units and job.config.steps_before_migration >= 0
+    return moves and not job.launch_topology.experts
 
 
 def _sizes(job: EngineParts, layouts: Layouts) -> CellSizes:

@@ -82,12 +82,23 @@ def _rehearse_admission(links: Links, job: EngineParts, own: Catalog, arena: Are
 
 def _guessed(own: Catalog, assignment: Assignment, covered: Covered) -> Catalog:
     """Return a catalog of all units, in which units that this rank does not hold are like one that it holds."""
-    like: dict[bool, tuple[ParamSpec, ...]] = {}
-    common = assignment.launch_topology.common
+    launch = assignment.launch_topology
+
+    def kind(shard: int) -> int:
+        """Return a number that spaces with parameters of the same kind share: shards, the common part, experts."""
+        return min(max(shard, launch.tensor - 1), len(launch.shards))
+
+    held = {unit for unit, _ in own}
+    with_experts = {unit for unit, shard in own if kind(shard) == len(launch.shards)}
+    like: dict[int, tuple[ParamSpec, ...]] = {}
     for (_, shard), specs in own.items():
-        like.setdefault(shard == common, specs)
-    keys = assignment.state_groups(covered)
-    return {key: own.get(key) or like[key[1] == common] for key in keys if key in own or (key[1] == common) in like}
+        like.setdefault(kind(shard), specs)
+    keys = {
+        (unit, shard)
+        for unit, shard in assignment.state_groups(covered)
+        if kind(shard) in like and (kind(shard) < len(launch.shards) or unit not in held - with_experts)
+    }
+    return {key: own.get(key) or like[kind(key[1])] for key in sorted(keys)}
 
 
 def _in_a_place(assignment: Assignment, rank: int, units: tuple[int, ...]) -> tuple[Assignment, tuple[int, ...]]:

@@ -5,6 +5,7 @@ tensor-parallel shard, one flat fp32 element space that holds the parameters of
 that shard. Parameters that are replicated over the tensor-parallel group (norms,
 biases of row-parallel layers) lie in a space of their own, the *common* part,
 numbered as one shard more. At tensor-parallel size 1 all parameters are in shard 0.
+Where ranks share the experts of a layer, each expert has a space too, numbered behind these.
 Each space is cut into :class:`StateBlock` slices, the granule of
 ownership, copies, transfers and hashes (docs/design.md §6).
 
@@ -54,6 +55,8 @@ class ParamSpec:
     lr_multiplier: float = 1.0
     group: int = 0
     """Index of the parameter group whose rate in the StepRecord applies."""
+    expert: int | None = None
+    """The expert that it belongs to, where ranks share experts: each expert of a unit has a space of its own."""
 
     def __post_init__(self) -> None:
         if self.numel != math.prod(self.shape) or self.numel <= 0:

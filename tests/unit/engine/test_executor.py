@@ -57,6 +57,9 @@ class Layers:
     def layer_losses(self) -> Mapping[str, tuple[float, float]]:
         return {"balance": (self.weight, 2.0)}
 
+    def ghost(self, piece: Piece, place: tuple[int, int]) -> torch.Tensor:
+        raise AssertionError("no ranks share experts here")
+
     def deferring(self, piece: Piece) -> AbstractContextManager[Any]:
         raise AssertionError("no backward is split here")
 

@@ -41,7 +41,6 @@ EXPERTS = {"num_experts": 8, "sequence_parallel": True, "add_bias_linear": False
 
 REFUSED_WITH_ELASTIC: list[tuple[str, dict[str, Any]]] = [
     ("--context-parallel-size", {"context_parallel_size": 2}),
-    ("--expert-model-parallel-size", {"expert_model_parallel_size": 2}),
     ("--moe-layer-freq", {**EXPERTS, "moe_layer_freq": 2}),
     ("--moe-router-load-balancing-type", {**EXPERTS, "moe_router_load_balancing_type": ["global_aux_loss"]}),
     ("--moe-router-enable-expert-bias", {**EXPERTS, "moe_router_enable_expert_bias": True}),
@@ -156,7 +155,7 @@ def test_each_of_the_most_used_flags_is_classified() -> None:
         ("--overlap-grad-reduce", "honoured", "no effect"),
         ("--context-parallel-size", "refused", "refused"),
         ("--num-experts", "honoured", "honoured"),
-        ("--expert-model-parallel-size", "honoured", "refused"),
+        ("--expert-model-parallel-size", "honoured", "honoured"),
         ("--enable-cuda-graph", "substituted", "refused"),
     ],
 )
@@ -233,6 +232,26 @@ def test_experts_that_cannot_be_trained_are_refused(given: dict[str, Any], confi
     check(plain(**whole), config, "cpu", [])
     with pytest.raises(BadInput, match=words):
         check(plain(**{**whole, **given}), config, "cpu", [])
+
+
+@pytest.mark.parametrize(
+    ("given", "config", "platform", "words"),
+    [
+        ({"tensor_model_parallel_size": 2}, ElasticConfig(), "cpu", "--tensor-model-parallel-size 1"),
+        ({"calculate_per_token_loss": True}, ElasticConfig(exact=True), "cpu", "--elastic-exact .* leave one out"),
+        ({}, ElasticConfig(policy="recycle"), "cpu", "--elastic-policy recycle"),
+        ({"transformer_impl": "transformer_engine"}, ElasticConfig(), "cuda", "--transformer-impl local"),
+        ({"moe_grouped_gemm": True}, ElasticConfig(), "cuda", "--moe-grouped-gemm .* leave it out"),
+        ({"moe_token_dispatcher_type": "flex"}, ElasticConfig(), "cuda", "--moe-token-dispatcher-type flex"),
+    ],
+)
+def test_shared_experts_that_do_not_hold_are_refused(
+    given: dict[str, Any], config: ElasticConfig, platform: str, words: str
+) -> None:
+    shared = {**EXPERTS, "expert_model_parallel_size": 2, "tensor_model_parallel_size": 1, "micro_batch_size": 1}
+    check(plain(**shared), ElasticConfig(), platform, [])
+    with pytest.raises(BadInput, match=words):
+        check(plain(**{**shared, **given}), config, platform, [])
 
 
 @pytest.mark.parametrize(

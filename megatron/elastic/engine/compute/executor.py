@@ -90,6 +90,8 @@ class PassResult:
         sums: dict[tuple[int, int], tuple[int, int]] = {}
         for action in self.actions:
             piece, spent = pieces[action.piece], action.end_ns - action.start_ns
+            if not piece.rows:  # its time is that of other cells
+                continue
             forward, backward = sums.get((piece.first, piece.end), (0, 0))
             both = (forward + spent, backward) if action.op is Op.FORWARD else (forward, backward + spent)
             sums[piece.first, piece.end] = both
@@ -161,7 +163,7 @@ class Executor:
         """Return the pieces of this cell that read the data set, in order of their forwards."""
         order = [a.piece for a in self._plan.table(self._cell.id) if a.op is Op.FORWARD]
         ends = {0, self._interface.compute_units}
-        return tuple(p for p in (self._pieces[i] for i in order) if {p.first, p.end} & ends)
+        return tuple(p for p in (self._pieces[i] for i in order) if {p.first, p.end} & ends and p.rows)
 
     def run(self, work: Pass) -> PassResult:
         """Execute every action; gradients accumulate in the arena. Raises the communicator's typed errors."""
@@ -198,7 +200,7 @@ class Executor:
             case Op.BACKWARD:
                 work.reach("mid_backward")
                 self._backward(action, piece, work, result)
-                result.ledger.accumulated(piece, work.address.samples(piece))
+                self._accumulated(piece, work, result)
             case Op.BACKWARD_INPUT:
                 work.reach("mid_backward")
                 with self._interface.deferring(piece) as self._deferred[piece.id]:
@@ -206,7 +208,7 @@ class Executor:
             case Op.BACKWARD_WEIGHT:
                 with _timed(action, piece, work, result):
                     self._deferred.pop(piece.id).run(self._accumulate)
-                result.ledger.accumulated(piece, work.address.samples(piece))
+                self._accumulated(piece, work, result)
             case Op.SEND_FORWARD:
                 edge = self._plan.edges[action.edge]
                 running = self._running[piece.id]
@@ -218,7 +220,24 @@ class Executor:
                 gradient = self._local[(-1 - piece.id, True)]
                 self._emit(gradient, edge.target_at, action.edge, edge.source, work.step, backward=True)
 
+    def _accumulated(self, piece: Piece, work: Pass, result: PassResult) -> None:
+        if piece.rows:
+            result.ledger.accumulated(piece, work.address.samples(piece))
+
+    def _ghost(self, action: Action, piece: Piece, work: Pass, result: PassResult) -> None:
+        """Run the forward of a piece without rows: its crew exchanges tokens in it."""
+        grad_mode = nullcontext() if work.training else torch.no_grad()
+        splittable = self._interface.deferring(piece) if work.training and piece.id in self._split else nullcontext()
+        with work.scope(piece), grad_mode, splittable, _timed(action, piece, work, result):
+            place = place_of(piece.first, piece.end, self._interface.compute_units)
+            output = self._interface.ghost(piece, place)
+        if work.training:
+            self._running[piece.id] = _Running(None, output)
+
     def _forward(self, action: Action, piece: Piece, work: Pass, result: PassResult) -> None:
+        if not piece.rows:
+            self._ghost(action, piece, work, result)
+            return
         source = self._assemble(piece, backward=False) if piece.first > 0 else None
         if source is not None and work.training:
             source.requires_grad_(True)
@@ -253,7 +272,11 @@ class Executor:
 
     def _backward(self, action: Action, piece: Piece, work: Pass, result: PassResult) -> None:
         running = self._running.pop(piece.id)
-        gradient = self._assemble(piece, backward=True) if piece.end < self._interface.compute_units else None
+        gradient: torch.Tensor | None = None
+        if not piece.rows:
+            gradient = torch.zeros_like(running.output)
+        elif piece.end < self._interface.compute_units:
+            gradient = self._assemble(piece, backward=True)
         with work.scope(piece), _timed(action, piece, work, result):
             torch.autograd.backward(running.output, grad_tensors=gradient)
         if running.source is not None:

@@ -26,6 +26,7 @@ __all__ = [
     "ROW_DIM",
     "CellPlace",
     "Covered",
+    "Crew",
     "DeferredWeights",
     "ForwardStep",
     "LossOutput",
@@ -42,13 +43,27 @@ ForwardStep = Callable[[Iterator[Any], Any], tuple[torch.Tensor, Callable[[torch
 
 
 @dataclass(frozen=True)
+class Crew:
+    """The ranks that exchange tokens, and the *homes* of experts among them: each expert is on one rank of a crew."""
+
+    ranks: tuple[int, ...]
+    experts: tuple[tuple[int, ...], ...]
+    """The experts of each of these ranks, ascending."""
+
+    def experts_of(self, rank: int) -> tuple[int, ...]:
+        """Return the experts whose home is ``rank``."""
+        return self.experts[self.ranks.index(rank)]
+
+
+@dataclass(frozen=True)
 class CellPlace:
-    """A rank's place in its cell."""
+    """A rank's place in its cell, and its crew where ranks share experts."""
 
     ranks: tuple[int, ...]
     """The ranks of the cell, in order."""
     index: int
     """Which of them this rank is."""
+    crew: Crew | None = None
 
     @property
     def position(self) -> Position:
@@ -156,6 +171,12 @@ class ModelInterface(Protocol):
         ``place``: (position, count) of a stage that is the first, or the last, exactly if the piece is
         (:func:`place_of`).
         ``source``: ``[s, rows, h]`` from the units before, ``None`` for the first.
+        """
+
+    def ghost(self, piece: Piece, place: tuple[int, int]) -> torch.Tensor:
+        """Take part in the exchanges of a crew's forward of ``piece``, which has no rows.
+
+        Returns the output of its last layer, without rows; the backward of that takes part in the crew's backward.
         """
 
     def deferring(self, piece: Piece) -> AbstractContextManager[DeferredWeights]:

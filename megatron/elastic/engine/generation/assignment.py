@@ -11,17 +11,21 @@ A cell has the ranks that these sizes give it unless the assignment *forms* it a
 of ranks of several cells. The ranks of a cell are ordered. A rank's place among them
 says which part of each unit it computes, and so which shards of state it covers
 (:mod:`~megatron.elastic.state.coverage`). State itself stays cut as at the launch.
+
+Where ranks share the experts of their layers, each expert has a *home* in each crew: the cells at one place of
+adjacent replicas (:mod:`~megatron.elastic.plan.crews`). While a cell of a crew is missing, its experts are dealt to the
+others (:meth:`Assignment.crewed`), so homes are uneven, and every crew still has all experts.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megatron.elastic.engine.compute.buffers import HeldPart
-from megatron.elastic.engine.compute.model_interface import CellPlace, Covered, only_at_launch
+from megatron.elastic.engine.compute.model_interface import CellPlace, Covered, Crew, only_at_launch
 from megatron.elastic.engine.generation.launch_topology import LaunchTopology
 from megatron.elastic.engine.generation.shape import GridShape
 from megatron.elastic.plan.model import Cell, Replica, Topology
@@ -41,6 +45,8 @@ class Assignment:
     """(cell, its ranks in order) of each cell with other ranks than in :attr:`base`, ascending; no ranks: dissolved."""
     shape: GridShape | None = None
     """The sizes in force since a reshape; None: the launch's."""
+    rehomed: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    """(cell, experts) of each cell with other experts than at launch, ascending; no experts: it is in no crew."""
 
     def __post_init__(self) -> None:
         if not self.formed:
@@ -89,10 +95,58 @@ class Assignment:
     def _places(self) -> Mapping[int, tuple[int, CellPlace]]:
         """Rank → its cell, and its place there; ranks of no cell are left out."""
         return {
-            rank: (cell.id, CellPlace(cell.ranks, index))
+            rank: (cell.id, CellPlace(cell.ranks, index, self._crew(cell.id, index)))
             for cell in self.cells.values()
             for index, rank in enumerate(cell.ranks)
         }
+
+    @cached_property
+    def _crews(self) -> tuple[tuple[int, ...], ...]:
+        """The cells of each crew, missing ones included, in the order of their replicas."""
+        size, replicas = self.launch_topology.crew_size, self.replicas
+        if not self.launch_topology.experts:
+            return ()
+        groups = [replicas[first : first + size] for first in range(0, len(replicas), size)]
+        seats = (
+            tuple(s.cell for s in seat) for group in groups for seat in zip(*(r.segments for r in group), strict=True)
+        )
+        return tuple(dict.fromkeys(seats))
+
+    @cached_property
+    def _experts(self) -> Mapping[int, tuple[int, ...]]:
+        """Cell → the experts that it has of each of its layers; cells without units are left out."""
+        launch = self.launch_topology
+        return {cell: launch.experts_at(at) for crew in self._crews for at, cell in enumerate(crew)} | dict(
+            self.rehomed
+        )
+
+    def _crew(self, cell: int, index: int) -> Crew | None:
+        """Return the crew of the rank that is the ``index``-th of ``cell``."""
+        crew = next((crew for crew in self._crews if cell in crew), ())
+        members = [member for member in crew if self._experts[member]]
+        if cell not in members:
+            return None
+        return Crew(
+            tuple(self.cells[member].ranks[index] for member in members),
+            tuple(self._experts[member] for member in members),
+        )
+
+    def crewed(self, living: Collection[int]) -> Assignment:
+        """Return the assignment in which the experts of missing cells have homes on the others of their crews.
+
+        A crew without a missing cell has the homes of the launch. It follows from cells and ``living`` alone.
+        """
+        launched = replace(self, rehomed=())
+        whole, homes = frozenset(launched.whole(living)), dict[int, tuple[int, ...]]()
+        for crew in launched._crews:
+            present = [cell for cell in crew if cell in whole]
+            if not present or len(present) == len(crew):
+                continue
+            mine = {cell: list(launched._experts[cell]) for cell in present}
+            for expert in sorted(expert for cell in crew if cell not in whole for expert in launched._experts[cell]):
+                mine[min(present, key=lambda cell: (len(mine[cell]), cell))].append(expert)
+            homes |= {cell: tuple(sorted(mine.get(cell, ()))) for cell in crew}
+        return replace(launched, rehomed=tuple(sorted(homes.items())))
 
     def cell_of(self, rank: int) -> int | None:
         """Return the number of the cell that ``rank`` belongs to; ``None`` if it is in none."""
@@ -138,8 +192,15 @@ class Assignment:
         units, place = self.units_of(rank), self.place(rank)
         if place is None:
             return HeldPart()
-        spaces = tuple((unit, shard) for unit in units for shard in self.shards_at(unit, place.position, covered))
+        shards_of = self._shards_of(rank, covered)
+        spaces = tuple((unit, shard) for unit in units for shard in shards_of(unit))
         return HeldPart(units, place, spaces)
+
+    def _shards_of(self, rank: int, covered: Covered) -> Callable[[int], tuple[int, ...]]:
+        """Return unit → the shards that ``rank``, a member of a cell, covers, and the spaces of its experts."""
+        cell, place = self._places[rank]
+        experts = tuple(map(self.launch_topology.expert_shard, self._experts.get(cell, ())))
+        return lambda unit: (*self.shards_at(unit, place.position, covered), *experts)
 
     def gained(self, before: Assignment) -> dict[int, frozenset[int]]:
         """Return rank → units that it holds here but not under ``before``; ranks without such units are left out.
@@ -173,9 +234,9 @@ class Assignment:
         for replica in self.replicas:
             for segment in replica.segments:
                 for rank in self.cells[segment.cell].ranks:
-                    position = self._places[rank][1].position
+                    shards_of = self._shards_of(rank, covered)
                     for unit in self._units[segment.cell]:
-                        for shard in self.shards_at(unit, position, covered):
+                        for shard in shards_of(unit):
                             groups.setdefault((unit, shard), []).append((segment.first, rank))
         return {
             key: tuple(dict.fromkeys(rank for _, rank in sorted(holders, key=lambda holder: holder[0])))
@@ -189,12 +250,23 @@ class Assignment:
         parked = tuple(rank for rank in sorted(living) if rank not in computing)
         launch_topology = self.launch_topology
         tied = () if launch_topology.tied_unit is None else ((0, launch_topology.compute_units - 1),)
-        return Topology(launch_topology.grid, launch_topology.compute_units, whole, self.replicas, tied, parked)
+        return Topology(
+            launch_topology.grid,
+            launch_topology.compute_units,
+            whole,
+            self.replicas,
+            tied,
+            parked,
+            launch_topology.crew_size,
+        )
 
     def whole(self, living: Collection[int]) -> tuple[int, ...]:
-        """Return the cells of which every rank is in ``living``, ascending; no dissolved ones."""
+        """Return the cells of which every rank is in ``living``, ascending; none dissolved or without a crew."""
+        apart = {cell for cell, experts in self.rehomed if not experts}
         return tuple(
-            number for number, cell in self.cells.items() if cell.ranks and all(rank in living for rank in cell.ranks)
+            number
+            for number, cell in self.cells.items()
+            if cell.ranks and number not in apart and all(rank in living for rank in cell.ranks)
         )
 
     @property
@@ -233,4 +305,5 @@ class Assignment:
         """Return a hash to compare between processes."""
         spans = [[(s.cell, s.first, s.end) for s in replica.segments] for replica in self.replicas]
         text = repr((spans, self.formed, self.shape) if self.formed or self.shape else spans)
+        text += repr(self.rehomed) if self.rehomed else ""
         return hashlib.sha256(text.encode()).hexdigest()[:32]

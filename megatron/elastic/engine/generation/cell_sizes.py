@@ -80,7 +80,7 @@ class CellSizes:
 
         ``least``: number of ranks that a cell needs at least, by cell; with fewer it is not formed.
         """
-        seated = replace(assignment, formed=()).seated(living)
+        seated = replace(assignment, formed=(), rehomed=()).seated(living)
         most = assignment.base.sizes.tensor
         damaged, needed = seated.broken(living), dict(least or {})
         alive = {number: [rank for rank in seated.cells[number].ranks if rank in living] for number in damaged}

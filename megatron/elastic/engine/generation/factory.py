@@ -94,7 +94,9 @@ class ViewFactory:
         assignment = configuration.assignment
         units = assignment.uncovered(decision.members)
         if units:
-            launched = replace(assignment, formed=())  # a dissolved cell lists no rank that could complete it
+            launched = replace(
+                assignment, formed=(), rehomed=()
+            )  # a dissolved cell lists no rank that could complete it
             groups = (*assignment.state_groups(self.covered).items(), *launched.state_groups(self.covered).items())
             holders = {rank for (unit, _), group in groups if unit in units for rank in group}
             raise StageGone(decision, units, sorted(holders - decision.members.keys()))
@@ -136,11 +138,16 @@ class ViewFactory:
         """Return why the other ranks cannot go on without ``leaving``; empty if they can."""
         try:
             staying = [rank for rank in view.living if rank not in leaving]
-            assignment = self._manned(view.assignment, staying) if self.lives_on else view.assignment
+            assignment = self._manned(view.assignment, staying) if self._shrinks else view.assignment
             self._plan(assignment, staying, {})
         except PlanError as error:
             return str(error)
         return ""
+
+    @property
+    def _shrinks(self) -> bool:
+        """True if other ranks take over the parts of those that leave a cell or a crew."""
+        return self.lives_on or self.launch_topology.experts > 0
 
     def taken_over(self, assignment: Assignment, decision: Decision) -> Assignment:
         """Return ``assignment`` with waiting cells in place of lost ones; re-cut if a lost stage will not come back.
@@ -159,14 +166,18 @@ class ViewFactory:
         return seated if recut is None else recut.target
 
     def _manned(self, assignment: Assignment, living: Collection[int]) -> Assignment:
-        """Return the assignment after losses and returns, with the same cut.
+        """Return the assignment after losses and returns, with the same cut. Crews without a cell deal its experts."""
+        return self._whole_cells(assignment, living).crewed(living)
+
+    def _whole_cells(self, assignment: Assignment, living: Collection[int]) -> Assignment:
+        """Return the assignment whose cells are whole, as far as possible.
 
         A formed cell whose ranks lack the memory needs more of them. Its ranks are free for other cells then, and those
         compute its rows, so the memory of all is examined again. Cells of leftover ranks stay as they are where forming
         all anew, for ranks that have returned, would leave a stage without a cell.
         """
         if not self.lives_on:
-            return assignment.seated(living)
+            return replace(assignment, rehomed=()).seated(living)
         least = dict[int, int]()
         while True:
             formed = self.sizes.living_on(assignment, living, least)
@@ -195,6 +206,8 @@ class ViewFactory:
         Raises :class:`PlanError` with one line if it cannot be; whether there are enough ranks is for the caller.
         """
         launch, grid = self.launch_topology, self.launch_topology.grid
+        if launch.experts:
+            raise PlanError("ranks share experts: --expert-model-parallel-size above 1 keeps the sizes of the launch")
         batches = grid.global_batch_size // grid.micro_batch_size
         if sizes.tensor != launch.tensor and self.config.exact:
             raise PlanError(f"TP {launch.tensor} decides how sums are rounded, and --elastic-exact keeps it")
@@ -236,7 +249,7 @@ class ViewFactory:
         them, so that the state of these ranks has other holders. Raises ``RuntimeError`` if a block would have none.
         """
         staying = [rank for rank in view.living if rank not in leaving]
-        shrinks = bool(leaving) and self.lives_on
+        shrinks = bool(leaving) and self._shrinks
         assignment = target or (self._manned(view.assignment, staying) if shrinks else view.assignment)
         groups = self.groups_of(assignment, staying)
         kept = {(group.unit, group.shard) for group in groups}

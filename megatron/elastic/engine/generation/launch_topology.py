@@ -16,6 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.elastic.plan.model import Cell, Grid
+from megatron.elastic.state.layout import ParamSpec
 
 __all__ = ["LaunchTopology"]
 
@@ -37,6 +38,10 @@ class LaunchTopology:
     """State-only unit shared by the first and last stage, if embeddings are tied."""
     extra: int = 0
     """Number of possible ranks beyond those of the launch, a multiple of ``tensor``."""
+    experts: int = 0
+    """Number of experts of a layer, where ranks share them; 0: each rank of a stage has all experts of its layers."""
+    crew_size: int = 1
+    """Number of adjacent replicas that share the experts: Megatron's expert-parallel size."""
 
     @property
     def slots(self) -> int:
@@ -68,6 +73,15 @@ class LaunchTopology:
         """Shard numbers of a unit's state, the common part's last."""
         return tuple(range(self.tensor)) if self.common is None else (*range(self.tensor), self.common)
 
+    def expert_shard(self, expert: int) -> int:
+        """Return the shard number of an expert's space, behind those of :attr:`shards`."""
+        return len(self.shards) + expert
+
+    def experts_at(self, index: int) -> tuple[int, ...]:
+        """Return the experts that the ``index``-th replica of a crew has at launch."""
+        each = self.experts // self.crew_size
+        return tuple(range(index * each, (index + 1) * each))
+
     def rank(self, shard: int, replica: int, stage: int) -> int:
         """Return the global rank at a place of the launch."""
         return shard + self.tensor * (replica + self.data * stage)
@@ -76,9 +90,11 @@ class LaunchTopology:
         """Return the tensor-parallel rank of any rank at launch: the shard that it then computes."""
         return rank % self.tensor
 
-    def shard_of(self, rank: int, sharded: bool) -> int:
-        """Return the shard number under which state has a parameter of ``rank`` at launch (``ParamSpec.sharded``)."""
-        return self.shard(rank) if sharded or self.common is None else self.common
+    def shard_of(self, rank: int, spec: ParamSpec) -> int:
+        """Return the shard number under which state has a parameter of ``rank`` at launch."""
+        if spec.expert is not None:
+            return self.expert_shard(spec.expert)
+        return self.shard(rank) if spec.sharded or self.common is None else self.common
 
     def place(self, rank: int) -> tuple[int, int, int] | None:
         """Return (tensor-parallel rank, replica, stage) of a rank of the launch; ``None`` for an extra rank."""

@@ -15,7 +15,8 @@ from collections.abc import Mapping
 from megatron.elastic.comm.exchange import gather_messages
 from megatron.elastic.comm.fabric import Fabric
 from megatron.elastic.engine.compute.buffers import HeldPart
-from megatron.elastic.engine.compute.model_interface import CellPlace, ModelInterface
+from megatron.elastic.engine.compute.model_interface import ModelInterface
+from megatron.elastic.engine.generation.assignment import Assignment
 from megatron.elastic.engine.generation.launch_topology import LaunchTopology
 from megatron.elastic.state.layout import ParamSpec, UnitLayout, UnitShard
 
@@ -32,7 +33,7 @@ def own_catalog(interface: ModelInterface, launch_topology: LaunchTopology, rank
     catalog: dict[UnitShard, list[ParamSpec]] = {}
     for unit in interface.held_units():
         for item in interface.unit_parameters(unit):
-            shard = launch_topology.shard_of(rank, item.spec.sharded)
+            shard = launch_topology.shard_of(rank, item.spec)
             catalog.setdefault((unit, shard), []).append(item.spec)
     return {key: tuple(specs) for key, specs in catalog.items()}
 
@@ -40,7 +41,8 @@ def own_catalog(interface: ModelInterface, launch_topology: LaunchTopology, rank
 def built(catalog: Catalog, launch_topology: LaunchTopology, rank: int) -> HeldPart:
     """Return the part of the model that the process of ``rank`` has built for the launch; ``catalog``: its own."""
     units = tuple(sorted({unit for unit, _ in catalog}))
-    return HeldPart(units, CellPlace(launch_topology.cell_of(rank).ranks, launch_topology.shard(rank)), tuple(catalog))
+    place = Assignment.at_launch(launch_topology).place(rank)
+    return HeldPart(units, place, tuple(catalog))
 
 
 def exchange_catalog(interface: ModelInterface, launch_topology: LaunchTopology, fabric: Fabric) -> Catalog:

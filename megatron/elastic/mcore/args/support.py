@@ -81,10 +81,10 @@ FEATURES: tuple[Feature, ...] = (
             lambda args: (args.context_parallel_size or 1) > 1 or bool(getattr(args, "hybrid_context_parallel", False)),
             "refused", "refused", f"its attention needs Transformer Engine: {_GPU}, {_PLAIN}"),
     Feature("mixture of experts", ("--num-experts", *flag_table.MOE), _any("num_experts"), "works", "works",
-            "with --elastic every rank of a stage has all experts of its layers"),
+            "with --elastic layers are Megatron's own, and a micro-batch is never divided"),
     Feature("expert parallelism", ("--expert-model-parallel-size", "--overlap-moe-expert-parallel-comm"),
-            lambda args: (args.expert_model_parallel_size or 1) > 1, "works", "refused",
-            "the elastic engine does not deal experts to ranks: use --expert-model-parallel-size 1"),
+            lambda args: (args.expert_model_parallel_size or 1) > 1, "works", "works",
+            "with --elastic without tensor parallelism, and layers stay in their stages"),
     Feature("experts with another tensor-parallel size than attention", ("--expert-tensor-parallel-size",),
             lambda args: getattr(args, "expert_tensor_parallel_size", None)
             not in (None, args.tensor_model_parallel_size), "works", "refused",
@@ -217,6 +217,8 @@ def _refusals(args: Namespace, config: ElasticConfig, platform: str, words: Sequ
         yield from _exact_faults(args, config, platform)
         yield from _spare_faults(args, config)
         yield from _policy_faults(args, config)
+        if (args.expert_model_parallel_size or 1) > 1:
+            yield from _shared_expert_faults(args, config, platform)
     if args.num_experts:
         yield from _expert_faults(args, config, platform)
 
@@ -240,6 +242,25 @@ def _expert_faults(args: Namespace, config: ElasticConfig, platform: str) -> Ite
             "--elastic-exact computes sample by sample, and experts are balanced over a micro-batch of "
             f"{args.micro_batch_size}: use --micro-batch-size 1"
         )
+
+
+def _shared_expert_faults(args: Namespace, config: ElasticConfig, platform: str) -> Iterator[str]:
+    """Yield what does not hold where ranks share experts."""
+    size = f"--expert-model-parallel-size {args.expert_model_parallel_size}"
+    if args.tensor_model_parallel_size > 1:
+        yield f"{size} is elastic without tensor parallelism only: use --tensor-model-parallel-size 1, or {_PLAIN}"
+    if config.exact:
+        yield f"--elastic-exact adds up gradients by sample, and with {size} an expert sees several: leave one out"
+    if config.policy != "elaswave":
+        yield f"--elastic-policy {config.policy} with {size} is not tested: leave out the policy"
+    if platform != "cpu" and args.transformer_impl != "local":  # a CPU has no others
+        yield f"{size} with --elastic needs Megatron's own layers: add --transformer-impl local, or {_PLAIN}"
+    if platform != "cpu" and getattr(args, "moe_grouped_gemm", False):
+        yield f"--moe-grouped-gemm keeps the experts of a rank in one weight, which {size} deals out: leave it out"
+    if getattr(args, "moe_token_dispatcher_type", "") == "flex":
+        yield f"--moe-token-dispatcher-type flex with {size}: --elastic has a dispatcher of its own, use alltoall"
+    if getattr(args, "overlap_moe_expert_parallel_comm", False):
+        yield f"--overlap-moe-expert-parallel-comm with {size}: two micro-batches would be under way: leave it out"
 
 
 def _exact_faults(args: Namespace, config: ElasticConfig, platform: str) -> Iterator[str]:

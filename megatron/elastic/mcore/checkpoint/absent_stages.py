@@ -30,8 +30,9 @@ __all__ = ["AbsentStages", "duties"]
 def duties(launch_topology: LaunchTopology, living: Sequence[int]) -> dict[int, tuple[int, ...]]:
     """Return rank → stages that it writes besides its own; prefers ranks of whole tensor-parallel groups.
 
-    Raises ``OSError`` if no living rank of the launch has the tensor-parallel rank of such a stage.
+    Raises ``OSError`` if no living rank of the launch has the tensor-parallel rank of such a stage, or some experts.
     """
+    _require_experts(launch_topology, living)
     places = {rank: place for rank in living if (place := launch_topology.place(rank)) is not None}
     launched = {(shard, stage) for shard, _, stage in places.values()}
     found: dict[int, list[int]] = {}
@@ -45,6 +46,17 @@ def duties(launch_topology: LaunchTopology, living: Sequence[int]) -> dict[int, 
                 raise OSError(f"no living rank can write the part of tensor-parallel rank {shard}")
             found.setdefault((whole or able)[0], []).append(stage)
     return {rank: tuple(stages) for rank, stages in found.items()}
+
+
+def _require_experts(launch_topology: LaunchTopology, living: Sequence[int]) -> None:
+    """Raise ``OSError`` unless each expert has a living rank of the launch that had it there."""
+    size = launch_topology.crew_size
+    launched = {(place[2], place[1] % size) for rank in living if (place := launch_topology.place(rank)) is not None}
+    for stage in range(launch_topology.pipeline):
+        for index in range(size):
+            if launch_topology.experts and (stage, index) not in launched:
+                experts = ", ".join(map(str, launch_topology.experts_at(index)))
+                raise OSError(f"all ranks are missing that write experts {experts} of pipeline stage {stage}")
 
 
 @dataclass(frozen=True)

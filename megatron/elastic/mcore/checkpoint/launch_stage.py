@@ -20,6 +20,8 @@ class LaunchStage:
 
     interface: GptInterface
     launched: Launched
+    shared_experts: bool = False
+    """True if it is the part of a stage that has the experts which ranks share."""
 
     def ordered(self) -> list[UnitParameter]:
         """Return the trainable parameters in the order of Megatron's groups."""

@@ -69,7 +69,8 @@ class OptimizerCheckpoint:
         self._duties: dict[int, LaunchStage] = {}
         self._built: dict[int, LaunchStage] = {}
         self._config = replace(config, use_distributed_optimizer=False)
-        self._reading: Any = None
+        self._reading: list[tuple[LaunchStage, Any]] = []
+        """Parts of the checkpoint that is being read, with the optimizers that Megatron fills."""
         self.content: Content | None = None
         """Content of the save being planned."""
 
@@ -96,9 +97,12 @@ class OptimizerCheckpoint:
     def _saved(
         self, place: LaunchStage, model_state: Any, groups: Sequence[Mapping[str, Any]], metadata: Mapping[str, Any]
     ) -> Any:
-        shadow = self._shadow(place, groups)
-        self._lay_out(place, shadow, self._engine.record)
-        return self._state_dict(place, shadow, model_state, metadata, loading=False)
+        states = []
+        for part in self._parts(place):
+            shadow = self._shadow(part, groups)
+            self._lay_out(part, shadow, self._engine.record)
+            states.append(self._state_dict(part, shadow, model_state, metadata, loading=False))
+        return _chained(states)
 
     def _saved_for(
         self, stage: int, place: LaunchStage, groups: Sequence[Mapping[str, Any]], metadata: Mapping[str, Any]
@@ -117,12 +121,23 @@ class OptimizerCheckpoint:
 
     def begin_load(self, model_state: Any, groups: Sequence[Mapping[str, Any]], metadata: Mapping[str, Any]) -> Any:
         """Return a sharded state dict to read a checkpoint into; pass the result to :meth:`finish_load`."""
-        self._reading = self._shadow(self._own, groups)
-        return self._state_dict(self._own, self._reading, model_state, metadata, loading=True)
+        self._reading = [(part, self._shadow(part, groups)) for part in self._parts(self._own)]
+        return _chained(
+            [self._state_dict(part, shadow, model_state, metadata, loading=True) for part, shadow in self._reading]
+        )
 
     def finish_load(self, state_dict: Any) -> LoadedState:
         """Return the loaded state."""
-        shadow, self._reading = self._reading, None
+        reading, self._reading = self._reading, []
+        state = self._engine.empty_state()
+        states = [state_dict] if len(reading) == 1 else [state_dict[number] for number in range(len(reading))]
+        read = [self._read(*part, found, state) for part, found in zip(reading, states, strict=True)]
+        return replace(read[0], adam_step=max(part.adam_step for part in read))
+
+    def _read(
+        self, place: LaunchStage, shadow: Any, state_dict: Any, state: Mapping[UnitShard, torch.Tensor]
+    ) -> LoadedState:
+        """Fill the parameters of ``place`` in ``state``, and return the loaded state."""
         if state_dict.get("param_state_sharding_type") == _RESHARDABLE:
             step = _group_step(state_dict["optimizer"]["param_groups"])
             groups = state_dict["optimizer"]["param_groups"]
@@ -137,16 +152,36 @@ class OptimizerCheckpoint:
                 if tensors and "step" in tensors[0]
                 else _group_step(shadow.optimizer.param_groups)
             )
-        loaded = self._engine.empty_state()
-        for (key, slot), main, moments in zip(self._slots(self._own), mains, tensors, strict=True):
-            rows = loaded[key][:, slot.start : slot.stop]
+        for (key, slot), main, moments in zip(self._slots(place), mains, tensors, strict=True):
+            rows = state[key][:, slot.start : slot.stop]
             for row, value in zip(rows, (main, moments["exp_avg"], moments["exp_avg_sq"]), strict=True):
                 row.copy_(value.detach().reshape(-1))
         named = {_identity(group): settings_of(group) for group in groups}
         settings = [named.get(_identity(group), {}) for group in shadow.optimizer.param_groups]
-        return LoadedState(loaded, step, dict(state_dict.get("grad_scaler") or {}), settings)
+        return LoadedState(state, step, dict(state_dict.get("grad_scaler") or {}), settings)
 
     # -- Megatron's optimizer over the engine's parameters ------------------------------
+
+    def _parts(self, place: LaunchStage) -> tuple[LaunchStage, ...]:
+        """Return the parts of a stage for which Megatron has optimizers of their own: experts that ranks share last."""
+        if not self._engine.views.launch_topology.experts:
+            return (place,)
+        return tuple(
+            LaunchStage(
+                place.interface,
+                {
+                    unit: tuple(item for item in parameters if (item.spec.expert is not None) == shared)
+                    for unit, parameters in place.launched.items()
+                },
+                shared,
+            )
+            for shared in (False, True)
+        )
+
+    def _groups_of_experts(self) -> frozenset[int]:
+        """Return the parameter groups that experts have, on any rank."""
+        slots = (slot for layout in self._engine.views.layouts.values() for slot in layout.slots)
+        return frozenset(slot.spec.group for slot in slots if slot.spec.expert is not None)
 
     def _slots(self, place: LaunchStage) -> Iterator[tuple[UnitShard, ParamSlot]]:
         """Return ((unit, shard), slot in that flat state) of each of ``place.ordered()``."""
@@ -154,16 +189,21 @@ class OptimizerCheckpoint:
         home = dict[int, tuple[UnitShard, ParamSlot]]()
         for unit, parameters in place.launched.items():
             for item in parameters:
-                key = unit, topology.shard_of(self._engine.tools.fabric.rank, item.spec.sharded)
+                key = unit, topology.shard_of(self._engine.tools.fabric.rank, item.spec)
                 home[id(item.parameter)] = key, layouts[key].slot(item.spec.name)
         return iter([home[id(item.parameter)] for item in place.ordered()])
 
     def _shadow(self, place: LaunchStage, groups: Sequence[Mapping[str, Any]]) -> Any:
         """Return Megatron's optimizer for these arguments; its own copies of parameters are fp32."""
-        ordered = place.ordered()
+        ordered, some = place.ordered(), self._groups_of_experts() if place.shared_experts else range(len(groups))
         filled = [
-            {**group, "params": [item.parameter for item in ordered if item.spec.group == index]}
+            {
+                **group,
+                "params": [item.parameter for item in ordered if item.spec.group == index],
+                "is_expert_parallel": place.shared_experts,
+            }
             for index, group in enumerate(groups)
+            if index in some
         ]
         return core_optimizer._get_megatron_optimizer_based_on_param_groups(
             config=self._config,
@@ -233,6 +273,11 @@ class OptimizerCheckpoint:
         if getattr(shadow, "grad_scaler", None) is not None:
             result["grad_scaler"] = shadow.grad_scaler.state_dict()
         return result
+
+
+def _chained(states: Sequence[Any]) -> Any:
+    """Return the state of several optimizers as Megatron's ``ChainedOptimizer`` does: one alone, others numbered."""
+    return states[0] if len(states) == 1 else dict(enumerate(states))
 
 
 def _main_parameters(shadow: Any) -> list[torch.Tensor]:

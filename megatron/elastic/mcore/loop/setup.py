@@ -178,7 +178,8 @@ class Setup:
             print(line, flush=True)
         first = parallel_state.get_tensor_model_parallel_rank() == 0
         group_of = functools.partial(links.fabric.group, "tensor")
-        interface = self._interface = GptInterface(model, args, groups, first, group_of, self.layer_losses)
+        crew_of = functools.partial(links.fabric.group, "crew")
+        interface = self._interface = GptInterface(model, args, groups, first, group_of, self.layer_losses, crew_of)
         launched: Launched = {}
         if not is_extra(links.fabric, args):  # an extra rank writes no part of a checkpoint
             launched = {unit: tuple(interface.unit_parameters(unit)) for unit in interface.held_units()}

@@ -26,10 +26,12 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
-from megatron.elastic.engine.compute.model_interface import CellPlace, ForwardStep, LossOutput, UnitParameter
+from megatron.elastic.engine.compute.model_interface import CellPlace, Crew, ForwardStep, LossOutput, UnitParameter
 from megatron.elastic.engine.compute.sequence_transfers import is_sliced
 from megatron.elastic.mcore.model.activations import held_bytes
+from megatron.elastic.mcore.model.crew_dispatcher import GroupOf
 from megatron.elastic.mcore.model.dropout import key_module, launch_slices
+from megatron.elastic.mcore.model.expert_homes import expert_of, join_crew, launch_crew
 from megatron.elastic.mcore.model.layer_losses import LayerLosses
 from megatron.elastic.mcore.model.param_groups import GroupKeys
 from megatron.elastic.mcore.model.split_backward import SplitLinears, WeightQueue
@@ -64,7 +66,8 @@ class GptInterface:
     """This rank's units of Megatron's GPT. ``chunks``: the result of Megatron's ``get_model`` (without DDP).
 
     ``tensor_group`` returns the tensor-parallel group of the ranks of a cell; without it this rank's layers are always
-    those of the launch.
+    those of the launch. ``crew_group`` returns the group of the ranks of a crew; without it layers with shared experts
+    cannot compute.
     """
 
     def __init__(
@@ -75,6 +78,7 @@ class GptInterface:
         reads_data: bool,
         tensor_group: Callable[[tuple[int, ...]], dist.ProcessGroup] | None = None,
         layer_losses: LayerLosses | None = None,
+        crew_group: GroupOf | None = None,
     ) -> None:
         self._chunks = torch.nn.ModuleList(chunks)
         self._args = args
@@ -87,11 +91,14 @@ class GptInterface:
         self._launch_position = Position(parallel_state.get_tensor_model_parallel_rank(), self._sizes.tensor)
         self._place: TensorPlace | None = None
         """This rank's place in its cell; None: as at the launch."""
+        self._crew_group = crew_group
+        self._launch_crew = self._crew_at_launch()
         self._linears = SplitLinears()
         self._anatomy = Anatomy(chunks, self._prepare)
         self.compute_units = self._anatomy.units
-        self._specs: dict[int, tuple[ParamSpec, ...]] = {}
+        self._specs: dict[tuple[int, tuple[int, ...]], tuple[ParamSpec, ...]] = {}
         self._units = self._sort_parameters()
+        self._join_crew(self._chunks, None)
         self._split(self._chunks)
         self._contribute: Callable[[int, str, torch.Tensor], None] | None = None
 
@@ -108,19 +115,41 @@ class GptInterface:
     def _prepare(self, inner: Any, module: torch.nn.Module, place: TensorPlace | None) -> None:
         launch = launch_slices(self._config, self._launch_position.index)
         key_module(inner, module, launch if place is None else place.slices)
+        self._join_crew(module, place)
         self._split(module)
+
+    def _crew_at_launch(self) -> Crew | None:
+        """Return this rank's crew as Megatron built it; ``None`` where ranks share no experts."""
+        if not self._sizes.experts:
+            return None
+        ranks = dist.get_process_group_ranks(parallel_state.get_expert_model_parallel_group())
+        return launch_crew(self._sizes.experts, ranks)
+
+    def _crew_of(self, place: TensorPlace | None) -> Crew | None:
+        return self._launch_crew if place is None else place.crew
+
+    def _experts_of(self, place: TensorPlace | None) -> tuple[int, ...]:
+        """Return the experts that this rank has of each layer at ``place``; none where ranks share no experts."""
+        crew = self._crew_of(place)
+        return () if crew is None else crew.experts_of(dist.get_rank() if place is None else place.rank)
+
+    def _join_crew(self, module: torch.nn.Module, place: TensorPlace | None) -> None:
+        crew = self._crew_of(place)
+        if crew is not None and self._crew_group is not None:
+            join_crew(module, crew, dist.get_rank() if place is None else place.rank, self._crew_group)
 
     def _place_of(self, place: CellPlace | None) -> TensorPlace | None:
         """Return the place that layers are built for; ``None`` if it is that of the launch, in the launch's group."""
         if place is None:
             return None
-        if place.position == self._launch_position:
+        if place.position == self._launch_position and place.crew in (None, self._launch_crew):
             group = parallel_state.get_tensor_model_parallel_group()
             if self._tensor_group is None or tuple(dist.get_process_group_ranks(group)) == place.ranks:
                 return None
         if self._tensor_group is None:
             raise ValueError(f"this rank's layers are those of {self._launch_position}, not of {place.position}")
-        return TensorPlace(place.position, self._tensor_group(place.ranks), self._sizes)
+        group = self._tensor_group(place.ranks)
+        return TensorPlace(place.position, group, self._sizes, place.ranks[place.index], place.crew)
 
     def covered(self, unit: int, position: Position) -> tuple[int, ...]:
         """Return the shards of which a position computes a part (:class:`ModelInterface`)."""
@@ -243,6 +272,16 @@ class GptInterface:
                 return output
             return _loss_output(loss_function(output))
 
+    def ghost(self, piece: Piece, place: tuple[int, int]) -> torch.Tensor:
+        """Run the layers of a piece without rows (:class:`ModelInterface`): embedding and head exchange nothing."""
+        with self._running(piece, place):
+            shape, dtype = self.boundary(0)
+            source = torch.empty(shape, dtype=dtype, device=torch.cuda.current_device())
+            decoder = self._anatomy.ghost(piece.first, piece.end)
+            decoder.set_input_tensor(source.requires_grad_(torch.is_grad_enabled()))
+            output: torch.Tensor = decoder(hidden_states=None, attention_mask=None)
+            return output
+
     def deferring(self, piece: Piece) -> AbstractContextManager[WeightQueue]:
         """Defer weight gradients (:class:`ModelInterface`), except tied embeddings if a piece passes both ends."""
         both_ends = self.tied_unit is not None and (piece.first, piece.end) == (0, self.compute_units)
@@ -324,17 +363,18 @@ class GptInterface:
             units[self.tied_unit] = [("embedding.word_embeddings.weight", shared)]
         found: dict[int, tuple[UnitParameter, ...]] = {}
         for unit, named in units.items():
-            if unit not in self._specs:
-                self._specs[unit] = tuple(self._spec(unit, name, parameter) for name, parameter in named)
+            key = unit, self._experts_of(self._place)
+            if key not in self._specs:
+                self._specs[key] = tuple(self._spec(unit, name, parameter) for name, parameter in named)
             found[unit] = tuple(
                 UnitParameter(spec, parameter, self._overlaps(spec, parameter))
-                for spec, (_, parameter) in zip(self._specs[unit], named, strict=True)
+                for spec, (_, parameter) in zip(self._specs[key], named, strict=True)
             )
         return found
 
     def _overlaps(self, spec: ParamSpec, parameter: torch.nn.Parameter) -> tuple[Overlap, ...] | None:
         """Return the parts of the launch's shards that a parameter holds (:class:`UnitParameter`)."""
-        if self._place is None:
+        if self._place is None or spec.expert is not None:
             return None
         if spec.sharded and not is_cut(spec.name):
             raise ValueError(f"parameter {spec.name} differs between tensor-parallel ranks in an unknown way")
@@ -349,14 +389,17 @@ class GptInterface:
         shape = tuple(parameter.shape)
         if self._place is not None:
             shape = launch_shape(self._sizes, name, shape)
+        experts, local = self._experts_of(self._place), self._local_name(unit, name)
+        local, expert = expert_of(local, experts) if experts else (local, None)
         return ParamSpec(
-            name=self._local_name(unit, name),
+            name=local,
             numel=math.prod(shape),
             shape=shape,
             # Megatron marks a weight only where it also gives it a value.
             sharded=is_cut(name) or bool(getattr(parameter, "tensor_model_parallel", False)),
             weight_decay_multiplier=key.wd_mult,
             group=key.index,
+            expert=expert,
         )
 
     def _local_name(self, unit: int, name: str) -> str:

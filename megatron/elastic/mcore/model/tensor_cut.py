@@ -84,10 +84,15 @@ class Sizes:
     """Padded size."""
     sequence: int
     sequence_parallel: bool
+    experts: int = 0
+    """Experts of a layer, where ranks share them; else 0."""
+    crew: int = 1
+    """Ranks that share the experts at launch."""
 
     @classmethod
     def of(cls, config: Any, vocabulary: int, sequence: int) -> Sizes:
         """Return the sizes of a model with Megatron's ``TransformerConfig``."""
+        crew = getattr(config, "expert_model_parallel_size", 1) or 1
         return cls(
             tensor=config.tensor_model_parallel_size,
             heads=config.num_attention_heads,
@@ -99,6 +104,8 @@ class Sizes:
             vocabulary=vocabulary,
             sequence=sequence,
             sequence_parallel=bool(config.sequence_parallel),
+            experts=config.num_moe_experts if crew > 1 else 0,
+            crew=crew,
         )
 
 

@@ -23,7 +23,9 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, VocabParallelEmb
 
 from megatron.elastic.config import ConfigError
 from megatron.elastic.engine.compute.dropout import Section, Split
+from megatron.elastic.engine.compute.model_interface import Crew
 from megatron.elastic.mcore.model.dropout import Slices
+from megatron.elastic.mcore.model.expert_homes import deal_experts
 from megatron.elastic.mcore.model.tensor_cut import Sizes, TensorShare, share_of
 from megatron.elastic.mcore.parallel_state.stage import GroupStandIn
 from megatron.elastic.state.coverage import Position
@@ -50,6 +52,9 @@ class TensorPlace:
     position: Position
     group: dist.ProcessGroup
     sizes: Sizes
+    rank: int = 0
+    crew: Crew | None = None
+    """The crew of ``rank``, where ranks share experts."""
 
     def __post_init__(self) -> None:
         _ = self.share
@@ -111,7 +116,14 @@ class TensorPlace:
         """Return the collection with which Megatron builds a module of this position."""
         mine = self.groups(collection)
         mine.tp = self._stand_in
+        if self.crew is not None:
+            mine.ep = GroupStandIn(0, self.sizes.crew)
         return mine
+
+    def deal_experts(self, layer: torch.nn.Module, building: Any) -> None:
+        """Give a layer that was just built, with the groups ``building``, the experts of this place."""
+        if self.crew is not None:
+            deal_experts(layer, self.crew.experts_of(self.rank), building)
 
     @cached_property
     def _stand_in(self) -> GroupStandIn:

@@ -35,6 +35,7 @@ from megatron.core.utils import get_pg_rank
 
 from megatron.elastic.config import ConfigError
 from megatron.elastic.engine.compute.model_interface import place_of
+from megatron.elastic.mcore.model.ghost import GhostLayer
 from megatron.elastic.mcore.model.tensor_place import TensorPlace
 from megatron.elastic.mcore.model.vocabulary_range import vocabulary_range
 from megatron.elastic.mcore.parallel_state.stage import GroupStandIn
@@ -69,6 +70,7 @@ class Anatomy:
         self._building = threading.Lock()
         self._shapes = [(parameter, parameter.shape) for parameter in self._chunks.parameters()]
         self._segments: dict[tuple[int, int], torch.nn.Module] = {}
+        self._ghosts: dict[tuple[int, int], Any] = {}
         self._training = True
         self._site = _Site.of(self._inner, None)
 
@@ -128,6 +130,7 @@ class Anatomy:
         ``place``: this rank's place in its cell (None: that of the launch). When it changes, every unit is missing.
         """
         self._segments.clear()
+        self._ghosts.clear()
         wanted = frozenset(units)
         with self._building, torch.random.fork_rng(devices=[]):
             known, site = self._known(place), self._site_of(place)
@@ -187,7 +190,7 @@ class Anatomy:
         """Switch all modules between training and evaluation mode."""
         self._training = mode
         self._chunks.train(mode)
-        for segment in self._segments.values():
+        for segment in (*self._segments.values(), *self._ghosts.values()):
             segment.train(mode)
 
     def segment(self, first: int, end: int) -> torch.nn.Module:
@@ -197,6 +200,16 @@ class Anatomy:
             segment.train(self._training)
             self._segments[first, end] = segment
         return self._segments[first, end]
+
+    def ghost(self, first: int, end: int) -> Any:
+        """Return the decoder of units ``[first, end)`` for no rows. Raises ``KeyError`` if one is missing."""
+        if (first, end) not in self._ghosts:
+            decoder = unwrapped(self.segment(first, end)).decoder
+            ghosts = torch.nn.ModuleList(GhostLayer(layer) for layer in decoder.layers)
+            ghost = _copy_with(decoder, layers=ghosts, final_layernorm=None)
+            ghost.pre_process = ghost.post_process = False
+            self._ghosts[first, end] = ghost.train(self._training)
+        return self._ghosts[first, end]
 
     # -- assembling ----------------------------------------------------------------
 
@@ -299,6 +312,8 @@ class Anatomy:
         )
         if layer.layer_number != unit:
             raise RuntimeError(f"Megatron gave layer {unit} the number {layer.layer_number}")
+        if site.place is not None:
+            site.place.deal_experts(layer, site.building)
         return layer  # type: ignore[no-any-return]
 
     def _embedding(self, site: _Site) -> torch.nn.Module:

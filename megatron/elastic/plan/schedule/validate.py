@@ -11,7 +11,8 @@ Checked
 - Edges connect exactly the rows that their pieces share.
 - Each piece has one forward, then one backward: whole, or the input part and then the weight part.
 - Each transfer is sent and received once, next to its piece.
-- The tables finish.
+- The cells of a crew compute pieces of the same units in the same order.
+- The tables finish, where a computation of a crew begins when all its cells have come to it.
 - A cell never holds more rows than its memory allows.
 """
 
@@ -49,6 +50,7 @@ def validate_plan(plan: Plan, units: int, profile: Profile | None = None) -> Tab
     _check_coverage(plan, units)
     _check_edges(plan)
     _check_actions(plan)
+    _check_crews(plan)
     run = run_tables(plan)
     if profile is not None:
         peaks = memory_peaks(plan, profile)
@@ -65,13 +67,15 @@ def _check_ids(plan: Plan, units: int) -> None:
     ranks = [rank for cell in plan.cells for rank in cell.ranks]
     if len(set(ranks)) != len(ranks) or set(ranks) & set(plan.parked):
         raise InvalidPlan("a rank belongs to two cells, or to a cell and is parked")
+    in_crews = {cell for crew in plan.crews for cell in crew}
     holds = {(s.cell, unit) for replica in plan.replicas for s in replica.segments for unit in range(s.first, s.end)}
     for number, piece in enumerate(plan.pieces):
         if piece.id != number:
             raise InvalidPlan(f"piece {piece.id} is at position {number}")
         if piece.cell not in alive:
             raise InvalidPlan(f"piece {number} is on cell {piece.cell}, which is not alive")
-        if not 0 <= piece.first < piece.end <= units or not piece.rows or len(set(piece.rows)) != len(piece.rows):
+        ghost = not piece.rows and piece.cell in in_crews
+        if not 0 <= piece.first < piece.end <= units or len(set(piece.rows)) != max(len(piece.rows), 1 - ghost):
             raise InvalidPlan(f"piece {number} has an empty or broken unit range or row list")
         if any((piece.cell, unit) not in holds for unit in range(piece.first, piece.end)):
             raise InvalidPlan(f"piece {number} needs units that cell {piece.cell} does not hold")
@@ -150,6 +154,17 @@ def _check_actions(plan: Plan) -> None:
         raise InvalidPlan(f"{transfers} transfer actions, {wanted} wanted")
 
 
+def _check_crews(plan: Plan) -> None:
+    """The cells of a crew exchange tokens in each computation, so these must be alike."""
+    for crew in plan.crews:
+        orders = {
+            tuple((a.op, plan.pieces[a.piece].first, plan.pieces[a.piece].end) for a in plan.table(cell) if a.edge < 0)
+            for cell in crew
+        }
+        if len(orders) > 1:
+            raise InvalidPlan(f"the cells of crew {crew} are not in lockstep")
+
+
 def _check_compute(piece: Piece, seen: dict[tuple[Op, int, int], int]) -> None:
     at = {op: seen[op, piece.id, -1] for op in COMPUTE if (op, piece.id, -1) in seen}
     if set(at) == {Op.FORWARD, Op.BACKWARD}:
@@ -190,10 +205,10 @@ def run_tables(plan: Plan) -> TableRun:
             local[edge.target].append(edge.source)
             onward[edge.source].append(edge.target)
     steps: list[tuple[int, Action]] = []
-    ready = list(tables)
+    ready, lockstep = list(tables), _Lockstep(plan)
     while ready:
         cell = ready.pop()
-        for action in _advance(tables[cell], at, cell, sent, waiting):
+        for action in _advance(tables[cell], at, cell, sent, waiting, lockstep):
             _check_local(action, done, local, onward)
             steps.append((cell, action))
             if action.op in (Op.SEND_FORWARD, Op.SEND_BACKWARD):
@@ -201,10 +216,38 @@ def run_tables(plan: Plan) -> TableRun:
                 sent.add(key)
                 if key in waiting:
                     ready.append(waiting.pop(key))
+        ready.extend(lockstep.woken())
     stuck = {cell: tables[cell][at[cell]] for cell in tables if at[cell] < len(tables[cell])}
     if stuck:
         raise InvalidPlan(f"deadlock: {dict(sorted(stuck.items())[:8])}")
     return TableRun(tuple(steps))
+
+
+class _Lockstep:
+    """How many computations each cell of a crew has begun: one begins when all cells of the crew have come to it."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._crew = {cell: crew for crew in plan.crews for cell in crew}
+        self._come = dict.fromkeys(self._crew, 0)
+        self._begun = dict.fromkeys(self._crew, 0)
+        self._woken: list[int] = []
+
+    def begins(self, cell: int) -> bool:
+        """Return whether the next computation of ``cell`` begins now that the cell has come to it."""
+        crew = self._crew.get(cell)
+        if crew is None:
+            return True
+        self._come[cell] = self._begun[cell] + 1
+        if any(self._come[other] < self._come[cell] for other in crew):
+            return False
+        self._begun[cell] += 1
+        self._woken.extend(other for other in crew if other != cell)
+        return True
+
+    def woken(self) -> list[int]:
+        """Return the cells that may go on since the last call."""
+        woken, self._woken = self._woken, []
+        return woken
 
 
 def _advance(
@@ -213,9 +256,12 @@ def _advance(
     cell: int,
     sent: set[tuple[Op, int]],
     waiting: dict[tuple[Op, int], int],
+    lockstep: _Lockstep,
 ) -> Iterator[Action]:
     while at[cell] < len(table):
         action = table[at[cell]]
+        if action.edge < 0 and not lockstep.begins(cell):
+            return
         if action.op in (Op.RECV_FORWARD, Op.RECV_BACKWARD) and (action.op, action.edge) not in sent:
             waiting[action.op, action.edge] = cell
             return

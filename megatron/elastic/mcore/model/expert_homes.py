@@ -1,0 +1,67 @@
+"""The experts of Megatron's layers on a rank that has other ones than Megatron gave it, or others of its crew.
+
+Megatron gives each rank of an expert-parallel group the same number of adjacent experts. Here a layer receives the
+experts whose home this rank is, and a dispatcher that knows the homes (:class:`CrewDispatcher`). In a parameter's name
+an expert has its number in the layer, not that on the rank, so it has the same name on every rank.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megatron.core.transformer.moe.moe_layer import MoELayer
+
+from megatron.elastic.engine.compute.model_interface import Crew
+from megatron.elastic.mcore.model.crew_dispatcher import CrewDispatcher, GroupOf
+from megatron.elastic.mcore.parallel_state.stage import GroupStandIn
+
+__all__ = ["deal_experts", "expert_of", "join_crew", "launch_crew"]
+
+_LOCAL = re.compile(r"(?<=\.local_experts\.)\d+(?=\.)")
+
+
+def launch_crew(experts: int, ranks: Sequence[int]) -> Crew:
+    """Return the crew of an expert-parallel group of Megatron's."""
+    each = experts // len(ranks)
+    return Crew(tuple(ranks), tuple(tuple(range(at * each, (at + 1) * each)) for at in range(len(ranks))))
+
+
+def deal_experts(module: torch.nn.Module, experts: Sequence[int], groups: Any) -> None:
+    """Give each layer in ``module`` these experts. ``groups``: the collection with which its modules are built."""
+    for layer in _layers(module):
+        if layer.num_local_experts != len(experts):
+            layer.experts = layer.submodules.experts(len(experts), layer.config, pg_collection=groups)
+            layer.num_local_experts = len(experts)
+        layer.local_expert_indices = list(experts)
+
+
+def join_crew(module: torch.nn.Module, crew: Crew, rank: int, group_of: GroupOf) -> None:
+    """Make the layers in ``module`` exchange tokens with the ranks of ``crew``.
+
+    A shared expert is computed beside, not inside, the exchange. Checkpoints number experts by the sizes of the launch,
+    whichever ranks of Megatron's group are left.
+    """
+    for layer in _layers(module):
+        if not isinstance(layer.experts.ep_group, GroupStandIn):
+            layer.experts.ep_group = GroupStandIn(layer.experts.ep_group.rank(), layer.experts.ep_group.size())
+        layer.token_dispatcher = CrewDispatcher(crew, rank, group_of)
+        layer.shared_expert_overlap = False
+
+
+def expert_of(name: str, experts: Sequence[int]) -> tuple[str, int | None]:
+    """Return a parameter's name with the expert's number in the layer, and that number; ``None`` for no expert.
+
+    ``experts``: the experts of this rank.
+    """
+    found = _LOCAL.search(name)
+    if found is None:
+        return name, None
+    expert = experts[int(found[0])]
+    return f"{name[: found.start()]}{expert}{name[found.end() :]}", expert
+
+
+def _layers(module: torch.nn.Module) -> list[Any]:
+    return [layer for layer in module.modules() if isinstance(layer, MoELayer)]
