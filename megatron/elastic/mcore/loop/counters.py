@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from megatron.core.num_microbatches_calculator import update_num_microbatches
 from megatron.training import get_args
 
 __all__ = ["Counters"]
@@ -58,6 +59,8 @@ class Counters:
             setattr(args, name, value)
         self._job_started = {name: shared["arguments"][name] for name in _STARTS}
         self._operations, self._at_step = args.num_floating_point_operations_so_far, dict(shared)
+        # The loop saves a checkpoint where the size of the batch changes, and the members have passed this place.
+        update_num_microbatches(args.consumed_train_samples, consistency_check=False)
 
     def step(self) -> None:
         """Note the counters when a step is about to begin."""

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from megatron.core.num_microbatches_calculator import get_current_running_global_batch_size
 from megatron.training import get_args
 
 from megatron.elastic.config import ElasticConfig
@@ -132,7 +133,7 @@ class TrainingLoop:
             call = bound(original, args, kwargs)
             settings = get_args()
             self._counters.step()
-            address = StepAddress(settings.consumed_train_samples, settings.global_batch_size)
+            address = StepAddress(settings.consumed_train_samples, get_current_running_global_batch_size())
             result = self._engine.step(call["forward_step_func"], _of_chunks(call["data_iterator"]), address)
             scheduler = call["opt_param_scheduler"]
             scheduler.num_steps = self._engine.record.scheduler_steps
@@ -159,7 +160,7 @@ class TrainingLoop:
             self._begin()
             settings = get_args()
             iterations = call.get("eval_iters") or settings.eval_iters
-            size = settings.global_batch_size
+            size = getattr(settings, "eval_global_batch_size", settings.global_batch_size)  # from 0.18 on
             reading: DatasetPosition = _of_chunks(call["data_iterator"])
             first = reading.position()
             addresses = [StepAddress(first + number * size, size) for number in range(iterations)]
