@@ -134,10 +134,13 @@ class Engine:
 
     # -- a step ----------------------------------------------------------------------
 
-    def step(self, forward_step: ForwardStep, source: SampleSource | None, address: StepAddress) -> StepResult:
+    def step(
+        self, forward_step: ForwardStep, source: SampleSource | None, address: StepAddress, left_out: bool = False
+    ) -> StepResult:
         """Compute and commit the next step, on the samples of ``address``.
 
-        Raises ``ValueError`` if these are not as many as the settings give this step.
+        ``left_out``: commit a step that consumes its samples and changes nothing else; nothing is computed. Raises
+        ``ValueError`` if there are not as many samples as the settings give this step.
         """
         at, program = self.context, self._program
         at.tools.reach("between_steps", at.record.version)
@@ -146,7 +149,7 @@ class Engine:
         program.inside = False
         program.enter_step()
         target, program.end_only = at.record.version + (not program.end_only), False
-        work = StepInput(target, address, forward_step, source)
+        work = StepInput(target, address, forward_step, source, left_out)
         self._size(work)
         at.timer.begin(target, "prepare")
         self.attempts, started = 0, at.tools.threads.monotonic()

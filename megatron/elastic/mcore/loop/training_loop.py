@@ -65,6 +65,11 @@ class TrainingLoop:
         return (
             (loop + "train", "a newcomer is admitted before the loop reads its counters", self._train),
             (loop + "train_step", "a step is a transaction that survives the loss of ranks", self._train_step),
+            (
+                loop + "dummy_train_step",
+                "an iteration of --iterations-to-skip is a step that every rank agrees to leave out",
+                self._leave_out,
+            ),
             (loop + "evaluate", "evaluation is repeated as a phase when ranks are lost in it", self._evaluate),
             (loop + "training_log", repeated, self._training_log),
             ("megatron.core.timers.Timers.log", repeated, self._log_timers),
@@ -153,6 +158,15 @@ class TrainingLoop:
 
         return replacement
 
+    def _leave_out(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def replacement(data_iterator: Any) -> None:
+            self._counters.step()
+            address = StepAddress(get_args().consumed_train_samples, get_current_running_global_batch_size())
+            self._engine.step(_computes_nothing, None, address, left_out=True)
+
+        return replacement
+
     def _evaluate(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def replacement(*args: Any, **kwargs: Any) -> Any:
@@ -236,6 +250,10 @@ class TrainingLoop:
             return result
 
         return replacement
+
+
+def _computes_nothing(*_: Any) -> Any:
+    raise RuntimeError("a step that is left out is computed")
 
 
 def _of_chunks(found: Any) -> Any:
