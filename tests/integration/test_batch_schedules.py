@@ -25,7 +25,7 @@ GROWS = ("--train-samples", "136", "--rampup-batch-size", "4", "4", "24", "--glo
 LEFT_OUT = ("--iterations-to-skip", "3", "4", "7")
 LOOKS = ("--eval-interval", "2", "--eval-iters", "2")
 SIZES = [4, 4, 8, 12, *[16] * 6]
-BACK = "delay:missing=1,count=0,point=between_steps,seconds=3"
+BACK = "delay:missing=1,count=0,point=between_steps,seconds=60"
 """Members wait at the next boundary until a lost rank asks to be admitted."""
 
 
@@ -73,14 +73,18 @@ def test_losses_are_megatrons_and_ranks_may_be_lost_where_the_batch_grows(tmp_pa
 @pytest.mark.parametrize(
     ("layout", "flags", "faults"),
     [
-        ((4, 1, 1), (), ("kill:rank=0,step=3,point=after_reduce", "kill:rank=3,step=4,point=mid_update", BACK)),
+        (
+            (4, 1, 1),
+            ("--rampup-batch-size", "8", "8", "24"),
+            ("kill:rank=0,step=3,point=after_reduce", "kill:rank=3,step=4,point=mid_update", BACK),
+        ),
         (
             (4, 2, 1),
             ("--sequence-parallel", "--calculate-per-token-loss"),
             ("kill:rank=1,step=2,point=after_ship", "kill:rank=2,step=5,point=mid_gather"),
         ),
         ((4, 1, 2), ("--bf16", *LEFT_OUT), ("kill:rank=0,step=7,point=after_vote", BACK)),
-        ((4, 1, 4), ("--elastic-steps-before-migration", "0"), ("kill:rank=2,step=2,point=mid_forward", BACK)),
+        ((4, 1, 4), (), ("kill:rank=2,step=2,point=mid_forward", BACK)),
         (
             (4, 1, 2),
             ("--elastic-exact", "--micro-batch-size", "1", *LEFT_OUT),
