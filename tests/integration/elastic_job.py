@@ -47,9 +47,9 @@ class JobResult:
 
     @property
     def committed(self) -> dict[int, float]:
-        """Step → loss from the event log (all digits)."""
-        steps = [r.event for r in self.events if r.kind == "step"]
-        return {event.step: event.losses["lm loss"] for event in steps if event is not None}  # type: ignore[attr-defined]
+        """Step → loss from the event log (all digits), of the steps that were computed."""
+        steps = [record.fields for record in self.of("step")]
+        return {step["step"]: step["losses"]["lm loss"] for step in steps if step["losses"]}
 
     @property
     def validation(self) -> dict[int, float]:
@@ -79,7 +79,7 @@ def elastic_command(
     script: Path = ROOT / "pretrain_gpt.py",
     model: Sequence[str] = MODEL,
 ) -> list[str]:
-    """The command line of a job of ``world`` ranks; events go to ``folder``."""
+    """The command line of a job of ``world`` ranks; events go to ``folder``. Without ``iterations``, flags end it."""
     return [
         sys.executable,
         "-m",
@@ -93,8 +93,7 @@ def elastic_command(
         str(tensor),
         "--pipeline-model-parallel-size",
         str(pipeline),
-        "--train-iters",
-        str(iterations),
+        *(("--train-iters", str(iterations)) if iterations else ()),
         "--elastic",
         "--elastic-comm",
         comm,

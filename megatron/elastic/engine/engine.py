@@ -141,8 +141,14 @@ class Engine:
 
     # -- a step ----------------------------------------------------------------------
 
-    def step(self, forward_step: ForwardStep, source: SampleSource | None, address: StepAddress) -> StepResult:
-        """Compute and commit the next step, on the samples of ``address``."""
+    def step(
+        self, forward_step: ForwardStep, source: SampleSource | None, address: StepAddress, left_out: bool = False
+    ) -> StepResult:
+        """Compute and commit the next step, on the samples of ``address``.
+
+        ``left_out``: commit a step that consumes its samples and changes nothing else; nothing is computed. Raises
+        ``ValueError`` if there are not as many samples as the settings give this step.
+        """
         at, program = self.context, self._program
         at.tools.reach("between_steps", at.record.version)
         if not program.inside:
@@ -150,7 +156,8 @@ class Engine:
         program.inside = False
         program.enter_step()
         target, program.end_only = at.record.version + (not program.end_only), False
-        work = StepInput(target, address, forward_step, source)
+        work = StepInput(target, address, forward_step, source, left_out)
+        self._size(work)
         at.timer.begin(target, "prepare")
         self.attempts, started = 0, at.tools.threads.monotonic()
         if not at.needs_rebalance and not self._migrator.under_way:
@@ -168,6 +175,19 @@ class Engine:
             Stepped(address, seconds, at.timer.finish(), self.attempts, self.computed, self.state_bytes),
         )
         return self._step_commit.result()
+
+    def _size(self, work: StepInput) -> None:
+        """Plan for the samples of this step, if they are not as many as those of the plan."""
+        at = self.context
+        if at.record.version == work.step:
+            return  # committed already, with the plan of its own generation
+        if work.address.size != at.views.rows_after(at.record):
+            raise ValueError(
+                f"step {work.step} is called with {work.address.size} samples, and {at.views.rows_after(at.record)} "
+                f"are due after {at.record.consumed_samples}"
+            )
+        with at.timer.phase("plan"):
+            at.view = at.views.sized(at.view, work.address.size)
 
     def _attempted(self, work: StepInput) -> bool:
         """Compute and commit once, or finish a committed step. Returns False if the attempt must be repeated."""
@@ -197,9 +217,14 @@ class Engine:
     def evaluate(
         self, forward_step: ForwardStep, source: SampleSource | None, addresses: Sequence[StepAddress]
     ) -> dict[str, tuple[float, float]]:
-        """Run whole batches forward only; return the loss function's sums: name → (total, count)."""
+        """Run whole batches of one size forward only; return the loss function's sums: name → (total, count)."""
+        sizes = {address.size for address in addresses}
+        if len(sizes) > 1:
+            raise ValueError(f"batches of {sorted(sizes)} samples are to be evaluated together")
 
         def body() -> dict[str, tuple[float, float]]:
+            for size in sizes:
+                self.context.view = self.views.sized(self.view, size)
             self.tools.interface.train(False)
             try:
                 return self._reported(

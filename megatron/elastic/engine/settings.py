@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron.elastic.state.record import Hyper
@@ -23,6 +24,9 @@ class Settings:
     """True if a gradient that is not finite ends the job (Megatron's default)."""
     communication_timeout: float = 600.0
     """Seconds that a wait inside a healthy generation may last."""
+    batch_size: Callable[[int], int] | None = None
+    """Samples of the step that follows so many consumed ones, the same on every rank; None: those of the launch's
+    grid."""
     steps: int | None = None
     """Steps of the whole run, if known: units do not move if that would not pay off before its end."""
 

@@ -169,6 +169,7 @@ def assemble(
         hardware=hardware,
         sizes=sizes,
         lives_on=_lives_on(job, sizes, says=links.fabric.rank == 0 and links.decision is not None),
+        batch_size=job.settings.batch_size,
         covered=job.interface.covered,
     )
     agreement = Agreement(links.membership, views, links.injector, job.settings.communication_timeout, links.threads)

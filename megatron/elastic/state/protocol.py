@@ -27,7 +27,7 @@ also keeps its previous version and can go back to it, so the last step may be l
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -139,13 +139,14 @@ def all_copies(
 def resolve(
     reports: Mapping[int, Holdings],
     needed: Mapping[BlockKey, Sequence[int]],
-    rows: int,
+    rows: Callable[[StepRecord], int],
     again: Mapping[BlockKey, Sequence[int]] | None,
 ) -> Resolution:
     """Apply the rules. Pure; raises ``ValueError`` on two different records of one version.
 
-    ``needed``: block → ranks that had a copy (lost ones included); ``rows``: the global batch size; ``again``: the
-    copies that the vote under way was to name, ``None`` if survivors do not agree on that.
+    ``needed``: block → ranks that had a copy (lost ones included); ``rows``: size of the batch of the step
+    after a record; ``again``: the copies that the vote under way was to name, ``None`` if survivors do not agree on
+    that.
     """
     records = _records(reports.values())
     lost_at: dict[int, tuple[BlockKey, ...]] = {}
@@ -154,7 +155,7 @@ def resolve(
         lost_at[version] = _without_copy(needed, reports, able)
         if not lost_at[version]:
             votable = again is not None and not _without_copy(again, reports, able)
-            return _continue_from(version, records, reports, able, rows if votable else None)
+            return _continue_from(version, records, reports, able, rows(records[version]) if votable else None)
     if not records:
         return Resolution("lost", NOTHING, missing=tuple(sorted(needed)))
     newest = max(records)

@@ -12,7 +12,8 @@ Semantics are Megatron's (megatron.core.optimizer):
 - gradients are multiplied by ``clip / (norm + 1e-6)`` if that is below 1;
 - a step with non-finite gradients is skipped only with a loss scaler;
 - ``DynamicGradScaler`` holds its scale in fp32;
-- a skipped step advances neither learning rate schedule nor Adam's step, but does consume its samples.
+- a skipped step advances neither learning rate schedule nor Adam's step, but does consume its samples;
+- a step that is left out is a skipped one of which the loss scaler does not learn.
 
 Sums over blocks and ranks use ``math.fsum`` (exactly rounded), so a repeated vote
 with another order of additions gives the same record.
@@ -239,6 +240,8 @@ class Vote:
     tokens: float
     samples: int
     """Samples of the global batch (consumed also by a skipped step)."""
+    left_out: bool = False
+    """True if nothing was computed from the samples, so that there is no gradient."""
     losses: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     ledger_hash: str = ""
     plan_hash: str = ""
@@ -292,11 +295,11 @@ def advance(previous: StepRecord, vote: Vote, hyper: Hyper) -> StepRecord:
     unscale = multiplier_of(previous.loss_scale, vote.denominator)
     norm = _norm(list(squares)) * unscale
     coefficient = _clip_coefficient(norm, hyper.clip_grad)
-    skipped = vote.found_nonfinite and hyper.scaler != "none"
+    skipped = vote.left_out or (vote.found_nonfinite and hyper.scaler != "none")
     power1, power2 = previous.beta_power1, previous.beta_power2
     if not skipped:
         power1, power2 = next_power(power1, hyper.beta1), next_power(power2, hyper.beta2)
-    scale, growth, hysteresis = _next_scale(previous, vote.found_nonfinite, hyper)
+    scale, growth, hysteresis = _next_scale(previous, vote, hyper)
     return StepRecord(
         version=previous.version + 1,
         skipped=skipped,
@@ -340,12 +343,12 @@ def _clip_coefficient(norm: float, clip_grad: float) -> float:
     return coefficient if coefficient < 1.0 else 1.0  # a NaN norm does not clip, as in Megatron
 
 
-def _next_scale(previous: StepRecord, found: bool, hyper: Hyper) -> tuple[float, int, int]:
+def _next_scale(previous: StepRecord, vote: Vote, hyper: Hyper) -> tuple[float, int, int]:
     """Return (scale, growth tracker, hysteresis tracker) after DynamicGradScaler.update."""
     scale, growth, hysteresis = previous.loss_scale, previous.growth_tracker, previous.hysteresis_tracker
-    if hyper.scaler != "dynamic":
+    if hyper.scaler != "dynamic" or vote.left_out:
         return scale, growth, hysteresis
-    if found:
+    if vote.found_nonfinite:
         hysteresis -= 1
         if hysteresis <= 0:
             scale = max(_fp32(scale * _fp32(hyper.backoff_factor)), _fp32(hyper.min_loss_scale))

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from megatron.core.num_microbatches_calculator import (
+    destroy_num_microbatches_calculator,
+    get_num_microbatches,
+    init_num_microbatches_calculator,
+)
 from megatron.training import global_vars
 
 from megatron.elastic.mcore.loop.counters import Counters
@@ -47,6 +53,14 @@ class Loop:
         self.counters.boundary(self.operations)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def batches_that_grow() -> Iterator[None]:
+    """From 8 samples to 16 within the first 32."""
+    init_num_microbatches_calculator(1, [8, 8, 32], 16, 4, 2)
+    yield
+    destroy_num_microbatches_calculator()
+
+
 @given(resumed=st.integers(0, 1000), steps=st.integers(0, 5), own=st.integers(0, 1000), more=st.integers(1, 4))
 def test_a_newcomer_counts_on_where_the_members_are(resumed: int, steps: int, own: int, more: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -64,13 +78,17 @@ def test_a_newcomer_counts_on_where_the_members_are(resumed: int, steps: int, ow
         patch.setattr(global_vars, "_GLOBAL_ARGS", newcomer)
         joined = Counters()
         joined.take(told)
+        assert get_num_microbatches() == 1 + (newcomer.consumed_train_samples >= 32), (
+            "its loop saves where this changes"
+        )
         assert joined.for_newcomer() == told, "another newcomer may be told by this one"
         late = Loop(newcomer, joined)
         assert (late.iteration, late.operations) == (loop.iteration, loop.operations)
-        for _ in range(more):
+        for step in range(more):
             for each, args in ((loop, member), (late, newcomer)):
                 patch.setattr(global_vars, "_GLOBAL_ARGS", args)
-                each.begin_step()
+                if step or each is late:  # the member has begun the step in which it tells the newcomer
+                    each.begin_step()
                 each.end_step()
         assert vars(newcomer) == vars(member), "checkpoints contain the arguments"
         assert joined.for_newcomer() == counters.for_newcomer()

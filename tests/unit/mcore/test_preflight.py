@@ -66,6 +66,9 @@ def test_sizes_that_fit_pass() -> None:
     check_sizes(sizes(train_iters=None, train_samples=160))
     check_sizes(sizes(train_iters=None, eval_interval=None, skip_train=True))
     check_sizes(sizes(num_virtual_stages_per_pipeline_rank=2))
+    check_sizes(sizes(rampup_batch_size=["4", "4", "100"]))
+    check_sizes(sizes(rampup_batch_size=["3", "1", "100"], decrease_batch_size_if_needed=True))
+    check_sizes(sizes(global_batch_size=None, step_batch_size_schedule="0:8, 1K:16 2.5M:1K"))
     check_sizes(sizes(num_virtual_stages_per_pipeline_rank=1, pipeline_model_parallel_size=1))
     check_sizes(sizes(num_virtual_stages_per_pipeline_rank=2, num_layers=5, decoder_first_pipeline_num_layers=2))
 
@@ -83,6 +86,16 @@ def test_sizes_that_fit_pass() -> None:
         ({"sequence_parallel": True, "seq_length": 31}, ("--seq-length 31", "--tensor-model-parallel-size 2")),
         ({"group_query_attention": True, "num_query_groups": 3}, ("--num-query-groups 3",)),
         ({"global_batch_size": 18}, ("--global-batch-size 18", "--micro-batch-size 2", "2 data-parallel")),
+        ({"rampup_batch_size": ["8", "8"]}, ("--rampup-batch-size 8 8", "three numbers")),
+        ({"rampup_batch_size": [6, 5, 9]}, ("--rampup-batch-size 6 5 9", "start batch size 6", "--micro-batch-size 2")),
+        ({"rampup_batch_size": [16, 4, 9]}, ("--rampup-batch-size 16 4 9", "--global-batch-size 16", "smaller start")),
+        ({"rampup_batch_size": [4, 8, 9]}, ("--rampup-batch-size 4 8 9", "whole number of increments")),
+        ({"step_batch_size_schedule": "0:8 1K:18"}, ("--step-batch-size-schedule '0:8 1K:18': 18", "--micro-batch")),
+        ({"step_batch_size_schedule": "0:8 16"}, ("--step-batch-size-schedule '0:8 16': 16", "250B:1536")),
+        (
+            {"num_virtual_stages_per_pipeline_rank": 2, "rampup_batch_size": [8, 4, 9]},
+            ("increment 4 is 1 micro-batches", "--pipeline-model-parallel-size 2"),
+        ),
         (
             {"num_virtual_stages_per_pipeline_rank": 3},
             ("--num-layers 4", "--pipeline-model-parallel-size 2", "--num-virtual-stages-per-pipeline-rank 3"),

@@ -19,6 +19,10 @@ from megatron.elastic.state.record import ConstantSchedule, Rate
 SCHEDULE = ConstantSchedule((Rate(1e-3, 0.1),))
 
 
+def always(consumed: int) -> int:
+    return 24
+
+
 def arguments(**more: Any) -> SimpleNamespace:
     """Those of Megatron that the engine reads."""
     known: dict[str, Any] = {
@@ -89,7 +93,7 @@ def test_the_chunks_of_the_launch_cover_every_unit_once(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(parallel_state, "_MPU_PIPELINE_MODEL_PARALLEL_RANK", 0)
         patch.setattr(parallel_state, "_MPU_PIPELINE_MODEL_PARALLEL_WORLD_SIZE", 1)
-        found = nominal_topology(args, config, tied, slots=world + more)
+        found = nominal_topology(args, config, tied, slots=world + more, largest=24)
         assert parallel_state.get_pipeline_model_parallel_world_size() == 1, "the stage is set for a moment"
     assert found.chunks[0][0] == 0 and found.chunks[-1][1] == layers + 2
     assert all(end == begin for (_, end), (begin, _) in pairwise(found.chunks))
@@ -98,7 +102,7 @@ def test_the_chunks_of_the_launch_cover_every_unit_once(
     ]
     assert found.tied_unit == (layers + 2 if tied else None)
     assert found.extra == more - more % tensor, "only whole tensor-parallel groups are spares"
-    assert (found.tensor, found.pipeline, found.data, found.grid) == (tensor, stages, data, sample_grid(args))
+    assert (found.tensor, found.pipeline, found.data, found.grid) == (tensor, stages, data, sample_grid(args, 24))
 
 
 @pytest.mark.parametrize(
@@ -113,11 +117,11 @@ def test_the_chunks_of_the_launch_cover_every_unit_once(
 def test_the_loss_scaler_is_the_one_megatron_would_make(
     flags: dict[str, Any], scaler: str, initial: float, finite: bool
 ) -> None:
-    found = engine_settings(arguments(**flags), SCHEDULE)
+    found = engine_settings(arguments(**flags), SCHEDULE, always)
     assert (found.hyper.scaler, found.hyper.initial_loss_scale, found.check_finite) == (scaler, initial, finite)
 
 
 def test_minutes_become_seconds_and_an_endless_run_has_no_last_step() -> None:
-    found = engine_settings(arguments(train_iters=None), SCHEDULE)
+    found = engine_settings(arguments(train_iters=None), SCHEDULE, always)
     assert (found.communication_timeout, found.steps, found.seed) == (600.0, None, 7)
-    assert engine_settings(arguments(), SCHEDULE).steps == 50
+    assert engine_settings(arguments(), SCHEDULE, always).steps == 50

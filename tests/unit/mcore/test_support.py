@@ -52,7 +52,6 @@ REFUSED_WITH_ELASTIC: list[tuple[str, dict[str, Any]]] = [
     ("--fp8-format", {"fp8": "hybrid"}),
     ("--fp4-format", {"fp4": "e2m1"}),
     ("--cuda-graph-impl", {"cuda_graph_impl": "local"}),
-    ("--rampup-batch-size", {"rampup_batch_size": [8, 8, 100]}),
     ("--optimizer", {"optimizer": "muon"}),
     ("--ckpt-format", {"ckpt_format": "torch"}),
     ("--dataloader-type", {"dataloader_type": "external"}),
@@ -81,6 +80,8 @@ PASSES: list[dict[str, Any]] = [
     {"qk_layernorm": True},
     {"optimizer": "sgd"},
     {"dataloader_type": "cyclic"},
+    {"rampup_batch_size": [8, 8, 100]},
+    {"step_batch_size_schedule": "0:8"},
     {"num_virtual_stages_per_pipeline_rank": 2},
 ]
 
@@ -131,8 +132,9 @@ def test_exact_mode_takes_batches_that_are_made_of_samples(asked: dict[str, Any]
 
 
 def test_the_flag_that_was_given_is_the_one_named() -> None:
-    with pytest.raises(BadInput, match=r"^--step-batch-size-schedule "):
-        check(plain(step_batch_size_schedule="0:8"), ElasticConfig(), "cuda", ["--step-batch-size-schedule=0:8"])
+    asked = plain(fp8="hybrid", fp8_param_gather=True)
+    with pytest.raises(BadInput, match=r"^--fp8-param-gather "):
+        check(asked, ElasticConfig(), "cuda", ["--fp8-param-gather=1"])
 
 
 def test_a_flag_that_no_table_knows_is_named_not_ignored() -> None:

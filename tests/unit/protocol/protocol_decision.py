@@ -97,7 +97,7 @@ class Decisions:
         again = all_copies(_keyed(survivors[0][1].names), reports) if together else None
         if self.faults.leaving_carry_a_vote:
             again = counted
-        outcome = resolve(reports, counted, self.setting.ranks, again)
+        outcome = resolve(reports, counted, lambda _: self.setting.ranks, again)
         configuration = counted
         if outcome.kind == "revote" and again is not None and not self.faults.revote_under_the_record:
             configuration = again

@@ -28,7 +28,7 @@ def held(rank, oldest, newest=None, gradients=(), records=None, rows=(), torn=()
 
 
 def decide(*reports: Holdings, needed=NEEDED, rows=ROWS, again=NEEDED):
-    return resolve({report.rank: report for report in reports}, needed, rows, again)
+    return resolve({report.rank: report for report in reports}, needed, lambda _: rows, again)
 
 
 def test_between_steps_the_step_is_run_again_from_there():
@@ -92,6 +92,16 @@ def test_statistics_of_some_samples_missing_mean_running_the_step_again():
     assert (part.kind, whole.kind) == ("rerun", "revote")
 
 
+def test_the_batch_is_that_of_the_step_after_the_version_it_goes_on_from():
+    """Four rows are all samples of a step early in a ramp-up, and half of those of a later step."""
+    reports = [held(rank, 4, gradients=[(4, 1)], rows=((0, 4),)) for rank in (0, 1)]
+    for consumed, kind in ((0, "revote"), (100, "rerun")):
+        known = (replace(record(4), consumed_samples=consumed),)
+        by_rank = {report.rank: replace(report, records=known) for report in reports}
+        found = resolve(by_rank, NEEDED, lambda record: 4 if record.consumed_samples < 100 else 8, NEEDED)
+        assert found.kind == kind
+
+
 def test_of_two_complete_keys_the_newest_generation_is_voted_on():
     both = [(4, 1), (4, 3)]
     result = decide(held(0, 4, gradients=both, rows=ALL), held(1, 4, gradients=both, rows=ALL))
@@ -118,7 +128,9 @@ def test_rule_seven_a_block_without_copies_is_named():
 def test_rule_sixteen_copies_of_an_earlier_life_do_not_count_until_the_rank_has_voted():
     """The record names A on rank 1, which is lost, and on rank 2, which was let in since and has B alone."""
     named, reports = {A: (1, 2), B: (2, 0)}, {rank: held(rank, 4) for rank in (0, 2)}
-    with_rule, without = (resolve(reports, all_copies(named, reports, void), ROWS, None) for void in ({2}, ()))
+    with_rule, without = (
+        resolve(reports, all_copies(named, reports, void), lambda _: ROWS, None) for void in ({2}, ())
+    )
     assert (with_rule.kind, with_rule.missing) == ("lost", (A,))
     assert without.kind == "rerun", "the job would go on without A"
 

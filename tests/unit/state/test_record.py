@@ -53,6 +53,17 @@ def megatron_grad_scaler():
     return module.DynamicGradScaler
 
 
+def test_a_step_that_is_left_out_consumes_its_samples_and_changes_nothing_else():
+    hyper = Hyper(RATES, scaler="dynamic", initial_loss_scale=1024.0, growth_interval=2)
+    before = advance(StepRecord.initial(hyper), vote(StepRecord.initial(hyper)), hyper)
+    after = advance(before, replace(vote(before, norm_sq=(0.0, 0.0)), left_out=True, losses={}), hyper)
+    assert after.skipped and (after.version, after.consumed_samples) == (2, before.consumed_samples + 8)
+    kept = ("adam_step", "beta_power1", "beta_power2", "scheduler_steps", "loss_scale", "growth_tracker")
+    assert [getattr(after, name) for name in kept] == [getattr(before, name) for name in kept]
+    third = advance(after, vote(after), hyper)
+    assert third.loss_scale == 2 * before.loss_scale, "the scaler counts on"
+
+
 @settings(max_examples=25, deadline=None)
 @given(st.integers(0, 10**6), st.integers(1, 4), st.integers(1, 3), st.sampled_from([0.02, 0.3, 0.7]))
 def test_loss_scale_and_counters_are_those_of_megatrons_dynamic_scaler(seed, interval, hysteresis, rate):

@@ -64,7 +64,7 @@ def test_an_owner_lost_before_it_shipped_costs_the_last_step_but_never_mixes_ver
     before = {key: pools[1].get(key).state.clone() for key in KEYS}
     record = step_owned(pools, record)
     ship(pools, record, 1)  # rank 0 dies before its own A is shipped
-    result = resolve({1: pools[1].holdings()}, {A: (0, 1), B: (1, 0)}, 4, None)
+    result = resolve({1: pools[1].holdings()}, {A: (0, 1), B: (1, 0)}, lambda _: 4, None)
     assert (result.kind, result.version) == ("rerun", 1)
     assert result.record is not None
     pools[1].revert(result.record)

@@ -7,7 +7,7 @@ is changed: it allocates memory for the units of a view.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from megatron.elastic.comm.fabric import Fabric
@@ -78,6 +78,8 @@ class ViewFactory:
     sizes: CellSizes
     lives_on: bool = False
     """True if damaged cells go on with their living ranks."""
+    batch_size: Callable[[int], int] | None = None
+    """Samples of the step that follows so many consumed ones (:attr:`Settings.batch_size`)."""
     covered: Covered = only_at_launch
     """The shards of a unit that a rank of a cell of any size computes (:meth:`ModelInterface.covered`)."""
 
@@ -101,7 +103,7 @@ class ViewFactory:
             holders = {rank for (unit, _), group in groups if unit in units for rank in group}
             raise StageGone(decision, units, sorted(holders - decision.members.keys()))
         speeds = _speeds_of_kept(dict(record.speeds), measured, assignment, newcomers(decision))
-        plan = self._plan(assignment, decision.members, speeds)
+        plan = self._plan(assignment, decision.members, speeds, self.rows_after(record))
         view = self._build_view(decision.generation, tuple(decision.members), configuration, plan)
         reports = reports_of(decision)
         unproven = {*newcomers(decision), *(joined_since_vote(reports) if reports else ())}
@@ -113,18 +115,34 @@ class ViewFactory:
             rank, layouts = self.fabric.rank, self.layouts
             return with_configuration(view, rank, configuration, layouts, self.arena, self.fabric, self.covered)
         speeds = _speeds_of_kept(dict(view.speeds()), view.assignment, configuration.assignment)
-        plan = self._plan(configuration.assignment, view.living, speeds)
+        plan = self._plan(configuration.assignment, view.living, speeds, view.plan.grid.global_batch_size)
         fresh = self._build_view(view.generation, view.living, configuration, plan)
         return replace(fresh, domains=view.domains, unproven=view.unproven)
 
     def replan(self, view: View, record: StepRecord) -> View:
         """Return the same view with a plan made from the speeds of ``record``."""
-        plan = self._plan(view.assignment, view.living, dict(record.speeds))
+        return self._replanned(view, dict(record.speeds), self.rows_after(record))
+
+    def sized(self, view: View, rows: int) -> View:
+        """Return the same view with a plan for a batch of ``rows`` samples."""
+        if rows == view.plan.grid.global_batch_size:
+            return view
+        return self._replanned(view, dict(view.speeds()), rows)
+
+    def rows_after(self, record: StepRecord) -> int:
+        """Return the number of samples of the step that follows ``record``."""
+        if self.batch_size is None:
+            return self.launch_topology.grid.global_batch_size
+        return self.batch_size(record.consumed_samples)
+
+    def _replanned(self, view: View, speeds: Mapping[int, int], rows: int) -> View:
+        plan = self._plan(view.assignment, view.living, speeds, rows)
         return with_plan(view, replace(plan, frequencies_khz=view.plan.frequencies_khz))
 
     def prepare(self, view: View, target: Assignment) -> None:
         """Make plan and memory for :meth:`with_configuration` to ``target``. On any thread, beside a step."""
-        self._plan(target, view.living, _speeds_of_kept(dict(view.speeds()), view.assignment, target))
+        speeds = _speeds_of_kept(dict(view.speeds()), view.assignment, target)
+        self._plan(target, view.living, speeds, view.plan.grid.global_batch_size)
         self.arena.prepare(target.held_by(self.fabric.rank, self.covered))
 
     def _build_view(self, generation: int, living: tuple[int, ...], configuration: Configuration, plan: Plan) -> View:
@@ -139,7 +157,7 @@ class ViewFactory:
         try:
             staying = [rank for rank in view.living if rank not in leaving]
             assignment = self._manned(view.assignment, staying) if self._shrinks else view.assignment
-            self._plan(assignment, staying, {})
+            self._plan(assignment, staying, {}, view.plan.grid.global_batch_size)
         except PlanError as error:
             return str(error)
         return ""
@@ -228,8 +246,10 @@ class ViewFactory:
             raise PlanError(f"a rank would need {most / 2**30:.1f} GiB and has {memory / 2**30:.1f} GiB")
         return target
 
-    def _plan(self, assignment: Assignment, living: Iterable[int], speeds: Mapping[int, int]) -> Plan:
+    def _plan(self, assignment: Assignment, living: Iterable[int], speeds: Mapping[int, int], rows: int) -> Plan:
+        """Return the plan of the living cells for a batch of ``rows`` samples."""
         topology = self.sizes.topology(assignment, tuple(living))
+        topology = replace(topology, grid=replace(topology.grid, global_batch_size=rows))
         return self.choose(with_speeds(topology, dict(speeds)), self.profile)
 
     # -- placement -------------------------------------------------------------

@@ -177,7 +177,7 @@ class Agreement:
         if voting is not None and not joined_since and not newcomers(decision):
             # Ranks that joined have no gradients to vote on. No survivor knows the vote: the step may be run again.
             again = all_copies({key: copies.ranks for key, copies in voting.placement.copies.items()}, held)
-        resolution = resolve(held, counted, self.views.launch_topology.grid.global_batch_size, again)
+        resolution = resolve(held, counted, self.views.rows_after, again)
         if resolution.kind == "lost":
             raise StateLost(resolution.version, resolution.missing)
         gone = [(key, rank) for rank, r in reports.items() for key in r.holdings.torn]

@@ -1,7 +1,7 @@
 """The commit of a step, from one attempt at it to the state it leads to (docs/design.md §3).
 
     commit   compute, reduce and ship, then vote: with the vote's sum every rank makes the same
-             record, and the step can no longer be undone
+             record, and the step can no longer be undone. A step that is left out has the vote alone
     finish   update every copy held here, then gather parameters; safe to repeat
 
 An attempt is kept until the step is over. If every rank that had the vote's sum is lost,
@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from megatron.elastic.comm.exchange import gather_messages
 from megatron.elastic.control.requests import Pending
 from megatron.elastic.engine.compute.block_checksums import Disputes
+from megatron.elastic.engine.compute.executor import PassResult
 from megatron.elastic.engine.compute.ledger import Expected, Ledger, LedgerError, differences
 from megatron.elastic.engine.compute.vote import Tally, VoteLayout, agreed_by, plan_digest, wishes
 from megatron.elastic.engine.failures import NotFinite
@@ -123,35 +124,44 @@ class StepCommit:
     def commit(self, work: StepInput) -> None:
         """Compute, reduce, ship, vote. On return the context's record is that of ``work.step``."""
         at, body, step = self._context, self._context.body, work.step
-        reach, timer = at.tools.reach, at.timer
         self._key = key = self._next_key(step)
-        attempt = self._attempt = _Attempt(work, key, at.view.plan.skipped, self._migrator.heading)
-        self.computed = at.view.plan.rows
-        reach("after_prepare", step)
+        skipped = tuple(range(work.address.size)) if work.left_out else at.view.plan.skipped
+        attempt = self._attempt = _Attempt(work, key, skipped, self._migrator.heading)
+        self.computed = work.address.size - len(skipped)
+        at.tools.reach("after_prepare", step)
         self._migrator.link_is_free()
-        began = at.tools.threads.monotonic()
-        with timer.phase("compute"):
-            result = body.train(work, at.record.loss_scale)
-        computing = at.tools.threads.monotonic() - began
-        self._migrator.link_is_taken()
-        reach("before_reduce", step)
-        with timer.phase("reduce"):
-            body.reduce(key)
-        reach("after_reduce", step)
-        with timer.phase("ship"):
+        result, computing = (None, 0.0) if work.left_out else self._reduced(attempt)
+        with at.timer.phase("ship"):
             self._migrator.agree(computing)
             attempt.named = self._migrator.heading
             self._migrator.arrive()
-            body.ship(key, attempt.named.placement)
-        reach("after_ship", step)
-        attempt.tally, attempt.disputes = body.tally(result, key), body.disputes
-        attempt.contents = result.contents
+            if result is not None:
+                body.ship(key, attempt.named.placement)
+        at.tools.reach("after_ship", step)
+        if result is None:
+            attempt.tally = Tally()
+        else:
+            attempt.tally, attempt.disputes, attempt.contents = body.tally(result, key), body.disputes, result.contents
         attempt.requests = at.agreement.membership.pending()
         wishes(attempt.tally, attempt.requests)
         attempt.tally.saves, attempt.tally.written = self.save_due(), self.share_written()
         attempt.tally.ready = self._migrator.ready(computing)
         self._rebalancer.add_to(attempt.tally)
         self._vote(attempt, attempt.tally)
+
+    def _reduced(self, attempt: _Attempt) -> tuple[PassResult, float]:
+        """Compute and reduce the gradients; return the result of the pass and the seconds it took."""
+        at, step = self._context, attempt.step.step
+        began = at.tools.threads.monotonic()
+        with at.timer.phase("compute"):
+            result = at.body.train(attempt.step, at.record.loss_scale)
+        computing = at.tools.threads.monotonic() - began
+        self._migrator.link_is_taken()
+        at.tools.reach("before_reduce", step)
+        with at.timer.phase("reduce"):
+            at.body.reduce(attempt.key)
+        at.tools.reach("after_reduce", step)
+        return result, computing
 
     def _next_key(self, step: int) -> GradientKey:
         """Return the key of a new attempt's gradients; equal on every rank, since all saw the same refused votes."""
@@ -175,7 +185,8 @@ class StepCommit:
         """Take the vote, the commit point: from its sum every rank computes the same record."""
         at, step, address = self._context, attempt.step.step, attempt.step.address
         named = self._migrator.heading  # in a repeated vote: the configuration of its attempt without the lost ranks
-        tally.plan = plan_digest(at.view.plan_hash, named.digest, at.record.digest, str(address))
+        samples = f"{address} left out" if attempt.step.left_out else str(address)
+        tally.plan = plan_digest(at.view.plan_hash, named.digest, at.record.digest, samples)
         with at.timer.phase("vote"):
             rates = at.tools.settings.hyper.schedule.rates(at.record.scheduler_steps)
             tally.rates = rates if at.tools.fabric.rank == at.view.living[0] else ()
@@ -223,11 +234,11 @@ class StepCommit:
     def _check_ledger(self, ledger: Ledger, attempt: _Attempt) -> None:
         """Compare the samples that all ranks computed with the plan of the attempt. Raises ``LedgerError``."""
         at, address, skipped = self._context, attempt.step.address, frozenset(attempt.skipped)
-        per_token = at.tools.settings.per_token_loss
+        unweighted = at.tools.settings.per_token_loss or attempt.step.left_out
         expected = Expected(
             samples=[address.first + row for row in range(address.size) if row not in skipped],
             units=at.tools.interface.compute_units,
-            weights=0.0 if per_token else at.view.plan.grid.data_parallel_size,
+            weights=0.0 if unweighted else at.view.plan.grid.data_parallel_size,
             complete=attempt.key.generation == at.view.generation,
         )
         findings = ledger.findings(expected)
@@ -244,6 +255,7 @@ class StepCommit:
             denominator=total.tokens if settings.per_token_loss else view.plan.grid.data_parallel_size,
             tokens=total.tokens,
             samples=attempt.step.address.size,
+            left_out=attempt.step.left_out,
             losses=total.report,
             ledger_hash=total.ledger.digest,
             plan_hash=view.plan_hash,

@@ -86,6 +86,8 @@ class StepInput:
     address: StepAddress
     forward_step: ForwardStep
     source: SampleSource | None
+    left_out: bool = False
+    """True if its samples are consumed and nothing is computed from them."""
 
 
 class StepBody:

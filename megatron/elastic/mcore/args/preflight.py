@@ -20,6 +20,7 @@ from pathlib import Path
 from megatron.elastic.mcore.args.bad_input import BadInput, Faults, translated
 
 __all__ = [
+    "batch_sizes",
     "check_data",
     "check_index",
     "check_shared_memory",
@@ -43,9 +44,11 @@ def _divides(size: int, size_flag: str, by: int, by_flag: str) -> Iterator[str]:
 
 def check_sizes(args: Namespace) -> None:
     """Check sizes that must divide each other. Raises one :class:`BadInput` for all that do not."""
-    faults = tuple(_size_faults(args))
-    if faults:
-        raise BadInput(*faults)
+    faults = Faults()
+    with faults.collecting():
+        for fault in _size_faults(args):
+            faults.add(fault)
+    faults.raise_if_any()
 
 
 def _size_faults(args: Namespace) -> Iterator[str]:
@@ -110,15 +113,53 @@ def _cut_unevenly(args: Namespace) -> bool:
 
 
 def _batch_faults(args: Namespace, dp: int) -> Iterator[str]:
-    if args.global_batch_size is None or args.micro_batch_size is None or args.rampup_batch_size:
+    if args.micro_batch_size is None or getattr(args, "decrease_batch_size_if_needed", False):
         return
-    if getattr(args, "decrease_batch_size_if_needed", False):
-        return
-    if args.global_batch_size % (args.micro_batch_size * dp):
-        yield (
-            f"--global-batch-size {args.global_batch_size} is not a multiple of --micro-batch-size "
-            f"{args.micro_batch_size} × {dp} data-parallel replicas"
+    wave = args.micro_batch_size * dp
+    for size, given in batch_sizes(args):
+        if size % wave:
+            yield (
+                f"{given} is not a multiple of --micro-batch-size {args.micro_batch_size} × {dp} data-parallel replicas"
+            )
+
+
+def batch_sizes(args: Namespace) -> tuple[tuple[int, str], ...]:
+    """Return (samples, flag and value) of the sizes that a step may have; an increment counts as one.
+
+    Raises :class:`BadInput` for a schedule that Megatron's calculator would refuse once the model is being built.
+    """
+    schedule, final = getattr(args, "step_batch_size_schedule", None), args.global_batch_size
+    if schedule is not None:
+        return tuple(_scheduled(schedule))
+    whole = () if final is None else ((final, f"--global-batch-size {final}"),)
+    if args.rampup_batch_size is None or final is None:
+        return whole
+    flag = f"--rampup-batch-size {' '.join(map(str, args.rampup_batch_size))}"
+    try:
+        start, increment, samples = map(int, args.rampup_batch_size)
+    except ValueError as error:
+        raise BadInput(f"{flag}: give three numbers: start batch size, increment, samples of the ramp-up") from error
+    if min(start, increment) < 1 or samples < 0 or not start < final or (final - start) % increment:
+        raise BadInput(
+            f"{flag}: the batch size cannot grow from {start} by {increment} to --global-batch-size {final}: give a "
+            "smaller start from which that is a whole number of increments"
         )
+    return (*whole, (start, f"{flag}: start batch size {start}"), (increment, f"{flag}: increment {increment}"))
+
+
+_SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+
+
+def _scheduled(schedule: str) -> Iterator[tuple[int, str]]:
+    """Yield the sizes of ``--step-batch-size-schedule``, which is a list of THRESHOLD:SIZE."""
+    flag = f"--step-batch-size-schedule '{schedule}'"
+    for entry in schedule.replace(",", " ").split():
+        text = entry.partition(":")[2].upper()
+        try:
+            size = int(float(text.rstrip("KMBT")) * _SUFFIXES.get(text[-1:], 1))
+        except ValueError as error:
+            raise BadInput(f"{flag}: {entry} is no threshold and size, such as 250B:1536") from error
+        yield size, f"{flag}: {size}"
 
 
 def _interleaving_faults(args: Namespace, pp: int, dp: int) -> Iterator[str]:
@@ -140,14 +181,15 @@ def _interleaving_faults(args: Namespace, pp: int, dp: int) -> Iterator[str]:
     if pp == 1:
         yield f"{flag} interleaves pipeline stages: give --pipeline-model-parallel-size 2 or more"
         return
-    if args.global_batch_size is None or getattr(args, "microbatch_group_size_per_vp_stage", None) is not None:
+    if getattr(args, "microbatch_group_size_per_vp_stage", None) is not None:
         return
-    count = args.global_batch_size // ((args.micro_batch_size or 1) * dp)
-    if count % pp:
-        yield (
-            f"{flag}: --global-batch-size {args.global_batch_size} is {count} micro-batches for each of {dp} replicas, "
-            f"not a multiple of --pipeline-model-parallel-size {pp}: change the batch size, or leave {flag} out"
-        )
+    for size, given in batch_sizes(args):
+        count = size // ((args.micro_batch_size or 1) * dp)
+        if count % pp:
+            yield (
+                f"{flag}: {given} is {count} micro-batches for each of {dp} replicas, not a multiple of "
+                f"--pipeline-model-parallel-size {pp}: change the batch size, or leave {flag} out"
+            )
 
 
 # ---------------------------------------------------------------- data

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
@@ -17,15 +18,16 @@ from megatron.elastic.state.record import Hyper, Schedule
 __all__ = ["engine_settings", "nominal_topology", "sample_grid"]
 
 
-def sample_grid(args: Any) -> Grid:
-    """Return the launch's grid of a training step."""
-    return Grid(args.global_batch_size, args.micro_batch_size, args.data_parallel_size)
+def sample_grid(args: Any, largest: int) -> Grid:
+    """Return the launch's grid of a training step of ``largest`` samples; batches may begin smaller."""
+    return Grid(largest, args.micro_batch_size, args.data_parallel_size)
 
 
-def nominal_topology(args: Any, config: Any, tied: bool, slots: int) -> LaunchTopology:
+def nominal_topology(args: Any, config: Any, tied: bool, slots: int, largest: int) -> LaunchTopology:
     """Return sizes and cuts at launch, for every model chunk, from arguments alone (no communication).
 
-    ``slots``: number of possible ranks, including those of the launch. Raises :class:`ConfigError` for an empty chunk.
+    ``slots``: number of possible ranks, including those of the launch. ``largest``: most samples of a step. Raises
+    :class:`ConfigError` for an empty chunk.
     """
     stages, depth = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size
     last = stages * (depth or 1) - 1
@@ -45,7 +47,7 @@ def nominal_topology(args: Any, config: Any, tied: bool, slots: int) -> LaunchTo
         pipeline=stages,
         data=args.data_parallel_size,
         chunks=tuple(chunks),
-        grid=sample_grid(args),
+        grid=sample_grid(args, largest),
         tied_unit=args.num_layers + 2 if tied else None,
         experts=args.num_experts if args.expert_model_parallel_size > 1 else 0,
         crew_size=args.expert_model_parallel_size,
@@ -53,8 +55,8 @@ def nominal_topology(args: Any, config: Any, tied: bool, slots: int) -> LaunchTo
     )
 
 
-def engine_settings(args: Any, schedule: Schedule) -> Settings:
-    """Return the numerics of the run."""
+def engine_settings(args: Any, schedule: Schedule, batch_size: Callable[[int], int]) -> Settings:
+    """Return the numerics of the run. ``batch_size``: consumed samples → samples of the step that follows."""
     scaler: Literal["none", "constant", "dynamic"] = "none"
     if args.loss_scale:
         scaler = "constant"
@@ -83,5 +85,6 @@ def engine_settings(args: Any, schedule: Schedule) -> Settings:
         count_zeros=bool(args.log_num_zeros_in_grad),
         check_finite=bool(args.check_for_nan_in_loss_and_grad) and not args.fp16,
         communication_timeout=60.0 * float(args.distributed_timeout_minutes),
+        batch_size=batch_size,
         steps=int(args.train_iters) if args.train_iters else None,
     )

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from megatron.core.num_microbatches_calculator import update_num_microbatches
 from megatron.training import get_args
 
 __all__ = ["Counters"]
@@ -38,6 +39,8 @@ class Counters:
     def __init__(self) -> None:
         self._at_step: dict[str, Any] = {}
         self._operations: float = 0
+        self._next: int = 0
+        """Iteration of the loop's next step. The loop tells it in an argument, but not before a step it leaves out."""
         self._job_started: dict[str, Any] = {}
         """Values that a newcomer's arguments get once its loop has started from them."""
 
@@ -48,7 +51,7 @@ class Counters:
     def begin(self) -> None:
         """Note the counters when the job's loop is about to start."""
         args = get_args()
-        self._operations = args.num_floating_point_operations_so_far
+        self._operations, self._next = args.num_floating_point_operations_so_far, args.iteration
         self._note(args.iteration)
 
     def take(self, shared: Mapping[str, Any]) -> None:
@@ -57,7 +60,10 @@ class Counters:
         for name, value in {**shared["arguments"], **shared["loop"]}.items():
             setattr(args, name, value)
         self._job_started = {name: shared["arguments"][name] for name in _STARTS}
-        self._operations, self._at_step = args.num_floating_point_operations_so_far, dict(shared)
+        self._operations, self._next = args.num_floating_point_operations_so_far, args.iteration
+        self._at_step = dict(shared)
+        # The loop saves a checkpoint where the size of the batch changes, and the members have passed this place.
+        update_num_microbatches(args.consumed_train_samples, consistency_check=False)
 
     def step(self) -> None:
         """Note the counters when a step is about to begin."""
@@ -65,7 +71,8 @@ class Counters:
         for name, value in self._job_started.items():
             setattr(args, name, value)
         self._job_started = {}
-        self._note(args.curr_iteration)
+        self._note(self._next)
+        self._next += 1
 
     def boundary(self, operations: float) -> None:
         """Note the end of a step; ``operations``: floating-point operations so far, as counted by the loop."""

@@ -27,6 +27,7 @@ from megatron.elastic.engine.engine import Engine
 from megatron.elastic.engine.generation.view import View
 from megatron.elastic.engine.transaction.agreement import RecoveryOutcome
 from megatron.elastic.mcore.args.bad_input import unreadable_named, unwritable_cache_named
+from megatron.elastic.mcore.args.batch_sizes import BatchSizes
 from megatron.elastic.mcore.args.preflight import check_validation
 from megatron.elastic.mcore.args.settings import engine_settings, nominal_topology, sample_grid
 from megatron.elastic.mcore.checkpoint.absent_stages import AbsentStages
@@ -189,8 +190,10 @@ class Setup:
         scheduler = training.get_optimizer_param_scheduler(self._optimizer)
         self._schedule = MegatronSchedule(scheduler)
         config = unwrapped(model[0]).config
-        topology = nominal_topology(args, config, interface.tied_unit is not None, links.fabric.slots)
-        settings = engine_settings(args, self._schedule)
+        sizes = BatchSizes()
+        tied = interface.tied_unit is not None
+        topology = nominal_topology(args, config, tied, links.fabric.slots, sizes.largest)
+        settings = engine_settings(args, self._schedule, sizes)
         self._job = EngineParts(
             interface, topology, self._config, settings, self._settled, self._host_state, self.notice, self._moved
         )
@@ -293,7 +296,7 @@ class Setup:
         )
         torch.distributed.broadcast(flags, 0)
         args.do_train, args.do_valid, args.do_test = (bool(flag) for flag in flags.tolist())
-        grid = sample_grid(args)
+        grid = sample_grid(args, BatchSizes().largest)
         train, valid, test = (source_for(dataset, args, grid) for dataset in datasets)
         return train, DatasetPosition(valid, True), DatasetPosition(test, False)
 

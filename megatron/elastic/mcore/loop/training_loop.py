@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from megatron.core.num_microbatches_calculator import get_current_running_global_batch_size
 from megatron.training import get_args
 
 from megatron.elastic.config import ElasticConfig
@@ -64,6 +65,11 @@ class TrainingLoop:
         return (
             (loop + "train", "a newcomer is admitted before the loop reads its counters", self._train),
             (loop + "train_step", "a step is a transaction that survives the loss of ranks", self._train_step),
+            (
+                loop + "dummy_train_step",
+                "an iteration of --iterations-to-skip is a step that every rank agrees to leave out",
+                self._leave_out,
+            ),
             (loop + "evaluate", "evaluation is repeated as a phase when ranks are lost in it", self._evaluate),
             (loop + "training_log", repeated, self._training_log),
             ("megatron.core.timers.Timers.log", repeated, self._log_timers),
@@ -132,7 +138,7 @@ class TrainingLoop:
             call = bound(original, args, kwargs)
             settings = get_args()
             self._counters.step()
-            address = StepAddress(settings.consumed_train_samples, settings.global_batch_size)
+            address = StepAddress(settings.consumed_train_samples, get_current_running_global_batch_size())
             result = self._engine.step(call["forward_step_func"], _of_chunks(call["data_iterator"]), address)
             scheduler = call["opt_param_scheduler"]
             scheduler.num_steps = self._engine.record.scheduler_steps
@@ -152,6 +158,15 @@ class TrainingLoop:
 
         return replacement
 
+    def _leave_out(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def replacement(data_iterator: Any) -> None:
+            self._counters.step()
+            address = StepAddress(get_args().consumed_train_samples, get_current_running_global_batch_size())
+            self._engine.step(_computes_nothing, None, address, left_out=True)
+
+        return replacement
+
     def _evaluate(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def replacement(*args: Any, **kwargs: Any) -> Any:
@@ -159,7 +174,7 @@ class TrainingLoop:
             self._begin()
             settings = get_args()
             iterations = call.get("eval_iters") or settings.eval_iters
-            size = settings.global_batch_size
+            size = getattr(settings, "eval_global_batch_size", settings.global_batch_size)  # from 0.18 on
             reading: DatasetPosition = _of_chunks(call["data_iterator"])
             first = reading.position()
             addresses = [StepAddress(first + number * size, size) for number in range(iterations)]
@@ -239,6 +254,10 @@ class TrainingLoop:
             return result
 
         return replacement
+
+
+def _computes_nothing(*_: Any) -> Any:
+    raise RuntimeError("a step that is left out is computed")
 
 
 def _of_chunks(found: Any) -> Any:

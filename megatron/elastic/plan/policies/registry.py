@@ -38,8 +38,8 @@ POLICIES: Mapping[str, Callable[[], Policy]] = MappingProxyType(
 Choice = Callable[[Topology, Profile], Plan]
 """The plan for the living cells. Raises :class:`PlanError` when the policy cannot go on with them."""
 
-_KEPT = 4
-"""Answers that a choice keeps: for the present cells, those before, and those to come."""
+_KEPT = 8
+"""Answers that a choice keeps: for the present cells, those before, and those to come, and two sizes of a batch."""
 
 
 def policy_named(name: str) -> Policy:
