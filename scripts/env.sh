@@ -3,6 +3,7 @@
 #
 #   source scripts/env.sh && elastic_env            # the packages of a run
 #   source scripts/env.sh && elastic_env dev        # and those of the tests
+#   source scripts/env.sh && elastic_packages       # as elastic_env, without this package and its native parts
 #
 # Creates a virtual environment, installs the pins of requirements/ in the order
 # that matters (torch first and alone), builds the native parts, activates it.
@@ -11,6 +12,7 @@
 #
 #   MEGATRON_ELASTIC_VENV          where the environment lives (default: .venv of the checkout)
 #   MEGATRON_ELASTIC_PYTHON        which interpreter makes it (default: the first python3.x >= 3.11)
+#   MEGATRON_ELASTIC_MEGATRON      version of megatron-core instead of the pinned one (tools/versions.py)
 #   MEGATRON_ELASTIC_TORCH_INDEX   index to take torch from, e.g. PyTorch's own index of CPU builds
 #                                  (default: pip's; on some machines that is the build with CUDA, several GB)
 
@@ -54,6 +56,15 @@ elastic_pip() {
         --constraint "$ELASTIC_ROOT/requirements/constraints.txt" "$@"
 }
 
+# The requirement of megatron-core: the pin, or the version that the caller asks for.
+elastic_megatron() {
+    if [[ -n "${MEGATRON_ELASTIC_MEGATRON:-}" ]]; then
+        printf 'megatron-core==%s' "$MEGATRON_ELASTIC_MEGATRON"
+    else
+        cat "$ELASTIC_ROOT/requirements/megatron.txt"
+    fi
+}
+
 elastic_install_run() {
     local requirements="$ELASTIC_ROOT/requirements" index=()
     if [[ -n "${MEGATRON_ELASTIC_TORCH_INDEX:-}" ]]; then
@@ -67,9 +78,8 @@ elastic_install_run() {
     elastic_say "what a run needs (requirements/runtime.txt)"
     elastic_pip -r "$requirements/runtime.txt" || return 1
     # It declares Python 3.12 and uses nothing newer than 3.11 (docs/dependencies.md).
-    elastic_say "megatron-core (requirements/megatron.txt)"
-    elastic_pip --no-deps --no-build-isolation --ignore-requires-python --no-binary megatron-core \
-        -r "$requirements/megatron.txt"
+    elastic_say "$(elastic_megatron)"
+    elastic_pip --no-deps --no-build-isolation --ignore-requires-python --no-binary megatron-core "$(elastic_megatron)"
 }
 
 elastic_install_dev() {
@@ -82,10 +92,24 @@ elastic_install_package() {
     (cd "$ELASTIC_ROOT" && elastic_pip --no-build-isolation --no-deps -e .)
 }
 
+# elastic_locked COMMAND...: run it while no other call makes parts of this environment.
+elastic_locked() {
+    local lock status
+    exec {lock}>"${MEGATRON_ELASTIC_VENV:-$ELASTIC_ROOT/.venv}.lock" && flock "$lock"
+    "$@"
+    status=$?
+    exec {lock}>&-
+    return "$status"
+}
+
+# elastic_packages [dev]: make the environment of the pins, then activate it.
+elastic_packages() { elastic_locked elastic_make_packages "$@"; }
+
 # elastic_env [dev]: make the missing parts, then activate.
-elastic_env() {
-    local venv="${MEGATRON_ELASTIC_VENV:-$ELASTIC_ROOT/.venv}" requirements="$ELASTIC_ROOT/requirements" python native lock
-    exec {lock}>"$venv.lock" && flock "$lock" # two calls at once take turns
+elastic_env() { elastic_locked elastic_make_env "$@"; }
+
+elastic_make_packages() {
+    local venv="${MEGATRON_ELASTIC_VENV:-$ELASTIC_ROOT/.venv}" requirements="$ELASTIC_ROOT/requirements" python
     if [[ ! -x "$venv/bin/python" ]]; then
         python="$(elastic_find_python)" || return 1
         elastic_say "virtual environment $venv ($("$python" --version))"
@@ -97,17 +121,21 @@ elastic_env() {
     if [[ -z "${CXX:-}" ]] && ! command -v g++ >/dev/null && ! command -v clang++ >/dev/null; then
         elastic_fail "no C++ compiler (Debian 12: apt install g++), or set CXX" || return 1
     fi
-    elastic_stage run "$(elastic_hash "$requirements"/{build,torch,runtime,megatron,constraints}.txt)" \
+    elastic_stage run "$(elastic_hash "$requirements"/{build,torch,runtime,constraints}.txt <(elastic_megatron))" \
         elastic_install_run || elastic_fail "installing requirements/ failed" || return 1
     if [[ "${1:-}" == dev ]]; then
         elastic_stage dev "$(elastic_hash "$requirements"/{dev,docs,constraints}.txt)" \
             elastic_install_dev || elastic_fail "installing requirements/dev.txt and docs.txt failed" || return 1
     fi
+}
+
+elastic_make_env() {
+    local native
+    elastic_make_packages "$@" || return 1
     if ! compgen -G "$ELASTIC_ROOT/megatron/elastic/_*.so" >/dev/null; then
         rm -f "$VIRTUAL_ENV/.elastic-build" # cleaned away since
     fi
     mapfile -t native < <(find "$ELASTIC_ROOT/csrc" -type f \( -name '*.cpp' -o -name '*.hpp' -o -name '*.h' \) 2>/dev/null | sort)
     elastic_stage build "$ELASTIC_ROOT $(elastic_hash "$ELASTIC_ROOT"/{CMakeLists.txt,setup.py,pyproject.toml} "${native[@]}")" \
         elastic_install_package || elastic_fail "building the package failed" || return 1
-    exec {lock}>&-
 }

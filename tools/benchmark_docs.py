@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tools import benchmark_tables as tables
-from tools import peer_tables
+from tools import peer_tables, version_table
 from tools.bench.record import STANDARD
 from tools.benchmark_tables import Figures
 from tools.simulation_docs import rewritten
@@ -201,6 +201,13 @@ SECTIONS = (
         "The same runtime with timed waits. The rank's group lives on with three ranks, or it is parked, or its "
         "replica is left out. `instant`: no unit moves; `elaswave`: layers are cut anew.",
         tables.throughput,
+    ),
+    Section(
+        "versions",
+        "Which versions were run?",
+        "4 ranks, PP 2 × DP 2, no dropout. Figures are the largest relative deviation of a loss from the same training "
+        "by plain Megatron, undisturbed, or never interrupted.",
+        version_table.table,
     ),
     Section(
         "readability",

@@ -369,28 +369,33 @@ def test_elastic_check_tells_every_refusal_also_those_of_the_launchers_flags(tmp
     assert len(errors) == 5 and "Traceback" not in done.stderr and not list(tmp_path.iterdir())
 
 
-NEWER = """
-import runpy, sys
-import megatron.elastic.adaptor
-from megatron.core import package_info
-package_info.__version__ = "0.20.1"
-sys.argv = [sys.argv[1], *sys.argv[2:]]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
+def newer(folder: Path) -> Path:
+    """A checkout beside the installed package whose megatron.core says that it is 0.20.1."""
+    core = folder / "Megatron-LM" / "megatron" / "core"
+    core.mkdir(parents=True)
+    (core / "package_info.py").write_text('__version__ = "0.20.1"')
+    (core / "__init__.py").write_text('raise AssertionError("its code must not run")')
+    return core.parents[1]
 
 
-def test_a_megatron_core_that_was_never_tested_is_one_line(tmp_path: Path) -> None:
-    """Its metadata says 0.20.1 here, the code is the installed one."""
-    script = tmp_path / "newer.py"
-    script.write_text(NEWER)
+def started(checkout: Path, *launcher: str) -> list[str]:
+    """The lines of an error that a start with ``checkout`` in PYTHONPATH prints before it ends with status 1."""
     done = subprocess.run(
-        [sys.executable, str(script), str(ROOT / "pretrain_gpt.py"), *GOOD, "--mock-data"],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "ELASTIC_PLATFORM": "cpu"},
+        [sys.executable, *launcher, str(ROOT / "pretrain_gpt.py"), *GOOD, "--mock-data", "--elastic"],
+        env={**os.environ, "PYTHONPATH": f"{checkout}:{ROOT}", "OMP_NUM_THREADS": "1", "ELASTIC_PLATFORM": "cpu"},
         capture_output=True,
         text=True,
         timeout=180,
         check=False,
     )
-    assert done.returncode == 1, done.stderr[-2000:]
-    errors = [line for line in done.stderr.splitlines() if "rror" in line]
-    assert len(errors) == 1 and "megatron-core 0.20.1 is installed" in errors[0] and ">=0.17,<0.20" in errors[0], errors
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr[-2000:]
+    return [line for line in (done.stdout + done.stderr).splitlines() if "0.20.1" in line]
+
+
+@pytest.mark.parametrize("launcher", [(), ("-m", "megatron.elastic.launch", "--nproc-per-node", "2")])
+def test_a_megatron_core_that_was_never_tested_is_one_line(tmp_path: Path, launcher: tuple[str, ...]) -> None:
+    """It names the version found, where, the range and the fix; nothing of that release is imported."""
+    checkout = newer(tmp_path)
+    (line,) = started(checkout, *launcher)
+    for word in ("error: megatron-core 0.20.1", str(checkout), ">=0.17.1,<0.20", "pip install", "PYTHONPATH"):
+        assert word in line

@@ -16,9 +16,9 @@ from megatron.elastic.mcore.patching.patches import (
     apply,
     bound,
     describe,
-    in_range,
     return_names,
 )
+from megatron.elastic.mcore.patching.releases import in_range
 
 VERSION = "0.17.1"
 

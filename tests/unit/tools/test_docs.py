@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron.elastic.config import ElasticConfig, flag_name
+from tools import version_table
 from tools.bench.record import STANDARD
 from tools.benchmark_docs import SECTIONS
 from tools.benchmark_docs import page as benchmarks_page
@@ -79,6 +80,12 @@ def test_the_readme_quotes_the_recorded_recovery() -> None:
     assert f"a normal step of {step:.2f} s and {overhead:.2f} s of overhead" in readme
 
 
+def test_the_readme_has_the_versions_that_were_run() -> None:
+    figures = json.loads((ROOT / "docs" / "measured" / "versions.json").read_text(encoding="utf-8"))
+    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert version_table.readme(page, figures) == page, "run python -m tools.version_table"
+
+
 def test_links_to_sections_name_a_heading() -> None:
     """``page.md#section`` as GitHub makes it of the heading."""
     for source in PAGES:
@@ -91,7 +98,7 @@ def test_links_to_sections_name_a_heading() -> None:
 
 def test_every_requirement_has_its_reason() -> None:
     reasons = (ROOT / "docs" / "dependencies.md").read_text().lower().replace("_", "-")
-    for name in ("build", "torch", "megatron", "runtime", "dev", "docs", "cuda", "ascend"):
+    for name in ("build", "torch", "megatron", "runtime", "dev", "docs", "package", "cuda", "ascend"):
         for line in (ROOT / "requirements" / f"{name}.txt").read_text().splitlines():
             package = re.split(r"[=\[<>]", line.strip())[0].lower().replace("_", "-")
             assert not package or package in reasons, f"requirements/{name}.txt: {package} has no reason"

@@ -20,7 +20,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.elastic.mcore.patching.patches import Patch, in_range
+from megatron.elastic.mcore.patching.patches import Patch
+from megatron.elastic.mcore.patching.releases import in_range
 
 __all__ = ["VERSIONS", "CallShape", "Wheel", "expected", "fetch", "shapes", "used_names"]
 
@@ -66,19 +67,19 @@ class Wheel:
         for node in _definitions(tree):
             if isinstance(node, ast.ImportFrom):
                 if node.module and any((alias.asname or alias.name) == names[0] for alias in node.names):
-                    return self.find(".".join([self._source(node, module), *names]))
+                    return self.find(".".join([self.source(node, module), *names]))
             elif isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == names[0]:
                 return node if len(names) == 1 else self._within(node, names[1:], module)
         return None
 
-    def _source(self, node: ast.ImportFrom, module: str) -> str:
+    def source(self, node: ast.ImportFrom, module: str) -> str:
         """Return the absolute name of the module that an import statement of ``module`` reads."""
         if not node.level:
             return node.module or ""
         is_package = f"{module.replace('.', '/')}/__init__.py" in self._names
         ups = node.level - 1 if is_package else node.level
         base = module.rsplit(".", ups)[0] if ups else module
-        return f"{base}.{node.module}"
+        return f"{base}.{node.module}" if node.module else base
 
 
 def _definitions(tree: ast.AST) -> Iterator[ast.AST]:

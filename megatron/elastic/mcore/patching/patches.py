@@ -18,7 +18,6 @@ import ast
 import functools
 import importlib
 import inspect
-import re
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,26 +25,9 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
-from megatron.elastic.mcore.args.bad_input import BadInput
+from megatron.elastic.mcore.patching.releases import TESTED, in_range, installed_version
 
-__all__ = [
-    "TESTED",
-    "Patch",
-    "PatchError",
-    "PatchSet",
-    "Row",
-    "apply",
-    "bound",
-    "check_release",
-    "describe",
-    "in_range",
-    "installed_version",
-    "return_names",
-]
-
-TESTED = ">=0.17,<0.20"
-"""Releases of megatron-core against whose signatures tests check the patch table (pyproject.toml has the same)."""
-
+__all__ = ["Patch", "PatchError", "PatchSet", "Row", "apply", "bound", "describe", "return_names"]
 
 Row = tuple[str, str, Callable[..., Any]]
 """(symbol, reason, original → replacement): a row of the table without versions and group."""
@@ -187,51 +169,6 @@ def describe(patches: Sequence[Patch], version: str | None = None) -> str:
         lines.append(f"  {patch.symbol}  [{state}; {patch.versions}]")
         lines += textwrap.wrap(patch.reason, 110, initial_indent="      ", subsequent_indent="      ")
     return "\n".join(lines)
-
-
-# ---------------------------------------------------------------- versions
-
-
-def installed_version() -> str:
-    """Return the version of the megatron.core in use, e.g. ``"0.17.1"``."""
-    package_info = importlib.import_module("megatron.core.package_info")
-    return str(package_info.__version__)
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    """Return the release numbers of a version: (0, 17, 1) for ``"0.17.1rc2"``."""
-    found = re.match(r"\d+(\.\d+)*", version.strip())
-    if found is None:
-        raise ValueError(f"not a version: {version!r}")
-    numbers = tuple(int(part) for part in found.group().split("."))
-    return numbers + (0,) * (3 - len(numbers))
-
-
-def check_release(version: str) -> None:
-    """Raise :class:`BadInput` for a megatron-core outside :data:`TESTED`, to which no row of the table applies."""
-    if not in_range(version, TESTED):
-        raise BadInput(
-            f"megatron-core {version} is installed; this release is tested with {TESTED}: "
-            f"pip install 'megatron-core{TESTED}'"
-        )
-
-
-_COMPARE: Mapping[str, Callable[[tuple[int, ...], tuple[int, ...]], bool]] = {
-    ">=": lambda a, b: a >= b,
-    "<=": lambda a, b: a <= b,
-    "==": lambda a, b: a == b,
-    ">": lambda a, b: a > b,
-    "<": lambda a, b: a < b,
-}
-
-
-def in_range(version: str, versions: str) -> bool:
-    """Return whether ``version`` meets every comparison of ``versions``."""
-    for clause in versions.split(","):
-        operator = next(sign for sign in _COMPARE if clause.strip().startswith(sign))
-        if not _COMPARE[operator](_numbers(version), _numbers(clause.strip()[len(operator) :])):
-            return False
-    return True
 
 
 # ---------------------------------------------------------------- adapting by signature

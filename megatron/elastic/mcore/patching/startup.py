@@ -24,15 +24,8 @@ from megatron.elastic.mcore.args import arguments, folders, preflight, substitut
 from megatron.elastic.mcore.args.bad_input import Faults, port_in_use_named, translated
 from megatron.elastic.mcore.checkpoint import save_queue
 from megatron.elastic.mcore.model import norms, torch_adam
-from megatron.elastic.mcore.patching.patches import (
-    Patch,
-    PatchSet,
-    apply,
-    bound,
-    check_release,
-    describe,
-    installed_version,
-)
+from megatron.elastic.mcore.patching.patches import Patch, PatchSet, apply, bound, describe
+from megatron.elastic.mcore.patching.releases import check_megatron
 from megatron.elastic.platform.base import Platform
 
 __all__ = ["Startup"]
@@ -44,13 +37,16 @@ class Startup:
 
     platform: Platform
     in_force: PatchSet = field(default_factory=PatchSet)
+    checked: bool = False
+    """The release of megatron.core was checked before its import."""
     _elastic_rows: tuple[Patch, ...] = ()
     _faults: Faults = field(default_factory=Faults)
     """Bad input found up to the end of validation, which reports all of it."""
 
     def begin(self) -> None:
-        """Apply the platform's rows. Idempotent. Raises :class:`BadInput` for a release that is not tested."""
-        check_release(installed_version())
+        """Apply the platform's rows. Idempotent. Raises :class:`BadInput` for a release outside the tested range."""
+        if not self.checked:  # the script imported it before the adaptor
+            check_megatron(importlib.import_module("megatron.core"))
         apply(self.rows(), into=self.in_force)
 
     def rows(self) -> Sequence[Patch]:

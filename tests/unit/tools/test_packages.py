@@ -1,0 +1,95 @@
+"""The packages hold what a user needs, and their metadata is one that an index takes."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tarfile
+import tomllib
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megatron.elastic import command
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture(scope="module")
+def project() -> dict[str, Any]:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+def test_no_requirement_names_a_repository(project: dict[str, Any]) -> None:
+    """An index refuses direct references."""
+    extras = project["project"]["optional-dependencies"]
+    wanted = [*project["project"]["dependencies"], *(line for lines in extras.values() for line in lines)]
+    assert [line for line in wanted if "@" in line or "://" in line] == []
+
+
+def test_what_is_bound_to_a_release_has_an_upper_bound(project: dict[str, Any]) -> None:
+    wanted = project["project"]["dependencies"]
+    for name in ("torch", "megatron-core"):
+        assert any(re.match(rf"{name}>=[\d.]+,<[\d.]+", line) for line in wanted), name
+    assert "<" in project["project"]["requires-python"]
+
+
+def test_every_file_that_the_wheel_carries_is_there(project: dict[str, Any]) -> None:
+    for folder, patterns in project["tool"]["setuptools"]["data-files"].items():
+        assert folder.startswith("share/megatron-elastic")
+        assert all(list(ROOT.glob(pattern)) for pattern in patterns), (folder, patterns)
+
+
+def test_the_console_command_is_installed_by_name_and_refuses_other_words(
+    project: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert project["project"]["scripts"] == {"megatron-elastic": "megatron.elastic.command:main"}
+    assert command.main(["lunch"]) == 1
+    assert capsys.readouterr().err == "error: lunch: choose check, ctl, files, launch, simulate\n"
+    assert command.main(["files"]) == 0
+    assert Path(capsys.readouterr().out.strip(), "pretrain_gpt.py").is_file()
+
+
+def test_definitions_of_ci_and_templates_are_valid_yaml_and_run_scripts_that_exist() -> None:
+    found = sorted((ROOT / ".github").rglob("*.yml"))
+    assert len(found) >= 4
+    for path in found:
+        text = path.read_text(encoding="utf-8")
+        assert isinstance(yaml.safe_load(text), dict), path
+        for script in re.findall(r"run: bash (\S+)", text):
+            assert (ROOT / script).is_file(), f"{path.name}: {script}"
+
+
+@pytest.mark.slow
+def test_both_packages_build_and_hold_what_a_user_needs(tmp_path: Path) -> None:
+    """With auditwheel's tag and twine's checks, in scripts/build_packages.sh."""
+    done = subprocess.run(
+        ["bash", "scripts/build_packages.sh", str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=1500,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    (wheel,), (source,) = tmp_path.glob("*manylinux*.whl"), tmp_path.glob("*.tar.gz")
+    names = zipfile.ZipFile(wheel).namelist()
+    for wanted in (
+        "megatron/elastic/py.typed",
+        "megatron/elastic/launch/agent/page/",
+        "megatron_elastic_torch.py",
+        "share/megatron-elastic/pretrain_gpt.py",
+        "share/megatron-elastic/examples/ddp.py",
+        "share/megatron-elastic/scripts/pretrain_gpt_cuda.sh",
+        "share/megatron-elastic/scripts/kubernetes/",
+    ):
+        assert any(wanted in name for name in names), wanted
+    modules = [name for name in names if name.endswith(".so")]
+    assert len(modules) == len(list((ROOT / "csrc").iterdir())), modules
+    assert not any(name in ("megatron/__init__.py",) or "libtorch" in name for name in names)
+    with tarfile.open(source) as archive:
+        sources = archive.getnames()
+    assert all(any(name.endswith(f"/{file}") for name in sources) for file in ("CMakeLists.txt", "SECURITY.md"))
