@@ -104,13 +104,19 @@ def get_device_capability(device: Any = None) -> tuple[int, int]:
     return (0, 0)
 
 
+def device_bytes() -> int:
+    """Memory of each device."""
+    return int(os.environ.get("STANDIN_BYTES", str(1 << 32)))
+
+
 def get_device_properties(device: Any = None) -> SimpleNamespace:
+    """Properties of any device, without use of it, as with CUDA: Megatron asks on each rank for those of device 0."""
     index = index_of(device)
     return SimpleNamespace(
         name=get_device_name(index),
         major=0,
         minor=0,
-        total_memory=figures(index)[0],
+        total_memory=device_bytes(),
         multi_processor_count=1,
         uuid=f"standin-{os.uname().nodename}-{index}",
     )
@@ -299,7 +305,7 @@ def register() -> types.ModuleType:
         return module
     environment = os.environ
     devices = int(environment.get("STANDIN_DEVICES", "4"))
-    checked(library().standin_configure(devices, int(environment.get("STANDIN_BYTES", str(1 << 32)))))
+    checked(library().standin_configure(devices, device_bytes()))
     lateness = environment.get("STANDIN_LATENESS", "lazy")
     set_lateness(None if lateness == "lazy" else float(lateness))
     library().standin_explain_faults()

@@ -140,3 +140,11 @@ def test_a_row_needs_all_of_its_needs() -> None:
         args = Namespace(fused=True)
         substitute(args, machine, [row])
         assert args.fused is kept
+
+
+def test_another_accelerator_keeps_its_own_initial_values_and_collectives() -> None:
+    for platform, backend in (("npu", "nccl"), ("standin", "gloo")):  # torch_npu gives HCCL the name of NCCL
+        args = defaults()
+        substitute(args, Installed(platform))
+        assert (args.use_cpu_initialization, args.distributed_backend) == (False, backend)
+        assert args.bias_gelu_fusion is False, "compiled for GPUs"

@@ -114,6 +114,7 @@ def check_a_process_with_a_device_of_its_own_uses_no_other() -> None:
     checked(library().standin_own(3))
     with pytest.raises(RuntimeError, match=r"works on standin:3 alone, not on standin:0 \(is the current device set"):
         torch.ones(1, device="standin")
+    assert standin.get_device_properties(0).total_memory == 4 << 30, "properties can be asked of any device"
     standin.set_device(3)
     assert torch.ones(1, device="standin").device.index == 3
     with pytest.raises(RuntimeError, match="there is no device standin:4"):
@@ -293,6 +294,17 @@ def check_a_network_learns_as_on_the_cpu_and_never_waits() -> None:
     for gradient, other in zip(gradients, others, strict=True):
         assert gradient == pytest.approx(other, rel=1e-4, abs=1e-6)
     assert standin.waiting_operators() == []
+
+
+def check_a_layer_norm_in_16_bits_has_a_backward() -> None:
+    values = torch.randn(3, 8, generator=torch.Generator().manual_seed(1)).bfloat16()
+    gradients = []
+    for device in ("standin", "cpu"):
+        norm = torch.nn.LayerNorm(8, dtype=torch.bfloat16).to(device)
+        norm(values.to(device)).square().sum().backward()
+        gradients.append([parameter.grad.float().cpu() for parameter in norm.parameters()])  # type: ignore[union-attr]
+    for there, here in zip(*gradients, strict=True):
+        assert torch.allclose(there, here, rtol=0.02, atol=0.05)
 
 
 def check_a_shape_that_depends_on_values_is_waited_for() -> None:

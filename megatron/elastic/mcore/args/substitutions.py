@@ -21,7 +21,7 @@ from __future__ import annotations
 import importlib.util
 import textwrap
 from argparse import Namespace
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,16 +40,21 @@ class Installed:
     @classmethod
     def detect(cls, platform: str) -> Installed:
         """Return the packages that rows need and that are installed, without importing them."""
-        names = {package for row in ROWS for package in row.needs if package not in _DEVICES}
+        names = {package for row in ROWS for package in row.needs if package not in {_DEVICE, *_DEVICES}}
         found = frozenset(name for name in names if importlib.util.find_spec(name) is not None)
         # Transformer Engine and Apex load CUDA kernels: without CUDA they do not work.
         return cls(platform, found if platform == "cuda" else found - _CUDA_ONLY)
 
     def has(self, need: str) -> bool:
-        return self.platform == need if need in _DEVICES else need in self.packages
+        if need == _DEVICE:
+            return self.platform != "cpu"
+        return self.platform in _DEVICES[need] if need in _DEVICES else need in self.packages
 
 
-_DEVICES = frozenset({"cuda"})
+_DEVICE = "accelerator"
+"""Any accelerator, with memory of its own."""
+_DEVICES: Mapping[str, frozenset[str]] = {"cuda": frozenset({"cuda"}), "NCCL or HCCL": frozenset({"cuda", "npu"})}
+"""Needs that platforms meet. torch_npu gives HCCL the name of NCCL."""
 _TE = "transformer_engine"
 _GRADIENT_KERNEL = "fused_weight_gradient_mlp_cuda"
 _SOFTMAX_KERNELS = "scaled_upper_triang_masked_softmax_cuda"
@@ -98,14 +103,14 @@ _LEAVE_OUT = "leave it out"
 ROWS: tuple[Rule, ...] = (
     Rule("transformer_impl", "--transformer-impl", (_TE,), _is("transformer_engine"), "local",
         "--transformer-impl local", "Transformer Engine is not here: megatron.core's own layers, same mathematics"),
-    Rule("distributed_backend", "--distributed-backend", ("cuda",), _is("nccl"), "gloo",
+    Rule("distributed_backend", "--distributed-backend", ("NCCL or HCCL",), _is("nccl"), "gloo",
         "--distributed-backend gloo", "NCCL needs GPUs"),
-    Rule("pipeline_model_parallel_comm_backend", "--pipeline-model-parallel-comm-backend", ("cuda",),
+    Rule("pipeline_model_parallel_comm_backend", "--pipeline-model-parallel-comm-backend", ("NCCL or HCCL",),
         _is("nccl", "ucc"), None, _LEAVE_OUT, "NCCL and UCC need GPUs: the pipeline uses the common backend"),
     Rule("attention_backend", "--attention-backend", (_TE,), _is("flash", "fused"), "unfused",
         "--attention-backend unfused", "flash and fused attention are Transformer Engine's kernels"),
     _switch("use_flash_attn", "--use-flash-attn", ("flash_attn",), _LEAVE_OUT, "flash-attn needs a GPU"),
-    Rule("use_cpu_initialization", "--use-cpu-initialization", ("cuda",), _off, True, "--use-cpu-initialization",
+    Rule("use_cpu_initialization", "--use-cpu-initialization", (_DEVICE,), _off, True, "--use-cpu-initialization",
         "weights live on the CPU; initialised whole, then cut: the same at every tensor-parallel size"),
     _switch("gradient_accumulation_fusion", "--no-gradient-accumulation-fusion", (_GRADIENT_KERNEL,),
             "--no-gradient-accumulation-fusion", "Apex's fused weight-gradient kernel is not here"),
@@ -142,13 +147,13 @@ ROWS: tuple[Rule, ...] = (
     _switch("enable_cuda_graph", "--enable-cuda-graph", ("cuda",), _LEAVE_OUT, "CUDA graphs need a GPU"),
     _switch("external_cuda_graph", "--external-cuda-graph", ("cuda",), _LEAVE_OUT, "CUDA graphs need a GPU"),
     _switch("optimizer_cuda_graph", "--optimizer-cuda-graph", ("cuda",), _LEAVE_OUT, "CUDA graphs need a GPU"),
-    _switch("optimizer_cpu_offload", "--optimizer-cpu-offload", ("cuda",), _LEAVE_OUT,
+    _switch("optimizer_cpu_offload", "--optimizer-cpu-offload", (_DEVICE,), _LEAVE_OUT,
             "optimizer state is in host memory already"),
-    _switch("overlap_cpu_optimizer_d2h_h2d", "--overlap-cpu-optimizer-d2h-h2d", ("cuda",), _LEAVE_OUT,
+    _switch("overlap_cpu_optimizer_d2h_h2d", "--overlap-cpu-optimizer-d2h-h2d", (_DEVICE,), _LEAVE_OUT,
             "nothing is copied between device and host"),
-    Rule("cpu_offloading_num_layers", "--cpu-offloading-num-layers", ("cuda",), _on, 0, _LEAVE_OUT,
+    Rule("cpu_offloading_num_layers", "--cpu-offloading-num-layers", (_DEVICE,), _on, 0, _LEAVE_OUT,
         "activations are in host memory already"),
-    _switch("fine_grained_activation_offloading", "--fine-grained-activation-offloading", ("cuda",), _LEAVE_OUT,
+    _switch("fine_grained_activation_offloading", "--fine-grained-activation-offloading", (_DEVICE,), _LEAVE_OUT,
             "activations are in host memory already"),
     _switch("nccl_ub", "--use-nccl-ub", ("cuda",), _LEAVE_OUT, "NCCL user buffers need GPUs"),
     _switch("use_sharp", "--use-sharp", ("cuda",), _LEAVE_OUT, "SHARP reductions are NCCL's"),

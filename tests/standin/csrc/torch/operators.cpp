@@ -306,6 +306,16 @@ void fallback(const c10::OperatorHandle& op, Stack* stack) {
   guarded([&] { Call(op, stack).perform(); });
 }
 
+// torch's composition of layer_norm returns mean and rstd in fp32 also for 16-bit tensors, as devices do; the CPU's
+// kernel of its backward expects them in the type of the input unless the weight has another.
+void layer_norm_backward(const c10::OperatorHandle& op, Stack* stack) {
+  IValue* const arguments = stack->data() + stack->size() - op.schema().arguments().size();
+  const auto type = arguments[1].toTensor().scalar_type();
+  const bool mixed = arguments[5].isTensor() && arguments[5].toTensor().scalar_type() != type;
+  for (int i = 3; i < 5 && !mixed; ++i) arguments[i] = arguments[i].toTensor().to(type);
+  fallback(op, stack);
+}
+
 // ---- memory and views
 
 at::Tensor empty(at::IntArrayRef sizes, std::optional<at::ScalarType> type, std::optional<at::Layout>,
@@ -455,6 +465,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_local_scalar_dense", TORCH_FN(local_scalar));
   m.impl("native_dropout", TORCH_FN(dropout));
   m.impl("native_dropout_backward", TORCH_FN(dropout_backward));
+  m.impl("native_layer_norm_backward", torch::CppFunction::makeFromBoxedFunction<&layer_norm_backward>());
 }
 
 }  // namespace standin

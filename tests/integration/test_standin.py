@@ -1,0 +1,87 @@
+"""Jobs on the stand-in accelerator (docs/standin.md) train as on the CPU, from the same checkpoint.
+
+Parameters, activations and gradients lie in device memory, which the host cannot touch; owners and mirrors lie in host
+memory. Losses agree within the rounding of fp32: the device composes some operators of others.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.integration.elastic_job import JobResult, elastic_job, largest_deviation
+from tests.integration.kill_walk import DROPOUT
+from tests.standin.library import build
+
+ROUNDING = 1e-7
+"""Of a loss printed in fp32; the layouts deviated by up to 3e-8 from the CPU's."""
+ROUNDING_BF16 = 1e-4
+SAVED, STEPS = 2, 4
+
+
+def on_standin(**settings: str) -> dict[str, str]:
+    """The environment of a job on the devices; Megatron demands the last of users of tensor parallelism on GPUs."""
+    platform = {"ELASTIC_PLATFORM": "tests.standin.platform:StandinPlatform", "STANDIN_OWN": "local"}
+    return {**platform, "CUDA_DEVICE_MAX_CONNECTIONS": "1", **settings}
+
+
+def load(folder: Path) -> tuple[str, ...]:
+    """Flags to go on from step ``SAVED``. A generator's state belongs to a kind of device; dropout does not use it."""
+    return ("--load", str(folder), "--ckpt-step", str(SAVED), "--no-load-rng")
+
+
+def finished(result: JobResult) -> dict[int, float]:
+    """The losses of a job, which has ended as it should."""
+    assert result.code == 0, result.output[-6000:]
+    return result.committed
+
+
+def deviation(reference: dict[int, float], other: dict[int, float]) -> float:
+    """The largest relative difference after the checkpoint; all these steps must be there."""
+    return largest_deviation({step: reference[step] for step in range(SAVED + 1, STEPS + 1)}, other)
+
+
+def saved_by_cpu(tmp_path: Path, *flags: str) -> dict[int, float]:
+    """Train on one CPU rank and save to ``tmp_path / "saved"``; the losses."""
+    save = ("--save", str(tmp_path / "saved"), "--save-interval", str(SAVED))
+    return finished(elastic_job(tmp_path / "cpu", 1, 1, 1, STEPS, *DROPOUT, *save, *flags))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def library() -> None:
+    build()
+
+
+def test_a_job_trains_on_the_devices_as_on_the_cpu(tmp_path: Path) -> None:
+    expected = saved_by_cpu(tmp_path)
+    flags = (*DROPOUT, *load(tmp_path / "saved"))
+    result = elastic_job(tmp_path / "events", 4, 1, 2, STEPS, *flags, environment=on_standin())
+    assert deviation(expected, finished(result)) <= ROUNDING
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "tensor", "pipeline", "devices"), [(2, 1, 1, 4), (2, 2, 1, 4), (4, 2, 1, 4), (4, 2, 1, 1), (4, 1, 2, 1)]
+)
+def test_every_layout_trains_as_on_the_cpu_and_the_cpu_goes_on_from_its_checkpoint(
+    tmp_path: Path, ranks: int, tensor: int, pipeline: int, devices: int
+) -> None:
+    expected = saved_by_cpu(tmp_path)
+    flags = (*DROPOUT, *load(tmp_path / "saved"), "--save", str(tmp_path / "back"), "--save-interval", "3")
+    environment = on_standin(STANDIN_DEVICES=str(devices))
+    result = elastic_job(tmp_path / "events", ranks, tensor, pipeline, STEPS, *flags, environment=environment)
+    assert deviation(expected, finished(result)) <= ROUNDING
+    flags = (*DROPOUT, "--load", str(tmp_path / "back"), "--ckpt-step", "3", "--no-load-rng")
+    again = finished(elastic_job(tmp_path / "again", 1, 1, 1, STEPS, *flags))
+    assert abs(again[STEPS] / expected[STEPS] - 1) <= ROUNDING
+
+
+@pytest.mark.slow
+def test_in_bf16_two_devices_train_as_one(tmp_path: Path) -> None:
+    """Without a pipeline: the devices draw initial values, other ones in each stage, as on GPUs."""
+    one, two = (
+        finished(elastic_job(tmp_path / str(ranks), ranks, 1, 1, STEPS, *DROPOUT, "--bf16", environment=on_standin()))
+        for ranks in (1, 2)
+    )
+    assert largest_deviation(one, two) <= ROUNDING_BF16
