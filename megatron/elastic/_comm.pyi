@@ -103,6 +103,8 @@ class ElasticProcessGroup(ProcessGroup):
         ``edit``: generation, handles, whether their order counts, seconds (below 0: the default).
         """
     def living(self) -> list[int]: ...
+    def failed(self) -> bool:
+        """True if a collective of this generation ended by a time-out or a loss: later ones fail until an edit."""
     def members(self) -> list[int]: ...
     def release(self) -> None:
         """Let the hub forget the group; the object must not be used afterwards."""
