@@ -70,18 +70,20 @@ def _suite(backend: str) -> type[unittest.TestCase]:
     from torch.testing._internal.common_distributed import MultiProcessTestCase
     from torch.testing._internal.distributed import distributed_test as suite
 
-    class DistributedTest(suite.TestDistBackend, suite.DistributedTest._DistTestBase):  # type: ignore[misc]
+    class DistributedTest(suite.TestDistBackend, suite.DistributedTest._DistTestBase):
         def setUp(self) -> None:
-            super().setUp()
+            super().setUp()  # type: ignore[no-untyped-call]
             self._start_processes(torch.multiprocessing.get_context("fork").Process)
 
         @classmethod
-        def _run(cls, rank: int, test_name: str, file_name: str, pipe: Any, **kwargs: Any) -> None:
+        def _run(  # type: ignore[override]
+            cls, rank: int, test_name: str, file_name: str, parent_pipe: Any, **kwargs: Any
+        ) -> None:
             suite.BACKEND = backend
             if backend not in suite.PROFILING_SUPPORTED_BACKENDS:
                 suite.PROFILING_SUPPORTED_BACKENDS.append(backend)
                 suite.SEND_RECV_PROFILING_SUPPORTED_BACKENDS.append(backend)
-            super()._run(rank, test_name, file_name, pipe, **kwargs)
+            super()._run(rank, test_name, file_name, parent_pipe, **kwargs)  # type: ignore[no-untyped-call]
 
     assert issubclass(DistributedTest, MultiProcessTestCase)
     return DistributedTest
@@ -103,7 +105,7 @@ def outcome_of(case: unittest.TestCase | unittest.TestSuite, test: str) -> Outco
     case.run(found)
     wrong = [*found.failures, *found.errors]
     status = "failed" if wrong else "skipped" if found.skipped else "passed"
-    reason = (wrong or found.skipped or [(None, "")])[0][1]
+    reason = next((why for _, why in wrong or found.skipped), "")
     return Outcome(test, status, reason.strip(), round(time.monotonic() - began, 1))
 
 
