@@ -32,7 +32,7 @@ struct GenerationChanged : CommError {
 // Nothing arrived within the time allowed from `ranks`.
 struct Timeout : CommError {
   Timeout(double seconds_, std::vector<int> ranks_)
-      : CommError("no answer in time"), seconds(seconds_), ranks(std::move(ranks_)) {}
+      : CommError("timed out after " + std::to_string(seconds_) + " s"), seconds(seconds_), ranks(std::move(ranks_)) {}
   double seconds;
   std::vector<int> ranks;
 };

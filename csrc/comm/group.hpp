@@ -30,7 +30,7 @@ struct Group {
   std::atomic<int> count{0}; // living.size(), readable without the topology
   std::atomic<uint32_t> sequence{0};   // collectives begun in this generation
   std::atomic<int> lost{-1};           // a member another one found lost (Abort frame)
-  std::atomic<bool> aborted{false};    // by abort(): everything on this group fails from now on
+  std::atomic<bool> aborted{false};    // by abort(): all work on this group fails until the next edit
   std::atomic<bool> broken{false};     // a collective failed half-way: later ones of the generation do too
 
   // Runs `work` after everything asked for earlier; returns when it has run. Rethrows.

@@ -347,7 +347,7 @@ void Hub::check(const WaitScope& scope, unsigned round) const {
   if (scope.group != nullptr) {
     if (scope.group->aborted.load(std::memory_order_acquire)) throw CommError("the group was aborted");
     const int lost = scope.group->lost.load(std::memory_order_acquire);
-    if (lost >= 0) throw PeerLost(lost, "another member lost the link to it", stands(lost));
+    if (lost >= 0) throw PeerLost(lost, "Connection closed by peer, as another member found", stands(lost));
   }
   if (round % 16 == 15 && Clock::now() >= scope.deadline) {
     std::vector<int> ranks;

@@ -43,7 +43,7 @@ EditStats Hub::edit(uint64_t generation, const Members& members, double timeout)
   check();
   if (generation <= this->generation()) {
     throw CommError("generation " + std::to_string(generation) + " is not newer than " +
-                    std::to_string(this->generation()));
+                    std::to_string(this->generation()) + ", which is already used");
   }
   struct Flag {
     std::atomic<bool>& flag;
@@ -214,6 +214,7 @@ void Hub::place_group(Group& g) const {
   g.sequence.store(0, std::memory_order_relaxed);
   g.lost.store(-1, std::memory_order_relaxed);
   g.broken.store(false, std::memory_order_relaxed);
+  g.aborted.store(false, std::memory_order_relaxed);
 }
 
 }  // namespace elastic::comm

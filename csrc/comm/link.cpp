@@ -82,12 +82,12 @@ void Link::probe() {
   if (::poll(&asked, 1, 0) <= 0) return;
   // The kernel tells of an end also while there is something to read before it.
   const bool ended = (asked.revents & (POLLRDHUP | POLLHUP | POLLERR | POLLNVAL)) != 0;
-  if (ended || !talks_on_socket()) mark_dead("connection closed");
+  if (ended || !talks_on_socket()) mark_dead("Connection closed by peer");
 }
 
 std::exception_ptr Link::lost() {
   std::lock_guard<std::mutex> lock(why_mutex_);
-  return std::make_exception_ptr(PeerLost(rank, why_.empty() ? "connection lost" : why_));
+  return std::make_exception_ptr(PeerLost(rank, why_.empty() ? "Connection closed by peer" : why_));
 }
 
 void Link::malformed(const char* what) {

@@ -46,7 +46,7 @@ void ShmLink::unwatch() {
 
 void ShmLink::socket_event(uint32_t) {
   // Nothing is ever sent on this socket, so any event on it is its end.
-  mark_dead("process ended");
+  mark_dead("Connection closed by peer");
   unwatch();
 }
 

@@ -91,7 +91,7 @@ bool TcpLink::write_tail() {
     const ssize_t n = sendmsg(socket_, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
     if (n < 0) {
       if (errno == EINTR) continue;
-      if (errno != EAGAIN && errno != EWOULDBLOCK) broken("connection lost while sending");
+      if (errno != EAGAIN && errno != EWOULDBLOCK) broken("Connection closed by peer while sending");
       return false;
     }
     const size_t of_header = std::min(size_t(n), tail_header_left_);
@@ -171,8 +171,8 @@ bool TcpLink::pump_frames() {
       const ssize_t n = recv(socket_, staging_.data() + end_, kStaging - end_, MSG_DONTWAIT);
       if (n <= 0) {
         if (n < 0 && errno == EINTR) continue;
-        if (n == 0) read_ended("connection closed");
-        if (n < 0 && errno != EAGAIN && errno != EWOULDBLOCK) read_ended("connection reset");
+        if (n == 0) read_ended("Connection closed by peer");
+        if (n < 0 && errno != EAGAIN && errno != EWOULDBLOCK) read_ended("Connection reset by peer");
         return used > 0;
       }
       end_ += size_t(n);
@@ -216,8 +216,8 @@ bool TcpLink::read_payload() {
   const ssize_t n = recvmsg(socket_, &message, MSG_DONTWAIT);
   if (n <= 0) {
     if (n < 0 && errno == EINTR) return true;
-    if (n == 0) read_ended("connection closed");
-    if (n < 0 && errno != EAGAIN && errno != EWOULDBLOCK) read_ended("connection reset");
+    if (n == 0) read_ended("Connection closed by peer");
+    if (n < 0 && errno != EAGAIN && errno != EWOULDBLOCK) read_ended("Connection reset by peer");
     return false;
   }
   const size_t of_payload = std::min(size_t(n), payload_left_);

@@ -29,7 +29,8 @@ char* contiguous(const Part& part, size_t offset, size_t size) {
 Operation::Operation(Hub& hub, Group& group, uint64_t generation, double timeout)
     : hub_(hub), group_(group), generation_(generation), shared_(hub.enter(generation)) {
   const int lost = group.lost.load(std::memory_order_acquire);
-  if (lost >= 0) throw PeerLost(lost, "lost in an earlier collective of this group", hub.stands(lost));
+  if (lost >= 0)
+    throw PeerLost(lost, "Connection closed by peer in an earlier collective of this group", hub.stands(lost));
   if (group.aborted.load(std::memory_order_acquire)) throw CommError("the group was aborted");
   if (group.broken.load(std::memory_order_acquire)) {
     throw CommError("an earlier collective of this group failed in this generation");
@@ -69,7 +70,7 @@ void Operation::withdraw() {
 
 void Operation::send(int to, uint32_t phase, const void* data, size_t size) {
   Link& l = link(to);
-  if (l.dead()) throw PeerLost(l.rank, "connection lost");
+  if (l.dead()) throw PeerLost(l.rank, "Connection closed by peer");
   if (size <= kCopied) {
     l.send_small(key(phase), data, size);
   } else {

@@ -1,6 +1,7 @@
 """Native communicator (``csrc/comm``): links, collectives, process groups edited in place."""
 
 from collections.abc import Callable
+from datetime import timedelta
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -102,7 +103,10 @@ class ElasticProcessGroup(ProcessGroup):
 
         ``edit``: generation, handles, whether their order counts, seconds (below 0: the default).
         """
+    def monitored_barrier(self, timeout: timedelta = ..., wait_all_ranks: bool = False) -> None: ...
     def living(self) -> list[int]: ...
+    def failed(self) -> bool:
+        """True if a collective of this generation ended by a time-out or a loss: later ones fail until an edit."""
     def members(self) -> list[int]: ...
     def release(self) -> None:
         """Let the hub forget the group; the object must not be used afterwards."""

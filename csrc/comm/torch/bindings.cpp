@@ -148,6 +148,7 @@ PYBIND11_MODULE(_comm, m) {
           py::arg("handle").none(true), py::arg("edit").none(true))
       .def("release", &ElasticProcessGroup::release, nogil)
       .def("living", &ElasticProcessGroup::living, nogil)
+      .def("failed", &ElasticProcessGroup::failed)
       .def("members", [](const ElasticProcessGroup& g) { return g.group()->members; })
       .def(
           "side_channel",

@@ -201,7 +201,7 @@ WorkPtr ElasticProcessGroup::endCoalescing(c10::DeviceType) {
 WorkPtr ElasticProcessGroup::allreduce(Tensors& tensors, const c10d::AllreduceOptions& o) {
   c10d::AllreduceCoalescedOptions options;
   static_cast<c10d::AllreduceOptions&>(options) = o;
-  single(tensors);
+  if (single(tensors).layout() != at::kStrided) return reduce_sparse(tensors[0], o);
   return allreduce_coalesced(tensors, options);
 }
 
@@ -212,7 +212,7 @@ WorkPtr ElasticProcessGroup::allreduce_coalesced(Tensors& tensors, const c10d::A
   // Tensors of one type travel as one: pieces of a single all-reduce.
   std::vector<std::pair<DType, Part>> batches;
   for (const auto& t : tensors) {
-    TORCH_CHECK(!t.is_sparse(), "elastic: sparse all-reduce is not supported");
+    TORCH_CHECK_VALUE(t.layout() == at::kStrided, "elastic: a sparse tensor is all-reduced by itself");
     written.push_back(writable(t, true));
     const DType type = dtype_of(t);
     auto it = std::find_if(batches.begin(), batches.end(), [&](auto& b) { return b.first == type; });

@@ -105,6 +105,8 @@ class ElasticProcessGroup : public c10d::ProcessGroup {
   const std::shared_ptr<Hub>& hub() const { return hub_; }
   const GroupPtr& group() const { return group_; }
   std::vector<int> living() const;
+  // A collective of the present generation ended by a time-out or a loss: later ones fail until the next edit.
+  bool failed() const { return group_->broken.load() || group_->lost.load() >= 0; }
 
  private:
   // The part of the membership that an operation needs, read once. Before the first edit
@@ -131,6 +133,7 @@ class ElasticProcessGroup : public c10d::ProcessGroup {
   // Runs `body` now or queues it, by `async` and coalescing.
   WorkPtr launch(c10d::OpType op, bool async, Tensors outputs, std::function<void()> body);
   WorkPtr message(WorkPtr work);
+  WorkPtr reduce_sparse(const at::Tensor& tensor, const c10d::AllreduceOptions& options);
   std::vector<Part> parts_of_blocks(const View& view, const at::Tensor& flat, const Blocks& blocks) const;
 
   std::shared_ptr<Hub> hub_;

@@ -13,6 +13,8 @@ another: a joiner does it alone, in a world of one. What is replaced in
   space is None (its size is 0, which no pickle has).
 - ``broadcast_object_list``: a root that is gone is stood in for by the first
   living member, as for tensors.
+- ``batch_isend_irecv``: a group that takes batches is given the whole list.
+- ``monitored_barrier`` takes our groups too (:mod:`megatron.elastic.comm.monitored`).
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from megatron.elastic.comm import registry
+from megatron.elastic.comm import monitored, registry
 from megatron.elastic.comm.errors import CommError
 from megatron.elastic.comm.fabric import Fabric
 from megatron.elastic.comm.gloo.fabric import GlooFabric
@@ -40,8 +42,14 @@ from megatron.elastic.platform.select import select
 
 __all__ = ["REPLACED", "Installation", "Make", "creation", "install", "make_fabric", "register_backend"]
 
-REPLACED = ("_new_group_with_tag", "_tensor_to_object", "broadcast_object_list", "batch_isend_irecv")
-"""Names replaced in torch.distributed.distributed_c10d (the last also in torch.distributed)."""
+REPLACED = (
+    "_new_group_with_tag",
+    "_tensor_to_object",
+    "broadcast_object_list",
+    "batch_isend_irecv",
+    "monitored_barrier",
+)
+"""Names replaced in torch.distributed.distributed_c10d, and in torch.distributed where it has them."""
 
 DEFAULT_ROLE = "group"
 
@@ -97,13 +105,20 @@ def make_fabric(
 
 @dataclass
 class Installation:
-    """The changes of :func:`install`, and their undo."""
+    """The changes of :func:`install`, and their undo.
+
+    With ``own_timeouts`` the time-out given to ``new_group`` counts. Else all waits have the fabric's, on which the
+    detection of losses relies.
+    """
 
     fabric: Fabric
+    own_timeouts: bool = False
     originals: dict[str, Any] = field(default_factory=dict)
     counts: Counter[tuple[str, tuple[int, ...]]] = field(default_factory=Counter)
 
-    def new_group(self, ranks: Sequence[int] | None, description: str | None, sort_ranks: bool) -> dist.ProcessGroup:
+    def new_group(
+        self, ranks: Sequence[int] | None, description: str | None, sort_ranks: bool, timeout: timedelta | None = None
+    ) -> dist.ProcessGroup:
         """The group of ``ranks``; ``NON_GROUP_MEMBER`` elsewhere. Purely local."""
         world = self.fabric.slots
         chosen = list(range(world)) if ranks is None else [int(rank) for rank in ranks]
@@ -120,6 +135,8 @@ class Installation:
             role = f"{role}#{self.counts[role, members]}"
         group = self.fabric.group(role, members)
         group._set_group_desc(role)
+        if timeout is not None and self.own_timeouts:
+            group.set_timeout(timeout)
         return group
 
     def undo(self) -> None:
@@ -166,7 +183,7 @@ def _replace_functions(installation: Installation) -> None:
         sort_ranks: bool = True,
         **kwargs: Any,
     ) -> dist.ProcessGroup:
-        return installation.new_group(ranks, group_desc, sort_ranks)
+        return installation.new_group(ranks, group_desc, sort_ranks, timeout)
 
     def tensor_to_object(tensor: torch.Tensor, tensor_size: Any, group: Any, *args: Any, **kwargs: Any) -> Any:
         if int(tensor_size) == 0:
@@ -198,7 +215,13 @@ def _replace_functions(installation: Installation) -> None:
                 each.op(each.tensor, group=each.group, tag=each.tag, **peer)
         return cast(list[dist.Work], manager.works)
 
-    ours = (new_group_with_tag, tensor_to_object, broadcast_object_list, batch_isend_irecv)
+    ours = (
+        new_group_with_tag,
+        tensor_to_object,
+        broadcast_object_list,
+        batch_isend_irecv,
+        monitored.for_our_groups(originals["monitored_barrier"]),
+    )
     for name, function in zip(REPLACED, ours, strict=True):
         setattr(c10d, name, function)
         if hasattr(dist, name):
@@ -248,7 +271,7 @@ def creation(make: Make, driven: bool = False) -> Callable[[Any, object], dist.P
     def create(options: Any, _: object) -> dist.ProcessGroup:
         reconfigured = driven or bool(getattr(options, "enable_reconfigure", False))
         fabric = make(options.store, options.group_rank, options.group_size, options.timeout, reconfigured)
-        installation = Installation(fabric)
+        installation = Installation(fabric, own_timeouts=True)
         _replace_functions(installation)
 
         def end() -> None:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 if TYPE_CHECKING:
     from megatron.elastic.comm.fabric import Fabric
 
-__all__ = ["fabric_of_program", "register"]
+__all__ = ["address_towards", "fabric_of_program", "register"]
 
 _DRAWN = "elastic/drawn"
 """Key of the run's name, which others may read, and the secret of its links."""
@@ -55,13 +55,13 @@ def fabric_of_program(store: dist.Store, rank: int, size: int, timeout: timedelt
         run_id,
         bytes.fromhex(secret),
         store,
-        host=_address_towards(store),
+        host=address_towards(store),
         timeout=timeout.total_seconds(),
         dense_world=dense,
     )
 
 
-def _address_towards(store: dist.Store) -> str:
+def address_towards(store: dist.Store) -> str:
     """Return this machine's address on the way to the store's host; loopback where that is no other machine."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store

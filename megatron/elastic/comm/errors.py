@@ -7,7 +7,7 @@ to the control plane; only a decided generation makes a loss a fact.
 
 from __future__ import annotations
 
-__all__ = ["BadMessage", "CommError", "CommTimeout", "GenerationChanged", "PeerLost"]
+__all__ = ["BadMessage", "BarrierTimeout", "CommError", "CommTimeout", "GenerationChanged", "PeerLost"]
 
 
 class CommError(RuntimeError):
@@ -21,7 +21,7 @@ class PeerLost(CommError):
     is no evidence of its own: the rank that lost the link gives it.
     """
 
-    def __init__(self, rank: int, why: str = "connection lost", heard: bool = False) -> None:
+    def __init__(self, rank: int, why: str = "Connection closed by peer", heard: bool = False) -> None:
         super().__init__(f"rank {rank}: {why}")
         self.rank = rank
         self.why = why
@@ -49,6 +49,22 @@ class CommTimeout(CommError):
     """Nothing arrived within the time allowed; says from whom."""
 
     def __init__(self, seconds: float, waiting_for: tuple[int, ...] = ()) -> None:
-        super().__init__(f"no answer within {seconds:.3g} s from ranks {list(waiting_for)}")
+        super().__init__(f"timed out after {seconds:.3g} s, the timeout here, waiting for ranks {list(waiting_for)}")
         self.seconds = seconds
         self.waiting_for = waiting_for
+
+
+class BarrierTimeout(CommTimeout):
+    """A monitored barrier without some ranks. ``leader`` names them; the others only know that it did not answer."""
+
+    def __init__(self, rank: int, leader: int, seconds: float, waiting_for: tuple[int, ...]) -> None:
+        super().__init__(seconds, waiting_for)
+        late = f"Rank{'s' * (len(waiting_for) > 1)} {', '.join(map(str, waiting_for))}"
+        milliseconds = round(seconds * 1000)
+        self.args = (
+            f"Rank {rank} timed out in monitoredBarrier after {milliseconds} ms: "
+            f"{late} failed to pass monitoredBarrier in {milliseconds} ms"
+            if rank == leader
+            else f"Rank {rank} successfully reached monitoredBarrier, but received errors while waiting for send/recv "
+            f"from rank {leader}: no answer in {milliseconds} ms",
+        )

@@ -20,12 +20,14 @@ from typing import Literal, cast
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import ErrorType
 
 from megatron.elastic import _comm
 from megatron.elastic.comm import registry
 from megatron.elastic.comm.address import Address, EndpointValue
 from megatron.elastic.comm.errors import CommError
 from megatron.elastic.comm.fabric import BlockRange, EditReport, Fabric
+from megatron.elastic.comm.monitored import in_gloos_words
 from megatron.elastic.comm.reconfigure import Driven, Reconfigurable, handle_of, reconfigure
 from megatron.elastic.comm.side_channel import AWAITED, BACKGROUND_ROLE, BESIDE_A_STEP, PIECE_BYTES, SideChannel
 
@@ -46,12 +48,23 @@ class NativeGroup(Driven, _comm.ElasticProcessGroup):
             self, hub=hub, name=name, members=list(members), slot_space=slot_space, timeout=fabric.timeout
         )
         self._fabric = fabric
+        self._own_rank = fabric.rank
 
         def edit(uuid: int, handles: list[str], ordered: bool, seconds: float) -> None:
             timeout = timedelta(seconds=seconds) if seconds >= 0 else None
             reconfigure(fabric, uuid, handles if ordered else set(handles), timeout)
 
         self.on_reconfigure(lambda: handle_of(fabric), edit)
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """A barrier. Raises ``BarrierTimeout``, at the first living member with the ranks that did not come."""
+        given = {} if timeout is None else {"timeout": timeout}
+        with in_gloos_words(self._own_rank, self.living()[0]):
+            _comm.ElasticProcessGroup.monitored_barrier(self, wait_all_ranks=wait_all_ranks, **given)
+
+    def get_error(self) -> ErrorType:
+        """torch's word for the state of the group: an error is one that only an edit ends."""
+        return ErrorType.COMM_ERROR if self.failed() else ErrorType.SUCCESS
 
     def forget(self) -> None:
         """Let the hub and the fabric go; the group must not be used afterwards."""
@@ -201,6 +214,10 @@ class NativeFabric(Fabric):
             group = self._groups[key] = self._make(role, key[1], slot_space=False)
             registry.register(group, registry.group_name(*key), dist.HashStore(), key[1], self._living)
         return group
+
+    def group_apart(self, role: str, members: Sequence[int]) -> NativeGroup:
+        """Return a new group that ``torch.distributed`` does not list; its ``forget`` ends it."""
+        return self._make(role, tuple(members), slot_space=False)
 
     def _make(self, role: str, members: tuple[int, ...], *, slot_space: bool) -> NativeGroup:
         return NativeGroup(self, self._hub, registry.group_name(role, members), members, slot_space=slot_space)

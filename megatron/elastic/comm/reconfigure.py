@@ -38,6 +38,7 @@ __all__ = ["Driven", "Reconfigurable", "handle_of", "members_of", "reconfigure"]
 class Reconfigurable(Protocol):
     """The part of a fabric that the protocol needs."""
 
+    rank: int
     timeout: float
 
     def address(self) -> Address: ...

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import ErrorType
 
 from megatron.elastic.comm.backend import install, make_fabric, register_backend
 from megatron.elastic.comm.contract import VERSIONS, fetch, read
@@ -168,6 +169,73 @@ def test_the_protocol_reaches_us_through_the_base_class(kind: str) -> None:
             assert ranks.hear(rank) == "three"
         ranks.kill(1)
         ranks.results((0, 2))
+
+
+class Reconfigured:
+    """The default group of a driven program, reconfigured by the protocol's functions."""
+
+    def __init__(self, here: Here) -> None:
+        self._here = here
+        enable: dict[str, Any] = {"enable_reconfigure": True} if hasattr(dist, "_reconfigure") else {}
+
+        def make(store: dist.Store, rank: int, size: int, timeout: timedelta, dense: bool) -> Fabric:
+            name = f"cases{here.port}"
+            return make_fabric(
+                KINDS["shm"], rank, size, 0, name, b"s", store, timeout=20.0, dense_world=dense or not enable
+            )
+
+        register_backend(make, driven=not enable)
+        dist.init_process_group("elastic", store=here.store(), rank=here.rank, world_size=here.size, **enable)
+        self.world: Any = dist.distributed_c10d._get_default_group()
+
+    def become(self, uuid: int, ranks: tuple[int, ...]) -> None:
+        """Reconfigure to ``ranks``, and check that they number and add up as the protocol promises."""
+        handle = asked(self.world, "_get_reconfigure_handle")
+        handles = self._here.exchange(f"{uuid} of {ranks}", handle, ranks)
+        chosen = [handles[rank] for rank in ranks]
+        asked(self.world, "_reconfigure", uuid=uuid, handles=chosen, timeout=timedelta(seconds=20)).wait()
+        assert (dist.get_rank(), dist.get_world_size()) == (ranks.index(self._here.rank), len(ranks))
+        total = torch.tensor([self._here.rank + 1.0])
+        dist.all_reduce(total)
+        assert float(total) == sum(rank + 1.0 for rank in ranks)
+
+
+def protocol_cases(here: Here) -> None:
+    """Each case of PyTorch's tests of fault tolerance (``test_c10d_fault_tolerance``, 2.14), one after the other."""
+    group, everyone = Reconfigured(here), (0, 1, 2)
+    group.become(600 + here.rank, (here.rank,))
+    group.become(603, everyone)  # from one to all
+    group.become(604 + here.rank, (here.rank,))
+    group.become(607, everyone)  # down, and up again
+    group.become(608, everyone)  # the same ones
+    if here.rank == 0:
+        group.become(700, (0,))
+    group.become(701, everyone)  # late ones join
+    group.become(800, (0,)) if here.rank == 0 else group.become(801, (1, 2))
+    group.become(802, everyone)  # split and merged
+    if here.rank != 1:
+        group.become(803, (0, 2))  # without the one in the middle
+    group.become(804, everyone)
+    last, right, left = torch.zeros(4), (dist.get_rank() + 1) % 3, (dist.get_rank() - 1) % 3
+    works = [group.world.send([torch.full((4,), dist.get_rank() + 1.0)], right, 0), group.world.recv([last], left, 0)]
+    for work in works:
+        work.wait()
+    assert last.tolist() == [left + 1.0] * 4
+
+    group.world.abort()
+    assert group.world.get_error() == ErrorType.SUCCESS, "an abort is no error"
+    with pytest.raises(CommError, match="aborted"):
+        dist.all_reduce(torch.ones(1))
+    group.become(900, everyone)
+    with pytest.raises(CommError, match="already used"):
+        asked(group.world, "_reconfigure", uuid=900, handles=[asked(group.world, "_get_reconfigure_handle")])
+    here.exchange("done", True, everyone)
+    dist.destroy_process_group()
+
+
+def test_the_cases_of_pytorchs_own_tests_of_fault_tolerance() -> None:
+    with Ranks(3, protocol_cases) as ranks:
+        ranks.results(range(3))
 
 
 def misused(here: Here) -> None:

@@ -123,7 +123,7 @@ class GlooFabric(Fabric):
         started = time.monotonic()
         with self._lock:
             if generation <= self.generation:
-                raise CommError(f"generation {generation} is not newer than {self.generation}")
+                raise CommError(f"generation {generation} is not newer than {self.generation}, which is already used")
             if self._frozen > generation:
                 raise GenerationChanged(self._frozen)
             self._frozen = generation

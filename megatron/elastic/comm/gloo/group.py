@@ -54,6 +54,7 @@ class GlooGroup(Driven, Seated, dist.ProcessGroup):
         self.seating = seating
         self._host = self._fabric = host
         self._batch: list[dist.Work] | None = None
+        self._own_timeout: float | None = None
 
     # -- identity -----------------------------------------------------------
 
@@ -67,7 +68,12 @@ class GlooGroup(Driven, Seated, dist.ProcessGroup):
         return "elastic"
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Ignored: every wait of the runtime has the fabric's time-out."""
+        """Give the waits of this group a time-out of their own, instead of the fabric's."""
+        self._own_timeout = timeout.total_seconds()
+
+    @property
+    def _seconds(self) -> float:
+        return self._host.timeout if self._own_timeout is None else self._own_timeout
 
     def abort(self) -> None:
         """Nothing to do here: waits are ended by ``Fabric.interrupt``, groups by ``Fabric.edit``."""
@@ -299,7 +305,7 @@ class GlooGroup(Driven, Seated, dist.ProcessGroup):
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """A barrier; ``CommTimeout`` or ``PeerLost`` names the missing ranks."""
-        self.barrier().wait(timeout or timedelta(seconds=self._host.timeout))
+        self.barrier().wait(timeout or timedelta(seconds=self._seconds))
 
     def _start_coalescing(self, device: torch.device) -> None:
         """Operations between start and end run at once; the batch's work waits for the messages among them."""
@@ -348,9 +354,9 @@ class GlooGroup(Driven, Seated, dist.ProcessGroup):
         try:
             works = [begin()] if item.data.numel() or source else []
         except RuntimeError as error:
-            raise host.translate(error, peers, seating.generation, host.timeout) from error
+            raise host.translate(error, peers, seating.generation, self._seconds) from error
         wait = host.waiters.await_message
-        work = GlooWork(host, wait, works, peers, seating.generation, host.timeout, [item.tensor], finish, source)
+        work = GlooWork(host, wait, works, peers, seating.generation, self._seconds, [item.tensor], finish, source)
         if self._batch is not None:
             self._batch.append(work)
         return work
@@ -359,7 +365,7 @@ class GlooGroup(Driven, Seated, dist.ProcessGroup):
         self, works: Sequence[dist.Work], seating: Seating, result: Tensors, finish: Callable[[], None] | None
     ) -> GlooWork:
         host, peers = self._host, _others(seating)
-        return GlooWork(host, await_collective, works, peers, seating.generation, host.timeout, result, finish)
+        return GlooWork(host, await_collective, works, peers, seating.generation, self._seconds, result, finish)
 
 
 def _others(seating: Seating) -> tuple[int, ...]:
