@@ -113,7 +113,7 @@ def test_a_rank_is_lost_and_comes_back_while_cells_are_formed(formed: str, victi
         if step == 2:
             assert engine._migrator.begin(engine.views.migration(engine.view, launched(engine, FORMED[formed])))
 
-    scenario = f"tp2dp2 tensor=park steps=9 seed={victim} kill:rank={victim},step=5,point=before_vote"
+    scenario = f"tp2dp2 tensor=park steps=14 seed={victim} kill:rank={victim},step=5,point=before_vote"
     cluster = run(scenario, Program(fenced=fenced))
     check(cluster)
     assert {process.incarnation for process in cluster.finished if process.rank == victim} == {1}

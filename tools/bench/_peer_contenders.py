@@ -193,7 +193,7 @@ def ft_launcher(tuned: bool) -> Callable[[Place], list[Command]]:
             *("--nnodes", "1", "--nproc-per-node", str(place.ranks), "--max-restarts", RESTARTS),
             *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{place.port}"),
         )
-        limits = ("--ft-ignore-missing-cfg",)
+        limits: tuple[str, ...] = ("--ft-ignore-missing-cfg",)
         if tuned:
             limits = (
                 *("--monitor-interval", "0.05", "--workers-stop-timeout", "1", "--ft-workload-check-interval", "0.2"),

@@ -28,7 +28,7 @@ from tools.bench._peer_figures import (
     read_own_log,
     read_peer_log,
 )
-from tools.bench._peer_processes import Job, words_of
+from tools.bench._peer_processes import Command, Job, words_of
 from tools.training_log import iterations_of
 
 __all__ = ["BASELINES", "FAULTS", "STEPS", "Fault", "Setting", "Trial", "run_trial"]
@@ -96,6 +96,7 @@ class Trial:
 def run_trial(trial: Trial, setting: Setting) -> dict[str, Any]:
     """Run one job; return its figures as JSON values. Raises ``RuntimeError`` with its output if it does not train."""
     started = time.monotonic()
+    start: Callable[[Place], list[Command]]
     if trial.contender in BASELINES:
         start, environment = BASELINES[trial.contender]
         read, comes_back = read_peer_log if environment else None, False
