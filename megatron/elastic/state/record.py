@@ -240,8 +240,6 @@ class Vote:
     tokens: float
     samples: int
     """Samples of the global batch (consumed also by a skipped step)."""
-    left_out: bool = False
-    """True if nothing was computed from the samples, so that there is no gradient."""
     losses: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     ledger_hash: str = ""
     plan_hash: str = ""
@@ -251,6 +249,8 @@ class Vote:
     """Published speeds after this step's measurements."""
     rates: tuple[Rate, ...] = ()
     """Rates by parameter group, from one rank."""
+    left_out: bool = False
+    """True if nothing was computed from the samples, so that there is no gradient."""
 
 
 def _fp32(value: float) -> float:

@@ -72,13 +72,13 @@ def sparse(here: Here) -> None:
     mean = mine.clone()
     dist.all_reduce(mean, op=dist.ReduceOp.AVG, async_op=True).wait()
     assert torch.equal(mean.to_dense(), whole / here.size)
-    nothing = torch.sparse_coo_tensor(size=(3,))
+    nothing = torch.zeros(3).to_sparse()
     dist.all_reduce(nothing)
     assert nothing._nnz() == 0
     with pytest.raises(ValueError, match="summed and averaged only"):
         dist.all_reduce(mine.clone(), op=dist.ReduceOp.MAX)
     with pytest.raises(CommError, match="disagree on type or shape"):
-        dist.all_reduce(torch.sparse_coo_tensor(size=(3 + here.rank,)))
+        dist.all_reduce(torch.zeros(3 + here.rank).to_sparse())
     dist.barrier()
     dist.destroy_process_group()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron.elastic.engine.compute.model_interface import Crew
 from megatron.elastic.engine.generation.assignment import Assignment
 from megatron.elastic.engine.generation.launch_topology import LaunchTopology
 from megatron.elastic.plan.model import Grid
@@ -20,6 +21,13 @@ def launched(size: int, groups: int, stages: int) -> Assignment:
     )
 
 
+def crew_of(assignment: Assignment, rank: int) -> Crew:
+    """The crew of a rank that has one."""
+    place = assignment.place(rank)
+    assert place is not None and place.crew is not None
+    return place.crew
+
+
 @given(size=st.sampled_from((2, 3)), groups=st.integers(1, 3), stages=st.integers(1, 2), draw=st.data())
 def test_each_crew_has_each_expert_once_and_survivors_keep_theirs(
     size: int, groups: int, stages: int, draw: st.DataObject
@@ -29,12 +37,12 @@ def test_each_crew_has_each_expert_once_and_survivors_keep_theirs(
     living = draw.draw(st.sets(st.sampled_from(ranks), min_size=1))
     after = before.crewed(living)
     for rank in living:
-        crew = after.place(rank).crew
-        assert crew is not None and set(crew.ranks) <= living
+        crew = crew_of(after, rank)
+        assert set(crew.ranks) <= living
         assert sorted(expert for mine in crew.experts for expert in mine) == list(range(EXPERTS))
         counts = [len(mine) for mine in crew.experts]
         assert max(counts) - min(counts) <= 1
-        kept = before.place(rank).crew.experts_of(rank)
+        kept = crew_of(before, rank).experts_of(rank)
         assert set(kept) <= set(crew.experts_of(rank)), "an expert stays where it is"
     assert after.crewed(ranks) == before, "homes are even when all ranks are back"
     assert (after.digest() == before.digest()) == (after == before)

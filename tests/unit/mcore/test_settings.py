@@ -49,6 +49,7 @@ def arguments(**more: Any) -> SimpleNamespace:
         "seed": 7,
         "calculate_per_token_loss": False,
         "num_experts": None,
+        "expert_model_parallel_size": 1,
         "log_num_zeros_in_grad": False,
         "check_for_nan_in_loss_and_grad": True,
         "distributed_timeout_minutes": 10,

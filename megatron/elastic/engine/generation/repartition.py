@@ -152,6 +152,6 @@ def _of_one_rank(
     launch_topology: LaunchTopology, layouts: Mapping[UnitShard, UnitLayout], unit: int
 ) -> list[UnitLayout]:
     """Return the layouts of a unit's state on the first rank of a tensor-parallel group at launch."""
-    shards = (0,) if launch_topology.common is None else (0, launch_topology.common)
-    shards += tuple(map(launch_topology.expert_shard, launch_topology.experts_at(0)))
+    common = () if launch_topology.common is None else (launch_topology.common,)
+    shards = (0, *common, *map(launch_topology.expert_shard, launch_topology.experts_at(0)))
     return [layouts[unit, shard] for shard in shards if (unit, shard) in layouts]

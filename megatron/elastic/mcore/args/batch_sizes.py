@@ -37,4 +37,4 @@ class BatchSizes:
     def largest(self) -> int:
         """The number of samples of the largest step."""
         steps = getattr(self._calculator, "schedule", ())  # of --step-batch-size-schedule: it need not grow
-        return max((self(_ALL), *(size for _, size in steps)))
+        return max((self(_ALL), *(int(size) for _, size in steps)))

@@ -132,14 +132,14 @@ class _Exchange(torch.autograd.Function):
     """All-to-all of each of some tensors, which have the same number of rows."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, group: dist.ProcessGroup, takes: Sequence[int], sends: Sequence[int], *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.group, ctx.takes, ctx.sends = group, takes, sends
         return tuple(_exchanged(group, takes, sends, tensor) for tensor in tensors)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         return None, None, None, *(_exchanged(ctx.group, ctx.sends, ctx.takes, gradient) for gradient in gradients)
 
 
