@@ -78,6 +78,10 @@ def at_launch(sizes: Sizes, name: str) -> tuple[int, ...]:
     return launch_shape(sizes, name, whole_shapes(sizes)[name])
 
 
+def overlaps(sizes: Sizes, position: Position, name: str) -> tuple[Overlap, ...]:
+    return overlaps_of(sizes, position, name, is_cut(name), at_launch(sizes, name))
+
+
 def built_shape(sizes: Sizes, position: Position, name: str) -> tuple[int, ...]:
     """The shape of Megatron's parameter in a layer that is built with the sizes of a share."""
     if position.count == sizes.tensor:
@@ -105,7 +109,11 @@ def test_the_patches_of_all_positions_cover_every_element_of_every_shard(cell: t
         covered = [torch.zeros_like(shard) for shard in numbered(sizes, name)]
         for index in range(count):
             local = torch.ones(built_shape(sizes, Position(index, count), name))
-            add(overlaps_of(sizes, Position(index, count), name, at_launch(sizes, name)), local, covered.__getitem__)
+            add(
+                overlaps(sizes, Position(index, count), name),
+                local,
+                covered.__getitem__,
+            )
         assert all(bool((part >= 1).all()) for part in covered), name
         if "linear_qkv" not in name or count in (sizes.tensor, *range(1, sizes.groups + 1)):
             assert all(bool((part == 1).all()) for part in covered), f"{name} is covered more than once"
@@ -120,10 +128,10 @@ def test_the_patches_of_a_local_parameter_fill_it_exactly_once(cell: tuple[Sizes
             position = Position(index, count)
             local = torch.zeros(built_shape(sizes, position, name))
             assert local_shape(sizes, position, name, at_launch(sizes, name)) == local.shape
-            overlaps = overlaps_of(sizes, position, name, at_launch(sizes, name))
-            read(overlaps, local, numbered(sizes, name).__getitem__)
+            found = overlaps(sizes, position, name)
+            read(found, local, numbered(sizes, name).__getitem__)
             assert bool((local > 0).all()), name
-            assert sum(math.prod(b - a for a, b in overlap.local) for overlap in overlaps) == local.numel(), name
+            assert sum(math.prod(b - a for a, b in overlap.local) for overlap in found) == local.numel(), name
 
 
 @settings(max_examples=EXAMPLES, deadline=None)
@@ -134,7 +142,7 @@ def test_with_the_launch_size_each_parameter_is_one_whole_patch_of_its_own_shard
         box = tuple((0, size) for size in shape)
         for index in range(sizes.tensor):
             shard = index if is_cut(name) else common_shard(sizes.tensor)
-            assert overlaps_of(sizes, Position(index, sizes.tensor), name, shape) == (Overlap(shard, box, box),)
+            assert overlaps(sizes, Position(index, sizes.tensor), name) == (Overlap(shard, box, box),)
 
 
 @settings(max_examples=EXAMPLES, deadline=None)
@@ -150,12 +158,16 @@ def test_a_layer_on_one_rank_has_the_shards_side_by_side(cell: tuple[Sizes, int]
     ):
         shards = numbered(sizes, name)
         one = torch.zeros(whole_shapes(sizes)[name])
-        read(overlaps_of(sizes, alone, name, shards[0].shape), one, shards.__getitem__)
+        read(overlaps(sizes, alone, name), one, shards.__getitem__)
         assert torch.equal(one, torch.cat(shards, dim))
         parts = []
         for index in range(count):
             part = torch.zeros(built_shape(sizes, Position(index, count), name))
-            read(overlaps_of(sizes, Position(index, count), name, shards[0].shape), part, shards.__getitem__)
+            read(
+                overlaps(sizes, Position(index, count), name),
+                part,
+                shards.__getitem__,
+            )
             parts.append(part)
         assert torch.equal(torch.cat(parts, dim), one)
 
@@ -207,7 +219,7 @@ def test_ranks_that_share_a_group_divide_its_heads_and_each_read_its_key_and_val
     assert [share_of(sizes, Position(i, 3)).heads for i in range(3)] == [(0, 2), (2, 4), (4, 8)]
     assert [share_of(sizes, Position(i, 3)).groups for i in range(3)] == [(0, 1), (0, 1), (1, 2)]
     first, second = (
-        [(p.shard, p.remote) for p in overlaps_of(sizes, Position(i, 3), "self_attention.linear_qkv.bias", (6,))]
+        [(p.shard, p.remote) for p in overlaps_of(sizes, Position(i, 3), "self_attention.linear_qkv.bias", True, (6,))]
         for i in range(2)
     )
     assert first[-1] == second[-1] == (1, ((2, 6),)), "both read the key and value of group 0"
@@ -239,7 +251,7 @@ def test_the_covered_shards_are_those_that_the_patches_name(cell: tuple[Sizes, i
     sizes, count = cell
     for index in range(count):
         position = Position(index, count)
-        shards = {p.shard for name in LAYER_NAMES for p in overlaps_of(sizes, position, name, at_launch(sizes, name))}
+        shards = {p.shard for name in LAYER_NAMES for p in overlaps(sizes, position, name)}
         assert covered_shards(sizes, position, LAYER_NAMES) == tuple(sorted(shards))
         biases = ("self_attention.linear_qkv.bias", "mlp.linear_fc1.bias", "input_layernorm.weight")
         assert set(covered_shards(sizes, position, biases)) <= shards, "a layer's biases need no further shards"
@@ -251,3 +263,12 @@ def test_dealt_parts_tile_and_differ_by_at_most_one(total: int, parts: int) -> N
     runs = deal(total, parts)
     sizes = [stop - start for start, stop in runs]
     assert sum(sizes) == total and sizes == sorted(sizes, reverse=True) and max(sizes) - min(sizes) <= 1
+
+
+def test_a_parameter_cut_in_an_unknown_way_is_held_in_cells_of_the_launch_size_alone() -> None:
+    """As the projections of latent attention are: their parts are the launch's, or the cell cannot compute."""
+    name, shape = "self_attention.linear_q_up_proj.weight", (12, 4)
+    box = tuple((0, size) for size in shape)
+    assert overlaps_of(SIZES, Position(1, SIZES.tensor), name, True, shape) == (Overlap(1, box, box),)
+    with pytest.raises(ValueError, match="linear_q_up_proj"):
+        overlaps_of(SIZES, Position(0, SIZES.tensor + 1), name, True, shape)

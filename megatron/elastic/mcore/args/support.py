@@ -108,7 +108,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature("multi-token prediction", ("--mtp-num-layers", "--mtp-loss-scaling-factor"), _any("mtp_num_layers"),
             "works", "refused", f"its layers share weights with the embedding across stages: {_PLAIN}"),
     Feature("multi-latent attention", ("--multi-latent-attention", *flag_table.MLA), _any("multi_latent_attention"),
-            "refused", "refused", f"its attention needs Transformer Engine and is not tested with --elastic: {_PLAIN}"),
+            "works", "works", "a tensor-parallel group that loses a rank does not compute until it is whole"),
     Feature("linear and sparse attention variants", ("--experimental-attention-variant", *flag_table.LINEAR_ATTENTION),
             _any("experimental_attention_variant"), "refused", "refused",
             f"needs GPU kernels: {_GPU}, {_PLAIN}"),

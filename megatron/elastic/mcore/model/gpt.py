@@ -376,18 +376,16 @@ class GptInterface:
         """Return the parts of the launch's shards that a parameter holds (:class:`UnitParameter`)."""
         if self._place is None or spec.expert is not None:
             return None
-        if spec.sharded and not is_cut(spec.name):
-            raise ValueError(f"parameter {spec.name} differs between tensor-parallel ranks in an unknown way")
         expected = local_shape(self._sizes, self._place.position, spec.name, spec.shape)
         if parameter.numel() and parameter.shape != expected:
             found = tuple(parameter.shape)
             raise ValueError(f"{spec.name} has shape {found}; {self._place.position} has {expected} of it")
-        return overlaps_of(self._sizes, self._place.position, spec.name, spec.shape)
+        return overlaps_of(self._sizes, self._place.position, spec.name, spec.sharded, spec.shape)
 
     def _spec(self, unit: int, name: str, parameter: torch.nn.Parameter) -> ParamSpec:
         key = self._groups.key(name, parameter)
         shape = tuple(parameter.shape)
-        if self._place is not None:
+        if self._place is not None and not self._place.even:
             shape = launch_shape(self._sizes, name, shape)
         experts, local = self._experts_of(self._place), self._local_name(unit, name)
         local, expert = expert_of(local, experts) if experts else (local, None)
@@ -395,7 +393,6 @@ class GptInterface:
             name=local,
             numel=math.prod(shape),
             shape=shape,
-            # Megatron marks a weight only where it also gives it a value.
             sharded=is_cut(name) or bool(getattr(parameter, "tensor_model_parallel", False)),
             weight_decay_multiplier=key.wd_mult,
             group=key.index,

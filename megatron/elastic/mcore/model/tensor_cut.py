@@ -178,17 +178,27 @@ def launch_shape(sizes: Sizes, name: str, local: Sequence[int]) -> tuple[int, ..
 def local_shape(sizes: Sizes, position: Position, name: str, launch: Sequence[int]) -> tuple[int, ...]:
     """Return the shape of a parameter at one position; ``launch``: its shape as cut at the launch."""
     cut = _cut(name)
-    return tuple(launch) if cut is None else _with(tuple(launch), cut[1], _length(_mine(sizes, cut[0], position)))
+    if cut is None or position.count == sizes.tensor:
+        return tuple(launch)
+    return _with(tuple(launch), cut[1], _length(_mine(sizes, cut[0], position)))
 
 
-def overlaps_of(sizes: Sizes, position: Position, name: str, launch: Sequence[int]) -> tuple[Overlap, ...]:
-    """Return the overlaps of a parameter at one position; ``launch``: its shape as cut at the launch."""
-    cut = _cut(name)
+def overlaps_of(
+    sizes: Sizes, position: Position, name: str, sharded: bool, launch: Sequence[int]
+) -> tuple[Overlap, ...]:
+    """Return the overlaps of a parameter at one position; ``launch``: its shape as cut at the launch.
+
+    ``sharded``: tensor-parallel ranks have different parts of it. Raises ``ValueError`` if it is cut in an unknown way
+    and the position is in a cell of another size than the launch's.
+    """
     whole = tuple((0, size) for size in launch)
-    if cut is None:
+    if not sharded:
         return (Overlap(common_shard(sizes.tensor), whole, whole),)
     if position.count == sizes.tensor:
         return (Overlap(position.index, whole, whole),)
+    cut = _cut(name)
+    if cut is None:
+        raise ValueError(f"parameter {name} differs between tensor-parallel ranks in an unknown way")
     axis, dim = cut
     mine = _mine(sizes, axis, position)
     return tuple(

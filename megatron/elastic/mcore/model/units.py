@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from megatron.core import tensor_parallel
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from megatron.core.utils import get_pg_rank
@@ -285,6 +286,7 @@ class Anatomy:
         for module in modules.values():
             if site.place is not None:
                 site.place.settle(module)
+            _mark_cut(module)
             for parameter in module.parameters():
                 tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
             module.cuda(torch.cuda.current_device())
@@ -455,3 +457,14 @@ def _without_values(*configs: Any) -> Iterator[None]:
     finally:
         for config, value in zip(configs, before, strict=True):
             config.perform_initialization = value
+
+
+def _mark_cut(module: torch.nn.Module) -> None:
+    """Mark the weights of Megatron's layers that are cut over tensor-parallel ranks.
+
+    Megatron marks a weight only where it also gives it a value.
+    """
+    for part in module.modules():
+        if isinstance(part, ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding):
+            part.weight.tensor_model_parallel = True
+            part.weight.partition_dim = 1 if isinstance(part, RowParallelLinear) else 0

@@ -23,7 +23,7 @@ from megatron.elastic.config import ElasticConfig
 from megatron.elastic.mcore.args import arguments, folders, preflight, substitutions, support
 from megatron.elastic.mcore.args.bad_input import Faults, port_in_use_named, translated
 from megatron.elastic.mcore.checkpoint import save_queue
-from megatron.elastic.mcore.model import norms, torch_adam
+from megatron.elastic.mcore.model import latent_attention, norms, torch_adam
 from megatron.elastic.mcore.patching.patches import Patch, PatchSet, apply, bound, describe
 from megatron.elastic.mcore.patching.releases import check_megatron
 from megatron.elastic.platform.base import Platform
@@ -52,7 +52,7 @@ class Startup:
     def rows(self) -> Sequence[Patch]:
         """The platform's rows, in the order they are applied."""
         name = self.platform.name
-        rows = self._argument_rows + (self._norm_rows if name != "cuda" else ())
+        rows = self._argument_rows + (self._layer_rows if name != "cuda" else ())
         return rows + (self._cpu_rows if name == "cpu" else ())
 
     @functools.cached_property
@@ -91,12 +91,18 @@ class Startup:
         )
 
     @functools.cached_property
-    def _norm_rows(self) -> tuple[Patch, ...]:
+    def _layer_rows(self) -> tuple[Patch, ...]:
         return (
             Patch(
                 "megatron.core.transformer.torch_norm.WrappedTorchNorm.__new__",
                 "torch's norms under sequence parallelism and with --apply-layernorm-1p (no Apex without CUDA)",
                 norms.make_wrapped_norm,
+                group="platform",
+            ),
+            Patch(
+                "megatron.core.transformer.dot_product_attention.DotProductAttention.__init__",
+                "keys and values of two widths, as multi-latent attention has them, on the local attention",
+                latent_attention.make_two_widths,
                 group="platform",
             ),
         )
