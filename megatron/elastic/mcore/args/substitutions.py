@@ -66,7 +66,7 @@ _CUDA_ONLY = frozenset({_TE, "apex", "flash_attn", _GRADIENT_KERNEL, _SOFTMAX_KE
 class Rule:
     """A rule: set ``attribute`` of the arguments to ``used`` if any of ``needs`` is missing and ``asked(value)`` holds.
 
-    ``spelled``: the command-line flag for ``used``.
+    ``spelled``: the command-line flag for ``used``. ``beside``: another attribute; the rule holds only where it is set.
     """
 
     attribute: str
@@ -76,6 +76,7 @@ class Rule:
     used: Any
     spelled: str
     reason: str
+    beside: str = ""
 
 
 def _on(value: Any) -> bool:
@@ -214,6 +215,9 @@ ELASTIC_ROWS: tuple[Rule, ...] = (
         _on, None, _LEAVE_OUT, "owners and copies are compared instead (--elastic-verify-interval)"),
     _unused("test_mode", "--test-mode",
             "compares norms of replicas; owners and copies are compared instead (--elastic-verify-interval)"),
+    Rule("dist_ckpt_optim_fully_reshardable", "--dist-ckpt-optim-fully-reshardable", (_STEP,), _off, True,
+        "--dist-ckpt-optim-fully-reshardable", "the default form only fits one data-parallel size",
+        "use_distributed_optimizer"),
     Rule("ckpt_format", "--ckpt-format", (_STEP,), _is("torch"), "torch_dist", "--ckpt-format torch_dist",
         "shards that any other sizes can load; plain Megatron resumes them with --ckpt-format torch_dist"),
     _unused("async_save", "--async-save", "checkpoints are written while training goes on in any case"),
@@ -246,6 +250,8 @@ def substitute(args: Namespace, machine: Installed, rows: Iterable[Rule] = ROWS)
     for row in rows:
         missing = any(not machine.has(need) for need in row.needs)
         if not missing or not hasattr(args, row.attribute):
+            continue
+        if row.beside and not getattr(args, row.beside, None):
             continue
         asked = getattr(args, row.attribute)
         if row.asked(asked):
