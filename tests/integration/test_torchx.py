@@ -16,7 +16,7 @@ COMPONENT = f"{ROOT / 'scripts' / 'torchx_pretrain.py'}:pretrain"
 SMALL = shlex.split("""
     --elastic --num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 32 --max-position-embeddings 32
     --micro-batch-size 2 --global-batch-size 8 --lr 1e-3 --train-iters 2 --mock-data --tokenizer-type NullTokenizer
-    --vocab-size 255 --eval-iters 0 --log-interval 1
+    --vocab-size 255 --eval-interval 1000 --eval-iters 0 --log-interval 1
 """)
 
 
@@ -57,13 +57,14 @@ def test_several_nodes_meet_at_the_first_one_or_in_etcd(packages: Path, tmp_path
     cluster = ("--dryrun", "-s", "slurm", "--scheduler_args", "partition=p", COMPONENT, "-j", "2:4x8")
     secret = ("--secret_file", "/shared/secret")
     text = torchx(packages, tmp_path, *cluster, *secret, "--", *SMALL)
-    launches = re.findall(r"megatron\.elastic\.launch .*", text)
+    launches = re.findall(r"bash -c .*megatron\.elastic\.launch .*", text.partition("SBATCH_SCRIPT")[2])
     assert len(launches) == 4
     for launch in launches:
         assert "--nnodes 2:4 --nproc-per-node 8" in launch and "--elastic-secret-file /shared/secret" in launch
         assert "--rdzv-backend c10d --rdzv-endpoint ${SLURM_JOB_NODELIST_HET_GROUP_0:=localhost}:29500" in launch
     text = torchx(packages, tmp_path, *cluster, *secret, "--etcd", "e0:2379,e1:2379", "--", *SMALL)
-    assert text.count("--rdzv-backend etcd --rdzv-endpoint e0:2379,e1:2379") == 4
+    script = text.partition("SBATCH_SCRIPT")[2]
+    assert script.count("--rdzv-backend etcd --rdzv-endpoint e0:2379,e1:2379") == 4
 
 
 @pytest.mark.slow
