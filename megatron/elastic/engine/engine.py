@@ -306,6 +306,8 @@ class Engine:
         """Stop background work and restore this rank's clock before it leaves. Idempotent."""
         self._rebalancer.close()
         self._migrator.forget()
+        if self.tools.relocation is not None:
+            self.tools.relocation.close()
 
     # -- read by other parts -------------------------------------------------------------
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import random
+import threading
+import time
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -12,14 +15,16 @@ import torch
 from megatron.elastic import _state
 from megatron.elastic.engine.compute.block_checksums import block_checksums, disputes
 from megatron.elastic.engine.compute.buffers import Arena
-from megatron.elastic.state.adam import SgdScalars
+from megatron.elastic.state.adam import AdamScalars, SgdScalars, adam_step_tensors, sgd_step_tensors, single
 from megatron.elastic.state.checkpoint_view import CheckpointView
-from megatron.elastic.state.device_place import DevicePlace, tensor_kernels
+from megatron.elastic.state.device_place import DevicePlace, Kernels, Reserved, tensor_kernels
 from megatron.elastic.state.hashing import content_hash
-from megatron.elastic.state.layout import ParamSpec, UnitLayout
+from megatron.elastic.state.layout import BlockKey, ParamSpec, UnitLayout
 from megatron.elastic.state.place import HOST, Place
 from megatron.elastic.state.pool import StatePool
 from megatron.elastic.state.record import ConstantSchedule, GradientKey, Hyper, Rate, StepRecord, Vote, advance
+from megatron.elastic.state.relocation import Relocation
+from megatron.elastic.state.step_selftest import differing
 from megatron.elastic.state.verify import fingerprints
 from tests.standin import device as standin
 from tests.standin.platform import StandinPlatform
@@ -39,11 +44,14 @@ def on_device() -> DevicePlace:
     return DevicePlace(StandinPlatform(), torch.device("standin:1"), tensor_kernels())
 
 
-def filled(place: Place, hyper: Hyper, seed: int = 0, snapshot: Any = "gradient") -> tuple[StatePool, StepRecord]:
+def filled(
+    place: Place, hyper: Hyper, seed: int = 0, snapshot: Any = "gradient", source: Place | None = None
+) -> tuple[StatePool, StepRecord]:
+    """A pool whose owners belong to ``place``; its copies lie there, or in ``source``."""
     pool = StatePool(0, {(0, 0): LAYOUT}, hyper, snapshot, place)
     flat = torch.randn(LAYOUT.numel, generator=torch.Generator().manual_seed(seed))
     for block in LAYOUT.blocks:
-        pool.put(block.key, flat[block.start : block.stop], 0, place=place)
+        pool.put(block.key, flat[block.start : block.stop], 0, place=source or place)
     record = StepRecord.initial(hyper)
     pool.start(record)
     return pool, record
@@ -61,6 +69,11 @@ def reduced(pool: StatePool, key: GradientKey, seed: int) -> None:
 def voted(pool: StatePool, record: StepRecord, key: GradientKey, overflow: bool = False) -> StepRecord:
     norms = {k: pool.norm_sq(k, key) for k in KEYS}
     return advance(record, Vote(key, norms, overflow, 4.0, 4.0, 8, rates=RATES), pool.hyper)
+
+
+def held(pool: StatePool) -> list[BlockKey]:
+    """The blocks of a pool that lie on a device."""
+    return [key for key in pool if pool.get(key).place.on_device]
 
 
 def bits(pool: StatePool) -> list[list[int]]:
@@ -192,3 +205,146 @@ def check_parameters_of_host_and_device_masters_reach_the_arena() -> None:
             part = slice(block.start, block.stop)
             assert torch.equal(arena.parameters.cpu()[part], flat.to(dtype)[part])
     assert standin.unpinned_asynchronous_copies() == 0
+
+
+# -- moves between host and device ------------------------------------------------------------
+
+
+def relocated(place: DevicePlace, room: int = 1 << 30) -> tuple[StatePool, StepRecord, Relocation, list[str]]:
+    """A pool of mirrors, and what moves those of them that become owners."""
+    pool, record = filled(place, Hyper(ConstantSchedule(RATES)), source=HOST)
+    said: list[str] = []
+    return pool, record, Relocation(pool, place, lambda: room, said.append), said
+
+
+def step(pools: list[StatePool], record: StepRecord, number: int) -> StepRecord:
+    """Bring each pool one step on; the record, which is the same."""
+    key, made = GradientKey(number, 1), dict[str, StepRecord]()
+    for pool in pools:
+        reduced(pool, key, number)
+        after = voted(pool, record, key)
+        pool.apply(after)
+        made[after.digest] = after
+    assert len(made) == 1
+    return after
+
+
+def wait_for(relocation: Relocation) -> None:
+    while relocation.pending or relocation.moving:
+        time.sleep(0.001)
+    assert relocation.error is None, relocation.error
+
+
+class Gated(DevicePlace):
+    """A place whose uploads wait until they may begin."""
+
+    def __init__(self) -> None:
+        super().__init__(StandinPlatform(), torch.device("standin:1"), tensor_kernels())
+        self.began, self.may = threading.Event(), threading.Event()
+
+    def fill(self, reserved: Reserved, values: torch.Tensor) -> None:
+        self.began.set()
+        assert self.may.wait(10)
+        super().fill(reserved, values)
+
+
+def check_a_promoted_block_is_stepped_on_the_host_until_it_has_moved() -> None:
+    place, owned = Gated(), tuple(LAYOUT.blocks[:2])
+    (pool, record, relocation, _), (host, _) = relocated(place), filled(HOST, Hyper(ConstantSchedule(RATES)))
+    relocation.follow(owned)
+    assert held(pool) == [] and place.began.wait(10)
+    place.may.set()
+    wait_for(relocation)
+    assert held(pool) == [block.key for block in owned]
+    for number in range(3):
+        record = step([pool, host], record, number)
+    assert bits(pool) == bits(host) and standin.unpinned_asynchronous_copies() == 0
+    relocation.follow(tuple(LAYOUT.blocks[1:]))
+    wait_for(relocation)
+    assert held(pool) == KEYS[1:] and bits(pool) == bits(host)
+    step([pool, host], record, 3)
+    assert bits(pool) == bits(host) and lineages(pool) == lineages(host)
+    relocation.close()
+
+
+def check_steps_and_checkpoints_go_on_while_roles_change_and_blocks_move() -> None:
+    draw = random.Random(5)
+    (pool, record, relocation, _), (host, _) = relocated(on_device()), filled(HOST, Hyper(ConstantSchedule(RATES)))
+    for number in range(30):
+        relocation.follow(tuple(draw.sample(LAYOUT.blocks, draw.randrange(len(KEYS) + 1))))
+        view, before = CheckpointView(pool, KEYS, record), bits(host)
+        record = step([pool, host], record, number)
+        assert [view.read(key).view(torch.int32).flatten().tolist() for key in KEYS] == before
+    wait_for(relocation)
+    assert bits(pool) == bits(host) and lineages(pool) == lineages(host)
+
+
+def check_a_role_that_changes_voids_the_moves_under_way() -> None:
+    place = Gated()
+    pool, _, relocation, _ = relocated(place)
+    relocation.follow(tuple(LAYOUT.blocks))
+    assert place.began.wait(10)
+    changed = threading.Thread(target=relocation.follow, args=(tuple(LAYOUT.blocks[-1:]),))
+    changed.start()
+    place.may.set()
+    changed.join()
+    wait_for(relocation)
+    assert held(pool) == KEYS[-1:]
+    relocation.close()
+
+
+def check_blocks_without_room_stay_on_the_host_and_the_user_is_told_once() -> None:
+    pool, record, relocation, said = relocated(on_device(), room=12 * LAYOUT.blocks[0].numel)
+    host, _ = filled(HOST, Hyper(ConstantSchedule(RATES)))
+    relocation.follow(tuple(LAYOUT.blocks))
+    wait_for(relocation)
+    assert held(pool) == KEYS[:1]
+    assert len(said) == 1 and "rank 0 steps" in said[0] and "no memory free" in said[0]
+    step([pool, host], record, 0)
+    assert bits(pool) == bits(host)
+
+
+class Failing(DevicePlace):
+    """A place whose uploads fail."""
+
+    def fill(self, reserved: Reserved, values: torch.Tensor) -> None:
+        raise RuntimeError("no such transfer")
+
+
+def check_a_failed_move_is_raised_on_the_training_thread() -> None:
+    pool, _, relocation, _ = relocated(Failing(StandinPlatform(), torch.device("standin:1"), tensor_kernels()))
+    relocation.follow(tuple(LAYOUT.blocks))
+    while relocation.moving:
+        time.sleep(0.001)
+    with pytest.raises(RuntimeError, match="no such transfer"):
+        relocation.follow(())
+    assert held(pool) == []
+
+
+# -- the self-test ----------------------------------------------------------------------------
+
+
+def with_kernels(adam: Any = adam_step_tensors, sgd: Any = sgd_step_tensors) -> DevicePlace:
+    return DevicePlace(StandinPlatform(), torch.device("standin:1"), Kernels("test", adam, sgd))
+
+
+def check_the_self_test_passes_a_device_that_steps_as_the_host_does() -> None:
+    assert differing(with_kernels()) == ()
+
+
+def check_the_self_test_finds_a_quotient_by_the_reciprocal() -> None:
+    def adam(master: Any, exp_avg: Any, exp_avg_sq: Any, grad: Any, scalars: AdamScalars) -> None:
+        before = master * single(1.0 - scalars.lr * scalars.weight_decay) if scalars.decoupled else master.clone()
+        adam_step_tensors(master, exp_avg, exp_avg_sq, grad, scalars)
+        correction = torch.full_like(master, single(math.sqrt(scalars.bias_correction2)))
+        denominator = exp_avg_sq.double().sqrt().float() / correction + single(scalars.eps)
+        master.copy_(before - exp_avg * single(scalars.lr / scalars.bias_correction1) * (1 / denominator))
+
+    assert differing(with_kernels(adam)) == ("Adam",)
+
+
+def check_the_self_test_finds_denormals_that_are_flushed() -> None:
+    def sgd(master: Any, momentum: Any, grad: Any, scalars: SgdScalars) -> None:
+        sgd_step_tensors(master, momentum, torch.where(grad.abs() < 2.0**-126, torch.zeros_like(grad), grad), scalars)
+
+    assert differing(with_kernels(sgd=sgd)) == ("SGD",)

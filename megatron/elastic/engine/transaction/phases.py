@@ -46,6 +46,7 @@ from megatron.elastic.state.layout import StateBlock, UnitLayout
 from megatron.elastic.state.placement import Placement
 from megatron.elastic.state.pool import StatePool
 from megatron.elastic.state.record import GradientKey, StepRecord
+from megatron.elastic.state.relocation import Relocation
 
 __all__ = ["StepBody", "StepInput", "Tools"]
 
@@ -76,6 +77,8 @@ class Tools:
     exact: ExactGradients | None = None
     """The gradient sums of exact mode; None in the default mode."""
     threads: Threads = OS_THREADS
+    relocation: Relocation | None = None
+    """Moves copies between host and device as roles change; None where owners lie in host memory."""
 
 
 @dataclass(frozen=True)
