@@ -188,6 +188,8 @@ class StatePool:
         Those of a device go to the owners' place in one piece. Where that is the device, they are kept there, and
         begin to leave for host memory in one piece.
         """
+        if not values:
+            return
         if all(part.device.type == "cpu" for part in values.values()) and not self.owners.on_device:
             for key, part in values.items():
                 self.retain(key, gradient, part)
