@@ -156,6 +156,11 @@ class ElasticConfig:
     """Update of the copies of a block. 'gradient': copies receive the reduced gradient and compute the same update.
     'state': copies receive the updated state, which is more traffic."""
 
+    state: Literal["auto", "host", "device"] = "auto"
+    """Memory of the optimizer state that a rank owns. 'device': that of its accelerator, where it is also stepped;
+    copies on other ranks stay in host memory. 'host': host memory, which leaves the device's to the model. 'auto':
+    'device' on accelerators on which it fits beside the model, else 'host'."""
+
     policy: str = "elaswave"
     """Policy for the samples of a lost rank."""
 
