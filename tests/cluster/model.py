@@ -7,7 +7,7 @@ Samples and initial weights are functions of their numbers, so that every proces
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -55,6 +55,16 @@ class UnitChain:
     """The part of :class:`ModelInterface` that models of the tests share: units that each map ``[s, rows, h]``."""
 
     compute_units: int
+    _told: Callable[[int], None] = staticmethod(lambda unit: None)
+
+    @contextmanager
+    def announcing(self, told: Callable[[int], None]) -> Iterator[None]:
+        """See :class:`ModelInterface`."""
+        self._told = told
+        try:
+            yield
+        finally:
+            del self._told
 
     def _run(self, unit: int, x: torch.Tensor) -> torch.Tensor:
         """Return the output of a held unit."""
@@ -93,6 +103,7 @@ class UnitChain:
         batch = next(batches) if first or last else {}
         x = self._slice(batch["input"].transpose(0, ROW_DIM)) if source is None else source
         for unit in range(piece.first, piece.end):
+            self._told(unit)
             x = self._run(unit, x)
         if not last:
             return x

@@ -100,6 +100,9 @@ def work(training: bool = True) -> Pass:
         ignore,
         Timeline(),
         ignore,
+        lambda units: nullcontext(),
+        ignore,
+        lambda: 0,
         per_token=True,
         training=training,
     )

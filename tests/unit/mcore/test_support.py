@@ -161,7 +161,7 @@ def test_each_of_the_most_used_flags_is_classified() -> None:
     [
         ("--micro-batch-size", "honoured", "honoured"),
         ("--transformer-impl", "substituted", "honoured"),
-        ("--overlap-grad-reduce", "honoured", "no effect"),
+        ("--overlap-grad-reduce", "honoured", "honoured"),
         ("--context-parallel-size", "refused", "refused"),
         ("--num-experts", "honoured", "honoured"),
         ("--expert-model-parallel-size", "honoured", "honoured"),

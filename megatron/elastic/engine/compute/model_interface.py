@@ -191,6 +191,12 @@ class ModelInterface(Protocol):
         For a piece whose backward is split: enter it around the forward, and again around the input gradients.
         """
 
+    def announcing(self, told: Callable[[int], None]) -> AbstractContextManager[None]:
+        """Return a context in which forward passes call ``told(unit)`` before they read a compute unit's parameters.
+
+        Also for units whose parameters they read again, as when activations are recomputed.
+        """
+
     def reads_data(self) -> bool:
         """Return whether this rank reads the data set itself; the model code sends the data to the rest of the cell."""
 

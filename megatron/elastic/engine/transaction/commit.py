@@ -30,7 +30,7 @@ from megatron.elastic.engine.transaction.migrate import Migrator
 from megatron.elastic.engine.transaction.phases import StepInput
 from megatron.elastic.engine.transaction.rebalance import Rebalancer
 from megatron.elastic.plan.pace import ranges_of
-from megatron.elastic.state.record import GradientKey, Vote, advance
+from megatron.elastic.state.record import Agreed, GradientKey, Vote, advance
 
 __all__ = ["StepCommit"]
 
@@ -130,6 +130,8 @@ class StepCommit:
         self.computed = work.address.size - len(skipped)
         at.tools.reach("after_prepare", step)
         self._migrator.link_is_free()
+        if work.left_out:
+            at.settle_parameters()
         result, computing = (None, 0.0) if work.left_out else self._reduced(attempt)
         with at.timer.phase("ship"):
             self._migrator.agree(computing)
@@ -154,7 +156,11 @@ class StepCommit:
         at, step = self._context, attempt.step.step
         began = at.tools.threads.monotonic()
         with at.timer.phase("compute"):
-            result = at.body.train(attempt.step, at.record.loss_scale)
+            # A migration under way may change between reducing and shipping to whom gradients go: ship then.
+            ships = not self._migrator.under_way
+            gathering, scale = at.gathering, at.record.loss_scale
+            result = at.body.train(attempt.step, scale, attempt.key, ships, gathering)
+            at.settle_parameters()
         computing = at.tools.threads.monotonic() - began
         self._migrator.link_is_taken()
         at.tools.reach("before_reduce", step)
@@ -291,16 +297,30 @@ class StepCommit:
         self._migrator.updated()
         at = self._context
         step = at.record.version
-        if at.parameters < step:
-            if not at.record.skipped or catching_up or at.parameters < step - 1:
-                with at.timer.phase("gather"):
+        if at.parameters < step and at.gathering is None:
+            gathers = not at.record.skipped or catching_up or at.parameters < step - 1
+            with at.timer.phase("gather"):
+                if gathers and not catching_up and self._goes_on():
+                    at.gathering = at.body.begin_gather(step)
+                elif gathers:
                     at.body.gather(step, self._migrator.came)
-            at.parameters = step
+            if at.gathering is None:
+                at.parameters = step
         at.tools.reach("after_gather", step)
         self._migrator.link_is_free()
         self._migrator.prove()
         if at.tools.relocation is not None:
             at.tools.relocation.follow(at.view.owned)
+
+    def _goes_on(self) -> bool:
+        """Return whether the next step follows in this generation, so that the gather may go on behind its forward.
+
+        The same on every rank. A migration that the vote has ended takes a certificate of the parameters now.
+        """
+        at = self._context
+        steps = at.tools.settings.steps
+        last = steps is not None and at.record.version >= steps
+        return at.body.overlap.gather and not last and at.record.agreed == Agreed() and not self._migrator.has_ended
 
     def result(self) -> StepResult:
         """Return the newest step in the form that the host's loop expects."""

@@ -101,6 +101,7 @@ class GptInterface:
         self._join_crew(self._chunks, None)
         self._split(self._chunks)
         self._contribute: Callable[[int, str, torch.Tensor], None] | None = None
+        self._told: Callable[[int], None] | None = None
 
     @property
     def chunks(self) -> torch.nn.ModuleList:
@@ -278,6 +279,9 @@ class GptInterface:
 
     def ghost(self, piece: Piece, place: tuple[int, int]) -> torch.Tensor:
         """Run the layers of a piece without rows (:class:`ModelInterface`): embedding and head exchange nothing."""
+        if self._told is not None:
+            for unit in range(piece.first, piece.end):
+                self._told(unit)
         with self._running(piece, place):
             shape, dtype = self.boundary(0)
             source = torch.empty(shape, dtype=dtype, device=torch.cuda.current_device())
@@ -312,6 +316,16 @@ class GptInterface:
             yield
         finally:
             del model.shared_embedding_or_output_weight
+
+    @contextmanager
+    def announcing(self, told: Callable[[int], None]) -> Iterator[None]:
+        """Announce units (:class:`ModelInterface`). A ghost runs parts of layers: it announces all before it begins."""
+        self._told = told
+        try:
+            with self._anatomy.announcing(told):
+                yield
+        finally:
+            self._told = None
 
     def weigh_layer_losses(self, weight: float) -> None:
         """Weigh the losses that balance experts (:class:`ModelInterface`)."""

@@ -105,6 +105,20 @@ class Anatomy:
                 if parameter.requires_grad and not (self.tied and whole in _TIED_NAMES):
                     yield whole, parameter
 
+    @contextmanager
+    def announcing(self, told: Callable[[int], None]) -> Iterator[None]:
+        """Call ``told(unit)`` before a module of a held unit runs, inside the context."""
+        handles = [
+            module.register_forward_pre_hook(lambda *_, unit=unit: told(unit))
+            for unit, modules in self._held.items()
+            for module in modules.values()
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
     def tied_parameter(self) -> torch.nn.Parameter | None:
         """Return the weight that embedding and output layer share; ``None`` if neither is held."""
         if 0 in self._held:
