@@ -61,6 +61,9 @@ SETTINGS: Mapping[str, type] = {
 LAYOUT = re.compile(r"(?:tp(\d+))?(?:ep(\d+))?(?:pp(\d+))?dp(\d+)(?:v(\d+))?")
 EXPERTS = ("--num-experts", "4", "--moe-router-topk", "2", "--moe-aux-loss-coeff", "0.01", "--disable-bias-linear")
 """Flags of a model with experts."""
+EVERY = ("--moe-router-topk", "4")
+"""Each token goes to every expert. With fewer, rounding decides between two experts once in some 100,000 choices, and a
+long job with losses then differs from an undisturbed one by more than rounding (docs/log.md)."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,7 @@ class Layout:
         """Flags that ask for it, beside those of the sizes."""
         chunks = () if self.chunks == 1 else ("--num-virtual-stages-per-pipeline-rank", str(self.chunks))
         shared = ("--expert-model-parallel-size", str(self.experts))
-        return chunks if self.experts == 1 else (*chunks, *EXPERTS, *shared)
+        return chunks if self.experts == 1 else (*chunks, *EXPERTS, *EVERY, *shared)
 
     @property
     def ranks(self) -> int:
