@@ -250,6 +250,7 @@ def _profile(job: EngineParts, layouts: Layouts, arena: Arena, hardware: Hardwar
         arena.dtype.itemsize,
         job.interface.activation_bytes,
         state_bytes=16 * copies if gradient else 4 + 24 * copies,
+        used_ppm=job.interface.used_ppm,
     )
     return replace(costs, link_bytes_per_s=hardware.link_bytes_per_s, state_in_memory=select().name == "cpu")
 

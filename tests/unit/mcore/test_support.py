@@ -41,9 +41,7 @@ EXPERTS = {"num_experts": 8, "sequence_parallel": True, "add_bias_linear": False
 
 REFUSED_WITH_ELASTIC: list[tuple[str, dict[str, Any]]] = [
     ("--context-parallel-size", {"context_parallel_size": 2}),
-    ("--moe-layer-freq", {**EXPERTS, "moe_layer_freq": 2}),
     ("--moe-router-load-balancing-type", {**EXPERTS, "moe_router_load_balancing_type": ["global_aux_loss"]}),
-    ("--moe-router-enable-expert-bias", {**EXPERTS, "moe_router_enable_expert_bias": True}),
     ("--moe-input-jitter-eps", {**EXPERTS, "moe_input_jitter_eps": 0.1}),
     ("--expert-tensor-parallel-size", {**EXPERTS, "expert_tensor_parallel_size": 1}),
     ("--mtp-num-layers", {"mtp_num_layers": 1}),

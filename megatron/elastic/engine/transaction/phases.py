@@ -117,20 +117,20 @@ class StepBody:
 
     # -- compute ---------------------------------------------------------------
 
-    def train(self, step: StepInput, loss_scale: float) -> PassResult:
+    def train(self, step: StepInput, record: StepRecord) -> PassResult:
         """Run :meth:`compute` once, or in exact mode until all gradients are in range. Raises ``OutOfRange``."""
         exact = self._tools.exact
         if exact is None:
-            return self.compute(step, loss_scale)
-        for places in resolutions(loss_scale):
+            return self.compute(step, record)
+        for places in resolutions(record.loss_scale):
             exact.begin(places)
-            result = self.compute(step, loss_scale)
+            result = self.compute(step, record)
             if exact.agreed(self._tools.fabric.world):
                 return result
         raise OutOfRange(f"step {step.step}: a gradient is outside the range that --elastic-exact can add exactly")
 
-    def compute(self, step: StepInput, loss_scale: float, *, training: bool = True) -> PassResult:
-        """Run forward (and backward) of this rank's pieces; a parked rank computes nothing.
+    def compute(self, step: StepInput, record: StepRecord, *, training: bool = True) -> PassResult:
+        """Run forward (and backward) of this rank's pieces at ``record``; a parked rank computes nothing.
 
         Raises ``RuntimeError`` if a recovery or a migration has left parameters without values (rule 31).
         """
@@ -143,7 +143,7 @@ class StepBody:
             raise RuntimeError(f"step {step.step} would be computed with parameters that have not been gathered")
         batches = self._batches(step, self._executor.data_pieces())
         tools.publish("compute", ())
-        grid = self._view.plan.grid
+        grid, balance = self._view.plan.grid, tools.settings.hyper.balance
         work = Pass(
             step=step.step,
             address=step.address,
@@ -153,12 +153,13 @@ class StepBody:
             reach=(lambda point: tools.reach(point, step.step)) if training else _nowhere,
             drag=lambda spent: tools.drag(step.step, spent),
             timeline=tools.timeline,
-            loss_scale=loss_scale,
+            loss_scale=record.loss_scale if training else 1.0,
             per_token=tools.settings.per_token_loss,
             # Micro-batches of one replica at launch, as in Megatron. The vote's denominator averages over replicas, so
             # a loss scale overflows at the same values as in Megatron.
             microbatches=self._view.plan.rows / (grid.micro_batch_size * grid.data_parallel_size),
             training=training,
+            expert_bias={} if balance is None else balance.by_unit(record.expert_bias),
             folded=tools.exact.fold if tools.exact is not None and training else _nothing,
         )
         result = self._executor.run(work)
@@ -346,6 +347,7 @@ class StepBody:
             suspects=len(self.disputes.contents),
             steady=int(tools.steady_clock),
             times=self._times(result) if counted else {},
+            expert_tokens=result.expert_tokens,
         )
         self.weigh(tally, key)
         return tally

@@ -91,13 +91,13 @@ FEATURES: tuple[Feature, ...] = (
             "a tensor-parallel group computes a whole layer with --elastic: leave it out"),
     Feature("layers with and without experts", ("--moe-layer-freq",),
             lambda args: bool(args.num_experts) and getattr(args, "moe_layer_freq", 1) not in (1, None), "works",
-            "refused", f"plans assume that all layers cost the same: {_PLAIN}"),
+            "works", "with --elastic layers of Megatron's own specification"),
     Feature("balancing experts over the global batch", ("--moe-router-load-balancing-type",),
             lambda args: bool(args.num_experts)
             and "global_aux_loss" in (getattr(args, "moe_router_load_balancing_type", None) or ()), "works", "refused",
             "that loss depends on which rank computed which micro-batch before: use aux_loss or seq_aux_loss"),
     Feature("balancing experts by a bias", ("--moe-router-enable-expert-bias",), _any("moe_router_enable_expert_bias"),
-            "works", "refused", f"the bias is state outside the parameters: use an auxiliary loss, or {_PLAIN}"),
+            "works", "works", "with --elastic each step's record has the bias, and counts are exact in bf16 too"),
     Feature("noise in the router's input", ("--moe-input-jitter-eps",), _any("moe_input_jitter_eps"), "works",
             "refused", "its random numbers are not those of a sample, so a micro-batch that is computed again would "
             "differ: leave it out"),

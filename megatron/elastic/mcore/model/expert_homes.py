@@ -18,9 +18,10 @@ from megatron.elastic.engine.compute.model_interface import Crew
 from megatron.elastic.mcore.model.crew_dispatcher import CrewDispatcher, GroupOf
 from megatron.elastic.mcore.parallel_state.stage import GroupStandIn
 
-__all__ = ["deal_experts", "expert_of", "join_crew", "launch_crew"]
+__all__ = ["deal_experts", "expert_of", "is_expert", "join_crew", "launch_crew"]
 
 _LOCAL = re.compile(r"(?<=\.local_experts\.)\d+(?=\.)")
+_EXPERTS = re.compile(r"(^|\.)mlp\.experts\.")
 
 
 def launch_crew(experts: int, ranks: Sequence[int]) -> Crew:
@@ -61,6 +62,11 @@ def expert_of(name: str, experts: Sequence[int]) -> tuple[str, int | None]:
         return name, None
     expert = experts[int(found[0])]
     return f"{name[: found.start()]}{expert}{name[found.end() :]}", expert
+
+
+def is_expert(name: str) -> bool:
+    """Return whether the parameter of this name belongs to experts that receive some of the tokens."""
+    return _EXPERTS.search(name) is not None
 
 
 def _layers(module: torch.nn.Module) -> list[Any]:
