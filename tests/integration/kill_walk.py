@@ -107,6 +107,7 @@ LAYOUTS = {
     "ep2dp4": Layout(1, 1, 4, experts=2),
     "ep2pp2dp2": Layout(1, 2, 2, experts=2),
     "ep4pp2dp4": Layout(1, 2, 4, experts=4),
+    "tp2ep2pp2dp2": Layout(2, 2, 2, experts=2),
 }
 
 

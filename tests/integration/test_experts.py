@@ -35,6 +35,7 @@ BIAS = (
     *("--moe-router-score-function", "sigmoid", *UNBALANCED),
 )
 """A rate that changes choices within a few steps."""
+WHOLE = ("--expert-tensor-parallel-size", "1")
 Z_LOSS = ("--moe-z-loss-coeff", "1e-3")
 BALANCING = r"(?<=_loss: )\S+"
 MODELS: dict[str, tuple[int, int, int, tuple[str, ...]]] = {
@@ -78,6 +79,10 @@ MODELS: dict[str, tuple[int, int, int, tuple[str, ...]]] = {
     "a bias, four share": (4, 1, 1, (*FOUR, *BIAS)),
     "a bias, two share in two stages, bf16": (4, 1, 2, (*SHARED, *BIAS, *RECOMPUTE, "--bf16")),
     "a bias, cut sequence, a dense layer first": (4, 2, 1, (*BIAS, "--sequence-parallel", *DENSE_FIRST)),
+    "two share, each cut": (4, 2, 1, (*SHARED, "--sequence-parallel", *Z_LOSS)),
+    "two share, each whole in a group": (4, 2, 1, (*SHARED, "--sequence-parallel", *WHOLE)),
+    "four share, each whole in a group": (4, 2, 1, (*FOUR, "--sequence-parallel", *WHOLE, *BESIDE)),
+    "two share, each cut, three axes": (8, 2, 2, (*SHARED, "--sequence-parallel", *BIAS, *DENSE_FIRST)),
     "exact": (4, 1, 2, ("--elastic-exact", "--micro-batch-size", "1")),
 }
 """Name → ranks, tensor-parallel size, stages, and flags."""
@@ -113,12 +118,15 @@ def test_losses_are_those_of_the_undisturbed_job(tmp_path: Path, name: str) -> N
 
 @pytest.mark.slow
 def test_losses_are_megatrons(tmp_path: Path) -> None:
-    """With a bias that follows the load, and layers with and without experts."""
+    """With a bias that follows the load, layers with and without experts, and experts of tensor-parallel groups."""
     flags = (*EXPERTS, *BIAS, *DENSE_FIRST)
     cases = (
         Case("pp2dp2", (1, 2, 2), flags),
         Case("ep2dp2", (1, 1, 2), (*flags, *SHARED)),
         Case("tp2dp2", (2, 1, 2), (*flags, "--sequence-parallel")),
+        Case("tp2ep2", (2, 1, 2), (*EXPERTS, *SHARED, "--sequence-parallel")),
+        Case("tp2ep2-whole", (2, 1, 2), (*EXPERTS, *SHARED, "--sequence-parallel", *WHOLE)),
+        Case("tp2ep4-whole", (2, 1, 2), (*EXPERTS, *FOUR, "--sequence-parallel", *WHOLE)),
         Case("every second", (1, 2, 1), (*EXPERTS, *SHALLOW, "--moe-layer-freq", "2")),
     )
     run_plain(tmp_path, cases)

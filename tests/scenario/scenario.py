@@ -89,7 +89,8 @@ class Layout:
         """Flags that ask for it, beside those of the sizes."""
         chunks = () if self.chunks == 1 else ("--num-virtual-stages-per-pipeline-rank", str(self.chunks))
         shared = ("--expert-model-parallel-size", str(self.experts))
-        return chunks if self.experts == 1 else (*chunks, *EXPERTS, *EVERY, *shared)
+        cut = ("--sequence-parallel",) if self.tensor > 1 else ()
+        return chunks if self.experts == 1 else (*chunks, *EXPERTS, *EVERY, *shared, *cut)
 
     @property
     def ranks(self) -> int:

@@ -44,9 +44,13 @@ ForwardStep = Callable[[Iterator[Any], Any], tuple[torch.Tensor, Callable[[torch
 
 @dataclass(frozen=True)
 class Crew:
-    """The ranks that exchange tokens, and the *homes* of experts among them: each expert is on one rank of a crew."""
+    """The ranks that exchange tokens, and the *homes* of experts among them.
+
+    The home of an expert is one rank of a crew, or the ranks of a tensor-parallel group with a part of it each.
+    """
 
     ranks: tuple[int, ...]
+    """Those of each of its cells together."""
     experts: tuple[tuple[int, ...], ...]
     """The experts of each of these ranks, ascending."""
 

@@ -44,6 +44,8 @@ def nominal_topology(args: Any, config: Any, tied: bool, slots: int, largest: in
     empty = [number for number, (first, end) in enumerate(chunks) if first == end]
     if empty:
         raise ConfigError(f"--pipeline-model-parallel-layout leaves stages {empty} without a layer: give each one")
+    shared = args.expert_model_parallel_size > 1
+    parts = args.expert_tensor_parallel_size if shared else args.tensor_model_parallel_size
     return LaunchTopology(
         tensor=args.tensor_model_parallel_size,
         pipeline=stages,
@@ -52,7 +54,8 @@ def nominal_topology(args: Any, config: Any, tied: bool, slots: int, largest: in
         grid=sample_grid(args, largest),
         tied_unit=args.num_layers + 2 if tied else None,
         experts=args.num_experts if args.expert_model_parallel_size > 1 else 0,
-        crew_size=args.expert_model_parallel_size,
+        crew_size=args.expert_model_parallel_size * parts // args.tensor_model_parallel_size,
+        expert_parts=parts,
         extra=(slots - args.world_size) // args.tensor_model_parallel_size * args.tensor_model_parallel_size,
     )
 

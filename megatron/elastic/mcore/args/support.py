@@ -84,11 +84,11 @@ FEATURES: tuple[Feature, ...] = (
             "with --elastic layers are Megatron's own, and a micro-batch is never divided"),
     Feature("expert parallelism", ("--expert-model-parallel-size", "--overlap-moe-expert-parallel-comm"),
             lambda args: (args.expert_model_parallel_size or 1) > 1, "works", "works",
-            "with --elastic without tensor parallelism, and layers stay in their stages"),
+            "with --elastic layers stay in their stages, and a tensor-parallel group that loses a rank waits"),
     Feature("experts with another tensor-parallel size than attention", ("--expert-tensor-parallel-size",),
             lambda args: getattr(args, "expert_tensor_parallel_size", None)
-            not in (None, args.tensor_model_parallel_size), "works", "refused",
-            "a tensor-parallel group computes a whole layer with --elastic: leave it out"),
+            not in (None, args.tensor_model_parallel_size), "works", "works",
+            "with --elastic 1, and an expert-parallel size that is a multiple of the tensor-parallel one"),
     Feature("layers with and without experts", ("--moe-layer-freq",),
             lambda args: bool(args.num_experts) and getattr(args, "moe_layer_freq", 1) not in (1, None), "works",
             "works", "with --elastic layers of Megatron's own specification"),
@@ -217,6 +217,7 @@ def _refusals(args: Namespace, config: ElasticConfig, platform: str, words: Sequ
         yield from _exact_faults(args, config, platform)
         yield from _spare_faults(args, config)
         yield from _policy_faults(args, config)
+        yield from _expert_part_faults(args)
         if (args.expert_model_parallel_size or 1) > 1:
             yield from _shared_expert_faults(args, config, platform)
     if args.num_experts:
@@ -244,11 +245,23 @@ def _expert_faults(args: Namespace, config: ElasticConfig, platform: str) -> Ite
         )
 
 
+def _expert_part_faults(args: Namespace) -> Iterator[str]:
+    """Yield why experts cannot have a tensor-parallel size of their own."""
+    tensor, parts = args.tensor_model_parallel_size, getattr(args, "expert_tensor_parallel_size", None)
+    if not args.num_experts or parts in (None, tensor):
+        return
+    if parts != 1:
+        yield f"--expert-tensor-parallel-size {parts} is not elastic: use {tensor}, as attention is cut, or 1"
+    elif (args.expert_model_parallel_size or 1) % tensor:
+        yield (
+            f"--expert-tensor-parallel-size 1 with --elastic needs an --expert-model-parallel-size that {tensor}, "
+            "the tensor-parallel size, divides"
+        )
+
+
 def _shared_expert_faults(args: Namespace, config: ElasticConfig, platform: str) -> Iterator[str]:
     """Yield what does not hold where ranks share experts."""
     size = f"--expert-model-parallel-size {args.expert_model_parallel_size}"
-    if args.tensor_model_parallel_size > 1:
-        yield f"{size} is elastic without tensor parallelism only: use --tensor-model-parallel-size 1, or {_PLAIN}"
     if config.exact:
         yield f"--elastic-exact adds up gradients by sample, and with {size} an expert sees several: leave one out"
     if config.policy != "elaswave":

@@ -24,10 +24,11 @@ _LOCAL = re.compile(r"(?<=\.local_experts\.)\d+(?=\.)")
 _EXPERTS = re.compile(r"(^|\.)mlp\.experts\.")
 
 
-def launch_crew(experts: int, ranks: Sequence[int]) -> Crew:
-    """Return the crew of an expert-parallel group of Megatron's."""
-    each = experts // len(ranks)
-    return Crew(tuple(ranks), tuple(tuple(range(at * each, (at + 1) * each)) for at in range(len(ranks))))
+def launch_crew(experts: int, ranks: Sequence[int], parts: int) -> Crew:
+    """Return the crew of a group of Megatron's, of which each ``parts`` adjacent ranks have the same experts."""
+    each = experts * parts // len(ranks)
+    blocks = [tuple(range(at * each, (at + 1) * each)) for at in range(len(ranks) // parts)]
+    return Crew(tuple(ranks), tuple(block for block in blocks for _ in range(parts)))
 
 
 def deal_experts(module: torch.nn.Module, experts: Sequence[int], groups: Any) -> None:
@@ -42,12 +43,15 @@ def deal_experts(module: torch.nn.Module, experts: Sequence[int], groups: Any) -
 def join_crew(module: torch.nn.Module, crew: Crew, rank: int, group_of: GroupOf) -> None:
     """Make the layers in ``module`` exchange tokens with the ranks of ``crew``.
 
-    A shared expert is computed beside, not inside, the exchange. Checkpoints number experts by the sizes of the launch,
-    whichever ranks of Megatron's group are left.
+    A shared expert is computed beside, not inside, the exchange. Experts exchange nothing themselves, and checkpoints
+    number them by the sizes of the launch, whichever ranks of Megatron's groups are left: rank and size are enough.
     """
     for layer in _layers(module):
-        if not isinstance(layer.experts.ep_group, GroupStandIn):
-            layer.experts.ep_group = GroupStandIn(layer.experts.ep_group.rank(), layer.experts.ep_group.size())
+        for part in layer.experts.modules():
+            for name in ("ep_group", "tp_group"):
+                group = getattr(part, name, None)
+                if group is not None and not isinstance(group, GroupStandIn):
+                    setattr(part, name, GroupStandIn(group.rank(), group.size()))
         layer.token_dispatcher = CrewDispatcher(crew, rank, group_of)
         layer.shared_expert_overlap = False
 

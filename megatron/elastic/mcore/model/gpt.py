@@ -124,8 +124,8 @@ class GptInterface:
         """Return this rank's crew as Megatron built it; ``None`` where ranks share no experts."""
         if not self._sizes.experts:
             return None
-        ranks = dist.get_process_group_ranks(parallel_state.get_expert_model_parallel_group())
-        return launch_crew(self._sizes.experts, ranks)
+        ranks = dist.get_process_group_ranks(parallel_state.get_expert_tensor_and_model_parallel_group())
+        return launch_crew(self._sizes.experts, ranks, self._sizes.expert_parts)
 
     def _crew_of(self, place: TensorPlace | None) -> Crew | None:
         return self._launch_crew if place is None else place.crew
@@ -259,8 +259,9 @@ class GptInterface:
         """
         if not is_expert(spec.name):
             return PPM
-        config = self._config
-        return int(PPM * config.moe_router_topk * self._sizes.crew // config.num_moe_experts)
+        config, sizes = self._config, self._sizes
+        whole_on = sizes.tensor // sizes.expert_parts if sizes.experts else 1
+        return int(PPM * config.moe_router_topk * sizes.crew // (config.num_moe_experts * whole_on))
 
     def forward(
         self,
