@@ -35,6 +35,8 @@ BIAS = (
     *("--moe-router-score-function", "sigmoid", *UNBALANCED),
 )
 """A rate that changes choices within a few steps."""
+EVEN = ("--moe-token-dispatcher-type", "allgather")
+"""Plain Megatron's other dispatcher gathers unequal tensors in a tensor-parallel group, which gloo cannot."""
 WHOLE = ("--expert-tensor-parallel-size", "1")
 Z_LOSS = ("--moe-z-loss-coeff", "1e-3")
 BALANCING = r"(?<=_loss: )\S+"
@@ -77,7 +79,7 @@ MODELS: dict[str, tuple[int, int, int, tuple[str, ...]]] = {
     "every second layer, in two stages": (4, 1, 2, ("--moe-layer-freq", "2", *SHALLOW)),
     "four share, a dense stage": (8, 1, 2, (*FOUR, "--moe-layer-freq", "[0]*2+[1]*2")),
     "a bias, four share": (4, 1, 1, (*FOUR, *BIAS)),
-    "a bias, two share in two stages, bf16": (4, 1, 2, (*SHARED, *BIAS, *RECOMPUTE, "--bf16")),
+    "a bias, two share in two stages": (4, 1, 2, (*SHARED, *BIAS, *RECOMPUTE)),
     "a bias, cut sequence, a dense layer first": (4, 2, 1, (*BIAS, "--sequence-parallel", *DENSE_FIRST)),
     "two share, each cut": (4, 2, 1, (*SHARED, "--sequence-parallel", *Z_LOSS)),
     "two share, each whole in a group": (4, 2, 1, (*SHARED, "--sequence-parallel", *WHOLE)),
@@ -124,7 +126,7 @@ def test_losses_are_megatrons(tmp_path: Path) -> None:
         Case("pp2dp2", (1, 2, 2), flags),
         Case("ep2dp2", (1, 1, 2), (*flags, *SHARED)),
         Case("tp2dp2", (2, 1, 2), (*flags, "--sequence-parallel")),
-        Case("tp2ep2", (2, 1, 2), (*EXPERTS, *SHARED, "--sequence-parallel")),
+        Case("tp2ep2", (2, 1, 2), (*EXPERTS, *SHARED, "--sequence-parallel", *EVEN)),
         Case("tp2ep2-whole", (2, 1, 2), (*EXPERTS, *SHARED, "--sequence-parallel", *WHOLE)),
         Case("tp2ep4-whole", (2, 1, 2), (*EXPERTS, *FOUR, "--sequence-parallel", *WHOLE)),
         Case("every second", (1, 2, 1), (*EXPERTS, *SHALLOW, "--moe-layer-freq", "2")),

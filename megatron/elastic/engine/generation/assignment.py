@@ -121,13 +121,16 @@ class Assignment:
         )
 
     def _crew(self, cell: int) -> Crew | None:
-        """Return the crew of the ranks of ``cell``."""
+        """Return the crew of the ranks of ``cell``; the launch's for a cell that is not whole, whose ranks wait."""
         crew = next((crew for crew in self._crews if cell in crew), ())
-        members = [(at, member) for at, member in enumerate(crew) if self._experts[member]]
-        if cell not in (member for _, member in members):
+        if not crew:
             return None
         launch = self.launch_topology
-        homes = [launch.experts_of_ranks(at, self._experts[member]) for at, member in members]
+        experts = [self._experts[member] for member in crew]
+        if not experts[crew.index(cell)]:
+            experts = [launch.experts_at(at) for at in range(len(crew))]
+        members = [(at, member) for at, member in enumerate(crew) if experts[at]]
+        homes = [launch.experts_of_ranks(at, experts[at]) for at, member in members]
         return Crew(
             tuple(rank for _, member in members for rank in self.cells[member].ranks),
             tuple(mine for ranks in homes for mine in ranks),
