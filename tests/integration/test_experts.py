@@ -85,6 +85,8 @@ MODELS: dict[str, tuple[int, int, int, tuple[str, ...]]] = {
     "two share, each whole in a group": (4, 2, 1, (*SHARED, "--sequence-parallel", *WHOLE)),
     "four share, each whole in a group": (4, 2, 1, (*FOUR, "--sequence-parallel", *WHOLE, *BESIDE)),
     "two share, each cut, three axes": (8, 2, 2, (*SHARED, "--sequence-parallel", *BIAS, *DENSE_FIRST)),
+    "jitter, four share, full recompute": (4, 1, 1, (*FOUR, *RECOMPUTE, "--moe-input-jitter-eps", "0.1")),
+    "jitter, cut sequence": (4, 2, 1, ("--sequence-parallel", "--moe-input-jitter-eps", "0.1")),
     "exact": (4, 1, 2, ("--elastic-exact", "--micro-batch-size", "1")),
 }
 """Name → ranks, tensor-parallel size, stages, and flags."""

@@ -42,7 +42,6 @@ EXPERTS = {"num_experts": 8, "sequence_parallel": True, "add_bias_linear": False
 REFUSED_WITH_ELASTIC: list[tuple[str, dict[str, Any]]] = [
     ("--context-parallel-size", {"context_parallel_size": 2}),
     ("--moe-router-load-balancing-type", {**EXPERTS, "moe_router_load_balancing_type": ["global_aux_loss"]}),
-    ("--moe-input-jitter-eps", {**EXPERTS, "moe_input_jitter_eps": 0.1}),
     ("--mtp-num-layers", {"mtp_num_layers": 1}),
     ("--use-torch-fsdp2", {"use_torch_fsdp2": True}),
     ("--use-megatron-fsdp", {"use_megatron_fsdp": True}),

@@ -99,8 +99,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature("balancing experts by a bias", ("--moe-router-enable-expert-bias",), _any("moe_router_enable_expert_bias"),
             "works", "works", "with --elastic each step's record has the bias, and counts are exact in bf16 too"),
     Feature("noise in the router's input", ("--moe-input-jitter-eps",), _any("moe_input_jitter_eps"), "works",
-            "refused", "its random numbers are not those of a sample, so a micro-batch that is computed again would "
-            "differ: leave it out"),
+            "works", "with --elastic drawn by sample, as dropout is"),
     Feature("losses of experts by layer", ("--moe-per-layer-logging",), _any("moe_per_layer_logging"), "works",
             "refused", "the log has their mean over layers: leave it out"),
     Feature("experts from a dense checkpoint", ("--moe-use-upcycling",), _any("moe_use_upcycling"), "works", "refused",
