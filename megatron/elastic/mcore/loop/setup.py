@@ -303,8 +303,8 @@ class Setup:
         """Return Megatron's data sets for training, validation and test.
 
         Rank 0 writes the indices of the data where they are not written yet, and the others of the launch wait for
-        that. A newcomer, such as a spare that starts with the job, is in no group with them: if it cannot read the
-        indices, it waits until all members have begun, and so have read them, and reads again.
+        that. A newcomer, such as a spare that starts with the job, is in no group with them. If it cannot read the
+        indices, it waits until all members have begun, and so have read them. Then it reads again.
         """
         args = get_args()
 
