@@ -299,8 +299,7 @@ class Setup:
             self._engine.tools.reach("in_setup", 0)
         # Megatron builds data sets only for both ends of a pipeline, on the first rank of a tensor-parallel group. Any
         # rank may come to be that, after a loss or with other parallel sizes, so all build them.
-        with as_stage(0, 1), as_first_of_tensor_group(), unwritable_cache_named(args.data_cache_path):
-            datasets = training.build_train_valid_test_datasets(provider)
+        datasets = self._datasets(provider)
         check_validation(args, *datasets[:2])
         flags = torch.tensor(
             [int(args.train_iters > 0), int(args.eval_iters > 0), int(args.eval_iters > 0 and datasets[2] is not None)]
@@ -310,6 +309,27 @@ class Setup:
         grid = sample_grid(args, BatchSizes().largest)
         train, valid, test = (source_for(dataset, args, grid) for dataset in datasets)
         return train, DatasetPosition(valid, True), DatasetPosition(test, False)
+
+    def _datasets(self, provider: Any) -> Any:
+        """Return Megatron's data sets for training, validation and test.
+
+        Rank 0 writes the indices of the data where they are not written yet, and the others of the launch wait for
+        that. A newcomer, such as a spare that starts with the job, is in no group with them. If it cannot read the
+        indices, it waits until all members have begun, and so have read them. Then it reads again.
+        """
+        args = get_args()
+
+        def build() -> Any:
+            with as_stage(0, 1), as_first_of_tensor_group(), unwritable_cache_named(args.data_cache_path):
+                return training.build_train_valid_test_datasets(provider)
+
+        try:
+            return build()
+        except Exception:
+            if self.links.decision is not None:
+                raise
+        self.links.membership.await_begin(60.0 * args.distributed_timeout_minutes)
+        return build()
 
     # -- log lines of the engine -----------------------------------------------------
 
