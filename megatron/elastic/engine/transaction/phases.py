@@ -54,6 +54,10 @@ _SHIP_TAG = 1 << 30
 _RELAY_TAG = _SHIP_TAG + 0x400
 
 
+def _nothing() -> None:
+    return None
+
+
 @dataclass(frozen=True)
 class Tools:
     """The objects that every phase uses; they live as long as the process."""
@@ -226,6 +230,7 @@ class StepBody:
             1,
             0,
             _RELAY_TAG + ((key.step + 1) & 0xFF),
+            lambda: tools.reach("in_relay_to_owner", key.step + 1),
         )
 
     def _computes(self, block: StateBlock) -> bool:
@@ -309,10 +314,12 @@ class StepBody:
         width: int,
         extra: int,
         tag: int,
+        under_way: Callable[[], object] = _nothing,
     ) -> None:
         """Send one message from every owner to each rank that its blocks go to.
 
-        It has ``width`` fp32 values an element, followed by ``extra`` values a block.
+        It has ``width`` fp32 values an element, followed by ``extra`` values a block. ``under_way`` is called when
+        this rank's messages have begun, if it has any.
         """
         tools = self._tools
         group = tools.fabric.group("mirror", range(tools.fabric.slots))
@@ -324,6 +331,8 @@ class StepBody:
         for mirror, blocks in way.outgoing.items():
             packed = pack(blocks)
             leaving.append((started(dist.isend(packed, dst=mirror, group=group, tag=tag)), packed))
+        if arriving or leaving:
+            under_way()
         for work, buffer, blocks, owner in arriving:
             tools.publish("mirror", (owner,))
             work.wait()
@@ -412,6 +421,7 @@ class StepBody:
             1,
             0,
             _RELAY_TAG + 0x100 + (step & 0xFF),
+            lambda: tools.reach("in_relay_to_delegate", step),
         )
         for span in view.spans:
             if span is view.spans[-1]:
@@ -443,10 +453,6 @@ class StepBody:
 
 
 def _nowhere(point: str) -> None:
-    return None
-
-
-def _nothing() -> None:
     return None
 
 
