@@ -85,8 +85,8 @@ def test_the_fault_of_a_configuration_is_always_the_same() -> None:
 
 
 def test_what_an_example_loses_is_what_its_start_refuses() -> None:
-    base = "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --bf16 --overlap-grad-reduce "
-    assert losses_of(Example("m", "s", 8, base)) == ((), ("--overlap-grad-reduce",))
+    base = "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --bf16 --async-save "
+    assert losses_of(Example("m", "s", 8, base)) == ((), ("--async-save",))
     (line,), _ = losses_of(Example("m", "s", 8, base + "--optimizer muon"))
     assert line.startswith("--optimizer ")
 
