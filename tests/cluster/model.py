@@ -22,6 +22,7 @@ from megatron.elastic.engine.compute.model_interface import (
     UnitParameter,
     only_at_launch,
 )
+from megatron.elastic.plan.cost import PPM
 from megatron.elastic.plan.model import Piece
 from megatron.elastic.state.coverage import Position
 from megatron.elastic.state.layout import ParamSpec
@@ -90,6 +91,10 @@ class UnitChain:
         """See :class:`ModelInterface`."""
         return 8 * LENGTH * WIDTH
 
+    def used_ppm(self, spec: ParamSpec) -> int:
+        """See :class:`ModelInterface`: every position multiplies every matrix."""
+        return PPM
+
     def forward(
         self,
         step: ForwardStep,
@@ -134,6 +139,13 @@ class UnitChain:
 
     def separate_uses(self, contribute: Callable[[int, str, torch.Tensor], None]) -> None:
         """No weight is shared."""
+
+    def set_expert_bias(self, bias: Mapping[int, Sequence[float]]) -> None:
+        """See :class:`ModelInterface`: there are no routers."""
+
+    def expert_tokens(self) -> Mapping[int, Sequence[int]]:
+        """See :class:`ModelInterface`: there are no experts."""
+        return {}
 
     def train(self, mode: bool) -> None:
         """Nothing is random."""

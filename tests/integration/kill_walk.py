@@ -108,6 +108,10 @@ LAYOUTS = {
     "tp4pp2": Layout(4, 2, 1),
     "pp4dp2": Layout(1, 4, 2),
     "pp2dp2v2": Layout(1, 2, 2, chunks=2),
+    "ep2dp4": Layout(1, 1, 4, experts=2),
+    "ep2pp2dp2": Layout(1, 2, 2, experts=2),
+    "ep4pp2dp4": Layout(1, 2, 4, experts=4),
+    "tp2ep2pp2dp2": Layout(2, 2, 2, experts=2),
 }
 
 

@@ -205,6 +205,10 @@ class EmulatedModel:
         """Duration of a row at the boundary."""
         return 4 * WIDTH
 
+    def used_ppm(self, spec: ParamSpec) -> int:
+        """See :class:`ModelInterface`: every position multiplies every matrix."""
+        return PPM
+
     def forward(
         self, step: Any, piece: Piece, place: tuple[int, int], source: torch.Tensor | None, batches: Iterator[Any]
     ) -> torch.Tensor | LossOutput:
@@ -244,6 +248,13 @@ class EmulatedModel:
 
     def finish_gradients(self, grads: Mapping[int, Sequence[torch.Tensor]]) -> None:
         """Cells are single ranks: nothing to complete."""
+
+    def set_expert_bias(self, bias: Mapping[int, Sequence[float]]) -> None:
+        """See :class:`ModelInterface`: there are no routers."""
+
+    def expert_tokens(self) -> Mapping[int, Sequence[int]]:
+        """See :class:`ModelInterface`: there are no experts."""
+        return {}
 
     def train(self, mode: bool) -> None:
         """Nothing to switch."""

@@ -250,7 +250,7 @@ class Engine:
         at, tally = self.context, Tally()
         for batch in batches:
             at.tools.reach("in_evaluate", at.record.version)
-            result = at.body.compute(batch, 1.0, training=False)
+            result = at.body.compute(batch, at.record, training=False)
             if at.view.leads:
                 tally.ledger.add(result.ledger)
                 for key, (total, count) in result.report.items():

@@ -74,6 +74,8 @@ class Pass:
     microbatches: float = 1.0
     """Micro-batches of the step on one replica at launch, without those that the plan leaves out."""
     training: bool = True
+    expert_bias: Mapping[int, Sequence[float]] = field(default_factory=dict)
+    """Unit → bias of its router, by expert."""
 
 
 @dataclass
@@ -88,6 +90,8 @@ class PassResult:
     """Samples that the results were really computed from."""
     contents: tuple[dict[int, int], dict[int, int]] = field(default_factory=lambda: ({}, {}))
     """Sample → digest of its contents, as read for the first unit and for the loss; to explain a refused vote."""
+    expert_tokens: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    """Unit → tokens that each of its experts received from here, where routers have a bias."""
     actions: list[Timed] = field(default_factory=list)
     """Computations in the order they ran."""
 
@@ -183,6 +187,7 @@ class Executor:
         """Execute every action; gradients accumulate in the arena. Raises the communicator's typed errors."""
         result = PassResult()
         self._reset()
+        self._interface.set_expert_bias(work.expert_bias)
         if work.training:
             self._interface.weigh_layer_losses(work.loss_scale / (1.0 if work.per_token else work.microbatches))
         try:
@@ -200,6 +205,7 @@ class Executor:
             self._transport.flush()
             if work.training:
                 result.report |= self._interface.layer_losses()
+                result.expert_tokens = self._interface.expert_tokens()
         finally:
             self._reset()
             self._transport.abandon()

@@ -98,9 +98,13 @@ class StepCommit:
         return self._context.record.version if self._attempt is None else self._attempt.step.step
 
     def known_rows(self) -> dict[GradientKey, list[tuple[int, int]]]:
-        """Return the ranges of rows whose loss this rank can report in a repeated vote, by gradient."""
+        """Return the ranges of rows whose loss this rank can report in a repeated vote, by gradient.
+
+        None where routers have a bias: the tokens that a lost rank counted are lost with it, also those of rows whose
+        loss a survivor reports.
+        """
         attempt = self._attempt
-        if attempt is None or attempt.tally is None:
+        if attempt is None or attempt.tally is None or self._context.tools.settings.hyper.balance is not None:
             return {}
         known = (*attempt.tally.rows, *attempt.skipped)  # a row left out has no loss to report
         return {attempt.key: [(row, row + 1) for row in known]}
@@ -158,8 +162,7 @@ class StepCommit:
         with at.timer.phase("compute"):
             # A migration under way may change between reducing and shipping to whom gradients go: ship then.
             ships = not self._migrator.under_way
-            gathering, scale = at.gathering, at.record.loss_scale
-            result = at.body.train(attempt.step, scale, attempt.key, ships, gathering)
+            result = at.body.train(attempt.step, at.record, attempt.key, ships, at.gathering)
             at.settle_parameters()
         computing = at.tools.threads.monotonic() - began
         self._migrator.link_is_taken()
@@ -202,6 +205,7 @@ class StepCommit:
                 ranges_of(at.view.plan),
                 self._rebalancer.clocked_cells(),
                 groups=len(rates),
+                balance=at.tools.settings.hyper.balance,
             )
             at.tools.reach("before_vote", step)
             at.agreement.membership.await_begin(at.agreement.timeout)
@@ -269,6 +273,7 @@ class StepCommit:
             agreed=agreed_by(total, attempt.requests),
             speeds=self._migrator.heading.assignment.same_cells(view.assignment, self._rebalancer.pace.speeds()),
             rates=total.rates,
+            expert_tokens=total.expert_tokens,
         )
 
     # -- after it ------------------------------------------------------------------

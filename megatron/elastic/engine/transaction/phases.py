@@ -135,7 +135,7 @@ class StepBody:
     # -- compute ---------------------------------------------------------------
 
     def train(
-        self, step: StepInput, loss_scale: float, key: GradientKey, ships: bool, gathering: BackgroundGather | None
+        self, step: StepInput, record: StepRecord, key: GradientKey, ships: bool, gathering: BackgroundGather | None
     ) -> PassResult:
         """Run :meth:`compute` once, or in exact mode until all gradients are in range. Raises ``OutOfRange``.
 
@@ -145,10 +145,10 @@ class StepBody:
         exact = self._tools.exact
         if exact is None:
             self._background = self._behind(step.step, key, ships) if self.overlap.reduce else None
-            return self.compute(step, loss_scale, gathering)
-        for places in resolutions(loss_scale):
+            return self.compute(step, record, gathering)
+        for places in resolutions(record.loss_scale):
             exact.begin(places)
-            result = self.compute(step, loss_scale, gathering)
+            result = self.compute(step, record, gathering)
             if exact.agreed(self._tools.fabric.world):
                 return result
         raise OutOfRange(f"step {step.step}: a gradient is outside the range that --elastic-exact can add exactly")
@@ -167,12 +167,12 @@ class StepBody:
     def compute(
         self,
         step: StepInput,
-        loss_scale: float,
+        record: StepRecord,
         gathering: BackgroundGather | None = None,
         *,
         training: bool = True,
     ) -> PassResult:
-        """Run forward (and backward) of this rank's pieces; a parked rank computes nothing.
+        """Run forward (and backward) of this rank's pieces at ``record``; a parked rank computes nothing.
 
         ``gathering``: wait for the parameters of each unit when it is computed.
 
@@ -189,7 +189,7 @@ class StepBody:
             raise RuntimeError(f"step {step.step} would be computed with parameters that have not been gathered")
         batches = self._batches(step, self._executor.data_pieces())
         tools.publish("compute", ())
-        grid = self._view.plan.grid
+        grid, balance = self._view.plan.grid, tools.settings.hyper.balance
         behind = self._background if training and self._background is not None and self._background.early else None
         if behind is not None:
             behind.begin()
@@ -202,12 +202,13 @@ class StepBody:
             reach=(lambda point: tools.reach(point, step.step)) if training else _nowhere,
             drag=lambda spent: tools.drag(step.step, spent),
             timeline=tools.timeline,
-            loss_scale=loss_scale,
+            loss_scale=record.loss_scale if training else 1.0,
             per_token=tools.settings.per_token_loss,
             # Micro-batches of one replica at launch, as in Megatron. The vote's denominator averages over replicas, so
             # a loss scale overflows at the same values as in Megatron.
             microbatches=self._view.plan.rows / (grid.micro_batch_size * grid.data_parallel_size),
             training=training,
+            expert_bias={} if balance is None else balance.by_unit(record.expert_bias),
             folded=tools.exact.fold if tools.exact is not None and training else _nothing,
             final=_at_no_end if behind is None else behind.final,
             between=_nothing if behind is None else behind.advance,
@@ -424,6 +425,7 @@ class StepBody:
             suspects=len(self.disputes.contents),
             steady=int(tools.steady_clock),
             times=self._times(result) if counted else {},
+            expert_tokens=result.expert_tokens,
         )
         self.weigh(tally, key)
         return tally
