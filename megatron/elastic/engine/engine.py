@@ -94,7 +94,8 @@ class Engine:
         """Set masters of owned blocks to the model's parameters, and moments to zero."""
         at = self.context
         for block in at.view.owned:
-            at.tools.pool.put(block.key, at.tools.arena.block_parameters(block), at.record.version)
+            parameters, pool = at.tools.arena.block_parameters(block), at.tools.pool
+            pool.put(block.key, parameters, at.record.version, place=pool.owners)
         at.tools.pool.start(at.record)
 
     def resume(
@@ -117,7 +118,8 @@ class Engine:
         else:
             for block in at.view.owned:
                 master, exp_avg, exp_avg_sq = state[block.key[:2]][:, block.start : block.stop]
-                at.tools.pool.put(block.key, master, record.version, exp_avg, exp_avg_sq)
+                pool = at.tools.pool
+                pool.put(block.key, master, record.version, exp_avg, exp_avg_sq, place=pool.owners)
             at.tools.pool.start(record)
         at.body.share(record.version)
         at.body.gather(record.version)
@@ -212,7 +214,12 @@ class Engine:
 
     def fenced(self, body: Callable[[], T], together: bool = False) -> T:
         """Run a collective action, repeated in the next generation if one begins (:meth:`Fence.run`)."""
-        return self._fence.run(body, together)
+
+        def settled() -> T:
+            self.context.settle_parameters()
+            return body()
+
+        return self._fence.run(settled, together)
 
     def evaluate(
         self, forward_step: ForwardStep, source: SampleSource | None, addresses: Sequence[StepAddress]
@@ -239,7 +246,7 @@ class Engine:
         at, tally = self.context, Tally()
         for batch in batches:
             at.tools.reach("in_evaluate", at.record.version)
-            result = at.body.compute(batch, 1.0, training=False)
+            result = at.body.compute(batch, at.record, training=False)
             if at.view.leads:
                 tally.ledger.add(result.ledger)
                 for key, (total, count) in result.report.items():
@@ -274,7 +281,7 @@ class Engine:
         def body() -> float:
             total = torch.zeros(1, dtype=torch.float64)
             for block in self.view.owned:
-                total += self.tools.pool.get(block.key).master.double().square().sum()
+                total += self.tools.pool.get(block.key).master.double().square().sum().cpu()
             dist.all_reduce(total, group=self.tools.fabric.world)
             return float(total.sqrt())
 
@@ -304,6 +311,8 @@ class Engine:
         """Stop background work and restore this rank's clock before it leaves. Idempotent."""
         self._rebalancer.close()
         self._migrator.forget()
+        if self.tools.relocation is not None:
+            self.tools.relocation.close()
 
     # -- read by other parts -------------------------------------------------------------
 

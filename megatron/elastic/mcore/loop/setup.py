@@ -21,6 +21,7 @@ from megatron.core.rerun_state_machine import RerunMode, get_rerun_state_machine
 from megatron.training import get_args, training
 from megatron.training.checkpointing import load_checkpoint
 
+from megatron.elastic.comm.exchange import gather_messages
 from megatron.elastic.config import ElasticConfig
 from megatron.elastic.engine.compute.samples import SampleSource
 from megatron.elastic.engine.engine import Engine
@@ -29,7 +30,7 @@ from megatron.elastic.engine.transaction.agreement import RecoveryOutcome
 from megatron.elastic.mcore.args.bad_input import unreadable_named, unwritable_cache_named
 from megatron.elastic.mcore.args.batch_sizes import BatchSizes
 from megatron.elastic.mcore.args.preflight import check_validation
-from megatron.elastic.mcore.args.settings import engine_settings, nominal_topology, sample_grid
+from megatron.elastic.mcore.args.settings import engine_settings, expert_balance, nominal_topology, sample_grid
 from megatron.elastic.mcore.checkpoint.absent_stages import AbsentStages
 from megatron.elastic.mcore.checkpoint.launch_stage import Launched, LaunchStage
 from megatron.elastic.mcore.checkpoint.save_points import Checkpoints
@@ -193,7 +194,7 @@ class Setup:
         sizes = BatchSizes()
         tied = interface.tied_unit is not None
         topology = nominal_topology(args, config, tied, links.fabric.slots, sizes.largest)
-        settings = engine_settings(args, self._schedule, sizes)
+        settings = engine_settings(args, self._schedule, sizes, expert_balance(args, config))
         self._job = EngineParts(
             interface, topology, self._config, settings, self._settled, self._host_state, self.notice, self._moved
         )
@@ -255,11 +256,21 @@ class Setup:
             loss_scale=float(scaler.get("scale", engine.record.loss_scale)),
             growth_tracker=int(scaler.get("growth_tracker", engine.record.growth_tracker)),
             hysteresis_tracker=int(scaler.get("hysteresis_tracker", engine.record.hysteresis_tracker)),
+            expert_bias=self._loaded_bias(),
         )
         record = record.at_adam_step(0 if loaded is None else loaded.adam_step, engine.tools.settings.hyper)
         saved = {} if contents is None or loaded is None else self._comparable(contents)
         engine.resume(record, None if loaded is None else loaded.state, saved)
         engine.tools.reach("in_setup", 0)
+
+    def _loaded_bias(self) -> str:
+        """Return the bias of all routers; each rank has loaded (or begun) that of its own layers. Collective."""
+        balance, fabric = self.engine.tools.settings.hyper.balance, self.links.fabric
+        if balance is None:
+            return ""
+        assert self._interface is not None
+        everyone = gather_messages(fabric, dict[int, tuple[float, ...]], self._interface.launched_bias())
+        return balance.text({unit: bias for found in everyone.values() for unit, bias in found.items()})
 
     def _comparable(self, contents: SavedContents) -> Mapping[BlockKey, str]:
         """Return the hashes with which the loaded state is compared; none, with one line, if blocks are cut anew."""
