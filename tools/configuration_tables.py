@@ -86,7 +86,8 @@ def counts(figures: Mapping[str, Any]) -> str:
     rows = figures["configurations"]
     found = Counter(row["status"] for row in rows)
     others = Counter(figures["other_scripts"].values())
-    worst = max((row["deviation"] for row in rows if row["status"] == "ran"), default=0.0)
+    compared = [row["deviation"] for row in rows if row["status"] == "ran"]
+    largest = f"Largest relative deviation of a loss from plain Megatron's: {max(compared):.0e}." if compared else ""
     lines = ["| configurations | number |", "|---|---|"]
     lines += [_line((f"not counted: {why}, of another script", str(count))) for why, count in sorted(others.items())]
     for status, name in (
@@ -98,7 +99,7 @@ def counts(figures: Mapping[str, Any]) -> str:
         ("refused", "refused"),
     ):
         lines.append(_line((name, str(found[status]))))
-    return "\n".join([*lines, "", f"Largest relative deviation of a loss from plain Megatron's: {worst:.0e}."])
+    return "\n".join([*lines, "", largest or "No losses were compared yet."])
 
 
 def functional_tables(figures: Mapping[str, Any]) -> list[str]:
