@@ -8,8 +8,8 @@
 All ranks start buckets in one order (:mod:`~megatron.elastic.plan.schedule.finishing`), so a bucket waits for those
 before it. Before a bucket starts, everything that completes a gradient within the cell has been done for its units.
 That is the sums over the cell (``finish_gradients``), the parts with local storage (``Arena.spread``), and the ranges
-that another rank of the cell contributes (``View.silent``). This goes in the order in which the table finishes units, which
-is that of all ranks of the cell.
+that another rank of the cell contributes (``View.silent``). This goes in the order in which the table finishes units,
+which is that of all ranks of the cell.
 
 Autograd tells the end of a unit inside a backward, once each of its parameters has its gradient. That is not used for
 state-only units, whose parameters several units use. Nor is it used in a cell of another size than the launch's, whose
