@@ -1,7 +1,8 @@
 """The topology at launch, constant for the whole job.
 
 Ranks are numbered as Megatron does (tensor, then data, then pipeline):
-``rank = t + TP · (d + DP · p)``. Cell ``d · PP + p`` is the tensor-parallel
+``rank = t + TP · (d + DP · p)``; with ``--use-tp-pp-dp-mapping`` replicas count last:
+``rank = t + TP · (p + PP · d)``. Cell ``d · PP + p`` is the tensor-parallel
 group of stage ``p`` in replica ``d``. Its id never changes, also when a new
 incarnation takes a rank, or when the cell goes on with other ranks (:mod:`assignment`).
 
@@ -45,6 +46,8 @@ class LaunchTopology:
     """Number of adjacent replicas that share the experts."""
     expert_parts: int = 1
     """Ranks of a cell that have a part of each of its experts: all of them, or 1 where an expert is whole on a rank."""
+    replicas_last: bool = False
+    """Ranks of a replica are adjacent (Megatron's order tensor, pipeline, data), else ranks of a stage."""
 
     @property
     def slots(self) -> int:
@@ -107,7 +110,8 @@ class LaunchTopology:
 
     def rank(self, shard: int, replica: int, stage: int) -> int:
         """Return the global rank at a place of the launch."""
-        return shard + self.tensor * (replica + self.data * stage)
+        cell = stage + self.pipeline * replica if self.replicas_last else replica + self.data * stage
+        return shard + self.tensor * cell
 
     def shard(self, rank: int) -> int:
         """Return the tensor-parallel rank of any rank at launch: the shard that it then computes."""
@@ -124,7 +128,10 @@ class LaunchTopology:
         if rank >= self.slots:
             return None
         rest, shard = divmod(rank, self.tensor)
-        stage, replica = divmod(rest, self.data)
+        if self.replicas_last:
+            replica, stage = divmod(rest, self.pipeline)
+        else:
+            stage, replica = divmod(rest, self.data)
         return shard, replica, stage
 
     def cell(self, replica: int, stage: int) -> Cell:
