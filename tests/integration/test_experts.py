@@ -75,7 +75,7 @@ MODELS: dict[str, tuple[int, int, int, tuple[str, ...]]] = {
         (*FOUR, *BESIDE, "--moe-expert-capacity-factor", "1.0", "--moe-pad-expert-input-to-capacity"),
     ),
     "four share, per token": (4, 1, 1, (*FOUR, *GROUPS, "--calculate-per-token-loss", "--swiglu")),
-    "two share, a dense layer first": (4, 1, 1, (*SHARED, *DENSE_FIRST)),
+    "two share, a dense layer first": (4, 1, 1, (*SHARED, *DENSE_FIRST, *SHALLOW)),
     "every second layer, in two stages": (4, 1, 2, ("--moe-layer-freq", "2", *SHALLOW)),
     "four share, a dense stage": (8, 1, 2, (*FOUR, "--moe-layer-freq", "[0]*2+[1]*2")),
     "a bias, four share": (4, 1, 1, (*FOUR, *BIAS)),

@@ -257,12 +257,6 @@ def _expert_part_faults(args: Namespace) -> Iterator[str]:
 def _shared_expert_faults(args: Namespace, config: ElasticConfig, platform: str) -> Iterator[str]:
     """Yield what does not hold where ranks share experts."""
     size = f"--expert-model-parallel-size {args.expert_model_parallel_size}"
-    tensor, parts = args.tensor_model_parallel_size, getattr(args, "expert_tensor_parallel_size", None)
-    if tensor > 1 and (parts, args.expert_model_parallel_size) != (1, tensor):
-        yield (
-            f"{size} beside --tensor-model-parallel-size {tensor} is elastic where each tensor-parallel group has all "
-            f"experts: add --expert-tensor-parallel-size 1 with an expert-parallel size of {tensor}, or {_PLAIN}"
-        )
     if config.exact:
         yield f"--elastic-exact adds up gradients by sample, and with {size} an expert sees several: leave one out"
     if config.policy != "elaswave":

@@ -325,7 +325,7 @@ class Anatomy:
         offset = get_transformer_layer_offset(decoder.config, decoder.vp_stage, get_pg_rank(decoder.pg_collection.pp))
         layer = build_module(
             self._layer_specs.of_unit(unit),
-            config=site.layers,
+            config=_without_callbacks(site.layers),
             layer_number=unit - offset,
             pg_collection=site.building,
             vp_stage=decoder.vp_stage,
@@ -398,6 +398,17 @@ class _Site:
         )
 
 
+def _without_callbacks(config: Any) -> Any:
+    """Return a copy of a configuration without the functions that Megatron's loop puts there for its schedules.
+
+    Modules of experts copy their configuration, and these functions refer to the whole engine.
+    """
+    mine = copy.copy(config)
+    for name in _CALLBACKS:
+        setattr(mine, name, None)
+    return mine
+
+
 def _loss_of(model: Any, place: TensorPlace) -> Callable[..., torch.Tensor]:
     """Return the model's loss, computed with this position's rows of the vocabulary."""
     original = model.compute_language_model_loss
@@ -409,6 +420,7 @@ def _loss_of(model: Any, place: TensorPlace) -> Callable[..., torch.Tensor]:
     return loss
 
 
+_CALLBACKS = ("grad_scale_func", "no_sync_func", "grad_sync_func", "param_sync_func", "finalize_model_grads_func")
 _TIED_NAMES = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
