@@ -22,7 +22,7 @@ from megatron.elastic.engine.compute.model_interface import (
     CellPlace,
     UnitParameter,
 )
-from megatron.elastic.engine.compute.sequence_transfers import held_slice
+from megatron.elastic.engine.compute.sequence_cut import SequenceCut
 from megatron.elastic.state.coverage import Overlap, Position
 from megatron.elastic.state.layout import ParamSpec
 from tests.cluster.model import LENGTH, WIDTH, UnitChain
@@ -150,15 +150,16 @@ class CutModel(UnitChain):
 
     # -- positions of the sequence -------------------------------------------------
 
-    def cut_sequence(self) -> int | None:
+    def cut_sequence(self) -> SequenceCut | None:
         """See :class:`ModelInterface`."""
-        return LENGTH if self._sequence else None
+        return SequenceCut(LENGTH, True) if self._sequence else None
 
     @property
     def _positions(self) -> tuple[int, int]:
         """The positions that this rank holds of a boundary tensor."""
         at = self._place.position
-        return held_slice(at.index, at.count, LENGTH, self._sequence)
+        (run,) = SequenceCut(LENGTH, self._sequence).held(at.index, at.count)
+        return run
 
     @property
     def _sliced(self) -> bool:

@@ -95,7 +95,7 @@ class Assignment:
     def _places(self) -> Mapping[int, tuple[int, CellPlace]]:
         """Rank → its cell, and its place there; ranks of no cell are left out."""
         return {
-            rank: (cell.id, CellPlace(cell.ranks, index, self._crew(cell.id, index)))
+            rank: (cell.id, CellPlace(cell.ranks, index, self._crew(cell.id, index), self._parts(cell)))
             for cell in self.cells.values()
             for index, rank in enumerate(cell.ranks)
         }
@@ -130,6 +130,9 @@ class Assignment:
             tuple(self.cells[member].ranks[index] for member in members),
             tuple(self._experts[member] for member in members),
         )
+
+    def _parts(self, cell: Cell) -> int:
+        return self.launch_topology.parts_of(len(cell.ranks)) or 1
 
     def crewed(self, living: Collection[int]) -> Assignment:
         """Return the assignment in which the experts of missing cells have homes on the others of their crews.

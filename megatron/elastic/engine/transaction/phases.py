@@ -170,11 +170,11 @@ class StepBody:
         return result
 
     def _compare_replicas(self, step: int, gradients: Mapping[int, Sequence[torch.Tensor]]) -> None:
-        """Raise ``CertificateError`` on every rank of the cell if gradients of replicated parameters differ in it."""
-        cell, fabric = self._view.cell, self._tools.fabric
-        if cell is None or len(cell.ranks) == 1:
+        """Raise ``CertificateError`` if gradients of replicated parameters differ in this tensor-parallel group."""
+        ranks, fabric = self._view.tensor_ranks, self._tools.fabric
+        if len(ranks) < 2:
             return
-        unequal = unequal_replicas(self._tools.interface, gradients, fabric.group("tensor", cell.ranks))
+        unequal = unequal_replicas(self._tools.interface, gradients, fabric.group("tensor", ranks))
         if unequal:
             raise CertificateError([f"step {step}: gradients of {name} differ within a cell" for name in unequal])
 

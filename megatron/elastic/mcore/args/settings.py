@@ -42,6 +42,7 @@ def nominal_topology(args: Any, config: Any, tied: bool, slots: int, largest: in
     empty = [number for number, (first, end) in enumerate(chunks) if first == end]
     if empty:
         raise ConfigError(f"--pipeline-model-parallel-layout leaves stages {empty} without a layer: give each one")
+    cell = args.tensor_model_parallel_size * args.context_parallel_size
     return LaunchTopology(
         tensor=args.tensor_model_parallel_size,
         pipeline=stages,
@@ -51,7 +52,8 @@ def nominal_topology(args: Any, config: Any, tied: bool, slots: int, largest: in
         tied_unit=args.num_layers + 2 if tied else None,
         experts=args.num_experts if args.expert_model_parallel_size > 1 else 0,
         crew_size=args.expert_model_parallel_size,
-        extra=(slots - args.world_size) // args.tensor_model_parallel_size * args.tensor_model_parallel_size,
+        extra=(slots - args.world_size) // cell * cell,
+        context=args.context_parallel_size,
     )
 
 
