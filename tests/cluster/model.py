@@ -143,6 +143,9 @@ class TinyModel(UnitChain):
         """See :class:`ModelInterface`."""
         return only_at_launch(unit, position)
 
+    def overlaps(self, spec: ParamSpec, place: CellPlace) -> None:
+        """See :class:`ModelInterface`: every parameter is one shard's."""
+
     def largest_part(self, count: int, parameters: Collection[ParamSpec]) -> int | None:
         """See :class:`ModelInterface`."""
         return 1_000_000 if count == 1 else None

@@ -94,6 +94,7 @@ STATES: tuple[Stand, ...] = (
             "mid_backward",
             "before_reduce",
             "mid_reduce",
+            "in_relay_to_owner",
             "in_recovery_resume",
             "in_migration_begin",
             "in_join",
@@ -128,7 +129,7 @@ STATES: tuple[Stand, ...] = (
     Stand(
         "has updated all copies",
         _in_step("U", lambda rank, r: _updated(rank) == len(rank.copies)),
-        ("after_update", "mid_gather"),
+        ("after_update", "in_relay_to_delegate", "mid_gather"),
         "after_update",
     ),
     Stand(

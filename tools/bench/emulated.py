@@ -174,6 +174,9 @@ class EmulatedModel:
         """See :class:`ModelInterface`: ranks share a layer evenly, in any number."""
         return None if self.tensor == 1 else PPM // count
 
+    def overlaps(self, spec: ParamSpec, place: Any) -> None:
+        """See ``ModelInterface``: every parameter is one shard's."""
+
     def covered(self, unit: int, position: Position) -> tuple[int, ...]:
         """See ``ModelInterface``: a cell is one rank, or all its ranks hold the whole (tiny) unit."""
         return only_at_launch(unit, position) if self.tensor == 1 else ()

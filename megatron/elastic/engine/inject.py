@@ -59,6 +59,7 @@ __all__ = [
     "FIRST_INCARNATION",
     "GRADIENT_POINTS",
     "KILL_POINTS",
+    "RELAY_POINTS",
     "STEP_POINTS",
     "Effects",
     "Fault",
@@ -108,9 +109,14 @@ KILL_POINTS: Mapping[str, str] = MappingProxyType(
         "in_migration_finish": "in the step whose vote is to name the moved copies, about to count them",
         "in_migration_switch": "a vote has named the moved copies, none is updated, the old ones are dropped",
         "in_join": "a newcomer is receiving state",
+        "in_relay_to_owner": "messages of reduced blocks to owners that do not compute their units are under way",
+        "in_relay_to_delegate": "messages of parameters from such owners are under way",
     }
 )
 """Name of each point → the state of the rank there. The engine calls them; tests cover all of them."""
+
+RELAY_POINTS = ("in_relay_to_owner", "in_relay_to_delegate")
+"""The points that a rank passes only in a step with owners that do not compute their units, if it takes part."""
 
 STEP_POINTS: tuple[str, ...] = tuple(list(KILL_POINTS)[1 : list(KILL_POINTS).index("between_steps")])
 """The points that every undisturbed step passes, in order."""

@@ -21,6 +21,7 @@ anew and spaces that stay are copied. Both layouts exist meanwhile.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -111,7 +112,7 @@ class Arena:
         """
         if self.device.type == "cpu" and not self._holds(held):
             self._interface.prepare(held.units, held.place)
-            length = sum(self.layouts[key].numel for key in self._ordered(held))
+            length = self._length(held)
             made = torch.empty(length, dtype=self.dtype), torch.empty(length, dtype=torch.float32)
             self.spare = made[0].zero_(), made[1].zero_()
 
@@ -182,9 +183,8 @@ class Arena:
         self._places, self._locals, stop = {}, [], self.state_stop
         for unit, items in members.items():
             for item in items:
-                whole = self._whole(unit, item)
-                if whole is not None:
-                    self._places[unit, item.spec.name] = whole
+                if not _is_local(item.spec, item.overlaps):
+                    self._places[unit, item.spec.name] = self._whole(unit, item)
                     continue
                 assert item.overlaps is not None
                 local = _Local(unit, item.spec, _shape(item), item.overlaps, stop)
@@ -193,16 +193,28 @@ class Arena:
                 stop = -(-local.stop // ALIGN) * ALIGN
         return stop
 
-    def _whole(self, unit: int, item: UnitParameter) -> tuple[int, int] | None:
-        """Return the elements of the arena of which the parameter is the whole of one shard's; else ``None``."""
+    def _length(self, held: HeldPart) -> int:
+        """Return the length of the arena that :meth:`_lay` will make for ``held``."""
+        keys = self._ordered(held)
+        length = sum(self.layouts[key].numel for key in keys)
+        if held.place is None:
+            return length
+        units_with = Counter(
+            spec for _, spec in {(key[0], slot.spec) for key in keys for slot in self.layouts[key].slots}
+        )
+        for spec, units in units_with.items():
+            overlaps = self._interface.overlaps(spec, held.place)
+            if overlaps is not None and _is_local(spec, overlaps):
+                length += units * -(-_filled(overlaps).numel() // ALIGN) * ALIGN
+        return length
+
+    def _whole(self, unit: int, item: UnitParameter) -> tuple[int, int]:
+        """Return the elements of the arena of the shard's parameter which ``item`` is, whole."""
         name = item.spec.name
         if item.overlaps is None:
             shards = [shard for (of, shard), where in self.slices.items() if of == unit and where.layout.has(name)]
         else:
             shards = [overlap.shard for overlap in item.overlaps]
-            box = tuple((0, size) for size in item.spec.shape)
-            if len(shards) > 1 or item.overlaps[0].remote != box:
-                return None
         if len(shards) != 1:
             raise ValueError(f"unit {unit}: parameter {name} without overlaps is in shards {shards}")
         slot, start = self._slot(unit, shards[0], name), self.slices[unit, shards[0]].start
@@ -271,6 +283,21 @@ class Arena:
         start = self.slices[block.key[:2]].start
         return self.parameters[start + block.start : start + block.stop]
 
+    def set_parameters(self, values: Sequence[tuple[StateBlock, torch.Tensor]]) -> None:
+        """Write the parameters of blocks (fp32, of host memory or of this device's).
+
+        Those of host memory go to a device in one piece.
+        """
+        away = [number for number, (_, part) in enumerate(values) if part.device.type != self.device.type]
+        brought: dict[int, torch.Tensor] = {}
+        if away:
+            parts = [values[number][1] for number in away]
+            sizes = [part.numel() for part in parts]
+            whole = torch.cat(parts, out=torch.empty(sum(sizes), pin_memory=self.device.type != "cpu"))
+            brought = dict(zip(away, whole.to(self.device, non_blocking=True).split(sizes), strict=True))
+        for number, (block, part) in enumerate(values):
+            self.block_parameters(block).copy_(brought.get(number, part))
+
     def block_gradients(self, block: StateBlock) -> torch.Tensor:
         """Return the fp32 gradients of a block: 1-D, a view."""
         start = self.slices[block.key[:2]].start
@@ -285,9 +312,18 @@ class Arena:
 
 def _shape(item: UnitParameter) -> torch.Size:
     """Return the shape of the live tensor; it may have no storage yet."""
-    if item.overlaps is None:
-        return torch.Size(item.spec.shape)
-    return torch.Size(max(stop for _, stop in ranges) for ranges in zip(*(p.local for p in item.overlaps), strict=True))
+    return torch.Size(item.spec.shape) if item.overlaps is None else _filled(item.overlaps)
+
+
+def _filled(overlaps: Sequence[Overlap]) -> torch.Size:
+    """Return the shape of the local tensor that the overlaps fill."""
+    return torch.Size(max(stop for _, stop in ranges) for ranges in zip(*(o.local for o in overlaps), strict=True))
+
+
+def _is_local(spec: ParamSpec, overlaps: Sequence[Overlap] | None) -> bool:
+    """Return whether a parameter is something else than the whole of one shard's: it needs storage of its own."""
+    whole = tuple((0, size) for size in spec.shape)
+    return overlaps is not None and (len(overlaps) > 1 or overlaps[0].remote != whole)
 
 
 def _common_type(members: Mapping[int, Sequence[UnitParameter]]) -> tuple[torch.dtype, torch.device] | None:

@@ -156,6 +156,12 @@ class ModelInterface(Protocol):
         a cell of that size cannot compute the model.
         """
 
+    def overlaps(self, spec: ParamSpec, place: CellPlace) -> tuple[Overlap, ...] | None:
+        """Return the ``overlaps`` (:class:`UnitParameter`) that a parameter has while units are held at ``place``.
+
+        On any thread, and of any parameter of the model.
+        """
+
     def largest_part(self, count: int, parameters: Collection[ParamSpec]) -> int | None:
         """Return the largest part of a layer that one rank of a cell of ``count`` ranks computes, in millionths.
 

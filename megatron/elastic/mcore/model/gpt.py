@@ -195,6 +195,10 @@ class GptInterface:
             names = (_TIED_NAME,) if holds_weight else ()
         return covered_shards(self._sizes, position, names)
 
+    def overlaps(self, spec: ParamSpec, place: CellPlace) -> tuple[Overlap, ...] | None:
+        """Return the overlaps of a parameter at a place (:class:`ModelInterface`)."""
+        return self._overlaps(spec, self._place_of(place))
+
     def largest_part(self, count: int, parameters: Collection[ParamSpec]) -> int | None:
         """Return the largest part of a layer on one rank of ``count`` (:class:`ModelInterface`).
 
@@ -420,20 +424,24 @@ class GptInterface:
             if key not in self._specs:
                 self._specs[key] = tuple(self._spec(unit, name, parameter) for name, parameter in named)
             found[unit] = tuple(
-                UnitParameter(spec, parameter, self._overlaps(spec, parameter))
+                UnitParameter(spec, parameter, self._checked_overlaps(spec, parameter))
                 for spec, (_, parameter) in zip(self._specs[key], named, strict=True)
             )
         return found
 
-    def _overlaps(self, spec: ParamSpec, parameter: torch.nn.Parameter) -> tuple[Overlap, ...] | None:
-        """Return the parts of the launch's shards that a parameter holds (:class:`UnitParameter`)."""
-        if self._place is None or spec.expert is not None:
+    def _checked_overlaps(self, spec: ParamSpec, parameter: torch.nn.Parameter) -> tuple[Overlap, ...] | None:
+        """Return the overlaps of a parameter at this rank's place. Raises ``ValueError`` if it has another shape."""
+        if self._place is not None and spec.expert is None:
+            expected = local_shape(self._sizes, self._place.position, spec.name, spec.shape)
+            if parameter.numel() and parameter.shape != expected:
+                found = tuple(parameter.shape)
+                raise ValueError(f"{spec.name} has shape {found}; {self._place.position} has {expected} of it")
+        return self._overlaps(spec, self._place)
+
+    def _overlaps(self, spec: ParamSpec, place: TensorPlace | None) -> tuple[Overlap, ...] | None:
+        if place is None or spec.expert is not None:
             return None
-        expected = local_shape(self._sizes, self._place.position, spec.name, spec.shape)
-        if parameter.numel() and parameter.shape != expected:
-            found = tuple(parameter.shape)
-            raise ValueError(f"{spec.name} has shape {found}; {self._place.position} has {expected} of it")
-        return overlaps_of(self._sizes, self._place.position, spec.name, spec.sharded, spec.shape)
+        return overlaps_of(self._sizes, place.position, spec.name, spec.sharded, spec.shape)
 
     def _spec(self, unit: int, name: str, parameter: torch.nn.Parameter) -> ParamSpec:
         key = self._groups.key(name, parameter)
