@@ -30,17 +30,18 @@ POINTS = ("mid_forward", "mid_backward", "mid_reduce", "after_vote", "mid_update
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run of plain Megatron on one rank: its log, and a checkpoint in it."""
     folder = tmp_path_factory.mktemp("plain")
-    save = ("--save", str(folder / "saved"), "--save-interval", str(FIRST))
-    arguments = [*MODEL, *FLAGS, "--train-iters", str(STEPS), *save]
-    codes = run_jobs(folder, [{"name": "plain", "world": 1, "seconds": 240, "arguments": arguments}])
-    assert set(codes["plain"]) == {0}, logs(folder, "plain")[-4000:]
+    saved, train = str(folder / "saved"), [*MODEL, *FLAGS, "--train-iters", str(STEPS)]
+    begins = [*train, "--save", saved, "--save-interval", str(FIRST), "--exit-interval", str(FIRST)]
+    for name, arguments in (("begins", begins), ("plain", [*train, "--load", saved])):
+        codes = run_jobs(folder, [{"name": name, "world": 1, "seconds": 240, "arguments": arguments}])
+        assert set(codes[name]) == {0}, logs(folder, name)[-4000:]
     return folder
 
 
 def shared(folder: Path, plain: Path, name: str, *flags: str) -> JobResult:
     """The same run from its step 2 on, on ranks that share the sequence."""
     world, tensor, stages, parts = LAYOUTS[name]
-    load = ("--load", str(plain / "saved"), "--ckpt-step", str(FIRST), "--context-parallel-size", str(parts))
+    load = ("--load", str(plain / "saved"), "--context-parallel-size", str(parts))
     return elastic_job(folder, world, tensor, stages, STEPS, *FLAGS, *load, *flags)
 
 
