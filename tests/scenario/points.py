@@ -19,7 +19,18 @@ __all__ = ["STATES", "Stand", "at", "finds", "scenario_of", "stand_of"]
 HELD_SECONDS = 1.0
 """Seconds for which a rank waits at the point where a loss is to find it: dozens of steps of a cluster."""
 
-MANIFOLD = frozenset({"in_setup", "mid_forward", "mid_backward", "mid_reduce", "mid_gather", "in_evaluate"})
+MANIFOLD = frozenset(
+    {
+        "in_setup",
+        "mid_forward",
+        "mid_backward",
+        "mid_reduce",
+        "mid_gather",
+        "mid_overlap_reduce",
+        "mid_overlap_gather",
+        "in_evaluate",
+    }
+)
 """Points that one computation of a step may pass several times."""
 
 
@@ -92,6 +103,8 @@ STATES: tuple[Stand, ...] = (
             "after_prepare",
             "mid_forward",
             "mid_backward",
+            "mid_overlap_reduce",
+            "mid_overlap_gather",
             "before_reduce",
             "mid_reduce",
             "in_relay_to_owner",

@@ -93,6 +93,8 @@ KILL_POINTS: Mapping[str, str] = MappingProxyType(
         "after_gather": "all parameters are of the new version",
         "after_step": "the step is over, its record kept",
         "between_steps": "in the host's loop: the step before is over, the next not begun",
+        "mid_overlap_reduce": "a unit group's reduce has begun beside the backward (--overlap-grad-reduce; nth: which)",
+        "mid_overlap_gather": "the forward waits for parameters of a unit (--overlap-param-gather; nth: which)",
         "in_evaluate": "inside an evaluation pass",
         "in_save": "a checkpoint is about to be planned",
         "save_writing": "in the background, about to write a file of a checkpoint",

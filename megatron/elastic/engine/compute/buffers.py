@@ -22,8 +22,10 @@ anew and spaces that stay are copied. Both layouts exist meanwhile.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -242,14 +244,21 @@ class Arena:
             self._hooks.append(item.parameter.register_post_accumulate_grad_hook(_accumulate_into(gradient)))
         return gradient
 
-    def spread(self, values: torch.Tensor) -> None:
-        """Add the local part of ``values`` (of the arena's length, such as gradients) to the spaces in it."""
+    def spread(self, values: torch.Tensor, units: Collection[int] | None = None) -> None:
+        """Add the local part of ``values`` (of the arena's length, such as gradients) to the spaces in it.
+
+        ``units``: only of these.
+        """
         for local in self._locals:
+            if units is not None and local.unit not in units:
+                continue
             add(local.overlaps, values[local.start : local.stop].view(local.shape), self._remote(local, values))
 
-    def collect(self) -> None:
-        """Read the values of parameters with local storage from the spaces."""
+    def collect(self, units: Collection[int] | None = None) -> None:
+        """Read the values of parameters with local storage from the spaces. ``units``: only of these."""
         for local in self._locals:
+            if units is not None and local.unit not in units:
+                continue
             value = self.parameters[local.start : local.stop].view(local.shape)
             read(local.overlaps, value, self._remote(local, self.parameters))
 
@@ -273,6 +282,29 @@ class Arena:
     def accumulate(self, parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
         """Add a gradient that was computed outside of autograd, as autograd adds its own."""
         self._view_of[parameter].add_(gradient)
+
+    @contextmanager
+    def watching(self, units: Collection[int], told: Callable[[int], None]) -> Iterator[None]:
+        """Call ``told(unit)`` when autograd has accumulated a gradient for each parameter of one of ``units``.
+
+        On the thread that runs the backward, at the latest parameter. Not for a unit of which a parameter gets none.
+        """
+        handles = []
+        for unit in units:
+            missing = {item.parameter for item in self._interface.unit_parameters(unit)}
+
+            def note(parameter: torch.nn.Parameter, unit: int = unit, missing: set[Any] = missing) -> None:
+                if parameter in missing:
+                    missing.discard(parameter)
+                    if not missing:
+                        told(unit)
+
+            handles += [parameter.register_post_accumulate_grad_hook(note) for parameter in tuple(missing)]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def gradient_views(self) -> Mapping[int, Sequence[torch.Tensor]]:
         """Return the fp32 gradient of each parameter, in its shape, per unit."""

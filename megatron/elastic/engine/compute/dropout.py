@@ -15,7 +15,7 @@ its backward, where recomputation runs the forward again.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
@@ -38,6 +38,7 @@ __all__ = [
     "Split",
     "current_key",
     "dropout_scope",
+    "placed",
     "sample_dropout",
 ]
 
@@ -55,6 +56,7 @@ class Site(IntEnum):
     CROSS_ATTENTION_PROBS = 3
     CROSS_ATTENTION_OUTPUT = 4
     MLP_OUTPUT = 5
+    ROUTER_INPUT = 6
 
 
 @dataclass(frozen=True)
@@ -318,11 +320,13 @@ def _check(x: Tensor, sample_dim: int, extent: tuple[int, ...], offset: tuple[in
             raise ValueError(f"slice {offset} + {local} lies outside extent {extent}")
 
 
-def _place(x: Tensor, sample_dim: int, *splits: Split | Section | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return (extent, offset) of a tensor that is sliced by ``splits`` only."""
+def placed(
+    sizes: Sequence[int], sample_dim: int, *splits: Split | Section | None
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return (extent, offset) of a tensor of ``sizes`` that is sliced by ``splits`` only."""
     extent, offset = [], []
     sliced = {split.dim: split for split in splits if split is not None}
-    for dim, size in enumerate(x.shape):
+    for dim, size in enumerate(sizes):
         if dim == sample_dim:
             continue
         whole, start = sliced[dim].place(size) if dim in sliced else (size, 0)
@@ -343,11 +347,11 @@ def _drop_placed(
 ) -> Tensor:
     """Return :func:`sample_dropout` of a tensor that is sliced by ``split`` and ``intervals``."""
     if intervals is None:
-        return _drop(x, residual, p, unit, site, sample_dim, *_place(x, sample_dim, split))
+        return _drop(x, residual, p, unit, site, sample_dim, *placed(x.shape, sample_dim, split))
     parts = intervals.split(x)
     residuals = [None] * len(parts) if residual is None else intervals.split(residual)
     dropped = [
-        _drop(part, beside, p, unit, site, sample_dim, *_place(part, sample_dim, split, section))
+        _drop(part, beside, p, unit, site, sample_dim, *placed(part.shape, sample_dim, split, section))
         for part, beside, section in zip(parts, residuals, intervals.sections(), strict=True)
     ]
     return dropped[0] if len(dropped) == 1 else torch.cat(dropped, intervals.dim)

@@ -40,10 +40,10 @@ from megatron.elastic.engine.compute.sequence_cut import SequenceCut, taken
 from megatron.elastic.engine.compute.sequence_transfers import Transfer, boundary_transfers
 from megatron.elastic.observe.timeline import Timeline
 from megatron.elastic.plan.model import Action, Cell, Edge, Op, Piece, Plan
+from megatron.elastic.plan.schedule.finishing import GRADIENT_OPS, final_actions
 
 __all__ = ["Executor", "Pass", "PassResult", "Timed"]
 
-_GRADIENT_OPS = frozenset({Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT})
 _BACKWARD_OPS = frozenset({Op.BACKWARD, Op.SEND_BACKWARD, Op.RECV_BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT})
 
 
@@ -64,11 +64,19 @@ class Pass:
     timeline: Timeline
     folded: Callable[[], None]
     """Called after each backward of a piece (exact mode then adds up its gradients)."""
+    final: Callable[[frozenset[int]], AbstractContextManager[None]]
+    """Entered around the action after which the gradients of these compute units are final."""
+    between: Callable[[], None]
+    """Called after each action."""
+    aside: Callable[[], int]
+    """Returns the nanoseconds spent so far, inside computations, on communication that goes on behind them."""
     loss_scale: float = 1.0
     per_token: bool = False
     microbatches: float = 1.0
     """Micro-batches of the step on one replica at launch, without those that the plan leaves out."""
     training: bool = True
+    expert_bias: Mapping[int, Sequence[float]] = field(default_factory=dict)
+    """Unit → bias of its router, by expert."""
 
 
 @dataclass
@@ -83,6 +91,8 @@ class PassResult:
     """Samples that the results were really computed from."""
     contents: tuple[dict[int, int], dict[int, int]] = field(default_factory=lambda: ({}, {}))
     """Sample → digest of its contents, as read for the first unit and for the loss; to explain a refused vote."""
+    expert_tokens: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    """Unit → tokens that each of its experts received from here, where routers have a bias."""
     actions: list[Timed] = field(default_factory=list)
     """Computations in the order they ran."""
 
@@ -90,7 +100,7 @@ class PassResult:
         """Return (first unit, end unit) → nanoseconds of (forwards, backwards)."""
         sums: dict[tuple[int, int], tuple[int, int]] = {}
         for action in self.actions:
-            piece, spent = pieces[action.piece], action.end_ns - action.start_ns
+            piece, spent = pieces[action.piece], action.end_ns - action.start_ns - action.aside_ns
             if not piece.rows:  # its time is that of other cells
                 continue
             forward, backward = sums.get((piece.first, piece.end), (0, 0))
@@ -106,6 +116,8 @@ class Timed(NamedTuple):
     piece: int
     start_ns: int
     end_ns: int
+    aside_ns: int
+    """Part of it in which this rank served, or waited for, communication behind the computation."""
 
 
 @dataclass
@@ -141,6 +153,7 @@ class Executor:
         self._device = device
         self._split = frozenset(a.piece for a in plan.table(cell.id) if a.op is Op.BACKWARD_INPUT)
         self._pieces = {piece.id: piece for piece in plan.pieces}
+        self._final = final_actions(plan, cell.id)
         self._cells = {c.id: c for c in plan.cells}
         self._into: dict[int, list[int]] = {}
         self._out_of: dict[int, list[int]] = {}
@@ -154,6 +167,11 @@ class Executor:
         self._deferred: dict[int, DeferredWeights] = {}
         self._receipts: dict[tuple[int, bool], Receipt] = {}
         self._local: dict[tuple[int, bool], torch.Tensor] = {}
+
+    @property
+    def finished_units(self) -> frozenset[int]:
+        """The compute units whose gradients this cell's table computes."""
+        return frozenset[int]().union(*self._final.values())
 
     @property
     def pieces(self) -> Mapping[int, Piece]:
@@ -170,14 +188,17 @@ class Executor:
         """Execute every action; gradients accumulate in the arena. Raises the communicator's typed errors."""
         result = PassResult()
         self._reset()
+        self._interface.set_expert_bias(work.expert_bias)
         if work.training:
             self._interface.weigh_layer_losses(work.loss_scale / (1.0 if work.per_token else work.microbatches))
         try:
-            for action in self._plan.table(self._cell.id):
+            for index, action in enumerate(self._plan.table(self._cell.id)):
                 if work.training or action.op not in _BACKWARD_OPS:
-                    self._perform(action, work, result)
-                if action.op in _GRADIENT_OPS:
+                    with work.final(self._final.get(index, frozenset())):
+                        self._perform(action, work, result)
+                if action.op in GRADIENT_OPS:
                     work.folded()
+                work.between()
             if self._deferred:
                 raise RuntimeError(f"the schedule computes no weight gradients for pieces {sorted(self._deferred)}")
             if work.training and self._running:
@@ -185,6 +206,7 @@ class Executor:
             self._transport.flush()
             if work.training:
                 result.report |= self._interface.layer_losses()
+                result.expert_tokens = self._interface.expert_tokens()
         finally:
             self._reset()
             self._transport.abandon()
@@ -351,11 +373,12 @@ class Executor:
 
 @contextmanager
 def _timed(action: Action, piece: Piece, work: Pass, result: PassResult) -> Iterator[None]:
-    start = time.monotonic_ns()
+    start, before = time.monotonic_ns(), work.aside()
     yield
-    work.drag(time.monotonic_ns() - start)
+    aside = work.aside() - before
+    work.drag(time.monotonic_ns() - start - aside)
     end = time.monotonic_ns()
-    result.actions.append(Timed(action.op, action.piece, start, end))
+    result.actions.append(Timed(action.op, action.piece, start, end, aside))
     work.timeline.computed(action.op.value, piece.id, piece.first, piece.end, start, end)
 
 

@@ -33,9 +33,11 @@ from megatron.elastic.mcore.model.activations import held_bytes
 from megatron.elastic.mcore.model.context_parallel import ContextParallel, of_the_cell
 from megatron.elastic.mcore.model.crew_dispatcher import GroupOf
 from megatron.elastic.mcore.model.dropout import key_module, launch_slices
-from megatron.elastic.mcore.model.expert_homes import expert_of, join_crew, launch_crew
+from megatron.elastic.mcore.model.expert_homes import expert_of, is_expert, join_crew, launch_crew
 from megatron.elastic.mcore.model.layer_losses import LayerLosses
+from megatron.elastic.mcore.model.layer_specs import LayerSpecs, routed_layers
 from megatron.elastic.mcore.model.param_groups import GroupKeys
+from megatron.elastic.mcore.model.router_bias import counted_tokens, forget_tokens, present_bias, set_bias
 from megatron.elastic.mcore.model.sequence_gather import SequencePart
 from megatron.elastic.mcore.model.split_backward import SplitLinears, WeightQueue
 from megatron.elastic.mcore.model.split_te import split_te_linears
@@ -106,7 +108,7 @@ class GptInterface:
         self._crew_group = crew_group
         self._launch_crew = self._crew_at_launch()
         self._linears = SplitLinears()
-        self._anatomy = Anatomy(chunks, self._prepare)
+        self._anatomy = Anatomy(chunks, self._prepare, LayerSpecs.of([unwrapped(chunk) for chunk in chunks], args))
         self.compute_units = self._anatomy.units
         self._specs: dict[tuple[int, tuple[int, ...]], tuple[ParamSpec, ...]] = {}
         self._units = self._sort_parameters()
@@ -115,6 +117,7 @@ class GptInterface:
         if self._launch_part is not None:
             self._anatomy.each(lambda inner, module: self._key(inner, module, None))
         self._contribute: Callable[[int, str, torch.Tensor], None] | None = None
+        self._told: Callable[[int], None] | None = None
 
     @property
     def chunks(self) -> torch.nn.ModuleList:
@@ -158,8 +161,8 @@ class GptInterface:
         """Return this rank's crew as Megatron built it; ``None`` where ranks share no experts."""
         if not self._sizes.experts:
             return None
-        ranks = dist.get_process_group_ranks(parallel_state.get_expert_model_parallel_group())
-        return launch_crew(self._sizes.experts, ranks)
+        ranks = dist.get_process_group_ranks(parallel_state.get_expert_tensor_and_model_parallel_group())
+        return launch_crew(self._sizes.experts, ranks, self._sizes.expert_parts)
 
     def _crew_of(self, place: TensorPlace | None) -> Crew | None:
         return self._launch_crew if place is None else place.crew
@@ -301,9 +304,21 @@ class GptInterface:
         uneven = self._place is not None and not self._place.even
         vocabulary = self._place.vocabulary if self._place is not None else self._sizes.vocabulary
         config, last = self._anatomy.layer_config, self.compute_units - 1
+        routed = 0 < unit < last and routed_layers(self._config)[unit - 1]
         length, part = self._args.seq_length, self._launch_part
         own = length if part is None else part.longest
-        return held_bytes(self._chunks, config, own, vocabulary, unit, last, local=uneven, keys=length)
+        return held_bytes(self._chunks, config, own, vocabulary, unit, last, routed, local=uneven, keys=length)
+
+    def used_ppm(self, spec: ParamSpec) -> int:
+        """Return the positions that a parameter multiplies (:class:`ModelInterface`): experts receive some of them.
+
+        Those of a rank that shares experts receive positions of its whole crew.
+        """
+        if not is_expert(spec.name):
+            return PPM
+        config, sizes = self._config, self._sizes
+        whole_on = sizes.tensor // sizes.expert_parts if sizes.experts else 1
+        return int(PPM * config.moe_router_topk * sizes.crew // (config.num_moe_experts * whole_on))
 
     def forward(
         self,
@@ -331,6 +346,9 @@ class GptInterface:
 
     def ghost(self, piece: Piece, place: tuple[int, int]) -> torch.Tensor:
         """Run the layers of a piece without rows (:class:`ModelInterface`): embedding and head exchange nothing."""
+        if self._told is not None:
+            for unit in range(piece.first, piece.end):
+                self._told(unit)
         with self._running(piece, place):
             shape, dtype = self.boundary(0)
             source = torch.empty(shape, dtype=dtype, device=torch.cuda.current_device())
@@ -366,14 +384,38 @@ class GptInterface:
         finally:
             del model.shared_embedding_or_output_weight
 
+    @contextmanager
+    def announcing(self, told: Callable[[int], None]) -> Iterator[None]:
+        """Announce units (:class:`ModelInterface`). A ghost runs parts of layers: it announces all before it begins."""
+        self._told = told
+        try:
+            with self._anatomy.announcing(told):
+                yield
+        finally:
+            self._told = None
+
     def weigh_layer_losses(self, weight: float) -> None:
-        """Weigh the losses that balance experts (:class:`ModelInterface`)."""
+        """Weigh the losses that balance experts, and forget values and counts (:class:`ModelInterface`)."""
         if self._config.num_moe_experts:
             self._layer_losses.weigh(weight, torch.device(torch.cuda.current_device()))
+            forget_tokens(self._anatomy.modules())
 
     def layer_losses(self) -> Mapping[str, tuple[float, float]]:
         """Return the losses that balance experts (:class:`ModelInterface`)."""
         return self._layer_losses.take(self._cell_group(), self._anatomy.config.tensor_model_parallel_size)
+
+    def set_expert_bias(self, bias: Mapping[int, Sequence[float]]) -> None:
+        """Set the bias of routers (:class:`ModelInterface`), also in the modules of the launch, for checkpoints."""
+        if bias:
+            set_bias((*self._anatomy.modules(), self._chunks), bias)
+
+    def expert_tokens(self) -> Mapping[int, Sequence[int]]:
+        """Return the tokens of experts (:class:`ModelInterface`)."""
+        return counted_tokens(self._anatomy.modules())
+
+    def launched_bias(self) -> dict[int, tuple[float, ...]]:
+        """Return unit → bias of its router, of the modules of the launch: as loaded from a checkpoint."""
+        return present_bias((self._chunks,))
 
     def _cell_group(self) -> dist.ProcessGroup:
         return parallel_state.get_tensor_model_parallel_group() if self._place is None else self._place.group
