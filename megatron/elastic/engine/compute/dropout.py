@@ -361,11 +361,10 @@ class SampleDropout(nn.Module):
     """A replacement of ``nn.Dropout``; identity in eval mode and at p = 0.
 
     ``unit`` is the unit's number in the whole model (constant when units move),
-    ``sample_dim`` the batch dimension of the input, ``split`` the dimension that tensor
+    ``sample_dim`` the batch dimension of the input. ``split`` is the dimension that tensor
     or sequence parallelism slices, ``intervals`` that of the positions with context parallelism.
-    At Megatron's sites: attention probabilities [b, np, sq, sk]: sample_dim 0, split dim 1 (heads),
-    intervals of dim 2; hidden states and embeddings [s, b, h]: sample_dim 1, split dim 0 under
-    sequence parallelism, or intervals of it.
+    Attention probabilities are [b, np, sq, sk]: sample_dim 0, split dim 1 (heads), intervals of dim 2.
+    Hidden states and embeddings are [s, b, h]: sample_dim 1, split or intervals of dim 0.
     """
 
     def __init__(

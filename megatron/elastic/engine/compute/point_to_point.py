@@ -23,7 +23,7 @@ _FORWARD, _BACKWARD = 0, 1
 
 
 @dataclass(frozen=True)
-class _Part:
+class _Arrival:
     """The message of one sender: ``arrived`` is the place of its positions in the buffer, or is copied there."""
 
     work: dist.Work
@@ -37,7 +37,7 @@ class Receipt:
     """A posted receive: ``wait`` returns the rows of one edge."""
 
     buffer: torch.Tensor
-    parts: tuple[_Part, ...]
+    parts: tuple[_Arrival, ...]
     blocking: Callable[[int], None]
 
     def wait(self) -> torch.Tensor:
@@ -79,7 +79,7 @@ class BoundaryTransport:
             one = len(runs) == 1
             target = buffer[slice(*runs[0])] if one else buffer.new_empty((length_of(runs), *buffer.shape[1:]))
             work = started(dist.irecv(target, src=peer, group=self.group, tag=tag))
-            posted.append(_Part(work, peer, runs, target))
+            posted.append(_Arrival(work, peer, runs, target))
         return Receipt(buffer, tuple(posted), self.blocking)
 
     def flush(self) -> None:

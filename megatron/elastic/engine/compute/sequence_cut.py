@@ -1,8 +1,8 @@
 """The positions of the sequence that each rank of a cell holds.
 
 Context parallelism cuts the sequence of a cell into *parts*, one a tensor-parallel group. With n parts it has 2n
-chunks, and part i has chunks i and 2n - 1 - i, so that all parts have about the same number of (query, key) pairs under
-a causal mask (Megatron-LM, ``get_batch_on_this_cp_rank``). Where 2n divides the length, the chunks are equal: the
+chunks, and part i has chunks i and 2n - 1 - i (Megatron-LM, ``get_batch_on_this_cp_rank``). So all parts have about the
+same number of pairs of query and key under a causal mask. Where 2n divides the length, the chunks are equal: the
 launch's cut is Megatron's own. Otherwise, after a loss, their sizes differ by one *grain*, the number of ranks over
 which sequence parallelism cuts each part again. Each part is then a multiple of the grain.
 
@@ -30,7 +30,7 @@ Run = tuple[int, int]
 
 @dataclass(frozen=True)
 class SequenceCut:
-    """How the ranks of every cell share a sequence of ``length`` positions."""
+    """The cut of a sequence of ``length`` positions over the ranks of every cell."""
 
     length: int
     sequence_parallel: bool = False
