@@ -60,6 +60,7 @@ def faults(*words: str) -> tuple[str, ...]:
     return ("--elastic-allow-inject", "--elastic-inject", ";".join(words))
 
 
+@pytest.mark.slow
 def test_a_part_of_the_sequence_is_lost_and_comes_back(tmp_path: Path, plain: Path) -> None:
     lost = "kill:rank=1,step=4,point=mid_backward"
     waits = Scenario(Layout(1, 1, 1), back="boundary").lingering
