@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tools import benchmark_tables as tables
-from tools import peer_tables, version_table
+from tools import configuration_tables, peer_tables, version_table
 from tools.bench.record import STANDARD
 from tools.benchmark_tables import Figures
 from tools.simulation_docs import rewritten
@@ -217,6 +217,13 @@ SECTIONS = (
         "4 ranks, PP 2 × DP 2, no dropout. Figures are the largest relative deviation of a loss from the same training "
         "by plain Megatron, undisturbed, or never interrupted.",
         version_table.table,
+    ),
+    Section(
+        "functional_configs",
+        "Which configurations of Megatron-LM run?",
+        "Megatron-LM's functional tests of release 0.17.1 at CPU size, with its own script. Each configuration: "
+        "[configurations.md](configurations.md).",
+        configuration_tables.counts,
     ),
     Section(
         "readability",

@@ -212,14 +212,18 @@ class Engine:
 
     # -- beside steps ------------------------------------------------------------------
 
-    def fenced(self, body: Callable[[], T], together: bool = False) -> T:
-        """Run a collective action, repeated in the next generation if one begins (:meth:`Fence.run`)."""
+    def fenced(self, body: Callable[[], T], together: bool = False, reads_parameters: bool = True) -> T:
+        """Run a collective action, repeated in the next generation if one begins (:meth:`Fence.run`).
+
+        Parameters are those of the newest step inside, unless ``reads_parameters`` is false: then their gather may
+        still go on.
+        """
 
         def settled() -> T:
             self.context.settle_parameters()
             return body()
 
-        return self._fence.run(settled, together)
+        return self._fence.run(settled if reads_parameters else body, together)
 
     def evaluate(
         self, forward_step: ForwardStep, source: SampleSource | None, addresses: Sequence[StepAddress]

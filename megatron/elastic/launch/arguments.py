@@ -189,7 +189,7 @@ def _job(args: argparse.Namespace, place: NodePlace, settings: ElasticConfig, en
         if not checks:
             raise
         refused = str(error)
-    elastic = args.adapt or "--elastic" in args.training_script_args
+    elastic = "--elastic" in args.training_script_args
     return JobSpec(
         run_id=run_id,
         node=place.node,

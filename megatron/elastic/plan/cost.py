@@ -81,7 +81,7 @@ def held_bytes(
 
     Optimizer state counts divided by the number of cells that hold the unit (ZeRO-1 over the unit group), but by no
     less than ``shares``, the nominal data-parallel size. Blocks that a survivor was promoted to own move from host
-    memory to the device only where that has room, so they need none. Tied units are one unit: a cell that holds both
+    memory to the device only where that has space, so they need none. Tied units are one unit: a cell that holds both
     holds the weights once, and their groups are one group.
     """
     same = {second: first for first, second in tied}

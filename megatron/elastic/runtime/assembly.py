@@ -222,7 +222,7 @@ def _relocation(pool: StatePool, place: DevicePlace, threads: Threads) -> Reloca
     return Relocation(
         pool,
         place,
-        room=lambda: platform.memory(index).free,
+        free=lambda: platform.memory(index).free,
         say=lambda line: print(line, flush=True),
         threads=threads,
     )

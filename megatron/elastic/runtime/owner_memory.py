@@ -30,8 +30,8 @@ __all__ = ["agree_on_owners", "bytes_needed", "device_place", "lines", "training
 
 
 @dataclass(frozen=True)
-class _Rank:
-    """What one rank found."""
+class _Finding:
+    """The finding of one rank."""
 
     fits: bool
     differing: tuple[str, ...]
@@ -89,8 +89,8 @@ def agree_on_owners(fabric: Fabric, config: ElasticConfig, platform: Platform, n
     place = device_place(platform)
     if place is None or config.state == "host":
         return OwnerMemory()
-    mine = _Rank(needed <= _free(platform), differing(place), place.kernels.name)
-    found = gather_messages(fabric, _Rank, mine)
+    mine = _Finding(needed <= _free(platform), differing(place), place.kernels.name)
+    found = gather_messages(fabric, _Finding, mine)
     if config.state == "auto" and not all(one.fits for one in found.values()):
         return OwnerMemory()
     unlike = {rank: one for rank, one in found.items() if one.differing}

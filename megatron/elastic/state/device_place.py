@@ -2,7 +2,7 @@
 
 Steps are queued on the stream that is current in the calling thread; they are over for each reader that is ordered
 after it. Copies between device and host have two streams of their own, one a direction, so that they run beside the
-kernels, and page-locked memory on the host's side, so that they are transfers without the processor.
+kernels. On the host's side their memory is page-locked, so that they are transfers without the processor.
 
 Invariants
 - A tensor that a stream of copies uses is known to the allocator as used by it, so its memory is not given to

@@ -1,8 +1,8 @@
 """The bytes that training takes a parameter: this engine's, and those of Megatron's distributed optimizer beside it.
 
-A rank holds the parameters and gradients of the layers that it computes, of all of them in its data-parallel group
-of n ranks an n-th of the optimizer's state as owner, and k n-ths as mirror. Activations and buffers of the framework
-are the same in both and not counted, and neither are the messages under way.
+A rank holds the parameters and gradients of the layers that it computes. Of their optimizer's state, in a
+data-parallel group of n ranks, it holds an n-th as owner and k n-ths as mirror. Activations and buffers of the
+framework are the same in both and not counted, and neither are the messages under way.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["OWNER_BYTES", "Bytes", "Row", "Training", "memory_rows", "table"]
+__all__ = ["OWNER_BYTES", "Bytes", "MemoryRow", "Training", "memory_rows", "table"]
 
 _STATE = 12
 """Of a copy: master, first and second moment, fp32."""
@@ -33,7 +33,7 @@ class Bytes:
 
 
 @dataclass(frozen=True)
-class Row:
+class MemoryRow:
     """One line of the table."""
 
     name: str
@@ -70,17 +70,17 @@ class Training:
         return Bytes(0, self.mirrors * held / self.ranks)
 
 
-def memory_rows(training: Training) -> tuple[Row, ...]:
+def memory_rows(training: Training) -> tuple[MemoryRow, ...]:
     """Return the rows of this engine, their sum, and the sum of Megatron with its distributed optimizer."""
     held = training.itemsize + _GRADIENT
-    model = Row("parameters and gradients", Bytes(held, 0) if training.accelerator else Bytes(0, held))
+    model = MemoryRow("parameters and gradients", Bytes(held, 0) if training.accelerator else Bytes(0, held))
     copies = f"{training.mirrors} mirror{'s' * (training.mirrors != 1)}"
-    parts = (model, Row("owned state", training.owner), Row(copies, training.mirror))
+    parts = (model, MemoryRow("owned state", training.owner), MemoryRow(copies, training.mirror))
     total = parts[0].each + parts[1].each + parts[2].each
     # Megatron steps fp32 parameters in place and keeps no other master of them.
     plain = held + (_STATE - (4 if training.itemsize == 4 else 0)) / training.ranks
     beside = Bytes(plain, 0) if training.accelerator else Bytes(0, plain)
-    return (*parts, Row("in all", total), Row("Megatron, distributed optimizer", beside))
+    return (*parts, MemoryRow("in all", total), MemoryRow("Megatron, distributed optimizer", beside))
 
 
 def table(training: Training) -> Iterator[Sequence[str]]:

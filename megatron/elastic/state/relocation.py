@@ -35,18 +35,18 @@ _PAUSE = 0.0005
 class Relocation:
     """The moves of one rank's copies (module docstring). Methods are for the training thread.
 
-    ``room``: returns the bytes of device memory that may be taken; ``say``: prints a line for the user.
+    ``free``: returns the free bytes of device memory; ``say``: prints a line for the user.
     """
 
     def __init__(
         self,
         pool: StatePool,
         place: DevicePlace,
-        room: Callable[[], int],
+        free: Callable[[], int],
         say: Callable[[str], None],
         threads: Threads = OS_THREADS,
     ) -> None:
-        self._pool, self._place, self._room, self._say, self._threads = pool, place, room, say, threads
+        self._pool, self._place, self._free, self._say, self._threads = pool, place, free, say, threads
         self._lock = threading.Lock()  # over the moves, and while a copy changes or moves
         self._waiting: dict[BlockKey, Reserved | None] = {}
         """Blocks to move, in order: into this memory, or (None) to the host."""
@@ -104,12 +104,12 @@ class Relocation:
             if copy.place.on_device and copy.block.key not in owned:
                 moves[copy.block.key] = None
         up = [copy for copy in copies if not copy.place.on_device and copy.block.key in owned]
-        room, left = self._room(), 0
+        free, left = self._free(), 0
         for copy in up:
             reserved = before.get(copy.block.key)
             if reserved is None:
-                room -= copy.state.nbytes
-                if room < 0:
+                free -= copy.state.nbytes
+                if free < 0:
                     left += copy.state.nbytes
                     continue
                 reserved = self._place.reserve(3, copy.block.numel)

@@ -1,6 +1,6 @@
 """The self-test of a device's update: whether it leads to the bits of the host's kernel.
 
-Owners step on the device, mirrors on the host, so equal bits are what ``gradient`` mode stands on. Whether a device
+Owners step on the device, mirrors on the host, so ``gradient`` mode needs equal bits. Whether a device
 divides, takes square roots and keeps denormals as IEEE-754 says is not a matter of its name, so each process tries.
 """
 

@@ -24,9 +24,9 @@ def nominal(tensor: int, pipeline: int, data: int, tied: bool = False) -> Launch
 SIZES = st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4))
 
 
-@given(SIZES)
-def test_every_rank_has_one_place(sizes: tuple[int, int, int]) -> None:
-    shape = nominal(*sizes)
+@given(SIZES, st.booleans())
+def test_every_rank_has_one_place(sizes: tuple[int, int, int], replicas_last: bool) -> None:
+    shape = replace(nominal(*sizes), replicas_last=replicas_last)
     places = [shape.place(rank) for rank in range(shape.slots)]
     assert [shape.rank(*place) for place in places if place] == list(range(shape.slots))
     assert len(set(places)) == shape.slots

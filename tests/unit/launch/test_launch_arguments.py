@@ -55,6 +55,12 @@ def test_script_arguments_are_passed_on_untouched(script: str) -> None:
     assert job.settings == ElasticConfig(detection_timeout=0.5, respawn=False)
 
 
+def test_a_script_is_elastic_only_with_its_flag(script: str) -> None:
+    """Else plain Megatron's own rendezvous would find its port taken by the elastic store."""
+    assert not parse(["--adapt", script], {}).elastic
+    assert parse(["--adapt", script, "--elastic"], {}).elastic
+
+
 def test_no_folder_is_made_before_there_is_something_to_log(
     script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

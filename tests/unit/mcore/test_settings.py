@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron.elastic.engine.generation.launch_topology import LaunchTopology
 from megatron.elastic.mcore.args.settings import engine_settings, nominal_topology, sample_grid
+from megatron.elastic.plan.model import Grid
 from megatron.elastic.state.record import ConstantSchedule, Rate
 
 SCHEDULE = ConstantSchedule((Rate(1e-3, 0.1),))
@@ -48,6 +50,7 @@ def arguments(**more: Any) -> SimpleNamespace:
         "hysteresis": 2,
         "seed": 7,
         "calculate_per_token_loss": False,
+        "use_tp_pp_dp_mapping": False,
         "num_experts": None,
         "expert_model_parallel_size": 1,
         "log_num_zeros_in_grad": False,
@@ -105,6 +108,23 @@ def test_the_chunks_of_the_launch_cover_every_unit_once(
     assert found.tied_unit == (layers + 2 if tied else None)
     assert found.extra == more - more % tensor, "only whole tensor-parallel groups are spares"
     assert (found.tensor, found.pipeline, found.data, found.grid) == (tensor, stages, data, sample_grid(args, 24))
+
+
+@given(st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(1, 4)), st.booleans())
+def test_cells_and_pipelines_are_megatrons_groups(sizes: tuple[int, int, int], replicas_last: bool) -> None:
+    tensor, stages, data = sizes
+    order = "tp-cp-ep-pp-dp" if replicas_last else "tp-cp-ep-dp-pp"  # those of initialize_megatron
+    theirs = parallel_state.RankGenerator(tp=tensor, ep=1, dp=data, pp=stages, cp=1, order=order)
+    launch = LaunchTopology(
+        tensor, stages, data, tuple((n, n + 1) for n in range(stages)), Grid(data, 1, data), replicas_last=replicas_last
+    )
+    cells = {cell.ranks for cell in launch.cells}
+    assert cells == {tuple(ranks) for ranks in theirs.get_ranks("tp")}
+    for kind, held in (("pp", (0, 1)), ("dp", (0, 2))):
+        for ranks in theirs.get_ranks(kind):
+            places = [place for place in map(launch.place, ranks) if place is not None]
+            assert len({tuple(place[n] for n in held) for place in places}) == 1
+            assert [place[3 - sum(held)] for place in places] == list(range(len(ranks)))
 
 
 @pytest.mark.parametrize(

@@ -128,6 +128,14 @@ def test_tuning_flags_are_taken_out_under_elastic_only_where_they_say_something(
     assert not args.delay_wgrad_compute and args.rerun_mode == "disabled"
 
 
+def test_checkpoints_fit_any_size_under_elastic_where_the_optimizer_is_distributed() -> None:
+    """Megatron's default form fits one data-parallel size: a rank's state would have no place after a loss."""
+    for distributed in (True, False):
+        args = Namespace(dist_ckpt_optim_fully_reshardable=False, use_distributed_optimizer=distributed)
+        substitute(args, Installed("cpu"), ELASTIC_ROWS)
+        assert args.dist_ckpt_optim_fully_reshardable is distributed
+
+
 def test_rows_are_distinct_and_say_why() -> None:
     for rows in (ROWS, ELASTIC_ROWS):
         assert len({row.attribute for row in rows}) == len(rows)

@@ -49,12 +49,9 @@ REFUSED_WITH_ELASTIC: list[tuple[str, dict[str, Any]]] = [
     ("--fp4-format", {"fp4": "e2m1"}),
     ("--cuda-graph-impl", {"cuda_graph_impl": "local"}),
     ("--optimizer", {"optimizer": "muon"}),
-    ("--ckpt-format", {"ckpt_format": "torch"}),
+    ("--ckpt-format", {"ckpt_format": "fsdp_dtensor"}),
     ("--dataloader-type", {"dataloader_type": "external"}),
     ("--inprocess-restart", {"inprocess_restart": True}),
-    ("--use-tp-pp-dp-mapping", {"use_tp_pp_dp_mapping": True}),
-    ("--grad-reduce-in-bf16", {"grad_reduce_in_bf16": True}),
-    ("--test-mode", {"test_mode": True, "qk_layernorm": True}),
 ]
 
 
@@ -72,8 +69,10 @@ PASSES: list[dict[str, Any]] = [
     {"bf16": True},
     {"fp16": True},
     {"recompute_granularity": "full"},
-    {"test_mode": True},
-    {"qk_layernorm": True},
+    {"test_mode": True, "qk_layernorm": True},
+    {"use_tp_pp_dp_mapping": True},
+    {"ckpt_format": "torch"},
+    {"grad_reduce_in_bf16": True},
     {"optimizer": "sgd"},
     {"dataloader_type": "cyclic"},
     {"rampup_batch_size": [8, 8, 100]},

@@ -11,7 +11,10 @@ import numpy as np
 import pytest
 import torch
 
+from megatron.elastic.platform.cuda import CudaPlatform
+from megatron.elastic.runtime.owner_memory import device_place
 from megatron.elastic.state.adam import AdamScalars, adam_step, adam_step_tensors
+from megatron.elastic.state.step_selftest import differing
 
 pytestmark = [
     pytest.mark.gpu,
@@ -34,3 +37,9 @@ def test_ten_steps_on_the_device_end_with_the_hosts_bits(decoupled):
     for name, a, b in zip(("master", "exp_avg", "exp_avg_sq"), host, device, strict=True):
         differing = (a.view(torch.int32) != b.cpu().view(torch.int32)).nonzero().flatten()
         assert not len(differing), f"{name}: {len(differing)} elements, first {differing[:3].tolist()}"
+
+
+def test_the_kernels_that_owners_are_stepped_with_give_the_hosts_bits():
+    place = device_place(CudaPlatform())
+    assert place is not None
+    assert differing(place) == (), place.kernels.name

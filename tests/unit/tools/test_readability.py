@@ -83,6 +83,7 @@ def test_sentences_against_the_style(text: str, count: int) -> None:
     assert len(faults(text)) == count
 
 
+@pytest.mark.slow
 def test_this_repository_keeps_its_targets() -> None:
     """``python -m tools.readability --tell`` names the sentences."""
     figures = measure(ROOT, "megatron/elastic")

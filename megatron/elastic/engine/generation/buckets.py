@@ -26,7 +26,7 @@ __all__ = ["Bucket", "Cut", "buckets_of", "messages_of"]
 
 @dataclass(frozen=True)
 class Cut:
-    """What decides the buckets and messages of all ranks."""
+    """The values that decide the buckets and messages of all ranks."""
 
     order: tuple[int, ...]
     """All units, in the order in which they are transferred (:func:`finishing_order`)."""

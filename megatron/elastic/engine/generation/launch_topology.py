@@ -1,7 +1,8 @@
 """The topology at launch, constant for the whole job.
 
 Ranks are numbered as Megatron does (tensor, then context, data, pipeline):
-``rank = t + TP · (c + CP · (d + DP · p))``. Cell ``d · PP + p`` has the ranks of
+``rank = t + TP · (c + CP · (d + DP · p))``; with ``--use-tp-pp-dp-mapping`` replicas count last:
+``rank = t + TP · (c + CP · (p + PP · d))``. Cell ``d · PP + p`` has the ranks of
 stage ``p`` in replica ``d``: CP tensor-parallel groups, each of which has its part of the
 sequence. Its id never changes, also when a new incarnation takes a rank, or when the cell
 goes on with other ranks (:mod:`assignment`).
@@ -48,6 +49,8 @@ class LaunchTopology:
     """Ranks of a cell that have a part of each of its experts: all of them, or 1 where an expert is whole on a rank."""
     context: int = 1
     """Number of parts of the sequence in a cell: Megatron's context-parallel size."""
+    replicas_last: bool = False
+    """Ranks of a replica are adjacent (Megatron's order tensor, pipeline, data), else ranks of a stage."""
 
     @property
     def slots(self) -> int:
@@ -105,7 +108,8 @@ class LaunchTopology:
 
     def rank(self, index: int, replica: int, stage: int) -> int:
         """Return the global rank at a place of the launch; ``index``: in its cell."""
-        return index + self.cell_size * (replica + self.data * stage)
+        cell = stage + self.pipeline * replica if self.replicas_last else replica + self.data * stage
+        return index + self.cell_size * cell
 
     def experts_of_ranks(self, index: int, experts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
         """Return how the ``index``-th cell of a crew has ``experts`` on its ranks, in the order of these.
@@ -138,7 +142,11 @@ class LaunchTopology:
         """Return (tensor-parallel rank, replica, stage) of a rank of the launch; ``None`` for an extra rank."""
         if rank >= self.slots:
             return None
-        stage, replica = divmod(rank // self.cell_size, self.data)
+        number = rank // self.cell_size
+        if self.replicas_last:
+            replica, stage = divmod(number, self.pipeline)
+        else:
+            stage, replica = divmod(number, self.data)
         return self.shard(rank), replica, stage
 
     def cell(self, replica: int, stage: int) -> Cell:

@@ -5,7 +5,7 @@ forward then waits before each unit for the buckets of that unit alone. Since ev
 such wait is one for a forward of another rank.
 
 Until all units are there, this rank's parameters count as those of the version before (``Context.parameters``),
-and the arena as not filled: after a loss in between the survivors gather them again, and nothing is computed with a
+and the arena as not filled. After a loss in between the survivors gather them again, and nothing is computed with a
 mixture (rule 31). Whatever else reads parameters first waits for all of them (:meth:`BackgroundGather.complete`).
 """
 

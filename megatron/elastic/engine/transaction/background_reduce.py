@@ -6,20 +6,20 @@
     send      and sends it to the mirrors, message by message (:class:`Shipment`)
 
 All ranks start buckets in one order (:mod:`~megatron.elastic.plan.schedule.finishing`), so a bucket waits for those
-before it. Before a bucket starts, everything that completes a gradient within the cell has been done for its units, in
-the order in which the table finishes units, which is that of all ranks of the cell: the sums over the cell
-(``finish_gradients``), the parts with local storage (``Arena.spread``), and the ranges that another rank of the cell
-contributes (``View.silent``).
+before it. Before a bucket starts, everything that completes a gradient within the cell has been done for its units.
+That is the sums over the cell (``finish_gradients``), the parts with local storage (``Arena.spread``), and the ranges
+that another rank of the cell contributes (``View.silent``). This goes in the order in which the table finishes units,
+which is that of all ranks of the cell.
 
 Autograd tells the end of a unit inside a backward, once each of its parameters has its gradient. That is not used for
-state-only units, whose parameters several units use, nor in a cell of another size than the launch's, whose ranks may
-have parameters without elements; such units are finished with the action. If a unit is finished by no action here, its
-gradient is zero and final from the beginning.
+state-only units, whose parameters several units use. Nor is it used in a cell of another size than the launch's, whose
+ranks may have parameters without elements. Such units are finished with the action. If a unit is finished by no action
+here, its gradient is zero and final from the beginning.
 
 Only the training thread changes state: between two units and between two actions it looks for what has come. So a loss
 finds a block retained whole or not at all, and the gradients are discarded or kept by their key, as without overlap.
-Exact mode agrees on the range of all gradients before any is reduced, and steps that compare replicas within a cell
-need all gradients unreduced there: such a rank starts its buckets after the backward, and others need not wait.
+Exact mode agrees on the range of all gradients before any is reduced. Steps that compare replicas within a cell need
+all gradients unreduced there. Such a rank starts its buckets after the backward, and others need not wait.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from megatron.elastic.engine.transaction.migrate import Migrator
 from megatron.elastic.engine.transaction.phases import StepInput
 from megatron.elastic.engine.transaction.rebalance import Rebalancer
 from megatron.elastic.plan.pace import ranges_of
-from megatron.elastic.state.record import Agreed, GradientKey, Vote, advance
+from megatron.elastic.state.record import GradientKey, Vote, advance
 
 __all__ = ["StepCommit"]
 
@@ -318,14 +318,16 @@ class StepCommit:
             at.tools.relocation.follow(at.view.owned)
 
     def _goes_on(self) -> bool:
-        """Return whether the next step follows in this generation, so that the gather may go on behind its forward.
+        """Return whether the gather may go on behind the next forward; the same on every rank.
 
-        The same on every rank. A migration that the vote has ended takes a certificate of the parameters now.
+        Not if members change before that, as far as the vote agreed on it, or no step follows. A migration that the
+        vote has ended takes a certificate of the parameters now.
         """
-        at = self._context
+        at, agreed = self._context, self._context.record.agreed
         steps = at.tools.settings.steps
-        last = steps is not None and at.record.version >= steps
-        return at.body.overlap.gather and not last and at.record.agreed == Agreed() and not self._migrator.has_ended
+        last = agreed.drain or (steps is not None and at.record.version >= steps)
+        changes = agreed.join or bool(agreed.leave) or bool(agreed.reshape)
+        return at.body.overlap.gather and not last and not changes and not self._migrator.has_ended
 
     def result(self) -> StepResult:
         """Return the newest step in the form that the host's loop expects."""

@@ -113,7 +113,7 @@ class DiskCheck:
 
 
 class _Timex(ctypes.Structure):
-    """The first fields of the kernel's ``struct timex`` (adjtimex(2)), and room for the rest."""
+    """The first fields of the kernel's ``struct timex`` (adjtimex(2)), and space for the rest."""
 
     _fields_ = (
         ("modes", ctypes.c_uint),

@@ -57,6 +57,7 @@ def nominal_topology(args: Any, config: Any, tied: bool, slots: int, largest: in
         experts=args.num_experts if args.expert_model_parallel_size > 1 else 0,
         crew_size=args.expert_model_parallel_size * parts // args.tensor_model_parallel_size,
         expert_parts=parts,
+        replicas_last=bool(args.use_tp_pp_dp_mapping),
         extra=(slots - args.world_size) // cell * cell,
         context=args.context_parallel_size,
     )

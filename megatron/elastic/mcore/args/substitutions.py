@@ -66,7 +66,7 @@ _CUDA_ONLY = frozenset({_TE, "apex", "flash_attn", _GRADIENT_KERNEL, _SOFTMAX_KE
 class Rule:
     """A rule: set ``attribute`` of the arguments to ``used`` if any of ``needs`` is missing and ``asked(value)`` holds.
 
-    ``spelled``: the command-line flag for ``used``.
+    ``spelled``: the command-line flag for ``used``. ``beside``: another attribute; the rule holds only where it is set.
     """
 
     attribute: str
@@ -76,7 +76,8 @@ class Rule:
     used: Any
     spelled: str
     reason: str
-    beside: Callable[[Any], bool] = lambda args: True
+    beside: str = ""
+    applies: Callable[[Any], bool] = lambda args: True
     """Whether the rule is of interest with the other arguments."""
 
 
@@ -145,7 +146,7 @@ ROWS: tuple[Rule, ...] = (
             "Transformer Engine's overlap of matrix products and tensor-parallel communication needs GPUs"),
     Rule("cp_comm_type", "--cp-comm-type", (_TE,), lambda value: bool(value) and set(value) != {"all_gather"},
         ["all_gather"], "--cp-comm-type all_gather", "keys and values are gathered: same mathematics",
-        lambda args: (getattr(args, "context_parallel_size", 1) or 1) > 1),
+        applies=lambda args: (getattr(args, "context_parallel_size", 1) or 1) > 1),
     Rule("hierarchical_context_parallel_sizes", "--hierarchical-context-parallel-sizes", (_TE,), _on, None, _LEAVE_OUT,
         "keys and values are gathered in one group: same mathematics"),
     Rule("cuda_graph_impl", "--cuda-graph-impl", ("cuda",), _is("local", "transformer_engine"), "none",
@@ -194,6 +195,7 @@ ELASTIC_ROWS: tuple[Rule, ...] = (
     _unused("delay_wgrad_compute", "--delay-wgrad-compute", _OVERLAP),
     _unused("defer_embedding_wgrad_compute", "--defer-embedding-wgrad-compute", _OVERLAP),
     _unused("overlap_p2p_comm_warmup_flush", "--overlap-p2p-communication-warmup-flush", _OVERLAP),
+    _unused("overlap_moe_expert_parallel_comm", "--overlap-moe-expert-parallel-comm", _OVERLAP),
     Rule("microbatch_group_size_per_vp_stage", "--microbatch-group-size-per-virtual-pipeline-stage", (_STEP,),
         lambda value: value is not None, None, _LEAVE_OUT,
         "orders Megatron's interleaved schedule; the engine's has Megatron's default, groups of the pipeline's size"),
@@ -203,6 +205,8 @@ ELASTIC_ROWS: tuple[Rule, ...] = (
     _unused("ddp_pad_buckets_for_high_nccl_busbw", "--ddp-pad-buckets-for-high-nccl-busbw", _BUFFERS),
     Rule("ddp_num_buckets", "--ddp-num-buckets", (_STEP,), _on, None, _LEAVE_OUT, _BUFFERS),
     _unused("nccl_ub", "--use-nccl-ub", _BUFFERS),
+    _unused("grad_reduce_in_bf16", "--grad-reduce-in-bf16",
+            "gradients are summed in fp32, as without this flag: exact sums, twice the bytes"),
     _unused("create_all_gather_group", "--create-all-gather-group", _BUFFERS),
     Rule("num_distributed_optimizer_instances", "--num-distributed-optimizer-instances", (_STEP,),
         lambda value: value is not None and value > 1, 1, _LEAVE_OUT,
@@ -213,6 +217,13 @@ ELASTIC_ROWS: tuple[Rule, ...] = (
             "the elastic engine decides where optimizer steps are computed"),
     Rule("check_weight_hash_across_dp_replicas_interval", "--check-weight-hash-across-dp-replicas-interval", (_STEP,),
         _on, None, _LEAVE_OUT, "owners and copies are compared instead (--elastic-verify-interval)"),
+    _unused("test_mode", "--test-mode",
+            "compares norms of replicas; owners and copies are compared instead (--elastic-verify-interval)"),
+    Rule("dist_ckpt_optim_fully_reshardable", "--dist-ckpt-optim-fully-reshardable", (_STEP,), _off, True,
+        "--dist-ckpt-optim-fully-reshardable", "the default form only fits one data-parallel size",
+        "use_distributed_optimizer"),
+    Rule("ckpt_format", "--ckpt-format", (_STEP,), _is("torch"), "torch_dist", "--ckpt-format torch_dist",
+        "shards that any other sizes can load; plain Megatron resumes them with --ckpt-format torch_dist"),
     _unused("async_save", "--async-save", "checkpoints are written while training goes on in any case"),
     _unused("use_persistent_ckpt_worker", "--use-persistent-ckpt-worker",
             "a thread of the rank writes its share of a checkpoint"),
@@ -241,8 +252,10 @@ def substitute(args: Namespace, machine: Installed, rows: Iterable[Rule] = ROWS)
     """Replace unsupported values in ``args``; return the changes in table order."""
     changed = []
     for row in rows:
-        missing = any(not machine.has(need) for need in row.needs) and row.beside(args)
+        missing = any(not machine.has(need) for need in row.needs) and row.applies(args)
         if not missing or not hasattr(args, row.attribute):
+            continue
+        if row.beside and not getattr(args, row.beside, None):
             continue
         asked = getattr(args, row.attribute)
         if row.asked(asked):

@@ -85,7 +85,7 @@ FEATURES: tuple[Feature, ...] = (
             f"{_PLAIN}"),
     Feature("mixture of experts", ("--num-experts", *flag_table.MOE), _any("num_experts"), "works", "works",
             "with --elastic layers are Megatron's own, and a micro-batch is never divided"),
-    Feature("expert parallelism", ("--expert-model-parallel-size", "--overlap-moe-expert-parallel-comm"),
+    Feature("expert parallelism", ("--expert-model-parallel-size",),
             lambda args: (args.expert_model_parallel_size or 1) > 1, "works", "works",
             "with --elastic layers stay in their stages, and a tensor-parallel group that loses a rank waits"),
     Feature("experts with another tensor-parallel size than attention", ("--expert-tensor-parallel-size",),
@@ -145,10 +145,8 @@ FEATURES: tuple[Feature, ...] = (
                                               "--main-grads-dtype", "--exp-avg-dtype", "--exp-avg-sq-dtype"),
             _any("use_precision_aware_optimizer"), "refused", "refused",
             "needs Transformer Engine's optimizer: leave it out (state is fp32)"),
-    Feature("gradients reduced in bf16", ("--grad-reduce-in-bf16",), _any("grad_reduce_in_bf16"), "works", "refused",
-            "gradients are reduced in fp32 with --elastic: leave it out"),
-    Feature("checkpoint formats other than torch_dist", ("--ckpt-format",), _other_than("ckpt_format", "torch_dist"),
-            "works", "refused", "use --ckpt-format torch_dist"),
+    Feature("checkpoints of FSDP and older formats", ("--ckpt-format",),
+            _other_than("ckpt_format", "torch_dist", "torch"), "works", "refused", "use --ckpt-format torch_dist"),
     Feature("node-local checkpoints", ("--non-persistent-ckpt-type",),
             lambda args: getattr(args, "non_persistent_ckpt_type", None) == "local", "works", "refused",
             "copies in memory replace them (--elastic-mirrors): leave it out"),
@@ -161,8 +159,8 @@ FEATURES: tuple[Feature, ...] = (
     Feature("several or full validation sets", ("--full-validation", "--multiple-validation-sets"),
             _any("full_validation", "multiple_validation_sets"), "works", "refused",
             f"evaluation takes --eval-iters global batches of one set: leave it out, or {_PLAIN}"),
-    Feature("other rank orders", ("--use-tp-pp-dp-mapping",), _any("use_tp_pp_dp_mapping"), "works", "refused",
-            "with --elastic ranks are ordered tensor, data, pipeline: leave it out"),
+    Feature("other rank orders", ("--use-tp-pp-dp-mapping",), _any("use_tp_pp_dp_mapping"), "works", "works",
+            "ranks are ordered tensor, pipeline, data"),
     Feature("replicas that start unequal", ("--data-parallel-random-init",), _any("data_parallel_random_init"),
             "works", "refused", "all replicas of a layer must start equal: leave it out"),
     Feature("saved activations spread over ranks", ("--distribute-saved-activations",),
@@ -171,10 +169,6 @@ FEATURES: tuple[Feature, ...] = (
     Feature("another fault-tolerance layer", ("--inprocess-restart", "--enable-ft-package", "--adlr-autoresume"),
             _any("inprocess_restart", "enable_ft_package", "adlr_autoresume"), "works", "refused",
             "two layers would both restart ranks: leave it out"),
-    Feature("run-time comparison of layer norms, with --qk-layernorm", ("--test-mode",),
-            lambda args: bool(getattr(args, "test_mode", False) and getattr(args, "qk_layernorm", False)), "works",
-            "refused", "each layer gathers over the data-parallel group, whose ranks compute different numbers of "
-            "micro-batches after a loss: leave it out (copies are compared every --elastic-verify-interval steps)"),
     Feature("injected errors of Megatron's own", ("--error-injection-rate",), _any("error_injection_rate"), "works",
             "refused", "use --elastic-inject"),
     Feature("fine-tuning and reinforcement learning", ("--sft", "--perform-rl-step"), _any("sft", "perform_rl_step"),
@@ -278,14 +272,14 @@ def _shared_expert_faults(args: Namespace, config: ElasticConfig, platform: str)
         yield f"--elastic-exact adds up gradients by sample, and with {size} an expert sees several: leave one out"
     if config.policy != "elaswave":
         yield f"--elastic-policy {config.policy} with {size} is not tested: leave out the policy"
+    if getattr(args, "use_tp_pp_dp_mapping", False) and (args.pipeline_model_parallel_size or 1) > 1:
+        yield f"--use-tp-pp-dp-mapping with {size} puts a pipeline's experts on ranks of another: leave one out"
     if platform != "cpu" and args.transformer_impl != "local":  # a CPU has no others
         yield f"{size} with --elastic needs Megatron's own layers: add --transformer-impl local, or {_PLAIN}"
     if platform != "cpu" and getattr(args, "moe_grouped_gemm", False):
         yield f"--moe-grouped-gemm keeps the experts of a rank in one weight, which {size} deals out: leave it out"
     if getattr(args, "moe_token_dispatcher_type", "") == "flex":
         yield f"--moe-token-dispatcher-type flex with {size}: --elastic has a dispatcher of its own, use alltoall"
-    if getattr(args, "overlap_moe_expert_parallel_comm", False):
-        yield f"--overlap-moe-expert-parallel-comm with {size}: two micro-batches would be under way: leave it out"
 
 
 def _context_faults(args: Namespace, config: ElasticConfig) -> Iterator[str]:

@@ -242,8 +242,8 @@ class OptimizerCheckpoint:
             return shadow.sharded_state_dict(model_state, is_loading=loading, metadata=dict(metadata))
         if kind != _RESHARDABLE:
             raise ConfigError(
-                f"--use-distributed-optimizer would write {kind} checkpoints, which only fit one data-parallel size: "
-                "add --dist-ckpt-optim-fully-reshardable"
+                f"--load holds optimizer state in the {kind} form, which fits one data-parallel size: load it without "
+                "--elastic and save it with --dist-ckpt-optim-fully-reshardable, or add --no-load-optim"
             )
         return self._reshardable(place, shadow, model_state, loading)
 

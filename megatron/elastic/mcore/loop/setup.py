@@ -45,7 +45,7 @@ from megatron.elastic.mcore.model.gpt import GptInterface, unwrapped
 from megatron.elastic.mcore.model.layer_losses import LayerLosses
 from megatron.elastic.mcore.model.optimizer import EngineOptimizer, MegatronSchedule
 from megatron.elastic.mcore.model.param_groups import GroupKeys
-from megatron.elastic.mcore.model.units import refuse_frozen
+from megatron.elastic.mcore.model.units import refuse_frozen, refuse_others
 from megatron.elastic.mcore.parallel_state.extra_ranks import as_of_the_launch, is_extra
 from megatron.elastic.mcore.parallel_state.stage import as_first_of_tensor_group, as_stage
 from megatron.elastic.mcore.patching.patches import Row, bound
@@ -173,6 +173,7 @@ class Setup:
         args, links = get_args(), self.links
         get_rerun_state_machine().set_mode(RerunMode.DISABLED)
         model = training.get_model(provider, model_type, wrap_with_ddp=False)
+        refuse_others(model)
         refuse_frozen(model)
         optimizer_config, overrides = training.get_megatron_optimizer_config(args)
         groups = GroupKeys(optimizer_config, overrides)

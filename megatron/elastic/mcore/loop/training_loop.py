@@ -122,7 +122,9 @@ class TrainingLoop:
             self._checkpoints.at_boundary(call)
             # Only a time limit has a collective here; saving has its own fence.
             if settings.exit_duration_in_mins:
-                leaves = self._checkpoints.guarded(lambda: self._engine.fenced(lambda: original(**call), together=True))
+                leaves = self._checkpoints.guarded(
+                    lambda: self._engine.fenced(lambda: original(**call), together=True, reads_parameters=False)
+                )
             else:
                 leaves = original(**call)
             if self._engine.draining and not leaves:
@@ -206,7 +208,7 @@ class TrainingLoop:
                 totals.update(copy.deepcopy(before))
                 return original(**call)
 
-            result = self._engine.fenced(body)
+            result = self._engine.fenced(body, reads_parameters=False)  # the norm of parameters is that of masters
             self._setup.reporter.log(figures, call["iteration"])
             self._setup.reporter.flush()
             return result
@@ -219,7 +221,7 @@ class TrainingLoop:
         @functools.wraps(original)
         def replacement(*args: Any, **kwargs: Any) -> None:
             if self._begun:
-                self._engine.fenced(lambda: original(*args, **kwargs))
+                self._engine.fenced(lambda: original(*args, **kwargs), reads_parameters=False)
             else:
                 original(*args, **kwargs)
 

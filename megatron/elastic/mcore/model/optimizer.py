@@ -61,7 +61,10 @@ class EngineOptimizer:
 
     def state_dict(self, is_loading: bool = False) -> Any:
         """Raise ``ConfigError``: no rank has the whole state."""
-        raise ConfigError("--elastic writes and reads torch_dist checkpoints: use --ckpt-format torch_dist")
+        raise ConfigError(
+            "--load holds a checkpoint of another format than torch_dist, which --elastic does not read: load it "
+            "without --elastic and save it with --ckpt-format torch_dist"
+        )
 
     def reload_model_params(self, state_dict: Any = None) -> None:
         """Do nothing: without loaded optimizer state, the engine takes masters from the parameters."""

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from megatron.core import tensor_parallel
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
@@ -42,7 +43,7 @@ from megatron.elastic.mcore.model.tensor_place import TensorPlace
 from megatron.elastic.mcore.model.vocabulary_range import vocabulary_range
 from megatron.elastic.mcore.parallel_state.stage import GroupStandIn
 
-__all__ = ["Anatomy", "refuse_frozen", "unwrapped"]
+__all__ = ["Anatomy", "refuse_frozen", "refuse_others", "unwrapped"]
 
 Modules = dict[str, Any]
 """Modules of one unit by their path in the model: ``embedding``, ``decoder.layers.<n>``, ``output_layer``, …"""
@@ -415,6 +416,16 @@ def _loss_of(model: Any, place: TensorPlace) -> Callable[..., torch.Tensor]:
 
 
 _TIED_NAMES = ("embedding.word_embeddings.weight", "output_layer.weight")
+
+
+def refuse_others(chunks: Sequence[torch.nn.Module]) -> None:
+    """Raise ``ConfigError`` for a model that is not Megatron's GPT, whose units are the only known ones."""
+    model = unwrapped(chunks[0])
+    if not isinstance(model, GPTModel):
+        raise ConfigError(
+            "--elastic cuts a model into embedding, layers and head, and knows these of Megatron's GPTModel only; this "
+            f"script builds {type(model).__name__}: leave out --elastic"
+        )
 
 
 def refuse_frozen(chunks: Sequence[torch.nn.Module]) -> None:

@@ -24,7 +24,7 @@ from megatron.elastic.mcore.args import arguments, folders, preflight, substitut
 from megatron.elastic.mcore.args.bad_input import Faults, port_in_use_named, translated
 from megatron.elastic.mcore.args.overlap import take_over_overlap
 from megatron.elastic.mcore.checkpoint import save_queue
-from megatron.elastic.mcore.model import latent_attention, norms, torch_adam
+from megatron.elastic.mcore.model import bert_layers, latent_attention, norms, torch_adam
 from megatron.elastic.mcore.patching.patches import Patch, PatchSet, apply, bound, describe
 from megatron.elastic.mcore.patching.releases import check_megatron
 from megatron.elastic.platform.base import Platform
@@ -104,6 +104,12 @@ class Startup:
                 "megatron.core.transformer.dot_product_attention.DotProductAttention.__init__",
                 "keys and values of two widths, as multi-latent attention has them, on the local attention",
                 latent_attention.make_two_widths,
+                group="platform",
+            ),
+            Patch(
+                "megatron.core.models.bert.bert_layer_specs.get_bert_layer_with_transformer_engine_spec",
+                "pretrain_bert.py imports these layers whatever its flags are: Megatron's own where they are missing",
+                bert_layers.make_layer_spec,
                 group="platform",
             ),
         )

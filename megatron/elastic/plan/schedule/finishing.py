@@ -4,7 +4,7 @@ A unit's gradient is final on a rank after the last action of its cell's table t
 or the weight part of a split one. A rank may then contribute it to the sum over the unit's group.
 
 All ranks start these sums in one order, so that they cannot wait for one another in a circle, whatever their transport
-runs one after the other: of all sums under way, the first in the order has been started by every member that has
+runs one after the other. Of all sums under way, the first in the order has been started by every member that has
 finished its gradients, and no member holds it back behind a later one. The order is that in which the plan finishes
 units on all their cells, as far as tables of different cells can be compared: by the number of actions that follow.
 It is a function of the plan, which is equal on all ranks; a poor estimate costs time, never correctness.

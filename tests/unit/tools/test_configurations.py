@@ -1,0 +1,96 @@
+"""Configurations of Megatron-LM keep features and parallel sizes when they get small, and their page is current."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tools.configuration_tables import PAGE, RECORD, losses_of, page
+from tools.example_arguments import EXAMPLES, Example
+from tools.functional_configs import fault_for
+from tools.shrunk_configs import Configuration, configurations, ranks, shrunk
+
+GIVEN: dict[str, Any] = {
+    "--tensor-model-parallel-size": 2,
+    "--pipeline-model-parallel-size": 2,
+    "--num-layers": 12,
+    "--num-layers-per-virtual-pipeline-stage": 2,
+    "--hidden-size": 512,
+    "--num-attention-heads": 8,
+    "--seq-length": 1024,
+    "--micro-batch-size": 4,
+    "--global-batch-size": 32,
+    "--train-iters": 100,
+    "--recompute-modules": "[layernorm mlp]",
+    "--bf16": True,
+    "--save": "${CHECKPOINT_SAVE_PATH}",
+    "--data-path": "${DATA_PATH}/text",
+    "--attention-dropout": 0.1,
+}
+
+
+def values(words: list[str]) -> dict[str, list[str]]:
+    """Flag → its words."""
+    found: dict[str, list[str]] = {}
+    for word in words:
+        if word.startswith("--"):
+            assert word not in found, "given twice"
+            found[word] = []
+        else:
+            found[list(found)[-1]].append(word)
+    return found
+
+
+def test_a_small_configuration_has_the_sizes_and_features_of_the_large_one() -> None:
+    case = Configuration("gpt/x", "regular", GIVEN)
+    small = values(shrunk(case, "/folder", "/data"))
+    assert ranks(case) == 8
+    assert small["--tensor-model-parallel-size"] == small["--pipeline-model-parallel-size"] == ["2"]
+    assert small["--num-layers"] == ["6"] and small["--num-layers-per-virtual-pipeline-stage"] == ["1"], "3 chunks"
+    assert small["--recompute-modules"] == ["layernorm", "mlp"] and small["--bf16"] == []
+    assert small["--save"] == ["/folder/save"] and small["--data-path"] == ["/data"]
+    assert small["--attention-dropout"] == ["0"]
+    batch, micro = int(small["--global-batch-size"][0]), int(small["--micro-batch-size"][0])
+    assert batch // micro // 2 % 2 == 0, "an interleaved pipeline takes micro-batches in groups of its stages"
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ({"--context-parallel-size": 4}, 8),
+        ({"--pipeline-model-parallel-size": 1, "--tensor-model-parallel-size": 1}, 2),
+    ],
+)
+def test_ranks_are_two_replicas_and_at_most_eight(more: dict[str, Any], expected: int) -> None:
+    assert ranks(Configuration("gpt/x", "regular", {**GIVEN, **more})) == expected
+
+
+def test_a_checkout_is_read_and_other_scripts_are_told_apart(tmp_path: Path) -> None:
+    for name in ("gpt/trains", "moe/gpt_grpo_basic"):
+        folder = tmp_path / "tests/functional_tests/test_cases" / name
+        folder.mkdir(parents=True)
+        (folder / "model_config.yaml").write_text(yaml.safe_dump({"TEST_TYPE": "regular", "MODEL_ARGS": GIVEN}))
+    trains, other = configurations(tmp_path)
+    assert (trains.name, trains.given, trains.other_script) == ("gpt/trains", GIVEN, "")
+    assert other.other_script
+
+
+def test_the_fault_of_a_configuration_is_always_the_same() -> None:
+    assert fault_for("gpt/x", 4) == fault_for("gpt/x", 4)
+    assert len({fault_for(f"gpt/{number}", 4) for number in range(20)}) > 10
+
+
+def test_what_an_example_loses_is_what_its_start_refuses() -> None:
+    base = "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --bf16 --async-save "
+    assert losses_of(Example("m", "s", 8, base)) == ((), ("--async-save",))
+    (line,), _ = losses_of(Example("m", "s", 8, base + "--optimizer muon"))
+    assert line.startswith("--optimizer ")
+
+
+def test_the_page_is_current() -> None:
+    assert PAGE.read_text() == page(json.loads(RECORD.read_text())), "python -m tools.configuration_tables"
+    assert len({example.model for example in EXAMPLES}) == len(EXAMPLES)
