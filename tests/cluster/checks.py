@@ -30,14 +30,15 @@ TOLERANCE = 1e-5
 
 
 @cache
-def _reference(scenario: Scenario, cut: bool) -> RankProcess:
-    return run(scenario, Program(cut=cut)).finished[0]
+def _reference(scenario: Scenario, cut: bool, parts: bool) -> RankProcess:
+    return run(scenario, Program(cut=cut, parts=parts)).finished[0]
 
 
-def undisturbed(scenario: Scenario, cut: bool = False) -> RankProcess:
-    """A rank of the same job without any fault. ``cut``: of :attr:`Program.cut`."""
+def undisturbed(scenario: Scenario, cut: bool = False, parts: bool = False) -> RankProcess:
+    """A rank of the same job without any fault. ``cut``, ``parts``: of :class:`Program`."""
     exact = (("exact", True),) if config_of(scenario).exact else ()
-    return _reference(replace(scenario, seed=0, back="soon", heavy=False, settings=exact, faults=(), wishes=()), cut)
+    plain = replace(scenario, seed=0, back="soon", heavy=False, settings=exact, faults=(), wishes=())
+    return _reference(plain, cut, parts)
 
 
 def check(cluster: Cluster, settled: bool = False) -> None:
@@ -61,7 +62,7 @@ def _check(cluster: Cluster, settled: bool) -> None:
     _check_begun(cluster)
     _check_told(cluster)
     tolerance = 0.0 if config_of(scenario).exact else TOLERANCE
-    reference = undisturbed(replace(scenario, steps=last_step(cluster)), cluster.program.cut)
+    reference = undisturbed(replace(scenario, steps=last_step(cluster)), cluster.program.cut, cluster.program.parts)
     for process in cluster.processes:
         _check_computed(process, reference, tolerance)
     _check_held(cluster, settled)

@@ -52,6 +52,7 @@ from tests.cluster.cut_model import CutModel
 from tests.cluster.fabric import ClusterFabric, Style, Wire
 from tests.cluster.model import Samples, TinyModel, collate, forward_step
 from tests.cluster.scheduler import ClusterThreads, Killed, Process, Scheduler
+from tests.cluster.shared_model import SharedModel
 from tests.scenario.scenario import RETURNS, Scenario, parse
 
 __all__ = [
@@ -94,6 +95,8 @@ class Program:
     """Train the model that is cut over the ranks of a cell also where these are one."""
     sequence: bool = False
     """Cut the sequence over the ranks of a cell too."""
+    parts: bool = False
+    """The ranks of a cell share the sequence instead of the weights: the layout's tensor size is the context size."""
     events: Path | None = None
     """Folder for the event logs of all ranks."""
     outside: Callable[[Cluster], None] | None = None
@@ -118,15 +121,16 @@ def config_of(scenario: Scenario) -> ElasticConfig:
     return ElasticConfig(**{**fixed, **dict(scenario.settings)})
 
 
-def topology_of(scenario: Scenario) -> LaunchTopology:
-    """The launch; units are dealt out evenly to the stages."""
+def topology_of(scenario: Scenario, parts: bool = False) -> LaunchTopology:
+    """The launch; units are dealt out evenly to the stages. ``parts``: of :attr:`Program.parts`."""
     layout = scenario.layout
     if layout.chunks > 1:
         raise ValueError(f"{layout}: a rank of the cluster has one chunk")
     cuts = [UNITS * stage // layout.pipeline for stage in range(layout.pipeline + 1)]
     grid = Grid(rows_of(scenario), MICRO_BATCH, layout.data)
-    sizes = layout.tensor, layout.pipeline, layout.data
-    return LaunchTopology(*sizes, tuple(pairwise(cuts)), grid, extra=scenario.spares)
+    tensor, context = (1, layout.tensor) if parts else (layout.tensor, 1)
+    sizes, chunks = (tensor, layout.pipeline, layout.data), tuple(pairwise(cuts))
+    return LaunchTopology(*sizes, chunks, grid, extra=scenario.spares, context=context)
 
 
 def _model_of(topology: LaunchTopology, rank: int, fabric: ClusterFabric, program: Program) -> ModelInterface:
@@ -136,6 +140,9 @@ def _model_of(topology: LaunchTopology, rank: int, fabric: ClusterFabric, progra
     """
     _, _, stage = topology.place(rank) or (0, 0, 0)
     units = range(*topology.chunks[stage])
+    if program.parts:
+        ranks = topology.cell_of(rank).ranks
+        return SharedModel(UNITS, units, CellPlace(ranks, ranks.index(rank), parts=len(ranks)), fabric)
     if topology.tensor == 1 and not program.cut:
         return TinyModel(UNITS, units)
     place = CellPlace(topology.cell_of(rank).ranks, topology.shard(rank))
@@ -281,7 +288,7 @@ class RankProcess:
                     publish_recovery(self.membership, outcome, event, repeated_s)
 
         settings = Settings(7, HYPER, per_token_loss=True, communication_timeout=TIMEOUT, steps=scenario.steps)
-        topology, rows = topology_of(scenario), rows_of(scenario)
+        topology, rows = topology_of(scenario, program.parts), rows_of(scenario)
         model = _model_of(topology, self.rank, self.fabric, program)
         parts = EngineParts(
             model,

@@ -22,12 +22,12 @@ from megatron.elastic.engine.compute.model_interface import (
     CellPlace,
     UnitParameter,
 )
-from megatron.elastic.engine.compute.sequence_transfers import held_slice
+from megatron.elastic.engine.compute.sequence_cut import SequenceCut
 from megatron.elastic.state.coverage import Overlap, Position
 from megatron.elastic.state.layout import ParamSpec
 from tests.cluster.model import LENGTH, WIDTH, UnitChain
 
-__all__ = ["HIDDEN", "CutModel", "overlaps", "shape_at_launch", "whole_values"]
+__all__ = ["HIDDEN", "CutModel", "Mapped", "overlaps", "shape_at_launch", "whole_values"]
 
 HIDDEN, GROUPS = 12, 4
 """Hidden elements of a unit, and groups of them; the launch's tensor-parallel size divides both."""
@@ -154,15 +154,16 @@ class CutModel(UnitChain):
 
     # -- positions of the sequence -------------------------------------------------
 
-    def cut_sequence(self) -> int | None:
+    def cut_sequence(self) -> SequenceCut | None:
         """See :class:`ModelInterface`."""
-        return LENGTH if self._sequence else None
+        return SequenceCut(LENGTH, True) if self._sequence else None
 
     @property
     def _positions(self) -> tuple[int, int]:
         """The positions that this rank holds of a boundary tensor."""
         at = self._place.position
-        return held_slice(at.index, at.count, LENGTH, self._sequence)
+        (run,) = SequenceCut(LENGTH, self._sequence).held(at.index, at.count)
+        return run
 
     @property
     def _sliced(self) -> bool:
@@ -178,7 +179,7 @@ class CutModel(UnitChain):
 
     def _whole(self, x: torch.Tensor) -> torch.Tensor:
         """The gradient is that of the whole loss on each rank, of which each takes its slice."""
-        return _Map.apply(x, self._gathered, self._slice) if self._sliced else x
+        return Mapped.apply(x, self._gathered, self._slice) if self._sliced else x
 
     def _gathered(self, x: torch.Tensor) -> torch.Tensor:
         """All positions: slices of other ranks are added to zeros."""
@@ -205,17 +206,17 @@ class CutModel(UnitChain):
         first, stop = _interval("w1", place.position)
         factors = torch.arange(first, stop) // (HIDDEN // GROUPS) - _interval("k", place.position)[0]
         summed = self._summed_slice if self._sliced else self._added
-        entered = _Map.apply(x, self._gathered if self._sliced else _same, summed)
+        entered = Mapped.apply(x, self._gathered if self._sliced else _same, summed)
         h = torch.tanh(torch.nn.functional.linear(entered, own["w1"], own["b"])) * own["k"][factors]
         product = torch.nn.functional.linear(h, own["w2"])
-        left = _Map.apply(product, summed, self._gathered if self._sliced else _same)
+        left = Mapped.apply(product, summed, self._gathered if self._sliced else _same)
         return torch.tanh(x + own["s"] * left + own["c"])
 
     def _summed_slice(self, values: torch.Tensor) -> torch.Tensor:
         return self._slice(self._added(values)).contiguous()
 
 
-class _Map(torch.autograd.Function):
+class Mapped(torch.autograd.Function):
     """``forward(x)``, whose gradient is ``backward`` of the output's."""
 
     @staticmethod

@@ -22,6 +22,7 @@ from megatron.elastic.engine.compute.model_interface import (
     UnitParameter,
     only_at_launch,
 )
+from megatron.elastic.engine.compute.sequence_cut import SequenceCut
 from megatron.elastic.plan.cost import PPM
 from megatron.elastic.plan.model import Piece
 from megatron.elastic.state.coverage import Position
@@ -75,7 +76,7 @@ class UnitChain:
         """See :class:`ModelInterface`."""
         return torch.Size((LENGTH, rows, WIDTH)), torch.float32
 
-    def cut_sequence(self) -> int | None:
+    def cut_sequence(self) -> SequenceCut | None:
         """See :class:`ModelInterface`."""
         return None
 

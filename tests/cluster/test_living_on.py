@@ -53,7 +53,7 @@ def lives_on(scenario: str, program: Program = Program()) -> Cluster:  # noqa: B
     check(cluster)
     assert all(outcome.lost_steps == 0 for process in cluster.processes for outcome in process.recoveries)
     if last_step(cluster) == cluster.scenario.steps:
-        ledger = engine_of(undisturbed(cluster.scenario)).record.ledger_hash
+        ledger = engine_of(undisturbed(cluster.scenario, parts=program.parts)).record.ledger_hash
         assert {engine_of(process).record.ledger_hash for process in cluster.finished} == {ledger}
     return cluster
 
@@ -88,6 +88,31 @@ def test_at_every_point_every_rank_may_be_lost(layout: str, point: str, rank: in
 def test_cells_that_cut_the_sequence_pass_it_to_cells_that_do_not(layout: str, rank: int, back: str) -> None:
     """Three ranks do not divide four positions: each of them has the whole sequence, as one rank alone has."""
     loses_a_rank(layout, "mid_backward", rank, back, Program(sequence=True))
+
+
+SHARED = Program(parts=True)
+
+
+@pytest.mark.parametrize(("layout", "point", "rank", "back"), SAMPLE[::2])
+def test_a_cell_that_shares_the_sequence_goes_on_with_a_part_less(
+    layout: str, point: str, rank: int, back: str
+) -> None:
+    """Of four parts three, of two one: the positions are cut anew, and cells of different size exchange them."""
+    loses_a_rank(layout, point, rank, back, SHARED)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("layout", "point", "rank", "back"), CASES)
+def test_at_every_point_where_cells_share_the_sequence(layout: str, point: str, rank: int, back: str) -> None:
+    loses_a_rank(layout, point, rank, back, SHARED)
+
+
+def test_cells_that_share_the_sequence_compute_what_one_rank_computes() -> None:
+    """Four parts, and one."""
+    results = [run(f"{layout} steps=3 micro_batches=4", SHARED).finished[0].results for layout in ("tp4dp1", "dp1")]
+    for step, shared in results[0].items():
+        assert shared.losses == pytest.approx(results[1][step].losses, rel=1e-6)
+        assert shared.grad_norm == pytest.approx(results[1][step].grad_norm, rel=1e-6)
 
 
 @pytest.mark.slow

@@ -36,6 +36,7 @@ from megatron.elastic.engine.compute.model_interface import (
     only_at_launch,
 )
 from megatron.elastic.engine.compute.samples import StepAddress
+from megatron.elastic.engine.compute.sequence_cut import SequenceCut
 from megatron.elastic.engine.generation.assignment import Assignment
 from megatron.elastic.engine.generation.launch_topology import LaunchTopology
 from megatron.elastic.engine.settings import Settings
@@ -197,7 +198,7 @@ class EmulatedModel:
         """``[1, rows, WIDTH]``."""
         return torch.Size((1, rows, WIDTH)), torch.float32
 
-    def cut_sequence(self) -> int | None:
+    def cut_sequence(self) -> SequenceCut | None:
         """Cells do not cut the sequence."""
         return None
 

@@ -24,7 +24,7 @@ from megatron.elastic.control.etcd import Etcd
 from megatron.elastic.launch.cluster import NodePlace, derive
 from megatron.elastic.launch.domain import domain_of
 from megatron.elastic.launch.secret import job_secret, web_token
-from megatron.elastic.launch.settings import elastic_settings, tensor_parallel_size
+from megatron.elastic.launch.settings import cell_size, elastic_settings
 from megatron.elastic.launch.workers.preload import modules_for
 from megatron.elastic.launch.workers.zygote_messages import Kind
 
@@ -104,8 +104,8 @@ class JobSpec:
     elastic: bool
     """The script was given ``--elastic``."""
     settings: ElasticConfig
-    tensor: int
-    """Ranks of a tensor-parallel group, as the script's arguments have it."""
+    cell: int
+    """Ranks that compute together, as the script's arguments have it (tensor × context parallelism)."""
     secret: str = field(repr=False)
     """Hex digits that every process of the job knows, and no other."""
     web_token: str = field(default="", repr=False)
@@ -219,7 +219,7 @@ def _job(args: argparse.Namespace, place: NodePlace, settings: ElasticConfig, en
         signals=signals,
         elastic=elastic,
         settings=settings,
-        tensor=1 if checks else tensor_parallel_size(args.training_script_args),
+        cell=1 if checks else cell_size(args.training_script_args),
         secret=secret,
         web_token=token,
         check=checks,

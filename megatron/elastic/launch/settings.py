@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from math import prod
 from typing import Any, get_type_hints
 
 from megatron.elastic.config import ConfigError, ElasticConfig, flag_name, plain_type
 
-__all__ = ["elastic_settings", "tensor_parallel_size"]
+__all__ = ["cell_size", "elastic_settings"]
 
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
@@ -40,9 +41,15 @@ def elastic_settings(arguments: Sequence[str], respawn: bool | None = None) -> E
     return ElasticConfig(**values)
 
 
-def tensor_parallel_size(arguments: Sequence[str]) -> int:
-    """``--tensor-model-parallel-size`` in a script's arguments, 1 if not given. Raises :class:`ConfigError`."""
-    wanted = "--tensor-model-parallel-size"
+def cell_size(arguments: Sequence[str]) -> int:
+    """Return the ranks of a cell, as a script's arguments have them. Raises :class:`ConfigError`.
+
+    They are ``--tensor-model-parallel-size`` × ``--context-parallel-size``, each 1 if not given.
+    """
+    return prod(_size(wanted, arguments) for wanted in ("--tensor-model-parallel-size", "--context-parallel-size"))
+
+
+def _size(wanted: str, arguments: Sequence[str]) -> int:
     for index, argument in enumerate(arguments):
         flag, equals, given = argument.partition("=")
         if flag.replace("_", "-") == wanted:

@@ -235,11 +235,12 @@ def _moves_units(job: EngineParts) -> bool:
 
 
 def _sizes(job: EngineParts, layouts: Layouts) -> CellSizes:
-    """Return the sizes that tensor-parallel groups of this model may have."""
-    tensor = job.launch_topology.tensor
+    """Return the numbers of ranks that cells of this model may have."""
+    launch = job.launch_topology
     parameters = {slot.spec for layout in layouts.values() for slot in layout.slots}
     largest_part = partial(job.interface.largest_part, parameters=parameters)
-    return CellSizes.of(largest_part, tensor, job.launch_topology.slots + job.launch_topology.extra)
+    team = launch.tensor if launch.context > 1 else 1
+    return CellSizes.of(largest_part, launch.cell_size, launch.slots + launch.extra, team)
 
 
 def _lives_on(job: EngineParts, sizes: CellSizes, says: bool) -> bool:
@@ -247,9 +248,10 @@ def _lives_on(job: EngineParts, sizes: CellSizes, says: bool) -> bool:
 
     Raises ``ConfigError`` if that was asked for and the model cannot be computed by smaller groups.
     """
-    config, tensor = job.config, job.launch_topology.tensor
-    alone = tensor > 1 and not sizes.smaller
-    only = f"this model is computed by tensor-parallel groups of {tensor} ranks only"
+    config, size, sequence = job.config, job.launch_topology.cell_size, job.launch_topology.context > 1
+    alone = size > 1 and not sizes.smaller
+    groups = "groups that share a sequence" if sequence else "tensor-parallel groups"
+    only = f"this model is computed by {groups} of {size} ranks only"
     if config.tensor == "live-on" and alone:
         raise ConfigError(f"--elastic-tensor live-on: {only}; use --elastic-tensor park")
     if config.tensor != "auto":
@@ -260,7 +262,7 @@ def _lives_on(job: EngineParts, sizes: CellSizes, says: bool) -> bool:
         f"--elastic-policy {config.policy} has no smaller groups": policy_named(config.policy).smaller_cells == "never",
     }
     why = next((reason for reason, holds in reasons.items() if holds), "")
-    if why and tensor > 1 and says:
+    if why and size > 1 and says:
         print(f"--elastic-tensor auto: a group that loses a rank waits until it is back, since {why}", flush=True)
     return not why
 

@@ -16,6 +16,7 @@ from megatron.elastic.engine.compute.ledger import Expected
 from megatron.elastic.engine.compute.model_interface import LossOutput
 from megatron.elastic.engine.compute.point_to_point import BoundaryTransport
 from megatron.elastic.engine.compute.samples import PieceBatch, StepAddress
+from megatron.elastic.engine.compute.sequence_cut import SequenceCut
 from megatron.elastic.observe.timeline import Timeline
 from megatron.elastic.plan.model import Cell, Grid, Piece, Plan, Replica, Segment, Topology
 from megatron.elastic.plan.planner import instant_plan
@@ -47,7 +48,7 @@ class Layers:
     def boundary(self, rows: int) -> tuple[torch.Size, torch.dtype]:
         return torch.Size((LENGTH, rows, WIDTH)), torch.float32
 
-    def cut_sequence(self) -> int | None:
+    def cut_sequence(self) -> SequenceCut | None:
         """Cells do not cut the sequence."""
         return None
 

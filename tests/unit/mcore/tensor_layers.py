@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from tests.unit.small_gpt import VOCABULARY, answers_of, gpt_config
 
@@ -34,6 +34,7 @@ from megatron.core.transformer.module import Float16Module
 
 from megatron.elastic.engine.compute.dropout import DropoutKey, dropout_scope
 from megatron.elastic.engine.compute.model_interface import CellPlace, LossOutput, UnitParameter, place_of
+from megatron.elastic.engine.compute.sequence_cut import SequenceCut
 from megatron.elastic.engine.compute.sequence_transfers import Transfer, boundary_transfers
 from megatron.elastic.mcore.model import vocabulary_range
 from megatron.elastic.mcore.model.dropout import key_dropout
@@ -148,10 +149,29 @@ def launched(case: Case, groups: Mapping[tuple[int, ...], dist.ProcessGroup]) ->
     return GptInterface([chunk], args, keys, reads_data=True, tensor_group=groups.__getitem__)
 
 
+class Computed(Protocol):
+    """The model of a case, as far as a cell needs to know it."""
+
+    @property
+    def tensor_parallel(self) -> int: ...
+
+    @property
+    def length(self) -> int: ...
+
+    @property
+    def split(self) -> bool: ...
+
+    @property
+    def tied(self) -> bool: ...
+
+    @property
+    def sequence_parallel(self) -> bool: ...
+
+
 class Cell:
     """One rank's model at one position, with the shards of the launch around it."""
 
-    def __init__(self, case: Case, interface: GptInterface) -> None:
+    def __init__(self, case: Computed, interface: GptInterface) -> None:
         self.case, self.interface = case, interface
         self.launch = Position(parallel_state.get_tensor_model_parallel_rank(), case.tensor_parallel)
 
@@ -254,8 +274,8 @@ def pipeline(cell: Cell, sizes: tuple[int, int], keys: Mapping[Key, torch.Tensor
     rank, parallel = dist.get_rank(), cell.case.sequence_parallel
     number = int(rank >= first)
     index = rank - number * first
-    there = boundary_transfers(first, second, cell.case.length, parallel)
-    back = boundary_transfers(second, first, cell.case.length, parallel)
+    cut = SequenceCut(cell.case.length, parallel)
+    there, back = boundary_transfers(first, second, cut), boundary_transfers(second, first, cut)
     mine: dict[Key, torch.Tensor] = {}
     loss = torch.zeros(())
     if rank < first + second:
@@ -288,17 +308,18 @@ def send(transfers: Sequence[Transfer], index: int, base: int, tensor: torch.Ten
     """Send this index's parts of a boundary tensor; ``base``: the first rank of the receiving cell."""
     for item in transfers:
         if item.sender == index:
-            end = item.sent_from + item.stop - item.start
-            dist.send(tensor[item.sent_from : end].contiguous(), base + item.receiver)
+            ((sent_from, _, number),) = item.stretches
+            dist.send(tensor[sent_from : sent_from + number].contiguous(), base + item.receiver)
 
 
 def received(transfers: Sequence[Transfer], index: int, base: int, tensor: torch.Tensor) -> torch.Tensor:
     """Fill this index's boundary tensor; ``base``: the first rank of the sending cell."""
     for item in transfers:
         if item.receiver == index:
-            part = tensor[item.put_at : item.put_at + item.stop - item.start].contiguous()
+            ((_, put_at, number),) = item.stretches
+            part = tensor[put_at : put_at + number].contiguous()
             dist.recv(part, base + item.sender)
-            tensor[item.put_at : item.put_at + item.stop - item.start] = part
+            tensor[put_at : put_at + number] = part
     return tensor
 
 

@@ -30,13 +30,16 @@ class Group:
         return self.ranks.index(self.own)
 
 
-def initialized(rank: int, tensor: int, pipeline: int, data: int, extra: int) -> tuple[Groups, SimpleNamespace, Any]:
+def initialized(
+    rank: int, tensor: int, pipeline: int, data: int, extra: int, context: int = 1
+) -> tuple[Groups, SimpleNamespace, Any]:
     """Megatron's own groups as made by ``rank``: name → members; the arguments, and sizes that Megatron then tells."""
-    world = tensor * pipeline * data
+    world = tensor * pipeline * data * context
     args = SimpleNamespace(
         world_size=world,
         rank=0,
         tensor_model_parallel_size=tensor,
+        context_parallel_size=context,
         pipeline_model_parallel_size=pipeline,
         data_parallel_size=data,
     )
@@ -51,11 +54,12 @@ def initialized(rank: int, tensor: int, pipeline: int, data: int, extra: int) ->
         patch.setattr(dist, "barrier", lambda *_, **__: None)
         with as_of_the_launch(fabric, args):
             assert dist.get_world_size() == world
-            parallel_state.initialize_model_parallel(tensor, pipeline)
+            parallel_state.initialize_model_parallel(tensor, pipeline, context_parallel_size=context)
         assert dist.get_world_size() == world + extra, "put back"
         groups = {
             "tensor": parallel_state._TENSOR_MODEL_PARALLEL_GROUP,
             "data": parallel_state._DATA_PARALLEL_GROUP,
+            "context": parallel_state._CONTEXT_PARALLEL_GROUP,
             "model": parallel_state._MODEL_PARALLEL_GROUP,
         }
         sizes = (
@@ -69,17 +73,25 @@ def initialized(rank: int, tensor: int, pipeline: int, data: int, extra: int) ->
 
 @settings(max_examples=40, deadline=None)
 @given(
-    tensor=st.integers(1, 3), pipeline=st.integers(1, 3), data=st.integers(1, 3), cells=st.integers(1, 2), d=st.data()
+    tensor=st.integers(1, 3),
+    pipeline=st.integers(1, 3),
+    data=st.integers(1, 3),
+    cells=st.integers(1, 2),
+    context=st.integers(1, 3),
+    d=st.data(),
 )
 def test_an_extra_rank_waits_for_nobody_but_its_own_cell(
-    tensor: int, pipeline: int, data: int, cells: int, d: st.DataObject
+    tensor: int, pipeline: int, data: int, cells: int, context: int, d: st.DataObject
 ) -> None:
-    world, extra = tensor * pipeline * data, cells * tensor
+    size = tensor * context
+    world, extra = size * pipeline * data, cells * size
     rank = d.draw(st.integers(world, world + extra - 1))
-    groups, args, (sizes, beyond) = initialized(rank, tensor, pipeline, data, extra)
-    cell = range(rank - rank % tensor, rank - rank % tensor + tensor)
+    groups, args, (sizes, beyond) = initialized(rank, tensor, pipeline, data, extra, context)
+    cell = range(rank - rank % size, rank - rank % size + size)
     assert beyond and args.rank == rank
-    assert groups["tensor"] == tuple(cell)
+    first = rank - rank % tensor
+    assert groups["tensor"] == tuple(range(first, first + tensor))
+    assert groups["context"] == tuple(cell[rank % tensor :: tensor])
     assert groups["data"] == (rank,)
     assert set(groups["model"]) <= set(cell) and rank in groups["model"]
     assert sizes == (pipeline, 0, data), "the first stage of no replica"

@@ -89,6 +89,7 @@ def test_the_chunks_of_the_launch_cover_every_unit_once(
     args = arguments(
         num_layers=layers,
         tensor_model_parallel_size=tensor,
+        context_parallel_size=1,
         pipeline_model_parallel_size=stages,
         virtual_pipeline_model_parallel_size=chunks,
         data_parallel_size=data,

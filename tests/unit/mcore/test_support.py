@@ -40,7 +40,7 @@ def plain(**given: Any) -> Namespace:
 EXPERTS = {"num_experts": 8, "sequence_parallel": True, "add_bias_linear": False}
 
 REFUSED_WITH_ELASTIC: list[tuple[str, dict[str, Any]]] = [
-    ("--context-parallel-size", {"context_parallel_size": 2}),
+    ("--hybrid-context-parallel", {"hybrid_context_parallel": True}),
     ("--moe-router-load-balancing-type", {**EXPERTS, "moe_router_load_balancing_type": ["global_aux_loss"]}),
     ("--mtp-num-layers", {"mtp_num_layers": 1}),
     ("--use-torch-fsdp2", {"use_torch_fsdp2": True}),
@@ -89,6 +89,33 @@ def test_what_works_passes_without_a_word(asked: dict[str, Any]) -> None:
 def test_without_elastic_megatrons_own_features_pass() -> None:
     for _, asked in REFUSED_WITH_ELASTIC:
         check(plain(elastic=False, **asked), ElasticConfig(), "cuda", [])
+
+
+PARTS = {"context_parallel_size": 2, "seq_length": 32, "position_embedding_type": "rope"}
+
+
+def test_ranks_may_share_the_sequence_on_a_cpu_with_elastic() -> None:
+    check(plain(**PARTS), ElasticConfig(), "cpu", [])
+
+
+@pytest.mark.parametrize(
+    ("asked", "config", "named"),
+    [
+        (EXPERTS, ElasticConfig(), "--num-experts"),
+        ({"multi_latent_attention": True}, ElasticConfig(), "--multi-latent-attention"),
+        ({"window_size": (8, 0)}, ElasticConfig(), "--window-size"),
+        ({"position_embedding_type": "mrope"}, ElasticConfig(), "--position-embedding-type mrope"),
+        ({"sequence_parallel": True, "seq_length": 34}, ElasticConfig(), "multiple of 4"),
+        ({"micro_batch_size": 1}, ElasticConfig(exact=True), "--elastic-exact"),
+        ({}, ElasticConfig(policy="torchft"), "--elastic-policy torchft"),
+        ({}, ElasticConfig(spares=2), "--tensor-model-parallel-size 2 × --context-parallel-size 2"),
+    ],
+)
+def test_what_does_not_hold_where_ranks_share_the_sequence(
+    asked: dict[str, Any], config: ElasticConfig, named: str
+) -> None:
+    with pytest.raises(BadInput, match=named.replace("(", ".")):
+        check(plain(**{**PARTS, **asked}), config, "cpu", [])
 
 
 @pytest.mark.parametrize("asked", [{"context_parallel_size": 2}, {"fp8": "hybrid"}, {"use_torch_fsdp2": True}])
@@ -157,7 +184,7 @@ def test_each_of_the_most_used_flags_is_classified() -> None:
         ("--micro-batch-size", "honoured", "honoured"),
         ("--transformer-impl", "substituted", "honoured"),
         ("--overlap-grad-reduce", "honoured", "honoured"),
-        ("--context-parallel-size", "refused", "refused"),
+        ("--context-parallel-size", "refused", "honoured"),
         ("--num-experts", "honoured", "honoured"),
         ("--expert-model-parallel-size", "honoured", "honoured"),
         ("--enable-cuda-graph", "substituted", "refused"),

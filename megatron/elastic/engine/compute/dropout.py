@@ -31,6 +31,7 @@ from megatron.elastic.engine.compute.philox import keep_mask
 __all__ = [
     "BiasDropoutAdd",
     "DropoutKey",
+    "Intervals",
     "SampleDropout",
     "Section",
     "Site",
@@ -100,6 +101,24 @@ class Section:
         if self.start + size > self.extent:
             raise ValueError(f"{size} elements from {self.start} lie outside of {self.extent}")
         return self.extent, self.start
+
+
+@dataclass(frozen=True)
+class Intervals:
+    """Several slices of dimension ``dim``, one behind the other: ``[start, stop)`` of its ``extent`` elements."""
+
+    dim: int
+    runs: tuple[tuple[int, int], ...]
+    extent: int
+
+    def sections(self) -> Iterator[Section]:
+        """Yield each slice by itself."""
+        return (Section(self.dim, start, self.extent) for start, _ in self.runs)
+
+    def split(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Return the parts of ``x`` in the slices."""
+        parts: tuple[Tensor, ...] = x.split([stop - start for start, stop in self.runs], self.dim)
+        return parts
 
 
 @contextmanager
@@ -302,31 +321,61 @@ def _check(x: Tensor, sample_dim: int, extent: tuple[int, ...], offset: tuple[in
 
 
 def placed(
-    sizes: Sequence[int], sample_dim: int, split: Split | Section | None
+    sizes: Sequence[int], sample_dim: int, *splits: Split | Section | None
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return (extent, offset) of a tensor of ``sizes`` that is sliced by ``split`` only."""
+    """Return (extent, offset) of a tensor of ``sizes`` that is sliced by ``splits`` only."""
     extent, offset = [], []
+    sliced = {split.dim: split for split in splits if split is not None}
     for dim, size in enumerate(sizes):
         if dim == sample_dim:
             continue
-        whole, start = split.place(size) if split is not None and dim == split.dim else (size, 0)
+        whole, start = sliced[dim].place(size) if dim in sliced else (size, 0)
         extent.append(whole)
         offset.append(start)
     return tuple(extent), tuple(offset)
+
+
+def _drop_placed(
+    x: Tensor,
+    residual: Tensor | None,
+    p: float,
+    unit: int,
+    site: int,
+    sample_dim: int,
+    split: Split | Section | None,
+    intervals: Intervals | None,
+) -> Tensor:
+    """Return :func:`sample_dropout` of a tensor that is sliced by ``split`` and ``intervals``."""
+    if intervals is None:
+        return _drop(x, residual, p, unit, site, sample_dim, *placed(x.shape, sample_dim, split))
+    parts = intervals.split(x)
+    residuals = [None] * len(parts) if residual is None else intervals.split(residual)
+    dropped = [
+        _drop(part, beside, p, unit, site, sample_dim, *placed(part.shape, sample_dim, split, section))
+        for part, beside, section in zip(parts, residuals, intervals.sections(), strict=True)
+    ]
+    return dropped[0] if len(dropped) == 1 else torch.cat(dropped, intervals.dim)
 
 
 class SampleDropout(nn.Module):
     """A replacement of ``nn.Dropout``; identity in eval mode and at p = 0.
 
     ``unit`` is the unit's number in the whole model (constant when units move),
-    ``sample_dim`` the batch dimension of the input, ``split`` the dimension that tensor
-    or sequence parallelism slices. At Megatron's sites: attention probabilities
-    [b, np, sq, sk]: sample_dim 0, split dim 1 (heads); hidden states and embeddings
-    [s, b, h]: sample_dim 1, split dim 0 under sequence parallelism.
+    ``sample_dim`` the batch dimension of the input. ``split`` is the dimension that tensor
+    or sequence parallelism slices, ``intervals`` that of the positions with context parallelism.
+    Attention probabilities are [b, np, sq, sk]: sample_dim 0, split dim 1 (heads), intervals of dim 2.
+    Hidden states and embeddings are [s, b, h]: sample_dim 1, split or intervals of dim 0.
     """
 
     def __init__(
-        self, p: float, *, unit: int, site: Site, sample_dim: int, split: Split | Section | None = None
+        self,
+        p: float,
+        *,
+        unit: int,
+        site: Site,
+        sample_dim: int,
+        split: Split | Section | None = None,
+        intervals: Intervals | None = None,
     ) -> None:
         super().__init__()
         if not 0.0 <= p <= 1.0:
@@ -338,13 +387,13 @@ class SampleDropout(nn.Module):
         self.site = site
         self.sample_dim = sample_dim
         self.split = None if isinstance(split, Split) and split.count == 1 else split
+        self.intervals = intervals
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``x`` after dropout, in the same shape and dtype."""
         if not self.training or self.p == 0.0:
             return x
-        extent, offset = placed(x.shape, self.sample_dim, self.split)
-        return _drop(x, None, self.p, self.unit, self.site, self.sample_dim, extent, offset)
+        return _drop_placed(x, None, self.p, self.unit, self.site, self.sample_dim, self.split, self.intervals)
 
     def extra_repr(self) -> str:
         return f"p={self.p}, unit={self.unit}, site={self.site.name}, split={self.split}"
@@ -361,6 +410,7 @@ class BiasDropoutAdd:
     site: Site
     split: Split | Section | None = None
     sample_dim: int = 1
+    intervals: Intervals | None = None
 
     def __call__(
         self, training: bool, fused: bool = False
@@ -376,9 +426,9 @@ class BiasDropoutAdd:
                 x = x + bias
             if not training or prob == 0.0:
                 return residual + x
-            extent, offset = placed(x.shape, self.sample_dim, self.split)
             if x.shape != residual.shape:
                 raise ValueError(f"residual is {list(residual.shape)}, x is {list(x.shape)}")
-            return _drop(x, residual, prob, self.unit, self.site, self.sample_dim, extent, offset)
+            where = self.sample_dim, self.split, self.intervals
+            return _drop_placed(x, residual, prob, self.unit, self.site, *where)
 
         return bias_dropout_add

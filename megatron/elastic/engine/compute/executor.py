@@ -36,6 +36,7 @@ from megatron.elastic.engine.compute.model_interface import (
 )
 from megatron.elastic.engine.compute.point_to_point import BoundaryTransport, Receipt
 from megatron.elastic.engine.compute.samples import PieceBatch, StepAddress
+from megatron.elastic.engine.compute.sequence_cut import SequenceCut, taken
 from megatron.elastic.engine.compute.sequence_transfers import Transfer, boundary_transfers
 from megatron.elastic.observe.timeline import Timeline
 from megatron.elastic.plan.model import Action, Cell, Edge, Op, Piece, Plan
@@ -350,7 +351,7 @@ class Executor:
         buffer = torch.empty(shape, dtype=dtype, device=self._device)
         ranks = self._cells[peer].ranks
         parts = [
-            (ranks[item.sender], item.put_at, item.put_at + item.stop - item.start)
+            (ranks[item.sender], tuple((put_at, put_at + number) for _, put_at, number in item.stretches))
             for item in self._transfers(len(ranks), len(self._cell.ranks), shape[0])
             if item.receiver == self._position
         ]
@@ -362,13 +363,12 @@ class Executor:
         rows, ranks = _rows(tensor, at), self._cells[self._pieces[other].cell].ranks
         for item in self._transfers(len(self._cell.ranks), len(ranks), rows.shape[0]):
             if item.sender == self._position:
-                part = rows[item.sent_from : item.sent_from + item.stop - item.start]
-                self._transport.send(part, ranks[item.receiver], step, index, backward)
+                held = tuple((sent_from, sent_from + number) for sent_from, _, number in item.stretches)
+                self._transport.send(taken(rows, held, 0), ranks[item.receiver], step, index, backward)
 
     def _transfers(self, senders: int, receivers: int, held: int) -> tuple[Transfer, ...]:
         """Return the messages of an edge. ``held``: positions of the sequence on this rank, all if it is not cut."""
-        length = self._interface.cut_sequence()
-        return boundary_transfers(senders, receivers, length or held, length is not None)
+        return boundary_transfers(senders, receivers, self._interface.cut_sequence() or SequenceCut(held))
 
 
 @contextmanager

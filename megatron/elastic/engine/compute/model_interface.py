@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import torch
 
+from megatron.elastic.engine.compute.sequence_cut import SequenceCut
 from megatron.elastic.plan.model import Piece
 from megatron.elastic.state.coverage import Overlap, Position
 from megatron.elastic.state.layout import ParamSpec
@@ -61,18 +62,40 @@ class Crew:
 
 @dataclass(frozen=True)
 class CellPlace:
-    """A rank's place in its cell, and its crew where ranks share experts."""
+    """A rank's place in its cell, and its crew where ranks share experts.
+
+    The ranks of a cell are ``parts`` tensor-parallel groups of one size, one after the other. Each has one part of the
+    sequence (:mod:`~megatron.elastic.engine.compute.sequence_cut`) and all shards of the weights.
+    """
 
     ranks: tuple[int, ...]
     """The ranks of the cell, in order."""
     index: int
     """Which of them this rank is."""
     crew: Crew | None = None
+    parts: int = 1
 
     @property
     def position(self) -> Position:
-        """The place without the names of the ranks."""
-        return Position(self.index, len(self.ranks))
+        """The place in the tensor-parallel group, without the names of the ranks."""
+        size = len(self.ranks) // self.parts
+        return Position(self.index % size, size)
+
+    @property
+    def part(self) -> Position:
+        """Which part of the sequence this rank has, and of how many."""
+        return Position(self.index // (len(self.ranks) // self.parts), self.parts)
+
+    @property
+    def tensor_ranks(self) -> tuple[int, ...]:
+        """The ranks of this rank's tensor-parallel group."""
+        size = len(self.ranks) // self.parts
+        return self.ranks[self.part.index * size : (self.part.index + 1) * size]
+
+    @property
+    def context_ranks(self) -> tuple[int, ...]:
+        """The ranks at this tensor-parallel position, one a part of the sequence."""
+        return self.ranks[self.position.index :: len(self.ranks) // self.parts]
 
 
 Covered = Callable[[int, Position], tuple[int, ...]]
@@ -85,7 +108,8 @@ class LossOutput:
 
     ``loss`` is a scalar: the sum over the piece's tokens if ``tokens`` is
     given, else the piece's own mean. ``report`` holds the logged values, each a
-    tensor of one (mean) or two elements (sum, count).
+    tensor of one (mean) or two elements (sum, count). Where ranks share the sequence,
+    ``loss`` is the sum over this rank's tokens; ``tokens`` and ``report`` are those of the cell.
     """
 
     loss: torch.Tensor
@@ -158,12 +182,11 @@ class ModelInterface(Protocol):
     def boundary(self, rows: int) -> tuple[torch.Size, torch.dtype]:
         """Return shape and type of the tensor that enters and leaves a segment of ``rows`` rows on this rank.
 
-        Under sequence parallelism it has this rank's slice of the sequence
-        (:func:`~megatron.elastic.engine.compute.sequence_transfers.held_slice`).
+        Where ranks share the sequence it has this rank's positions, as by :meth:`cut_sequence`.
         """
 
-    def cut_sequence(self) -> int | None:
-        """Return the length of the sequence if cells cut it over their ranks (sequence parallelism), else ``None``."""
+    def cut_sequence(self) -> SequenceCut | None:
+        """Return how cells cut the sequence over their ranks; ``None`` if each rank has all of it."""
 
     def activation_bytes(self, unit: int) -> int:
         """Return the bytes a row that a compute unit's forward keeps for its backward; for any unit."""

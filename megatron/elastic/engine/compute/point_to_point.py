@@ -15,9 +15,21 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
+from megatron.elastic.engine.compute.sequence_cut import Run, length_of
+
 __all__ = ["BoundaryTransport", "Receipt", "started"]
 
 _FORWARD, _BACKWARD = 0, 1
+
+
+@dataclass(frozen=True)
+class _Arrival:
+    """The message of one sender: ``arrived`` is the place of its positions in the buffer, or is copied there."""
+
+    work: dist.Work
+    peer: int
+    runs: tuple[Run, ...]
+    arrived: torch.Tensor
 
 
 @dataclass
@@ -25,16 +37,19 @@ class Receipt:
     """A posted receive: ``wait`` returns the rows of one edge."""
 
     buffer: torch.Tensor
-    parts: tuple[tuple[dist.Work, int], ...]
-    """One message each, with its sender."""
+    parts: tuple[_Arrival, ...]
     blocking: Callable[[int], None]
 
     def wait(self) -> torch.Tensor:
         """Wait for and return ``[s, rows, h]``; raises the communicator's typed errors."""
-        for work, peer in self.parts:
-            if not work.is_completed():
-                self.blocking(peer)
-            work.wait()
+        for part in self.parts:
+            if not part.work.is_completed():
+                self.blocking(part.peer)
+            part.work.wait()
+            if len(part.runs) > 1:
+                sizes = [stop - start for start, stop in part.runs]
+                for (start, stop), positions in zip(part.runs, part.arrived.split(sizes), strict=True):
+                    self.buffer[start:stop] = positions
         return self.buffer
 
 
@@ -53,18 +68,19 @@ class BoundaryTransport:
         self._sent.append((work, tensor, peer))
 
     def receive(
-        self, buffer: torch.Tensor, parts: Iterable[tuple[int, int, int]], step: int, edge: int, backward: bool
+        self, buffer: torch.Tensor, parts: Iterable[tuple[int, tuple[Run, ...]]], step: int, edge: int, backward: bool
     ) -> Receipt:
         """Post the receives of one edge's rows into ``buffer``.
 
-        ``parts``: (peer, first position, end) of the sequence, dimension 0; together the whole buffer.
+        ``parts``: (peer, positions ``[start, stop)`` of dimension 0 that it sends); together the whole buffer.
         """
-        tag = _tag(step, edge, backward)
-        works = tuple(
-            (started(dist.irecv(buffer[start:stop], src=peer, group=self.group, tag=tag)), peer)
-            for peer, start, stop in parts
-        )
-        return Receipt(buffer, works, self.blocking)
+        tag, posted = _tag(step, edge, backward), []
+        for peer, runs in parts:
+            one = len(runs) == 1
+            target = buffer[slice(*runs[0])] if one else buffer.new_empty((length_of(runs), *buffer.shape[1:]))
+            work = started(dist.irecv(target, src=peer, group=self.group, tag=tag))
+            posted.append(_Arrival(work, peer, runs, target))
+        return Receipt(buffer, tuple(posted), self.blocking)
 
     def flush(self) -> None:
         """Wait until every message of the step is sent; its storage may be reused afterwards."""

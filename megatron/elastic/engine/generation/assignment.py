@@ -95,7 +95,7 @@ class Assignment:
     def _places(self) -> Mapping[int, tuple[int, CellPlace]]:
         """Rank → its cell, and its place there; ranks of no cell are left out."""
         return {
-            rank: (cell.id, CellPlace(cell.ranks, index, self._crew(cell.id)))
+            rank: (cell.id, CellPlace(cell.ranks, index, self._crew(cell.id), self._parts(cell)))
             for cell in self.cells.values()
             for index, rank in enumerate(cell.ranks)
         }
@@ -135,6 +135,9 @@ class Assignment:
             tuple(rank for _, member in members for rank in self.cells[member].ranks),
             tuple(mine for ranks in homes for mine in ranks),
         )
+
+    def _parts(self, cell: Cell) -> int:
+        return self.launch_topology.parts_of(len(cell.ranks)) or 1
 
     def crewed(self, living: Collection[int]) -> Assignment:
         """Return the assignment in which the experts of missing cells have homes on the others of their crews.

@@ -226,6 +226,8 @@ class ViewFactory:
         launch, grid = self.launch_topology, self.launch_topology.grid
         if launch.experts:
             raise PlanError("ranks share experts: --expert-model-parallel-size above 1 keeps the sizes of the launch")
+        if launch.context > 1:
+            raise PlanError("ranks share the sequence: --context-parallel-size above 1 keeps the sizes of the launch")
         batches = grid.global_batch_size // grid.micro_batch_size
         if sizes.tensor != launch.tensor and self.config.exact:
             raise PlanError(f"TP {launch.tensor} decides how sums are rounded, and --elastic-exact keeps it")

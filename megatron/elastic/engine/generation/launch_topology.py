@@ -1,14 +1,15 @@
 """The topology at launch, constant for the whole job.
 
-Ranks are numbered as Megatron does (tensor, then data, then pipeline):
-``rank = t + TP · (d + DP · p)``; with ``--use-tp-pp-dp-mapping`` replicas count last:
-``rank = t + TP · (p + PP · d)``. Cell ``d · PP + p`` is the tensor-parallel
-group of stage ``p`` in replica ``d``. Its id never changes, also when a new
-incarnation takes a rank, or when the cell goes on with other ranks (:mod:`assignment`).
+Ranks are numbered as Megatron does (tensor, then context, data, pipeline):
+``rank = t + TP · (c + CP · (d + DP · p))``; with ``--use-tp-pp-dp-mapping`` replicas count last:
+``rank = t + TP · (c + CP · (p + PP · d))``. Cell ``d · PP + p`` has the ranks of
+stage ``p`` in replica ``d``: CP tensor-parallel groups, each of which has its part of the
+sequence. Its id never changes, also when a new incarnation takes a rank, or when the cell
+goes on with other ranks (:mod:`assignment`).
 
 Ranks from W on are *extra*: they are started beside those of the launch to replace lost
-ranks or to add replicas. Each ``TP`` of them, in order, form a tensor-parallel group, with
-cell numbers from ``DP · PP`` on. They belong to no replica and no stage until an assignment
+ranks or to add replicas. Each ``TP · CP`` of them, in order, form a cell, with
+numbers from ``DP · PP`` on. They belong to no replica and no stage until an assignment
 gives them units.
 """
 
@@ -39,20 +40,34 @@ class LaunchTopology:
     tied_unit: int | None = None
     """State-only unit shared by the first and last stage, if embeddings are tied."""
     extra: int = 0
-    """Number of possible ranks beyond those of the launch, a multiple of ``tensor``."""
+    """Number of possible ranks beyond those of the launch, a multiple of :attr:`cell_size`."""
     experts: int = 0
     """Number of experts of a layer, where ranks share them; 0: each rank of a stage has all experts of its layers."""
     crew_size: int = 1
     """Number of adjacent replicas that share the experts."""
     expert_parts: int = 1
     """Ranks of a cell that have a part of each of its experts: all of them, or 1 where an expert is whole on a rank."""
+    context: int = 1
+    """Number of parts of the sequence in a cell: Megatron's context-parallel size."""
     replicas_last: bool = False
     """Ranks of a replica are adjacent (Megatron's order tensor, pipeline, data), else ranks of a stage."""
 
     @property
     def slots(self) -> int:
         """W, the number of ranks at launch."""
-        return self.tensor * self.pipeline * self.data
+        return self.cell_size * self.pipeline * self.data
+
+    @property
+    def cell_size(self) -> int:
+        """Number of ranks of a cell."""
+        return self.tensor * self.context
+
+    def parts_of(self, count: int) -> int:
+        """Return the number of parts into which a cell of ``count`` ranks cuts the sequence.
+
+        Without context parallelism it is one for any number of ranks; with it, tensor-parallel groups keep their size.
+        """
+        return count // self.tensor if self.context > 1 else 1
 
     @property
     def compute_units(self) -> int:
@@ -63,7 +78,7 @@ class LaunchTopology:
     def cells(self) -> tuple[Cell, ...]:
         """All cells by number: those of the launch, then the extra ones."""
         places = ((replica, stage) for replica in range(self.data) for stage in range(self.pipeline))
-        beyond = (self.cell_of(rank) for rank in range(self.slots, self.slots + self.extra, self.tensor))
+        beyond = (self.cell_of(rank) for rank in range(self.slots, self.slots + self.extra, self.cell_size))
         return (*(self.cell(*place) for place in places), *beyond)
 
     @property
@@ -91,6 +106,11 @@ class LaunchTopology:
         each = self.experts // self.crew_size
         return tuple(range(index * each, (index + 1) * each))
 
+    def rank(self, index: int, replica: int, stage: int) -> int:
+        """Return the global rank at a place of the launch; ``index``: in its cell."""
+        cell = stage + self.pipeline * replica if self.replicas_last else replica + self.data * stage
+        return index + self.cell_size * cell
+
     def experts_of_ranks(self, index: int, experts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
         """Return how the ``index``-th cell of a crew has ``experts`` on its ranks, in the order of these.
 
@@ -108,11 +128,6 @@ class LaunchTopology:
             min(found, key=len).append(expert)
         return tuple(tuple(sorted(mine)) for mine in found)
 
-    def rank(self, shard: int, replica: int, stage: int) -> int:
-        """Return the global rank at a place of the launch."""
-        cell = stage + self.pipeline * replica if self.replicas_last else replica + self.data * stage
-        return shard + self.tensor * cell
-
     def shard(self, rank: int) -> int:
         """Return the tensor-parallel rank of any rank at launch: the shard that it then computes."""
         return rank % self.tensor
@@ -127,16 +142,16 @@ class LaunchTopology:
         """Return (tensor-parallel rank, replica, stage) of a rank of the launch; ``None`` for an extra rank."""
         if rank >= self.slots:
             return None
-        rest, shard = divmod(rank, self.tensor)
+        number = rank // self.cell_size
         if self.replicas_last:
-            replica, stage = divmod(rest, self.pipeline)
+            replica, stage = divmod(number, self.pipeline)
         else:
-            stage, replica = divmod(rest, self.data)
-        return shard, replica, stage
+            stage, replica = divmod(number, self.data)
+        return self.shard(rank), replica, stage
 
     def cell(self, replica: int, stage: int) -> Cell:
         """Return the cell of the launch at (replica, stage)."""
-        ranks = tuple(self.rank(shard, replica, stage) for shard in range(self.tensor))
+        ranks = tuple(self.rank(index, replica, stage) for index in range(self.cell_size))
         return Cell(replica * self.pipeline + stage, ranks)
 
     def cell_of(self, rank: int) -> Cell:
@@ -144,6 +159,6 @@ class LaunchTopology:
         place = self.place(rank)
         if place is not None:
             return self.cell(*place[1:])
-        number = (rank - self.slots) // self.tensor
-        first = self.slots + number * self.tensor
-        return Cell(self.data * self.pipeline + number, tuple(range(first, first + self.tensor)))
+        number = (rank - self.slots) // self.cell_size
+        first = self.slots + number * self.cell_size
+        return Cell(self.data * self.pipeline + number, tuple(range(first, first + self.cell_size)))

@@ -54,9 +54,9 @@ def all_cells_present(assignment: Assignment, living: Collection[int]) -> bool:
 
 
 def _full(assignment: Assignment, living: Collection[int]) -> int:
-    """Return the number of whole cells that have the tensor-parallel size in force."""
-    tensor = assignment.base.sizes.tensor
-    return sum(len(assignment.cells[number].ranks) == tensor for number in assignment.whole(living))
+    """Return the number of whole cells that have all ranks of the sizes in force."""
+    size = assignment.base.cell_size
+    return sum(len(assignment.cells[number].ranks) == size for number in assignment.whole(living))
 
 
 def better_assignment(
@@ -83,7 +83,7 @@ def better_assignment(
         if assignment.cut == regular.cut and not assignment.broken(living):
             return None
         return _recut(assignment, regular.seated(living), 0, 0)
-    known = sizes or CellSizes(assignment.launch_topology.tensor, {})
+    known = sizes or CellSizes(assignment.launch_topology.cell_size, {})
     topology = with_speeds(known.topology(assignment, living), dict(speeds or {}))
     room = {cell.id: memory_bytes * known.room(len(cell.ranks)) // PPM for cell in topology.cells}
     cells = tuple(replace(cell, memory_bytes=room[cell.id]) for cell in topology.cells)

@@ -39,6 +39,11 @@ class GridShape:
         return tuple(Cell(number, ranks) for number, ranks in enumerate(self.ranks))
 
     @property
+    def cell_size(self) -> int:
+        """Number of ranks of a cell while no rank is missing."""
+        return len(self.ranks[0])
+
+    @property
     def computing(self) -> int:
         """Number of cells that hold units while no rank is missing."""
         return self.sizes.pipeline * self.sizes.data

@@ -87,7 +87,7 @@ class View:
     """This rank's cell; ``None`` if the rank is parked."""
     spans: tuple[GroupSpan, ...]
     silent: tuple[tuple[int, int], ...]
-    """Elements ``[start, stop)`` of the arena whose gradients another rank of the cell contributes."""
+    """Elements ``[start, stop)`` of the arena whose gradients another rank of the tensor-parallel group contributes."""
     configuration: Configuration
     owned: tuple[StateBlock, ...]
     mirrored: tuple[StateBlock, ...]
@@ -108,6 +108,12 @@ class View:
     def assignment(self) -> Assignment:
         """Units of each cell."""
         return self.configuration.assignment
+
+    @property
+    def tensor_ranks(self) -> tuple[int, ...]:
+        """The ranks of this rank's tensor-parallel group; none if it is parked."""
+        place = None if self.cell is None else self.assignment.place(self.rank)
+        return () if place is None else place.tensor_ranks
 
     @property
     def leads(self) -> bool:
@@ -145,6 +151,7 @@ def build_view(
     """Return ``rank``'s view. ``arena`` must hold its part of the configuration; ``plan`` is made for ``living``."""
     alive = tuple(sorted(living))
     cell = next((c for c in plan.cells if rank in c.ranks), None)
+    place = None if cell is None else configuration.assignment.place(rank)
     groups, delegates = _groups(alive, configuration, layouts, covered)
     bare = View(
         rank=rank,
@@ -154,7 +161,7 @@ def build_view(
         plan_hash=plan_hash(plan),
         cell=cell,
         spans=_spans(configuration.placement, delegates, groups, arena, fabric),
-        silent=_silent(cell is None or cell.ranks[0] != rank, arena),
+        silent=_silent(place is None or place.position.index > 0, arena),
         configuration=configuration,
         owned=(),
         mirrored=(),
@@ -286,9 +293,9 @@ def shared_runs(
 
 
 def _silent(follows: bool, arena: Arena) -> tuple[tuple[int, int], ...]:
-    """Return the elements of replicated parameters on a rank that ``follows`` the first one of its cell.
+    """Return the elements of replicated parameters on a rank that ``follows`` the first of its tensor-parallel group.
 
-    Their gradients are equal on all ranks of a cell: the first rank contributes them to the sum over cells.
+    Their gradients are equal on all ranks of the group: the first rank contributes them to the sum over groups.
     """
     ranges = list[tuple[int, int]]()
     for where in arena.slices.values() if follows else ():

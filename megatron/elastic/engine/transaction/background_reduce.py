@@ -73,7 +73,7 @@ class BackgroundReduce:
         self._owned: dict[tuple[int, int], list[StateBlock]] = {}
         for block in view.owned:
             self._owned.setdefault((block.unit, block.shard), []).append(block)
-        launched = view.cell is not None and len(view.cell.ranks) == view.assignment.launch_topology.tensor
+        launched = len(view.tensor_ranks) == view.assignment.launch_topology.tensor
         self._watches = early and launched
 
     # -- beside the backward -----------------------------------------------------

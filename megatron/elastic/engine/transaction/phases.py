@@ -226,15 +226,14 @@ class StepBody:
         return result
 
     def _compares(self, step: int) -> bool:
-        """Return whether the gradients of this step are compared within this rank's cell."""
-        cell, interval = self._view.cell, self._verify_interval
-        return cell is not None and len(cell.ranks) > 1 and interval > 0 and (step - 1) % interval == 0
+        """Return whether the gradients of this step are compared within this rank's tensor-parallel group."""
+        interval = self._verify_interval
+        return len(self._view.tensor_ranks) > 1 and interval > 0 and (step - 1) % interval == 0
 
     def _compare_replicas(self, step: int, gradients: Mapping[int, Sequence[torch.Tensor]]) -> None:
-        """Raise ``CertificateError`` on every rank of the cell if gradients of replicated parameters differ in it."""
-        cell, fabric = self._view.cell, self._tools.fabric
-        assert cell is not None
-        unequal = unequal_replicas(self._tools.interface, gradients, fabric.group("tensor", cell.ranks))
+        """Raise ``CertificateError`` if gradients of replicated parameters differ in this tensor-parallel group."""
+        group = self._tools.fabric.group("tensor", self._view.tensor_ranks)
+        unequal = unequal_replicas(self._tools.interface, gradients, group)
         if unequal:
             raise CertificateError([f"step {step}: gradients of {name} differ within a cell" for name in unequal])
 

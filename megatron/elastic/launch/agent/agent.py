@@ -89,7 +89,7 @@ class Agent:
         # The journal, and the state that follows from it.
         quarantine = Quarantine(job.settings.quarantine_after, self.timing.quarantine)
         self.state = Generations(
-            members.nodes, job.settings.respawn, members.nominal, job.tensor, quarantine, job.least < job.nodes
+            members.nodes, job.settings.respawn, members.nominal, job.cell, quarantine, job.least < job.nodes
         )
         self._failures = Failures(job.settings.max_losses_per_hour)
         self._history = JobHistory()

@@ -44,6 +44,7 @@ def nominal_topology(args: Any, config: Any, tied: bool, slots: int, largest: in
     empty = [number for number, (first, end) in enumerate(chunks) if first == end]
     if empty:
         raise ConfigError(f"--pipeline-model-parallel-layout leaves stages {empty} without a layer: give each one")
+    cell = args.tensor_model_parallel_size * args.context_parallel_size
     shared = args.expert_model_parallel_size > 1
     parts = args.expert_tensor_parallel_size if shared else args.tensor_model_parallel_size
     return LaunchTopology(
@@ -57,7 +58,8 @@ def nominal_topology(args: Any, config: Any, tied: bool, slots: int, largest: in
         crew_size=args.expert_model_parallel_size * parts // args.tensor_model_parallel_size,
         expert_parts=parts,
         replicas_last=bool(args.use_tp_pp_dp_mapping),
-        extra=(slots - args.world_size) // args.tensor_model_parallel_size * args.tensor_model_parallel_size,
+        extra=(slots - args.world_size) // cell * cell,
+        context=args.context_parallel_size,
     )
 
 

@@ -77,6 +77,8 @@ class Rule:
     spelled: str
     reason: str
     beside: str = ""
+    applies: Callable[[Any], bool] = lambda args: True
+    """Whether the rule is of interest with the other arguments."""
 
 
 def _on(value: Any) -> bool:
@@ -142,6 +144,11 @@ ROWS: tuple[Rule, ...] = (
     _switch("moe_router_fusion", "--moe-router-fusion", (_TE,), _LEAVE_OUT, "Transformer Engine's kernel is not here"),
     _switch("tp_comm_overlap", "--tp-comm-overlap", (_TE,), _LEAVE_OUT,
             "Transformer Engine's overlap of matrix products and tensor-parallel communication needs GPUs"),
+    Rule("cp_comm_type", "--cp-comm-type", (_TE,), lambda value: bool(value) and set(value) != {"all_gather"},
+        ["all_gather"], "--cp-comm-type all_gather", "keys and values are gathered: same mathematics",
+        applies=lambda args: (getattr(args, "context_parallel_size", 1) or 1) > 1),
+    Rule("hierarchical_context_parallel_sizes", "--hierarchical-context-parallel-sizes", (_TE,), _on, None, _LEAVE_OUT,
+        "keys and values are gathered in one group: same mathematics"),
     Rule("cuda_graph_impl", "--cuda-graph-impl", ("cuda",), _is("local", "transformer_engine"), "none",
         "--cuda-graph-impl none", "CUDA graphs need a GPU"),
     Rule("cuda_graph_scope", "--cuda-graph-scope", ("cuda",), _on, [], _LEAVE_OUT, "CUDA graphs need a GPU"),
@@ -245,7 +252,7 @@ def substitute(args: Namespace, machine: Installed, rows: Iterable[Rule] = ROWS)
     """Replace unsupported values in ``args``; return the changes in table order."""
     changed = []
     for row in rows:
-        missing = any(not machine.has(need) for need in row.needs)
+        missing = any(not machine.has(need) for need in row.needs) and row.applies(args)
         if not missing or not hasattr(args, row.attribute):
             continue
         if row.beside and not getattr(args, row.beside, None):

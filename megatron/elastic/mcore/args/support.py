@@ -77,9 +77,12 @@ FEATURES: tuple[Feature, ...] = (
             _any("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"), "works", "works",
             "with --elastic Megatron's interleaved order until a loss, and again when all are back"),
     Feature("context parallelism", ("--context-parallel-size", "--hierarchical-context-parallel-sizes",
-                                    "--hybrid-context-parallel", "--cp-comm-type"),
-            lambda args: (args.context_parallel_size or 1) > 1 or bool(getattr(args, "hybrid_context_parallel", False)),
-            "refused", "refused", f"its attention needs Transformer Engine: {_GPU}, {_PLAIN}"),
+                                    "--cp-comm-type"),
+            lambda args: (args.context_parallel_size or 1) > 1, "refused", "works",
+            "on Megatron's own layers with --elastic only; a cell that loses a rank cuts the sequence anew"),
+    Feature("context parallelism that varies by batch", ("--hybrid-context-parallel",),
+            _any("hybrid_context_parallel"), "refused", "refused", f"its batches need Transformer Engine: {_GPU}, "
+            f"{_PLAIN}"),
     Feature("mixture of experts", ("--num-experts", *flag_table.MOE), _any("num_experts"), "works", "works",
             "with --elastic layers are Megatron's own, and a micro-batch is never divided"),
     Feature("expert parallelism", ("--expert-model-parallel-size",),
@@ -204,7 +207,7 @@ def _refusals(args: Namespace, config: ElasticConfig, platform: str, words: Sequ
         flag = _given(feature.flags, words)
         if args.elastic and feature.elastic == "refused":
             yield f"{flag} ({feature.name}) is not supported with --elastic: {feature.fix}"
-        elif platform == "cpu" and feature.cpu == "refused":
+        elif platform == "cpu" and feature.cpu == "refused" and not (args.elastic and feature.elastic == "works"):
             yield f"{flag} ({feature.name}) needs a GPU: leave it out here"
     if args.elastic:
         yield from _exact_faults(args, config, platform)
@@ -212,6 +215,8 @@ def _refusals(args: Namespace, config: ElasticConfig, platform: str, words: Sequ
             yield "--elastic-state device needs an accelerator: a CPU has no other memory than the host's; leave it out"
         yield from _spare_faults(args, config)
         yield from _policy_faults(args, config)
+        if (args.context_parallel_size or 1) > 1:
+            yield from _context_faults(args, config)
         yield from _expert_part_faults(args)
         if (args.expert_model_parallel_size or 1) > 1:
             yield from _shared_expert_faults(args, config, platform)
@@ -271,6 +276,29 @@ def _shared_expert_faults(args: Namespace, config: ElasticConfig, platform: str)
         yield f"--moe-token-dispatcher-type flex with {size}: --elastic has a dispatcher of its own, use alltoall"
 
 
+def _context_faults(args: Namespace, config: ElasticConfig) -> Iterator[str]:
+    """Yield what does not hold where ranks share the sequence."""
+    size, tensor = f"--context-parallel-size {args.context_parallel_size}", args.tensor_model_parallel_size
+    parts = args.context_parallel_size * tensor
+    if args.num_experts:
+        yield f"{size} with --num-experts: a router sees a part of each sequence only: leave one of the two out"
+    if getattr(args, "multi_latent_attention", False):
+        yield f"{size} with --multi-latent-attention is not supported with --elastic: leave one of the two out"
+    if config.exact:
+        yield f"--elastic-exact adds up gradients by sample, and with {size} a rank has parts of them: leave one out"
+    if getattr(args, "window_size", None):
+        yield f"{size} with --window-size: Megatron's own layers mask by the place in a tensor: leave one of them out"
+    if args.position_embedding_type == "mrope":
+        yield f"{size} with --position-embedding-type mrope is not supported with --elastic: use rope"
+    if args.sequence_parallel and args.seq_length and args.seq_length % parts:
+        yield (
+            f"--sequence-parallel cuts the part of each of {size} again: --seq-length {args.seq_length} must be a "
+            f"multiple of {parts}"
+        )
+    if config.policy != "elaswave":
+        yield f"--elastic-policy {config.policy} with {size} is not tested: leave out the policy"
+
+
 def _exact_faults(args: Namespace, config: ElasticConfig, platform: str) -> Iterator[str]:
     if not config.exact:
         return
@@ -289,10 +317,11 @@ def _exact_faults(args: Namespace, config: ElasticConfig, platform: str) -> Iter
 
 
 def _spare_faults(args: Namespace, config: ElasticConfig) -> Iterator[str]:
-    tensor = args.tensor_model_parallel_size
-    if config.spares % tensor:
+    tensor, context = args.tensor_model_parallel_size, args.context_parallel_size or 1
+    if config.spares % (tensor * context):
+        beside = f" × --context-parallel-size {context}" if context > 1 else ""
         yield (
-            f"--elastic-spares {config.spares} is not a multiple of --tensor-model-parallel-size {tensor}: "
+            f"--elastic-spares {config.spares} is not a multiple of --tensor-model-parallel-size {tensor}{beside}: "
             "spares take the place of whole tensor-parallel groups"
         )
 
@@ -320,7 +349,7 @@ def check_launcher(environ: Mapping[str, str], argv: Sequence[str]) -> None:
 def thin_copies(args: Namespace, config: ElasticConfig) -> tuple[str, ...]:
     """Return warnings about a layout whose first loss stops training, from the flags alone; sizes must be valid."""
     ranks = args.world_size + config.spares
-    cell = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
+    cell = args.tensor_model_parallel_size * args.context_parallel_size * args.pipeline_model_parallel_size
     back = "training goes back to the checkpoint in --load, or ends with status 4 without one"
     found = []
     if ranks == 1:

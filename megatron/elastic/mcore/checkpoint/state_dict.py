@@ -12,7 +12,7 @@ tensors have the same keys; the form tied to one data-parallel size is refused.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -305,25 +305,31 @@ def _group_step(groups: Sequence[Mapping[str, Any]]) -> int:
 def without_holes(fabric: Fabric, slots: int) -> Iterator[None]:
     """Make the living of the first ``slots`` ranks the default group, numbered from 0, inside the context.
 
-    The data-parallel rank is renumbered too. Megatron's checkpoint code divides work by
-    world size and has rank 0 write metadata and data-parallel rank 0 write for its peers;
+    The data-parallel rank is renumbered too, over all ranks that have the same weights. Megatron's checkpoint code
+    divides work by world size and has rank 0 write metadata and data-parallel rank 0 write for its peers;
     it does not support empty slots.
     """
     living = [rank for rank in fabric.alive if rank < slots]
-    if len(living) == fabric.slots:
-        yield
-        return
+    before = parallel_state.get_data_parallel_rank()
+    parallel_state.set_data_parallel_rank(parallel_state.get_data_parallel_group(with_context_parallel=True).rank())
+    try:
+        with nullcontext() if len(living) == fabric.slots else _default_group(fabric, living):
+            yield
+    finally:
+        parallel_state.set_data_parallel_rank(before)
+
+
+@contextmanager
+def _default_group(fabric: Fabric, living: Sequence[int]) -> Iterator[None]:
+    """Make ``living`` the default group, numbered from 0, inside the context."""
     dense = fabric.group("checkpoint", living)
     table = c10d._world.pg_group_ranks
     numbered = table[dense]
     # The ranks of a default group are global ranks: a root is named by the result of get_rank().
     table[dense] = {rank: rank for rank in range(len(living))}
     c10d._update_default_pg(dense)
-    before = parallel_state.get_data_parallel_rank()
-    parallel_state.set_data_parallel_rank(parallel_state.get_data_parallel_group(with_context_parallel=True).rank())
     try:
         yield
     finally:
-        parallel_state.set_data_parallel_rank(before)
         c10d._update_default_pg(fabric.world)
         table[dense] = numbered

@@ -39,6 +39,7 @@ from megatron.elastic.mcore.checkpoint.verifying import verified
 from megatron.elastic.mcore.loop import launch_sizes
 from megatron.elastic.mcore.loop.data import source_for
 from megatron.elastic.mcore.loop.reporter import Reporter
+from megatron.elastic.mcore.model.context_parallel import ContextParallel
 from megatron.elastic.mcore.model.dropout import key_dropout, unkeyed_line
 from megatron.elastic.mcore.model.gpt import GptInterface, unwrapped
 from megatron.elastic.mcore.model.layer_losses import LayerLosses
@@ -83,6 +84,7 @@ class Setup:
         self._counters = counters
         self.reporter = Reporter()
         self.layer_losses = LayerLosses()
+        self.context = ContextParallel()
         self.checkpoints = Checkpoints(config, lambda: self.engine, self.notice)
         self._repeated = RepeatedWork()
         self._links: Links | None = None
@@ -182,7 +184,10 @@ class Setup:
         first = parallel_state.get_tensor_model_parallel_rank() == 0
         group_of = functools.partial(links.fabric.group, "tensor")
         crew_of = functools.partial(links.fabric.group, "crew")
-        interface = self._interface = GptInterface(model, args, groups, first, group_of, self.layer_losses, crew_of)
+        context_of = functools.partial(links.fabric.group, "context")
+        interface = self._interface = GptInterface(
+            model, args, groups, first, group_of, self.layer_losses, crew_of, self.context, context_of
+        )
         launched: Launched = {}
         if not is_extra(links.fabric, args):  # an extra rank writes no part of a checkpoint
             launched = {unit: tuple(interface.unit_parameters(unit)) for unit in interface.held_units()}

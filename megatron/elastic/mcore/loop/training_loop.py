@@ -55,7 +55,8 @@ class TrainingLoop:
         """Return the elastic rows of the patch table, bound to this object."""
         before = map(self._shutdown.proven, self._setup.rows())
         ending = map(self._shutdown.named, (*self._rows(), *self._checkpoints.rows()))  # also after the loop
-        rows = (*before, *ending, *launch_sizes.rows(), *vocabulary_range.rows(), *self._setup.reporter.rows())
+        own = (*launch_sizes.rows(), *vocabulary_range.rows(), *self._setup.context.rows())
+        rows = (*before, *ending, *own, *self._setup.reporter.rows())
         patches = (Patch(symbol, reason, make) for symbol, reason, make in rows)
         return (*patches, *self._setup.layer_losses.patches())
 

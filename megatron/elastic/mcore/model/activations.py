@@ -12,7 +12,8 @@ In elements of one row (a sequence of length ``s``), sizes of one tensor-paralle
                                                           inputs and output; f: tensors of the MLP
     head        2 s h + s v, the latter in fp32           its input, its norm, softmax of the cross entropy
 
-A layer that is recomputed keeps its input.
+A layer that is recomputed keeps its input. With context parallelism s is this rank's part, and a layer keeps keys,
+values and scores of the whole sequence.
 
 ``tests/unit/mcore/test_memory_model.py`` compares the estimate with real allocations.
 """
@@ -39,12 +40,15 @@ def held_bytes(
     routed: bool = False,
     *,
     local: bool = False,
+    keys: int | None = None,
 ) -> int:
     """Return the bytes of one row of ``unit`` (0: embedding, ``last``: head); ``sequence``: positions of a row.
 
     ``routed``: the unit is a layer with experts.
     ``local``: heads, MLP columns and vocabulary are this rank's already, as in a cell that deals them unevenly.
+    ``keys``: positions of which a layer has keys; None: ``sequence``.
     """
+    keys = sequence if keys is None else keys
     own = sequence // config.tensor_model_parallel_size if config.sequence_parallel else sequence
     tensor = 1 if local else config.tensor_model_parallel_size
     size: int = torch.finfo(config.params_dtype).bits // 8
@@ -56,9 +60,9 @@ def held_bytes(
     local = any(isinstance(module, DotProductAttention) for module in model.modules())
     query: int = config.kv_channels * config.num_attention_heads
     pairs: int = 2 * (query if local else config.kv_channels * (config.num_query_groups or config.num_attention_heads))
-    inside = sequence * (2 * query + pairs + _feed_forward(config, routed)) * size
+    inside = (sequence * (2 * query + _feed_forward(config, routed)) + (keys if local else sequence) * pairs) * size
     if local:
-        inside += _scores(config, size) * config.num_attention_heads * sequence**2
+        inside += _scores(config, size) * config.num_attention_heads * sequence * keys
     return int(4 * boundary + inside // tensor)
 
 

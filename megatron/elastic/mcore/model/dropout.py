@@ -16,8 +16,10 @@ import torch
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 
 from megatron.elastic.config import ConfigError
-from megatron.elastic.engine.compute.dropout import BiasDropoutAdd, SampleDropout, Section, Site, Split
+from megatron.elastic.engine.compute.dropout import BiasDropoutAdd, Intervals, SampleDropout, Section, Site, Split
 from megatron.elastic.engine.compute.jitter import SampleJitter
+from megatron.elastic.mcore.model.sequence_gather import SequencePart
+from megatron.elastic.state.coverage import Position
 
 __all__ = ["Slices", "key_dropout", "key_module", "launch_slices", "unkeyed_line"]
 
@@ -53,10 +55,21 @@ def unkeyed_line(modules: Sequence[str], exact: bool) -> str:
 
 @dataclass(frozen=True)
 class Slices:
-    """This rank's slices of activations: of the heads [b, np, sq, sk], and of the sequence [s, b, h] (None: whole)."""
+    """This rank's slices of activations: of the heads [b, np, sq, sk], and of the sequence [s, b, h] (None: whole).
+
+    With context parallelism ``positions`` replace ``sequence``, and ``queries`` are those of sq.
+    """
 
     heads: Split | Section
     sequence: Split | None
+    positions: Intervals | None = None
+    queries: Intervals | None = None
+
+    def of_part(self, part: SequencePart, tensor: Position) -> Slices:
+        """Return the slices of a tensor-parallel position that has this part of the sequence."""
+        held = part.cut.held(part.part.index * tensor.count + tensor.index, part.part.count * tensor.count)
+        length = part.cut.length
+        return Slices(self.heads, None, Intervals(0, held, length), Intervals(2, part.runs, length))
 
 
 def launch_slices(config: Any, tensor_parallel_rank: int) -> Slices:
@@ -69,18 +82,23 @@ def key_module(model: Any, module: Any, slices: Slices) -> list[str]:
     """Replace dropout in one embedding or layer of ``model`` (others have none), like :func:`key_dropout`."""
     if hasattr(module, "embedding_dropout"):
         module.embedding_dropout = SampleDropout(
-            model.config.hidden_dropout, unit=0, site=Site.EMBEDDING, sample_dim=1, split=slices.sequence
+            model.config.hidden_dropout,
+            unit=0,
+            site=Site.EMBEDDING,
+            sample_dim=1,
+            split=slices.sequence,
+            intervals=slices.positions,
         )
         return []
     if hasattr(module, "layer_number"):
-        return _key_layer(module, slices.heads, slices.sequence)
+        return _key_layer(module, slices)
     return []
 
 
-def _key_layer(layer: Any, heads: Split | Section, sequence: Split | None) -> list[str]:
-    unit = int(layer.layer_number)
-    layer.self_attn_bda = BiasDropoutAdd(unit=unit, site=Site.ATTENTION_OUTPUT, split=sequence)
-    layer.mlp_bda = BiasDropoutAdd(unit=unit, site=Site.MLP_OUTPUT, split=sequence)
+def _key_layer(layer: Any, slices: Slices) -> list[str]:
+    unit, sequence, positions = int(layer.layer_number), slices.sequence, slices.positions
+    layer.self_attn_bda = BiasDropoutAdd(unit, Site.ATTENTION_OUTPUT, sequence, intervals=positions)
+    layer.mlp_bda = BiasDropoutAdd(unit, Site.MLP_OUTPUT, sequence, intervals=positions)
     router = getattr(layer.mlp, "router", None)
     if router is not None and layer.config.moe_input_jitter_eps is not None:
         device = torch.device(torch.cuda.current_device())
@@ -90,7 +108,12 @@ def _key_layer(layer: Any, heads: Split | Section, sequence: Split | None) -> li
     core = getattr(layer.self_attention, "core_attention", None)
     if isinstance(core, DotProductAttention):
         core.attention_dropout = SampleDropout(
-            _probability(core.attention_dropout), unit=unit, site=Site.ATTENTION_PROBS, sample_dim=0, split=heads
+            _probability(core.attention_dropout),
+            unit=unit,
+            site=Site.ATTENTION_PROBS,
+            sample_dim=0,
+            split=slices.heads,
+            intervals=slices.queries,
         )
         return []
     if core is None or layer.config.attention_dropout == 0.0:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,8 +28,9 @@ from megatron.core import parallel_state
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
 from megatron.elastic.engine.compute.model_interface import CellPlace, Crew, ForwardStep, LossOutput, UnitParameter
-from megatron.elastic.engine.compute.sequence_transfers import is_sliced
+from megatron.elastic.engine.compute.sequence_cut import SequenceCut, is_sliced, length_of
 from megatron.elastic.mcore.model.activations import held_bytes
+from megatron.elastic.mcore.model.context_parallel import ContextParallel, of_the_cell
 from megatron.elastic.mcore.model.crew_dispatcher import GroupOf
 from megatron.elastic.mcore.model.dropout import key_module, launch_slices
 from megatron.elastic.mcore.model.expert_homes import expert_of, is_expert, join_crew, launch_crew
@@ -36,6 +38,7 @@ from megatron.elastic.mcore.model.layer_losses import LayerLosses
 from megatron.elastic.mcore.model.layer_specs import LayerSpecs, routed_layers
 from megatron.elastic.mcore.model.param_groups import GroupKeys
 from megatron.elastic.mcore.model.router_bias import counted_tokens, forget_tokens, present_bias, set_bias
+from megatron.elastic.mcore.model.sequence_gather import SequencePart
 from megatron.elastic.mcore.model.split_backward import SplitLinears, WeightQueue
 from megatron.elastic.mcore.model.split_te import split_te_linears
 from megatron.elastic.mcore.model.tensor_cut import (
@@ -52,7 +55,12 @@ from megatron.elastic.mcore.model.tensor_cut import (
 from megatron.elastic.mcore.model.tensor_place import TensorPlace, only_even
 from megatron.elastic.mcore.model.units import Anatomy, unwrapped
 from megatron.elastic.mcore.model.use_sites import own_use
-from megatron.elastic.mcore.parallel_state.stage import as_stage, as_tensor_group, whole_tensor_group
+from megatron.elastic.mcore.parallel_state.stage import (
+    as_context_group,
+    as_stage,
+    as_tensor_group,
+    whole_tensor_group,
+)
 from megatron.elastic.observe.summary import ranks_text
 from megatron.elastic.plan.model import Piece
 from megatron.elastic.plan.profile import PPM
@@ -81,6 +89,8 @@ class GptInterface:
         tensor_group: Callable[[tuple[int, ...]], dist.ProcessGroup] | None = None,
         layer_losses: LayerLosses | None = None,
         crew_group: GroupOf | None = None,
+        context: ContextParallel | None = None,
+        context_group: GroupOf | None = None,
     ) -> None:
         self._chunks = torch.nn.ModuleList(chunks)
         self._args = args
@@ -93,6 +103,8 @@ class GptInterface:
         self._launch_position = Position(parallel_state.get_tensor_model_parallel_rank(), self._sizes.tensor)
         self._place: TensorPlace | None = None
         """This rank's place in its cell; None: as at the launch."""
+        self._context, self._context_group = context or ContextParallel(), context_group
+        self._launch_part = self._context.part = self._part_at_launch()
         self._crew_group = crew_group
         self._launch_crew = self._crew_at_launch()
         self._linears = SplitLinears()
@@ -102,6 +114,8 @@ class GptInterface:
         self._units = self._sort_parameters()
         self._join_crew(self._chunks, None)
         self._split(self._chunks)
+        if self._launch_part is not None:
+            self._anatomy.each(lambda inner, module: self._key(inner, module, None))
         self._contribute: Callable[[int, str, torch.Tensor], None] | None = None
         self._told: Callable[[int], None] | None = None
 
@@ -116,10 +130,32 @@ class GptInterface:
         return self.compute_units if self._anatomy.tied else None
 
     def _prepare(self, inner: Any, module: torch.nn.Module, place: TensorPlace | None) -> None:
-        launch = launch_slices(self._config, self._launch_position.index)
-        key_module(inner, module, launch if place is None else place.slices)
+        self._key(inner, module, place)
         self._join_crew(module, place)
         self._split(module)
+
+    def _key(self, inner: Any, module: torch.nn.Module, place: TensorPlace | None) -> None:
+        """Have dropout draw the masks of this rank's place and part of the sequence."""
+        slices = launch_slices(self._config, self._launch_position.index) if place is None else place.slices
+        position = self._launch_position if place is None else place.position
+        part = self._context.part
+        key_module(inner, module, slices if part is None else slices.of_part(part, position))
+
+    def _part_at_launch(self) -> SequencePart | None:
+        """Return the part of the sequence that Megatron gives this rank; ``None`` without context parallelism."""
+        cut, count = self.cut_sequence(), self._config.context_parallel_size
+        if cut is None or cut.tensor is None:
+            return None
+        # Megatron's group of a rank that joins a running job has only that rank at first.
+        part = Position(dist.get_rank() // cut.tensor % count, count)
+        return SequencePart(cut, part, parallel_state.get_context_parallel_group())
+
+    def _part_of(self, place: CellPlace | None) -> SequencePart | None:
+        """Return the part of the sequence at a place in a cell; ``None``: without context parallelism."""
+        launched = self._launch_part
+        if launched is None or place is None or self._context_group is None:
+            return launched
+        return SequencePart(launched.cut, place.part, self._context_group(place.context_ranks))
 
     def _crew_at_launch(self) -> Crew | None:
         """Return this rank's crew as Megatron built it; ``None`` where ranks share no experts."""
@@ -147,11 +183,11 @@ class GptInterface:
             return None
         if place.position == self._launch_position and place.crew in (None, self._launch_crew):
             group = parallel_state.get_tensor_model_parallel_group()
-            if self._tensor_group is None or tuple(dist.get_process_group_ranks(group)) == place.ranks:
+            if self._tensor_group is None or tuple(dist.get_process_group_ranks(group)) == place.tensor_ranks:
                 return None
         if self._tensor_group is None:
             raise ValueError(f"this rank's layers are those of {self._launch_position}, not of {place.position}")
-        group = self._tensor_group(place.ranks)
+        group = self._tensor_group(place.tensor_ranks)
         return TensorPlace(place.position, group, self._sizes, place.ranks[place.index], place.crew)
 
     def covered(self, unit: int, position: Position) -> tuple[int, ...]:
@@ -171,10 +207,16 @@ class GptInterface:
 
         Only the launch's cells compute with Transformer Engine (:class:`TensorPlace`).
         """
-        sizes = self._sizes
+        sizes, launched = self._sizes, self._launch_part
+        fixed = self._args.transformer_impl != "local" or only_even(self._config)
+        if launched is not None:
+            number, rest = divmod(count, sizes.tensor)
+            if rest or not number or (fixed and number != launched.part.count):
+                return None
+            longest = replace(launched, part=Position(0, number)).longest
+            return -(-PPM * longest // (sizes.sequence * sizes.tensor))
         if count == sizes.tensor:
             return PPM // count
-        fixed = self._args.transformer_impl != "local" or only_even(self._config)
         unknown = any(spec.sharded and not is_cut(spec.name) for spec in parameters)
         if fixed or unknown or self._tensor_group is None or refusal(sizes, count):
             return None
@@ -196,7 +238,10 @@ class GptInterface:
         Raises ``ConfigError`` for a model that cannot be cut for that place; nothing changes then.
         """
         built_for = self._place_of(place)
+        self._context.part = self._part_of(place)
         self._anatomy.hold([unit for unit in units if unit < self.compute_units], built_for)
+        if self._launch_part is not None:  # units that stay may have another part of the sequence
+            self._anatomy.each(lambda inner, module: self._key(inner, module, built_for))
         self._place = built_for
         self._units = self._sort_parameters()
         if self.held_units() != tuple(sorted(units)):
@@ -228,25 +273,30 @@ class GptInterface:
         self._anatomy.train(mode)
 
     def boundary(self, rows: int) -> tuple[torch.Size, torch.dtype]:
-        """Return ``[s, rows, h]`` and its type; under sequence parallelism ``s`` is this rank's slice."""
-        length, config = self._args.seq_length, self._anatomy.config
+        """Return ``[s, rows, h]`` and its type; ``s`` positions are this rank's."""
+        part, config = self._context.part, self._anatomy.config
+        length = self._args.seq_length if part is None else length_of(part.runs)
         if config.sequence_parallel:
             length //= config.tensor_model_parallel_size
         dtype = torch.float32 if self._config.fp32_residual_connection else self._config.params_dtype
         return torch.Size((length, rows, self._config.hidden_size)), dtype
 
-    def cut_sequence(self) -> int | None:
-        """Return the length of a sequence under sequence parallelism (:class:`ModelInterface`)."""
-        return int(self._args.seq_length) if self._sizes.sequence_parallel else None
+    def cut_sequence(self) -> SequenceCut | None:
+        """Return how cells cut the sequence (:class:`ModelInterface`)."""
+        parallel, shared = self._sizes.sequence_parallel, self._config.context_parallel_size > 1
+        if not parallel and not shared:
+            return None
+        return SequenceCut(int(self._args.seq_length), parallel, self._sizes.tensor if shared else None)
 
     def whole_sequence_line(self, ranks: Sequence[int]) -> str:
         """Return the line that a cell of ``ranks`` computes without sequence parallelism; empty if it has that."""
-        length, count = self.cut_sequence(), len(ranks)
-        if length is None or count == 1 or is_sliced(count, length):
+        cut, count = self.cut_sequence(), len(ranks)
+        if cut is None or cut.tensor is not None or count == 1 or is_sliced(count, cut.length):
             return ""
         named = ranks_text(ranks)
         return (
-            f"sequence parallelism is off in tensor-parallel group {named}: {count} does not divide {length} positions"
+            f"sequence parallelism is off in tensor-parallel group {named}: {count} does not divide "
+            f"{cut.length} positions"
         )
 
     def activation_bytes(self, unit: int) -> int:
@@ -255,7 +305,9 @@ class GptInterface:
         vocabulary = self._place.vocabulary if self._place is not None else self._sizes.vocabulary
         config, last = self._anatomy.layer_config, self.compute_units - 1
         routed = 0 < unit < last and routed_layers(self._config)[unit - 1]
-        return held_bytes(self._chunks, config, self._args.seq_length, vocabulary, unit, last, routed, local=uneven)
+        length, part = self._args.seq_length, self._launch_part
+        own = length if part is None else part.longest
+        return held_bytes(self._chunks, config, own, vocabulary, unit, last, routed, local=uneven, keys=length)
 
     def used_ppm(self, spec: ParamSpec) -> int:
         """Return the positions that a parameter multiplies (:class:`ModelInterface`): experts receive some of them.
@@ -289,7 +341,8 @@ class GptInterface:
                 if output.shape != expected:
                     raise ValueError(f"the model returned {tuple(output.shape)} for a boundary of {tuple(expected)}")
                 return output
-            return _loss_output(loss_function(output))
+            found, part = _loss_output(loss_function(output)), self._context.part
+            return found if part is None else of_the_cell(part, found)
 
     def ghost(self, piece: Piece, place: tuple[int, int]) -> torch.Tensor:
         """Run the layers of a piece without rows (:class:`ModelInterface`): embedding and head exchange nothing."""
@@ -466,8 +519,10 @@ class GptInterface:
         before = {name: getattr(self._args, name) for name in running}
         vars(self._args).update(running)
         group = as_tensor_group(self._place.group) if self._place is not None else nullcontext()
+        part = self._context.part
+        shared = as_context_group(part.group) if part is not None and part.group is not None else nullcontext()
         try:
-            with as_stage(*place), group:
+            with as_stage(*place), group, shared:
                 yield
         finally:
             vars(self._args).update(before)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, TypeVar
 
-from megatron.elastic.engine.compute.sequence_transfers import is_sliced
+from megatron.elastic.engine.compute.sequence_cut import is_sliced
 from megatron.elastic.state.coverage import Overlap, Position, common_shard
 
 __all__ = [

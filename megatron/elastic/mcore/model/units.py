@@ -175,6 +175,12 @@ class Anatomy:
                     if parameter.requires_grad and id(parameter) not in alive:
                         parameter.data, parameter.grad = parameter.data.new_empty(0), None
 
+    def each(self, change: Callable[[Any, torch.nn.Module], None]) -> None:
+        """Call ``change`` with the model and each module that is held."""
+        for modules in self._held.values():
+            for module in modules.values():
+                change(self._inner, module)
+
     def _known(self, place: TensorPlace | None) -> dict[int, Modules]:
         """Return the units that need not be built for ``place``."""
         return {

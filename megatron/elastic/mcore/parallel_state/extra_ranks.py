@@ -2,9 +2,10 @@
 
 Megatron derives every size from the number of ranks, and its groups from all of them. If there are more ranks than at
 launch (spares, workers of further nodes), it sees W ranks while it makes its groups. During that time an extra rank
-takes the place of the same tensor-parallel rank in the first cell. So its arguments and its model are those of a
-pipeline's first stage; later the engine chooses the units that it holds. Its tensor-parallel group is its own cell.
-Every other group of Megatron contains only the rank itself, so that no rank waits for it there.
+takes the same place in the first cell. So its arguments and its model are those of a
+pipeline's first stage; later the engine chooses the units that it holds. Its tensor-parallel and context-parallel
+groups are those of its own cell. Every other group of Megatron contains ranks of that cell only, so that no other rank
+waits for it there.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ def is_extra(fabric: Fabric, args: Any) -> bool:
 @contextmanager
 def as_of_the_launch(fabric: Fabric, args: Any) -> Iterator[None]:
     """Have Megatron initialise its groups for the ``args.world_size`` ranks of the launch, inside the context."""
-    world, rank, tensor = args.world_size, fabric.rank, args.tensor_model_parallel_size
+    world, rank, cell = args.world_size, fabric.rank, args.tensor_model_parallel_size * args.context_parallel_size
     if fabric.slots == world:
         yield
         return
-    shard = rank % tensor
-    own = {mate: rank - shard + mate for mate in range(tensor)} if rank >= world else {}
+    index = rank % cell
+    own = {mate: rank - index + mate for mate in range(cell)} if rank >= world else {}
     sizes = dist.get_world_size, dist.get_rank
     new_group: Any = getattr(c10d, "_new_group_with_tag")  # noqa: B009 (set by the fabric)
 
@@ -44,10 +45,10 @@ def as_of_the_launch(fabric: Fabric, args: Any) -> Iterator[None]:
         return world if group is None else sizes[0](group)
 
     def rank_in(group: Any = None) -> int:
-        return (shard if own else rank) if group is None else sizes[1](group)
+        return (index if own else rank) if group is None else sizes[1](group)
 
     def own_group(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if own and ranks is not None and shard in ranks:
+        if own and ranks is not None and index in ranks:
             ranks = [own[mate] for mate in ranks if mate in own]
         return new_group(ranks, *args, **kwargs)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -10,7 +10,14 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-__all__ = ["GroupStandIn", "as_first_of_tensor_group", "as_stage", "as_tensor_group", "whole_tensor_group"]
+__all__ = [
+    "GroupStandIn",
+    "as_context_group",
+    "as_first_of_tensor_group",
+    "as_stage",
+    "as_tensor_group",
+    "whole_tensor_group",
+]
 
 
 @dataclass(frozen=True)
@@ -62,6 +69,21 @@ def as_tensor_group(group: dist.ProcessGroup) -> Iterator[None]:
         "_MPU_TENSOR_MODEL_PARALLEL_RANK": group.rank(),
         "_MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE": group.size(),
     }
+    with _set(mine):
+        yield
+
+
+@contextmanager
+def as_context_group(group: dist.ProcessGroup) -> Iterator[None]:
+    """Make ``group`` the context-parallel group of ``parallel_state`` inside the context."""
+    ranks = dist.get_process_group_ranks(group)
+    with _set({"_CONTEXT_PARALLEL_GROUP": group, "_CONTEXT_PARALLEL_GLOBAL_RANKS": ranks}):
+        yield
+
+
+@contextmanager
+def _set(mine: Mapping[str, object]) -> Iterator[None]:
+    """Set these names of ``parallel_state`` inside the context."""
     before = {name: getattr(parallel_state, name) for name in mine}
     try:
         for name, value in mine.items():
