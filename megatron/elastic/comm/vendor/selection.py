@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -63,7 +64,7 @@ def vendor_of(platform: Platform, store: dist.Store | Callable[[], dist.Store]) 
             case "nccl":
                 return Vendor(device, name, _nccl(platform, device))
             case "hccl":
-                return Vendor(device, name, _hccl(store))
+                return Vendor(device, name, _hccl(store, partial(platform.set_device, index)))
             case _:
                 return Vendor(device, name, lambda rank: ThroughHost())
     except (OSError, ImportError, AssertionError, RuntimeError) as error:
@@ -87,7 +88,9 @@ def _nccl(platform: Platform, device: torch.device) -> Callable[[int], VendorCom
     return communicator
 
 
-def _hccl(store: dist.Store | Callable[[], dist.Store]) -> Callable[[int], VendorCommunicator]:
+def _hccl(
+    store: dist.Store | Callable[[], dist.Store], set_device: Callable[[], None]
+) -> Callable[[int], VendorCommunicator]:
     npu = importlib.import_module("torch_npu")
 
     def communicator(rank: int) -> VendorCommunicator:
@@ -98,6 +101,6 @@ def _hccl(store: dist.Store | Callable[[], dist.Store]) -> Callable[[int], Vendo
             options.global_ranks_in_group, options.group_id = list(members), name
             return kind(client, list(members).index(rank), len(members), options)
 
-        return HcclCommunicator(rank, make_backend, ABORT_SECONDS)
+        return HcclCommunicator(rank, make_backend, ABORT_SECONDS, set_device)
 
     return communicator
