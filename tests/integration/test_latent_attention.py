@@ -11,8 +11,8 @@ import pytest
 
 from tests.integration.elastic_job import deviation_without_loss, elastic_job, largest_deviation
 from tests.integration.kill_walk import DROPOUT, ROUNDING, TWO
-from tests.integration.test_cpu_layouts import losses
-from tests.integration.test_engine_parity import Case, logs, run_plain
+from tests.integration.test_cpu_layouts import logs, losses
+from tests.integration.test_engine_parity import Case, run_plain
 
 LATENT = (
     *("--multi-latent-attention", "--q-lora-rank", "16", "--kv-lora-rank", "12", "--qk-head-dim", "8"),
