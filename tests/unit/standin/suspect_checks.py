@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -18,7 +21,8 @@ import torch.distributed as dist
 from megatron.elastic.comm.errors import GenerationChanged
 from megatron.elastic.comm.vendor.fabric import DeviceFabric
 from megatron.elastic.comm.vendor.hccl import HcclCommunicator
-from megatron.elastic.comm.vendor.selection import vendor_of
+from megatron.elastic.comm.vendor.nccl import NcclCommunicator, NcclLibrary
+from megatron.elastic.comm.vendor.selection import Vendor, vendor_of
 from megatron.elastic.config import ElasticConfig
 from megatron.elastic.engine.compute.executor import Executor, PassResult
 from megatron.elastic.engine.compute.piece_times import clock_of
@@ -28,6 +32,7 @@ from megatron.elastic.platform.threads import OS_THREADS
 from megatron.elastic.runtime import assembly
 from tests.standin import device as standin
 from tests.standin.platform import StandinPlatform
+from tests.standin.vendor import build_nccl
 from tests.unit.engine.test_executor import LENGTH, ROWS, UNITS, WIDTH, Layers, Nowhere, plan, work
 
 NAP = 300_000_000
@@ -151,6 +156,76 @@ def check_a_send_of_an_older_generation_is_never_begun() -> None:
     into = torch.zeros(4, device="standin")
     assert pair.groups[1].recv([into], 0, 5).wait() and again.wait()
     assert into.tolist() == [3.0] * 4
+
+
+# -- a vendor's library ----------------------------------------------------------------------
+
+
+class OnDevices:
+    """Two ranks of one process on a device each, in one group whose tensors the stand-in NCCL moves."""
+
+    def __init__(self, folder: Path) -> None:
+        path = build_nccl(folder, "full", on_streams=True)
+        os.environ["STANDIN_DIR"] = str(path.parent)
+        opened = NcclLibrary(path)
+        self.threads = [ThreadPoolExecutor(1, initializer=partial(standin.set_device, rank)) for rank in range(2)]
+        self.fabrics = [
+            self._vendor(opened, rank).fabric(rank, 2, 0, run_id="pair", secret=b"pair") for rank in range(2)
+        ]
+        edit(self.fabrics, 1)
+        self.groups = [fabric.group_apart("dp", (0, 1)) for fabric in self.fabrics]
+
+    def _vendor(self, library: NcclLibrary, rank: int) -> Vendor:
+        def stream() -> int:
+            return standin.current_stream(rank).cuda_stream
+
+        def communicator(number: int) -> NcclCommunicator:
+            return NcclCommunicator(library, number, 20.0, partial(standin.set_device, rank), stream)
+
+        return Vendor(torch.device("standin", rank), f"device{rank}", communicator)
+
+    def sum(self, rank: int) -> Future[torch.Tensor]:
+        """Enqueue an all-reduce of ``rank + 1`` on the rank's own thread."""
+
+        def enqueue() -> torch.Tensor:
+            tensor = torch.full((4,), rank + 1.0, device=f"standin:{rank}")
+            self.groups[rank].allreduce([tensor])
+            return tensor
+
+        return self.threads[rank].submit(enqueue)
+
+    def waits(self, rank: int, expected: tuple[int, ...]) -> bool:
+        """True as soon as the rank waits for ``expected``; False if it does not in time."""
+        end = time.monotonic() + 20
+        while self.fabrics[rank].waiting_for() != expected and time.monotonic() < end:
+            time.sleep(0.001)
+        return self.fabrics[rank].waiting_for() == expected
+
+
+def check_a_wait_on_the_device_names_the_ranks_that_it_waits_for(folder: Path) -> None:
+    job = OnDevices(folder)
+    sums = [job.sum(rank) for rank in range(2)]
+    assert [one.result(20).tolist() for one in sums] == [[3.0] * 4] * 2
+    first = job.sum(0).result(20)
+    assert job.waits(0, (1,)), "the call has returned, the device waits"
+    standin.set_lateness(0.0)
+    job.threads[1].submit(standin._sleep, NAP).result()
+    second = job.sum(1).result(20)
+    assert job.fabrics[1].waiting_for() == (), "its device has not come to the operation: it is others that wait"
+    assert (first.tolist(), second.tolist()) == ([3.0] * 4, [3.0] * 4)
+    assert job.waits(0, ()) and job.waits(1, ())
+
+
+def check_an_operation_that_waits_on_the_device_ends_with_its_generation(folder: Path) -> None:
+    job = OnDevices(folder)
+    for one in [job.sum(rank) for rank in range(2)]:
+        one.result(20)
+    job.sum(0).result(20)
+    assert job.waits(0, (1,))
+    job.fabrics[0].interrupt(2)
+    job.threads[0].submit(standin.synchronize).result(20)
+    with pytest.raises(GenerationChanged):
+        job.sum(0).result(20)
 
 
 # -- times -----------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ revoked (or aborted, where the library cannot). That happens in a helper thread
 with a time limit; a library that hangs there ends the process into a respawn.
 
 No GPU and no NPU has run this file. It is tested with real processes over a
-stand-in of NCCL's C API that moves real bytes (``tests/unit/comm/moving_nccl.c``).
+stand-in of NCCL's C API that moves real bytes (``tests/standin/moving_nccl.c``).
 """
 
 from __future__ import annotations

@@ -7,10 +7,10 @@ without such a library: all its tensors go through host memory.
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -64,7 +64,7 @@ def vendor_of(platform: Platform, store: dist.Store | Callable[[], dist.Store]) 
             case "nccl":
                 return Vendor(device, name, _nccl(platform, device))
             case "hccl":
-                return Vendor(device, name, _hccl(store, partial(platform.set_device, index)))
+                return Vendor(device, name, _hccl(store, functools.partial(platform.set_device, index)))
             case _:
                 return Vendor(device, name, lambda rank: ThroughHost())
     except (OSError, ImportError, AssertionError, RuntimeError) as error:
@@ -93,13 +93,16 @@ def _hccl(
 ) -> Callable[[int], VendorCommunicator]:
     npu = importlib.import_module("torch_npu")
 
+    @functools.cache
+    def client() -> dist.Store:  # kept: torch finds the methods of a store in Python only while its object lives
+        return store() if callable(store) else store
+
     def communicator(rank: int) -> VendorCommunicator:
         def make_backend(members: Sequence[int], name: str) -> Any:
-            client = dist.PrefixStore(f"hccl/{name}", store() if callable(store) else store)
             kind = npu._C._distributed_c10d.ProcessGroupHCCL
             options = kind.Options()
             options.global_ranks_in_group, options.group_id = list(members), name
-            return kind(client, list(members).index(rank), len(members), options)
+            return kind(dist.PrefixStore(f"hccl/{name}", client()), list(members).index(rank), len(members), options)
 
         return HcclCommunicator(rank, make_backend, ABORT_SECONDS, set_device)
 
