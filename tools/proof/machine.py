@@ -41,7 +41,11 @@ class Ran:
         steps = [record.fields for record in self.events if record.kind == "step"]
         if steps:
             return {step["step"]: step["losses"]["lm loss"] for step in steps if step["losses"]}
-        return {int(i): float(v) for i, v in re.findall(r"iteration\s+(\d+)/.*?lm loss: (\S+)", self.output)}
+        found = {int(i): float(v) for i, v in re.findall(r"iteration\s+(\d+)/.*?lm loss: (\S+)", self.output)}
+        if len(found) > 1:  # with its second step Megatron prints the mean of a process's first two
+            first, second = list(found)[:2]
+            found[second] = 2 * found[second] - found[first]
+        return found
 
     @cached_property
     def milliseconds(self) -> list[float]:
